@@ -1,0 +1,61 @@
+# Needs only make and Python 3.11 or later; everything else is installed into .venv by the first target you ask for.
+
+# The first of these that is new enough; make PYTHON=/path/to/python3 chooses another.
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+BIN := .venv/bin
+READY := .venv/.ready
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-all check format bench clean
+
+help:  ## list what can be made
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' Makefile | expand -t 18
+
+setup: $(READY)  ## create .venv and install rainband with its tools (the others do it when needed)
+
+train: $(READY)  ## train the digits with Downpour: four workers, two servers
+	@echo "train: digits, downpour, 4 workers, 2 servers"
+	@$(BIN)/rainband train digits downpour --workers 4 --servers 2
+
+test: $(READY)  ## run the quick tests
+	@echo "test: all but slow and gpu"
+	@$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-all: $(READY)  ## run every test, and let hypothesis search for longer
+	@echo "test: all"
+	@$(BIN)/python -m pytest -q --hypothesis-profile=search
+
+check: $(READY)  ## look at format, lint, types and the direction of imports
+	@echo "check: format"
+	@$(BIN)/ruff format --check --quiet . || { echo "some files are not formatted: type make format"; exit 1; }
+	@echo "check: lint"
+	@$(BIN)/ruff check --quiet .
+	@echo "check: types"
+	@$(BIN)/mypy
+	@echo "check: layers"
+	@$(BIN)/python -m pytest -q tests/test_layers.py
+
+format: $(READY)  ## format the code and repair what lint can repair
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --fix --quiet .
+
+bench: $(READY)  ## measure every claim of speed on this machine
+	@echo "bench: all"
+	@$(BIN)/rainband bench all
+
+clean:  ## remove .venv and caches; runs stay
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "rainband needs Python 3.11 or later, and there is none on the PATH:" \
+		"install one, or name it: make PYTHON=/path/to/python3"; exit 1; }
+	@echo "set-up: .venv from $(PYTHON)"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { echo "$(PYTHON) cannot make a virtual environment:" \
+		"install its venv module (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	@echo "set-up: installing rainband and its tools (minutes the first time, as torch is large)"
+	@$(INSTALL) -e '.[data,plots,dev]'
+	@touch $@

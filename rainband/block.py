@@ -1,0 +1,112 @@
+"""All that one block remembers: parameters, optimizer state, the rule's buffer, version, clocks and marks.
+
+Blocks share nothing, so one can be copied, saved, restored and moved by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from rainband.messages import Tally
+from rainband.optim import BlockOptimizer
+from rainband.place import Place
+from rainband.portions import Marks, Plan, num_batches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.blocks import BlockSpec
+    from rainband.messages import Peer, Pull, Push
+    from rainband.types import Rule, ServerHalf
+
+FULL_PRECISION = (torch.float32, torch.float64)
+
+
+class Block:
+    """One block on its server."""
+
+    def __init__(
+        self, spec: BlockSpec, place: Place, plan: Plan, half: ServerHalf, groups: Sequence[dict[str, object]]
+    ) -> None:
+        self.spec = spec
+        self.place = place
+        self.plan = plan
+        self.rule: Rule = half.rule()
+        self.schedule = half.schedule
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.values = place.of(0)
+        self.optimizer = BlockOptimizer(half.optimizer, spec, self.values, groups) if self._in_place() else None
+        if self.optimizer is None or not self.optimizer.single_pass:
+            # Readers may look at the published memory at any time, so it only ever goes from one value to the next.
+            self.values = torch.zeros(spec.numel, dtype=self.master_dtype)
+            self.optimizer = BlockOptimizer(half.optimizer, spec, self.values, groups)
+        self.version = 0
+        self.loaded = False
+        self.marks = Marks(plan)
+        self.clocks: dict[int, int] = {}
+        self.extras: dict[tuple[int, int], int] = {}  # (worker, incarnation) -> last sequence, for pushes without name
+        self.waiting: list[tuple[Peer, Pull]] = []
+        self.applied = 0  # batches that reached the optimizer; counted here, apart from the marks, to check them
+        self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask
+        self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Sixteen-bit parameters are kept in float32: small steps would otherwise round to nothing."""
+        return self.dtype if self.dtype in FULL_PRECISION else torch.float32
+
+    def _in_place(self) -> bool:
+        return len(self.place.buffers) == 1 and self.dtype in FULL_PRECISION
+
+    def load(self, values: Tensor) -> None:
+        self.values.copy_(values)
+        for buffer in self.place.buffers:
+            if buffer is not self.values:
+                buffer.copy_(values)
+        self.loaded = True
+
+    def apply(self, gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
+        self._count(pushes)
+        scale = self.schedule.scale(self._position(pushes[0]))
+        assert self.optimizer is not None
+        if self.values is self.place.buffers[0]:
+            self.place.begin()
+            self.optimizer.step(gradient, absent, scale)
+            self.place.end()
+        else:
+            self.optimizer.step(gradient, absent, scale)
+            self._publish()
+        self.version += 1
+
+    def advance(self, pushes: Sequence[Push]) -> None:
+        self._publish()
+        self.version += 1
+
+    def _publish(self) -> None:
+        self.place.begin()
+        self.place.of(self.version + 1).copy_(self.values)
+        self.place.end()
+
+    def _position(self, push: Push) -> float:
+        if push.name:
+            return self.plan.position(push.name[0].portion, push.name[0].first)
+        return min(1.0, self.marks.count / self.plan.num_batches)  # no name: as far as the data is
+
+    def _count(self, pushes: Sequence[Push]) -> None:
+        for push in pushes:
+            if not push.skip:
+                self.applied += num_batches(push.name)
+                self.staleness[push.worker][max(0, self.version - push.version)] += 1
+
+    def skip(self, push: Push) -> None:
+        for r in push.name:
+            key = r.portion, push.skip
+            self.skipped[key] = self.skipped.get(key, 0) | r.mask
+
+    def tally(self) -> Tally:
+        skipped = sum(mask.bit_count() for mask in self.skipped.values())
+        return Tally(self.marks.count, self.applied, skipped, self.rule.buffered)

@@ -1,0 +1,182 @@
+"""The model as data: where each parameter lies in the flat vectors, and how those are cut into blocks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import msgspec
+
+ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+# Results are the same bits however a vector is cut, as long as no SIMD register (16 floats) straddles a cut.
+UNIT = 16
+CACHE_LINE_BYTES = 64
+
+Scalar = float | int | bool | str | None
+Settings = dict[str, float | int | bool | str | list[Scalar] | None]
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """The piece of one parameter inside one block."""
+
+    parameter: int  # index into Layout.parameters
+    offset: int  # first element of that parameter's memory that lies here
+    start: int  # place inside the block, in elements
+    stop: int
+    group: int  # index into Layout.groups
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class BlockSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A stretch of one vector. What lies between its segments belongs to no parameter."""
+
+    index: int
+    vector: int  # index into Layout.vectors
+    dtype: str
+    start: int  # place inside the vector, in elements
+    stop: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+class ParameterSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One parameter and its place. The vector holds its elements in the order of its own memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    vector: int
+    start: int
+    numel: int
+    group: int
+    order: tuple[int, ...]  # its dimensions as they lie in memory, slowest first; (0, 1, 2, …) is contiguous
+
+
+class VectorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One memory: all parameters of one dtype on one device."""
+
+    dtype: str
+    device: str
+    numel: int
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """Everything about a model that its values do not say."""
+
+    vectors: tuple[VectorSpec, ...]
+    parameters: tuple[ParameterSpec, ...]
+    groups: tuple[Settings, ...]  # the scalar settings of each parameter group
+
+    def digest(self) -> str:
+        """A short hash, equal when two nodes mean the same by "block 7".
+
+        Devices are left out, so that a CPU and a GPU worker can train one model. The groups' settings are
+        left out too: schedules change them while training, and who joins late would seem to be another model.
+        """
+        dtypes = [(vector.dtype, vector.numel) for vector in self.vectors]
+        fixed = msgspec.json.encode((dtypes, self.parameters, len(self.groups)))
+        return hashlib.blake2b(fixed, digest_size=8).hexdigest()
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A parameter that has no place yet."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    device: str = "cpu"
+    group: int = 0
+    order: tuple[int, ...] | None = None  # None: contiguous
+
+
+def arrange(entries: Iterable[Entry], groups: Sequence[Settings] = ({},)) -> Layout:
+    """Give each parameter its place: one vector per dtype and device, every start on a 64-byte boundary."""
+    vectors: dict[tuple[str, str], int] = {}
+    ends: list[int] = []
+    parameters = []
+    for entry in entries:
+        vector = vectors.setdefault((entry.dtype, entry.device), len(vectors))
+        if vector == len(ends):
+            ends.append(0)
+        numel, start = math.prod(entry.shape), ends[vector]
+        order = tuple(range(len(entry.shape))) if entry.order is None else entry.order
+        parameters.append(ParameterSpec(entry.name, entry.shape, vector, start, numel, entry.group, order))
+        ends[vector] = start + _round_up(numel, max(UNIT, CACHE_LINE_BYTES // ITEM_BYTES[entry.dtype]))
+    kinds = zip(vectors, ends, strict=True)
+    specs = tuple(VectorSpec(dtype, device, numel) for (dtype, device), numel in kinds)
+    return Layout(specs, tuple(parameters), tuple(groups))
+
+
+def cut(layout: Layout, num_servers: int = 1, block_bytes: int = 1 << 20) -> tuple[BlockSpec, ...]:
+    """Cut every vector into blocks of at most `block_bytes` (but at least 16 elements), as equal as can be.
+
+    A vector gets a multiple of `num_servers` blocks, so that servers hold equal shares of small models too,
+    as long as there are enough units of 16 elements.
+    """
+    _at_least_one("num_servers", num_servers)
+    _at_least_one("block_bytes", block_bytes)
+    blocks: list[BlockSpec] = []
+    for number, vector in enumerate(layout.vectors):
+        present = [(i, p) for i, p in enumerate(layout.parameters) if p.vector == number and p.numel]
+        starts = [parameter.start for _, parameter in present]
+        edges = _edges(vector, num_servers, block_bytes)
+        for start, stop in pairwise(edges):
+            inside = present[max(0, bisect_right(starts, start) - 1) : bisect_right(starts, stop - 1)]
+            segments = tuple(_segment(i, p, start, stop) for i, p in inside if p.start + p.numel > start)
+            blocks.append(BlockSpec(len(blocks), number, vector.dtype, start, stop, segments))
+    return tuple(blocks)
+
+
+def deal(blocks: Sequence[BlockSpec], num_servers: int) -> tuple[tuple[int, ...], ...]:
+    """Which blocks each server holds: in rounds of one each, so that all work while blocks go out in order.
+
+    In a round the largest block goes to the server that has least: no two ever differ by more than a block.
+    """
+    _at_least_one("num_servers", num_servers)
+    shards: list[list[int]] = [[] for _ in range(num_servers)]
+    loads = [0] * num_servers
+    for first in range(0, len(blocks), num_servers):
+        largest_first = sorted(blocks[first : first + num_servers], key=lambda block: -block.num_bytes)
+        lightest_first = sorted(range(num_servers), key=loads.__getitem__)
+        for block, server in zip(largest_first, lightest_first, strict=False):
+            shards[server].append(block.index)
+            loads[server] += block.num_bytes
+    return tuple(map(tuple, shards))
+
+
+def _edges(vector: VectorSpec, num_servers: int, block_bytes: int) -> list[int]:
+    """Where a vector is cut: 0, …, its length; the blocks differ by at most one unit."""
+    num_units = -(-vector.numel // UNIT)
+    units_per_block = max(1, block_bytes // (UNIT * ITEM_BYTES[vector.dtype]))
+    num_blocks = min(num_units, _round_up(-(-num_units // units_per_block), num_servers))
+    if num_blocks == 0:
+        return []
+    return [min(vector.numel, UNIT * (num_units * k // num_blocks)) for k in range(num_blocks + 1)]
+
+
+def _segment(index: int, parameter: ParameterSpec, start: int, stop: int) -> Segment:
+    first = max(parameter.start, start)
+    last = min(parameter.start + parameter.numel, stop)
+    return Segment(index, first - parameter.start, first - start, last - start, parameter.group)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} is {value}: it must be 1 or more, for example {name}=1.")

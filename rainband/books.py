@@ -1,0 +1,88 @@
+"""The books of a run: what became of every batch, counted twice in two ways so that they can be checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from rainband.messages import Report
+from rainband.portions import Plan
+
+
+class Staleness(msgspec.Struct, frozen=True):
+    """How many updates a gradient had missed when it was applied."""
+
+    mean: float
+    max: int
+    histogram: dict[int, int]
+    per_worker_mean: dict[int, float]
+
+
+class Books(msgspec.Struct, frozen=True):
+    """Every batch ends as applied or as skipped with a reason, exactly once on every block."""
+
+    batches: int  # in the plan
+    applied: int  # on every block
+    skipped: dict[str, int]  # reason -> batches
+    lost: int  # marked as had by a block, yet neither applied nor skipped there; the worst block
+    twice: int  # applied more often than marked; the worst block
+    not_done: int  # the run ended before their turn
+    leased_again: int  # portions taken from a worker and given to another
+    refused: dict[str, int]  # pushes refused, by reason
+    updates: int  # applied to blocks, all together
+
+    @property
+    def balanced(self) -> bool:
+        return not self.lost and not self.twice
+
+
+def staleness_of(reports: Iterable[Report]) -> Staleness:
+    per_worker: dict[int, Counter[int]] = {}
+    for report in reports:
+        for worker, histogram in report.staleness.items():
+            per_worker.setdefault(worker, Counter()).update(histogram)
+    total: Counter[int] = Counter()
+    for counts in per_worker.values():
+        total.update(counts)
+    return Staleness(
+        mean=_mean(total),
+        max=max(total, default=0),
+        histogram=dict(sorted(total.items())),
+        per_worker_mean={worker: _mean(counts) for worker, counts in sorted(per_worker.items())},
+    )
+
+
+def _mean(counts: Mapping[int, int]) -> float:
+    number = sum(counts.values())
+    return sum(value * times for value, times in counts.items()) / number if number else 0.0
+
+
+def balance(plan: Plan, reports: Iterable[Report], leased_again: int) -> Books:
+    """Add up the reports of all owners of blocks."""
+    reports = list(reports)
+    blocks = [tally for report in reports for tally in report.blocks]
+    unexplained = [tally.had - tally.applied - tally.skipped - tally.buffered for tally in blocks]
+    refused: Counter[str] = Counter()
+    masks: dict[tuple[int, str], int] = {}
+    for report in reports:
+        refused.update(report.refused)
+        for s in report.skipped:
+            masks[s.portion, s.reason] = masks.get((s.portion, s.reason), 0) | s.mask
+    skipped: Counter[str] = Counter()
+    for (_, reason), mask in masks.items():
+        skipped[reason] += mask.bit_count()
+    applied = min((tally.applied for tally in blocks), default=0)
+    lost = max(0, *unexplained, 0)
+    return Books(
+        batches=plan.num_batches,
+        applied=applied,
+        skipped=dict(skipped),
+        lost=lost,
+        twice=max(0, *(-n for n in unexplained), 0),
+        not_done=max(0, plan.num_batches - applied - sum(skipped.values()) - lost),
+        leased_again=leased_again,
+        refused=dict(refused),
+        updates=sum(r.updates for r in reports),
+    )

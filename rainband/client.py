@@ -1,0 +1,407 @@
+"""A worker's half of the protocol: leases in, named pushes out, answers counted, pulls taken over.
+
+A state machine like the servers: messages come in through `receive`, and go out through the ports. Whoever drives
+the strategy waits on the handles.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rainband.blocks import BlockSpec
+from rainband.errors import Refused
+from rainband.flat import Flat, is_finite
+from rainband.gradient import ModuleGradient
+from rainband.messages import (
+    Ack,
+    Finish,
+    Halt,
+    Lease,
+    Load,
+    Message,
+    Params,
+    Peer,
+    Pull,
+    Push,
+    Return,
+    Want,
+)
+from rainband.portions import Name, Plan, cells
+from rainband.stats import Stats
+from rainband.types import Batch, Cell, Port
+
+
+class Handle:
+    """Something under way. Awaiting it waits; a world asks `ready()` after each message."""
+
+    def ready(self) -> bool:
+        raise AssertionError("each kind of handle says when it is ready")
+
+    def _wait(self) -> Generator[Handle, None, None]:
+        while not self.ready():
+            yield self
+
+
+@dataclass(eq=False)
+class PushHandle(Handle):
+    """A push on its way to every block."""
+
+    name: Name
+    left: int  # blocks that have not answered
+
+    def ready(self) -> bool:
+        return self.left == 0
+
+    def __await__(self) -> Generator[Handle, None, None]:
+        return self._wait()
+
+
+@dataclass(eq=False)
+class PullHandle(Handle):
+    """Parameters on their way. They become the worker's parameters while it is awaited, block by block."""
+
+    client: Client
+    sequence: int
+    point: int
+    left: int  # blocks that are not taken over yet
+    arrived: deque[tuple[int, Tensor | None]] = field(default_factory=deque)
+    num_arrived: int = 0
+    late: bool = False
+
+    def arrive(self, block: int, values: Tensor | None) -> None:
+        self.arrived.append((block, values))
+        self.num_arrived += 1
+
+    def ready(self) -> bool:
+        while self.arrived and not self.late:
+            self.client.take(self, *self.arrived.popleft())
+        return self.left == 0 or self.late
+
+    def __await__(self) -> Generator[Handle, None, bool]:
+        yield from self._wait()
+        return not self.late
+
+
+@dataclass(eq=False)
+class News(Handle):
+    """Anything that may change what there is to do."""
+
+    come: bool = False
+
+    def ready(self) -> bool:
+        return self.come
+
+    def __await__(self) -> Generator[Handle, None, None]:
+        return self._wait()
+
+
+@dataclass
+class HeldLease:
+    """A portion that is ours to do."""
+
+    portion: int
+    number: int
+    todo: deque[tuple[int, ...]]  # cells not begun
+    unsettled: set[int]  # batches that not every block has answered
+
+
+class Client:
+    """What a worker knows of the run: its leases, what is in flight, which versions it has read."""
+
+    def __init__(
+        self,
+        me: Peer,
+        plan: Plan,
+        flat: Flat,
+        blocks: Sequence[BlockSpec],
+        owners: Sequence[int],
+        ports: Sequence[Port],
+        tell: Callable[[Message], None],
+    ) -> None:
+        self.me = me
+        self.plan = plan
+        self.flat = flat
+        self.blocks = blocks
+        self.ports = ports
+        self.tell = tell  # the coordinator
+        self.port_of = [ports[owner] for owner in owners]
+        self.views = [flat.view(block) for block in blocks] if owners else []
+        self.leases: dict[int, HeldLease] = {}
+        self.asked = False
+        self.finished = False  # every batch of the run is done
+        self.stopping = False
+        self.sequence = 0
+        self.clock = 0
+        self.term = 1
+        self.versions = [0] * len(blocks)  # of each block, as read
+        self.pushes: dict[int, PushHandle] = {}
+        self.unanswered: list[deque[int]] = [deque() for _ in blocks]  # sequences of pushes in flight, per block
+        self.pulling: PullHandle | None = None
+        self.waiting_for_news: list[News] = []
+        self.stats = Stats()
+
+    # ---- what comes in ---------------------------------------------------------------------------------------------
+
+    def receive(self, message: Message, payload: Tensor | None = None) -> None:
+        match message:
+            case Ack():
+                self._acked(message)
+            case Params():
+                self._params(message, payload)
+            case Lease():
+                self._leased(message)
+            case Finish():
+                self.finished = True
+            case Halt():
+                self.stopping = True
+        for news in self.waiting_for_news:
+            news.come = True
+        self.waiting_for_news.clear()
+
+    def news(self) -> News:
+        news = News()
+        self.waiting_for_news.append(news)
+        return news
+
+    # ---- leases ----------------------------------------------------------------------------------------------------
+
+    def _leased(self, lease: Lease) -> None:
+        self.asked = False
+        batches = {k for group in lease.groups for k in group}
+        todo = deque(cells(lease.groups, self.plan.cell_batches))
+        self.leases[lease.portion] = HeldLease(lease.portion, lease.lease, todo, batches)
+
+    def next_cell(self) -> Cell | None:
+        """The next cell to compute, in rounds the one of the lowest round; None: there is none now."""
+        self._ask_for_more()
+        held = [lease for lease in self.leases.values() if lease.todo]
+        if not held:
+            return None
+        if not self.plan.columns:
+            return self._cell(held[0], held[0].todo.popleft())
+        lease = min(held, key=lambda h: (self.plan.round_of(h.portion, h.todo[0][0]), h.portion))
+        if not self._is_open(self.plan.round_of(lease.portion, lease.todo[0][0])):
+            return None
+        return self._cell(lease, lease.todo.popleft())
+
+    def _cell(self, lease: HeldLease, ks: tuple[int, ...]) -> Cell:
+        round_ = self.plan.round_of(lease.portion, ks[0]) if self.plan.columns else -1
+        return Cell(tuple(Batch(lease.portion, k, lease.number) for k in ks), round_)
+
+    def _ask_for_more(self) -> None:
+        """Keep one lease ahead; in rounds always ask, the coordinator shares the columns out."""
+        ahead = sum(1 for lease in self.leases.values() if lease.todo)
+        if not self.asked and not self.finished and not self.stopping and (self.plan.columns or ahead <= 1):
+            self.asked = True
+            self.tell(Want())
+
+    def settle(self, name: Name) -> None:
+        """Every block has answered for these batches."""
+        for r in name:
+            lease = self.leases.get(r.portion)
+            if lease is None or lease.number != r.lease:
+                continue
+            lease.unsettled.difference_update(range(r.first, r.last))
+            if not lease.unsettled:
+                self.give_back(r.portion, "done")
+
+    def give_back(self, portion: int, reason: str) -> None:
+        lease = self.leases.pop(portion)
+        self.tell(Return(portion, lease.number, reason))
+
+    def give_all_back(self, reason: str) -> None:
+        for portion in list(self.leases):
+            self.give_back(portion, reason)
+
+    def _lose(self, name: Name, reason: str) -> None:
+        for r in name:
+            lease = self.leases.get(r.portion)
+            if lease is not None and lease.number == r.lease:
+                self.give_back(r.portion, reason)
+
+    # ---- pushing ---------------------------------------------------------------------------------------------------
+
+    def push(self, gradient: ModuleGradient) -> PushHandle:
+        """Send a gradient to every block; it may be overwritten when this returns."""
+        if not is_finite(gradient.tensors):  # before the first byte leaves: otherwise some blocks would have it
+            return self.skip(gradient, "not finite")
+        handle, point = self._begin(gradient)
+        absent = tuple(i for i, tensor in enumerate(gradient.tensors) if tensor is None)
+        for block in self.blocks:
+            message = Push(
+                block.index,
+                self.me.index,
+                self.sequence,
+                handle.name,
+                gradient.samples,
+                self.clock,
+                self.term,
+                self.versions[block.index],
+                block.dtype,
+                block.numel,
+                point,
+                absent,
+            )
+            self.unanswered[block.index].append(self.sequence)
+            self.port_of[block.index].push(message, self._filler(block, gradient))
+            self.stats.pushed_bytes += block.num_bytes
+        return handle
+
+    def _filler(self, block: BlockSpec, gradient: ModuleGradient) -> Callable[[Tensor], None]:
+        return lambda out: self.flat.write(block, gradient.tensors, out)
+
+    def skip(self, gradient: ModuleGradient, reason: str) -> PushHandle:
+        """Mark the gradient's batches on every block, without a gradient."""
+        handle, point = self._begin(gradient)
+        for block in self.blocks:
+            self._skip_block(block, self.sequence, handle.name, point, reason)
+        return handle
+
+    def _begin(self, gradient: ModuleGradient) -> tuple[PushHandle, int]:
+        self.sequence += 1
+        self.clock += 1
+        handle = PushHandle(gradient.name(), len(self.blocks))
+        self.pushes[self.sequence] = handle
+        point = -1
+        if self.plan.columns:
+            point = self.plan.round_of(handle.name[0].portion, handle.name[0].first)
+        return handle, point
+
+    def _skip_block(self, block: BlockSpec, sequence: int, name: Name, point: int, reason: str) -> None:
+        self.unanswered[block.index].append(sequence)
+        version = self.versions[block.index]
+        self.port_of[block.index].send(
+            Push(
+                block.index,
+                self.me.index,
+                sequence,
+                name,
+                0,
+                self.clock,
+                self.term,
+                version,
+                block.dtype,
+                block.numel,
+                point,
+                skip=reason,
+            )
+        )
+
+    def _acked(self, ack: Ack) -> None:
+        unanswered = self.unanswered[ack.block]
+        handle = self.pushes.get(ack.sequence)
+        if handle is None or ack.sequence not in unanswered:
+            return  # answered before
+        unanswered.remove(ack.sequence)
+        match ack.result:
+            case "revoked" | "crossed":
+                self._lose(handle.name, ack.result)
+            case "bad":  # the server's own check: the batches must not stay open on this block
+                point = self.plan.round_of(handle.name[0].portion, handle.name[0].first) if self.plan.columns else -1
+                self._skip_block(self.blocks[ack.block], ack.sequence, handle.name, point, f"refused: {ack.reason}")
+                return
+            case "moved" | "early":
+                raise Refused(f"block {ack.block} answered {ack.result} {ack.reason}")
+        handle.left -= 1
+        if handle.left == 0:
+            del self.pushes[ack.sequence]
+            self.stats.acked += 1
+            self.settle(handle.name)
+        pull = self.pulling
+        if pull is not None and pull.point < 0 and self.port_of[ack.block].direct and self._own_pushes_in(pull, ack):
+            pull.arrive(ack.block, None)
+
+    def _own_pushes_in(self, pull: PullHandle, ack: Ack) -> bool:
+        """Was this the last answer that the pull of this block was waiting for?"""
+        unanswered = self.unanswered[ack.block]
+        return ack.sequence <= pull.sequence and (not unanswered or unanswered[0] > pull.sequence)
+
+    # ---- pulling ---------------------------------------------------------------------------------------------------
+
+    def pull(self, round_: int | None = None) -> PullHandle:
+        """Ask for the parameters: as they are, with one's own pushes in; or exactly those of a round."""
+        if round_ is not None:
+            self._ask_round(round_)
+            assert self.pulling is not None
+            return self.pulling
+        assert self.pulling is None or self.pulling.ready(), "await the pull before starting another"
+        self.pulling = PullHandle(self, self.sequence, -1, len(self.blocks))
+        for port in dict.fromkeys(self.port_of):
+            if not port.direct:
+                port.send(Pull(self.sequence, self.clock))
+        for block in self.blocks:  # shared memory is read without asking, once one's own pushes are in
+            if self.port_of[block.index].direct and not self.unanswered[block.index]:
+                self.pulling.arrive(block.index, None)
+        return self.pulling
+
+    def pull_latest(self) -> PullHandle:
+        """The parameters as they are, whatever was asked for before: at the end of a run."""
+        self.pulling = None
+        return self.pull()
+
+    def _ask_round(self, round_: int) -> None:
+        if self.pulling is not None and self.pulling.point == round_:
+            return
+        self.sequence += 1  # a number of its own: answers to an older question are not this one's
+        self.pulling = PullHandle(self, self.sequence, round_, len(self.blocks))
+        for port in dict.fromkeys(self.port_of):
+            port.send(Pull(self.sequence, self.clock, round_))
+
+    def _is_open(self, round_: int) -> bool:
+        """Have all blocks the version of this round? Asks them, if they have not been asked."""
+        self._ask_round(round_)
+        assert self.pulling is not None
+        return self.pulling.num_arrived == len(self.blocks) or self.pulling.late
+
+    def _params(self, params: Params, payload: Tensor | None) -> None:
+        pull = self.pulling
+        if pull is None or pull.sequence != params.sequence:
+            return
+        if params.late:
+            self._round_is_over(pull)
+            return
+        self.term = params.term
+        self.versions[params.block] = params.version
+        pull.arrive(params.block, payload)
+
+    def take(self, pull: PullHandle, block: int, values: Tensor | None) -> None:
+        """A block becomes the worker's parameters. Only ever called while the strategy awaits, between two steps."""
+        out = self.views[block]
+        if values is not None:
+            out.copy_(values.view(out.dtype))
+        else:
+            version = self.port_of[block].read(self.blocks[block], pull.point, out)
+            if version is None:
+                self._round_is_over(pull)
+                return
+            self.versions[block] = version
+        pull.left -= 1
+        self.stats.pulled_bytes += self.blocks[block].num_bytes
+
+    def _round_is_over(self, pull: PullHandle) -> None:
+        """Others have done this round's cells and gone on: nothing of it is ours to do any more."""
+        pull.late = True
+        for lease in list(self.leases.values()):
+            over = {k for k in lease.unsettled if self.plan.round_of(lease.portion, k) <= pull.point}
+            lease.unsettled -= over
+            lease.todo = deque(cell for cell in lease.todo if not over & set(cell))
+            if not lease.unsettled:
+                self.give_back(lease.portion, "done")
+
+    # ---- first values ----------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Send the servers this worker's parameters: they are the first values of the run."""
+        for block in self.blocks:
+            message = Load(block.index, block.dtype, block.numel)
+            self.port_of[block.index].push(message, self._copier(block))
+
+    def _copier(self, block: BlockSpec) -> Callable[[Tensor], None]:
+        def fill(out: Tensor) -> None:
+            out.copy_(self.views[block.index])
+
+        return fill

@@ -1,0 +1,643 @@
+"""The coordinator: who is there, which portions are leased to whom, what is done. A state machine, like the servers.
+
+It stands in no data path. Time enters as an argument. Done is what the current owners' marks say, never what a
+worker says. To take a lease back the portion is fenced at every owner; each answers with its sets, and only what
+some block lacks is leased again, grouped by which blocks have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rainband import events
+from rainband.blocks import Layout, cut, deal
+from rainband.books import Books, Staleness, balance, staleness_of
+from rainband.buffers import BufferMean
+from rainband.messages import (
+    Address,
+    Ask,
+    Assign,
+    Beat,
+    Bye,
+    Conclude,
+    Concluded,
+    Ended,
+    Failed,
+    Finish,
+    Flush,
+    Forget,
+    Go,
+    Halt,
+    Join,
+    Lease,
+    Message,
+    Peer,
+    Ready,
+    Report,
+    Return,
+    Revoke,
+    ServerJoin,
+    Sets,
+    Want,
+    Welcome,
+)
+from rainband.portions import Plan, choose_portion_batches, groups
+
+FATAL_DEATHS = 3  # a portion that cost so many workers their lives ends the run
+
+
+class Out(NamedTuple):
+    """A message to send, and the bytes that go with it."""
+
+    to: Peer
+    message: Message
+    body: bytes | None = None
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator must know from the command line."""
+
+    num_workers: int
+    num_servers: int
+    seed: int = 0
+    failure_timeout_s: float = 5.0
+    model_path: str = ""
+
+
+@dataclass
+class WorkerState:
+    """What is known of one worker."""
+
+    peer: Peer
+    beat: Beat = field(default_factory=Beat)
+    beat_at: float = 0.0
+    worked_at: float = 0.0  # when its acknowledged pushes last grew
+    slowest_s: float = 0.0  # the longest it took between two, while it worked
+    connected: bool = True
+    here: bool = True  # alive and working in time; otherwise it is not waited for
+    ended: bool = False
+    leases: dict[int, int] = field(default_factory=dict)  # portion -> lease number
+    samples_at: list[tuple[float, int]] = field(default_factory=list)
+
+
+@dataclass
+class ServerState:
+    """What is known of one server."""
+
+    peer: Peer
+    address: Address
+    ready: bool = False
+    report: Report | None = None
+
+
+class Coordinator:
+    """Leads one run from the first join to the last goodbye."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+        self.phase = "forming"  # forming, loading, running, flushing, finishing, concluding, over
+        self.outcome = "finished"
+        self.reason = ""
+        self.plan: Plan | None = None
+        self.layout: Layout | None = None
+        self.join: Join | None = None
+        self.workers: dict[int, WorkerState] = {}
+        self.servers: dict[int, ServerState] = {}
+        self.waiting_joins: list[tuple[Peer, Join]] = []
+        self.welcome: Welcome | None = None
+        self.pool: list[int] = []  # fresh portions that may be leased now, in order
+        self.next_fresh = 0
+        self.numbers: dict[int, int] = {}  # portion -> its last lease number
+        self.again: dict[int, tuple[tuple[int, ...], ...]] = {}  # portion -> groups to do again
+        self.gathering: dict[int, dict[int, tuple[int, ...]]] = {}  # portion -> server -> its sets
+        self.taken_from: dict[int, int] = {}  # portion -> the worker it was taken from last
+        self.unconfirmed: dict[int, float] = {}  # returned as done, the marks do not say so yet
+        self.wanting: list[int] = []
+        self.deaths: dict[int, int] = {}
+        self.leased_again = 0
+        self.metrics: dict[str, float] = {}
+        self.buffers = BufferMean()
+        self.concluder: int | None = None
+        self.events: list[events.AnyEvent] = []
+
+    # ---- what comes in ---------------------------------------------------------------------------------------------
+
+    def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[Out]:
+        """Take one message; returns what to send."""
+        match message:
+            case ServerJoin():
+                return self._server_joins(sender, message, now)
+            case Join():
+                return self._worker_joins(sender, message, now)
+            case Ready():
+                return self._server_ready(sender, now)
+            case Report():
+                return self._reported(sender, message, now)
+            case Sets():
+                return self._sets(sender, message, now)
+            case Failed():
+                return self._failed(sender, message, now)
+        worker = self.workers.get(sender.index)
+        if sender.role != "worker" or worker is None:
+            return []
+        match message:
+            case Beat():
+                return self._beat(worker, message, now)
+            case Want():
+                self._is_here(worker, now)
+                if sender.index not in self.wanting:
+                    self.wanting.append(sender.index)
+                return self._lease(now)
+            case Return():
+                return self._returned(worker, message, now)
+            case Ended():
+                return self._ended(worker, message, body)
+            case Concluded():
+                return self._concluded(message)
+        return []
+
+    def _failed(self, sender: Peer, failed: Failed, now: float) -> list[Out]:
+        """The user's code raised on a worker: the first time it is shown, and the run ends."""
+        if sender.index in self.workers:
+            self.workers[sender.index].ended = True
+        if self.outcome == "failed":
+            return []
+        self.events.append(
+            events.UserError(
+                at_s=now,
+                worker=sender.index,
+                step=failed.step,
+                error=failed.error,
+                traceback=failed.traceback,
+            )
+        )
+        where = f"{sender} failed at step {failed.step}" if failed.step else f"{sender} could not start"
+        return self.stop("failed", f"{where}: {failed.error}")
+
+    def lost(self, peer: Peer, now: float, why: str = "its connection closed") -> list[Out]:
+        """A node's connection is gone, or its process has ended."""
+        if self.phase == "over":
+            return []
+        if peer.role == "server":
+            return self._server_lost(peer, now, why)
+        worker = self.workers.get(peer.index)
+        if worker is None or not worker.connected:
+            return []
+        worker.connected = False
+        outs = [] if worker.ended else self._give_up(worker, now, why)
+        worker.ended = True
+        if peer.index == self.concluder:
+            self.concluder = None
+        return outs + self._after_loss()
+
+    def tick(self, now: float) -> list[Out]:
+        """Called about every fifth of the failure timeout."""
+        outs: list[Out] = []
+        for worker in self.workers.values():
+            if worker.connected and worker.here and not worker.ended and self.phase == "running":
+                late = self._why_late(worker, now)
+                if late:
+                    outs += self._give_up(worker, now, late)
+        for portion, since in list(self.unconfirmed.items()):
+            if self._is_done(portion):
+                del self.unconfirmed[portion]
+            elif now - since > self.settings.failure_timeout_s:
+                outs += self._gather(portion)
+        if self.phase in ("running", "flushing"):
+            outs += [Out(s.peer, Ask()) for s in self.servers.values()]
+            for portion, answers in self.gathering.items():  # an answer may have been lost
+                revoke = Revoke(portion, self.numbers[portion])
+                outs += [Out(s.peer, revoke) for i, s in self.servers.items() if i not in answers]
+            self._note_progress(now)
+        return outs + self._lease(now)
+
+    def stop(self, outcome: str, reason: str) -> list[Out]:
+        """End early: workers finish the cell at hand and give their leases back."""
+        if self.phase in ("finishing", "concluding", "over"):
+            return []
+        self.outcome, self.reason = outcome, reason
+        if self.phase in ("forming", "loading"):
+            return self._over()
+        self.phase = "finishing"
+        return [Out(w.peer, Halt(reason)) for w in self.workers.values() if w.connected] + self._after_loss()
+
+    # ---- forming ---------------------------------------------------------------------------------------------------
+
+    def _server_joins(self, sender: Peer, message: ServerJoin, now: float) -> list[Out]:
+        if sender.role != "server":
+            return []
+        self.servers[sender.index] = ServerState(sender, message.address)
+        self.events.append(events.Joined(at_s=now, node=str(sender)))
+        return self._form(now)
+
+    def _worker_joins(self, sender: Peer, join: Join, now: float) -> list[Out]:
+        if sender.role != "worker":
+            return []
+        known = self.workers.get(sender.index)
+        if known is None or known.peer != sender:
+            self.workers[sender.index] = WorkerState(sender, beat_at=now, worked_at=now)
+        self.events.append(events.Joined(at_s=now, node=str(sender)))
+        self.waiting_joins.append((sender, join))
+        return self._form(now)
+
+    def _form(self, now: float) -> list[Out]:
+        if len(self.servers) < self.settings.num_servers or not self.waiting_joins:
+            return []
+        outs = [] if self.plan else self._make_plan(self.waiting_joins[0][1], now)
+        for sender, join in self.waiting_joins:
+            outs += self._welcome(sender, join)
+        self.waiting_joins = []
+        return outs
+
+    def _make_plan(self, join: Join, now: float) -> list[Out]:
+        settings = self.settings
+        per_epoch = -(-join.num_samples // join.batch_size)
+        columns = min(settings.num_workers, per_epoch) if join.rounds else 0
+        portion_batches = 16 if columns else choose_portion_batches(per_epoch, settings.num_workers, join.cell_batches)
+        self.plan = Plan(
+            fingerprint=join.fingerprint,
+            layout=join.layout.digest(),
+            num_samples=join.num_samples,
+            batch_size=join.batch_size,
+            epochs=join.epochs,
+            seed=settings.seed,
+            portion_batches=portion_batches,
+            cell_batches=join.cell_batches,
+            columns=columns,
+        )
+        self.join, self.layout = join, join.layout
+        blocks = cut(join.layout, max(1, settings.num_servers))
+        dealt = deal(blocks, settings.num_servers) if settings.num_servers else ()
+        owners = {block: server for server, mine in enumerate(dealt) for block in mine}
+        self.welcome = Welcome(
+            plan=self.plan,
+            servers=tuple(self.servers[i].address for i in sorted(self.servers)),
+            owners=tuple(owners[block.index] for block in blocks) if dealt else (),
+            blocks=blocks,
+        )
+        self.events.append(
+            events.PlanMade(
+                at_s=now,
+                num_samples=self.plan.num_samples,
+                num_batches=self.plan.num_batches,
+                num_portions=self.plan.num_portions,
+                num_parameters=sum(p.numel for p in join.layout.parameters),
+                num_blocks=len(blocks),
+                batch_size=self.plan.batch_size,
+                epochs=self.plan.epochs,
+            )
+        )
+        self.phase = "loading" if dealt else "running"
+        return [
+            Out(
+                self.servers[server].peer,
+                Assign(self.plan, tuple(blocks[b] for b in mine), join.layout.groups, settings.num_workers),
+            )
+            for server, mine in enumerate(dealt)
+        ]
+
+    def _welcome(self, sender: Peer, join: Join) -> list[Out]:
+        assert self.plan and self.welcome
+        differs = self._difference(join)
+        if differs:
+            return [Out(sender, Bye(f"{sender} does not fit this run: {differs}."))]
+        founder = self.phase == "loading" and sender == min(w.peer for w in self.workers.values())
+        welcome = msgspec.structs.replace(self.welcome, load=founder)
+        return [Out(sender, welcome), *([Out(sender, Go())] if self.phase == "running" else [])]
+
+    def _difference(self, join: Join) -> str:
+        assert self.plan and self.join
+        pairs = {
+            "the data": (join.fingerprint, self.plan.fingerprint),
+            "the number of samples": (join.num_samples, self.plan.num_samples),
+            "the model": (join.layout.digest(), self.plan.layout),
+            "the batch size": (join.batch_size, self.plan.batch_size),
+            "the strategy": ((join.cell_batches, join.rounds), (self.join.cell_batches, self.join.rounds)),
+        }
+        return "; ".join(f"{what} is {mine}, not {ours}" for what, (mine, ours) in pairs.items() if mine != ours)
+
+    def _server_ready(self, sender: Peer, now: float) -> list[Out]:
+        server = self.servers.get(sender.index)
+        if server is None or self.phase != "loading":
+            return []
+        server.ready = True
+        if not all(s.ready for s in self.servers.values()):
+            return []
+        self.phase = "running"
+        for worker in self.workers.values():
+            worker.worked_at = now
+        return [Out(w.peer, Go()) for w in self.workers.values() if w.connected]
+
+    # ---- leases ----------------------------------------------------------------------------------------------------
+
+    def _lease(self, now: float) -> list[Out]:
+        """Give waiting workers what may be leased now."""
+        if self.phase != "running":
+            return []
+        outs = []
+        for index in list(self.wanting):
+            worker = self.workers[index]
+            if not worker.connected or worker.ended:
+                self.wanting.remove(index)
+                continue
+            portion = self._choose(worker)
+            if portion is None:
+                continue
+            self.wanting.remove(index)
+            outs.append(self._give(worker, portion, now))
+        return outs
+
+    def _choose(self, worker: WorkerState) -> int | None:
+        assert self.plan
+        if not worker.here or not self._may_start(worker):
+            return None
+        if self.again:
+            return min(self.again)
+        self._refill()
+        if not self.pool:
+            return None
+        live = [w for w in self.workers.values() if w.here and not w.ended]
+        if self.plan.columns:
+            return self._choose_column(worker, len(live))
+        left = self.plan.num_portions - self.next_fresh + len(self.pool)
+        if worker.leases and left <= len(live):
+            return None  # the last portions go to those who have nothing to do
+        return self.pool[0]
+
+    def _choose_column(self, worker: WorkerState, num_live: int) -> int | None:
+        """Columns of a group of rounds are shared evenly; a group that nobody has asked for yet comes later."""
+        assert self.plan
+        columns = self.plan.columns
+        share = -(-columns // max(1, num_live))
+        for portion in self.pool:
+            group = portion // columns
+            if sum(p // columns == group for p in worker.leases) < share:
+                return portion
+        return None
+
+    def _refill(self) -> None:
+        assert self.plan
+        window = max(1, 2 * self.plan.columns)
+        while len(self.pool) < window and self.next_fresh < self.plan.num_portions:
+            if self.plan.batches_in(self.next_fresh):
+                self.pool.append(self.next_fresh)
+            self.next_fresh += 1
+
+    def _may_start(self, worker: WorkerState) -> bool:
+        """Warm start: one worker alone until so many batches are in."""
+        assert self.join
+        if self.batches_done() >= self.join.warm_batches:
+            return True
+        first = min(w.peer.index for w in self.workers.values() if w.here and not w.ended)
+        return worker.peer.index == first and not worker.leases
+
+    def _give(self, worker: WorkerState, portion: int, now: float) -> Out:
+        assert self.plan
+        if portion in self.again:
+            groups_ = self.again.pop(portion)
+        else:
+            self.pool.remove(portion)
+            groups_ = (tuple(range(self.plan.batches_in(portion))),)
+            self.numbers[portion] = 1
+        if not worker.leases:
+            worker.worked_at = now
+        worker.leases[portion] = self.numbers[portion]
+        return Out(worker.peer, Lease(portion, self.numbers[portion], groups_))
+
+    def _returned(self, worker: WorkerState, message: Return, now: float) -> list[Out]:
+        self._is_here(worker, now)
+        if worker.leases.get(message.portion) != message.lease:
+            return []  # it was taken back before
+        del worker.leases[message.portion]
+        if message.reason == "done":
+            if not self._is_done(message.portion):
+                self.unconfirmed[message.portion] = now
+            return []
+        if self.phase != "running":
+            return []
+        return self._gather(message.portion, worker.peer.index)
+
+    def _gather(self, portion: int, from_worker: int = -1) -> list[Out]:
+        """Fence a portion at every owner and ask for its sets."""
+        self.unconfirmed.pop(portion, None)
+        self.taken_from[portion] = from_worker
+        if self._is_done(portion):
+            return []
+        self.numbers[portion] = self.numbers.get(portion, 0) + 1
+        self.gathering[portion] = {}
+        return [Out(s.peer, Revoke(portion, self.numbers[portion])) for s in self.servers.values()]
+
+    def _sets(self, sender: Peer, sets: Sets, now: float) -> list[Out]:
+        answers = self.gathering.get(sets.portion)
+        if answers is None or sets.lease != self.numbers[sets.portion] or sender.role != "server":
+            return []
+        answers[sender.index] = sets.masks
+        if len(answers) < len(self.servers):
+            return []
+        assert self.plan
+        del self.gathering[sets.portion]
+        masks = [mask for index in sorted(answers) for mask in answers[index]]
+        missing = groups(self.plan.full(sets.portion), masks)
+        if missing:
+            self.again[sets.portion] = missing
+            self.leased_again += 1
+            self.events.append(
+                events.LeasedAgain(
+                    at_s=now,
+                    portion=sets.portion,
+                    batches=sum(map(len, missing)),
+                    from_worker=self.taken_from[sets.portion],
+                )
+            )
+        return self._lease(now) + self._check_done()
+
+    # ---- who is here -----------------------------------------------------------------------------------------------
+
+    def _beat(self, worker: WorkerState, beat: Beat, now: float) -> list[Out]:
+        if beat.acked > worker.beat.acked or beat.waiting or not worker.leases:
+            if worker.leases and not worker.beat.waiting:
+                worker.slowest_s = max(worker.slowest_s * 0.98, now - worker.worked_at)
+            worker.worked_at = now
+        worker.beat, worker.beat_at = beat, now
+        worker.samples_at = [*worker.samples_at[-5:], (now, beat.samples)]
+        if not worker.here and beat.acked > 0 and not worker.leases:
+            self._is_here(worker, now)
+        return []
+
+    def _why_late(self, worker: WorkerState, now: float) -> str:
+        """A heartbeat says alive, acknowledged pushes say working; deadlines are learnt from what was seen."""
+        timeout = self.settings.failure_timeout_s
+        if now - worker.beat_at > timeout:
+            return f"not heard of for {now - worker.beat_at:.1f} s"
+        usual = max((w.slowest_s for w in self.workers.values()), default=0.0)
+        if worker.leases and worker.slowest_s and now - worker.worked_at > 2 * timeout + 10 * usual:
+            return f"away: alive, but no push for {now - worker.worked_at:.1f} s"
+        return ""
+
+    def _is_here(self, worker: WorkerState, now: float) -> None:
+        worker.beat_at = worker.worked_at = now
+        if not worker.here:
+            worker.here = True
+            self.events.append(events.Returned(at_s=now, node=str(worker.peer)))
+
+    def _give_up(self, worker: WorkerState, now: float, why: str) -> list[Out]:
+        """Do not wait for a worker; what it had leased is fenced, and what is missing of it leased again."""
+        worker.here = False
+        self.events.append(events.Lost(at_s=now, node=str(worker.peer), why=why))
+        outs = [Out(s.peer, Forget(worker.peer.index)) for s in self.servers.values()]
+        for portion in sorted(worker.leases):
+            if not worker.connected:
+                self.deaths[portion] = self.deaths.get(portion, 0) + 1
+                if self.deaths[portion] >= FATAL_DEATHS:
+                    return outs + self.stop("failed", f"portion {portion} ended {FATAL_DEATHS} workers")
+            if self.phase == "running":
+                outs += self._gather(portion, worker.peer.index)
+        worker.leases.clear()
+        return outs
+
+    def _after_loss(self) -> list[Out]:
+        """A node is gone: is anyone left, and was it the one we were waiting for?"""
+        left = [w for w in self.workers.values() if w.connected]
+        if self.phase == "loading":
+            founder = min((w.peer for w in left), default=None)
+            if founder is not None and self.welcome is not None:
+                return [Out(founder, msgspec.structs.replace(self.welcome, load=True))]
+        if not left and self.workers and len(self.workers) >= self.settings.num_workers:
+            if self.outcome == "finished":
+                self.outcome, self.reason = "failed", "no worker is left"
+            return self._over()
+        if self.phase == "finishing":
+            return self._conclude_when_ended()
+        if self.phase == "concluding" and self.concluder is None:
+            return self._conclude()
+        return []
+
+    def _server_lost(self, peer: Peer, now: float, why: str) -> list[Out]:
+        server = self.servers.pop(peer.index, None)
+        if server is None:
+            return []
+        self.events.append(events.Lost(at_s=now, node=str(peer), why=why))
+        held = f"{len(server.report.blocks)} blocks" if server.report else "its blocks"
+        self.outcome = "failed"
+        self.reason = (
+            f"{peer} was lost ({why}). It held the only copy of {held}, with {self.batches_done()} batches applied: "
+            "these parameters are gone, and no model was saved."
+        )
+        return self._over()
+
+    # ---- done ------------------------------------------------------------------------------------------------------
+
+    def _reports(self) -> list[Report]:
+        return [s.report for s in self.servers.values() if s.report is not None]
+
+    def _is_done(self, portion: int) -> bool:
+        reports = self._reports()
+        enough = len(reports) >= max(1, len(self.servers))
+        return enough and all(not r.blocks or portion < r.low or portion in r.full for r in reports)
+
+    def batches_done(self) -> int:
+        """How far it is: what every block has had."""
+        reports = [r for r in self._reports() if r.blocks]
+        return min((r.had for r in reports), default=0) if len(self._reports()) >= len(self.servers) else 0
+
+    def _reported(self, sender: Peer, report: Report, now: float) -> list[Out]:
+        if sender.role == "worker" and not self.settings.num_servers:
+            self.servers.setdefault(0, ServerState(sender, Address("", 0)))  # it holds the parameters itself
+        server = self.servers.get(sender.index)
+        if server is None or server.peer != sender:
+            return []
+        server.report = report
+        if report.flushed and self.phase == "flushing" and all(r.flushed for r in self._reports()):
+            self.phase = "finishing"
+            return [Out(w.peer, Finish()) for w in self.workers.values() if w.connected] + self._after_loss()
+        return self._check_done() + self._lease(now)
+
+    def _check_done(self) -> list[Out]:
+        assert self.plan
+        if self.phase != "running" or self.batches_done() < self.plan.num_batches:
+            return []
+        self.phase = "flushing"
+        if not self.settings.num_servers:
+            self.phase = "finishing"
+            return [Out(w.peer, Finish()) for w in self.workers.values() if w.connected]
+        return [Out(s.peer, Flush()) for s in self.servers.values()]
+
+    def _ended(self, worker: WorkerState, message: Ended, body: Any) -> list[Out]:
+        worker.ended = True
+        worker.leases.clear()
+        self.buffers.add(body, message.samples)
+        return self._conclude_when_ended()
+
+    def _conclude_when_ended(self) -> list[Out]:
+        # Those who are not here are not waited for; they are told when they come back.
+        if self.phase != "finishing" or any(w.connected and w.here and not w.ended for w in self.workers.values()):
+            return []
+        if self.outcome == "failed":
+            return self._over()
+        return self._conclude()
+
+    def _conclude(self) -> list[Out]:
+        self.phase = "concluding"
+        ready = [w for w in self.workers.values() if w.connected and w.here and w.ended]
+        if not ready:
+            if self.outcome == "finished":
+                self.outcome, self.reason = "failed", "no worker is left to save the model"
+            return self._over()
+        chosen = min(ready, key=lambda w: w.peer)
+        self.concluder = chosen.peer.index
+        asks = [Out(s.peer, Ask()) for s in self.servers.values() if s.peer.role == "server"]
+        return [*asks, Out(chosen.peer, Conclude(self.settings.model_path), self.buffers.mean())]
+
+    def _concluded(self, message: Concluded) -> list[Out]:
+        self.metrics = message.metrics
+        return self._over()
+
+    def _over(self) -> list[Out]:
+        self.phase = "over"
+        peers = [w.peer for w in self.workers.values() if w.connected] + [
+            s.peer for s in self.servers.values() if s.peer.role == "server"
+        ]
+        return [Out(peer, Bye(self.reason)) for peer in peers]
+
+    # ---- what is known ---------------------------------------------------------------------------------------------
+
+    def books(self) -> Books | None:
+        return balance(self.plan, self._reports(), self.leased_again) if self.plan else None
+
+    def staleness(self) -> Staleness:
+        return staleness_of(self._reports())
+
+    def samples_done(self) -> int:
+        if not self.plan:
+            return 0
+        return min(self.batches_done() * self.plan.batch_size, self.plan.num_samples * self.plan.epochs)
+
+    def _note_progress(self, now: float) -> None:
+        assert self.plan
+        beats = [w.beat for w in self.workers.values() if w.beat.loss_samples]
+        weight = sum(b.loss_samples for b in beats)
+        staleness = self.staleness()
+        self.events.append(
+            events.Progress(
+                at_s=now,
+                batches_done=self.batches_done(),
+                batches=self.plan.num_batches,
+                samples_done=self.samples_done(),
+                samples=self.plan.num_samples * self.plan.epochs,
+                loss=sum(b.loss * b.loss_samples for b in beats) / weight if weight else None,
+                samples_per_s={i: _rate(w.samples_at) for i, w in sorted(self.workers.items()) if w.connected},
+                staleness_mean=staleness.mean,
+                staleness_max=staleness.max,
+                waited_s={i: w.beat.waited_s for i, w in sorted(self.workers.items()) if w.connected},
+            )
+        )
+
+
+def _rate(samples_at: list[tuple[float, int]]) -> float:
+    if len(samples_at) < 2 or samples_at[-1][0] <= samples_at[0][0]:
+        return 0.0
+    (t0, n0), (t1, n1) = samples_at[0], samples_at[-1]
+    return (n1 - n0) / (t1 - t0)

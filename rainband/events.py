@@ -1,0 +1,101 @@
+"""Facts about a run, as typed records: progress bars, reports and pages read only these."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
+    """Something happened, so many seconds after the start."""
+
+    at_s: float
+
+
+class RunStarted(Event, frozen=True):
+    """The first event of every run."""
+
+    task: str
+    strategy: str
+    settings: dict[str, object]
+    num_workers: int
+    num_servers: int
+    version: str
+
+
+class PlanMade(Event, frozen=True):
+    """The data was cut into batches and the model into blocks."""
+
+    num_samples: int
+    num_batches: int
+    num_portions: int
+    num_parameters: int
+    num_blocks: int
+    batch_size: int
+    epochs: int
+
+
+class Joined(Event, frozen=True):
+    """A node is there."""
+
+    node: str
+
+
+class Lost(Event, frozen=True):
+    """A node is gone, or does not work in time."""
+
+    node: str
+    why: str
+
+
+class Returned(Event, frozen=True):
+    """A worker that was given up works again."""
+
+    node: str
+
+
+class LeasedAgain(Event, frozen=True):
+    """A portion was taken from a worker; so many of its batches are done again."""
+
+    portion: int
+    batches: int
+    from_worker: int
+
+
+class Progress(Event, frozen=True):
+    """How far the run is."""
+
+    batches_done: int
+    batches: int
+    samples_done: int
+    samples: int
+    loss: float | None
+    samples_per_s: dict[int, float]
+    staleness_mean: float
+    staleness_max: int
+    waited_s: dict[int, float]
+
+
+class UserError(Event, frozen=True):
+    """The user's code raised."""
+
+    worker: int
+    step: int
+    error: str
+    traceback: str
+
+
+class RunEnded(Event, frozen=True):
+    """The last event of every run: the metrics and the books."""
+
+    outcome: str  # finished, stopped, failed
+    reason: str
+    seconds: float
+    samples: int
+    metrics: dict[str, float]
+    books: dict[str, object]
+    staleness: dict[str, object]
+
+
+AnyEvent = (
+    RunStarted | PlanMade | Joined | Lost | Returned | LeasedAgain | Progress | UserError | RunEnded
+)

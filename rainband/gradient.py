@@ -1,0 +1,46 @@
+"""The sum of some batches' gradients, as autograd left them: one tensor per parameter, None where there was none."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+from rainband.portions import Name, ranges
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.types import Batch
+
+
+class ModuleGradient:
+    """Gradients of a module's parameters and the names of the batches they came from."""
+
+    def __init__(
+        self, tensors: list[Tensor | None], batches: tuple[Batch, ...], samples: int, loss: float
+    ) -> None:
+        self.tensors = tensors
+        self.batches = batches
+        self.samples = samples
+        self.loss = loss  # mean over the samples
+
+    def __add__(self, other: ModuleGradient) -> ModuleGradient:
+        """The sum. It takes over this gradient's memory: do not use the summands afterwards."""
+        both = [(a, b) for a, b in zip(self.tensors, other.tensors, strict=True) if a is not None and b is not None]
+        if both:
+            torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+        tensors = [b if a is None else a for a, b in zip(self.tensors, other.tensors, strict=True)]
+        samples = self.samples + other.samples
+        loss = (self.loss * self.samples + other.loss * other.samples) / max(1, samples)
+        return ModuleGradient(tensors, self.batches + other.batches, samples, loss)
+
+    def name(self) -> Name:
+        """The set of batches, as ranges with their leases."""
+        ordered = sorted(self.batches, key=lambda b: (b.portion, b.lease, b.k))
+        return tuple(
+            r
+            for (portion, lease), some in groupby(ordered, key=lambda b: (b.portion, b.lease))
+            for r in ranges(portion, (b.k for b in some), lease)
+        )

@@ -1,0 +1,337 @@
+"""Every message between nodes: typed records, encoded by msgspec, never anything that could run.
+
+Tensor bytes travel raw beside a message, as its payload. Who sent a message is known from the connection's
+handshake, so no message says who it is from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rainband.blocks import BlockSpec, Layout
+from rainband.portions import Name, Plan
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """A node: its role, its number within the role, and which life of it this is."""
+
+    role: str  # worker, server, coordinator
+    index: int
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        return self.role if self.role == "coordinator" else f"{self.role} {self.index}"
+
+
+COORDINATOR = Peer("coordinator", 0)
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The parent of all messages."""
+
+
+# ---- worker to server -----------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """A worker opens its data connection; over shared memory its mailbox comes along as a file descriptor."""
+
+    slots: int = 0
+    slot_bytes: int = 0
+
+
+class Load(Message, frozen=True):
+    """The first values of a block; the payload is the values."""
+
+    block: int
+    dtype: str
+    numel: int
+    slot: int = -1
+
+
+class Push(Message, frozen=True):
+    """One block of a gradient, named by the set of batches it sums; the payload is the gradient."""
+
+    block: int
+    worker: int  # must be the sender's own number
+    sequence: int  # the sender's number for this push, the same on every block
+    name: Name
+    samples: int
+    clock: int  # cells the sender has pushed, this one included
+    term: int  # of the parameters it was computed from
+    version: int
+    dtype: str
+    numel: int
+    point: int = -1  # the round, where the algorithm fixes the parameters
+    absent: tuple[int, ...] = ()  # parameters that had no gradient; not the same as zero
+    skip: str = ""  # a reason: mark the batches, there is no gradient
+    slot: int = -1  # place in the sender's mailbox; -1: the bytes follow the header
+
+
+class Pull(Message, frozen=True):
+    """Asks for the parameters: of a round exactly (point), or as they are when the rule admits this clock."""
+
+    sequence: int
+    clock: int = 0
+    point: int = -1
+
+
+# ---- server to worker -----------------------------------------------------------------------------------------------
+
+
+class Opened(Message, frozen=True):
+    """Answer to Hello; over shared memory the published parameters come along as a file descriptor."""
+
+    buffers: int = 1
+
+
+class Loaded(Message, frozen=True):
+    """A block has its first values."""
+
+    block: int
+    slot: int = -1
+
+
+class Ack(Message, frozen=True):
+    """What became of a push on one block."""
+
+    block: int
+    sequence: int
+    result: str  # applied, had, crossed, revoked, bad, late, early, moved
+    term: int
+    version: int
+    slot: int = -1
+    reason: str = ""
+
+
+class Params(Message, frozen=True):
+    """One block's parameters may be read now; the payload is the values, unless they lie in shared memory."""
+
+    block: int
+    sequence: int
+    term: int
+    version: int
+    point: int = -1
+    late: bool = False  # the round asked for is over, its parameters are gone
+
+
+# ---- coordinator and server -----------------------------------------------------------------------------------------
+
+
+class ServerJoin(Message, frozen=True):
+    """A server says where workers find it."""
+
+    address: Address
+    capability: str = ""  # torch version and CPU capability: copies must agree
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a server listens: a TCP port for everyone, a Unix socket for its own machine."""
+
+    host: str
+    port: int
+    unix: str = ""  # abstract name: no file, so nothing is left behind
+    machine: str = ""  # equal on one machine only
+
+
+class Assign(Message, frozen=True):
+    """The blocks a server owns from now on."""
+
+    plan: Plan
+    blocks: tuple[BlockSpec, ...]
+    groups: tuple[dict[str, Any], ...]
+    num_workers: int
+    term: int = 1
+
+
+class Ready(Message, frozen=True):
+    """All blocks have their first values."""
+
+
+class Revoke(Message, frozen=True):
+    """Fence a portion: refuse smaller lease numbers from now on, and answer with the sets."""
+
+    portion: int
+    lease: int
+
+
+class Sets(Message, frozen=True):
+    """Which batches of a portion each block has had, as masks."""
+
+    portion: int
+    lease: int
+    masks: tuple[int, ...]
+
+
+class Forget(Message, frozen=True):
+    """Do not wait for that worker; what it gave stays."""
+
+    worker: int
+
+
+class Ask(Message, frozen=True):
+    """Asks for a Report."""
+
+
+class Flush(Message, frozen=True):
+    """Apply what is buffered; answered with a Report."""
+
+
+class Skipped(msgspec.Struct, frozen=True, array_like=True):
+    """Batches that were skipped, and why."""
+
+    portion: int
+    mask: int
+    reason: str
+
+
+class Tally(msgspec.Struct, frozen=True, array_like=True):
+    """One block's counts of batches: what is marked must be what was applied, skipped or is still buffered."""
+
+    had: int
+    applied: int
+    skipped: int
+    buffered: int
+
+
+class Report(Message, frozen=True):
+    """The marks and the measurements of one server."""
+
+    low: int  # every portion below is complete on all of this server's blocks
+    full: tuple[int, ...]  # and these above it
+    had: int  # batches had, the least over its blocks
+    updates: int  # applied to its blocks so far
+    blocks: tuple[Tally, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    refused: dict[str, int] = {}
+    staleness: dict[int, dict[int, int]] = {}  # worker -> updates missed -> how often
+    flushed: bool = False
+
+
+# ---- coordinator and worker -----------------------------------------------------------------------------------------
+
+
+class Join(Message, frozen=True):
+    """A worker has built the task: what it found decides the plan, or must agree with it."""
+
+    fingerprint: str
+    num_samples: int
+    layout: Layout
+    batch_size: int
+    epochs: int
+    cell_batches: int
+    rounds: bool
+    warm_batches: int = 0
+
+
+class Welcome(Message, frozen=True):
+    """The plan, and who owns which block."""
+
+    plan: Plan
+    servers: tuple[Address, ...]
+    owners: tuple[int, ...]  # server of each block
+    blocks: tuple[BlockSpec, ...]
+    load: bool = False  # send the servers your parameters: they are the first values
+
+
+class Go(Message, frozen=True):
+    """The servers are ready: begin."""
+
+
+class Want(Message, frozen=True):
+    """A worker asks for a lease."""
+
+
+class Lease(Message, frozen=True):
+    """A portion, or what is missing of it, is this worker's to do."""
+
+    portion: int
+    lease: int
+    groups: tuple[tuple[int, ...], ...]
+
+
+class Return(Message, frozen=True):
+    """A worker gives a lease back."""
+
+    portion: int
+    lease: int
+    reason: str  # done, revoked, crossed, stopped
+
+
+class Beat(Message, frozen=True):
+    """A worker is alive; its acknowledged pushes say that it works."""
+
+    acked: int = 0
+    waiting: bool = False  # for others: then it is not to blame for not working
+    waited_s: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    loss: float = 0.0  # mean over the samples since the last beat
+    loss_samples: int = 0
+    pushed_bytes: int = 0
+    pulled_bytes: int = 0
+    torn_reads: int = 0
+
+
+class Finish(Message, frozen=True):
+    """Every batch is done: the loops over data end."""
+
+
+class Halt(Message, frozen=True):
+    """End early: finish the cell at hand, give the leases back."""
+
+    reason: str
+
+
+class Ended(Message, frozen=True):
+    """A worker's strategy has returned; the payload is its buffers (BatchNorm statistics)."""
+
+    samples: int
+
+
+class Conclude(Message, frozen=True):
+    """Pull the final parameters, evaluate, and save the model there; the payload is the mean of all buffers."""
+
+    path: str
+
+
+class Concluded(Message, frozen=True):
+    """The final metrics."""
+
+    metrics: dict[str, float]
+
+
+class Failed(Message, frozen=True):
+    """The user's code raised on a worker."""
+
+    step: int
+    error: str
+    traceback: str
+
+
+class Bye(Message, frozen=True):
+    """The run is over; nothing will be answered any more."""
+
+    reason: str = ""
+
+
+AnyMessage = (
+    Hello | Load | Push | Pull | Opened | Loaded | Ack | Params | ServerJoin | Assign | Ready | Revoke | Sets
+    | Forget | Ask | Flush | Report | Join | Welcome | Go | Want | Lease | Return | Beat | Finish | Halt | Ended
+    | Conclude | Concluded | Failed | Bye
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Raises msgspec.DecodeError for anything that is not one of our messages."""
+    message: Message = _decoder.decode(data)
+    return message

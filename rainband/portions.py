@@ -1,0 +1,249 @@
+"""The plan that names every batch of a run, and the marks in which a block remembers what it has had.
+
+The plan makes batch k of a portion the same samples, random numbers and place in the learning-rate schedule for
+whoever computes it. Portions are numbered through all epochs. There are two ways to cut an epoch into portions:
+
+    free-running   a portion is `portion_batches` consecutive batches
+    rounds         a round is `columns` consecutive batches, one cell each; a portion is one column, that is
+                   cell j of `portion_batches` consecutive rounds, so that a lease spans many rounds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+MAX_PORTION_BATCHES = 64  # a portion's marks are one machine word
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What fixes every batch of a run: kept in checkpoints, compared at join."""
+
+    fingerprint: str  # of the data
+    layout: str  # digest of the model's layout
+    num_samples: int
+    batch_size: int
+    epochs: int
+    seed: int
+    portion_batches: int
+    cell_batches: int = 1  # batches summed into one push
+    columns: int = 0  # cells of a round; 0 = no rounds
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "batch_size", "epochs", "portion_batches", "cell_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: a plan needs at least 1.")
+        if self.portion_batches > MAX_PORTION_BATCHES:
+            raise ValueError(f"a portion of {self.portion_batches} batches is too long: at most 64.")
+        if self.portion_batches % self.cell_batches:
+            raise ValueError(
+                f"a portion of {self.portion_batches} batches is not a whole number of cells of {self.cell_batches}."
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return -(-self.num_samples // self.batch_size)
+
+    @property
+    def num_batches(self) -> int:
+        return self.batches_per_epoch * self.epochs
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        return -(-self.batches_per_epoch // self.columns) if self.columns else 0
+
+    @property
+    def num_rounds(self) -> int:
+        return self.rounds_per_epoch * self.epochs
+
+    @property
+    def portions_per_epoch(self) -> int:
+        if self.columns:
+            return -(-self.rounds_per_epoch // self.portion_batches) * self.columns
+        return -(-self.batches_per_epoch // self.portion_batches)
+
+    @property
+    def num_portions(self) -> int:
+        return self.portions_per_epoch * self.epochs
+
+    def epoch_of(self, portion: int) -> int:
+        return portion // self.portions_per_epoch
+
+    def batches_in(self, portion: int) -> int:
+        """How many batches a portion has; only an epoch's last may be short (or empty, for a column)."""
+        inside = portion % self.portions_per_epoch
+        if not self.columns:
+            return min(self.portion_batches, self.batches_per_epoch - inside * self.portion_batches)
+        group, column = divmod(inside, self.columns)
+        first = group * self.portion_batches
+        with_this_column = -(-(self.batches_per_epoch - column) // self.columns)
+        return max(0, min(self.portion_batches, with_this_column - first))
+
+    def full(self, portion: int) -> int:
+        """The mask of a portion that lacks nothing."""
+        return (1 << self.batches_in(portion)) - 1
+
+    def number(self, portion: int, k: int) -> int:
+        """Which batch of its epoch batch k of a portion is."""
+        inside = portion % self.portions_per_epoch
+        if not self.columns:
+            return inside * self.portion_batches + k
+        group, column = divmod(inside, self.columns)
+        return (group * self.portion_batches + k) * self.columns + column
+
+    def samples_in(self, portion: int, k: int) -> int:
+        """How many samples a batch has: only an epoch's last batch may be short."""
+        return min(self.batch_size, self.num_samples - self.number(portion, k) * self.batch_size)
+
+    def round_of(self, portion: int, k: int) -> int:
+        """The round, numbered through all epochs, that batch k of a portion belongs to."""
+        inside = portion % self.portions_per_epoch
+        return self.epoch_of(portion) * self.rounds_per_epoch + inside // self.columns * self.portion_batches + k
+
+    def column_of(self, portion: int) -> int:
+        return portion % self.portions_per_epoch % self.columns
+
+    def cells_in_round(self, round_: int) -> int:
+        """K of a round; an epoch's last round may be short."""
+        inside = round_ % self.rounds_per_epoch
+        return min(self.columns, self.batches_per_epoch - inside * self.columns)
+
+    def position(self, portion: int, k: int) -> float:
+        """How far the run is when this batch comes, from 0 to 1: the place in the learning-rate schedule."""
+        number = self.number(portion, k)
+        if self.columns:
+            number -= number % self.columns  # all cells of a round share one rate
+        return (self.epoch_of(portion) * self.batches_per_epoch + number) / self.num_batches
+
+
+class Range(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive batches of one portion, with the lease under which they were computed."""
+
+    portion: int
+    first: int
+    last: int  # exclusive
+    lease: int
+
+    @property
+    def mask(self) -> int:
+        return ((1 << (self.last - self.first)) - 1) << self.first
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+
+Name = tuple[Range, ...]  # the set of batches a push sums
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The places of the ones in a mask, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def ranges(portion: int, batches: Iterable[int], lease: int) -> Name:
+    """The shortest name for some batches of one portion."""
+    result: list[Range] = []
+    for k in sorted(batches):
+        if result and result[-1].last == k:
+            result[-1] = Range(portion, result[-1].first, k + 1, lease)
+        else:
+            result.append(Range(portion, k, k + 1, lease))
+    return tuple(result)
+
+
+def num_batches(name: Name) -> int:
+    return sum(len(r) for r in name)
+
+
+def why_not(plan: Plan, name: Name) -> str | None:
+    """Say what is wrong with a name, or None: what comes from the network is checked before it is used."""
+    seen: dict[int, int] = {}
+    for r in name:
+        if not 0 <= r.portion < plan.num_portions:
+            return f"portion {r.portion} is not in the plan of {plan.num_portions}"
+        if not 0 <= r.first < r.last <= plan.batches_in(r.portion):
+            return f"batches {r.first}-{r.last} are not in portion {r.portion} of {plan.batches_in(r.portion)}"
+        if seen.get(r.portion, 0) & r.mask:
+            return f"batches of portion {r.portion} are named twice"
+        seen[r.portion] = seen.get(r.portion, 0) | r.mask
+    return None
+
+
+class Marks:
+    """The set of batches a block has had: compacted, never forgotten.
+
+    Every portion below `low` is complete; the others have one mask each. So the size is that of the open portions.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.low = 0
+        self.open: dict[int, int] = {}
+        self.count = 0
+        self._compact()
+
+    def of(self, portion: int) -> int:
+        """The mask of one portion."""
+        return self.plan.full(portion) if portion < self.low else self.open.get(portion, 0)
+
+    def has_all(self, name: Name) -> bool:
+        return all(not r.mask & ~self.of(r.portion) for r in name)
+
+    def has_some(self, name: Name) -> bool:
+        return any(r.mask & self.of(r.portion) for r in name)
+
+    def is_full(self, portion: int) -> bool:
+        return self.of(portion) == self.plan.full(portion)
+
+    def add(self, name: Name) -> list[int]:
+        """Remember these batches; returns the portions that became complete by it."""
+        completed = []
+        for r in name:
+            had = self.of(r.portion)
+            now = had | r.mask
+            if now == had:
+                continue
+            self.count += now.bit_count() - had.bit_count()
+            self.open[r.portion] = now
+            if now == self.plan.full(r.portion):
+                completed.append(r.portion)
+        if completed:
+            self._compact()
+        return completed
+
+    def _compact(self) -> None:
+        while self.low < self.plan.num_portions and self.open.get(self.low, 0) == self.plan.full(self.low):
+            self.open.pop(self.low, None)
+            self.low += 1
+
+
+def groups(full: int, masks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The batches that some block lacks, grouped by which blocks have them.
+
+    A push never mixes two groups: so each block either has all of it or none, and nothing can cross.
+    """
+    patterns: dict[tuple[int, ...], list[int]] = {}
+    distinct = sorted(set(masks))  # blocks with equal marks are one case
+    for k in bits(full):
+        pattern = tuple(mask >> k & 1 for mask in distinct)
+        if not all(pattern):
+            patterns.setdefault(pattern, []).append(k)
+    return tuple(tuple(batches) for batches in sorted(patterns.values()))
+
+
+def cells(groups_: Sequence[Sequence[int]], cell_batches: int) -> list[tuple[int, ...]]:
+    """Cut the groups of a lease into cells: at most `cell_batches` batches, all of one group."""
+    return [
+        tuple(group[at : at + cell_batches]) for group in groups_ for at in range(0, len(group), cell_batches)
+    ]
+
+
+def choose_portion_batches(batches_per_epoch: int, num_workers: int, cell_batches: int) -> int:
+    """About four portions per worker and epoch, whole cells, at most 64 batches: small enough to share evenly."""
+    wanted = batches_per_epoch // (4 * max(1, num_workers))
+    longest = MAX_PORTION_BATCHES // cell_batches * cell_batches
+    return max(cell_batches, min(longest, wanted // cell_batches * cell_batches))

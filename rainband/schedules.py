@@ -1,0 +1,35 @@
+"""Learning-rate schedules: pure functions of how far the run is, never of one worker's steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Shape = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The factor on the learning rate at a position from 0 (start) to 1 (end)."""
+
+    shape: Shape = "constant"
+    warmup: float = 0.0  # the part of the run in which the rate rises from 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup is {self.warmup}: give the part of the run, from 0 to below 1.")
+        if self.shape not in ("constant", "linear", "cosine"):
+            raise ValueError(f"no schedule named {self.shape!r}: choose constant, linear or cosine.")
+
+    def scale(self, position: float) -> float:
+        if position < self.warmup:
+            return position / self.warmup
+        rest = (position - self.warmup) / (1 - self.warmup)
+        match self.shape:
+            case "constant":
+                return 1.0
+            case "linear":
+                return 1 - rest
+            case "cosine":
+                return (1 + math.cos(math.pi * rest)) / 2

@@ -1,0 +1,268 @@
+"""A server: a state machine that owns blocks. Message in, state change, messages out; no I/O, no clock, no threads.
+
+Because it is deterministic, the same object serves real sockets, virtual time and the fault tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rainband.block import Block
+from rainband.blocks import BlockSpec
+from rainband.messages import (
+    COORDINATOR,
+    Ack,
+    Ask,
+    Assign,
+    Flush,
+    Forget,
+    Load,
+    Loaded,
+    Message,
+    Params,
+    Peer,
+    Pull,
+    Push,
+    Ready,
+    Report,
+    Revoke,
+    Sets,
+    Skipped,
+)
+from rainband.place import Place
+from rainband.portions import why_not
+from rainband.types import ServerHalf
+
+Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
+
+
+class Out(NamedTuple):
+    """A message to send. Where `read` is set, the payload is read when the bytes leave: see `Server.read`."""
+
+    to: Peer
+    message: Message
+    read: bool = False
+
+
+class Server:
+    """Owns its blocks; knows its term, and the lowest valid lease number of each portion."""
+
+    def __init__(self, half: Callable[[int], ServerHalf], publish: Publish) -> None:
+        self.half = half
+        self.publish = publish
+        self.term = 1
+        self.blocks: dict[int, Block] = {}
+        self.floor: dict[int, int] = {}
+        self.complete: Counter[int] = Counter()  # portion -> blocks that have all of it
+        self.refused: Counter[str] = Counter()
+        self.updates = 0
+
+    def receive(self, sender: Peer, message: Message, payload: Tensor | None = None) -> list[Out]:
+        """Take one message; returns what to send."""
+        match message:
+            case Push():
+                return self._push(sender, message, payload)
+            case Pull():
+                return self._pull(sender, message)
+            case Load():
+                return self._load(sender, message, payload)
+        if sender.role != "coordinator":
+            self.refused[f"{type(message).__name__} from a {sender.role}"] += 1
+            return []
+        match message:
+            case Assign():
+                return self._assign(message)
+            case Revoke():
+                return self._revoke(message)
+            case Forget():
+                return self._forget(message)
+            case Ask():
+                return [Out(COORDINATOR, self.report())]
+            case Flush():
+                for block in self.blocks.values():
+                    block.rule.flush(block)
+                return [*self._admit_all(), Out(COORDINATOR, self.report(flushed=True))]
+        return []
+
+    # ---- the accepting of a push, in this order, in one step per block -------------------------------------------
+
+    def _push(self, sender: Peer, push: Push, payload: Tensor | None) -> list[Out]:
+        block = self.blocks.get(push.block)
+        if block is None:
+            self.refused["moved"] += 1
+            return [Out(sender, Ack(push.block, push.sequence, "moved", self.term, 0, push.slot, "not my block"))]
+        result, reason = self._accept(sender, block, push, payload)
+        if result not in ("applied", "had"):
+            self.refused[result] += 1
+        ack = Ack(push.block, push.sequence, result, self.term, block.version, push.slot, reason)
+        outs = [Out(sender, ack)]
+        if block.waiting:
+            outs += self._admit(block)
+        if result == "applied" and self._completes(block, push):
+            outs.append(Out(COORDINATOR, self.report()))
+        return outs
+
+    def _accept(self, sender: Peer, block: Block, push: Push, payload: Tensor | None) -> tuple[str, str]:
+        if sender.role != "worker" or sender.index != push.worker:
+            return "bad", f"a push of worker {push.worker} came from {sender}"
+        if push.term > self.term:
+            return "moved", f"term {push.term} has not begun here"
+        wrong = why_not(block.plan, push.name)
+        if wrong:
+            return "bad", wrong
+        if any(self.floor.get(r.portion, 0) > r.lease for r in push.name):
+            return "revoked", ""
+        gradient, wrong = self._gradient(block, push, payload)
+        if wrong:
+            return "bad", wrong
+        if push.point >= 0 and push.point != block.version:
+            return ("late", "") if push.point < block.version else ("early", f"at version {block.version}")
+        clock = max(block.clocks.get(sender.index, 0), push.clock)
+        if self._has_had(sender, block, push):
+            block.clocks[sender.index] = clock
+            return "had", ""
+        if block.marks.has_some(push.name):
+            return "crossed", ""
+        self._take(sender, block, push, gradient, clock)
+        return "applied", ""
+
+    def _gradient(self, block: Block, push: Push, payload: Tensor | None) -> tuple[Tensor | None, str]:
+        """The gradient in the block's working precision, or what is wrong with it."""
+        if push.skip:
+            return None, ""
+        if push.dtype != block.spec.dtype or push.numel != block.spec.numel:
+            wanted = f"{block.spec.numel} x {block.spec.dtype}"
+            return None, f"block {block.spec.index} is {wanted}, the push is {push.numel} x {push.dtype}"
+        if payload is None or payload.numel() * payload.element_size() != block.spec.num_bytes:
+            return None, f"the payload is not the {block.spec.num_bytes} bytes of block {block.spec.index}"
+        gradient = payload.view(block.dtype)
+        if gradient.dtype != block.master_dtype:
+            gradient = gradient.to(block.master_dtype)
+        # A sum is a tenth of the price of looking at each element; it may overflow, then look closely.
+        if not math.isfinite(gradient.sum().item()) and not bool(gradient.isfinite().all()):
+            return None, "not finite"
+        return gradient, ""
+
+    def _has_had(self, sender: Peer, block: Block, push: Push) -> bool:
+        if push.name:
+            return block.marks.has_all(push.name)
+        return push.sequence <= block.extras.get((sender.index, sender.incarnation), -1)
+
+    def _take(self, sender: Peer, block: Block, push: Push, gradient: Tensor | None, clock: int) -> None:
+        block.clocks[sender.index] = clock
+        if push.name:
+            for portion in block.marks.add(push.name):
+                self.complete[portion] += 1
+        else:
+            block.extras[sender.index, sender.incarnation] = push.sequence
+        if push.skip:
+            block.skip(push)
+        before = block.version
+        block.rule.absorb(block, push, gradient)
+        self.updates += block.version - before
+
+    def _completes(self, block: Block, push: Push) -> bool:
+        """Did this push complete a portion on the last block that lacked it?"""
+        return any(
+            block.marks.is_full(r.portion) and self.complete[r.portion] == len(self.blocks) for r in push.name
+        )
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def _pull(self, sender: Peer, pull: Pull) -> list[Out]:
+        for block in self.blocks.values():
+            block.waiting.append((sender, pull))
+        return self._admit_all()
+
+    def _admit_all(self) -> list[Out]:
+        return [out for block in self.blocks.values() if block.waiting for out in self._admit(block)]
+
+    def _admit(self, block: Block) -> list[Out]:
+        admitted = [
+            (to, pull) for to, pull in block.waiting if block.loaded and block.rule.admits(block, pull, to.index)
+        ]
+        if not admitted:
+            return []
+        block.waiting = [waiter for waiter in block.waiting if waiter not in admitted]
+        return [
+            Out(to, Params(block.spec.index, pull.sequence, self.term, block.version, pull.point), read=True)
+            for to, pull in admitted
+        ]
+
+    def read(self, params: Params) -> tuple[Params, Tensor | None]:
+        """A block's parameters as they are at this moment, for a reply that is about to leave."""
+        block = self.blocks[params.block]
+        late = params.point >= 0 and block.version > params.point + 1  # version r is kept beside r + 1, not longer
+        version = params.point if params.point >= 0 else block.version
+        message = Params(params.block, params.sequence, self.term, version, params.point, late)
+        return message, None if late else block.place.of(version)
+
+    # ---- what the coordinator says ---------------------------------------------------------------------------------
+
+    def _assign(self, assign: Assign) -> list[Out]:
+        self.term = assign.term
+        half = self.half(assign.num_workers)
+        buffers = 2 if half.rule().reads == "round" else 1
+        places = self.publish(assign.blocks, buffers)
+        self.blocks = {
+            spec.index: Block(spec, place, assign.plan, half, assign.groups)
+            for spec, place in zip(assign.blocks, places, strict=True)
+        }
+        return [] if self.blocks else [Out(COORDINATOR, Ready())]
+
+    def _load(self, sender: Peer, load: Load, payload: Tensor | None) -> list[Out]:
+        block = self.blocks.get(load.block)
+        wanted = None if block is None else (block.spec.dtype, block.spec.numel, block.spec.num_bytes)
+        given = None if payload is None else payload.numel() * payload.element_size()
+        if block is None or payload is None or wanted != (load.dtype, load.numel, given) or block.marks.count:
+            self.refused["load"] += 1
+            return []
+        block.load(payload.view(block.dtype))
+        outs = [Out(sender, Loaded(load.block, load.slot))]
+        if all(b.loaded for b in self.blocks.values()):
+            outs += [Out(COORDINATOR, Ready()), *self._admit_all()]
+        return outs
+
+    def _revoke(self, revoke: Revoke) -> list[Out]:
+        self.floor[revoke.portion] = max(self.floor.get(revoke.portion, 0), revoke.lease)
+        masks = tuple(block.marks.of(revoke.portion) for block in self.blocks.values())
+        return [Out(COORDINATOR, Sets(revoke.portion, revoke.lease, masks))]
+
+    def _forget(self, forget: Forget) -> list[Out]:
+        for block in self.blocks.values():
+            block.rule.forget(block, forget.worker)
+        return self._admit_all()
+
+    def lost(self, peer: Peer) -> None:
+        """A connection is gone: nobody waits there for an answer any more."""
+        for block in self.blocks.values():
+            block.waiting = [waiter for waiter in block.waiting if waiter[0] != peer]
+
+    def report(self, flushed: bool = False) -> Report:
+        blocks = list(self.blocks.values())
+        low = min((b.marks.low for b in blocks), default=0)
+        self.floor = {portion: lease for portion, lease in self.floor.items() if portion >= low}
+        self.complete = Counter({portion: n for portion, n in self.complete.items() if portion >= low})
+        skipped: dict[tuple[int, str], int] = {}
+        staleness: dict[int, Counter[int]] = {}
+        for block in blocks:
+            for key, mask in block.skipped.items():
+                skipped[key] = skipped.get(key, 0) | mask
+            for worker, histogram in block.staleness.items():
+                staleness.setdefault(worker, Counter()).update(histogram)
+        return Report(
+            low=low,
+            full=tuple(sorted(p for p, n in self.complete.items() if n == len(blocks))),
+            had=min((b.marks.count for b in blocks), default=0),
+            updates=self.updates,
+            blocks=tuple(b.tally() for b in blocks),
+            skipped=tuple(Skipped(p, mask, reason) for (p, reason), mask in sorted(skipped.items())),
+            refused=dict(self.refused),
+            staleness={worker: dict(histogram) for worker, histogram in staleness.items()},
+            flushed=flushed,
+        )

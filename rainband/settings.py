@@ -1,0 +1,281 @@
+"""Turn key=value words into the fields of a frozen dataclass, and describe those fields to people.
+
+    parse_pairs(["n_push=4"])               {"n_push": "4"}
+    build(Downpour, {"n_push": "4"})        Downpour(n_push=4)
+    as_dict(Downpour(n_push=4))             {"n_push": 4, ...}, from which build makes an equal one
+    fields_of(Downpour)                     what `rainband explain downpour` prints
+
+A field may be an int, float, bool or str, a Literal, a tuple of these, or a union of these and None.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import math
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass
+
+T = typing.TypeVar("T")
+
+WORDS_FOR_BOOL = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field as people see it."""
+
+    name: str
+    type: str  # in words: "a whole number"
+    default: object  # dataclasses.MISSING where a value must be given
+    doc: str  # what the source says beside the field; "" where it says nothing
+
+
+def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
+    """Split ["n_push=4", "lr=0.1"] into {"n_push": "4", "lr": "0.1"}."""
+    settings: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise ValueError(f"'{pair}' is not a setting: write name=value, such as {name or 'n_push'}=4.")
+        if name in settings:
+            raise ValueError(
+                f"{name} is set twice, to {settings[name]} and to {value.strip()}: keep one of them."
+            )
+        settings[name] = value.strip()
+    return settings
+
+
+def build(cls: type[T], settings: Mapping[str, object]) -> T:
+    """Make a `cls` from settings that are text, as typed, or values, as read from a file."""
+    kinds = _kinds_of(cls)
+    for name in settings:
+        if name not in kinds:
+            raise ValueError(_no_such_setting(cls.__name__, name, sorted(kinds)))
+    for field in _settable(cls):
+        if field.name not in settings and _default_of(field) is MISSING:
+            kind = kinds[field.name]
+            raise ValueError(f"{cls.__name__} needs {field.name}={kind.example}: it is {kind.expected}.")
+    return cls(**{name: _convert(name, value, kinds[name]) for name, value in settings.items()})
+
+
+def as_dict(instance: object) -> dict[str, object]:
+    """Return the settings of `instance` by name, ready for `build` or a log line."""
+    return {field.name: getattr(instance, field.name) for field in _settable(type(instance))}
+
+
+def fields_of(cls: type) -> list[Setting]:
+    """Describe the settings of `cls`, in the order of its fields."""
+    kinds, docs = _kinds_of(cls), _docs_of(cls)
+    return [
+        Setting(field.name, kinds[field.name].expected, _default_of(field), docs.get(field.name, ""))
+        for field in _settable(cls)
+    ]
+
+
+def _settable(cls: type) -> list[dataclasses.Field[object]]:
+    assert dataclasses.is_dataclass(cls), f"{cls.__name__} is not a dataclass, so it has no settings"
+    return [field for field in dataclasses.fields(cls) if field.init]
+
+
+def _default_of(field: dataclasses.Field[object]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _no_such_setting(owner: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"{owner} has no setting '{name}'{hint}: it has {', '.join(known) or 'none'}."
+
+
+# ---- from an annotation to a way of reading a value ----
+
+
+@dataclass(frozen=True)
+class _Kind:
+    read: Callable[[object], object]  # raises ValueError when the value is not of this kind
+    expected: str  # "a whole number"
+    example: str  # "4"; "" where none can be typed
+
+
+def _convert(name: str, value: object, kind: _Kind) -> object:
+    try:
+        return kind.read(value)
+    except (ValueError, OverflowError):
+        such_as = f", such as {name}={kind.example}" if kind.example else ""
+        raise ValueError(f"{name}={value}: expected {kind.expected}{such_as}") from None
+
+
+def _kinds_of(cls: type) -> dict[str, _Kind]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: _kind_of(hints[field.name]) for field in _settable(cls)}
+
+
+def _kind_of(annotation: object) -> _Kind:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return _one_of(args)
+    if origin in (typing.Union, types.UnionType):
+        return _first_that_reads([_kind_of(arg) for arg in args])
+    if origin is tuple and args[-1] is ...:
+        return _many(_kind_of(args[0]))
+    if origin is tuple:
+        return _exactly([_kind_of(arg) for arg in args])
+    if annotation in _PLAIN:
+        return _PLAIN[annotation]
+    return _Kind(_not_text, "a value made in Python, not text", "")
+
+
+def _read_int(value: object) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError
+    if isinstance(value, str | int | float):
+        return int(value)
+    raise ValueError
+
+
+def _read_float(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError
+    if math.isnan(number := float(value)):
+        raise ValueError  # never meant, and never equal to itself
+    return number
+
+
+def _read_bool(value: object) -> bool:
+    word = str(value).lower()
+    if word not in WORDS_FOR_BOOL:
+        raise ValueError
+    return WORDS_FOR_BOOL[word]
+
+
+def _read_str(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _read_none(value: object) -> None:
+    if value is not None and str(value).lower() != "none":
+        raise ValueError
+
+
+def _not_text(value: object) -> object:
+    if isinstance(value, str):
+        raise ValueError
+    return value
+
+
+_PLAIN: dict[object, _Kind] = {
+    int: _Kind(_read_int, "a whole number", "4"),
+    float: _Kind(_read_float, "a number", "0.1"),
+    bool: _Kind(_read_bool, "true or false", "true"),
+    str: _Kind(_read_str, "text", "name"),
+    type(None): _Kind(_read_none, "none", "none"),
+}
+
+
+def _one_of(choices: tuple[object, ...]) -> _Kind:
+    by_word = {str(choice): choice for choice in choices}
+
+    def read(value: object) -> object:
+        if str(value) not in by_word:
+            raise ValueError
+        return by_word[str(value)]
+
+    return _Kind(read, f"one of {', '.join(by_word)}", next(iter(by_word)))
+
+
+def _first_that_reads(kinds: list[_Kind]) -> _Kind:
+    # Text last, and none first: any word is text, so text would hide the others.
+    by_strictness = sorted(kinds, key=lambda kind: (kind.read is _read_str) - (kind.read is _read_none))
+
+    def read(value: object) -> object:
+        for kind in by_strictness:
+            try:
+                return kind.read(value)
+            except ValueError:
+                continue
+        raise ValueError
+
+    return _Kind(read, " or ".join(kind.expected for kind in kinds), kinds[0].example)
+
+
+def _many(kind: _Kind) -> _Kind:
+    def read(value: object) -> tuple[object, ...]:
+        return tuple(kind.read(item) for item in _items(value))
+
+    example = ",".join([kind.example] * 2)
+    return _Kind(read, f"values separated by commas, each {kind.expected}", example)
+
+
+def _exactly(kinds: list[_Kind]) -> _Kind:
+    def read(value: object) -> tuple[object, ...]:
+        return tuple(kind.read(item) for kind, item in zip(kinds, _items(value), strict=True))
+
+    example = ",".join(kind.example for kind in kinds)
+    return _Kind(
+        read, f"{len(kinds)} values separated by commas: {', '.join(k.expected for k in kinds)}", example
+    )
+
+
+def _items(value: object) -> list[object]:
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",")] if value.strip() else []
+    if isinstance(value, list | tuple):
+        return list(value)
+    raise ValueError
+
+
+# ---- what the source says beside each field ----
+
+
+def _docs_of(cls: type) -> dict[str, str]:
+    docs: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):  # a field declared again takes the words of the later class
+        if dataclasses.is_dataclass(owner):
+            docs |= _docs_in_source(owner)
+    return docs
+
+
+def _docs_in_source(cls: type) -> dict[str, str]:
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):
+        return {}  # typed at a prompt: there is no file to read
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    lines = source.splitlines()
+    return {
+        node.target.id: _comment_after(lines, node) or _text_below(after) or _comment_above(lines, node)
+        for node, after in zip(definition.body, [*definition.body[1:], None], strict=True)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+
+
+def _comment_after(lines: list[str], node: ast.AnnAssign) -> str:
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    # ast counts bytes, and the line may hold more than ASCII before the comment.
+    rest = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode().strip()
+    return rest.removeprefix("#").strip() if rest.startswith("#") else ""
+
+
+def _comment_above(lines: list[str], node: ast.AnnAssign) -> str:
+    margin = " " * node.col_offset + "#"  # deeper comments belong to the line before
+    first = node.lineno - 1
+    while first > 0 and lines[first - 1].startswith(margin):
+        first -= 1
+    return " ".join(line.strip().removeprefix("#").strip() for line in lines[first : node.lineno - 1])
+
+
+def _text_below(node: ast.stmt | None) -> str:
+    match node:
+        case ast.Expr(value=ast.Constant(value=str(text))):
+            return inspect.cleandoc(text).partition("\n")[0]
+    return ""

@@ -1,0 +1,88 @@
+r"""Downpour SGD: every worker pushes and fetches when it likes, nobody waits (Dean et al. 2012, Algorithm 1.1).
+
+A worker, every n_fetch steps and every n_push steps:
+
+    w  <- server                  fetched while it computes
+    g   = gradient(w, batch)
+    D  += g                       what the server has not had yet
+    w  -= local_lr * g            its own step, between fetches
+    D  -> server;  D = 0          pushed while it computes on
+
+The server, for every push that comes, each block by itself:
+
+    w  -= lr * D                                        (SGD)
+    w  -= lr / sqrt(sum of all D^2 so far) * D          (Adagrad, recommended: it tames stale gradients)
+
+With n_push > 1 the server gets the sum of n_push gradients, as in the paper, not their mean. The paper's rate for
+Adagrad is about ten times the best fixed one; so the worker's own step, which has no Adagrad, takes a tenth of it.
+
+Use it when machines differ, come and go, or the network is slow. Not when you need the result of one process to the
+last bit (sync), or with a large momentum: it adds to the momentum that asynchrony itself brings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rainband.optim_spec import element_wise
+from rainband.rules import ApplyOnArrival
+from rainband.schedules import Schedule, Shape
+from rainband.types import Gradient, ServerHalf, Worker
+
+
+@dataclass(frozen=True)
+class Downpour:
+    """Asynchronous SGD through parameter servers."""
+
+    n_push: int = 1  # steps between two pushes
+    n_fetch: int = 1  # steps between two fetches
+    lr: float = 0.02  # the servers' learning rate
+    optimizer: str = "adagrad"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ...
+    momentum: float = 0.0  # for sgd and rmsprop
+    weight_decay: float = 0.0
+    local_lr: float | None = None  # of the worker's own step; none: lr for sgd, a tenth of it otherwise
+    overlap: bool = True  # fetch while computing; no: wait for one's own push before the next step
+    warm_batches: int = 0  # batches that one worker does alone before the rest are released
+    schedule: Shape = "constant"
+    warmup: float = 0.0  # the part of the run in which the learning rate rises
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n_push <= 64:
+            raise ValueError(f"n_push={self.n_push}: choose from 1 to 64.")
+        if self.n_fetch < 1:
+            raise ValueError(f"n_fetch={self.n_fetch}: choose at least 1.")
+        self.server(1)
+
+    @property
+    def cell_batches(self) -> int:
+        return self.n_push
+
+    async def run(self, worker: Worker) -> None:
+        server, step = worker.server, 0
+        await server.pull()
+        async for cell in worker.cells():
+            owed: Gradient | None = None
+            for batch in cell.batches:
+                fetch = server.pull() if self.overlap and step % self.n_fetch == 0 else None
+                gradient = await worker.gradient(batch)
+                owed = gradient if owed is None else owed + gradient
+                if fetch is not None:
+                    await fetch
+                if self._own_lr():
+                    worker.params.step(gradient, self._own_lr())
+                step += 1
+            assert owed is not None, "a cell has at least one batch"
+            server.push(owed)
+            if not self.overlap and step % self.n_fetch < len(cell.batches):
+                await server.pull()
+
+    def _own_lr(self) -> float:
+        if self.local_lr is not None:
+            return self.local_lr
+        if not self.overlap and self.n_fetch == 1:
+            return 0.0  # the step would be overwritten at once
+        return self.lr if self.optimizer == "sgd" else self.lr / 10
+
+    def server(self, num_workers: int) -> ServerHalf:
+        optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
+        return ServerHalf(ApplyOnArrival, optimizer, Schedule(self.schedule, self.warmup))

@@ -1,0 +1,41 @@
+r"""One process, no servers: plain PyTorch, the yardstick.
+
+    w_{t+1} = w_t - lr * gradient(w_t, batch t)
+
+Use it to see what the others are worth. Not when you have more than one machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rainband.optim_spec import OptimizerSpec, element_wise
+from rainband.schedules import Schedule, Shape
+from rainband.types import ServerHalf, Worker
+
+
+@dataclass(frozen=True)
+class Single:
+    """Plain SGD in one process."""
+
+    lr: float = 0.1
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    schedule: Shape = "constant"
+    warmup: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.spec()
+
+    async def run(self, worker: Worker) -> None:
+        optimizer = worker.optimizer(self.spec(), Schedule(self.schedule, self.warmup))
+        async for cell in worker.cells():
+            for batch in cell.batches:
+                optimizer.step(await worker.gradient(batch))
+
+    def spec(self) -> OptimizerSpec:
+        return element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
+
+    def server(self, num_workers: int) -> ServerHalf | None:
+        return None

@@ -1,0 +1,111 @@
+"""Find a task by its name: a file in this folder, or module:name of the user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from rainband.settings import as_dict, build
+from rainband.tasks.task import Task
+
+NOT_TASKS = {"__init__", "load", "task"}  # every other file in this folder is one task
+METHODS = ("model", "data", "loss", "evaluate")
+NUMBERS = ("batch_size", "epochs")
+
+
+def task_names() -> list[str]:
+    """Return the names of the built-in tasks; nothing is imported for it."""
+    return sorted({file.stem for file in Path(__file__).parent.glob("*.py")} - NOT_TASKS)
+
+
+def load_task(spec: str, settings: Mapping[str, object]) -> Task:
+    """Build the task called `spec`, with settings that are text, as typed, or values."""
+    found = _find(spec)
+    if not inspect.isclass(found) and callable(found) and not _is_task(found):
+        found = found()
+    if missing := [name for name in METHODS if not callable(getattr(found, name, None))]:
+        raise ValueError(f"{spec} is no task: it has no {', '.join(missing)}. A task has {_contract()}.")
+    task = _configured(spec, found, settings)
+    if missing := [name for name in NUMBERS if not isinstance(getattr(task, name, None), int)]:
+        raise ValueError(f"{spec} is no task: {', '.join(missing)} should be whole numbers, 1 or more.")
+    for name in NUMBERS:
+        if getattr(task, name) < 1:
+            raise ValueError(f"{name}={getattr(task, name)}: a task needs {name} of 1 or more.")
+    return cast(Task, task)
+
+
+def _configured(spec: str, found: Any, settings: Mapping[str, object]) -> object:
+    cls = found if inspect.isclass(found) else type(found)
+    if not dataclasses.is_dataclass(cls):
+        if settings:
+            raise ValueError(
+                f"{spec} has no settings, so {', '.join(settings)} cannot be set: "
+                f"make {cls.__name__} a dataclass."
+            )
+        return found() if found is cls else found
+    if found is cls:
+        return build(cls, settings)
+    return build(cls, as_dict(found) | dict(settings)) if settings else found
+
+
+def _find(spec: str) -> Any:
+    if ":" in spec:
+        return _find_in_module(*spec.split(":", 1))
+    if spec not in (names := task_names()):
+        raise ValueError(
+            f"no task named '{spec}'{_did_you_mean(spec, names)}: choose from {', '.join(names)}, "
+            "or give module:name of your own."
+        )
+    module = importlib.import_module(f"rainband.tasks.{spec}")
+    (found,) = [value for value in vars(module).values() if _is_task_class_of(module, value)]
+    return found
+
+
+def _is_task_class_of(module: ModuleType, value: object) -> bool:
+    return inspect.isclass(value) and value.__module__ == module.__name__ and _is_task(value)
+
+
+def _is_task(value: object) -> bool:
+    return all(callable(getattr(value, name, None)) for name in METHODS)
+
+
+def _find_in_module(module_name: str, name: str) -> object:
+    module = _import_users_module(module_name)
+    if not hasattr(module, name):
+        names = [known for known in vars(module) if not known.startswith("_")]
+        raise ValueError(
+            f"{module_name} has no '{name}'{_did_you_mean(name, names)}: it has {', '.join(names)}."
+        )
+    return getattr(module, name)
+
+
+def _import_users_module(name: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # for good: the module may import its neighbours later
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"'{name}' is not the name of a module: write module:name, such as mylab:mine.")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, but one that it imports is not
+        hint = f" Leave out the ending: {name.removesuffix('.py')}." if name.endswith(".py") else ""
+        raise ValueError(f"no module named '{name}', neither installed nor in {here}.{hint}") from error
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _contract() -> str:
+    return ", ".join([*NUMBERS, *(f"{method}()" for method in METHODS)])

@@ -1,0 +1,253 @@
+"""What a task is: a model, its data and its loss, ready to train; and the pieces to make one of your own.
+
+Importing this file imports neither torch nor numpy: the command line must start fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import xxhash
+    from torch import Tensor, nn
+
+CHUNK = 1000  # samples evaluated at once
+
+
+class Data(Protocol):
+    """The training samples, numbered from 0."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Any:
+        """Return these samples, ready for the task's `loss`."""
+
+
+class Task(Protocol):
+    """A small class, best a frozen dataclass: its fields are its settings.
+
+    A task may also have `groups(model) -> list[dict]`: parameter groups with their own lr or weight_decay, as
+    torch.optim takes them.
+    """
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def epochs(self) -> int: ...
+
+    def model(self) -> nn.Module:
+        """Build the model from torch's global random numbers: the run seeds them, so workers start alike."""
+
+    def data(self) -> Data:
+        """Return the training samples: the same ones, in the same order, on every worker."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss over the batch."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Measure the model on held-out data, say {"accuracy": 0.97, "loss": 0.1}."""
+
+
+def parameter_groups(task: Task, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the task's own parameter groups, or one group of all parameters."""
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = getattr(task, "groups", None)
+    return groups(model) if groups else [{"params": list(model.parameters())}]
+
+
+class TensorData:
+    """Tensors with a common first dimension; a batch is the tuple of their rows."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        lengths = [len(tensor) for tensor in tensors]
+        if len(set(lengths)) != 1:
+            raise ValueError(
+                f"TensorData takes one or more tensors of equal length, not of lengths {lengths}."
+            )
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, ...]:
+        import numpy as np
+        import torch
+
+        index = torch.from_numpy(np.array(indices, dtype=np.int64))  # a copy: torch warns of read-only arrays
+        return tuple(tensor.index_select(0, index) for tensor in self.tensors)
+
+
+class MapDataset(Protocol):
+    """A map-style torch Dataset: it has a length and gives sample i."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class DatasetData:
+    """Any map-style torch Dataset; a batch is what a DataLoader would collate."""
+
+    def __init__(self, dataset: MapDataset, collate: Callable[[list[Any]], Any] | None = None) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"{type(dataset).__name__} has no length, so its samples cannot be shared out: "
+                "give a map-style dataset (with __len__ and __getitem__)."
+            )
+        self.dataset = dataset
+        self.collate = collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Any:
+        from torch.utils.data import default_collate
+
+        samples = self._samples([int(i) for i in indices])
+        return (self.collate or default_collate)(samples)
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        many = getattr(self.dataset, "__getitems__", None)  # a DataLoader, too, prefers it
+        return list(many(indices)) if many else [self.dataset[i] for i in indices]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleTask:
+    """A task from what a torch program already has: batches are (inputs, targets).
+
+        def mine() -> ModuleTask:
+            return ModuleTask(Net, train_set, functional.cross_entropy, epochs=3)
+
+    in mylab.py is started by `rainband train mylab:mine downpour`.
+    """
+
+    module: Callable[[], Any]  # () -> nn.Module; Any, because settings are read without importing torch
+    dataset: MapDataset
+    loss_fn: Callable[[Any, Any], Any]  # (outputs, targets) -> mean loss, as in torch.nn.functional
+    evaluate_fn: Callable[[Any], dict[str, float]] | None = None  # (model) -> measures on held-out data
+    collate: Callable[[list[Any]], Any] | None = None
+    batch_size: int = 32
+    epochs: int = 10
+
+    def model(self) -> nn.Module:
+        module: nn.Module = self.module()
+        return module
+
+    def data(self) -> DatasetData:
+        return DatasetData(self.dataset, self.collate)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        mean: Tensor = self.loss_fn(model(inputs), targets)
+        return mean
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        if self.evaluate_fn is None:
+            return {}
+        with evaluating(model):
+            return self.evaluate_fn(model)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside: evaluation mode and no gradients; afterwards every submodule is in the mode it had."""
+    import torch
+
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def accuracy_and_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, float]:
+    """Evaluate a classifier, a chunk at a time so that memory stays small."""
+    import torch
+    from torch.nn import functional
+
+    device = next(model.parameters()).device
+    right, loss = 0, 0.0
+    with evaluating(model):
+        for start in range(0, len(labels), CHUNK):
+            y = labels[start : start + CHUNK].to(device)
+            outputs = model(inputs[start : start + CHUNK].to(device))
+            right += int(torch.sum(outputs.argmax(1) == y))
+            loss += float(functional.cross_entropy(outputs, y, reduction="sum"))
+    return {"accuracy": right / len(labels), "loss": loss / len(labels)}
+
+
+def fingerprint(data: Data) -> str:
+    """Return a short hash of the number of samples and of a few from the beginning, middle and end.
+
+    Two workers with equal fingerprints most likely hold the same data. Random transforms give the same sample
+    every time here, as long as they draw from torch's, numpy's or Python's global random numbers.
+    """
+    import xxhash
+
+    length = len(data)
+    around = [*range(3), *range(length // 2 - 1, length // 2 + 2), *range(length - 3, length)]
+    hasher = xxhash.xxh3_64()
+    hasher.update(f"{length} samples".encode())
+    with _fixed_random_numbers():
+        for index in sorted({i for i in around if 0 <= i < length}):
+            _absorb(hasher, data.batch([index]))
+    return hasher.hexdigest()
+
+
+@contextmanager
+def _fixed_random_numbers() -> Iterator[None]:
+    """Inside: all global generators start from 0; afterwards they go on where they were."""
+    import random
+
+    import numpy as np
+    import torch
+
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)  # not torch.manual_seed: that reseeds the accelerators, too
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def _absorb(hasher: xxhash.xxh3_64, value: Any) -> None:
+    """Hash a nest of tensors, arrays and plain values, with their kinds and shapes, so that no two mix up."""
+    import numpy as np
+    import torch
+
+    match value:
+        case torch.Tensor():
+            hasher.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            hasher.update(flat.view(torch.uint8).numpy().tobytes())  # as bytes, because numpy has no bfloat16
+        case np.ndarray() | np.generic() if not value.dtype.hasobject:
+            hasher.update(f"array {value.dtype.str} {value.shape}".encode())
+            hasher.update(value.tobytes())
+        case None | bool() | int() | float() | complex() | str() | bytes():
+            text = repr(value)
+            hasher.update(f"{type(value).__name__} {len(text)} {text}".encode())
+        case Mapping():
+            hasher.update(f"mapping {len(value)}".encode())
+            for key in sorted(value, key=repr):
+                _absorb(hasher, key)
+                _absorb(hasher, value[key])
+        case tuple() | list():
+            hasher.update(f"sequence {len(value)}".encode())
+            for item in value:
+                _absorb(hasher, item)
+        case _:
+            raise ValueError(
+                f"cannot take the fingerprint of a batch that holds a {type(value).__name__}: let Data.batch "
+                "return tensors, arrays, numbers and strings, in tuples, lists or dicts (collate can do it)."
+            )

@@ -1,0 +1,1 @@
+"""How messages travel between nodes; the only place, besides worlds, with threads, locks and sockets."""

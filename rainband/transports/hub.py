@@ -1,0 +1,213 @@
+"""A node's network loop: accepts connections, checks who they are, hands over messages, sends answers. One thread."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from rainband.errors import HandshakeFailed
+from rainband.messages import Message, Peer
+from rainband.transports.auth import Identity, ServerHandshake
+from rainband.transports.connection import Connection, ReadNow
+from rainband.transports.frames import BadFrame
+
+log = logging.getLogger("rainband")
+
+MAX_UNKNOWN = 256  # connections that have not shown who they are; more are closed at once
+FRAMES_BEFORE_FLUSH = 4  # answer early enough that the sender can go on, rarely enough to save system calls
+
+
+class Handler(Protocol):
+    """What a node does with what comes."""
+
+    def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None: ...
+
+    def lost(self, peer: Peer) -> None: ...
+
+
+class Hub:
+    """All connections of one node."""
+
+    def __init__(
+        self,
+        me: Peer,
+        secret: bytes,
+        run_id: bytes,
+        handler: Handler,
+        max_body_bytes: int,
+        handshake_timeout_s: float = 5.0,
+        read_now: ReadNow | None = None,
+    ) -> None:
+        self.me = Identity(me.role, me.index, me.incarnation)
+        self.secret = secret
+        self.run_id = run_id
+        self.handler = handler
+        self.max_body_bytes = max_body_bytes
+        self.handshake_timeout_s = handshake_timeout_s
+        self.read_now = read_now
+        self.epoll = select.epoll()
+        self.listeners: dict[int, socket.socket] = {}
+        self.connections: dict[int, Connection] = {}
+        self.peers: dict[Peer, Connection] = {}
+        self.watched: dict[int, Callable[[], None]] = {}
+        self.unflushed: dict[int, Connection] = {}
+        self.closed_quietly = 0
+        self.last_complaint_at = -1e9
+
+    def listen(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.listeners[sock.fileno()] = sock
+        self.epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def adopt(self, sock: socket.socket, peer: Identity, key: int) -> Connection:
+        """Take over a connection that this node opened itself."""
+        connection = self._add(sock, Connection(sock, self.max_body_bytes, None, float("inf")))
+        connection.opened(peer, key)
+        self.peers[connection.peer] = connection
+        return connection
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call back when something else can be read."""
+        self.watched[fd] = callback
+        self.epoll.register(fd, select.EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        if self.watched.pop(fd, None) is not None:
+            self.epoll.unregister(fd)
+
+    def send(self, to: Peer, message: Message, body: memoryview | bytes | None = None) -> None:
+        """Queue a message; one to a peer that is gone is dropped, as it would be in its hands."""
+        connection = self.peers.get(to)
+        if connection is not None:
+            connection.send(message, body)
+            self.unflushed[connection.sock.fileno()] = connection
+
+    def run_once(self, timeout_s: float) -> None:
+        """Wait for something to happen, at most so long, and deal with it."""
+        self.flush()
+        for fd, event in self.epoll.poll(timeout_s):
+            if fd in self.watched:
+                self.watched[fd]()
+            elif fd in self.listeners:
+                self._accept(self.listeners[fd])
+            elif fd in self.connections:
+                connection = self.connections[fd]
+                if event & select.EPOLLOUT:
+                    self.unflushed[fd] = connection
+                if event & ~select.EPOLLOUT:
+                    self._read(connection)
+        self.flush()
+        self._drop_the_slow()
+
+    def close(self) -> None:
+        """Say what is left to say as far as it goes at once, and close everything."""
+        self.flush()
+        for connection in list(self.connections.values()):
+            connection.sock.close()
+        for listener in self.listeners.values():
+            listener.close()
+        self.epoll.close()
+
+    # ---- connections -----------------------------------------------------------------------------------------------
+
+    def _add(self, sock: socket.socket, connection: Connection) -> Connection:
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connections[sock.fileno()] = connection
+        self.epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+        return connection
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._complain("no file descriptor is left for a new connection (see ulimit -n)")
+            return
+        if sum(c.reader is None for c in self.connections.values()) >= MAX_UNKNOWN:
+            sock.close()
+            self._complain("too many connections that do not say who they are")
+            return
+        shake = ServerHandshake(self.secret, self.run_id, self.me)
+        deadline = time.monotonic() + self.handshake_timeout_s
+        self._add(sock, Connection(sock, self.max_body_bytes, shake, deadline))
+
+    def _read(self, connection: Connection) -> None:
+        was_known = connection.reader is not None
+        try:
+            received = connection.receive()
+        except BlockingIOError:
+            return
+        except (BadFrame, HandshakeFailed) as error:
+            self._complain(f"closed a connection: {error}")
+            return self._drop(connection)
+        except OSError:
+            return self._drop(connection)
+        if received is None:
+            return self._drop(connection)
+        if not was_known and connection.reader is not None:
+            self._welcome(connection)
+        for number, (message, body) in enumerate(received, 1):
+            self.handler.receive(connection, message, body)
+            if number % FRAMES_BEFORE_FLUSH == 0:
+                self.flush()
+
+    def _welcome(self, connection: Connection) -> None:
+        older = self.peers.get(connection.peer)
+        if older is not None:
+            self._drop(older)
+        self.peers[connection.peer] = connection
+
+    def _drop(self, connection: Connection) -> None:
+        fd = connection.sock.fileno()
+        if self.connections.pop(fd, None) is None:
+            return
+        self.epoll.unregister(fd)
+        self.unflushed.pop(fd, None)
+        connection.sock.close()
+        if self.peers.get(connection.peer) is connection:
+            del self.peers[connection.peer]
+            self.handler.lost(connection.peer)
+
+    def _drop_the_slow(self) -> None:
+        if any(c.reader is None for c in self.connections.values()):
+            now = time.monotonic()
+            for connection in [c for c in self.connections.values() if c.reader is None and now > c.deadline]:
+                self._complain("closed a connection that did not say who it is")
+                self._drop(connection)
+
+    def flush(self) -> None:
+        """Send what is queued, as far as it goes."""
+        if not self.unflushed:
+            return
+        for fd, connection in list(self.unflushed.items()):
+            try:
+                left = connection.flush(self.read_now)
+            except OSError:
+                self._drop(connection)
+                continue
+            del self.unflushed[fd]
+            wanted = select.EPOLLIN | select.EPOLLRDHUP | (select.EPOLLOUT if left else 0)
+            if left != connection.wants_out:
+                connection.wants_out = left
+                self.epoll.modify(fd, wanted)
+
+    def queue(self, connection: Connection) -> None:
+        """This connection has something to send."""
+        self.unflushed[connection.sock.fileno()] = connection
+
+    def _complain(self, what: str) -> None:
+        """One line, and no flood of them: a port scan must not fill a disk."""
+        now = time.monotonic()
+        if now - self.last_complaint_at < 1.0:
+            self.closed_quietly += 1
+            return
+        more = f" ({self.closed_quietly} more like it)" if self.closed_quietly else ""
+        self.last_complaint_at, self.closed_quietly = now, 0
+        log.warning("%s: %s%s", self.me.role, what, more)

@@ -1,0 +1,40 @@
+"""Where a worker's computing thread waits: for sockets it reads itself, and for what its other threads received."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections import deque
+from collections.abc import Callable
+
+
+class Switchboard:
+    """Callbacks always run on the thread that waits, so nothing behind them needs a lock."""
+
+    def __init__(self) -> None:
+        self.epoll = select.epoll()
+        self.callbacks: dict[int, Callable[[], None]] = {}
+        self.posted: deque[Callable[[], None]] = deque()
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.watch(self.bell, self._run_posted)
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        self.callbacks[fd] = callback
+        self.epoll.register(fd, select.EPOLLIN)
+
+    def post(self, callback: Callable[[], None]) -> None:
+        """From any thread: have this called by the thread that waits."""
+        self.posted.append(callback)
+        os.eventfd_write(self.bell, 1)
+
+    def _run_posted(self) -> None:
+        os.eventfd_read(self.bell)
+        while self.posted:
+            self.posted.popleft()()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until something has happened and deal with it; False: nothing came in time."""
+        ready = self.epoll.poll(timeout_s)
+        for fd, _ in ready:
+            self.callbacks[fd]()
+        return bool(ready)

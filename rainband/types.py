@@ -1,0 +1,168 @@
+"""The contracts: what a strategy, a rule, a port and a worker are. Read this file first."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.blocks import BlockSpec
+    from rainband.messages import Load, Message, Pull, Push
+    from rainband.optim_spec import OptimizerSpec
+    from rainband.portions import Plan
+    from rainband.schedules import Schedule
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """One algorithm: a frozen dataclass whose fields are its settings, its command line and its log line."""
+
+    async def run(self, worker: Worker) -> None:
+        """The worker's half: the paper's loop, written out."""
+
+    def server(self, num_workers: int) -> ServerHalf | None:
+        """The servers' half; None when the algorithm has no servers."""
+
+
+@dataclass(frozen=True)
+class ServerHalf:
+    """What every block of a server gets: a rule of its own, an optimizer, a learning-rate schedule."""
+
+    rule: Callable[[], Rule]
+    optimizer: OptimizerSpec
+    schedule: Schedule
+
+
+class Rule(Protocol):
+    """When a block applies what has come and who may read it: pure, no I/O, no clock. One object per block."""
+
+    @property
+    def reads(self) -> Literal["any", "admitted", "round"]:
+        """Who may read: anyone without asking, those the rule admits, or exactly the version they name."""
+
+    @property
+    def buffered(self) -> int:
+        """Batches that were accepted and are not in the parameters yet."""
+
+    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+        """An accepted push has come (no gradient: its batches are skipped). The gradient is only lent."""
+
+    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+        """May this reader read now?"""
+
+    def forget(self, block: Block, worker: int) -> None:
+        """Do not wait for that worker; what it gave stays."""
+
+    def flush(self, block: Block) -> None:
+        """Apply what is buffered: the end of the run, or other numbers."""
+
+
+class Block(Protocol):
+    """What a rule may touch of a block."""
+
+    plan: Plan
+    version: int
+    clocks: dict[int, int]  # worker -> cells it has pushed here
+
+    def apply(self, gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
+        """One optimizer step; these pushes are now in the parameters, and the version goes up by one."""
+
+    def advance(self, pushes: Sequence[Push]) -> None:
+        """Go to the next version without a step: a round in which every cell was skipped."""
+
+
+class Worker(Protocol):
+    """All that a strategy may touch."""
+
+    index: int
+    num_workers: int
+    params: Parameters
+    server: Servers
+
+    def cells(self) -> AsyncIterator[Cell]:
+        """The cells leased to this worker, until the run's data is done; in rounds, each when its round is open."""
+
+    def gradient(self, batch: Batch) -> Awaitable[Gradient]:
+        """The gradient of a batch's mean loss at the worker's parameters, computed now."""
+
+    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> LocalOptimizer:
+        """An optimizer that runs on this worker, on its own parameters."""
+
+
+class Servers(Protocol):
+    """The way to the servers. Operations start at the call; awaiting the handle waits."""
+
+    def push(self, gradient: Gradient) -> Awaitable[None]:
+        """Send a gradient; it may be overwritten when this returns. Awaiting it waits for every block's answer."""
+
+    def pull(self, round: int | None = None) -> Awaitable[bool]:  # noqa: A002
+        """Ask for the parameters; awaiting makes them the worker's. False: that round is over, the others went on."""
+
+
+class Parameters(Protocol):
+    """The worker's own copy of the parameters."""
+
+    def step(self, gradient: Gradient, lr: float) -> None:
+        """The worker's own step: params -= lr * gradient."""
+
+
+class LocalOptimizer(Protocol):
+    """Plain PyTorch on one worker."""
+
+    def step(self, gradient: Gradient) -> None:
+        """One step with this gradient, at the learning rate of its place in the plan; its batches are done."""
+
+
+class Gradient(Protocol):
+    """The sum of some batches' gradients; it knows which batches."""
+
+    batches: tuple[Batch, ...]
+    samples: int
+    loss: float
+
+    def __add__(self, other: Gradient) -> Gradient: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch of the plan, and the lease under which it is computed."""
+
+    portion: int
+    k: int
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The unit of pushing: batches that are summed into one push."""
+
+    batches: tuple[Batch, ...]
+    round: int = -1
+
+
+class Port(Protocol):
+    """A worker's way to one server."""
+
+    direct: bool  # the server's parameters can be read in place, without asking
+
+    def send(self, message: Message) -> None:
+        """Send a message without payload."""
+
+    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+        """Send a message with a payload that `fill` writes; returns when it was written, may wait for room."""
+
+    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+        """Direct only: copy a block's parameters; returns the version, None if that point is gone."""
+
+
+class Clock(Protocol):
+    """Wall time or virtual time."""
+
+    def now_s(self) -> float:
+        """Seconds since some fixed moment; never goes back."""
+
+
+Payload = Any  # a 1-D tensor whose bytes travel beside a message

@@ -1,0 +1,191 @@
+"""A worker: what a strategy may touch, and the computing of a gradient that is a pure function of its batch's name."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Generator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+
+from rainband.client import Client, PullHandle, PushHandle
+from rainband.flat import Flat
+from rainband.gradient import ModuleGradient
+from rainband.messages import Report, Tally
+from rainband.optim import build
+from rainband.portions import Marks, Plan
+from rainband.schedules import Schedule
+from rainband.types import Batch, Cell
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from rainband.optim_spec import OptimizerSpec
+    from rainband.tasks.task import Data, Task
+
+
+class Compute:
+    """A gradient that is wanted. The world computes it, or says when it would be there."""
+
+    def __init__(self, worker: ModuleWorker, batch: Batch) -> None:
+        self.worker = worker
+        self.batch = batch
+        self.result: ModuleGradient | None = None
+
+    def __await__(self) -> Generator[Compute, None, ModuleGradient]:
+        while self.result is None:
+            yield self
+        return self.result
+
+
+class Sampler:
+    """Which samples a batch of the plan has: the same for whoever asks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.epoch = -1
+        self.order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def indices(self, batch: Batch) -> NDArray[np.int64]:
+        epoch = self.plan.epoch_of(batch.portion)
+        if epoch != self.epoch:
+            generator = np.random.Generator(np.random.PCG64([self.plan.seed, epoch]))
+            self.epoch, self.order = epoch, generator.permutation(self.plan.num_samples)
+        start = self.plan.number(batch.portion, batch.k) * self.plan.batch_size
+        return self.order[start : start + self.plan.batch_size]
+
+
+class ServerSide:
+    """The servers, as a strategy sees them."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def push(self, gradient: ModuleGradient) -> PushHandle:
+        return self.client.push(gradient)
+
+    def pull(self, round: int | None = None) -> PullHandle:  # noqa: A002
+        return self.client.pull(round)
+
+
+class OwnParameters:
+    """The worker's own copy of the parameters."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+
+    def step(self, gradient: ModuleGradient, lr: float) -> None:
+        self.flat.add_(gradient.tensors, -lr)
+
+
+class ModuleWorker:
+    """A worker that trains a module on a task."""
+
+    def __init__(self, index: int, num_workers: int, task: Task, data: Data, module: nn.Module, client: Client) -> None:
+        self.index = index
+        self.num_workers = num_workers
+        self.task = task
+        self.data = data
+        self.module = module
+        self.client = client
+        self.plan = client.plan
+        self.flat = client.flat
+        self.params = OwnParameters(self.flat)
+        self.server = ServerSide(client)
+        self.sampler = Sampler(self.plan)
+        self.cell: Cell | None = None
+
+    async def cells(self) -> AsyncIterator[Cell]:
+        """The cells leased to this worker, until the run's data is done."""
+        while not self.client.finished and not self.client.stopping:
+            cell = self.client.next_cell()
+            if cell is None:
+                await self.client.news()
+            else:
+                yield cell
+
+    def gradient(self, batch: Batch) -> Compute:
+        return Compute(self, batch)
+
+    def compute(self, batch: Batch) -> ModuleGradient:
+        """The gradient of the mean loss of a batch: a function of the parameters and the batch's name alone."""
+        torch.default_generator.manual_seed(self._seed(batch))
+        samples = self.data.batch(self.sampler.indices(batch))
+        for parameter in self.flat.parameters:
+            parameter.grad = None
+        loss = self.task.loss(self.module, samples)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.flat.check()
+        num_samples = self.plan.samples_in(batch.portion, batch.k)
+        gradient = ModuleGradient(self.flat.gradients(), (batch,), num_samples, loss.item())
+        self._count(gradient)
+        return gradient
+
+    def _seed(self, batch: Batch) -> int:
+        name = f"{self.plan.seed} {batch.portion} {batch.k}"
+        return xxhash.xxh3_64_intdigest(name.encode()) >> 1
+
+    def _count(self, gradient: ModuleGradient) -> None:
+        stats = self.client.stats
+        stats.steps += 1
+        stats.samples += gradient.samples
+        stats.loss_sum += gradient.loss * gradient.samples
+        stats.loss_samples += gradient.samples
+
+    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> OwnOptimizer:
+        return OwnOptimizer(self, spec, schedule)
+
+    # ---- what is no function of gradients: BatchNorm's statistics --------------------------------------------------
+
+    def buffers(self) -> bytes:
+        """All buffers of numbers, as one float64 vector."""
+        parts = [b.detach().double().reshape(-1) for b in self._numeric_buffers()]
+        return torch.cat(parts).numpy().tobytes() if parts else b""
+
+    def set_buffers(self, body: bytes | memoryview) -> None:
+        values = torch.frombuffer(bytearray(body), dtype=torch.float64)
+        at = 0
+        for buffer in self._numeric_buffers():
+            part = values[at : at + buffer.numel()].view(buffer.shape)
+            buffer.copy_(part if buffer.is_floating_point() else part.round())
+            at += buffer.numel()
+
+    def _numeric_buffers(self) -> list[torch.Tensor]:
+        return [b for b in self.module.buffers() if not b.is_complex() and b.dtype != torch.bool]
+
+
+class OwnOptimizer:
+    """Plain PyTorch on one worker, which then keeps the marks itself."""
+
+    def __init__(self, worker: ModuleWorker, spec: OptimizerSpec, schedule: Schedule) -> None:
+        self.worker = worker
+        self.schedule = schedule
+        self.marks = Marks(worker.plan)
+        self.applied = 0
+        groups: list[dict[str, Any]] = [{"params": [], **settings} for settings in worker.flat.layout.groups]
+        for spec_, parameter in zip(worker.flat.layout.parameters, worker.flat.parameters, strict=True):
+            groups[spec_.group]["params"].append(parameter)
+        self.optimizer = build(spec, [group for group in groups if group["params"]])
+        self.base = [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, gradient: ModuleGradient) -> None:
+        first = gradient.batches[0]
+        scale = self.schedule.scale(self.worker.plan.position(first.portion, first.k))
+        for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
+            group["lr"] = lr * scale
+        for parameter, tensor in zip(self.worker.flat.parameters, gradient.tensors, strict=True):
+            parameter.grad = tensor
+        self.optimizer.step()
+        self.applied += len(gradient.batches)
+        name = gradient.name()
+        self.worker.client.stats.acked += 1
+        if self.marks.add(name):
+            self.worker.client.tell(self._report())
+        self.worker.client.settle(name)
+
+    def _report(self) -> Report:
+        full = tuple(p for p in sorted(self.marks.open) if self.marks.is_full(p))
+        tally = Tally(self.marks.count, self.applied, 0, 0)
+        return Report(low=self.marks.low, full=full, had=self.marks.count, updates=self.applied, blocks=(tally,))

@@ -1,0 +1,1 @@
+"""What drives strategies: real processes, virtual time, or somebody else's launcher."""

@@ -1,0 +1,46 @@
+"""What every process of a run is told when it starts. It travels from the launcher through inherited memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rainband.messages import Address
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. Its secret never appears in arguments, logs or files."""
+
+    task: str
+    task_settings: dict[str, Any] = {}
+    strategy: str
+    strategy_settings: dict[str, Any] = {}
+    num_workers: int
+    num_servers: int
+    batch_size: int | None = None  # None: the task's own
+    epochs: int | None = None
+    seed: int = 0
+    transport: str = "auto"
+    failure_timeout_s: float = 5.0
+    threads: int = 1  # of torch, in each worker
+    directory: str = ""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of the run, and how to prove that it belongs to it."""
+
+    role: str
+    index: int
+    run_id: bytes
+    secret: bytes
+    coordinator: Address
+    config: RunConfig
+
+
+def decode_job(data: bytes) -> Job:
+    return msgspec.msgpack.decode(data, type=Job)
+
+
+def encode_job(job: Job) -> bytes:
+    return msgspec.msgpack.encode(job)

@@ -1,0 +1,285 @@
+"""The world `local`: one run as processes on this machine, forked from a zygote, led from here.
+
+Any exit leaves nothing behind: children belong to the zygote, which ends them when this process does, however that
+happens; memory files and sockets have no names.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from rainband import __version__, events
+from rainband.coordinator import Coordinator, Out, RunSettings
+from rainband.messages import COORDINATOR, Address, Message, Peer
+from rainband.transports.auth import new_run_id, new_secret
+from rainband.transports.connection import Connection
+from rainband.transports.dial import listen_unix, this_machine
+from rainband.transports.hub import Hub
+from rainband.worlds.config import Job, RunConfig, encode_job
+from rainband.worlds.directory import EventLog, write_config
+from rainband.worlds.zygote import Exited, Failed, Zygote
+
+PRELOAD = ("torch", "torch._dynamo", "rainband.worlds.worker_process", "rainband.worlds.server_process")
+MAX_BODY_BYTES = 1 << 28  # a worker's buffers
+GRACE_S = 1.0
+
+View = Callable[[events.AnyEvent], None]
+
+
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to: the last line of `rainband train --json`."""
+
+    outcome: str  # finished, stopped, failed
+    reason: str
+    strategy: str
+    task: str
+    workers: int
+    servers: int
+    samples: int
+    seconds: float
+    samples_per_s: float
+    metrics: dict[str, float]
+    books: dict[str, Any]
+    staleness: dict[str, Any]
+    directory: str
+    exit_code: int = 0
+
+
+def run(config: RunConfig, view: View) -> RunResult:
+    """Run to the end; returns also when it failed, with the reason."""
+    launcher = Launcher(config, view)
+    with launcher.signals():
+        return launcher.run()
+
+
+class Launcher:
+    """Starts the processes, leads them through the coordinator, and clears up."""
+
+    def __init__(self, config: RunConfig, view: View) -> None:
+        self.config = config
+        self.view = view
+        self.zygote = Zygote.start(PRELOAD)  # first of all: its imports take the longest
+        self.started_at = time.monotonic()
+        self.directory = Path(config.directory)
+        self.log = EventLog(self.directory)
+        self.run_id, self.secret = new_run_id(), new_secret()
+        self.coordinator = Coordinator(
+            RunSettings(
+                num_workers=config.num_workers,
+                num_servers=config.num_servers,
+                seed=config.seed,
+                failure_timeout_s=config.failure_timeout_s,
+                model_path=str(self.directory / "model.safetensors"),
+            )
+        )
+        self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
+        self.processes: dict[int, Peer] = {}  # token -> who
+        self.causes: dict[Peer, str] = {}  # how processes ended
+        self.interrupts = 0
+        self.first_step_s: float | None = None
+
+    def run(self) -> RunResult:
+        write_config(self.directory, self.config)
+        self._emit(
+            events.RunStarted(
+                at_s=0.0,
+                task=self.config.task,
+                strategy=self.config.strategy,
+                settings=dict(self.config.strategy_settings),
+                num_workers=self.config.num_workers,
+                num_servers=self.config.num_servers,
+                version=__version__,
+            )
+        )
+        listener = listen_unix(f"rainband-{self.run_id.hex()}")
+        self.hub.listen(listener)
+        self.hub.watch(self.zygote.fileno(), self._children)
+        self._start_processes(Address("", 0, f"rainband-{self.run_id.hex()}", this_machine()))
+        try:
+            self._loop()
+        finally:
+            self.hub.close()
+            self.zygote.close(0.0 if self.interrupts > 1 else GRACE_S)
+        return self._result()
+
+    def _start_processes(self, address: Address) -> None:
+        roles = [("server", i) for i in range(self.config.num_servers)]
+        roles += [("worker", i) for i in range(self.config.num_workers)]
+        for role, index in roles:
+            job = Job(
+                role=role,
+                index=index,
+                run_id=self.run_id,
+                secret=self.secret,
+                coordinator=address,
+                config=self.config,
+            )
+            threads = self.config.threads if role == "worker" else 1
+            token = self.zygote.spawn(
+                f"rainband.worlds.{role}_process:main",
+                encode_job(job),
+                f"rainband {role} {index}",
+                threads=threads,
+            )
+            self.processes[token] = Peer(role, index)
+
+    def _loop(self) -> None:
+        tick_s = self.config.failure_timeout_s / 5
+        ticked_at = time.monotonic()
+        while self.coordinator.phase != "over" and self.interrupts < 2:
+            self.hub.run_once(max(0.0, ticked_at + tick_s - time.monotonic()))
+            if self.interrupts and self.coordinator.outcome == "finished":
+                self._send(self.coordinator.stop("stopped", "interrupted"))
+            if time.monotonic() - ticked_at >= tick_s:
+                ticked_at = time.monotonic()
+                self._send(self.coordinator.tick(self._now()))
+            self._show()
+        self.hub.flush()
+
+    def _now(self) -> float:
+        return time.monotonic() - self.started_at
+
+    def _send(self, outs: list[Out]) -> None:
+        for out in outs:
+            self.hub.send(out.to, out.message, out.body)
+
+    def _emit(self, event: events.AnyEvent) -> None:
+        self.log.write(event)
+        self.view(event)
+
+    def _show(self) -> None:
+        pending, self.coordinator.events = self.coordinator.events, []
+        for event in pending:
+            self._emit(event)
+
+    # ---- the hub's handler -----------------------------------------------------------------------------------------
+
+    def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
+        self._send(self.coordinator.receive(connection.peer, message, self._now(), body))
+
+    def lost(self, peer: Peer) -> None:
+        """A connection closed; how its process ended is known a moment later."""
+        deadline = time.monotonic() + 0.2
+        while peer not in self.causes and time.monotonic() < deadline and peer in self.processes.values():
+            self._note_exits()
+        self._send(self.coordinator.lost(peer, self._now(), self.causes.get(peer, "its connection closed")))
+
+    # ---- processes -------------------------------------------------------------------------------------------------
+
+    def _note_exits(self) -> list[Peer]:
+        ended = []
+        for event in self.zygote.events():
+            if isinstance(event, Failed):
+                self._send(self.coordinator.stop("failed", f"the processes could not be started: {event}"))
+            if isinstance(event, Exited):
+                peer = self.processes[event.token]
+                self.causes[peer] = _how(event)
+                ended.append(peer)
+        return ended
+
+    def _children(self) -> None:
+        for peer in self._note_exits():
+            if peer not in self.hub.peers:
+                self._send(self.coordinator.lost(peer, self._now(), self.causes[peer]))
+                self._died_early(peer)
+
+    def _died_early(self, peer: Peer) -> None:
+        known = peer.index in (
+            self.coordinator.workers if peer.role == "worker" else self.coordinator.servers
+        )
+        if not known and self.coordinator.phase == "forming":
+            self._send(
+                self.coordinator.stop("failed", f"{peer} ended before it joined ({self.causes[peer]})")
+            )
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Ctrl-C once: finish cleanly; twice: now. The same for a polite kill and a closed terminal."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.interrupts += 1
+            self.signal = number
+
+        self.signal = 0
+        before = {number: signal.signal(number, note) for number in numbers}
+        old_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+
+        def awake() -> None:
+            ours.recv(64)
+
+        self.hub.watch(ours.fileno(), awake)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(old_fd)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            ours.close()
+            theirs.close()
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def _result(self) -> RunResult:
+        self._show()
+        coordinator, seconds = self.coordinator, self._now()
+        outcome, reason = coordinator.outcome, coordinator.reason
+        if self.interrupts > 1:
+            outcome, reason = "stopped", "interrupted twice"
+        books = coordinator.books()
+        samples = coordinator.samples_done()
+        result = RunResult(
+            outcome=outcome,
+            reason=reason,
+            strategy=self.config.strategy,
+            task=self.config.task,
+            workers=self.config.num_workers,
+            servers=self.config.num_servers,
+            samples=samples,
+            seconds=seconds,
+            samples_per_s=samples / seconds,
+            metrics=coordinator.metrics,
+            books=msgspec.to_builtins(books) if books else {},
+            staleness=msgspec.to_builtins(coordinator.staleness(), str_keys=True),
+            directory=str(self.directory),
+            exit_code=self._exit_code(outcome),
+        )
+        self._emit(
+            events.RunEnded(
+                at_s=seconds,
+                outcome=outcome,
+                reason=reason,
+                seconds=seconds,
+                samples=samples,
+                metrics=result.metrics,
+                books=result.books,
+                staleness=result.staleness,
+            )
+        )
+        self.log.close()
+        return result
+
+    def _exit_code(self, outcome: str) -> int:
+        if self.interrupts:
+            return 130 if self.signal == signal.SIGINT else 75
+        return 1 if outcome == "failed" else 0
+
+
+def _how(exited: Exited) -> str:
+    if exited.signal == signal.SIGKILL:
+        return "killed by signal 9, often for want of memory"
+    if exited.signal:
+        return f"killed by signal {exited.signal}"
+    return f"exit code {exited.code}"

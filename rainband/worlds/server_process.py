@@ -1,0 +1,147 @@
+"""A server as a process: the state machine, behind a hub."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rainband.blocks import BlockSpec
+from rainband.catalogue import load_strategy
+from rainband.messages import (
+    COORDINATOR,
+    Address,
+    Beat,
+    Bye,
+    Hello,
+    Load,
+    Message,
+    Opened,
+    Params,
+    Peer,
+    Push,
+    ServerJoin,
+)
+from rainband.place import Place
+from rainband.server import Server
+from rainband.transports.connection import Connection
+from rainband.transports.dial import dial, listen_tcp, listen_unix, this_machine
+from rainband.transports.hub import Hub
+from rainband.transports.shared import Mailbox, Published
+from rainband.types import ServerHalf
+from rainband.worlds.config import Job, decode_job
+
+MAX_BODY_BYTES = 1 << 26
+MAX_MAILBOX_BYTES = 1 << 30
+
+
+def main(job: bytes, fds: list[int]) -> None:
+    """The entry of a server's process."""
+    torch.set_num_threads(1)  # one thread owns the blocks: no locks, and the same bits on every machine
+    ServerProcess(decode_job(job)).run()
+
+
+class ServerProcess:
+    """Hands messages from the hub to the server and its answers back."""
+
+    def __init__(self, job: Job) -> None:
+        config = job.config
+        self.job = job
+        self.me = Peer("server", job.index)
+        self.strategy = load_strategy(config.strategy, config.strategy_settings)
+        self.server = Server(self._half, self._publish)
+        self.published: Published | None = None
+        self.over = False
+        self.hub = Hub(
+            self.me, job.secret, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now
+        )
+
+    def _half(self, num_workers: int) -> ServerHalf:
+        half = self.strategy.server(num_workers)
+        assert half is not None, "a strategy without servers was given one"
+        return half
+
+    def _publish(self, specs: Sequence[BlockSpec], buffers: int) -> list[Place]:
+        self.published = Published.create(specs, buffers)
+        self.published.segment.seal_against_writers()
+        return [self.published.place(spec) for spec in specs]
+
+    def run(self) -> None:
+        unix = listen_unix(f"rainband-{self.job.run_id.hex()}-{self.job.index}")
+        tcp = listen_tcp("127.0.0.1")
+        self.hub.listen(unix)
+        self.hub.listen(tcp)
+        timeout_s = self.job.config.failure_timeout_s
+        address = self.job.coordinator
+        sock, peer, key = dial(
+            address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s
+        )
+        self.hub.adopt(sock, peer, key)
+        here = Address("127.0.0.1", tcp.getsockname()[1], unix.getsockname()[1:].decode(), this_machine())
+        self.hub.send(
+            COORDINATOR, ServerJoin(here, f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
+        )
+        beat_at = time.monotonic()
+        while not self.over:
+            self.hub.run_once(timeout_s / 5)
+            if time.monotonic() - beat_at > timeout_s / 5:
+                beat_at = time.monotonic()
+                self.hub.send(COORDINATOR, Beat())
+        self.hub.close()
+
+    # ---- the hub's handler -----------------------------------------------------------------------------------------
+
+    def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
+        if isinstance(message, Hello):
+            return self._open(connection, message)
+        if isinstance(message, Bye) and connection.peer == COORDINATOR:
+            self.over = True
+            return
+        try:
+            payload = self._payload(connection, message, body)
+        except ValueError:
+            payload = None  # the server refuses it, with a reason
+        for out in self.server.receive(connection.peer, message, payload):
+            target = self.hub.peers.get(out.to)
+            if target is None:
+                continue
+            if out.read:
+                assert isinstance(out.message, Params)
+                target.reads.append(out.message)
+            else:
+                target.send(out.message)
+            self.hub.queue(target)
+
+    def lost(self, peer: Peer) -> None:
+        if peer == COORDINATOR:
+            self.over = True
+        self.server.lost(peer)
+
+    def _open(self, connection: Connection, hello: Hello) -> None:
+        """A worker's data connection; with shared memory, take its mailbox and show it our parameters."""
+        fds, connection.fds = connection.fds, []
+        connection.takes_fds = False
+        if hello.slots and fds and self.published is not None:
+            connection.mailbox = Mailbox.open(fds[0], hello.slots, hello.slot_bytes, MAX_MAILBOX_BYTES)
+            connection.send_with_fd(Opened(self.published.buffers), self.published.segment.fd)
+            return
+        for fd in fds:
+            os.close(fd)
+        connection.send(Opened())
+        self.hub.queue(connection)
+
+    def _payload(self, connection: Connection, message: Message, body: memoryview | None) -> Tensor | None:
+        if isinstance(message, Push | Load) and message.slot >= 0 and connection.mailbox is not None:
+            tensor: Tensor = connection.mailbox.tensor(message.slot, message.dtype, message.numel)
+            return tensor
+        return None if body is None else torch.frombuffer(body, dtype=torch.uint8)
+
+    def _read_now(self, params: Params) -> tuple[Params, memoryview | None]:
+        """The reply to a pull, at the moment it leaves: a private copy, as the block changes on."""
+        message, values = self.server.read(params)
+        if values is None:
+            return message, None
+        return message, memoryview(values.view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,285 @@
+"""Starts processes: forks of the zygote, a small process that has imported torch and never computes.
+
+A fork takes milliseconds where a fresh interpreter needs seconds to import torch, and what was imported is
+shared. Here are the launcher's side and the messages; `zygote_main` is the zygote itself. They talk over a
+Unix socket that keeps messages apart; a job's bytes go along in a memory file, so they may have any size.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 64 * 1024  # well below the socket's buffer; only a traceback comes near
+MAX_FDS = 253  # the kernel's limit for one message
+
+_END_TIMEOUT_S = 10.0  # killing takes milliseconds; more than this and the kernel is stuck
+_BOOT = """
+import sys
+control_fd, sys.path[:] = int(sys.argv[1]), sys.argv[2:]
+from rainband.worlds.zygote_main import main
+main(control_fd)
+"""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Started(_Message, frozen=True):
+    """Job `token` runs, as process `pid`."""
+
+    token: int
+    pid: int
+
+
+class Exited(_Message, frozen=True):
+    """Process `pid` has ended: by itself with `code`, or killed by `signal` (the other one is None)."""
+
+    token: int
+    pid: int
+    code: int | None
+    signal: int | None
+
+
+class Failed(_Message, frozen=True):
+    """Job `token` could not be started. Without a token: the zygote is gone, with all jobs, for good."""
+
+    token: int | None
+    reason: str
+
+
+class Begin(_Message, frozen=True):
+    preload: tuple[str, ...]
+
+
+class Spawn(_Message, frozen=True):
+    """Comes with 1 + `num_fds` open files: the job's bytes first."""
+
+    token: int
+    entry: str
+    title: str
+    threads: int | None
+    num_fds: int
+
+
+class Signal(_Message, frozen=True):
+    token: int
+    signum: int
+
+
+class Close(_Message, frozen=True):
+    grace_s: float
+
+
+Event = Started | Exited | Failed
+Command = Begin | Spawn | Signal | Close
+
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+class Zygote:
+    """Starts processes by forking from a small process that has imported torch and never computes.
+
+    Whatever happens to the launcher, nothing below the zygote outlives it. To be used by one thread.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+        self._num_jobs = 0
+        self._running: dict[int, int] = {}  # token -> pid
+        self._unread: list[Event] = []  # came while closing
+        self._closing = False
+        self._gone = False
+        # A process forked from the launcher (by a DataLoader, say) must not keep the connection open.
+        os.register_at_fork(after_in_child=_closer(control))
+
+    @classmethod
+    def start(cls, preload: Sequence[str] = ("torch", "torch._dynamo")) -> Zygote:
+        """Start a zygote and return at once; it imports in the background, jobs queue up meanwhile.
+
+        A module that does not exist is left out; an error in one that does ends the zygote: a `Failed` event.
+        """
+        if sys.platform != "linux":
+            raise RuntimeError(
+                f"forking processes from a zygote needs Linux's prctl, and this is {sys.platform}: "
+                "run it on Linux, in a container or in a virtual machine."
+            )
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(None)  # whatever socket.setdefaulttimeout was told
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in the terminal is the launcher's alone
+            )
+        zygote = cls(process, ours)
+        zygote._send(Begin(tuple(preload)))
+        return zygote
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def spawn(
+        self, entry: str, job: bytes, title: str, fds: Sequence[int] = (), threads: int | None = None
+    ) -> int:
+        """Queue a process that calls `entry`, "package.module:function", with (job, fds); return its token.
+
+        `threads` is for torch.set_num_threads. The fds have other numbers there, and stay open here.
+        """
+        _check_entry(entry)
+        if threads is not None and threads < 1:
+            raise ValueError(f"cannot compute with {threads} threads: choose 1 or more (--threads).")
+        if len(fds) >= MAX_FDS:
+            raise ValueError(f"cannot hand {len(fds)} files to one process: at most {MAX_FDS - 1} go.")
+        token = self._num_jobs
+        self._num_jobs += 1
+        job_fd = _memory_file(job)
+        try:
+            self._send(Spawn(token, entry, title, threads, len(fds)), [job_fd, *fds])
+        finally:
+            os.close(job_fd)
+        return token
+
+    def fileno(self) -> int:
+        """Readable when `events` has something to return."""
+        return self._control.fileno()
+
+    def events(self) -> list[Event]:
+        """Return what has happened since the last call, without waiting."""
+        events = self._unread + self._receive()
+        self._unread = []
+        return events
+
+    def signal(self, token: int, signum: int) -> None:
+        """Send a signal to the job's process (not to its group); nothing happens if it has ended."""
+        if signum not in signal.valid_signals():
+            raise ValueError(f"there is no signal {signum}: choose one from Python's signal module.")
+        self._send(Signal(token, signum))
+
+    def close(self, grace_s: float) -> None:
+        """End all: SIGTERM to the process groups, SIGKILL after the grace; return as soon as nothing is left.
+
+        A job not yet reported as started gets no grace. Interrupted (a second Ctrl-C), it kills at once.
+        `events` returns the exits afterwards.
+        """
+        if self._control.fileno() == -1:
+            return
+        try:
+            self._unread += self._receive()
+            self._closing = True
+            if self._running:
+                self._send(Close(grace_s))
+                self._wait_until_gone(grace_s + _END_TIMEOUT_S)
+        finally:
+            self._gone = True
+            self._control.close()  # the zygote kills whatever is left
+            self._wait_for_zygote()
+
+    def _send(self, command: Command, fds: Sequence[int] = ()) -> None:
+        message = msgspec.msgpack.encode(command)
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"entry and title take {len(message)} of {MAX_MESSAGE_BYTES} bytes: put data into the job."
+            )
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+        with suppress(BrokenPipeError, ConnectionResetError):  # events() tells why the zygote is gone
+            self._control.sendmsg([message], rights, socket.MSG_NOSIGNAL)  # send_fds() forgets the flag
+
+    def _receive(self) -> list[Event]:
+        events: list[Event] = []
+        while not self._gone:
+            try:
+                message = self._control.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                continue  # the zygote died with commands unread; what it had said comes after this
+            if not message:
+                events += self._mourn()
+                break
+            event = _event_decoder.decode(message)
+            self._note(event)
+            events.append(event)
+        return events
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._running[event.token] = event.pid
+            case Exited():
+                del self._running[event.token]
+            case Failed(token=None):
+                self._gone = True
+
+    def _mourn(self) -> list[Event]:
+        self._gone = True
+        if self._closing:
+            return []
+        cause = self._cause_of_death()
+        self._kill_groups()
+        return [Failed(None, cause)]
+
+    def _cause_of_death(self) -> str:
+        code = self._wait_for_zygote()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"the process that starts the others (pid {self.pid}) {how}, and they ended with it."
+
+    def _kill_groups(self) -> None:
+        """A dying zygote takes its children along, but not theirs: those still have the child's group."""
+        for pid in self._running.values():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        self._running.clear()
+
+    def _wait_until_gone(self, timeout_s: float) -> None:
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        deadline = time.monotonic() + timeout_s
+        while not self._gone and (left_s := deadline - time.monotonic()) > 0:
+            poll.poll(left_s * 1000)
+            self._unread += self._receive()
+
+    def _wait_for_zygote(self) -> int:
+        try:
+            return self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+def _check_entry(entry: str) -> None:
+    module, colon, function = entry.partition(":")
+    if not (module and colon and function.isidentifier()):
+        raise ValueError(f"{entry!r} names no function: write package.module:function.")
+
+
+def _memory_file(content: bytes) -> int:
+    fd = os.memfd_create("rainband-job")
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    return fd
+
+
+def _closer(control: socket.socket) -> Callable[[], None]:
+    reference = weakref.ref(control)
+
+    def close() -> None:
+        if (copy := reference()) is not None:
+            copy.close()
+
+    return close

@@ -1,0 +1,414 @@
+"""The zygote: imports the slow modules once, forks a process for each job, reaps it, ends with its launcher.
+
+It never computes: a forked child hangs for ever in its first parallel region if its parent has had one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple
+
+import msgspec
+import psutil
+
+from rainband.worlds.titles import set_title
+from rainband.worlds.zygote import (
+    MAX_FDS,
+    MAX_MESSAGE_BYTES,
+    Begin,
+    Close,
+    Command,
+    Event,
+    Exited,
+    Failed,
+    Signal,
+    Spawn,
+    Started,
+)
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # glibc's malloc.h
+
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+class Job(NamedTuple):
+    """What a forked child has to do."""
+
+    spawn: Spawn
+    content_fd: int
+    fds: list[int]
+
+
+def main(control_fd: int) -> None:
+    """Be the zygote; in each forked child, go on to its job and leave by the interpreter's normal exit."""
+    del sys.argv[1:]
+    set_title("rainband zygote")
+    job = _serve(socket.socket(fileno=control_fd))
+    if job is None:
+        os._exit(0)  # taking torch down would take half a second, and somebody may be waiting for us
+    _do(job)
+
+
+def _serve(control: socket.socket) -> Job | None:
+    control.set_inheritable(False)
+    _set_zygote_signals()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below us become our children, so that we find them
+    begin, _ = _receive(control)
+    if not isinstance(begin, Begin) or not _preload(control, begin.preload):
+        return None
+    _keep_freed_memory()
+    gc.freeze()  # children need not walk over what was imported, and so do not copy it
+    return Loop(control).run()
+
+
+class Loop:
+    """Takes commands, reports events, and notices the dead."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.pid = os.getpid()
+        self.control = control
+        self.children = Children()
+        self.outbox: deque[Event] = deque()
+        self.deadline: float | None = None  # set by Close
+        self.wake_reader, self.wake_writer = socket.socketpair()
+        self.wake_reader.setblocking(False)
+        self.wake_writer.setblocking(False)
+        self.selector = selectors.PollSelector()  # not epoll, whose list a forked child would share
+        self.selector.register(control, selectors.EVENT_READ)
+        self.selector.register(self.wake_reader, selectors.EVENT_READ)
+        signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+
+    def run(self) -> Job | None:
+        """Serve until the launcher is gone or has closed; a forked child returns from here with its job."""
+        while not self._closed():
+            for key, mask in self.selector.select(self._timeout_s()):
+                if key.fileobj is self.wake_reader:
+                    self._reap()
+                    continue
+                if mask & selectors.EVENT_WRITE:
+                    self._flush()
+                if mask & selectors.EVENT_READ:
+                    command, fds = _receive(self.control)
+                    if command is None:
+                        self.children.end()
+                        return None
+                    if (job := self._obey(command, fds)) is not None:
+                        return job
+        self.outbox += self.children.end()
+        self._flush(flag=0)  # nothing else to do: wait
+        return None
+
+    def _obey(self, command: Command, fds: list[int]) -> Job | None:
+        match command:
+            case Spawn():
+                return self._spawn(command, fds)
+            case Signal():
+                self.children.signal(command.token, command.signum)
+            case Close():
+                self.deadline = time.monotonic() + command.grace_s
+                self.children.signal_groups(signal.SIGTERM)
+        return None
+
+    def _spawn(self, spawn: Spawn, fds: list[int]) -> Job | None:
+        try:
+            if len(fds) != 1 + spawn.num_fds:
+                raise OSError("too many open files: raise the limit (ulimit -n)")
+            pid = self.children.fork(spawn.token)
+        except OSError as error:
+            self._report(Failed(spawn.token, f"cannot start {spawn.title!r}: {error}"))
+        else:
+            if pid == 0:
+                self._leave()
+                return Job(spawn, fds[0], fds[1:])
+            self._report(Started(spawn.token, pid))
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _leave(self) -> None:
+        """In a child: close what is the zygote's alone, and never outlive it."""
+        for theirs in (self.selector, self.control, self.wake_reader, self.wake_writer):
+            theirs.close()
+        _die_with(self.pid)
+
+    def _reap(self) -> None:
+        with suppress(BlockingIOError):
+            while self.wake_reader.recv(4096):
+                pass
+        for exited in self.children.reap():
+            self._report(exited)
+
+    def _report(self, event: Event) -> None:
+        self.outbox.append(event)
+        self._flush()
+
+    def _flush(self, flag: int = socket.MSG_DONTWAIT) -> None:
+        """Send what the launcher has room for; do not wait for it, as it may be waiting for us."""
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self.outbox:
+                self.control.send(msgspec.msgpack.encode(self.outbox[0]), socket.MSG_NOSIGNAL | flag)
+                self.outbox.popleft()
+        more = selectors.EVENT_WRITE if self.outbox else 0
+        self.selector.modify(self.control, selectors.EVENT_READ | more)
+
+    def _closed(self) -> bool:
+        return self.deadline is not None and (not self.children.pids or time.monotonic() >= self.deadline)
+
+    def _timeout_s(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+
+class Children:
+    """The processes that were forked, each the leader of its own process group."""
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}  # token -> pid, and back
+        self.tokens: dict[int, int] = {}
+
+    def fork(self, token: int) -> int:
+        """Fork a child into its own process group; return 0 in the child."""
+        # A signal sent at once must wait until the child has reset its handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _reset_signals()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        # Both sides make the group, so that neither finds it missing; the later one may be refused.
+        with suppress(OSError):
+            os.setpgid(pid, pid)
+        if pid != 0:
+            self.pids[token], self.tokens[pid] = pid, token
+        return pid
+
+    def signal(self, token: int, signum: int) -> None:
+        if token in self.pids:
+            os.kill(self.pids[token], signum)
+
+    def signal_groups(self, signum: int) -> None:
+        for pid in self.tokens:
+            _signal_group(pid, signum)
+
+    def reap(self) -> Iterator[Exited]:
+        """Collect the dead; what is left of their groups (a DataLoader's workers) is killed."""
+        while (pid := _next_dead()) is not None:
+            if pid in self.tokens:
+                # Before collecting it: until then its number cannot be another's.
+                _signal_group(pid, signal.SIGKILL)
+            yield from self._collect(pid)
+
+    def end(self) -> list[Exited]:
+        """Kill and collect all that is left, also orphans that had left their group."""
+        self.signal_groups(signal.SIGKILL)
+        exited: list[Exited] = []
+        while left := {*self.tokens, *(child.pid for child in psutil.Process().children())}:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            for pid in left:
+                exited += self._collect(pid)
+        return exited
+
+    def _collect(self, pid: int) -> Iterator[Exited]:
+        _, status = os.waitpid(pid, 0)
+        token = self.tokens.pop(pid, None)
+        if token is None:
+            return  # an orphan
+        del self.pids[token]
+        code = os.waitstatus_to_exitcode(status)
+        yield Exited(token, pid, code if code >= 0 else None, -code if code < 0 else None)
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    with suppress(ProcessLookupError):  # it may have moved to another group
+        os.killpg(pid, signum)
+
+
+def _next_dead() -> int | None:
+    with suppress(ChildProcessError):
+        dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return dead.si_pid if dead else None
+    return None
+
+
+def _receive(control: socket.socket) -> tuple[Command | None, list[int]]:
+    """Wait for a command and its open files; None if the launcher is gone."""
+    try:
+        message, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, MAX_FDS)
+    except ConnectionResetError:
+        return None, []
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return (_command_decoder.decode(message) if message else None), fds
+
+
+def _preload(control: socket.socket, names: Sequence[str]) -> bool:
+    try:
+        with _ending_with(control):
+            for name in names:
+                _import_if_there(name)
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()  # or each child would print it again
+    except BaseException:
+        reason = traceback.format_exc()[-MAX_MESSAGE_BYTES // 5 :]  # a letter may take four bytes
+        with suppress(BrokenPipeError):
+            control.send(msgspec.msgpack.encode(Failed(None, reason)), socket.MSG_NOSIGNAL)
+        return False
+    return True
+
+
+def _import_if_there(name: str) -> None:
+    try:
+        __import__(name)  # unlike importlib.import_module, it leaves no frames of its own in a traceback
+    except ModuleNotFoundError as error:
+        if not _is_missing(name, error):
+            raise
+
+
+def _is_missing(name: str, error: ModuleNotFoundError) -> bool:
+    """Is it the module itself, or a package it is in, that does not exist, and not one that it imports?"""
+    return error.name is not None and f"{name}.".startswith(f"{error.name}.")
+
+
+@contextmanager
+def _ending_with(control: socket.socket) -> Iterator[None]:
+    """Importing takes seconds: if the launcher goes away meanwhile, the zygote goes at once."""
+    stop_reader, stop_writer = socket.socketpair()
+    poll = select.poll()
+    poll.register(control, 0)  # only the end of the connection, not the jobs that queue up
+    poll.register(stop_reader, 0)
+
+    def watch() -> None:
+        if control.fileno() in dict(poll.poll()):
+            os._exit(0)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop_writer.close()
+        watcher.join()  # a fork wants no other thread
+        stop_reader.close()
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc keep large blocks: a gradient given back to the kernel is paged in anew at every step."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(_M_TOP_PAD, 64 * 2**20)
+
+
+def _set_zygote_signals() -> None:
+    """Nothing but the launcher's end ends the zygote.
+
+    Schedulers and service managers send SIGTERM to every process at once, and the jobs must get their grace.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what the launcher's thread had blocked
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+
+
+def _die_with(parent: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def _do(job: Job) -> None:
+    try:
+        set_title(job.spawn.title)
+        if job.spawn.threads is not None:
+            _set_num_threads(job.spawn.threads)
+        _seed_anew()
+        function = _find(job.spawn)
+        function(_read(job.content_fd), job.fds)
+    except BaseException:
+        sys.excepthook = partial(_show_without_our_frames, sys.excepthook)
+        raise
+
+
+def _set_num_threads(threads: int) -> None:
+    import torch  # in the zygote already, unless it was told otherwise
+
+    torch.set_num_threads(threads)
+
+
+def _seed_anew() -> None:
+    """Children would otherwise draw the same numbers (Python's own `random` sees to itself)."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+
+
+def _find(spawn: Spawn) -> Callable[[bytes, list[int]], object]:
+    module_name, _, function_name = spawn.entry.partition(":")
+    try:
+        __import__(module_name)
+    except ModuleNotFoundError as error:
+        if not _is_missing(module_name, error):
+            raise
+        sys.exit(_not_found(spawn, f"there is no module {error.name!r} on the launcher's sys.path"))
+    function = getattr(sys.modules[module_name], function_name, None)
+    if not callable(function):
+        sys.exit(_not_found(spawn, f"module {module_name!r} has no function {function_name!r}"))
+    found: Callable[[bytes, list[int]], object] = function
+    return found
+
+
+def _not_found(spawn: Spawn, reason: str) -> str:
+    return f"cannot start {spawn.title!r} at {spawn.entry!r}: {reason}."
+
+
+def _read(fd: int) -> bytes:
+    with open(fd, "rb") as file:
+        file.seek(0)  # the launcher has left it at the end
+        return file.read()
+
+
+def _show_without_our_frames(
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Print a traceback that begins where the job's own code does."""
+    first, frame = trace, trace
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == __file__ and frame.tb_next is not None:
+            first = frame.tb_next
+        frame = frame.tb_next
+    show(kind, error.with_traceback(first), first)
