@@ -49,7 +49,7 @@ class Block:
         self.marks = Marks(plan)
         self.clocks: dict[int, int] = {}
         self.extras: dict[tuple[int, int], int] = {}  # (worker, incarnation) -> last sequence, for pushes without name
-        self.waiting: list[tuple[Peer, Pull]] = []
+        self.waiting: dict[Peer, Pull] = {}  # readers that are not admitted yet, longest first
         self.applied = 0  # batches that reached the optimizer; counted here, apart from the marks, to check them
         self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
@@ -92,6 +92,8 @@ class Block:
         self.place.end()
 
     def _position(self, push: Push) -> float:
+        if self.schedule.is_constant:
+            return 0.0
         if push.name:
             return self.plan.position(push.name[0].portion, push.name[0].first)
         return min(1.0, self.marks.count / self.plan.num_batches)  # no name: as far as the data is

@@ -52,7 +52,8 @@ def _from_outside(name: str) -> type[Strategy]:
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot load the strategy {name}: {error}. Give module:Class, importable from here.") from None
+        message = f"cannot load the strategy {name}: {error}. Give module:Class, importable from here."
+        raise ValueError(message) from None
     if not inspect.isclass(cls) or not hasattr(cls, "run") or not hasattr(cls, "server"):
         raise ValueError(f"{name} is no strategy: a strategy is a dataclass with `run` and `server`.")
     return cls

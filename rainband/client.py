@@ -69,12 +69,17 @@ class PullHandle(Handle):
     point: int
     left: int  # blocks that are not taken over yet
     arrived: deque[tuple[int, Tensor | None]] = field(default_factory=deque)
-    num_arrived: int = 0
+    come: set[int] = field(default_factory=set)  # the blocks that have arrived
     late: bool = False
+    eager: bool = False  # take a block over as soon as it is there: it is still in the cache
 
     def arrive(self, block: int, values: Tensor | None) -> None:
+        if block in self.come:
+            return  # asked for twice, so it was answered twice
+        self.come.add(block)
         self.arrived.append((block, values))
-        self.num_arrived += 1
+        if self.eager:
+            self.ready()
 
     def ready(self) -> bool:
         while self.arrived and not self.late:
@@ -171,6 +176,9 @@ class Client:
 
     def _leased(self, lease: Lease) -> None:
         self.asked = False
+        held = self.leases.get(lease.portion)
+        if held is not None and held.number >= lease.lease:
+            return  # it has come before
         batches = {k for group in lease.groups for k in group}
         todo = deque(cells(lease.groups, self.plan.cell_batches))
         self.leases[lease.portion] = HeldLease(lease.portion, lease.lease, todo, batches)
@@ -227,8 +235,20 @@ class Client:
 
     def push(self, gradient: ModuleGradient) -> PushHandle:
         """Send a gradient to every block; it may be overwritten when this returns."""
+        return self._push(gradient, want=False)
+
+    def exchange(self, gradient: ModuleGradient) -> PullHandle:
+        """Push, and pull what comes of it, block by block: a block is read while the next ones are on their way.
+
+        From now on until the handle was awaited the worker's parameters change under its hands.
+        """
+        pull = self.pulling = PullHandle(self, self.sequence + 1, -1, len(self.blocks), eager=True)
+        self._push(gradient, want=True)
+        return pull
+
+    def _push(self, gradient: ModuleGradient, want: bool) -> PushHandle:
         if not is_finite(gradient.tensors):  # before the first byte leaves: otherwise some blocks would have it
-            return self.skip(gradient, "not finite")
+            return self.skip(gradient, "not finite", want)
         handle, point = self._begin(gradient)
         absent = tuple(i for i, tensor in enumerate(gradient.tensors) if tensor is None)
         for block in self.blocks:
@@ -245,6 +265,7 @@ class Client:
                 block.numel,
                 point,
                 absent,
+                want=want and not self.port_of[block.index].direct,
             )
             self.unanswered[block.index].append(self.sequence)
             self.port_of[block.index].push(message, self._filler(block, gradient))
@@ -254,11 +275,11 @@ class Client:
     def _filler(self, block: BlockSpec, gradient: ModuleGradient) -> Callable[[Tensor], None]:
         return lambda out: self.flat.write(block, gradient.tensors, out)
 
-    def skip(self, gradient: ModuleGradient, reason: str) -> PushHandle:
+    def skip(self, gradient: ModuleGradient, reason: str, want: bool = False) -> PushHandle:
         """Mark the gradient's batches on every block, without a gradient."""
         handle, point = self._begin(gradient)
         for block in self.blocks:
-            self._skip_block(block, self.sequence, handle.name, point, reason)
+            self._skip_block(block, self.sequence, handle.name, point, reason, want)
         return handle
 
     def _begin(self, gradient: ModuleGradient) -> tuple[PushHandle, int]:
@@ -271,7 +292,9 @@ class Client:
             point = self.plan.round_of(handle.name[0].portion, handle.name[0].first)
         return handle, point
 
-    def _skip_block(self, block: BlockSpec, sequence: int, name: Name, point: int, reason: str) -> None:
+    def _skip_block(
+        self, block: BlockSpec, sequence: int, name: Name, point: int, reason: str, want: bool = False
+    ) -> None:
         self.unanswered[block.index].append(sequence)
         version = self.versions[block.index]
         self.port_of[block.index].send(
@@ -288,6 +311,7 @@ class Client:
                 block.numel,
                 point,
                 skip=reason,
+                want=want and not self.port_of[block.index].direct,
             )
         )
 
@@ -329,6 +353,7 @@ class Client:
             assert self.pulling is not None
             return self.pulling
         assert self.pulling is None or self.pulling.ready(), "await the pull before starting another"
+        self.sequence += 1  # a number of its own: answers to an older question are not this one's
         self.pulling = PullHandle(self, self.sequence, -1, len(self.blocks))
         for port in dict.fromkeys(self.port_of):
             if not port.direct:
@@ -355,7 +380,7 @@ class Client:
         """Have all blocks the version of this round? Asks them, if they have not been asked."""
         self._ask_round(round_)
         assert self.pulling is not None
-        return self.pulling.num_arrived == len(self.blocks) or self.pulling.late
+        return len(self.pulling.come) == len(self.blocks) or self.pulling.late
 
     def _params(self, params: Params, payload: Tensor | None) -> None:
         pull = self.pulling

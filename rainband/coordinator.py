@@ -90,6 +90,7 @@ class ServerState:
     peer: Peer
     address: Address
     ready: bool = False
+    flushed: bool = False
     report: Report | None = None
 
 
@@ -141,8 +142,8 @@ class Coordinator:
             case Failed():
                 return self._failed(sender, message, now)
         worker = self.workers.get(sender.index)
-        if sender.role != "worker" or worker is None:
-            return []
+        if sender.role != "worker" or worker is None or worker.peer != sender:
+            return []  # not a worker of this run, or an earlier life of one
         match message:
             case Beat():
                 return self._beat(worker, message, now)
@@ -154,6 +155,7 @@ class Coordinator:
             case Return():
                 return self._returned(worker, message, now)
             case Ended():
+                self._is_here(worker, now)
                 return self._ended(worker, message, body)
             case Concluded():
                 return self._concluded(message)
@@ -184,7 +186,7 @@ class Coordinator:
         if peer.role == "server":
             return self._server_lost(peer, now, why)
         worker = self.workers.get(peer.index)
-        if worker is None or not worker.connected:
+        if worker is None or worker.peer != peer or not worker.connected:
             return []
         worker.connected = False
         outs = [] if worker.ended else self._give_up(worker, now, why)
@@ -196,11 +198,13 @@ class Coordinator:
     def tick(self, now: float) -> list[Out]:
         """Called about every fifth of the failure timeout."""
         outs: list[Out] = []
-        for worker in self.workers.values():
-            if worker.connected and worker.here and not worker.ended and self.phase == "running":
+        for index, worker in self.workers.items():
+            waited_for = not worker.ended or index == self.concluder
+            if worker.connected and worker.here and waited_for and self.phase not in ("forming", "loading", "over"):
                 late = self._why_late(worker, now)
                 if late:
-                    outs += self._give_up(worker, now, late)
+                    self.concluder = None if index == self.concluder else self.concluder
+                    outs += self._give_up(worker, now, late) + self._after_loss()
         for portion, since in list(self.unconfirmed.items()):
             if self._is_done(portion):
                 del self.unconfirmed[portion]
@@ -211,7 +215,7 @@ class Coordinator:
             for portion, answers in self.gathering.items():  # an answer may have been lost
                 revoke = Revoke(portion, self.numbers[portion])
                 outs += [Out(s.peer, revoke) for i, s in self.servers.items() if i not in answers]
-            self._note_progress(now)
+            self.note_progress(now)
         return outs + self._lease(now)
 
     def stop(self, outcome: str, reason: str) -> list[Out]:
@@ -236,12 +240,18 @@ class Coordinator:
     def _worker_joins(self, sender: Peer, join: Join, now: float) -> list[Out]:
         if sender.role != "worker":
             return []
+        if self.phase in ("flushing", "finishing", "concluding", "over"):
+            return [Out(sender, Bye("the run is at its end: there is nothing left to do."))]
         known = self.workers.get(sender.index)
+        outs: list[Out] = []
+        if known is not None and known.peer != sender:  # started again, before we knew that it had ended
+            outs = self.lost(known.peer, now, "it was started again")
+            self.wanting = [index for index in self.wanting if index != sender.index]
         if known is None or known.peer != sender:
             self.workers[sender.index] = WorkerState(sender, beat_at=now, worked_at=now)
         self.events.append(events.Joined(at_s=now, node=str(sender)))
         self.waiting_joins.append((sender, join))
-        return self._form(now)
+        return outs + self._form(now)
 
     def _form(self, now: float) -> list[Out]:
         if len(self.servers) < self.settings.num_servers or not self.waiting_joins:
@@ -304,7 +314,9 @@ class Coordinator:
         differs = self._difference(join)
         if differs:
             return [Out(sender, Bye(f"{sender} does not fit this run: {differs}."))]
-        founder = self.phase == "loading" and sender == min(w.peer for w in self.workers.values())
+        founder = self.phase == "loading" and sender == min(
+            (w.peer for w in self.workers.values() if w.connected), default=None
+        )
         welcome = msgspec.structs.replace(self.welcome, load=founder)
         return [Out(sender, welcome), *([Out(sender, Go())] if self.phase == "running" else [])]
 
@@ -335,7 +347,7 @@ class Coordinator:
 
     def _lease(self, now: float) -> list[Out]:
         """Give waiting workers what may be leased now."""
-        if self.phase != "running":
+        if self.phase != "running" or not self._has_more():
             return []
         outs = []
         for index in list(self.wanting):
@@ -350,6 +362,10 @@ class Coordinator:
             outs.append(self._give(worker, portion, now))
         return outs
 
+    def _has_more(self) -> bool:
+        self._refill()
+        return bool(self.again or self.pool)
+
     def _choose(self, worker: WorkerState) -> int | None:
         assert self.plan
         if not worker.here or not self._may_start(worker):
@@ -359,13 +375,15 @@ class Coordinator:
         self._refill()
         if not self.pool:
             return None
-        live = [w for w in self.workers.values() if w.here and not w.ended]
         if self.plan.columns:
-            return self._choose_column(worker, len(live))
+            return self._choose_column(worker, self._num_live())
         left = self.plan.num_portions - self.next_fresh + len(self.pool)
-        if worker.leases and left <= len(live):
+        if worker.leases and left <= len(self.workers) and left <= self._num_live():
             return None  # the last portions go to those who have nothing to do
         return self.pool[0]
+
+    def _num_live(self) -> int:
+        return sum(w.here and not w.ended for w in self.workers.values())
 
     def _choose_column(self, worker: WorkerState, num_live: int) -> int | None:
         """Columns of a group of rounds are shared evenly; a group that nobody has asked for yet comes later."""
@@ -389,7 +407,7 @@ class Coordinator:
     def _may_start(self, worker: WorkerState) -> bool:
         """Warm start: one worker alone until so many batches are in."""
         assert self.join
-        if self.batches_done() >= self.join.warm_batches:
+        if not self.join.warm_batches or self.batches_done() >= self.join.warm_batches:
             return True
         first = min(w.peer.index for w in self.workers.values() if w.here and not w.ended)
         return worker.peer.index == first and not worker.leases
@@ -415,7 +433,7 @@ class Coordinator:
         if message.reason == "done":
             if not self._is_done(message.portion):
                 self.unconfirmed[message.portion] = now
-            return []
+            return self._lease(now)  # the last portions go to those who have nothing to do: it may be one now
         if self.phase != "running":
             return []
         return self._gather(message.portion, worker.peer.index)
@@ -457,14 +475,18 @@ class Coordinator:
     # ---- who is here -----------------------------------------------------------------------------------------------
 
     def _beat(self, worker: WorkerState, beat: Beat, now: float) -> list[Out]:
-        if beat.acked > worker.beat.acked or beat.waiting or not worker.leases:
+        if beat.steps and not any(w.beat.steps for w in self.workers.values()):
+            self.events.append(events.FirstStep(at_s=now, worker=worker.peer.index))
+        works = beat.acked > worker.beat.acked
+        if works or beat.waiting or not worker.leases:
             if worker.leases and not worker.beat.waiting:
                 worker.slowest_s = max(worker.slowest_s * 0.98, now - worker.worked_at)
             worker.worked_at = now
         worker.beat, worker.beat_at = beat, now
         worker.samples_at = [*worker.samples_at[-5:], (now, beat.samples)]
-        if not worker.here and beat.acked > 0 and not worker.leases:
+        if not worker.here and (works or beat.waiting):
             self._is_here(worker, now)
+            return self._lease(now)
         return []
 
     def _why_late(self, worker: WorkerState, now: float) -> str:
@@ -472,9 +494,12 @@ class Coordinator:
         timeout = self.settings.failure_timeout_s
         if now - worker.beat_at > timeout:
             return f"not heard of for {now - worker.beat_at:.1f} s"
-        usual = max((w.slowest_s for w in self.workers.values()), default=0.0)
-        if worker.leases and worker.slowest_s and now - worker.worked_at > 2 * timeout + 10 * usual:
-            return f"away: alive, but no push for {now - worker.worked_at:.1f} s"
+        idle_s = now - worker.worked_at
+        if not worker.leases or not worker.slowest_s or idle_s <= 2 * timeout:
+            return ""
+        usual = max(w.slowest_s for w in self.workers.values())
+        if idle_s > 2 * timeout + 10 * usual:
+            return f"away: alive, but no push for {idle_s:.1f} s"
         return ""
 
     def _is_here(self, worker: WorkerState, now: float) -> None:
@@ -488,8 +513,9 @@ class Coordinator:
         worker.here = False
         self.events.append(events.Lost(at_s=now, node=str(worker.peer), why=why))
         outs = [Out(s.peer, Forget(worker.peer.index)) for s in self.servers.values()]
+        at_work = self._at_work(worker)
         for portion in sorted(worker.leases):
-            if not worker.connected:
+            if not worker.connected and portion in at_work:
                 self.deaths[portion] = self.deaths.get(portion, 0) + 1
                 if self.deaths[portion] >= FATAL_DEATHS:
                     return outs + self.stop("failed", f"portion {portion} ended {FATAL_DEATHS} workers")
@@ -497,6 +523,13 @@ class Coordinator:
                 outs += self._gather(portion, worker.peer.index)
         worker.leases.clear()
         return outs
+
+    def _at_work(self, worker: WorkerState) -> set[int]:
+        """The portions a worker may have begun: the one it got first, or its columns of the first group of rounds."""
+        if not self.plan or not self.plan.columns:
+            return set(list(worker.leases)[:1])
+        group = min(worker.leases, default=0) // self.plan.columns
+        return {portion for portion in worker.leases if portion // self.plan.columns == group}
 
     def _after_loss(self) -> list[Out]:
         """A node is gone: is anyone left, and was it the one we were waiting for?"""
@@ -549,8 +582,11 @@ class Coordinator:
         server = self.servers.get(sender.index)
         if server is None or server.peer != sender:
             return []
+        if not report.measured and server.report is not None:
+            report = msgspec.structs.replace(report, staleness=server.report.staleness)
         server.report = report
-        if report.flushed and self.phase == "flushing" and all(r.flushed for r in self._reports()):
+        server.flushed |= report.flushed  # kept here: a report that was asked for meanwhile does not say so
+        if report.flushed and self.phase == "flushing" and all(s.flushed for s in self.servers.values()):
             self.phase = "finishing"
             return [Out(w.peer, Finish()) for w in self.workers.values() if w.connected] + self._after_loss()
         return self._check_done() + self._lease(now)
@@ -580,8 +616,12 @@ class Coordinator:
         return self._conclude()
 
     def _conclude(self) -> list[Out]:
+        ended = [w for w in self.workers.values() if w.connected and w.ended]
+        ready = [w for w in ended if w.here] or ended
+        if not ready and any(w.connected for w in self.workers.values()):
+            self.phase = "finishing"  # they are not here, but their connections stand: wait until they end or are lost
+            return []
         self.phase = "concluding"
-        ready = [w for w in self.workers.values() if w.connected and w.here and w.ended]
         if not ready:
             if self.outcome == "finished":
                 self.outcome, self.reason = "failed", "no worker is left to save the model"
@@ -615,7 +655,8 @@ class Coordinator:
             return 0
         return min(self.batches_done() * self.plan.batch_size, self.plan.num_samples * self.plan.epochs)
 
-    def _note_progress(self, now: float) -> None:
+    def note_progress(self, now: float) -> None:
+        """Add what is known to the events; called at every tick, and once more when the data is done."""
         assert self.plan
         beats = [w.beat for w in self.workers.values() if w.beat.loss_samples]
         weight = sum(b.loss_samples for b in beats)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 
@@ -20,6 +22,7 @@ class RunStarted(Event, frozen=True):
     num_workers: int
     num_servers: int
     version: str
+    started_at: str = ""  # the calendar's time in UTC, as 2026-11-16T09:30:00+00:00; "" in virtual time
 
 
 class PlanMade(Event, frozen=True):
@@ -34,10 +37,23 @@ class PlanMade(Event, frozen=True):
     epochs: int
 
 
+class PhaseChanged(Event, frozen=True):
+    """The run as a whole goes on to its next phase; one that is stopped says why."""
+
+    phase: str  # forming, loading, running, flushing, finishing, concluding, over
+    reason: str = ""
+
+
 class Joined(Event, frozen=True):
     """A node is there."""
 
     node: str
+
+
+class FirstStep(Event, frozen=True):
+    """The first gradient of the run was computed."""
+
+    worker: int
 
 
 class Lost(Event, frozen=True):
@@ -75,6 +91,13 @@ class Progress(Event, frozen=True):
     waited_s: dict[int, float]
 
 
+class Printed(Event, frozen=True):
+    """What the run's processes printed; a flood is cut here, and whole in output.log."""
+
+    lines: tuple[str, ...]
+    left_out: int = 0
+
+
 class UserError(Event, frozen=True):
     """The user's code raised."""
 
@@ -91,11 +114,22 @@ class RunEnded(Event, frozen=True):
     reason: str
     seconds: float
     samples: int
-    metrics: dict[str, float]
+    metrics: Mapping[str, float | None]  # none: not finite, which JSON cannot say
     books: dict[str, object]
     staleness: dict[str, object]
 
 
 AnyEvent = (
-    RunStarted | PlanMade | Joined | Lost | Returned | LeasedAgain | Progress | UserError | RunEnded
+    RunStarted
+    | PlanMade
+    | PhaseChanged
+    | Joined
+    | FirstStep
+    | Lost
+    | Returned
+    | LeasedAgain
+    | Progress
+    | Printed
+    | UserError
+    | RunEnded
 )

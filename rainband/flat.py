@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,6 +119,19 @@ class Flat:
         present = [(p, t) for p, t in zip(self.parameters, tensors, strict=True) if t is not None]
         if present:
             torch._foreach_add_([p for p, _ in present], [t for _, t in present], alpha=alpha)
+
+    def twin(self) -> Flat:
+        """Another memory for the same module, with the same values: whoever computes attaches its own first."""
+        other = copy.copy(self)
+        other.vectors = [vector.clone() for vector in self.vectors]
+        other._homes = list(map(other._home, self.layout.parameters, self.parameters))
+        other._addresses = [home.data_ptr() for home in other._homes]
+        return other
+
+    def attach(self) -> None:
+        """Make this memory the module's parameters, without copying; between a step and the next forward only."""
+        for parameter, home in zip(self.parameters, self._homes, strict=True):
+            parameter.data = home
 
     def release(self) -> None:
         """Give each parameter private memory of its own again. Afterwards this object is of no use."""

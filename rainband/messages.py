@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from rainband.blocks import BlockSpec, Layout
+from rainband.optim_spec import OptimizerSpec
 from rainband.portions import Name, Plan
 
 
@@ -43,12 +44,15 @@ class Hello(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """The first values of a block; the payload is the values."""
+    """The first values of a block, or before them a part of its optimizer's first state; the payload is the values."""
 
     block: int
     dtype: str
     numel: int
     slot: int = -1
+    part: str = ""  # the state's name; none: the parameters themselves, which come last
+    absent: tuple[int, ...] = ()  # parameters that have no such state yet
+    numbers: dict[str, dict[int, float]] = {}  # state that is one number per parameter: name -> parameter -> number
 
 
 class Push(Message, frozen=True):
@@ -67,7 +71,13 @@ class Push(Message, frozen=True):
     point: int = -1  # the round, where the algorithm fixes the parameters
     absent: tuple[int, ...] = ()  # parameters that had no gradient; not the same as zero
     skip: str = ""  # a reason: mark the batches, there is no gradient
+    want: bool = False  # send the block's parameters back as soon as the rule admits it
     slot: int = -1  # place in the sender's mailbox; -1: the bytes follow the header
+    groups: tuple[dict[str, Any], ...] = ()  # the sender's optimizer settings, when they changed since its last push
+
+
+class FetchState(Message, frozen=True):
+    """A worker asks for the state of the servers' optimizers."""
 
 
 class Pull(Message, frozen=True):
@@ -117,6 +127,15 @@ class Params(Message, frozen=True):
     late: bool = False  # the round asked for is over, its parameters are gone
 
 
+class StatePart(Message, frozen=True):
+    """A part of one block's optimizer state; the payload is its values. The last part has no name, but the numbers."""
+
+    block: int
+    part: str
+    absent: tuple[int, ...] = ()
+    numbers: dict[str, dict[int, float]] = {}
+
+
 # ---- coordinator and server -----------------------------------------------------------------------------------------
 
 
@@ -144,6 +163,13 @@ class Assign(Message, frozen=True):
     groups: tuple[dict[str, Any], ...]
     num_workers: int
     term: int = 1
+    optimizer: OptimizerSpec | None = None  # of a user's own loop; none: the strategy's
+
+
+class Planned(Message, frozen=True):
+    """The data of a user's own loop is known now; to servers, and to workers when all servers know it."""
+
+    plan: Plan
 
 
 class Ready(Message, frozen=True):
@@ -194,6 +220,7 @@ class Tally(msgspec.Struct, frozen=True, array_like=True):
     applied: int
     skipped: int
     buffered: int
+    extras: int = 0  # pushes that are named by their sender, not by batches
 
 
 class Report(Message, frozen=True):
@@ -208,6 +235,7 @@ class Report(Message, frozen=True):
     refused: dict[str, int] = {}
     staleness: dict[int, dict[int, int]] = {}  # worker -> updates missed -> how often
     flushed: bool = False
+    measured: bool = True  # no: the staleness is left out, the last one told holds
 
 
 # ---- coordinator and worker -----------------------------------------------------------------------------------------
@@ -224,6 +252,25 @@ class Join(Message, frozen=True):
     cell_batches: int
     rounds: bool
     warm_batches: int = 0
+    own_loop: bool = False  # a user's own loop: its data is told later, or never; it ends when the loops do
+    optimizer: OptimizerSpec | None = None  # the user's, for the servers to run
+
+
+class Dataset(Message, frozen=True):
+    """What a user's own loop draws its batches from; all workers must say the same."""
+
+    fingerprint: str
+    num_samples: int
+    batch_size: int
+    epochs: int  # 0: as many as the loops go on for
+
+
+class Away(Message, frozen=True):
+    """A worker will not work for a while, by its own word: its work is for others, but the end waits for it."""
+
+
+class Dry(Message, frozen=True):
+    """Answer to Want: all data is leased or done; some may come back."""
 
 
 class Welcome(Message, frozen=True):
@@ -257,7 +304,7 @@ class Return(Message, frozen=True):
 
     portion: int
     lease: int
-    reason: str  # done, revoked, crossed, stopped
+    reason: str  # done, revoked, crossed, stopped, unused
 
 
 class Beat(Message, frozen=True):
@@ -320,7 +367,7 @@ class Bye(Message, frozen=True):
 AnyMessage = (
     Hello | Load | Push | Pull | Opened | Loaded | Ack | Params | ServerJoin | Assign | Ready | Revoke | Sets
     | Forget | Ask | Flush | Report | Join | Welcome | Go | Want | Lease | Return | Beat | Finish | Halt | Ended
-    | Conclude | Concluded | Failed | Bye
+    | Conclude | Concluded | Failed | Bye | FetchState | StatePart | Planned | Dataset | Away | Dry
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

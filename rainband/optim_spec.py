@@ -98,6 +98,6 @@ def _did_you_mean(wrong: str, right: Iterable[str]) -> str:
 
 
 def element_wise(name: str, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:
-    """The optimizer a strategy's plain settings describe; what is 0 is left to the optimizer's own default."""
+    """The optimizer a strategy's plain settings describe; what is 0 is left to the optimizer's default."""
     given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     return OptimizerSpec(name, {key: value for key, value in given.items() if value or key == "lr"})

@@ -22,6 +22,10 @@ class Schedule:
         if self.shape not in ("constant", "linear", "cosine"):
             raise ValueError(f"no schedule named {self.shape!r}: choose constant, linear or cosine.")
 
+    @property
+    def is_constant(self) -> bool:
+        return self.shape == "constant" and not self.warmup
+
     def scale(self, position: float) -> float:
         if position < self.warmup:
             return position / self.warmup

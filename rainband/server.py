@@ -35,7 +35,7 @@ from rainband.messages import (
     Skipped,
 )
 from rainband.place import Place
-from rainband.portions import why_not
+from rainband.portions import Name, why_not
 from rainband.types import ServerHalf
 
 Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
@@ -56,17 +56,22 @@ class Server:
         self.half = half
         self.publish = publish
         self.term = 1
+        self.assigned = False
+        self.loads: list[tuple[Peer, Load, Tensor | None]] = []  # that came before the blocks they are for
         self.blocks: dict[int, Block] = {}
         self.floor: dict[int, int] = {}
         self.complete: Counter[int] = Counter()  # portion -> blocks that have all of it
         self.refused: Counter[str] = Counter()
         self.updates = 0
+        self.good_name: Name = ()  # checked last: a push comes as many messages with the same name
 
-    def receive(self, sender: Peer, message: Message, payload: Tensor | None = None) -> list[Out]:
-        """Take one message; returns what to send."""
+    def receive(
+        self, sender: Peer, message: Message, payload: Tensor | None = None, checked: bool = False
+    ) -> list[Out]:
+        """Take one message; returns what to send. `checked`: the payload is known to be finite."""
         match message:
             case Push():
-                return self._push(sender, message, payload)
+                return self._push(sender, message, payload, checked)
             case Pull():
                 return self._pull(sender, message)
             case Load():
@@ -91,33 +96,39 @@ class Server:
 
     # ---- the accepting of a push, in this order, in one step per block -------------------------------------------
 
-    def _push(self, sender: Peer, push: Push, payload: Tensor | None) -> list[Out]:
+    def _push(self, sender: Peer, push: Push, payload: Tensor | None, checked: bool) -> list[Out]:
         block = self.blocks.get(push.block)
         if block is None:
             self.refused["moved"] += 1
             return [Out(sender, Ack(push.block, push.sequence, "moved", self.term, 0, push.slot, "not my block"))]
-        result, reason = self._accept(sender, block, push, payload)
+        result, reason = self._accept(sender, block, push, payload, checked)
         if result not in ("applied", "had"):
             self.refused[result] += 1
         ack = Ack(push.block, push.sequence, result, self.term, block.version, push.slot, reason)
         outs = [Out(sender, ack)]
+        if push.want:
+            self._wait(block, sender, Pull(push.sequence, push.clock, push.point))
         if block.waiting:
             outs += self._admit(block)
         if result == "applied" and self._completes(block, push):
-            outs.append(Out(COORDINATOR, self.report()))
+            outs.append(Out(COORDINATOR, self.report(measured=False)))
         return outs
 
-    def _accept(self, sender: Peer, block: Block, push: Push, payload: Tensor | None) -> tuple[str, str]:
+    def _accept(
+        self, sender: Peer, block: Block, push: Push, payload: Tensor | None, checked: bool
+    ) -> tuple[str, str]:
         if sender.role != "worker" or sender.index != push.worker:
             return "bad", f"a push of worker {push.worker} came from {sender}"
         if push.term > self.term:
             return "moved", f"term {push.term} has not begun here"
-        wrong = why_not(block.plan, push.name)
-        if wrong:
-            return "bad", wrong
+        if push.name != self.good_name:
+            wrong = why_not(block.plan, push.name)
+            if wrong:
+                return "bad", wrong
+            self.good_name = push.name
         if any(self.floor.get(r.portion, 0) > r.lease for r in push.name):
             return "revoked", ""
-        gradient, wrong = self._gradient(block, push, payload)
+        gradient, wrong = self._gradient(block, push, payload, checked)
         if wrong:
             return "bad", wrong
         if push.point >= 0 and push.point != block.version:
@@ -131,7 +142,9 @@ class Server:
         self._take(sender, block, push, gradient, clock)
         return "applied", ""
 
-    def _gradient(self, block: Block, push: Push, payload: Tensor | None) -> tuple[Tensor | None, str]:
+    def _gradient(
+        self, block: Block, push: Push, payload: Tensor | None, checked: bool
+    ) -> tuple[Tensor | None, str]:
         """The gradient in the block's working precision, or what is wrong with it."""
         if push.skip:
             return None, ""
@@ -144,7 +157,7 @@ class Server:
         if gradient.dtype != block.master_dtype:
             gradient = gradient.to(block.master_dtype)
         # A sum is a tenth of the price of looking at each element; it may overflow, then look closely.
-        if not math.isfinite(gradient.sum().item()) and not bool(gradient.isfinite().all()):
+        if not checked and not math.isfinite(gradient.sum().item()) and not bool(gradient.isfinite().all()):
             return None, "not finite"
         return gradient, ""
 
@@ -176,19 +189,25 @@ class Server:
 
     def _pull(self, sender: Peer, pull: Pull) -> list[Out]:
         for block in self.blocks.values():
-            block.waiting.append((sender, pull))
+            self._wait(block, sender, pull)
         return self._admit_all()
+
+    def _wait(self, block: Block, sender: Peer, pull: Pull) -> None:
+        """A reader's newest question counts: a late answer to an older one would land on top of its answer."""
+        block.waiting.pop(sender, None)
+        block.waiting[sender] = pull
 
     def _admit_all(self) -> list[Out]:
         return [out for block in self.blocks.values() if block.waiting for out in self._admit(block)]
 
     def _admit(self, block: Block) -> list[Out]:
         admitted = [
-            (to, pull) for to, pull in block.waiting if block.loaded and block.rule.admits(block, pull, to.index)
+            (to, pull)
+            for to, pull in block.waiting.items()
+            if block.loaded and block.rule.admits(block, pull, to.index)
         ]
-        if not admitted:
-            return []
-        block.waiting = [waiter for waiter in block.waiting if waiter not in admitted]
+        for to, _ in admitted:
+            del block.waiting[to]
         return [
             Out(to, Params(block.spec.index, pull.sequence, self.term, block.version, pull.point), read=True)
             for to, pull in admitted
@@ -213,15 +232,21 @@ class Server:
             spec.index: Block(spec, place, assign.plan, half, assign.groups)
             for spec, place in zip(assign.blocks, places, strict=True)
         }
-        return [] if self.blocks else [Out(COORDINATOR, Ready())]
+        self.assigned = True
+        loads, self.loads = self.loads, []
+        outs = [out for load in loads for out in self._load(*load)]
+        return outs if self.blocks else [Out(COORDINATOR, Ready())]
 
     def _load(self, sender: Peer, load: Load, payload: Tensor | None) -> list[Out]:
+        if not self.assigned:  # a worker may hear of its servers before they hear of their blocks
+            self.loads.append((sender, load, None if payload is None else payload.clone()))
+            return []
         block = self.blocks.get(load.block)
         wanted = None if block is None else (block.spec.dtype, block.spec.numel, block.spec.num_bytes)
         given = None if payload is None else payload.numel() * payload.element_size()
         if block is None or payload is None or wanted != (load.dtype, load.numel, given) or block.marks.count:
             self.refused["load"] += 1
-            return []
+            return [] if block is None or not block.loaded else [Out(sender, Loaded(load.block, load.slot))]
         block.load(payload.view(block.dtype))
         outs = [Out(sender, Loaded(load.block, load.slot))]
         if all(b.loaded for b in self.blocks.values()):
@@ -241,9 +266,10 @@ class Server:
     def lost(self, peer: Peer) -> None:
         """A connection is gone: nobody waits there for an answer any more."""
         for block in self.blocks.values():
-            block.waiting = [waiter for waiter in block.waiting if waiter[0] != peer]
+            block.waiting.pop(peer, None)
 
-    def report(self, flushed: bool = False) -> Report:
+    def report(self, flushed: bool = False, measured: bool = True) -> Report:
+        """The marks; the measurements, which take longer, only when asked for."""
         blocks = list(self.blocks.values())
         low = min((b.marks.low for b in blocks), default=0)
         self.floor = {portion: lease for portion, lease in self.floor.items() if portion >= low}
@@ -253,7 +279,7 @@ class Server:
         for block in blocks:
             for key, mask in block.skipped.items():
                 skipped[key] = skipped.get(key, 0) | mask
-            for worker, histogram in block.staleness.items():
+            for worker, histogram in block.staleness.items() if measured else ():
                 staleness.setdefault(worker, Counter()).update(histogram)
         return Report(
             low=low,
@@ -265,4 +291,5 @@ class Server:
             refused=dict(self.refused),
             staleness={worker: dict(histogram) for worker, histogram in staleness.items()},
             flushed=flushed,
+            measured=measured,
         )

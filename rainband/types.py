@@ -98,7 +98,10 @@ class Servers(Protocol):
     def push(self, gradient: Gradient) -> Awaitable[None]:
         """Send a gradient; it may be overwritten when this returns. Awaiting it waits for every block's answer."""
 
-    def pull(self, round: int | None = None) -> Awaitable[bool]:  # noqa: A002
+    def exchange(self, gradient: Gradient) -> Awaitable[bool]:
+        """Push, and pull what comes of it; until awaited, the worker's parameters change under its hands."""
+
+    def pull(self, round: int | None = None) -> Awaitable[bool]:
         """Ask for the parameters; awaiting makes them the worker's. False: that round is over, the others went on."""
 
 

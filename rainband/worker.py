@@ -66,7 +66,10 @@ class ServerSide:
     def push(self, gradient: ModuleGradient) -> PushHandle:
         return self.client.push(gradient)
 
-    def pull(self, round: int | None = None) -> PullHandle:  # noqa: A002
+    def exchange(self, gradient: ModuleGradient) -> PullHandle:
+        return self.client.exchange(gradient)
+
+    def pull(self, round: int | None = None) -> PullHandle:
         return self.client.pull(round)
 
 
@@ -133,6 +136,8 @@ class ModuleWorker:
         stats.samples += gradient.samples
         stats.loss_sum += gradient.loss * gradient.samples
         stats.loss_samples += gradient.samples
+        if stats.steps == 1:
+            self.client.tell(stats.beat())  # at once: people watch for the first sign of life
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> OwnOptimizer:
         return OwnOptimizer(self, spec, schedule)

@@ -404,6 +404,13 @@ def test_a_tie_among_parameters_in_no_group_is_nobodys_business() -> None:
     assert len(Flat(module, [{"params": [module.p2]}]).parameters) == 1
 
 
+def test_a_tie_is_found_behind_a_smaller_neighbour() -> None:
+    memory = torch.ones(8)
+    module = Holder(memory, memory[1:2], memory[4:6])
+    with pytest.raises(ValueError, match="'p0' and 'p2'"):
+        Flat(module, [{"params": [module.p2]}])
+
+
 def test_neighbours_in_one_storage_share_nothing() -> None:
     memory = torch.arange(8.0)
     flat = Flat(Holder(memory[:5], memory[5:]))
@@ -572,10 +579,16 @@ def test_a_gradient_with_other_strides_is_brought_into_the_order_of_the_paramete
     assert vector[:6].tolist() == [1, 4, 2, 5, 3, 6]
 
 
+def test_a_gradient_may_be_a_slice_of_something_bigger() -> None:
+    flat = Flat(Holder(torch.zeros(2, 2)))
+    (vector,) = assemble(flat, cut(flat.layout), [torch.arange(6.0).view(3, 2)[1:]])
+    assert vector[:4].tolist() == [2, 3, 4, 5]
+
+
 def test_dimensions_of_length_one_do_not_make_another_model() -> None:
     """Their strides say nothing about memory, and differ between ways to make the same tensor."""
     one = torch.zeros(2, 1, 3).as_strided((3, 1, 2), (1, 3, 3))
-    other = torch.zeros(2, 1, 3).as_strided((3, 1, 2), (1, 99, 3))
+    other = torch.zeros(2, 1, 3).as_strided((3, 1, 2), (1, 2, 3))
     assert Flat(Holder(one)).layout.digest() == Flat(Holder(other)).layout.digest()
 
 

@@ -37,9 +37,7 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
     ("asgd", {"lr": 0.1, "t0": 2.0, "lambd": 0.01}),
     ("rprop", {"lr": 0.1}),
 ]
-every = pytest.mark.parametrize(
-    "name, numbers", EVERY, ids=lambda value: value if isinstance(value, str) else None
-)
+every = pytest.mark.parametrize("name, numbers", EVERY, ids=lambda value: value if isinstance(value, str) else None)
 
 
 def block_of(*lengths: int, groups: Sequence[int] = ()) -> BlockSpec:
@@ -56,7 +54,7 @@ def block_of(*lengths: int, groups: Sequence[int] = ()) -> BlockSpec:
 def one_each(
     values: Tensor, name: str, groups: Sequence[Mapping[str, object]] = ({},), **numbers: Any
 ) -> BlockOptimizer:
-    """An optimizer over a block whose every element is a parameter, each in its own group if there are two."""
+    """Over a block whose every element is a parameter, each in a group of its own if there are two."""
     block = block_of(*[1] * values.numel(), groups=range(len(groups)) if len(groups) > 1 else ())
     return BlockOptimizer(OptimizerSpec(name, numbers), block, values, groups)
 
@@ -92,13 +90,15 @@ def test_adagrad_divides_by_the_root_of_all_squares_so_far() -> None:
     assert_close(values, 0.82)
 
 
-def test_adagrad_starts_from_its_initial_accumulator_value() -> None:
-    for place in ("settings", "group"):
-        values, start = torch.tensor([1.0]), {"initial_accumulator_value": 16.0}
-        in_group, in_settings = (start, {}) if place == "group" else ({}, start)
-        optimizer = one_each(values, "adagrad", [in_group], lr=0.1, **in_settings)
-        optimizer.step(torch.tensor([3.0]))  # 3 / sqrt(16 + 9)
-        assert_close(values, 0.94)
+@pytest.mark.parametrize("in_settings, in_group", [(16.0, None), (None, 16.0), (1.0, 16.0)])
+def test_adagrad_starts_from_its_initial_accumulator_value(in_settings: float | None, in_group: float | None) -> None:
+    def named(value: float | None) -> dict[str, float]:
+        return {} if value is None else {"initial_accumulator_value": value}
+
+    values = torch.tensor([1.0])
+    optimizer = one_each(values, "adagrad", [named(in_group)], lr=0.1, **named(in_settings))
+    optimizer.step(torch.tensor([3.0]))  # 3 / sqrt(16 + 9)
+    assert_close(values, 0.94)
 
 
 def test_the_first_step_of_adam_is_the_learning_rate_whatever_the_size_of_the_gradient() -> None:
@@ -251,9 +251,7 @@ def blocks_cut_at(cuts: Iterable[int]) -> list[BlockSpec]:
     blocks: list[BlockSpec] = []
     for start, stop in itertools.pairwise(edges):
         inside = [(i, max(a, start), min(b, stop), a) for i, (a, b) in enumerate(PARAMETERS)]
-        segments = tuple(
-            Segment(i, a - origin, a - start, b - start, i) for i, a, b, origin in inside if a < b
-        )
+        segments = tuple(Segment(i, a - origin, a - start, b - start, i) for i, a, b, origin in inside if a < b)
         blocks.append(BlockSpec(len(blocks), 0, "float32", start, stop, segments))
     return blocks
 
@@ -291,9 +289,7 @@ def test_ten_steps_give_the_same_bits_however_the_vector_is_cut(
     expected = trained_by_torch(name, numbers, values, gradients)
     groups = [{}, {"lr": numbers["lr"] * 2}]
     for block in blocks_cut_at(cuts):
-        optimizer = BlockOptimizer(
-            OptimizerSpec(name, numbers), block, values[block.start : block.stop], groups
-        )
+        optimizer = BlockOptimizer(OptimizerSpec(name, numbers), block, values[block.start : block.stop], groups)
         for gradient, absent in zip(gradients, ABSENT, strict=True):
             optimizer.step(gradient[block.start : block.stop], absent)
     assert torch.equal(values, expected)
@@ -303,9 +299,7 @@ def test_ten_steps_give_the_same_bits_however_the_vector_is_cut(
 
 
 @every
-def test_an_optimizer_goes_on_from_a_saved_state_with_the_same_bits(
-    name: str, numbers: dict[str, Any]
-) -> None:
+def test_an_optimizer_goes_on_from_a_saved_state_with_the_same_bits(name: str, numbers: dict[str, Any]) -> None:
     def steps(optimizer: BlockOptimizer, absent: Sequence[Sequence[int]]) -> None:
         for k, missing in enumerate(absent):
             optimizer.step(torch.cos(k + torch.arange(3.0)), missing)
@@ -354,6 +348,16 @@ def test_loading_copies_so_that_the_giver_keeps_its_own() -> None:
     assert_close(optimizer.state()["momentum_buffer"][0], 1.5)
 
 
+def test_loading_forgets_what_was_there_before() -> None:
+    values = torch.ones(1)
+    optimizer = one_each(values, "sgd", lr=0.1, momentum=0.5)
+    optimizer.step(torch.full((1,), 10.0))
+    values.fill_(1.0)
+    optimizer.load_state({})
+    optimizer.step(torch.ones(1))
+    assert_close(values, 0.9)
+
+
 @pytest.mark.parametrize(
     "state, reason",
     [
@@ -365,9 +369,7 @@ def test_loading_copies_so_that_the_giver_keeps_its_own() -> None:
         ({"momentum_buffer": [torch.ones(2), torch.ones(2)]}, "has 2 elements for a segment of 1"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
-    state: dict[str, list[Tensor]], reason: str
-) -> None:
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(state: dict[str, list[Tensor]], reason: str) -> None:
     spec = OptimizerSpec("sgd", {"lr": 0.1, "momentum": 0.5})
     optimizer = BlockOptimizer(spec, block_of(2, 1), torch.ones(3), [{}])
     optimizer.step(torch.full((3,), 4.0))
@@ -383,6 +385,7 @@ def test_a_state_kept_as_a_python_number_comes_back_as_one() -> None:
     second.load_state(first.state())
     (entry,) = second._optimizer.state.values()
     assert entry["step"] == 1 and type(entry["step"]) is int
+    assert entry["lr"] == 0.1 and type(entry["lr"]) is float
 
 
 # New numbers from a schedule.
@@ -421,6 +424,7 @@ def test_the_notes_of_a_scheduler_are_not_settings() -> None:
         ("sgd", {"momentum": 0.9}, {"nesterov": True}),
         ("rmsprop", {}, {"centered": True}),
         ("sgd", {}, {"maximize": True}),
+        ("sgd", {}, {"maximize": 0.5}),
         ("sgd", {}, {"momentum": 0.9}),
         ("sgd", {"momentum": 0.9}, {"momentum": 0.0}),
         ("rmsprop", {}, {"momentum": 0.9}),
@@ -473,9 +477,7 @@ def test_the_number_of_groups_cannot_change() -> None:
         ("rmsprop", {}, 32, False),
     ],
 )
-def test_fused_kernels_write_each_element_once(
-    name: str, numbers: dict[str, Any], length: int, single: bool
-) -> None:
+def test_fused_kernels_write_each_element_once(name: str, numbers: dict[str, Any], length: int, single: bool) -> None:
     optimizer = BlockOptimizer(OptimizerSpec(name, numbers), block_of(length), torch.ones(length), [{}])
     assert optimizer.single_pass is single
 
@@ -541,9 +543,7 @@ def test_a_class_that_cannot_be_had_is_refused(name: str, reason: str) -> None:
 
 
 @every
-def test_all_settings_of_a_plain_optimizer_may_come_as_a_group_or_as_a_spec(
-    name: str, numbers: dict[str, Any]
-) -> None:
+def test_all_settings_of_a_plain_optimizer_may_come_as_a_group_or_as_a_spec(name: str, numbers: dict[str, Any]) -> None:
     plain = getattr(torch.optim, BUILT_IN[name])([torch.ones(1)], **numbers)
     leave_out = {"params", "foreach", "fused", "capturable", "differentiable"}
     everything = {key: value for key, value in plain.param_groups[0].items() if key not in leave_out}
@@ -601,6 +601,7 @@ class Lion(torch.optim.Optimizer):
                     state = self.state[p]
                     average = state.setdefault("average", torch.zeros_like(p))
                     state["step"] = state.get("step", 0) + 1
+                    state["lr"] = group["lr"]
                     average.lerp_(p.grad, 1 - group["beta"])
                     p -= group["lr"] * average.sign()
 

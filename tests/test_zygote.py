@@ -164,10 +164,13 @@ class Pipe:
     def read_to_the_end(self) -> bytes:
         """Wait until nobody has the writing end any more."""
         self.hang_up()
-        parts = []
-        while select.select([self.reader], [], [], DEADLINE_S)[0] and (part := os.read(self.reader, 4096)):
-            parts.append(part)
-        return b"".join(parts)
+        content = b""
+        while True:
+            assert select.select([self.reader], [], [], DEADLINE_S)[0], f"only {content!r}, and no end"
+            part = os.read(self.reader, 4096)
+            if not part:
+                return content
+            content += part
 
 
 class Life:
@@ -198,6 +201,8 @@ class Nursery:
         while not (found := [event for event in self.seen if fits(event)]):
             assert select.select([self.zygote], [], [], DEADLINE_S)[0], f"only {self.seen}"
             self.seen += self.zygote.events()
+            assert self.seen, "readable, but nothing has happened"
+            assert fits(self.seen[-1]) or not isinstance(self.seen[-1], Failed), self.seen[-1].reason
         return found[0]
 
     def started(self, token: int) -> int:
@@ -263,9 +268,10 @@ def test_a_process_that_is_killed_is_reported_with_the_signal(nursery: Nursery) 
 
 
 def test_a_signal_sent_before_the_process_has_begun_is_not_lost(nursery: Nursery) -> None:
-    tokens = [nursery.spawn(wait_for_ever) for _ in range(10)]
-    for token in tokens:
-        nursery.zygote.signal(token, signal.SIGTERM)
+    tokens = []
+    for _ in range(10):
+        tokens.append(nursery.spawn(wait_for_ever))
+        nursery.zygote.signal(tokens[-1], signal.SIGTERM)
     assert {nursery.ended(token) for token in tokens} == {(None, signal.SIGTERM)}
 
 
@@ -441,6 +447,7 @@ def test_a_missing_module_is_left_out_and_a_broken_one_reported(tmp_path: Path) 
     (tmp_path / "broken.py").write_text("import there_is_no_such_module")
     with new_nursery(tmp_path, "there_is_no_such_module", "json.nor_this_one", "broken", "json") as nursery:
         nursery.spawn(return_at_once)
+        assert Life(nursery.zygote.pid).ends()
         event = nursery.first(lambda event: True)
         assert isinstance(event, Failed)
         assert event.token is None

@@ -72,9 +72,10 @@ class Downpour:
                     worker.params.step(gradient, self._own_lr())
                 step += 1
             assert owed is not None, "a cell has at least one batch"
-            server.push(owed)
             if not self.overlap and step % self.n_fetch < len(cell.batches):
-                await server.pull()
+                await server.exchange(owed)
+            else:
+                server.push(owed)
 
     def _own_lr(self) -> float:
         if self.local_lr is not None:

@@ -17,12 +17,21 @@ from rainband.blocks import BlockSpec
 from rainband.errors import RainbandError, ServerLost
 from rainband.messages import Ack, Hello, Load, Loaded, Message, Opened, Params, Peer, Push, decode, encode
 from rainband.stats import Stats
-from rainband.transports.frames import PREFIX_BYTES, BadFrame, FrameReader, check_body, check_header, pack, unpack_prefix
+from rainband.transports.frames import (
+    PREFIX_BYTES,
+    BadFrame,
+    FrameReader,
+    check_body,
+    check_header,
+    pack,
+    unpack_prefix,
+)
 from rainband.transports.shared import Mailbox, Published
 from rainband.transports.switchboard import Switchboard
 
 Deliver = Callable[[Message, Tensor | None], None]
-MAILBOX_SLOTS = 16
+MAILBOX_SLOTS = 8  # few, so that they stay in the cache between the two processes
+OUTBOX_BUFFERS = 8  # likewise, where the sender waits for the answers anyway
 MAX_BODY_BYTES = 1 << 26
 
 
@@ -78,7 +87,7 @@ class SharedPort:
     def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
         while not self.free:
             self.switchboard.wait()
-        slot = self.free.popleft()
+        slot = self.free.pop()  # the one used last: it is still in the cache
         fill(self.mailbox.tensor(slot, message.dtype, message.numel))
         self._send(msgspec.structs.replace(message, slot=slot))
 
@@ -134,6 +143,9 @@ class TcpPort:
         self.deliver = deliver
         self.inbox = {spec.index: torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) for spec in specs}
         self.pool: dict[int, list[Tensor]] = {}
+        self.hot: list[Tensor] = []
+        self.room = threading.Semaphore(OUTBOX_BUFFERS)
+        self.largest = max((spec.num_bytes for spec in specs), default=0)
         self.outbox: queue.SimpleQueue[tuple[Message, Tensor | None]] = queue.SimpleQueue()
         _close_in_children(sock)
         for name, target in (("send", self._send_loop), ("receive", self._receive_loop)):
@@ -144,16 +156,21 @@ class TcpPort:
         self.outbox.put((message, None))
 
     def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
-        free = self.pool.setdefault(message.block, [])
-        payload = free.pop() if free else torch.empty_like(self.inbox[message.block])
-        fill(payload)
+        if isinstance(message, Push) and message.want:
+            self.room.acquire()  # the sender waits for the answers anyway: few buffers, which stay in the cache
+            payload = self.hot.pop() if self.hot else torch.empty(self.largest, dtype=torch.uint8)
+            fill(payload[: _num_bytes(message)].view(getattr(torch, message.dtype)))
+        else:
+            free = self.pool.setdefault(message.block, [])
+            payload = free.pop() if free else torch.empty_like(self.inbox[message.block])
+            fill(payload)
         self.outbox.put((message, payload))
 
     def _send_loop(self) -> None:
         try:
             while True:
                 message, payload = self.outbox.get()
-                body = None if payload is None else _bytes_of(payload)
+                body = None if payload is None else _bytes_of(payload)[: _num_bytes(message)]
                 head = pack(encode(message), body, self.key)
                 if body is None:
                     self.sock.sendall(head)
@@ -165,7 +182,11 @@ class TcpPort:
                 if sent < len(head) + len(body):
                     self.sock.sendall(body[sent - len(head) :])
                 assert payload is not None and isinstance(message, Push | Load)
-                self.pool[message.block].append(payload)
+                if isinstance(message, Push) and message.want:
+                    self.hot.append(payload)
+                    self.room.release()
+                else:
+                    self.pool[message.block].append(payload)
         except OSError as error:
             self._fail(ServerLost(str(self.peer), f"sending to it ({error.strerror})"))
 
@@ -214,6 +235,13 @@ class TcpPort:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _num_bytes(message: Message) -> int:
+    if isinstance(message, Push | Load):
+        dtype: torch.dtype = getattr(torch, message.dtype)
+        return message.numel * dtype.itemsize
+    return 0
 
 
 def _close_in_children(sock: socket.socket) -> None:

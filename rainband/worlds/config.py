@@ -9,6 +9,17 @@ import msgspec
 from rainband.messages import Address
 
 
+class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How virtual time passes, for the world `sim`."""
+
+    model: str = "lan"  # a network by name, or a TOML file with all models
+    compute: dict[str, Any] = {}  # settings of the compute model, on top of the file's
+    time_only: bool = False  # no gradients, only messages and clocks: for scale
+    steps: int | None = None  # of each worker, time only; None: as the task's data has it
+    bulk: bool = False  # time only: the messages to all servers are one; for thousands of workers
+    trace: bool = False  # keep every message, as trace.jsonl in the run's directory
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One run. Its secret never appears in arguments, logs or files."""
 
@@ -25,6 +36,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     failure_timeout_s: float = 5.0
     threads: int = 1  # of torch, in each worker
     directory: str = ""
+    sim: SimSettings = SimSettings()
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,12 +25,13 @@ from rainband.transports.connection import Connection
 from rainband.transports.dial import listen_unix, this_machine
 from rainband.transports.hub import Hub
 from rainband.worlds.config import Job, RunConfig, encode_job
-from rainband.worlds.directory import EventLog, write_config
+from rainband.worlds.directory import EventLog, OutputLog, calendar_time, write_config
 from rainband.worlds.zygote import Exited, Failed, Zygote
 
 PRELOAD = ("torch", "torch._dynamo", "rainband.worlds.worker_process", "rainband.worlds.server_process")
 MAX_BODY_BYTES = 1 << 28  # a worker's buffers
 GRACE_S = 1.0
+MAX_TICK_S = 1.0  # people watch the progress, however patient the failure timeout is
 
 View = Callable[[events.AnyEvent], None]
 
@@ -54,9 +55,12 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int = 0
 
 
-def run(config: RunConfig, view: View) -> RunResult:
-    """Run to the end; returns also when it failed, with the reason."""
-    launcher = Launcher(config, view)
+def run(config: RunConfig, view: View, capture: bool = False) -> RunResult:
+    """Run to the end; returns also when it failed, with the reason.
+
+    With `capture`, what the processes print comes as `Printed` events and lies in output.log.
+    """
+    launcher = Launcher(config, view, capture)
     with launcher.signals():
         return launcher.run()
 
@@ -64,13 +68,15 @@ def run(config: RunConfig, view: View) -> RunResult:
 class Launcher:
     """Starts the processes, leads them through the coordinator, and clears up."""
 
-    def __init__(self, config: RunConfig, view: View) -> None:
+    def __init__(self, config: RunConfig, view: View, capture: bool = False) -> None:
         self.config = config
         self.view = view
-        self.zygote = Zygote.start(PRELOAD)  # first of all: its imports take the longest
-        self.started_at = time.monotonic()
         self.directory = Path(config.directory)
         self.log = EventLog(self.directory)
+        self.output = OutputLog(self.directory) if capture else None
+        with self.output.inherited() if self.output else nullcontext():
+            self.zygote = Zygote.start(PRELOAD)  # before all else: its imports take the longest
+        self.started_at = time.monotonic()
         self.run_id, self.secret = new_run_id(), new_secret()
         self.coordinator = Coordinator(
             RunSettings(
@@ -84,6 +90,7 @@ class Launcher:
         self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
         self.processes: dict[int, Peer] = {}  # token -> who
         self.causes: dict[Peer, str] = {}  # how processes ended
+        self.phase = self.coordinator.phase  # the last one that was told
         self.interrupts = 0
         self.first_step_s: float | None = None
 
@@ -98,6 +105,7 @@ class Launcher:
                 num_workers=self.config.num_workers,
                 num_servers=self.config.num_servers,
                 version=__version__,
+                started_at=calendar_time(),
             )
         )
         listener = listen_unix(f"rainband-{self.run_id.hex()}")
@@ -133,7 +141,7 @@ class Launcher:
             self.processes[token] = Peer(role, index)
 
     def _loop(self) -> None:
-        tick_s = self.config.failure_timeout_s / 5
+        tick_s = min(MAX_TICK_S, self.config.failure_timeout_s / 5)
         ticked_at = time.monotonic()
         while self.coordinator.phase != "over" and self.interrupts < 2:
             self.hub.run_once(max(0.0, ticked_at + tick_s - time.monotonic()))
@@ -142,6 +150,7 @@ class Launcher:
             if time.monotonic() - ticked_at >= tick_s:
                 ticked_at = time.monotonic()
                 self._send(self.coordinator.tick(self._now()))
+                self._show_output()
             self._show()
         self.hub.flush()
 
@@ -157,9 +166,23 @@ class Launcher:
         self.view(event)
 
     def _show(self) -> None:
-        pending, self.coordinator.events = self.coordinator.events, []
+        coordinator = self.coordinator
+        changed = coordinator.phase != self.phase
+        if changed and coordinator.phase == "concluding":
+            coordinator.note_progress(self._now())  # every worker has told its last numbers
+        pending, coordinator.events = coordinator.events, []
         for event in pending:
             self._emit(event)
+        if changed:
+            self.phase = coordinator.phase
+            self._emit(events.PhaseChanged(at_s=self._now(), phase=self.phase, reason=coordinator.reason))
+
+    def _show_output(self, to_the_end: bool = False) -> None:
+        if self.output is None:
+            return
+        lines, left_out = self.output.new_lines(to_the_end)
+        if lines:
+            self._emit(events.Printed(at_s=self._now(), lines=tuple(lines), left_out=left_out))
 
     # ---- the hub's handler -----------------------------------------------------------------------------------------
 
@@ -234,6 +257,7 @@ class Launcher:
 
     def _result(self) -> RunResult:
         self._show()
+        self._show_output(to_the_end=True)
         coordinator, seconds = self.coordinator, self._now()
         outcome, reason = coordinator.outcome, coordinator.reason
         if self.interrupts > 1:
@@ -269,6 +293,8 @@ class Launcher:
             )
         )
         self.log.close()
+        if self.output is not None:
+            self.output.close()
         return result
 
     def _exit_code(self, outcome: str) -> int:

@@ -86,6 +86,7 @@ class WorkerProcess:
         self.client: Client | None = None
         self.welcome: Welcome | None = None
         self.go = False
+        self.early: list[Message] = []  # that came before there was a client
         self.conclude: tuple[Conclude, memoryview | None] | None = None
         address = job.coordinator
         timeout_s = self.config.failure_timeout_s
@@ -128,6 +129,8 @@ class WorkerProcess:
             self.me, welcome.plan, flat, welcome.blocks, welcome.owners, ports, self.control.send
         )
         self.client.stats = self.stats
+        for message in self.early:  # the run may be at its end before we have entered it
+            self.client.receive(message)
         loaded = False
         while not self.go:
             if self.welcome.load and not loaded:
@@ -168,7 +171,9 @@ class WorkerProcess:
             case Conclude():
                 self.conclude = message, body
             case _:
-                if self.client is not None:
+                if self.client is None:
+                    self.early.append(message)
+                else:
                     self.client.receive(message)
 
     def _leave(self, worker: ModuleWorker) -> None:

@@ -156,7 +156,7 @@ class Zygote:
         return token
 
     def fileno(self) -> int:
-        """Readable when `events` has something to return."""
+        """Readable when `events` has something to return, and for ever once the zygote is gone."""
         return self._control.fileno()
 
     def events(self) -> list[Event]:

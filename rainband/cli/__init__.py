@@ -1,0 +1,1 @@
+"""The command `rainband`: one file per command, and the views they share."""

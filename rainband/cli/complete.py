@@ -1,0 +1,41 @@
+"""What the shell offers when Tab is pressed. Imports wait until then: --help reads this file, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def tasks(incomplete: str) -> list[str]:
+    from rainband.tasks.load import task_names
+
+    return _beginning(incomplete, task_names())
+
+
+def strategies(incomplete: str) -> list[str]:
+    from rainband.catalogue import strategy_names
+
+    return _beginning(incomplete, strategy_names())
+
+
+def settings(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The names of the strategy's settings, each with its equals sign."""
+    from rainband.catalogue import find_strategy, strategy_names
+    from rainband.settings import fields_of
+
+    strategy = ctx.params.get("strategy")
+    if strategy not in strategy_names():
+        return []
+    return _beginning(incomplete, [f"{setting.name}=" for setting in fields_of(find_strategy(strategy))])
+
+
+def runs(ctx: typer.Context, incomplete: str) -> list[str]:
+    from rainband.history import list_runs
+
+    root = Path(ctx.params.get("runs") or "runs")
+    return _beginning(incomplete, ["last", *(path.name for path in list_runs(root))])
+
+
+def _beginning(incomplete: str, names: list[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]

@@ -1,0 +1,245 @@
+"""`rainband doctor`: look whether this machine has what a run needs, and say what to type where it has not."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rainband import __version__
+from rainband.cli.mistakes import FAILED
+from rainband.cli.words import size, table, whole
+
+FEW_FILES = 256  # a server has a few open files for each worker
+LITTLE_MEMORY_BYTES = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    verdict: Literal[
+        "ok", "note", "missing"
+    ]  # note: works, could be better; missing: nothing runs without it
+    found: str
+    advice: str = ""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor")(doctor)
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """Look whether this machine has what a run needs."""
+    findings = examine()
+    well = all(finding.verdict != "missing" for finding in findings)
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode({"ok": well, "findings": list(map(asdict, findings))}).decode())
+    else:
+        for line in _told(findings, well):
+            typer.echo(line)
+    raise typer.Exit(0 if well else FAILED)
+
+
+def examine() -> list[Finding]:
+    """Everything, in the order of a report."""
+    looks: list[Callable[[], Finding]] = [
+        _python,
+        _system,
+        _cores,
+        _memory,
+        _shared_memory,
+        _dev_shm,
+        _torch,
+        _loopback,
+        _local_sockets,
+        _open_files,
+    ]
+    return [*(look() for look in looks), *_libraries()]
+
+
+def _told(findings: list[Finding], well: bool) -> list[str]:
+    marks = {"ok": "ok", "note": "note", "missing": "MISSING"}
+    lines = table([(marks[f.verdict], f.name, f.found) for f in findings])
+    todo = [finding for finding in findings if finding.advice]
+    if todo:
+        lines += ["", "What to do:", *table([(f.name, f.advice) for f in todo], indent="  ")]
+    return [*lines, "", "All that is needed is here." if well else "Something that is needed is missing."]
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} at {sys.executable}, rainband {__version__}"
+    return Finding("Python", "ok", found)
+
+
+def _system() -> Finding:
+    found = f"{platform.system()} {platform.release()} {platform.machine()}"
+    if sys.platform != "linux":
+        return Finding("system", "missing", found, "the world local needs Linux: use a container or a VM")
+    return Finding("system", "ok", found)
+
+
+def _cores() -> Finding:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_cores()
+    limit = f", limited to {quota:g} by the container" if quota and quota < usable else ""
+    if min(usable, quota or usable) < 2:
+        return Finding(
+            "cores", "note", f"{usable}{limit}", "workers gain nothing from each other on one core"
+        )
+    return Finding("cores", "ok", f"{usable}{limit}")
+
+
+def _cgroup_cores() -> float | None:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _memory() -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limit = _cgroup_bytes()
+    total = min(memory.total, limit) if limit else memory.total
+    found = f"{size(memory.available)} free of {size(total)}"
+    if min(memory.available, total) < LITTLE_MEMORY_BYTES:
+        advice = (
+            "each process needs about 100 MB and its share of the model: close something, or fewer --workers"
+        )
+        return Finding("memory", "note", found, advice)
+    return Finding("memory", "ok", found)
+
+
+def _cgroup_bytes() -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        return None if text == "max" else int(text)
+    except (OSError, ValueError):
+        return None
+
+
+def _shared_memory() -> Finding:
+    """Memory files without a name, as the transport uses them."""
+    from rainband.transports.dial import this_machine
+
+    try:
+        fd = os.memfd_create("rainband-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, 1 << 20)
+        os.close(fd)
+    except (AttributeError, OSError) as error:
+        advice = "the system must allow memfd_create (a seccomp profile may forbid it)"
+        return Finding("shared memory", "missing", f"memfd_create fails: {error}", advice)
+    if platform.machine().lower() not in ("x86_64", "amd64", "i686") or not this_machine():
+        return Finding("shared memory", "note", "memfd works, but not between our processes: they use TCP")
+    return Finding("shared memory", "ok", "memfd works")
+
+
+def _dev_shm() -> Finding:
+    """Rainband does not use it; data loaders of torch do."""
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return Finding("/dev/shm", "note", "is not there", "needed only by DataLoader(num_workers > 0)")
+    total = room.f_blocks * room.f_frsize
+    if total < 256_000_000:
+        advice = "enough for rainband; DataLoader(num_workers > 0) wants docker run --shm-size=1g"
+        return Finding("/dev/shm", "note", size(total), advice)
+    return Finding("/dev/shm", "ok", size(total))
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except Exception as error:  # a broken installation may raise anything
+        advice = "pip install torch==2.13.0"
+        return Finding("torch", "missing", f"cannot be imported: {type(error).__name__}: {error}", advice)
+    threads = f"{torch.get_num_threads()} threads by itself (rainband gives each worker --threads)"
+    gpu = f", {torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return Finding("torch", "ok", f"{torch.__version__}, {capability}{gpu}, {threads}")
+
+
+def _loopback() -> Finding:
+    from rainband.transports.dial import listen_tcp
+
+    try:
+        with listen_tcp("127.0.0.1") as listener:
+            port = listener.getsockname()[1]
+    except (OSError, ValueError) as error:
+        return Finding("loopback", "missing", str(error), "bring the interface up: ip link set lo up")
+    return Finding("loopback", "ok", f"127.0.0.1 gives ports (just now {port})")
+
+
+def _local_sockets() -> Finding:
+    from rainband.transports.dial import listen_unix
+
+    try:
+        listen_unix(f"rainband-doctor-{os.getpid()}").close()
+    except OSError as error:
+        return Finding("local sockets", "missing", str(error), "the system must allow abstract Unix sockets")
+    return Finding("local sockets", "ok", "abstract Unix sockets work")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "any number" if hard == resource.RLIM_INFINITY else whole(hard)
+    found = f"{whole(soft)} at once (up to {most} can be allowed)"
+    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+        return Finding("open files", "note", found, f"ulimit -n {4 * FEW_FILES}")
+    return Finding("open files", "ok", found)
+
+
+# ---- libraries ----
+
+
+def _libraries() -> Iterator[Finding]:
+    """What rainband itself needs, then each extra."""
+    from importlib import metadata
+
+    try:
+        needed = metadata.requires("rainband") or []
+    except metadata.PackageNotFoundError:
+        advice = "pip install -e . in its directory"
+        yield Finding("libraries", "note", "rainband is not installed, so what it needs is not known", advice)
+        return
+    wanted: dict[str, list[str]] = {"": []}
+    for requirement in needed:
+        name = re.match(r"[\w.-]+", requirement)
+        extra = re.search(r"""extra\s*==\s*["']([\w-]+)["']""", requirement)
+        if name:
+            wanted.setdefault(extra[1] if extra else "", []).append(name[0])
+    for group, names in wanted.items():
+        yield _group(group, names)
+
+
+def _group(extra: str, names: list[str]) -> Finding:
+    missing = [name for name in names if _version(name) is None]
+    title = f"extra {extra}" if extra else "libraries"
+    if not missing:
+        return Finding(title, "ok", ", ".join(f"{name} {_version(name)}" for name in names))
+    if not extra:
+        return Finding(title, "missing", f"{', '.join(missing)} not installed", "pip install rainband")
+    return Finding(title, "note", f"{', '.join(missing)} not installed", f"pip install 'rainband[{extra}]'")
+
+
+def _version(name: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

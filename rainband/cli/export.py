@@ -1,0 +1,89 @@
+"""`rainband export`: copy a run's model to where it is wanted, after looking whether it loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rainband.cli import complete
+from rainband.cli.mistakes import mistakes_told
+from rainband.cli.words import count, size
+
+if TYPE_CHECKING:
+    from rainband.history import Run
+
+
+def register(app: typer.Typer) -> None:
+    app.command("export")(export)
+
+
+def export(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A directory, a name, the beginning of a name, or last.",
+            autocompletion=complete.runs,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as model.safetensors.")],
+    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")] = Path("runs"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite OUT if it is there.")] = False,
+) -> None:
+    """Copy the model of a run to a file that plain PyTorch loads."""
+    from rainband.history import find_run, read_run
+
+    with mistakes_told():
+        model = _model_of(read_run(find_run(runs, run)))
+        _check_target(out, force)
+        tensors, numbers = _look_inside(model)
+        _copy(model, out)
+    typer.echo(f"{out}: {count(tensors, 'tensor')}, {count(numbers, 'number')}, {size(out.stat().st_size)}")
+    typer.echo("To load it into the module that was trained:")
+    typer.echo("  from safetensors.torch import load_model")
+    typer.echo(f"  load_model(module, {str(out)!r})")
+
+
+def _model_of(run: Run) -> Path:
+    if run.model is not None:
+        return run.model
+    if run.state == "running":
+        raise ValueError(f"{run.name} is still running: its model is saved at the end.")
+    reason = run.so_far.ended.reason if run.so_far.ended else ""
+    why = f"{run.state}: {reason}" if reason else run.state
+    raise ValueError(f"{run.name} has no model ({why}): choose another run (rainband runs).")
+
+
+def _check_target(out: Path, force: bool) -> None:
+    if out.is_dir():
+        raise ValueError(f"{out} is a directory: give a file, such as {out / 'model.safetensors'}.")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no directory {out.parent}: make it first (mkdir -p {out.parent}).")
+    if out.exists() and not force:
+        raise ValueError(f"{out} is there already: choose another name, or add --force to overwrite it.")
+
+
+def _look_inside(model: Path) -> tuple[int, int]:
+    """Load every tensor; returns how many, and how many numbers they hold."""
+    import safetensors
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(str(model))
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{model} does not load ({error}): the file is damaged. Train again.") from None
+    return len(tensors), sum(tensor.numel() for tensor in tensors.values())
+
+
+def _copy(model: Path, out: Path) -> None:
+    """Write beside, then rename: a crash leaves the old file or the new one, whole."""
+    beside = out.with_name(f"{out.name}.{os.getpid()}.part")
+    try:
+        shutil.copyfile(model, beside)
+        beside.replace(out)
+    finally:
+        beside.unlink(missing_ok=True)

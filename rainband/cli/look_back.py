@@ -1,0 +1,185 @@
+"""Runs that were, as text: a list of them, one in full, two side by side."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from typing import Any
+
+import msgspec
+import typer
+
+from rainband.cli.charts import curve, histogram, ink_for
+from rainband.cli.sentences import crew, how_far, plan_made, user_error
+from rainband.cli.summary import results, summary
+from rainband.cli.words import assignment, duration, short, table
+from rainband.history import Run, loss_curve
+
+CHART_WIDTH = 72
+
+
+def to_json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+# ---- one run ----
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What a program would read."""
+    so_far = run.so_far
+    ended = so_far.ended
+    return {
+        "name": run.name,
+        "directory": str(run.directory),
+        "state": run.state,
+        "reason": ended.reason if ended else "",
+        "started_at": so_far.started.started_at if so_far.started else "",
+        "config": run.config,
+        "samples": so_far.samples_done,
+        "seconds": ended.seconds if ended else so_far.at_s,
+        "samples_per_s": _rate(run),
+        "metrics": ended.metrics if ended else {},
+        "loss": so_far.loss,
+        "books": ended.books if ended else {},
+        "staleness": ended.staleness if ended else {},
+        "model": str(run.model) if run.model else None,
+        "unreadable": run.unreadable,
+    }
+
+
+def _rate(run: Run) -> float:
+    seconds = run.so_far.ended.seconds if run.so_far.ended else run.so_far.at_s
+    return run.so_far.samples_done / seconds if seconds else 0.0
+
+
+def listed(runs: list[Run]) -> list[str]:
+    """A line for each."""
+    return table([("run", "state", "crew", "samples", "time", "result"), *map(_row, runs)])
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    so_far = run.so_far
+    started = so_far.started
+    return (
+        run.name,
+        run.state,
+        f"{started.num_workers} + {started.num_servers}" if started else "",
+        f"{so_far.samples_done:,}",
+        duration(so_far.at_s),
+        _result(run),
+    )
+
+
+def _result(run: Run) -> str:
+    ended = run.so_far.ended
+    if ended and ended.metrics:
+        return results(ended.metrics)
+    return "" if run.so_far.loss is None else f"training loss {short(run.so_far.loss)}"
+
+
+def shown(run: Run) -> list[str]:
+    """What it was, how it ended, its books, its staleness, its curve."""
+    so_far = run.so_far
+    width = max(40, min(CHART_WIDTH, shutil.get_terminal_size().columns - 2))
+    ink = ink_for(typer.get_text_stream("stdout").encoding)
+    lines = [f"{run.name}: {run.state}", *table(_about(run), indent="  ", width=width), ""]
+    if so_far.error:
+        lines += [*user_error(so_far.error), ""]
+    if so_far.ended:
+        lines += summary(so_far.ended, run.directory, why_was_told=so_far.error is not None)
+    else:
+        lines += _without_end(run)
+    staleness = _histogram_of(run)
+    if staleness:
+        lines += ["", "staleness: updates missed by a gradient, and how many missed so many"]
+        lines += [f"  {line}" for line in histogram(staleness, width, ink)]
+    plotted = curve(loss_curve(so_far.progress), width, ink=ink)
+    if plotted:
+        lines += ["", "training loss, over the samples done", *(f"  {line}" for line in plotted)]
+    return lines
+
+
+def _about(run: Run) -> list[tuple[str, str]]:
+    so_far, rows = run.so_far, []
+    if started := so_far.started:
+        settings = " ".join(assignment(name, value) for name, value in started.settings.items())
+        rows.append(("what", f"{started.task} with {started.strategy} {settings}".rstrip()))
+        rows.append(("who", crew(started.num_workers, started.num_servers)))
+        if started.started_at:
+            rows.append(("when", _local_time(started.started_at)))
+    if so_far.plan:
+        rows.append(("plan", plan_made(so_far.plan)))
+    if run.unreadable:
+        rows.append(("note", f"{run.unreadable} lines of events.jsonl could not be read"))
+    if (run.directory / "config.json").is_file():
+        rows.append(("again", f"rainband train --config {run.directory / 'config.json'}"))
+    return rows
+
+
+def _without_end(run: Run) -> list[str]:
+    if run.state == "running":
+        return ["still running; so far:", f"  {how_far(run.so_far).strip()}"]
+    last = how_far(run.so_far).strip() if run.so_far.last else "nothing was done yet"
+    return [
+        "it was killed, or its machine stopped: there is no end and no model. The last known:",
+        f"  {last}",
+    ]
+
+
+def _histogram_of(run: Run) -> dict[int, int]:
+    ended = run.so_far.ended
+    counts: Any = ended.staleness.get("histogram", {}) if ended else {}
+    return {int(value): number for value, number in counts.items()}
+
+
+def _local_time(text: str) -> str:
+    return datetime.datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+# ---- two runs ----
+
+
+def compared(a: Run, b: Run) -> list[str]:
+    """What came of each, side by side, and what was set otherwise."""
+    settings = [row for row in _settings_rows(a, b) if row[1] != row[2]]
+    rows = [("", a.name, b.name, "second / first"), *_outcome_rows(a, b)]
+    same = ["Both were set alike."] if not settings else []
+    lines = [*table(rows), "", *same]
+    return lines + (["What was set otherwise:", *table(settings, indent="  ")] if settings else [])
+
+
+def _settings_rows(a: Run, b: Run) -> list[tuple[str, str, str]]:
+    flat_a, flat_b = _flat(a.config), _flat(b.config)
+    names = [name for name in [*flat_a, *(n for n in flat_b if n not in flat_a)] if name != "directory"]
+    return [(name, _text(flat_a.get(name, "-")), _text(flat_b.get(name, "-"))) for name in names]
+
+
+def _text(value: object) -> str:
+    return "the task's own" if value is None else str(value)
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the strategy by their own name, those of the task as they are typed."""
+    plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    of_task = {f"task.{name}": value for name, value in config.get("task_settings", {}).items()}
+    return {**plain, **config.get("strategy_settings", {}), **of_task}
+
+
+def _outcome_rows(a: Run, b: Run) -> list[tuple[str, str, str, str]]:
+    both = [facts(a), facts(b)]
+    rows = [("state", a.state, b.state, "")]
+    rows += [_ratio(name, *(fact[name] for fact in both)) for name in ("seconds", "samples", "samples_per_s")]
+    names = [*both[0]["metrics"], *(n for n in both[1]["metrics"] if n not in both[0]["metrics"])]
+    rows += [_ratio(name, *(fact["metrics"].get(name) for fact in both)) for name in names]
+    rows.append(_ratio("training loss", both[0]["loss"], both[1]["loss"]))
+    for name in ("mean", "max"):
+        rows.append(_ratio(f"staleness, {name}", *(fact["staleness"].get(name) for fact in both)))
+    for name in ("applied", "not_done", "leased_again", "lost", "twice"):
+        rows.append(_ratio(f"batches {name}".replace("_", " "), *(fact["books"].get(name) for fact in both)))
+    return [row for row in rows if row[1] != "-" or row[2] != "-"]
+
+
+def _ratio(name: str, a: float | None, b: float | None) -> tuple[str, str, str, str]:
+    ratio = f"{b / a:.2f}" if a and b is not None else ""
+    return name, "-" if a is None else short(a), "-" if b is None else short(b), ratio

@@ -1,0 +1,95 @@
+"""`rainband runs`: look back on runs: list them, show one, compare two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rainband.cli import complete
+from rainband.cli.mistakes import mistakes_told
+
+Root = Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")]
+Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+WHICH = "A directory, a name, the beginning of a name, or last."
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(
+        help="Look back on runs: list them, show one, compare two.",
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    group.callback(invoke_without_command=True)(list_them)
+    group.command("show")(show)
+    group.command("compare")(compare)
+    app.add_typer(group, name="runs")
+
+
+def list_them(
+    ctx: typer.Context,
+    runs: Root = Path("runs"),
+    most: Annotated[
+        int, typer.Option("--most", "-n", metavar="N", min=1, help="How many, newest first.")
+    ] = 20,
+    as_json: Json = False,
+) -> None:
+    """List the runs, newest first."""
+    if ctx.invoked_subcommand:
+        return
+    from rainband.cli.look_back import facts, listed, to_json
+    from rainband.history import list_runs, read_run
+
+    directories = list_runs(runs)
+    found = [read_run(directory) for directory in directories[:most]]
+    if as_json:
+        typer.echo(to_json([facts(run) for run in found]))
+        return
+    if not found:
+        typer.echo(f"There are no runs in {runs}. Train something: rainband train digits downpour")
+        return
+    _print(listed(found))
+    if len(directories) > most:
+        typer.echo(f"... and {len(directories) - most} older: rainband runs -n {len(directories)}")
+
+
+def show(
+    run: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=complete.runs)],
+    runs: Root = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Show a run: its books, its staleness, its curve."""
+    from rainband.cli.look_back import facts, shown, to_json
+    from rainband.history import find_run, read_run
+
+    with mistakes_told():
+        found = read_run(find_run(runs, run))
+    if as_json:
+        typer.echo(to_json({**facts(found), "progress": found.so_far.progress}))
+        return
+    _print(shown(found))
+
+
+def compare(
+    first: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=complete.runs)],
+    second: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=complete.runs)],
+    runs: Root = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Compare two runs: what was set otherwise, and what came of it."""
+    from rainband.cli.look_back import compared, facts, to_json
+    from rainband.history import find_run, read_run
+
+    with mistakes_told():
+        pair = [read_run(find_run(runs, word)) for word in (first, second)]
+    if as_json:
+        typer.echo(to_json([facts(run) for run in pair]))
+        return
+    _print(compared(*pair))
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(line)

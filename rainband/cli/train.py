@@ -1,0 +1,173 @@
+"""`rainband train`: train a task with a strategy, and say what came of it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rainband.cli import complete
+from rainband.cli.mistakes import EXIT_CODES, mistakes_told
+
+if TYPE_CHECKING:
+    from rainband.sinks import Sink
+    from rainband.worlds.config import RunConfig
+    from rainband.worlds.local import RunResult
+
+WORLDS = {"local": "rainband.worlds.local"}  # name -> the module whose `run` drives it
+
+
+def register(app: typer.Typer) -> None:
+    app.command("train", epilog=EXIT_CODES)(train)
+
+
+def train(
+    task: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TASK", help="What: a built-in task, or module:name.", autocompletion=complete.tasks
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="STRATEGY",
+            help="How: see rainband explain; or module:Class.",
+            autocompletion=complete.strategies,
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Settings of the strategy, such as lr=0.05; those of the task are written task.key=value.",
+            autocompletion=complete.settings,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="How many compute.", show_default="4; 1 without servers"),
+    ] = None,
+    servers: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="How many share the parameters.", show_default="2, if it needs them"
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Passes over the data.", show_default="the task's own"),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Samples for one gradient.", show_default="the task's own"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Of everything random.", show_default="0")
+    ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(help="How parameters travel: auto, tcp or shm.", metavar="NAME", show_default="auto"),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of torch, in each worker.", show_default="1")
+    ] = None,
+    failure_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="A worker not heard of for so long is no longer waited for.",
+            show_default="5",
+        ),
+    ] = None,
+    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the run's directory is made.")] = Path(
+        "runs"
+    ),
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Do an earlier run again: its config.json, or its directory."),
+    ] = None,
+    world: Annotated[str, typer.Option(help="Who runs it.", metavar="NAME")] = "local",
+    csv: Annotated[bool, typer.Option("--csv", help="Write progress.csv, too.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write for TensorBoard, too.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="End standard output with one JSON object; the rest goes to stderr."),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show every event and log record.")
+    ] = False,
+) -> None:
+    """Train TASK with STRATEGY.
+
+    \b
+    rainband train digits downpour n_push=4 --workers 4 --servers 2
+    rainband train mylab:mine sync --epochs 3
+    rainband train --config runs/NAME/config.json
+    """
+    import msgspec
+
+    from rainband.cli.configure import configured
+    from rainband.worlds.directory import new_directory
+
+    words = [word for word in (task, strategy, *(settings or [])) if word is not None]
+    options = {
+        "num_workers": workers,
+        "num_servers": servers,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "seed": seed,
+        "transport": transport,
+        "threads": threads,
+        "failure_timeout_s": failure_timeout,
+    }
+    with mistakes_told():
+        if world not in WORLDS:
+            raise ValueError(f"no world named '{world}': choose from {', '.join(WORLDS)}.")
+        given = {name: value for name, value in options.items() if value is not None}
+        run_config = configured(words, config, given, world)
+        kinds = _sinks(csv, tensorboard)
+        directory = new_directory(runs, run_config.task, run_config.strategy)
+        run_config = msgspec.structs.replace(run_config, directory=str(directory))
+    sinks = [partial(kind, directory) for kind in kinds]
+    raise typer.Exit(_watched(WORLDS[world], run_config, sinks, as_json, verbose))
+
+
+def _sinks(csv: bool, tensorboard: bool) -> list[Callable[[Path], Sink]]:
+    """Those that were asked for; one whose library is missing is told before a directory is made."""
+    sinks: list[Callable[[Path], Sink]] = []
+    if csv:
+        from rainband.sinks.csv import Csv
+
+        sinks.append(Csv)
+    if tensorboard:
+        from rainband.sinks.tensorboard import TensorBoard, check_installed
+
+        check_installed()
+        sinks.append(TensorBoard)
+    return sinks
+
+
+def _watched(world: str, config: RunConfig, sinks: list[partial[Sink]], as_json: bool, verbose: bool) -> int:
+    """Run it, show it, say what came of it; returns the exit code."""
+    import msgspec
+
+    from rainband.cli.summary import summary
+    from rainband.cli.watch import Watch
+
+    run = importlib.import_module(world).run
+    with Watch(sys.stderr if as_json else sys.stdout, verbose, sinks) as watch:
+        result: RunResult = run(config, watch, capture=True)
+    so_far = watch.so_far
+    if so_far.ended is not None:
+        for line in summary(so_far.ended, Path(config.directory), why_was_told=so_far.error is not None):
+            typer.echo(line, err=as_json)
+    if as_json:
+        typer.echo(msgspec.json.encode(result).decode())
+    return result.exit_code

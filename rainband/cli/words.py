@@ -1,0 +1,87 @@
+"""Numbers, times and tables as people read them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+
+def whole(number: float) -> str:
+    """28740 is 28,740."""
+    return f"{number:,.0f}"
+
+
+def short(number: float) -> str:
+    """Three figures that matter: 0.0325, 1.07, 412, 28,740, 1.2e-07."""
+    if number != 0 and abs(number) < 1e-4:
+        return f"{number:.1e}"
+    if abs(number) >= 1000:
+        return whole(number)
+    return f"{number:.3g}"
+
+
+def percent(share: float) -> str:
+    """Rounded down, so that 100 % is all."""
+    return f"{int(share * 100)} %"
+
+
+def duration(seconds: float) -> str:
+    """0.4 s, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    total = round(seconds)
+    minutes, seconds = divmod(total, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def size(num_bytes: float) -> str:
+    """1.5 GB, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def count(number: int, thing: str) -> str:
+    """1 worker, 4 workers; 1 epoch, 3 epochs; 1 batch, 2 batches; 1 push, 2 pushes."""
+    plural = thing + ("es" if thing.endswith(("tch", "sh")) else "s")
+    return f"{whole(number)} {thing if number == 1 else plural}"
+
+
+def assignment(name: str, value: object) -> str:
+    """As it would be typed: overlap=true, local_lr=none, betas=0.9,0.99."""
+    if isinstance(value, tuple | list):
+        return f"{name}={','.join(map(str, value))}"
+    return f"{name}={str(value).lower() if value is None or isinstance(value, bool) else value}"
+
+
+def cut(text: str, width: int) -> str:
+    """At most `width` characters; … says that there was more."""
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def table(rows: Iterable[Sequence[str]], indent: str = "", gap: str = "  ", width: int = 0) -> list[str]:
+    """Columns as wide as they need to be; with a width, the last one is wrapped to fit."""
+    rows = [list(row) for row in rows]
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines: list[str] = []
+    for row in rows:
+        head = indent + "".join(cell.ljust(w) + gap for cell, w in zip(row, widths, strict=False))
+        room = max(20, width - len(head)) if width else 0
+        tail = (
+            textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False)
+            if room
+            else [row[-1]]
+        ) or [""]
+        lines.append((head + tail[0]).rstrip())
+        lines += [" " * len(head) + line for line in tail[1:]]
+    return lines

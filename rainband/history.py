@@ -1,0 +1,346 @@
+"""A run as its events tell it: so far, while it runs, or read back from its directory, crashed or not."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rainband.events import (
+    AnyEvent,
+    Joined,
+    LeasedAgain,
+    Lost,
+    PhaseChanged,
+    PlanMade,
+    Printed,
+    Progress,
+    Returned,
+    RunEnded,
+    RunStarted,
+    UserError,
+)
+
+WINDOW = 6  # rates are those of the last so many Progress events
+SLOW = 0.6  # of what the others do
+LOCK_STEP = 0.9  # rates that differ by less are those of workers who wait for each other
+MUCH_WAITING = 0.2  # of the time
+
+
+@dataclass(frozen=True)
+class WorkerNow:
+    """One worker, as people want to see it."""
+
+    index: int
+    samples_per_s: float
+    waited_s: float
+    waiting: float  # the share of the last seconds it spent waiting, 0 to 1
+    slow: bool
+    gone: str  # why it is not waited for; "": it is there
+
+
+@dataclass
+class RunSoFar:
+    """All that is known of a run after some of its events."""
+
+    at_s: float = 0.0
+    phase: str = "forming"
+    stopping: str = ""  # why it ends early
+    started: RunStarted | None = None
+    plan: PlanMade | None = None
+    joined: set[str] = field(default_factory=set)
+    gone: dict[str, str] = field(default_factory=dict)  # node -> why
+    leased_again: int = 0
+    progress: list[Progress] = field(default_factory=list)
+    error: UserError | None = None
+    ended: RunEnded | None = None
+
+    def absorb(self, event: AnyEvent) -> None:
+        """Take one event, in the order of the run."""
+        self.at_s = max(self.at_s, event.at_s)
+        match event:
+            case RunStarted():
+                self.started = event
+            case PlanMade():
+                self.plan = event
+            case PhaseChanged():
+                self.phase, self.stopping = event.phase, event.reason
+            case Joined():
+                self.joined.add(event.node)
+                self.gone.pop(event.node, None)
+            case Lost():
+                self.gone[event.node] = event.why
+            case Returned():
+                self.gone.pop(event.node, None)
+            case LeasedAgain():
+                self.leased_again += 1
+            case Progress():
+                self.progress.append(event)
+            case UserError():
+                self.error = self.error or event
+            case RunEnded():
+                self.ended = event
+            case Printed():
+                pass
+
+    @property
+    def last(self) -> Progress | None:
+        return self.progress[-1] if self.progress else None
+
+    @property
+    def samples(self) -> int:
+        """In the whole run; 0 while that is not known."""
+        if self.plan is not None:
+            return self.plan.num_samples * self.plan.epochs
+        return self.last.samples if self.last else 0
+
+    @property
+    def samples_done(self) -> int:
+        if self.ended is not None:
+            return self.ended.samples
+        return self.last.samples_done if self.last else 0
+
+    @property
+    def loss(self) -> float | None:
+        """The newest that is known."""
+        return next((p.loss for p in reversed(self.progress) if p.loss is not None), None)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Done by all together, over the last few seconds."""
+        recent = self.progress[-WINDOW:]
+        if len(recent) < 2:
+            return sum(recent[0].samples_per_s.values()) if recent else 0.0
+        first, last = recent[0], recent[-1]
+        return (last.samples_done - first.samples_done) / max(1e-9, last.at_s - first.at_s)
+
+    @property
+    def left_s(self) -> float | None:
+        """What is left to do, at the pace of the last few seconds."""
+        rate = self.samples_per_s
+        return (self.samples - self.samples_done) / rate if rate > 0 and self.samples else None
+
+    def workers(self) -> list[WorkerNow]:
+        """Every worker that has been there, by number."""
+        if self.last is None:
+            return []
+        rates, shares = self.last.samples_per_s, self._waiting_shares()
+        slow = self._slow(rates, shares)
+        known = {int(node.split()[1]) for node in self.joined if node.startswith("worker ")} | set(rates)
+        return [
+            WorkerNow(
+                index=i,
+                samples_per_s=rates.get(i, 0.0),
+                waited_s=self.last.waited_s.get(i, 0.0),
+                waiting=shares.get(i, 0.0),
+                slow=i in slow,
+                gone=self.gone.get(f"worker {i}", ""),
+            )
+            for i in sorted(known)
+        ]
+
+    def _waiting_shares(self) -> dict[int, float]:
+        first, last = self.progress[-WINDOW:][0], self.progress[-1]
+        span_s = last.at_s - first.at_s
+        if span_s <= 0:
+            return {}
+        waited = {i: waited_s - first.waited_s.get(i, 0.0) for i, waited_s in last.waited_s.items()}
+        return {i: min(1.0, max(0.0, waited_s / span_s)) for i, waited_s in waited.items()}
+
+    def _slow(self, rates: dict[int, float], shares: dict[int, float]) -> set[int]:
+        """Who holds the others up, or does much less than they do. The first seconds say nothing yet."""
+        here = {i: rate for i, rate in rates.items() if f"worker {i}" not in self.gone}
+        if len(here) < 2 or len(self.progress) < 3 or self.phase != "running":
+            return set()
+        slow = set()
+        for i, rate in here.items():
+            others = [here[j] for j in here if j != i]
+            waits = _middle([shares.get(j, 0.0) for j in here if j != i])
+            in_step = min(here.values()) > LOCK_STEP * max(here.values())
+            waited_for = in_step and waits > MUCH_WAITING and shares.get(i, 0.0) < waits / 3
+            if waited_for or rate < SLOW * _middle(others):
+                slow.add(i)
+        return slow
+
+
+def _middle(values: list[float]) -> float:
+    """The median; the standard library's would import much for it."""
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def told_by(events: Iterable[AnyEvent]) -> RunSoFar:
+    """What these events tell, from the first on."""
+    so_far = RunSoFar()
+    for event in events:
+        so_far.absorb(event)
+    return so_far
+
+
+# ---- a run's directory ----
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory, as it is now; a killed run has no end, and perhaps a line that was cut."""
+
+    directory: Path
+    config: dict[str, Any]  # {} where it cannot be read
+    events: list[AnyEvent]
+    unreadable: int  # lines of events.jsonl that were cut, or come from another version
+    alive: bool  # its launcher still runs
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @cached_property
+    def so_far(self) -> RunSoFar:
+        return told_by(self.events)
+
+    @property
+    def state(self) -> str:
+        """running, finished, stopped or failed; killed: it ended without saying so."""
+        if self.so_far.ended is not None:
+            return self.so_far.ended.outcome
+        return "running" if self.alive else "killed"
+
+    @property
+    def model(self) -> Path | None:
+        path = self.directory / "model.safetensors"
+        return path if path.is_file() else None
+
+
+def read_run(directory: Path) -> Run:
+    """Read what is there, whatever happened to the run."""
+    events, unreadable = _read_events(directory / "events.jsonl")
+    return Run(
+        directory=directory,
+        config=_read_config(directory / "config.json"),
+        events=events,
+        unreadable=unreadable,
+        alive=_is_locked(directory / "events.jsonl"),
+    )
+
+
+def read_metrics(directory: Path) -> list[dict[str, float | None]]:
+    """The rows of metrics.sqlite, one for each Progress event; none where the file is missing or damaged."""
+    path = (directory / "metrics.sqlite").absolute()
+    if not path.is_file():
+        return []
+    import sqlite3
+
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            connection.row_factory = sqlite3.Row
+            return [dict(row) for row in connection.execute("select * from progress order by at_s")]
+    except sqlite3.Error:
+        return []
+
+
+def list_runs(root: Path) -> list[Path]:
+    """The directories of runs under `root`, newest first."""
+    if not root.is_dir():
+        return []
+    runs = [path for path in root.iterdir() if is_run(path)]
+    return sorted(runs, key=lambda path: (_started_at(path), path.name), reverse=True)
+
+
+def is_run(path: Path) -> bool:
+    return (path / "config.json").is_file() or (path / "events.jsonl").is_file()
+
+
+def find_run(root: Path, word: str) -> Path:
+    """A run by its directory, its name, the beginning of its name, or `last`."""
+    runs = list_runs(root)
+    names = [path.name for path in runs]
+    if word in names:
+        return root / word
+    if is_run(Path(word)):
+        return Path(word)
+    if not runs:
+        raise ValueError(
+            f"there are no runs in {root}: train something (rainband train digits downpour), "
+            "or say where they are with --runs."
+        )
+    if word == "last":
+        return runs[0]
+    matching = [name for name in names if name.startswith(word)]
+    if len(matching) == 1:
+        return root / matching[0]
+    if matching:
+        raise ValueError(f"{word} is the beginning of {_some(matching)}: type more of it.")
+    raise ValueError(f"no run named {word} in {root}: there are {_some(names)}. Or type last.")
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def _read_events(path: Path) -> tuple[list[AnyEvent], int]:
+    events, unreadable = [], 0
+    for line in _lines(path):
+        try:
+            events.append(_decoder.decode(line))
+        except msgspec.MsgspecError:
+            unreadable += 1
+    return events, unreadable
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from (line for line in file if line.strip())
+    except OSError:
+        return
+
+
+def _started_at(directory: Path) -> str:
+    """As its first event says; where that says nothing, as old as its oldest file seems to be."""
+    for line in _lines(directory / "events.jsonl"):
+        try:
+            event = _decoder.decode(line)
+        except msgspec.MsgspecError:
+            break
+        if isinstance(event, RunStarted) and event.started_at:
+            return event.started_at
+        break
+    files = [directory / "config.json", directory / "events.jsonl"]
+    oldest_s = min(file.stat().st_mtime for file in files if file.is_file())
+    return datetime.fromtimestamp(oldest_s, UTC).isoformat(timespec="milliseconds")
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether the run's launcher lives: it holds a lock, which the kernel takes away when it ends."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def loss_curve(progress: Iterable[Progress]) -> list[tuple[float, float]]:
+    """(samples done, loss), where the loss is known and finite."""
+    return [(p.samples_done, p.loss) for p in progress if p.loss is not None and math.isfinite(p.loss)]

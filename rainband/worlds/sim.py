@@ -1,0 +1,241 @@
+"""The world `sim`: one run in virtual time, in this process, with the same nodes, strategies, rules and books.
+
+Only the transport and the clock are other ones. A run has the same result, the same events and the same directory as
+a real one; its seconds are virtual.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+
+from rainband import __version__, events
+from rainband.catalogue import load_strategy
+from rainband.coordinator import RunSettings
+from rainband.flat import Flat
+from rainband.messages import Join
+from rainband.optim import build
+from rainband.settings import as_dict
+from rainband.settings import build as build_settings
+from rainband.sim.compute import ComputeModel
+from rainband.sim.model import ClusterModel, load_model
+from rainband.sim.trace import Trace
+from rainband.tasks.load import load_task
+from rainband.tasks.task import Task, fingerprint, parameter_groups
+from rainband.types import Strategy
+from rainband.worlds.config import RunConfig
+from rainband.worlds.directory import EventLog, write_config
+from rainband.worlds.local import RunResult, View
+from rainband.worlds.sim_body import RealBody, TimeBody
+from rainband.worlds.sim_memory import Desk
+from rainband.worlds.sim_world import Play, Span, World
+
+PROGRESS_POINTS = 50  # as many events tell of the progress of a run; heartbeats come as often
+MAX_BEATS = 200_000  # of all workers together, where a run has many
+
+
+class Simulated(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulated run was, to compare it with another: simulation.json in the run's directory."""
+
+    trace_hash: str  # equal when every message came at the same moment and the parameters are the same bits
+    time_only: bool
+    torch: str  # with gradients, bits depend on these three
+    cpu_capability: str
+    threads: int
+    events: int
+    wall_s: float
+    model: ClusterModel
+
+
+def run(config: RunConfig, view: View, capture: bool = False) -> RunResult:
+    """Run to the end; returns also when it failed, with the reason. A run that cannot go on raises Deadlock.
+
+    There are no other processes, so there is nothing to `capture`.
+    """
+    with one_thread():
+        return Simulation(config, view).run()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Bits of gradients depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Simulation:
+    """One run and its directory."""
+
+    def __init__(self, config: RunConfig, view: View) -> None:
+        self.config = config
+        self.view = view
+        self.directory = Path(config.directory)
+        self.log = EventLog(self.directory)
+        self.model = model_of(config)
+        self.trace = Trace(keep=config.sim.trace)
+        self.spans: list[Span] = []
+        self.started_at = time.monotonic()
+        self.interrupted = False
+        play = make_play(config)
+        settings = RunSettings(
+            num_workers=config.num_workers,
+            num_servers=config.num_servers,
+            seed=config.seed,
+            failure_timeout_s=config.failure_timeout_s,
+            model_path=str(self.directory / "model.safetensors"),
+        )
+        tick_s = self._tick_s(play.join)
+        self.world = World(
+            play, settings, self.model, self._emit, tick_s, self.trace, spans=None if config.sim.bulk else self.spans
+        )
+
+    def _tick_s(self, join: Join) -> float:
+        """A fifth of the failure timeout, as everywhere; less where the run would be over before."""
+        batches = -(-join.num_samples // join.batch_size) * join.epochs
+        expected_s = batches * self.model.compute.mean_s / self.config.num_workers
+        points = min(PROGRESS_POINTS, max(1, MAX_BEATS // self.config.num_workers))
+        return min(self.config.failure_timeout_s / 5, max(expected_s / points, 1e-6))
+
+    def run(self) -> RunResult:
+        write_config(self.directory, self.config)
+        self._emit(
+            events.RunStarted(
+                at_s=0.0,
+                task=self.config.task,
+                strategy=self.config.strategy,
+                settings=dict(self.config.strategy_settings),
+                num_workers=self.config.num_workers,
+                num_servers=self.config.num_servers,
+                version=__version__,
+            )
+        )
+        self.world.start()
+        try:
+            self._drive()
+            return self._result()
+        finally:
+            self.log.close()
+
+    def _drive(self) -> None:
+        try:
+            self.world.run()
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.world.leader.send(self.world.coordinator.stop("stopped", "interrupted"))
+            self.world.run()
+
+    def _emit(self, event: events.AnyEvent) -> None:
+        self.log.write(event)
+        self.view(event)
+
+    def _result(self) -> RunResult:
+        coordinator, seconds = self.world.coordinator, self.world.clock.now
+        books, samples = coordinator.books(), coordinator.samples_done()
+        self.world.leader.send([])  # the last events
+        result = RunResult(
+            outcome=coordinator.outcome,
+            reason=coordinator.reason,
+            strategy=self.config.strategy,
+            task=self.config.task,
+            workers=self.config.num_workers,
+            servers=self.config.num_servers,
+            samples=samples,
+            seconds=seconds,
+            samples_per_s=samples / seconds if seconds else 0.0,
+            metrics=coordinator.metrics,
+            books=msgspec.to_builtins(books) if books else {},
+            staleness=msgspec.to_builtins(coordinator.staleness(), str_keys=True),
+            directory=str(self.directory),
+            exit_code=130 if self.interrupted else int(coordinator.outcome == "failed"),
+        )
+        self._write_simulated()
+        self._emit(
+            events.RunEnded(
+                at_s=seconds,
+                outcome=result.outcome,
+                reason=result.reason,
+                seconds=seconds,
+                samples=samples,
+                metrics=result.metrics,
+                books=result.books,
+                staleness=result.staleness,
+            )
+        )
+        return result
+
+    def _write_simulated(self) -> None:
+        for server in self.world.servers.values():
+            for block in server.server.blocks.values():
+                self.trace.values(block.values.numpy().tobytes())
+        simulated = Simulated(
+            trace_hash=self.trace.digest(),
+            time_only=self.config.sim.time_only,
+            torch=str(torch.__version__),
+            cpu_capability=torch.backends.cpu.get_cpu_capability(),
+            threads=torch.get_num_threads(),
+            events=self.world.clock.done,
+            wall_s=time.monotonic() - self.started_at,
+            model=self.model,
+        )
+        data = msgspec.json.format(msgspec.json.encode(simulated), indent=2)
+        (self.directory / "simulation.json").write_bytes(data + b"\n")
+
+
+def model_of(config: RunConfig) -> ClusterModel:
+    """The models of a run: from its file or name, with what was set on top."""
+    model = load_model(config.sim.model)
+    if not config.sim.compute:
+        return model
+    compute = build_settings(ComputeModel, as_dict(model.compute) | config.sim.compute)
+    return ClusterModel(model.network, compute, model.nodes)
+
+
+def make_play(config: RunConfig) -> Play:
+    """Build the strategy, the task and its one module."""
+    strategy = load_strategy(config.strategy, config.strategy_settings)
+    task = load_task(config.task, config.task_settings)
+    torch.manual_seed(config.seed)
+    flat = Flat(module := task.model(), parameter_groups(task, module))
+    half = strategy.server(config.num_workers)
+    if half is not None:
+        build(half.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
+    if config.sim.time_only:
+        return _time_only(config, strategy, task, flat)
+    data = task.data()
+    desk = Desk(flat)
+    join = _join(config, strategy, task, flat, fingerprint(data), len(data))
+    return Play(strategy, join, lambda: RealBody(desk, task, data, config.num_workers), real=True)
+
+
+def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Play:
+    if not config.num_servers:
+        raise ValueError("where only time is simulated there must be servers: use --servers 1, or leave --time-only out.")
+    batch_size = config.batch_size or task.batch_size
+    num_samples = len(task.data()) if config.sim.steps is None else config.sim.steps * config.num_workers * batch_size
+    join = _join(config, strategy, task, flat, "", num_samples)
+    if config.sim.steps is not None:
+        join = msgspec.structs.replace(join, epochs=1)
+    body = TimeBody(config.num_workers)
+    return Play(strategy, join, lambda: body, real=False)
+
+
+def _join(config: RunConfig, strategy: Strategy, task: Task, flat: Flat, mark: str, num_samples: int) -> Join:
+    return Join(
+        fingerprint=mark,
+        num_samples=num_samples,
+        layout=flat.layout,
+        batch_size=config.batch_size or task.batch_size,
+        epochs=config.epochs or task.epochs,
+        cell_batches=getattr(strategy, "cell_batches", 1),
+        rounds=getattr(strategy, "rounds", False),
+        warm_batches=getattr(strategy, "warm_batches", 0),
+    )

@@ -1,0 +1,89 @@
+"""What simulated workers compute with: one module for all of them, or nothing at all where only time counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from rainband.client import Client
+from rainband.flat import Flat
+from rainband.gradient import ModuleGradient
+from rainband.messages import Conclude, Message, Peer, Welcome
+from rainband.tasks.task import Data, Task
+from rainband.types import Batch, Port
+from rainband.worker import ModuleWorker
+from rainband.worlds.save import save_model
+from rainband.worlds.sim_memory import Desk, hollow_flat
+
+
+class RealBody:
+    """Computes true gradients at the worker's own parameters."""
+
+    def __init__(self, desk: Desk, task: Task, data: Data, num_workers: int) -> None:
+        self.desk = desk
+        self.task = task
+        self.data = data
+        self.num_workers = num_workers
+        self.memory = desk.memory()
+
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        return Client(me, welcome.plan, self.memory.flat, welcome.blocks, welcome.owners, ports, tell)
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        worker = ModuleWorker(index, self.num_workers, self.task, self.data, self.memory.module, client)
+        worker.sampler = self.desk.sampler(worker.plan)
+        return worker
+
+    def sit_down(self) -> None:
+        self.desk.seat(self.memory)
+
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient:
+        return worker.compute(batch)
+
+    def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
+        if body is not None:
+            worker.set_buffers(body)
+        was_training = worker.module.training
+        worker.module.eval()
+        metrics = {name: float(value) for name, value in worker.task.evaluate(worker.module).items()}
+        save_model(worker.module, conclude.path)
+        worker.module.train(was_training)
+        return metrics
+
+    def final_values(self) -> bytes:
+        """The parameters as bytes, to compare runs."""
+        return b"".join(vector.view(torch.uint8).numpy().tobytes() for vector in self.memory.flat.vectors)
+
+
+class TimeBody:
+    """Computes nothing: a gradient is its name."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.flat: Flat = hollow_flat()
+        self.module = nn.Module()
+
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        return Client(me, welcome.plan, self.flat, welcome.blocks, welcome.owners, ports, tell)
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        nothing = cast(Any, None)
+        return ModuleWorker(index, self.num_workers, nothing, nothing, self.module, client)
+
+    def sit_down(self) -> None:
+        """There are no parameters."""
+
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient:
+        samples = worker.plan.samples_in(batch.portion, batch.k)
+        worker.client.stats.steps += 1
+        worker.client.stats.samples += samples
+        return ModuleGradient([], (batch,), samples, 0.0)
+
+    def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
+        return {}
+
+    def final_values(self) -> bytes:
+        return b""

@@ -1,0 +1,173 @@
+"""The simulated coordinator and servers: the same state machines as everywhere, behind virtual mailboxes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rainband import events
+from rainband.blocks import BlockSpec
+from rainband.coordinator import Coordinator
+from rainband.coordinator import Out as CoordinatorOut
+from rainband.messages import Address, Assign, Bye, Load, Message, Params, Peer, Push, ServerJoin, Welcome
+from rainband.place import Place
+from rainband.server import Out, Server
+from rainband.sim.model import NodeModel
+from rainband.sim.network import Machine
+from rainband.types import ServerHalf
+from rainband.worlds.sim_memory import NOTHING, hollow
+from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
+
+
+class Worker(Protocol):
+    """Whoever does work that takes a processor's time."""
+
+    def work(self, amount_s: float, then: Callable[[], None]) -> None: ...
+
+
+class CoordinatorNode(Node):
+    """Leads the run; its own work takes no time."""
+
+    def __init__(
+        self,
+        post: Post,
+        peer: Peer,
+        machine: Machine,
+        coordinator: Coordinator,
+        show: Callable[[events.AnyEvent], None],
+        tick_s: float,
+        time_only: bool,
+    ) -> None:
+        super().__init__(post, peer, machine)
+        self.coordinator = coordinator
+        self.show = show
+        self.tick_s = tick_s
+        self.time_only = time_only
+        self.block_bytes: list[int] = []  # as they really are; where only time counts, nodes get hollow blocks
+        self.phase = coordinator.phase  # the last one that was told
+        self.clock.after(tick_s, self._tick, idle=True)
+
+    def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
+        self.send(self.coordinator.receive(sender, message, self.clock.now, payload))
+
+    def lost(self, peer: Peer) -> None:
+        self.send(self.coordinator.lost(peer, self.clock.now, "its connection closed"))
+
+    def _tick(self) -> None:
+        self.clock.after(self.tick_s, self._tick, idle=True)
+        self.wake(lambda: self.send(self.coordinator.tick(self.clock.now)))
+
+    def send(self, outs: list[CoordinatorOut]) -> None:
+        for out in outs:
+            message = self._fitting(out.message)
+            size = HEADER_BYTES + len(out.body or b"")
+            self.post.send(self, out.to, message, out.body, size)
+        if self.coordinator.events or self.coordinator.phase != self.phase:
+            self._show()
+
+    def _show(self) -> None:
+        coordinator, changed = self.coordinator, self.coordinator.phase != self.phase
+        if changed and coordinator.phase == "concluding":
+            coordinator.note_progress(self.clock.now)  # every worker has told its last numbers
+        pending, coordinator.events = coordinator.events, []
+        for event in pending:
+            self.show(event)
+        if changed:
+            self.phase = coordinator.phase
+            self.show(events.PhaseChanged(at_s=self.clock.now, phase=self.phase, reason=coordinator.reason))
+
+    def _fitting(self, message: Message) -> Message:
+        match message:
+            case Welcome():
+                self.block_bytes = [block.num_bytes for block in message.blocks]
+            case Assign():
+                pass
+            case _:
+                return message
+        if not self.time_only:
+            return message
+        return msgspec.structs.replace(message, blocks=tuple(map(hollow, message.blocks)))
+
+
+class ServerNode(Node):
+    """One thread that takes messages one after the other; applying a gradient takes time."""
+
+    def __init__(
+        self,
+        post: Post,
+        peer: Peer,
+        machine: Machine,
+        half: Callable[[int], ServerHalf],
+        costs: NodeModel,
+        cores: Worker,
+        block_bytes: Callable[[int], int],
+    ) -> None:
+        super().__init__(post, peer, machine)
+        self.server = Server(half, publish)
+        self.costs = costs
+        self.cores = cores
+        self.block_bytes = block_bytes
+        self.queue: deque[tuple[Peer, Message, Payload]] = deque()
+        self.busy = False
+        self.owed_s = 0.0  # work done for replies, to be paid before the next message
+
+    def join(self, coordinator: Peer) -> None:
+        self.post.send(self, coordinator, ServerJoin(Address("", 0, self.name)))
+
+    def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
+        self.queue.append((sender, message, payload))
+        if not self.busy:
+            self._next()
+
+    def _next(self) -> None:
+        if not self.queue:
+            return
+        self.busy = True
+        sender, message, payload = self.queue.popleft()
+        amount_s, self.owed_s = self._cost_s(message, payload) + self.owed_s, 0.0
+        self.cores.work(amount_s, lambda: self.wake(lambda: self._handle(sender, message, payload)))
+
+    def _cost_s(self, message: Message, payload: Payload) -> float:
+        if isinstance(message, Push | Load) and payload is not None:
+            return self.costs.message_s + self.block_bytes(message.block) / self.costs.apply_bytes_per_s
+        return self.costs.message_s
+
+    def _handle(self, sender: Peer, message: Message, payload: Payload) -> None:
+        self.busy = False
+        if not isinstance(message, Bye):
+            for out in self.server.receive(sender, message, payload):
+                self._send(out)
+        self._next()
+
+    def _send(self, out: Out) -> None:
+        if not out.read or self.costs.shared_memory:
+            self.post.send(self, out.to, out.message)
+            return
+        params = out.message
+        assert isinstance(params, Params)
+        num_bytes = self.block_bytes(params.block)
+        self.owed_s += num_bytes / self.costs.read_bytes_per_s
+        self.post.send(
+            self, out.to, params, num_bytes=HEADER_BYTES + num_bytes, read=lambda: self._read(params)
+        )
+
+    def _read(self, params: Params) -> tuple[Message, Tensor | None]:
+        """The reply to a pull at the moment it leaves: a private copy, as the block changes on."""
+        message, values = self.server.read(params)
+        return message, None if values is None else values.clone() if values.numel() else NOTHING
+
+    def lost(self, peer: Peer) -> None:
+        self.server.lost(peer)
+
+
+def publish(specs: Sequence[BlockSpec], buffers: int) -> list[Place]:
+    """Room for blocks in this process's own memory."""
+    return [
+        Place([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
+        for spec in specs
+    ]

@@ -1,0 +1,141 @@
+"""Messages between simulated nodes: letters that travel through the virtual network."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from rainband.messages import Ask, Beat, Message, Peer, Report, Revoke, Sets
+from rainband.sim.clock import VirtualClock
+from rainband.sim.network import Flow, Machine, Network, Parcel
+from rainband.sim.trace import Trace
+
+HEADER_BYTES = 100  # a message without its payload, more or less
+KEEPING_TIME = (Beat, Ask, Report, Revoke, Sets)  # what ticks repeat; a run that has only these left is stuck
+
+Payload = Any  # a tensor, bytes, or None
+
+
+class Node:
+    """A simulated node: may be paused and killed."""
+
+    def __init__(self, post: Post, peer: Peer, machine: Machine) -> None:
+        self.post = post
+        self.clock = post.clock
+        self.peer = peer
+        self.machine = machine
+        self.name = str(peer) + ("" if not peer.incarnation else f"'{peer.incarnation}")
+        self.alive = True
+        self.killed_at = inf
+        self.paused_until = 0.0
+        self.backlog: deque[Callable[[], None]] = deque()  # what came while it was paused
+        self.flows: dict[Peer, Flow] = {}
+
+    def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
+        raise AssertionError("each kind of node says what it does with a message")
+
+    def lost(self, peer: Peer) -> None:
+        """The connection to a node has closed."""
+
+    def wake(self, do: Callable[[], None]) -> None:
+        """Do something now, or when the pause is over; never when dead."""
+        if self.clock.now < self.paused_until:
+            if not self.backlog:
+                self.clock.at(self.paused_until, self._go_on)
+            self.backlog.append(do)
+        elif self.alive:
+            do()
+
+    def _go_on(self) -> None:
+        if self.clock.now < self.paused_until:  # paused again
+            self.clock.at(self.paused_until, self._go_on)
+            return
+        backlog, self.backlog = self.backlog, deque()
+        for do in backlog:
+            if self.alive:
+                do()
+
+
+class Letter(Parcel):
+    """A message from one node to another."""
+
+    __slots__ = ("idle", "is_read_late", "lost", "message", "payload", "read", "source", "target")
+
+    def __init__(
+        self, flow: Flow, source: Node, target: Node, message: Message | None, payload: Payload, num_bytes: int
+    ) -> None:
+        self.flow = flow
+        self.num_bytes = num_bytes
+        self.left_at = 0.0
+        self.arrived = False
+        self.source = source
+        self.target = target
+        self.message = message  # None: the connection closes
+        self.payload = payload
+        self.idle = isinstance(message, KEEPING_TIME)
+        self.is_read_late = False
+        self.lost = False  # the sender's machine died with it
+        self.read: Callable[[], tuple[Message, Payload]] | None = None
+
+    def leave(self) -> None:
+        assert self.read is not None
+        if self.source.alive:
+            self.message, self.payload = self.read()
+
+    def deliver(self) -> None:
+        self.target.post.deliver(self)
+
+
+class Post:
+    """Carries letters between nodes; one that is addressed to nobody is dropped, as by a closed connection."""
+
+    def __init__(self, clock: VirtualClock, network: Network, trace: Trace) -> None:
+        self.clock = clock
+        self.network = network
+        self.trace = trace
+        self.nodes: dict[Peer, Node] = {}
+
+    def send(
+        self,
+        source: Node,
+        to: Peer,
+        message: Message | None,
+        payload: Payload = None,
+        num_bytes: int = HEADER_BYTES,
+        at_s: float | None = None,
+        read: Callable[[], tuple[Message, Payload]] | None = None,
+    ) -> Letter | None:
+        """Send a message, now or a little later. `read` makes it when its first byte leaves."""
+        target = self.nodes.get(to)
+        if target is None:
+            return None
+        flow = source.flows.get(to) or self.flow(source, target)
+        letter = Letter(flow, source, target, message, payload, num_bytes)
+        if read is not None:
+            letter.is_read_late, letter.read = True, read
+        self.network.send(letter, self.clock.now if at_s is None else at_s)
+        return letter
+
+    def flow(self, source: Node, target: Node) -> Flow:
+        flow = source.flows.get(target.peer)
+        if flow is None:
+            flow = source.flows[target.peer] = Flow(source.machine, target.machine)
+        return flow
+
+    def deliver(self, letter: Letter) -> None:
+        source, target, message = letter.source, letter.target, letter.message
+        if letter.lost or not target.alive:
+            return
+        if message is None:
+            self.trace.note(self.clock.now, target.name, f"lost {source.name}")
+            target.wake(lambda: target.lost(source.peer))
+            return
+        if letter.left_at > source.killed_at:
+            return  # it was still in the sender's hands
+        self.trace.message(self.clock.now, source.name, target.name, message)
+        if self.clock.now < target.paused_until:
+            target.wake(lambda: target.receive(source.peer, message, letter.payload))
+        else:
+            target.receive(source.peer, message, letter.payload)

@@ -1,0 +1,334 @@
+"""A simulated worker: its strategy's coroutine, driven by virtual time; the same client, the same protocol."""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from rainband.blocks import BlockSpec
+from rainband.client import Client, Handle, PullHandle
+from rainband.errors import RainbandError, Stop
+from rainband.gradient import ModuleGradient
+from rainband.messages import (
+    COORDINATOR,
+    Bye,
+    Conclude,
+    Concluded,
+    Ended,
+    Failed,
+    Go,
+    Join,
+    Load,
+    Loaded,
+    Message,
+    Opened,
+    Params,
+    Peer,
+    Push,
+    Welcome,
+)
+from rainband.server import Server
+from rainband.sim.compute import Pace
+from rainband.sim.model import NodeModel
+from rainband.sim.network import Machine
+from rainband.stats import Stats
+from rainband.types import Batch, Port, Strategy
+from rainband.worker import Compute, ModuleWorker
+from rainband.worlds.sim_memory import NOTHING
+from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
+
+if TYPE_CHECKING:
+    from rainband.worlds.sim_nodes import Worker as Cores
+
+Wanted = Compute | Handle
+
+
+class Until(Handle):
+    """Waits until something is so."""
+
+    def __init__(self, what: str, is_so: Callable[[], bool]) -> None:
+        self.what = what
+        self.ready = is_so  # type: ignore[method-assign]
+
+
+class Body(Protocol):
+    """What a worker computes with: a module, or nothing where only time counts."""
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        """What the strategy sees."""
+
+    def sit_down(self) -> None:
+        """The worker goes on: its parameters must be the module's."""
+
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient: ...
+
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client: ...
+
+    def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
+        """Evaluate, and save the model."""
+
+
+class Watcher(Protocol):
+    """Who wants to know what workers do: the picture of a run, and the search for deadlocks."""
+
+    def span(self, node: str, what: str, from_s: float, to_s: float) -> None: ...
+
+    def progress(self) -> None: ...
+
+
+class WorkerNode(Node):
+    """One worker's life, from its join to the last goodbye."""
+
+    def __init__(
+        self,
+        post: Post,
+        peer: Peer,
+        machine: Machine,
+        strategy: Strategy,
+        body: Body,
+        join: Join,
+        pace: Pace,
+        costs: NodeModel,
+        cores: Cores,
+        watcher: Watcher,
+        beat_s: float,
+        port: Callable[[WorkerNode, int], Port],
+        block_bytes: Callable[[int], int],
+    ) -> None:
+        super().__init__(post, peer, machine)
+        self.block_bytes = block_bytes
+        self.strategy = strategy
+        self.body = body
+        self.entry = join
+        self.pace = pace
+        self.costs = costs
+        self.cores = cores
+        self.watcher = watcher
+        self.beat_s = beat_s
+        self.port = port
+        self.stats = Stats()
+        self.client: Client | None = None
+        self.welcome: Welcome | None = None
+        self.go = False
+        self.conclude: tuple[Conclude, bytes | None] | None = None
+        self.inbox: deque[tuple[Message, Payload]] = deque()
+        self.life: Generator[Wanted, None, None] = self._live()
+        self.waiting: Handle | None = None
+        self.waiting_since = 0.0
+        self.busy_until = 0.0  # its thread copies until then
+        self.in_strategy = False
+        self.thrown = False
+        self.over = False
+
+    def start(self) -> None:
+        self.clock.after(self.beat_s, self._beat, idle=True)
+        self.wake(self._go_through)
+
+    def tell(self, message: Message, body: bytes | None = None) -> None:
+        """Tell the coordinator."""
+        size = HEADER_BYTES + len(body or b"")
+        self.post.send(self, COORDINATOR, message, body, size, self.free_at())
+
+    def free_at(self) -> float:
+        return max(self.clock.now, self.busy_until)
+
+    def _beat(self) -> None:
+        if not self.alive or self.over:
+            return
+        self.clock.after(self.beat_s, self._beat, idle=True)
+        if self.clock.now >= self.paused_until:
+            self.post.send(self, COORDINATOR, self.stats.beat())
+
+    # ---- its life --------------------------------------------------------------------------------------------------
+
+    def _live(self) -> Generator[Wanted, None, None]:
+        self.tell(self.entry)
+        yield Until("the coordinator to welcome it", lambda: self.welcome is not None)
+        client = yield from self._enter()
+        worker = self.body.worker(self.peer.index, client)
+        self.in_strategy = True
+        try:
+            yield from self.strategy.run(worker).__await__()  # type: ignore[arg-type]
+        except Stop:
+            pass
+        self.in_strategy = False
+        yield Until("answers to its last pushes", lambda: not client.pushes)
+        client.give_all_back("stopped")
+        self.tell(self.stats.beat())
+        self.tell(Ended(self.stats.samples), worker.buffers())
+        while True:
+            yield Until("the others to end", lambda: self.conclude is not None)
+            yield from self._conclude(worker)
+
+    def _enter(self) -> Generator[Wanted, None, Client]:
+        assert self.welcome is not None
+        ports = [self.port(self, server) for server in range(len(self.welcome.servers))]
+        self.client = client = self.body.make_client(self.peer, self.welcome, ports, self.tell)
+        client.stats = self.stats
+        loaded = False
+        while not self.go:
+            if self.welcome.load and not loaded:
+                loaded = True
+                client.load()
+            asked = self.welcome
+            yield Until("the servers to be loaded", lambda: self.go or self.welcome is not asked)
+        return client
+
+    def _conclude(self, worker: ModuleWorker) -> Generator[Wanted, None, None]:
+        assert self.client is not None and self.conclude is not None
+        (conclude, body), self.conclude = self.conclude, None
+        if self.client.blocks and self.client.ports:
+            yield from self.client.pull_latest().__await__()
+        self.tell(Concluded(self.body.conclude(worker, conclude, body)))
+
+    # ---- being driven ----------------------------------------------------------------------------------------------
+
+    def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
+        self.inbox.append((message, payload))
+        if self.waiting is not None:
+            self._look()
+
+    def _look(self) -> None:
+        """Take what has come, and go on if that was it. Only ever called while it waits."""
+        if self.clock.now < self.busy_until:
+            self.clock.at(self.busy_until, lambda: self.wake(self._look_if_waiting))
+            return
+        while self.inbox and not self.over:
+            self._take(*self.inbox.popleft())
+        if self.over or self.waiting is None:
+            return
+        if self.waiting.ready():
+            self._waited()
+            self._go_through()
+        elif self._must_stop():
+            self.thrown = True
+            self._waited()
+            self._go_through(Stop())
+
+    def _look_if_waiting(self) -> None:
+        if self.waiting is not None:
+            self._look()
+
+    def _must_stop(self) -> bool:
+        stopping = self.in_strategy and self.client is not None and self.client.stopping
+        return stopping and not self.thrown and isinstance(self.waiting, PullHandle)
+
+    def _waited(self) -> None:
+        if self.clock.now > self.waiting_since:
+            self.stats.waited_s += self.clock.now - self.waiting_since
+            self.watcher.span(self.name, "wait", self.waiting_since, self.clock.now)
+        self.stats.waiting = False
+        self.waiting = None
+
+    def _take(self, message: Message, payload: Payload) -> None:
+        match message:
+            case Bye():
+                self.over = True
+                self.waiting = None
+                self.life.close()
+            case Welcome():
+                self.welcome = message
+            case Go():
+                self.go = True
+            case Conclude():
+                self.conclude = message, payload
+            case Loaded() | Opened():
+                pass
+            case _:
+                if isinstance(message, Params) and payload is not None:
+                    self.copies(message.block)
+                if self.client is not None:
+                    self.client.receive(message, payload)
+
+    def copies(self, block: int) -> None:
+        """It takes a block over, which takes time."""
+        num_bytes = self.block_bytes(block)
+        self.busy_until = self.free_at() + num_bytes / self.costs.pull_bytes_per_s
+
+    def _go_through(self, error: BaseException | None = None) -> None:
+        """Let the coroutine run until it wants time to pass."""
+        self.watcher.progress()
+        self.body.sit_down()
+        try:
+            wanted = self.life.send(None) if error is None else self.life.throw(error)
+            while isinstance(wanted, Handle) and wanted.ready():
+                wanted = self.life.send(None)
+        except StopIteration:
+            raise AssertionError("a worker's life ends with a goodbye") from None
+        except Exception as raised:
+            self._fail(raised)
+            return
+        if isinstance(wanted, Compute):
+            self._compute(wanted)
+        else:
+            assert isinstance(wanted, Handle), f"a strategy may only await what its worker gave, not {wanted!r}"
+            self.waiting, self.waiting_since = wanted, self.free_at()
+            self.stats.waiting = True
+            if self.inbox:
+                self._look()
+
+    def _compute(self, wanted: Compute) -> None:
+        started = self.free_at()
+        amount_s = self.pace.next_s() + started - self.clock.now
+        self.cores.work(amount_s, lambda: self.wake(lambda: self._computed(wanted, started)))
+
+    def _computed(self, wanted: Compute, started: float) -> None:
+        if self.over:
+            return
+        self.watcher.span(self.name, "compute", started, self.clock.now)
+        self.body.sit_down()
+        try:
+            wanted.result = self.body.gradient(wanted.worker, wanted.batch)
+        except Exception as raised:
+            self._fail(raised)
+            return
+        self._go_through()
+
+    def _fail(self, error: Exception) -> None:
+        """The strategy or the user's code raised: tell the coordinator, which ends the run."""
+        ours = isinstance(error, RainbandError)
+        trace = "" if ours else "".join(traceback.format_exception(error))
+        self.tell(Failed(self.stats.steps, f"{type(error).__name__}: {error}", trace))
+        self.waiting, self.waiting_since = Until("the end of the run", lambda: False), self.clock.now
+
+
+class SimPort:
+    """A worker's way to one simulated server."""
+
+    def __init__(
+        self, worker: WorkerNode, index: int, server: Callable[[], Server], real: bool
+    ) -> None:
+        self.worker = worker
+        self.peer = Peer("server", index)
+        self.server = server  # to read in place, in shared memory
+        self.real = real  # there are values, not only times
+        self.direct = worker.costs.shared_memory
+
+    def send(self, message: Message) -> None:
+        self.worker.post.send(self.worker, self.peer, message, at_s=self.worker.free_at())
+
+    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+        payload = NOTHING
+        if self.real:
+            payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
+            fill(payload)
+        worker = self.worker
+        num_bytes = worker.block_bytes(message.block)
+        worker.busy_until = worker.free_at() + num_bytes / worker.costs.push_bytes_per_s
+        size = HEADER_BYTES if self.direct else HEADER_BYTES + num_bytes
+        worker.post.send(worker, self.peer, message, payload, size, worker.busy_until)
+
+    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+        block = self.server().blocks[spec.index]
+        if point >= 0 and block.version > point + 1:
+            return None
+        version = point if point >= 0 else block.version
+        self.worker.copies(spec.index)
+        if self.real:
+            out.copy_(block.place.of(version).view(out.dtype))
+        return version

@@ -1,0 +1,257 @@
+"""A simulated run: nodes, network and clock put together, driven to its end or to the proof that it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from rainband import events
+from rainband.client import Handle, News, PullHandle, PushHandle
+from rainband.coordinator import Coordinator, RunSettings
+from rainband.errors import Deadlock
+from rainband.messages import COORDINATOR, Join, Peer
+from rainband.server import Server
+from rainband.sim.clock import VirtualClock
+from rainband.sim.compute import Pace
+from rainband.sim.cores import Cores, OwnCore
+from rainband.sim.model import ClusterModel
+from rainband.sim.network import Machine, Network
+from rainband.sim.trace import Trace
+from rainband.types import Port, ServerHalf, Strategy
+from rainband.worlds.sim_nodes import CoordinatorNode, ServerNode
+from rainband.worlds.sim_post import HEADER_BYTES, Letter, Node, Post
+from rainband.worlds.sim_worker import Body, SimPort, Until, WorkerNode
+
+Show = Callable[[events.AnyEvent], None]
+
+
+class Span(NamedTuple):
+    """A stretch of a node's time."""
+
+    node: str
+    what: str  # compute, wait
+    from_s: float
+    to_s: float
+
+
+@dataclass
+class Play:
+    """What is simulated: the same for every schedule of it."""
+
+    strategy: Strategy
+    join: Join
+    body: Callable[[], Body]
+    real: bool  # with gradients, not only times
+
+
+class World:
+    """One simulated run."""
+
+    def __init__(
+        self,
+        play: Play,
+        settings: RunSettings,
+        model: ClusterModel,
+        show: Show,
+        tick_s: float,
+        trace: Trace,
+        shuffle: Random | None = None,
+        spans: list[Span] | None = None,
+    ) -> None:
+        self.play = play
+        self.settings = settings
+        self.model = model
+        self.trace = trace
+        self.spans = spans
+        self.tick_s = tick_s
+        self.clock = VirtualClock(shuffle)
+        self.network = Network(model.network, self.clock, settings.seed)
+        self.post = Post(self.clock, self.network, trace)
+        self.coordinator = Coordinator(settings)
+        nodes = model.nodes
+        self.cores: Cores | OwnCore = (
+            Cores(self.clock, nodes.cores, nodes.crowding) if nodes.cores else OwnCore(self.clock)
+        )
+        self.leader = CoordinatorNode(
+            self.post, COORDINATOR, self._machine(), self.coordinator, show, tick_s, not play.real
+        )
+        self.post.nodes[COORDINATOR] = self.leader
+        self.servers: dict[int, ServerNode] = {}
+        self.workers: dict[int, WorkerNode] = {}
+        self.progress_at = 0.0
+
+    def _machine(self) -> Machine:
+        return self.network.machine()
+
+    # ---- who is there ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        for index in range(self.settings.num_servers):
+            self.add_server(index)
+        for index in range(self.settings.num_workers):
+            self.add_worker(index)
+
+    def add_server(self, index: int) -> None:
+        node = ServerNode(
+            self.post,
+            Peer("server", index),
+            self._machine(),
+            self._half,
+            self.model.nodes,
+            self.cores,
+            self.block_bytes,
+        )
+        self.servers[index] = self.post.nodes[node.peer] = node  # type: ignore[assignment]
+        node.join(COORDINATOR)
+
+    def _half(self, num_workers: int) -> ServerHalf:
+        half = self.play.strategy.server(num_workers)
+        assert half is not None, "a strategy without servers was given one"
+        return half
+
+    def add_worker(self, index: int, incarnation: int = 0) -> WorkerNode:
+        node = WorkerNode(
+            self.post,
+            Peer("worker", index, incarnation),
+            self._machine(),
+            self.play.strategy,
+            self.play.body(),
+            self.play.join,
+            Pace(self.model.compute, self.settings.seed, index + 1_000_003 * incarnation),
+            self.model.nodes,
+            self.cores,
+            self,
+            self.tick_s,
+            self._port,
+            self.block_bytes,
+        )
+        self.workers[index] = self.post.nodes[node.peer] = node  # type: ignore[assignment]
+        node.start()
+        return node
+
+    def _port(self, worker: WorkerNode, server: int) -> Port:
+        return SimPort(worker, server, lambda: self._server(server), self.play.real)
+
+    def _server(self, index: int) -> Server:
+        return self.servers[index].server
+
+    def block_bytes(self, block: int) -> int:
+        """The true size of a block, also where nodes were given hollow ones."""
+        return self.leader.block_bytes[block]
+
+    # ---- what happens to nodes -------------------------------------------------------------------------------------
+
+    def kill(self, node: Node, keep: Callable[[Letter], bool] = lambda letter: True) -> None:
+        """End a node at this moment. What it has not sent is gone; of what is under way, what `keep` keeps arrives."""
+        if not node.alive:
+            return
+        self.trace.note(self.clock.now, node.name, "killed")
+        node.alive, node.killed_at = False, self.clock.now
+        self.post.nodes.pop(node.peer)
+        for flow in node.flows.values():
+            gone = False
+            for letter in flow.under_way:  # a connection breaks off: nothing comes after what was lost
+                assert isinstance(letter, Letter)
+                gone = gone or not keep(letter)
+                letter.lost = gone
+        if isinstance(node, WorkerNode):
+            node.waiting = None
+            with suppress(RuntimeError):  # a strategy that would not end is simply dropped
+                node.life.close()
+        for other in list(self.post.nodes.values()):
+            self.post.send(node, other.peer, None)
+
+    def pause(self, node: Node, for_s: float) -> None:
+        """Stop a node for a while, as by a signal: nothing is lost, nothing goes on."""
+        if node.alive:
+            self.trace.note(self.clock.now, node.name, f"paused for {for_s}")
+            node.paused_until = max(node.paused_until, self.clock.now + for_s)
+
+    # ---- driving it ------------------------------------------------------------------------------------------------
+
+    def span(self, node: str, what: str, from_s: float, to_s: float) -> None:
+        if self.spans is not None:
+            self.spans.append(Span(node, what, from_s, to_s))
+
+    def progress(self) -> None:
+        self.progress_at = self.clock.now
+
+    def run(self, until_s: float | None = None) -> None:
+        """Until the run is over, or a moment; raises Deadlock when nothing can happen any more."""
+        phase, clock, coordinator = "", self.clock, self.coordinator
+        looked_at = clock.now
+        while coordinator.phase != "over" and (until_s is None or clock.now < until_s):
+            if not clock.step():
+                raise Deadlock(self.who_waits())
+            if coordinator.phase != phase:
+                phase = coordinator.phase
+                self.progress()
+            if not clock.working and clock.now > looked_at + self.tick_s:
+                looked_at = clock.now
+                if clock.now - self.progress_at > self._patience_s():
+                    raise Deadlock(self.who_waits())
+
+    def _patience_s(self) -> float:
+        """Longer than any deadline of the coordinator: it may yet give someone up."""
+        slowest = max((w.slowest_s for w in self.coordinator.workers.values()), default=0.0)
+        return 10 * self.settings.failure_timeout_s + 20 * slowest + 10 * self.tick_s
+
+    # ---- who waits for whom ----------------------------------------------------------------------------------------
+
+    def who_waits(self) -> str:
+        """One line for each node that waits: for whom, for what, since when."""
+        lines = [f"at {self.clock.now:.3f} s everyone waits and nothing is under way."]
+        lines.append(f"  coordinator: {self._coordinator_waits()}")
+        for node in self.workers.values():
+            if node.alive and node.waiting is not None:
+                what = self._worker_waits(node, node.waiting)
+                lines.append(f"  {node.name} waits for {what}, since {node.waiting_since:.3f} s")
+        for server in self.servers.values():
+            readers = sorted({str(to) for b in server.server.blocks.values() for to in b.waiting})
+            if readers:
+                versions = sorted({b.version for b in server.server.blocks.values()})
+                at = f"its blocks are at version {', '.join(map(str, versions))}"
+                lines.append(f"  {server.name} holds back replies to {', '.join(readers)}: {at}")
+        return "\n".join(lines)
+
+    def _coordinator_waits(self) -> str:
+        c = self.coordinator
+        match c.phase:
+            case "forming":
+                here = f"{len(c.servers)} of {self.settings.num_servers} servers and {len(c.workers)} workers"
+                return f"forming, {here} are here"
+            case "loading":
+                return f"waits for {', '.join(str(s.peer) for s in c.servers.values() if not s.ready)} to be loaded"
+            case "finishing":
+                late = [str(w.peer) for w in c.workers.values() if w.connected and w.here and not w.ended]
+                return f"waits for {', '.join(late)} to end"
+            case "concluding":
+                return f"waits for worker {c.concluder} to save the model"
+        leased = [f"{p} ({w.peer})" for w in c.workers.values() for p in sorted(w.leases)]
+        gathering = [str(p) for p in sorted(c.gathering)]
+        return (
+            f"{c.phase}, {c.batches_done()} of {c.plan.num_batches if c.plan else 0} batches done; "
+            f"leased: {', '.join(leased) or 'nothing'}; to be leased again: {', '.join(map(str, c.again)) or 'nothing'}"
+            + (f"; asked for their sets: portions {', '.join(gathering)}" if gathering else "")
+        )
+
+    def _worker_waits(self, node: WorkerNode, handle: Handle) -> str:
+        client = node.client
+        match handle:
+            case Until():
+                return handle.what
+            case News():
+                return "the coordinator: a lease, or the end"
+            case PushHandle() if client is not None:
+                silent = sorted({client.port_of[b].peer for b, q in enumerate(client.unanswered) if q})  # type: ignore[attr-defined]
+                return f"{', '.join(map(str, silent))} to answer {handle.left} blocks of a push"
+            case PullHandle() if client is not None:
+                what = f"round {handle.point}" if handle.point >= 0 else "the parameters"
+                return f"the servers: {handle.left} of {len(client.blocks)} blocks of {what}"
+        return repr(handle)
+
+
+__all__ = ["HEADER_BYTES", "Play", "Show", "Span", "World"]
