@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rainband.handover import by_segment
 from rainband.messages import Tally
 from rainband.optim import BlockOptimizer
 from rainband.place import Place
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.blocks import BlockSpec
-    from rainband.messages import Peer, Pull, Push
+    from rainband.messages import Load, Peer, Pull, Push
     from rainband.types import Rule, ServerHalf
 
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -53,6 +54,10 @@ class Block:
         self.applied = 0  # batches that reached the optimizer; counted here, apart from the marks, to check them
         self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
+        self.num_extras = 0  # pushes without name that reached the optimizer
+        self.first_state: dict[str, tuple[Tensor, tuple[int, ...]]] = {}  # parts that came before the values
+        self.groups_of: dict[int, tuple[dict[str, object], ...]] = {}  # worker -> its optimizer settings, if it sends any
+        self.groups: tuple[dict[str, object], ...] = ()  # the optimizer has these now
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -62,15 +67,38 @@ class Block:
     def _in_place(self) -> bool:
         return len(self.place.buffers) == 1 and self.dtype in FULL_PRECISION
 
-    def load(self, values: Tensor) -> None:
+    def load(self, load: Load, values: Tensor) -> None:
+        """Take the first values, or before them the first state of the optimizer, part by part."""
+        if load.part:
+            self.first_state[load.part] = values.clone(), load.absent
+            return
         self.values.copy_(values)
         for buffer in self.place.buffers:
             if buffer is not self.values:
                 buffer.copy_(values)
+        if self.first_state or load.numbers:
+            assert self.optimizer is not None
+            self.optimizer.load_state(by_segment(self.spec.segments, self.first_state, load.numbers))
+            self.first_state = {}
         self.loaded = True
+
+    def replan(self, plan: Plan) -> None:
+        """The data became known after the blocks were made: nothing is marked yet."""
+        self.plan, self.marks = plan, Marks(plan)
+
+    def take_groups(self, worker: int, groups: tuple[dict[str, object], ...]) -> str:
+        """A worker's optimizer has other settings from now on; says what is wrong with them, or nothing."""
+        assert self.optimizer is not None
+        try:
+            self.optimizer.update_groups(groups)
+        except (ValueError, TypeError) as error:
+            return str(error)
+        self.groups_of[worker] = self.groups = groups
+        return ""
 
     def apply(self, gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
         self._count(pushes)
+        self._use_groups_of(pushes[0].worker)
         scale = self.schedule.scale(self._position(pushes[0]))
         assert self.optimizer is not None
         if self.values is self.place.buffers[0]:
@@ -81,6 +109,12 @@ class Block:
             self.optimizer.step(gradient, absent, scale)
             self._publish()
         self.version += 1
+
+    def _use_groups_of(self, worker: int) -> None:
+        """A push is applied with its own sender's learning rate, whoever pushed before it."""
+        groups = self.groups_of.get(worker, self.groups)
+        if groups != self.groups:
+            self.take_groups(worker, groups)
 
     def advance(self, pushes: Sequence[Push]) -> None:
         self._publish()
@@ -102,6 +136,7 @@ class Block:
         for push in pushes:
             if not push.skip:
                 self.applied += num_batches(push.name)
+                self.num_extras += not push.name
                 self.staleness[push.worker][max(0, self.version - push.version)] += 1
 
     def skip(self, push: Push) -> None:
@@ -111,4 +146,4 @@ class Block:
 
     def tally(self) -> Tally:
         skipped = sum(mask.bit_count() for mask in self.skipped.values())
-        return Tally(self.marks.count, self.applied, skipped, self.rule.buffered)
+        return Tally(self.marks.count, self.applied, skipped, self.rule.buffered, self.num_extras)

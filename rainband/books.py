@@ -32,6 +32,8 @@ class Books(msgspec.Struct, frozen=True):
     leased_again: int  # portions taken from a worker and given to another
     refused: dict[str, int]  # pushes refused, by reason
     updates: int  # applied to blocks, all together
+    extras: int = 0  # pushes named by their sender, not by batches: a step without a new batch, a loader of one's own
+    torn: int = 0  # of these, pushes that reached some blocks only, because their sender ended in between
 
     @property
     def balanced(self) -> bool:
@@ -75,6 +77,7 @@ def balance(plan: Plan, reports: Iterable[Report], leased_again: int) -> Books:
         skipped[reason] += mask.bit_count()
     applied = min((tally.applied for tally in blocks), default=0)
     lost = max(0, *unexplained, 0)
+    extras = [tally.extras for tally in blocks] or [0]
     return Books(
         batches=plan.num_batches,
         applied=applied,
@@ -85,4 +88,6 @@ def balance(plan: Plan, reports: Iterable[Report], leased_again: int) -> Books:
         leased_again=leased_again,
         refused=dict(refused),
         updates=sum(r.updates for r in reports),
+        extras=min(extras),
+        torn=max(extras) - min(extras),
     )

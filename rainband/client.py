@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from rainband.blocks import BlockSpec
 from rainband.errors import Refused
-from rainband.flat import Flat, is_finite
+from rainband.flat import Flat
 from rainband.gradient import ModuleGradient
+from rainband.handover import Gathered, State
 from rainband.messages import (
     Ack,
+    Dry,
+    FetchState,
     Finish,
     Halt,
     Lease,
@@ -25,14 +29,16 @@ from rainband.messages import (
     Message,
     Params,
     Peer,
+    Planned,
     Pull,
     Push,
     Return,
+    StatePart,
     Want,
 )
 from rainband.portions import Name, Plan, cells
 from rainband.stats import Stats
-from rainband.types import Batch, Cell, Port
+from rainband.types import Batch, BorrowingPort, Cell, Port
 
 
 class Handle:
@@ -92,6 +98,17 @@ class PullHandle(Handle):
 
 
 @dataclass(eq=False)
+class StateHandle(Handle):
+    """The state of the servers' optimizers on its way."""
+
+    gathered: Gathered
+    left: int  # blocks of which not all has come
+
+    def ready(self) -> bool:
+        return self.left == 0
+
+
+@dataclass(eq=False)
 class News(Handle):
     """Anything that may change what there is to do."""
 
@@ -134,6 +151,7 @@ class Client:
         self.ports = ports
         self.tell = tell  # the coordinator
         self.port_of = [ports[owner] for owner in owners]
+        self.borrowers = [port for port in dict.fromkeys(ports) if isinstance(port, BorrowingPort)]
         self.views = [flat.view(block) for block in blocks] if owners else []
         self.leases: dict[int, HeldLease] = {}
         self.asked = False
@@ -146,6 +164,9 @@ class Client:
         self.pushes: dict[int, PushHandle] = {}
         self.unanswered: list[deque[int]] = [deque() for _ in blocks]  # sequences of pushes in flight, per block
         self.pulling: PullHandle | None = None
+        self.fetching: StateHandle | None = None
+        self.groups: tuple[dict[str, Any], ...] = ()  # optimizer settings that the next push must tell
+        self.dry = False  # the coordinator had nothing to lease when it was asked last
         self.waiting_for_news: list[News] = []
         self.stats = Stats()
 
@@ -159,6 +180,12 @@ class Client:
                 self._params(message, payload)
             case Lease():
                 self._leased(message)
+            case StatePart():
+                self._state_part(message, payload)
+            case Planned():
+                self.plan = message.plan
+            case Dry():
+                self.dry = True
             case Finish():
                 self.finished = True
             case Halt():
@@ -175,7 +202,7 @@ class Client:
     # ---- leases ----------------------------------------------------------------------------------------------------
 
     def _leased(self, lease: Lease) -> None:
-        self.asked = False
+        self.asked = self.dry = False
         held = self.leases.get(lease.portion)
         if held is not None and held.number >= lease.lease:
             return  # it has come before
@@ -243,11 +270,18 @@ class Client:
         From now on until the handle was awaited the worker's parameters change under its hands.
         """
         pull = self.pulling = PullHandle(self, self.sequence + 1, -1, len(self.blocks), eager=True)
+        for port in self.borrowers:
+            mine = [block for block in self.blocks if self.port_of[block.index] is port]
+            pieces = {block.index: self.flat.piece(block, gradient.tensors) for block in mine}
+            lent = {index: piece for index, piece in pieces.items() if piece is not None}
+            port.lend(pull.sequence, lent, {block.index: self.views[block.index] for block in mine})
         self._push(gradient, want=True)
+        for port in self.borrowers:
+            port.settle(pull)
         return pull
 
     def _push(self, gradient: ModuleGradient, want: bool) -> PushHandle:
-        if not is_finite(gradient.tensors):  # before the first byte leaves: otherwise some blocks would have it
+        if not gradient.is_finite:  # before the first byte leaves: otherwise some blocks would have it
             return self.skip(gradient, "not finite", want)
         handle, point = self._begin(gradient)
         absent = tuple(i for i, tensor in enumerate(gradient.tensors) if tensor is None)
@@ -266,10 +300,12 @@ class Client:
                 point,
                 absent,
                 want=want and not self.port_of[block.index].direct,
+                groups=self.groups,
             )
             self.unanswered[block.index].append(self.sequence)
             self.port_of[block.index].push(message, self._filler(block, gradient))
             self.stats.pushed_bytes += block.num_bytes
+        self.groups = ()
         return handle
 
     def _filler(self, block: BlockSpec, gradient: ModuleGradient) -> Callable[[Tensor], None]:
@@ -382,6 +418,16 @@ class Client:
         assert self.pulling is not None
         return len(self.pulling.come) == len(self.blocks) or self.pulling.late
 
+    def is_through(self, round_: int) -> bool:
+        """Is this round over and in our parameters? True also if there is more to do for it here first."""
+        self._ask_for_more()
+        held = [lease for lease in self.leases.values() if lease.todo]
+        if any(self.plan.round_of(lease.portion, lease.todo[0][0]) <= round_ for lease in held):
+            return True
+        self._ask_round(round_ + 1)
+        assert self.pulling is not None
+        return self.pulling.ready()
+
     def _params(self, params: Params, payload: Tensor | None) -> None:
         pull = self.pulling
         if pull is None or pull.sequence != params.sequence:
@@ -396,8 +442,10 @@ class Client:
     def take(self, pull: PullHandle, block: int, values: Tensor | None) -> None:
         """A block becomes the worker's parameters. Only ever called while the strategy awaits, between two steps."""
         out = self.views[block]
-        if values is not None:
+        if values is not None and values.data_ptr() != out.data_ptr():
             out.copy_(values.view(out.dtype))
+        elif values is not None:
+            pass  # it was received where it belongs
         else:
             version = self.port_of[block].read(self.blocks[block], pull.point, out)
             if version is None:
@@ -419,11 +467,35 @@ class Client:
 
     # ---- first values ----------------------------------------------------------------------------------------------
 
-    def load(self) -> None:
-        """Send the servers this worker's parameters: they are the first values of the run."""
+    def load(self, state: State | None = None) -> None:
+        """Send the servers this worker's parameters, with its optimizer's state: the first values of the run."""
+        state = state or State()
         for block in self.blocks:
-            message = Load(block.index, block.dtype, block.numel)
+            for part, tensors in state.tensors.items():
+                absent = tuple(i for i, tensor in enumerate(tensors) if tensor is None)
+                message = Load(block.index, block.dtype, block.numel, part=part, absent=absent)
+                self.port_of[block.index].push(message, self._state_writer(block, tensors))
+            message = Load(block.index, block.dtype, block.numel, numbers=state.numbers)
             self.port_of[block.index].push(message, self._copier(block))
+
+    def _state_writer(self, block: BlockSpec, tensors: Sequence[Tensor | None]) -> Callable[[Tensor], None]:
+        return lambda out: self.flat.write(block, tensors, out)
+
+    def fetch_state(self) -> StateHandle:
+        """Ask for the state of the servers' optimizers."""
+        self.fetching = StateHandle(Gathered(self.flat.parameters), len(self.blocks))
+        for port in dict.fromkeys(self.port_of):
+            port.send(FetchState())
+        return self.fetching
+
+    def _state_part(self, message: StatePart, payload: Tensor | None) -> None:
+        assert self.fetching is not None, "nobody asked for it"
+        block, gathered = self.blocks[message.block], self.fetching.gathered
+        if payload is not None:
+            gathered.add(block, message.part, message.absent, payload.view(self.views[message.block].dtype))
+        else:
+            gathered.add_numbers(message.numbers)
+            self.fetching.left -= 1
 
     def _copier(self, block: BlockSpec) -> Callable[[Tensor], None]:
         def fill(out: Tensor) -> None:

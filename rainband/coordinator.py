@@ -20,10 +20,13 @@ from rainband.messages import (
     Address,
     Ask,
     Assign,
+    Away,
     Beat,
     Bye,
     Conclude,
     Concluded,
+    Dataset,
+    Dry,
     Ended,
     Failed,
     Finish,
@@ -35,6 +38,7 @@ from rainband.messages import (
     Lease,
     Message,
     Peer,
+    Planned,
     Ready,
     Report,
     Return,
@@ -47,6 +51,7 @@ from rainband.messages import (
 from rainband.portions import Plan, choose_portion_batches, groups
 
 FATAL_DEATHS = 3  # a portion that cost so many workers their lives ends the run
+OPEN_ENDED = 1 << 20  # epochs in the plan of loops that have not said how many passes they make
 
 
 class Out(NamedTuple):
@@ -65,6 +70,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     failure_timeout_s: float = 5.0
     model_path: str = ""
+    optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import besides torch's own
 
 
 @dataclass
@@ -79,6 +85,7 @@ class WorkerState:
     connected: bool = True
     here: bool = True  # alive and working in time; otherwise it is not waited for
     ended: bool = False
+    excused: bool = False  # not here by its own word: the run does not end without it
     leases: dict[int, int] = field(default_factory=dict)  # portion -> lease number
     samples_at: list[tuple[float, int]] = field(default_factory=list)
 
@@ -92,6 +99,7 @@ class ServerState:
     ready: bool = False
     flushed: bool = False
     report: Report | None = None
+    full: frozenset[int] = frozenset()  # of the report
 
 
 class Coordinator:
@@ -116,18 +124,25 @@ class Coordinator:
         self.gathering: dict[int, dict[int, tuple[int, ...]]] = {}  # portion -> server -> its sets
         self.taken_from: dict[int, int] = {}  # portion -> the worker it was taken from last
         self.unconfirmed: dict[int, float] = {}  # returned as done, the marks do not say so yet
-        self.wanting: list[int] = []
+        self.wanting: dict[int, None] = {}  # workers that asked for a lease, longest first
+        self.live: int | None = None  # workers that are here; None: count again
         self.deaths: dict[int, int] = {}
         self.leased_again = 0
         self.metrics: dict[str, float] = {}
         self.buffers = BufferMean()
         self.concluder: int | None = None
+        self.saved = False  # the concluder has answered
+        self.last_pulls: set[int] = set()  # workers of own loops that have yet to take over the final parameters
+        self.dataset: Dataset | None = None  # what own loops draw from
+        self.planning: set[int] = set()  # servers that have yet to hear of it
         self.events: list[events.AnyEvent] = []
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
     def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[Out]:
         """Take one message; returns what to send."""
+        if not isinstance(message, Beat | Want | Return | Report | Ended):
+            self.live = None
         match message:
             case ServerJoin():
                 return self._server_joins(sender, message, now)
@@ -149,16 +164,20 @@ class Coordinator:
                 return self._beat(worker, message, now)
             case Want():
                 self._is_here(worker, now)
-                if sender.index not in self.wanting:
-                    self.wanting.append(sender.index)
-                return self._lease(now)
+                self.wanting.setdefault(sender.index)
+                return self._lease(now, sender.index) or self._dry(worker)
             case Return():
                 return self._returned(worker, message, now)
             case Ended():
                 self._is_here(worker, now)
                 return self._ended(worker, message, body)
             case Concluded():
-                return self._concluded(message)
+                return self._concluded(worker, message)
+            case Dataset():
+                return self._draws_from(worker, message, now)
+            case Away():
+                worker.excused = True
+                return self._give_up(worker, now, "away, by its own word")
         return []
 
     def _failed(self, sender: Peer, failed: Failed, now: float) -> list[Out]:
@@ -181,6 +200,7 @@ class Coordinator:
 
     def lost(self, peer: Peer, now: float, why: str = "its connection closed") -> list[Out]:
         """A node's connection is gone, or its process has ended."""
+        self.live = None
         if self.phase == "over":
             return []
         if peer.role == "server":
@@ -193,17 +213,20 @@ class Coordinator:
         worker.ended = True
         if peer.index == self.concluder:
             self.concluder = None
+        self.last_pulls.discard(peer.index)
         return outs + self._after_loss()
 
     def tick(self, now: float) -> list[Out]:
         """Called about every fifth of the failure timeout."""
+        self.live = None
         outs: list[Out] = []
         for index, worker in self.workers.items():
-            waited_for = not worker.ended or index == self.concluder
+            waited_for = not worker.ended or index == self.concluder or index in self.last_pulls
             if worker.connected and worker.here and waited_for and self.phase not in ("forming", "loading", "over"):
                 late = self._why_late(worker, now)
                 if late:
                     self.concluder = None if index == self.concluder else self.concluder
+                    self.last_pulls.discard(index)
                     outs += self._give_up(worker, now, late) + self._after_loss()
         for portion, since in list(self.unconfirmed.items()):
             if self._is_done(portion):
@@ -242,11 +265,16 @@ class Coordinator:
             return []
         if self.phase in ("flushing", "finishing", "concluding", "over"):
             return [Out(sender, Bye("the run is at its end: there is nothing left to do."))]
+        if join.optimizer is not None and not self._may_run(join.optimizer.name):
+            return [Out(sender, Bye(f"the servers may not import {join.optimizer.name}: allow it with --optimizer."))]
         known = self.workers.get(sender.index)
+        if known is not None and sender.incarnation < known.peer.incarnation:
+            return []  # it has been started again since
         outs: list[Out] = []
         if known is not None and known.peer != sender:  # started again, before we knew that it had ended
-            outs = self.lost(known.peer, now, "it was started again")
-            self.wanting = [index for index in self.wanting if index != sender.index]
+            known.connected = False
+            outs = [] if known.ended else self._give_up(known, now, "it was started again")
+            self.wanting.pop(sender.index, None)
         if known is None or known.peer != sender:
             self.workers[sender.index] = WorkerState(sender, beat_at=now, worked_at=now)
         self.events.append(events.Joined(at_s=now, node=str(sender)))
@@ -256,6 +284,8 @@ class Coordinator:
     def _form(self, now: float) -> list[Out]:
         if len(self.servers) < self.settings.num_servers or not self.waiting_joins:
             return []
+        if self.waiting_joins[0][1].own_loop and len(self.workers) < self.settings.num_workers:
+            return []  # own loops begin together: who comes late might find that the others have left
         outs = [] if self.plan else self._make_plan(self.waiting_joins[0][1], now)
         for sender, join in self.waiting_joins:
             outs += self._welcome(sender, join)
@@ -264,21 +294,10 @@ class Coordinator:
 
     def _make_plan(self, join: Join, now: float) -> list[Out]:
         settings = self.settings
-        per_epoch = -(-join.num_samples // join.batch_size)
-        columns = min(settings.num_workers, per_epoch) if join.rounds else 0
-        portion_batches = 16 if columns else choose_portion_batches(per_epoch, settings.num_workers, join.cell_batches)
-        self.plan = Plan(
-            fingerprint=join.fingerprint,
-            layout=join.layout.digest(),
-            num_samples=join.num_samples,
-            batch_size=join.batch_size,
-            epochs=join.epochs,
-            seed=settings.seed,
-            portion_batches=portion_batches,
-            cell_batches=join.cell_batches,
-            columns=columns,
-        )
         self.join, self.layout = join, join.layout
+        # An own loop tells what it draws from when it draws; until then there is one batch that nobody is given.
+        data = Dataset("", 1, 1, 1) if join.own_loop else _data_of(join)
+        self.plan = self._plan_for(data)
         blocks = cut(join.layout, max(1, settings.num_servers))
         dealt = deal(blocks, settings.num_servers) if settings.num_servers else ()
         owners = {block: server for server, mine in enumerate(dealt) for block in mine}
@@ -288,26 +307,54 @@ class Coordinator:
             owners=tuple(owners[block.index] for block in blocks) if dealt else (),
             blocks=blocks,
         )
-        self.events.append(
-            events.PlanMade(
-                at_s=now,
-                num_samples=self.plan.num_samples,
-                num_batches=self.plan.num_batches,
-                num_portions=self.plan.num_portions,
-                num_parameters=sum(p.numel for p in join.layout.parameters),
-                num_blocks=len(blocks),
-                batch_size=self.plan.batch_size,
-                epochs=self.plan.epochs,
-            )
-        )
+        self._note_plan(now)
         self.phase = "loading" if dealt else "running"
         return [
             Out(
                 self.servers[server].peer,
-                Assign(self.plan, tuple(blocks[b] for b in mine), join.layout.groups, settings.num_workers),
+                Assign(
+                    self.plan,
+                    tuple(blocks[b] for b in mine),
+                    join.layout.groups,
+                    settings.num_workers,
+                    optimizer=join.optimizer,
+                ),
             )
             for server, mine in enumerate(dealt)
         ]
+
+    def _plan_for(self, data: Dataset) -> Plan:
+        assert self.join
+        join, num_workers = self.join, self.settings.num_workers
+        per_epoch = -(-data.num_samples // data.batch_size)
+        columns = min(num_workers, per_epoch) if join.rounds else 0
+        return Plan(
+            fingerprint=data.fingerprint,
+            layout=join.layout.digest(),
+            num_samples=data.num_samples,
+            batch_size=data.batch_size,
+            epochs=data.epochs or OPEN_ENDED,
+            seed=self.settings.seed,
+            portion_batches=16 if columns else choose_portion_batches(per_epoch, num_workers, join.cell_batches),
+            cell_batches=join.cell_batches,
+            columns=columns,
+        )
+
+    def _note_plan(self, now: float) -> None:
+        assert self.plan and self.join and self.welcome
+        known = self._knows_its_end()
+        self.events.append(
+            events.PlanMade(
+                at_s=now,
+                num_samples=self.plan.num_samples if self._has_data() else 0,
+                num_batches=self.plan.num_batches if known else 0,
+                num_portions=self.plan.num_portions if known else 0,
+                num_parameters=sum(p.numel for p in self.join.layout.parameters),
+                num_blocks=len(self.welcome.blocks),
+                batch_size=self.plan.batch_size if self._has_data() else 0,
+                epochs=self.plan.epochs if known else 0,
+            )
+        )
 
     def _welcome(self, sender: Peer, join: Join) -> list[Out]:
         assert self.plan and self.welcome
@@ -322,17 +369,23 @@ class Coordinator:
 
     def _difference(self, join: Join) -> str:
         assert self.plan and self.join
-        pairs = {
+        pairs: dict[str, tuple[object, object]] = {
             "the data": (join.fingerprint, self.plan.fingerprint),
             "the number of samples": (join.num_samples, self.plan.num_samples),
             "the model": (join.layout.digest(), self.plan.layout),
             "the batch size": (join.batch_size, self.plan.batch_size),
             "the strategy": ((join.cell_batches, join.rounds), (self.join.cell_batches, self.join.rounds)),
+            "the optimizer": (_optimizer_of(join), _optimizer_of(self.join)),
         }
+        if join.own_loop:  # it says later what it draws from
+            for later in ("the data", "the number of samples", "the batch size"):
+                del pairs[later]
         return "; ".join(f"{what} is {mine}, not {ours}" for what, (mine, ours) in pairs.items() if mine != ours)
 
     def _server_ready(self, sender: Peer, now: float) -> list[Out]:
         server = self.servers.get(sender.index)
+        if self.planning:
+            return self._server_planned(sender)
         if server is None or self.phase != "loading":
             return []
         server.ready = True
@@ -343,22 +396,72 @@ class Coordinator:
             worker.worked_at = now
         return [Out(w.peer, Go()) for w in self.workers.values() if w.connected]
 
+    # ---- own loops: their data comes later, and they end when they like ----------------------------------------------
+
+    def _is_own_loop(self) -> bool:
+        return self.join is not None and self.join.own_loop
+
+    def _has_data(self) -> bool:
+        return not self._is_own_loop() or (self.dataset is not None and not self.planning)
+
+    def _knows_its_end(self) -> bool:
+        return self._has_data() and not (self.dataset is not None and self.dataset.epochs == 0)
+
+    def _may_run(self, optimizer: str) -> bool:
+        """What a server imports is named by who started the run, never by a message alone."""
+        return ":" not in optimizer or optimizer in self.settings.optimizers
+
+    def _draws_from(self, worker: WorkerState, dataset: Dataset, now: float) -> list[Out]:
+        """A loop asks for its first batch. The first to say what it draws from makes the plan."""
+        assert self.plan and self.welcome
+        if self.dataset is not None:
+            if dataset != self.dataset:
+                what = f"draws from {_described(dataset)}, the others from {_described(self.dataset)}"
+                return [Out(worker.peer, Bye(f"{worker.peer} {what}."))]
+            return [] if self.planning else [Out(worker.peer, Planned(self.plan))]
+        self.dataset = dataset
+        self.plan = self._plan_for(dataset)
+        self.welcome = msgspec.structs.replace(self.welcome, plan=self.plan)
+        self._note_plan(now)
+        self.planning = {index for index, server in self.servers.items() if server.peer.role == "server"}
+        if not self.planning:
+            return self._tell_plan()
+        return [Out(self.servers[index].peer, Planned(self.plan)) for index in sorted(self.planning)]
+
+    def _server_planned(self, server: Peer) -> list[Out]:
+        self.planning.discard(server.index)
+        return [] if self.planning else self._tell_plan()
+
+    def _tell_plan(self) -> list[Out]:
+        assert self.plan
+        return [Out(w.peer, Planned(self.plan)) for w in self.workers.values() if w.connected]
+
+    def _dry(self, worker: WorkerState) -> list[Out]:
+        """A loop that has batches it has not stepped on must not wait for more: its own may be the last."""
+        return [Out(worker.peer, Dry())] if self._is_own_loop() and not self._has_more() else []
+
+    def _flush_when_all_left(self) -> list[Out]:
+        waited_for = [w for w in self.workers.values() if w.connected and (w.here or w.excused)]
+        if self.phase != "running" or not self._is_own_loop() or not waited_for:
+            return []
+        return self._flush() if all(w.ended for w in waited_for) else []
+
     # ---- leases ----------------------------------------------------------------------------------------------------
 
-    def _lease(self, now: float) -> list[Out]:
-        """Give waiting workers what may be leased now."""
-        if self.phase != "running" or not self._has_more():
+    def _lease(self, now: float, only: int | None = None) -> list[Out]:
+        """Give waiting workers what may be leased now; or only one, where nothing has changed for the others."""
+        if self.phase != "running" or not self._has_data() or not self._has_more():
             return []
         outs = []
-        for index in list(self.wanting):
+        for index in list(self.wanting) if only is None else [only] if only in self.wanting else []:
             worker = self.workers[index]
             if not worker.connected or worker.ended:
-                self.wanting.remove(index)
+                del self.wanting[index]
                 continue
             portion = self._choose(worker)
             if portion is None:
                 continue
-            self.wanting.remove(index)
+            del self.wanting[index]
             outs.append(self._give(worker, portion, now))
         return outs
 
@@ -383,16 +486,20 @@ class Coordinator:
         return self.pool[0]
 
     def _num_live(self) -> int:
-        return sum(w.here and not w.ended for w in self.workers.values())
+        if self.live is None:
+            self.live = sum(w.here and not w.ended for w in self.workers.values())
+        return self.live
 
     def _choose_column(self, worker: WorkerState, num_live: int) -> int | None:
         """Columns of a group of rounds are shared evenly; a group that nobody has asked for yet comes later."""
         assert self.plan
         columns = self.plan.columns
         share = -(-columns // max(1, num_live))
+        # One group ahead, no more: the rounds after it belong to whoever is here then.
+        last = min((r.low for r in self._reports() if r.blocks), default=0) // columns + 1
         for portion in self.pool:
             group = portion // columns
-            if sum(p // columns == group for p in worker.leases) < share:
+            if group <= last and sum(p // columns == group for p in worker.leases) < share:
                 return portion
         return None
 
@@ -433,9 +540,15 @@ class Coordinator:
         if message.reason == "done":
             if not self._is_done(message.portion):
                 self.unconfirmed[message.portion] = now
-            return self._lease(now)  # the last portions go to those who have nothing to do: it may be one now
+            # The last portions go to those who have nothing to do: it may be one now.
+            return self._lease(now, worker.peer.index)
         if self.phase != "running":
             return []
+        if message.reason == "unused" and message.lease == 1:
+            assert self.plan
+            self.numbers[message.portion] += 1
+            self.again[message.portion] = (tuple(range(self.plan.batches_in(message.portion))),)
+            return self._lease(now)
         return self._gather(message.portion, worker.peer.index)
 
     def _gather(self, portion: int, from_worker: int = -1) -> list[Out]:
@@ -504,8 +617,9 @@ class Coordinator:
 
     def _is_here(self, worker: WorkerState, now: float) -> None:
         worker.beat_at = worker.worked_at = now
+        worker.excused = False
         if not worker.here:
-            worker.here = True
+            worker.here, self.live = True, None
             self.events.append(events.Returned(at_s=now, node=str(worker.peer)))
 
     def _give_up(self, worker: WorkerState, now: float, why: str) -> list[Out]:
@@ -544,9 +658,9 @@ class Coordinator:
             return self._over()
         if self.phase == "finishing":
             return self._conclude_when_ended()
-        if self.phase == "concluding" and self.concluder is None:
+        if self.phase == "concluding" and self.concluder is None and not self.saved:
             return self._conclude()
-        return []
+        return self._flush_when_all_left() + self._over_when_concluded()
 
     def _server_lost(self, peer: Peer, now: float, why: str) -> list[Out]:
         server = self.servers.pop(peer.index, None)
@@ -569,7 +683,10 @@ class Coordinator:
     def _is_done(self, portion: int) -> bool:
         reports = self._reports()
         enough = len(reports) >= max(1, len(self.servers))
-        return enough and all(not r.blocks or portion < r.low or portion in r.full for r in reports)
+        return enough and all(
+            s.report is None or not s.report.blocks or portion < s.report.low or portion in s.full
+            for s in self.servers.values()
+        )
 
     def batches_done(self) -> int:
         """How far it is: what every block has had."""
@@ -584,32 +701,41 @@ class Coordinator:
             return []
         if not report.measured and server.report is not None:
             report = msgspec.structs.replace(report, staleness=server.report.staleness)
-        server.report = report
+        server.report, server.full = report, frozenset(report.full)
         server.flushed |= report.flushed  # kept here: a report that was asked for meanwhile does not say so
         if report.flushed and self.phase == "flushing" and all(s.flushed for s in self.servers.values()):
             self.phase = "finishing"
             return [Out(w.peer, Finish()) for w in self.workers.values() if w.connected] + self._after_loss()
-        return self._check_done() + self._lease(now)
+        return self._check_done() + (self._lease(now) if self.join and self.join.warm_batches else [])
 
     def _check_done(self) -> list[Out]:
         assert self.plan
-        if self.phase != "running" or self.batches_done() < self.plan.num_batches:
+        if self.phase != "running" or not self._has_data() or self.batches_done() < self.plan.num_batches:
             return []
+        return self._flush()
+
+    def _flush(self) -> list[Out]:
         self.phase = "flushing"
         if not self.settings.num_servers:
             self.phase = "finishing"
-            return [Out(w.peer, Finish()) for w in self.workers.values() if w.connected]
+            finish = [Out(w.peer, Finish()) for w in self.workers.values() if w.connected]
+            return finish + self._conclude_when_ended()
         return [Out(s.peer, Flush()) for s in self.servers.values()]
 
     def _ended(self, worker: WorkerState, message: Ended, body: Any) -> list[Out]:
+        if self.live is not None and worker.here and not worker.ended:
+            self.live -= 1
         worker.ended = True
         worker.leases.clear()
         self.buffers.add(body, message.samples)
-        return self._conclude_when_ended()
+        return self._flush_when_all_left() or self._conclude_when_ended()
 
     def _conclude_when_ended(self) -> list[Out]:
         # Those who are not here are not waited for; they are told when they come back.
-        if self.phase != "finishing" or any(w.connected and w.here and not w.ended for w in self.workers.values()):
+        if self.phase != "finishing" or self._num_live():
+            return []
+        waited_for = [w for w in self.workers.values() if w.connected and (w.here or w.excused)]
+        if not all(w.ended for w in waited_for):
             return []
         if self.outcome == "failed":
             return self._over()
@@ -629,11 +755,20 @@ class Coordinator:
         chosen = min(ready, key=lambda w: w.peer)
         self.concluder = chosen.peer.index
         asks = [Out(s.peer, Ask()) for s in self.servers.values() if s.peer.role == "server"]
-        return [*asks, Out(chosen.peer, Conclude(self.settings.model_path), self.buffers.mean())]
+        buffers = self.buffers.mean()
+        others = [w for w in ready if w is not chosen] if self._is_own_loop() else []
+        self.last_pulls = {w.peer.index for w in others}
+        pulls = [Out(w.peer, Conclude(""), buffers) for w in others]
+        return [*asks, Out(chosen.peer, Conclude(self.settings.model_path), buffers), *pulls]
 
-    def _concluded(self, message: Concluded) -> list[Out]:
-        self.metrics = message.metrics
-        return self._over()
+    def _concluded(self, worker: WorkerState, message: Concluded) -> list[Out]:
+        if worker.peer.index == self.concluder:
+            self.metrics, self.saved = message.metrics, True
+        self.last_pulls.discard(worker.peer.index)
+        return self._over_when_concluded()
+
+    def _over_when_concluded(self) -> list[Out]:
+        return self._over() if self.phase == "concluding" and self.saved and not self.last_pulls else []
 
     def _over(self) -> list[Out]:
         self.phase = "over"
@@ -645,13 +780,24 @@ class Coordinator:
     # ---- what is known ---------------------------------------------------------------------------------------------
 
     def books(self) -> Books | None:
-        return balance(self.plan, self._reports(), self.leased_again) if self.plan else None
+        if self.plan is None:
+            return None
+        books = balance(self._plan_so_far(), self._reports(), self.leased_again)
+        return books if self._has_data() else msgspec.structs.replace(books, batches=0, not_done=0)
+
+    def _plan_so_far(self) -> Plan:
+        """The plan; of loops that have not said how many passes they make, the passes they have begun."""
+        assert self.plan
+        if self._knows_its_end() or not self._has_data():
+            return self.plan
+        begun = -(-self.batches_done() // self.plan.batches_per_epoch)
+        return msgspec.structs.replace(self.plan, epochs=max(1, begun))
 
     def staleness(self) -> Staleness:
         return staleness_of(self._reports())
 
     def samples_done(self) -> int:
-        if not self.plan:
+        if not self.plan or not self._has_data():
             return 0
         return min(self.batches_done() * self.plan.batch_size, self.plan.num_samples * self.plan.epochs)
 
@@ -661,13 +807,14 @@ class Coordinator:
         beats = [w.beat for w in self.workers.values() if w.beat.loss_samples]
         weight = sum(b.loss_samples for b in beats)
         staleness = self.staleness()
+        known = self._knows_its_end()  # otherwise how much there is to do is told as 0
         self.events.append(
             events.Progress(
                 at_s=now,
                 batches_done=self.batches_done(),
-                batches=self.plan.num_batches,
+                batches=self.plan.num_batches if known else 0,
                 samples_done=self.samples_done(),
-                samples=self.plan.num_samples * self.plan.epochs,
+                samples=self.plan.num_samples * self.plan.epochs if known else 0,
                 loss=sum(b.loss * b.loss_samples for b in beats) / weight if weight else None,
                 samples_per_s={i: _rate(w.samples_at) for i, w in sorted(self.workers.items()) if w.connected},
                 staleness_mean=staleness.mean,
@@ -675,6 +822,19 @@ class Coordinator:
                 waited_s={i: w.beat.waited_s for i, w in sorted(self.workers.items()) if w.connected},
             )
         )
+
+
+def _data_of(join: Join) -> Dataset:
+    return Dataset(join.fingerprint, join.num_samples, join.batch_size, join.epochs)
+
+
+def _described(dataset: Dataset) -> str:
+    passes = f"{dataset.epochs} passes over " if dataset.epochs else ""
+    return f"{passes}{dataset.num_samples} samples {dataset.fingerprint} in batches of {dataset.batch_size}"
+
+
+def _optimizer_of(join: Join) -> str:
+    return join.optimizer.name if join.optimizer else ""
 
 
 def _rate(samples_at: list[tuple[float, int]]) -> float:

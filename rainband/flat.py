@@ -108,6 +108,17 @@ class Flat:
         else:  # one transfer instead of one for each piece
             out.copy_(torch.cat(sources))
 
+    def piece(self, block: BlockSpec, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """This block's piece where it already lies in one stretch of one tensor, ready to be sent as it is."""
+        pieces = self._pieces_of(block)
+        parameter = pieces[0].parameter
+        tensor = None if len(pieces) > 1 or parameter is None else tensors[parameter]
+        memory = self.vectors[block.vector]
+        if tensor is None or tensor.dtype != memory.dtype or tensor.device != memory.device:
+            return None
+        sources = _in_memory_order(pieces[0], tensor)
+        return sources[0] if len(sources) == 1 and sources[0].is_contiguous() else None
+
     def view(self, block: BlockSpec) -> Tensor:
         """The parameters' own memory of this block, 1-D: what a pull is copied into."""
         return self.vectors[block.vector][block.start : block.stop]

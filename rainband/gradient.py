@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
+from rainband.flat import is_finite
 from rainband.portions import Name, ranges
 
 if TYPE_CHECKING:
@@ -25,6 +27,11 @@ class ModuleGradient:
         self.batches = batches
         self.samples = samples
         self.loss = loss  # mean over the samples
+
+    @cached_property
+    def is_finite(self) -> bool:
+        """Looked at once: whoever asks first, the worker's own step or the push, asks for both."""
+        return is_finite(self.tensors)
 
     def __add__(self, other: ModuleGradient) -> ModuleGradient:
         """The sum. It takes over this gradient's memory: do not use the summands afterwards."""

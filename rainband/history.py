@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -160,21 +161,23 @@ class RunSoFar:
         here = {i: rate for i, rate in rates.items() if f"worker {i}" not in self.gone}
         if len(here) < 2 or len(self.progress) < 3 or self.phase != "running":
             return set()
+        in_step = min(here.values()) > LOCK_STEP * max(here.values())
+        all_rates, all_shares = sorted(here.values()), sorted(shares.get(i, 0.0) for i in here)
         slow = set()
         for i, rate in here.items():
-            others = [here[j] for j in here if j != i]
-            waits = _middle([shares.get(j, 0.0) for j in here if j != i])
-            in_step = min(here.values()) > LOCK_STEP * max(here.values())
-            waited_for = in_step and waits > MUCH_WAITING and shares.get(i, 0.0) < waits / 3
-            if waited_for or rate < SLOW * _middle(others):
+            share = shares.get(i, 0.0)
+            others_wait = _middle_without(share, all_shares)
+            waited_for = in_step and others_wait > MUCH_WAITING and share < others_wait / 3
+            if waited_for or rate < SLOW * _middle_without(rate, all_rates):
                 slow.add(i)
         return slow
 
 
-def _middle(values: list[float]) -> float:
-    """The median; the standard library's would import much for it."""
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+def _middle_without(value: float, ordered: list[float]) -> float:
+    """The median of all the others; at least one other is there."""
+    place, others = bisect_left(ordered, value), len(ordered) - 1
+    low, high = (others - 1) // 2, others // 2
+    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
 
 
 def told_by(events: Iterable[AnyEvent]) -> RunSoFar:

@@ -159,8 +159,10 @@ def num_batches(name: Name) -> int:
     return sum(len(r) for r in name)
 
 
-def why_not(plan: Plan, name: Name) -> str | None:
+def why_not(plan: Plan, name: Name, point: int = -1) -> str | None:
     """Say what is wrong with a name, or None: what comes from the network is checked before it is used."""
+    if plan.columns and len(name) != 1:
+        return f"a round is made of single cells, and this push names {len(name)} stretches of batches"
     seen: dict[int, int] = {}
     for r in name:
         if not 0 <= r.portion < plan.num_portions:
@@ -169,6 +171,8 @@ def why_not(plan: Plan, name: Name) -> str | None:
             return f"batches {r.first}-{r.last} are not in portion {r.portion} of {plan.batches_in(r.portion)}"
         if seen.get(r.portion, 0) & r.mask:
             return f"batches of portion {r.portion} are named twice"
+        if plan.columns and (len(r) > 1 or plan.round_of(r.portion, r.first) != point):
+            return f"batches {r.first}-{r.last} of portion {r.portion} are no cell of round {point}"
         seen[r.portion] = seen.get(r.portion, 0) | r.mask
     return None
 

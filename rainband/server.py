@@ -8,17 +8,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from rainband.block import Block
 from rainband.blocks import BlockSpec
+from rainband.handover import as_parts
 from rainband.messages import (
     COORDINATOR,
     Ack,
     Ask,
     Assign,
+    FetchState,
     Flush,
     Forget,
     Load,
@@ -26,6 +29,7 @@ from rainband.messages import (
     Message,
     Params,
     Peer,
+    Planned,
     Pull,
     Push,
     Ready,
@@ -33,9 +37,11 @@ from rainband.messages import (
     Revoke,
     Sets,
     Skipped,
+    StatePart,
 )
 from rainband.place import Place
 from rainband.portions import Name, why_not
+from rainband.schedules import Schedule
 from rainband.types import ServerHalf
 
 Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
@@ -60,10 +66,12 @@ class Server:
         self.loads: list[tuple[Peer, Load, Tensor | None]] = []  # that came before the blocks they are for
         self.blocks: dict[int, Block] = {}
         self.floor: dict[int, int] = {}
+        self.report_every = 1  # portions completed between two reports; more where there are very many
+        self.completed = 0
         self.complete: Counter[int] = Counter()  # portion -> blocks that have all of it
         self.refused: Counter[str] = Counter()
         self.updates = 0
-        self.good_name: Name = ()  # checked last: a push comes as many messages with the same name
+        self.good_name: tuple[Name, int] | None = None  # checked last: a push comes as many messages with the same name
 
     def receive(
         self, sender: Peer, message: Message, payload: Tensor | None = None, checked: bool = False
@@ -76,12 +84,16 @@ class Server:
                 return self._pull(sender, message)
             case Load():
                 return self._load(sender, message, payload)
+            case FetchState():
+                return self._fetch_state(sender)
         if sender.role != "coordinator":
             self.refused[f"{type(message).__name__} from a {sender.role}"] += 1
             return []
         match message:
             case Assign():
                 return self._assign(message)
+            case Planned():
+                return self._planned(message)
             case Revoke():
                 return self._revoke(message)
             case Forget():
@@ -111,23 +123,28 @@ class Server:
         if block.waiting:
             outs += self._admit(block)
         if result == "applied" and self._completes(block, push):
-            outs.append(Out(COORDINATOR, self.report(measured=False)))
+            self.completed += 1
+            if self.completed % self.report_every == 0 or block.marks.low == block.plan.num_portions:
+                outs.append(Out(COORDINATOR, self.report(measured=False)))
         return outs
 
     def _accept(
         self, sender: Peer, block: Block, push: Push, payload: Tensor | None, checked: bool
     ) -> tuple[str, str]:
-        if sender.role != "worker" or sender.index != push.worker:
-            return "bad", f"a push of worker {push.worker} came from {sender}"
         if push.term > self.term:
             return "moved", f"term {push.term} has not begun here"
-        if push.name != self.good_name:
-            wrong = why_not(block.plan, push.name)
-            if wrong:
-                return "bad", wrong
-            self.good_name = push.name
+        # Also if the push itself comes to nothing: the sender does not say it again.
+        if push.groups and sender.index == push.worker and (unfit := block.take_groups(push.worker, push.groups)):
+            return "bad", unfit
         if any(self.floor.get(r.portion, 0) > r.lease for r in push.name):
             return "revoked", ""
+        if sender.role != "worker" or sender.index != push.worker:
+            return "bad", f"a push of worker {push.worker} came from {sender}"
+        if (push.name, push.point) != self.good_name:
+            wrong = why_not(block.plan, push.name, push.point)
+            if wrong:
+                return "bad", wrong
+            self.good_name = push.name, push.point
         gradient, wrong = self._gradient(block, push, payload, checked)
         if wrong:
             return "bad", wrong
@@ -148,6 +165,8 @@ class Server:
         """The gradient in the block's working precision, or what is wrong with it."""
         if push.skip:
             return None, ""
+        if push.samples < 1:
+            return None, f"a gradient of {push.samples} samples has no weight"
         if push.dtype != block.spec.dtype or push.numel != block.spec.numel:
             wanted = f"{block.spec.numel} x {block.spec.dtype}"
             return None, f"block {block.spec.index} is {wanted}, the push is {push.numel} x {push.dtype}"
@@ -221,11 +240,33 @@ class Server:
         message = Params(params.block, params.sequence, self.term, version, params.point, late)
         return message, None if late else block.place.of(version)
 
+    def _fetch_state(self, sender: Peer) -> list[Out]:
+        """The state of every block's optimizer: the large parts first, each read when it leaves, then the numbers."""
+        outs = []
+        for index, block in self.blocks.items():
+            assert block.optimizer is not None
+            parts, numbers = as_parts(block.spec, block.optimizer.state())
+            outs += [Out(sender, StatePart(index, part), read=True) for part in parts]
+            outs.append(Out(sender, StatePart(index, "", numbers=numbers), read=True))
+        return outs
+
+    def read_state(self, message: StatePart) -> tuple[StatePart, Tensor | None]:
+        """One part of a block's state, as it is at this moment."""
+        if not message.part:
+            return message, None
+        block = self.blocks[message.block]
+        assert block.optimizer is not None
+        parts, _ = as_parts(block.spec, {message.part: block.optimizer.state()[message.part]})
+        values, absent = parts[message.part]
+        return StatePart(message.block, message.part, absent), values
+
     # ---- what the coordinator says ---------------------------------------------------------------------------------
 
     def _assign(self, assign: Assign) -> list[Out]:
         self.term = assign.term
         half = self.half(assign.num_workers)
+        if assign.optimizer is not None:  # a user's own, with a schedule of its own
+            half = replace(half, optimizer=assign.optimizer, schedule=Schedule())
         buffers = 2 if half.rule().reads == "round" else 1
         places = self.publish(assign.blocks, buffers)
         self.blocks = {
@@ -247,11 +288,16 @@ class Server:
         if block is None or payload is None or wanted != (load.dtype, load.numel, given) or block.marks.count:
             self.refused["load"] += 1
             return [] if block is None or not block.loaded else [Out(sender, Loaded(load.block, load.slot))]
-        block.load(payload.view(block.dtype))
+        block.load(load, payload.view(block.dtype))
         outs = [Out(sender, Loaded(load.block, load.slot))]
-        if all(b.loaded for b in self.blocks.values()):
+        if not load.part and all(b.loaded for b in self.blocks.values()):
             outs += [Out(COORDINATOR, Ready()), *self._admit_all()]
         return outs
+
+    def _planned(self, planned: Planned) -> list[Out]:
+        for block in self.blocks.values():
+            block.replan(planned.plan)
+        return [Out(COORDINATOR, Ready())]
 
     def _revoke(self, revoke: Revoke) -> list[Out]:
         self.floor[revoke.portion] = max(self.floor.get(revoke.portion, 0), revoke.lease)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -159,6 +159,23 @@ class Port(Protocol):
 
     def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
         """Direct only: copy a block's parameters; returns the version, None if that point is gone."""
+
+
+@runtime_checkable
+class BorrowingPort(Protocol):
+    """A port that, during an exchange, sends from and receives into the worker's own memory, without copies."""
+
+    def lend(self, sequence: int, gradient: Mapping[int, Tensor], views: Mapping[int, Tensor]) -> None:
+        """Until `settle` returns, these blocks of the gradient stay as they are, and nobody computes with the views."""
+
+    def settle(self, pull: Settling) -> None:
+        """Wait until the exchange is over."""
+
+
+class Settling(Protocol):
+    """What a port waits for."""
+
+    def ready(self) -> bool: ...
 
 
 class Clock(Protocol):

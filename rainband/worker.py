@@ -12,9 +12,9 @@ import xxhash
 from rainband.client import Client, PullHandle, PushHandle
 from rainband.flat import Flat
 from rainband.gradient import ModuleGradient
-from rainband.messages import Report, Tally
+from rainband.messages import Report, Skipped, Tally
 from rainband.optim import build
-from rainband.portions import Marks, Plan
+from rainband.portions import Marks, Name, Plan, num_batches
 from rainband.schedules import Schedule
 from rainband.types import Batch, Cell
 
@@ -80,7 +80,8 @@ class OwnParameters:
         self.flat = flat
 
     def step(self, gradient: ModuleGradient, lr: float) -> None:
-        self.flat.add_(gradient.tensors, -lr)
+        if gradient.is_finite:  # or every gradient after it would not be, either
+            self.flat.add_(gradient.tensors, -lr)
 
 
 class ModuleWorker:
@@ -145,30 +146,38 @@ class ModuleWorker:
     # ---- what is no function of gradients: BatchNorm's statistics --------------------------------------------------
 
     def buffers(self) -> bytes:
-        """All buffers of numbers, as one float64 vector."""
-        parts = [b.detach().double().reshape(-1) for b in self._numeric_buffers()]
-        return torch.cat(parts).numpy().tobytes() if parts else b""
+        return buffers_of(self.module)
 
     def set_buffers(self, body: bytes | memoryview) -> None:
-        values = torch.frombuffer(bytearray(body), dtype=torch.float64)
-        at = 0
-        for buffer in self._numeric_buffers():
-            part = values[at : at + buffer.numel()].view(buffer.shape)
-            buffer.copy_(part if buffer.is_floating_point() else part.round())
-            at += buffer.numel()
+        set_buffers(self.module, body)
 
-    def _numeric_buffers(self) -> list[torch.Tensor]:
-        return [b for b in self.module.buffers() if not b.is_complex() and b.dtype != torch.bool]
+
+def buffers_of(module: nn.Module) -> bytes:
+    """All buffers of numbers, as one float64 vector."""
+    parts = [b.detach().double().reshape(-1) for b in _numeric_buffers(module)]
+    return torch.cat(parts).numpy().tobytes() if parts else b""
+
+
+def set_buffers(module: nn.Module, body: bytes | memoryview) -> None:
+    values = torch.frombuffer(bytearray(body), dtype=torch.float64)
+    at = 0
+    for buffer in _numeric_buffers(module):
+        part = values[at : at + buffer.numel()].view(buffer.shape)
+        buffer.copy_(part if buffer.is_floating_point() else part.round())
+        at += buffer.numel()
+
+
+def _numeric_buffers(module: nn.Module) -> list[torch.Tensor]:
+    return [b for b in module.buffers() if not b.is_complex() and b.dtype != torch.bool]
 
 
 class OwnOptimizer:
-    """Plain PyTorch on one worker, which then keeps the marks itself."""
+    """Plain PyTorch on one worker."""
 
     def __init__(self, worker: ModuleWorker, spec: OptimizerSpec, schedule: Schedule) -> None:
         self.worker = worker
         self.schedule = schedule
-        self.marks = Marks(worker.plan)
-        self.applied = 0
+        self.marks = OwnMarks(worker.client)
         groups: list[dict[str, Any]] = [{"params": [], **settings} for settings in worker.flat.layout.groups]
         for spec_, parameter in zip(worker.flat.layout.parameters, worker.flat.parameters, strict=True):
             groups[spec_.group]["params"].append(parameter)
@@ -183,14 +192,42 @@ class OwnOptimizer:
         for parameter, tensor in zip(self.worker.flat.parameters, gradient.tensors, strict=True):
             parameter.grad = tensor
         self.optimizer.step()
-        self.applied += len(gradient.batches)
-        name = gradient.name()
-        self.worker.client.stats.acked += 1
-        if self.marks.add(name):
-            self.worker.client.tell(self._report())
-        self.worker.client.settle(name)
+        self.marks.add(gradient.name())
 
-    def _report(self) -> Report:
+
+class OwnMarks:
+    """Where there are no servers, a worker remembers itself what was done, and tells it."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.marks = Marks(client.plan)
+        self.applied = 0
+        self.extras = 0
+        self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask
+
+    def add(self, name: Name, skip: str = "") -> None:
+        """These batches are done, or skipped for a reason."""
+        self.client.stats.acked += 1
+        if self.marks.plan != self.client.plan:  # it became known after the first steps
+            self.marks = Marks(self.client.plan)
+        if skip:
+            self.skipped.update({(r.portion, skip): self.skipped.get((r.portion, skip), 0) | r.mask for r in name})
+        else:
+            self.applied += num_batches(name)
+            self.extras += not name
+        if self.marks.add(name):
+            self.client.tell(self.report())
+        self.client.settle(name)
+
+    def report(self, flushed: bool = False) -> Report:
         full = tuple(p for p in sorted(self.marks.open) if self.marks.is_full(p))
-        tally = Tally(self.marks.count, self.applied, 0, 0)
-        return Report(low=self.marks.low, full=full, had=self.marks.count, updates=self.applied, blocks=(tally,))
+        num_skipped = sum(mask.bit_count() for mask in self.skipped.values())
+        return Report(
+            low=self.marks.low,
+            full=full,
+            had=self.marks.count,
+            updates=self.applied + self.extras,
+            blocks=(Tally(self.marks.count, self.applied, num_skipped, 0, self.extras),),
+            skipped=tuple(Skipped(p, mask, reason) for (p, reason), mask in sorted(self.skipped.items())),
+            flushed=flushed,
+        )

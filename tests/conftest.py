@@ -9,6 +9,8 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.processes import nest  # noqa: F401 (a fixture for all)
+
 # Tests that start processes would otherwise fight for cores; set before anything imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

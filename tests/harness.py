@@ -10,18 +10,22 @@ from any name, mark or book, to the last bit; and every version that a round may
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
+import msgspec
 import torch
 from torch import Tensor
 
 import rainband.block
+import rainband.coordinator
 from rainband.block import Block
 from rainband.blocks import BlockSpec, Entry, Layout, arrange
 from rainband.client import Client, Handle, PullHandle
@@ -61,11 +65,11 @@ from rainband.messages import (
 )
 from rainband.optim_spec import OptimizerSpec
 from rainband.place import Place
-from rainband.portions import Plan, bits
+from rainband.portions import Plan, bits, choose_portion_batches
 from rainband.server import Server
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.sync import Sync
-from rainband.types import Batch, ServerHalf, Strategy
+from rainband.types import Batch, ServerHalf, Strategy, Worker
 from rainband.worker import Compute, ModuleWorker, ServerSide
 
 LR = 0.5
@@ -73,6 +77,7 @@ AMOUNT = 840  # divisible by every number of samples from 1 to 8, so that means 
 MAX_ROUND_SAMPLES = 8
 TIMEOUT_S = 5.0
 ELEMENTS = 64  # of a block: one per batch
+M = TypeVar("M", bound=Message)
 MAY_COME_TWICE = (Push, Ack, Pull, Params, Revoke, Sets, Forget, Ask, Report, Lease, Want, Return, Beat, Finish)
 MAY_COME_AGAIN_LATER = (Push, Ack, Revoke, Sets)
 
@@ -97,6 +102,11 @@ class Letter(NamedTuple):
 CLOSED = Letter(None)
 
 
+def replaced(message: M, **changes: object) -> M:
+    """The same message with some fields changed."""
+    return msgspec.structs.replace(message, **changes)
+
+
 # ---- what a seed decides ---------------------------------------------------------------------------------------------
 
 
@@ -111,6 +121,7 @@ class Case:
     num_samples: int = 16
     batch_size: int = 2
     epochs: int = 1
+    portion_batches: int = 0  # 0: as the coordinator chooses
     direct: bool = False  # the servers' parameters are read in place, as in shared memory
     not_finite: frozenset[int] = frozenset()  # batches whose gradient is not finite
     absent: frozenset[tuple[int, int]] = frozenset()  # (batch, parameter) without a gradient
@@ -329,7 +340,6 @@ class Node:
         self.conclude = False
         self.dismissed = False
         self.paused = False
-        self.silent = False  # its heartbeats do not come through
         self.dies_at = -1  # at so many more frames
         self.waits_for: Callable[[], bool] = lambda: True
         self.life = self._live()
@@ -526,6 +536,9 @@ class World:
         self.restarts_left = faults.restarts
         self.todo = self._draw_faults()
 
+    def _portion_batches(self, *given: int) -> int:
+        return self.case.portion_batches or choose_portion_batches(*given)
+
     def _half(self, num_workers: int) -> ServerHalf:
         half = self.case.strategy.server(num_workers)
         assert half is not None
@@ -625,15 +638,15 @@ class World:
         kinds: list[Callable[[], None]] = [self._kill] * f.kills + [self._pause] * f.pauses
         kinds += [self._suspect] * f.suspicions + [self._reconnect] * f.reconnects
         kinds += [self._join_late] * f.latecomers + [self._stop] * f.stop
-        length = 30 * self.case.num_batches
-        return sorted(((self.random.randrange(5, length), kind) for kind in kinds), key=lambda item: item[0])
+        length = (25 if self.case.rounds else 12) * self.case.num_batches
+        return [(self.random.randrange(5, length), kind) for kind in kinds]
 
     def _alive(self) -> list[Node]:
         return [w for w in self.workers.values() if not w.dismissed]
 
     def _one_of_several(self) -> Node | None:
         """A worker without which another one can still end the run."""
-        well = [w for w in self._alive() if not w.paused and not w.silent and w.dies_at < 0]
+        well = [w for w in self._alive() if not w.paused and w.dies_at < 0]
         if self.coordinator.phase not in ("forming", "loading"):
             well = [w for w in well if w.client is not None]
         return self.random.choice(well) if len(well) > 1 else None
@@ -670,14 +683,23 @@ class World:
         if node is None:
             return
         node.paused = True
-        self._suspect(node)
-        self.todo.append((self.steps + self.random.randint(50, 400), lambda: setattr(node, "paused", False)))
+        given_up_after = self.random.randint(0, 60)
+        self._later(given_up_after, lambda: self._suspect(node))
+        self._later(given_up_after + self.random.randint(0, 150), lambda: setattr(node, "paused", False))
+
+    def _later(self, steps: int, do: Callable[[], None]) -> None:
+        self.todo.append((self.steps + steps, do))
 
     def _suspect(self, node: Node | None = None) -> None:
-        """Its heartbeats are late, so that it is given up."""
+        """Nothing is heard of it for too long, while the heartbeats of the others come through."""
         node = node or self.random.choice(self._alive())
-        node.silent = True
-        self.todo.append((self.steps + self.random.randint(50, 400), lambda: setattr(node, "silent", False)))
+        self.trace.append(f"{node.peer} is suspected")
+        self.now += TIMEOUT_S + 0.1
+        for other in list(self.workers.values()):
+            if other is not node and other.client is not None and not other.paused:
+                self.hand_over(other.peer, COORDINATOR, Letter(other.client.stats.beat()))
+        if self.coordinator.phase != "over":
+            self._say(self.coordinator.tick(self.now))
 
     def _reconnect(self) -> None:
         node = self.random.choice(self._alive())
@@ -709,11 +731,12 @@ class World:
 
     def run(self) -> Outcome:
         """To the end; raises Wrong when the run breaks a promise or does not end."""
-        while self.coordinator.phase != "over":
-            self.steps += 1
-            if self.steps > self.max_steps:
-                raise Wrong(f"not over after {self.max_steps} steps: {self.where()}")
-            self._next()
+        with patch.object(rainband.coordinator, "choose_portion_batches", self._portion_batches):
+            while self.coordinator.phase != "over":
+                self.steps += 1
+                if self.steps > self.max_steps:
+                    raise Wrong(f"not over after {self.max_steps} steps: {self.where()}")
+                self._next()
         blocks = {i: b for s in self.servers.values() for i, b in s.blocks.items()}
         return Outcome(self.steps, self.now, self.coordinator, blocks, self.saved)
 
@@ -746,7 +769,7 @@ class World:
     def _pass_time(self) -> None:
         self.now += self.random.choice((0.2, 1.0, 2.0))
         for node in self.workers.values():
-            if node.client is not None and not node.paused and not node.silent and not node.dismissed:
+            if node.client is not None and not node.paused and not node.dismissed:
                 node.tell(node.client.stats.beat())
         if self.coordinator.phase != "over":
             self._say(self.coordinator.tick(self.now))
@@ -818,11 +841,29 @@ def number_of(plan: Plan, portion: int, k: int) -> int:
     return plan.epoch_of(portion) * plan.batches_per_epoch + plan.number(portion, k)
 
 
+@dataclass(frozen=True)
+class Ragged:
+    """Downpour whose workers cut a cell differently, as loops of their own would: no two begin alike."""
+
+    cell_batches: int = 4
+
+    async def run(self, worker: Worker) -> None:
+        await worker.server.pull()
+        async for cell in worker.cells():
+            cut = 2 + worker.index % (self.cell_batches - 1)
+            for at in range(0, len(cell.batches), cut):
+                gradients = [await worker.gradient(batch) for batch in cell.batches[at : at + cut]]
+                worker.server.push(functools.reduce(operator.add, gradients))
+
+    def server(self, num_workers: int) -> ServerHalf:
+        return Downpour(lr=LR, optimizer="sgd").server(num_workers)
+
+
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
 
 def draw(seed: int, kind: str) -> tuple[Case, Faults]:
-    """The run and the faults that a seed stands for; `kind` is downpour or sync."""
+    """The run and the faults that a seed stands for; `kind` is downpour, ragged or sync."""
     r = random.Random(f"{kind} {seed}")
     epochs = r.choice((1, 1, 2))
     num_samples, batch_size = r.randint(8, 40 // epochs), r.choice((1, 2))
@@ -830,24 +871,27 @@ def draw(seed: int, kind: str) -> tuple[Case, Faults]:
     dtypes = tuple(r.choices(("float32", "float32", "float64", "bfloat16"), k=r.randint(1, 2)))
     odd = r.random() < 0.3
     not_finite = frozenset(r.sample(range(num_batches), 2)) if odd else frozenset()
+    strategy: Strategy = {"downpour": _draw_downpour, "ragged": _draw_ragged, "sync": _draw_sync}[kind](r)
     case = Case(
-        strategy=_draw_downpour(r) if kind == "downpour" else Sync(lr=LR),
+        strategy=strategy,
         num_workers=r.randint(2, 4),
         num_servers=num_servers,
         dtypes=dtypes,
         num_samples=num_samples,
         batch_size=batch_size,
         epochs=epochs,
+        portion_batches=r.choice((0, 2, 4)) * getattr(strategy, "cell_batches", 1),
         direct=r.random() < 0.5,
         not_finite=not_finite,
         absent=_draw_absent(r, num_batches, len(dtypes) * num_servers, not_finite) if odd else frozenset(),
     )
+    most = 2 if kind == "ragged" else 1  # its pushes are many in flight, so breaking its lines tells most
     faults = Faults(
-        kills=r.choice((0, 0, 1, 2, 2)),
+        kills=r.choice((0, 1, 2)),
         restarts=r.choice((0, 1)),
-        pauses=r.choice((0, 0, 1, 2, 3)),
-        suspicions=r.choice((0, 0, 1, 2, 4)),
-        reconnects=r.choice((0, 0, 1, 3, 6)),
+        pauses=r.choice((0, 1, 2)) * most,
+        suspicions=r.choice((0, 1, 3)) * most,
+        reconnects=r.choice((0, 1, 4)) * most,
         duplicates=r.choice((0.0, 0.0, 0.1, 0.3)),
         latecomers=r.choice((0, 0, 1)),
         stop=r.random() < 0.05,
@@ -864,6 +908,14 @@ def _draw_downpour(r: random.Random) -> Downpour:
         overlap=r.random() < 0.5,
         warm_batches=r.choice((0, 0, 4)),
     )
+
+
+def _draw_ragged(r: random.Random) -> Ragged:
+    return Ragged(cell_batches=r.randint(3, 5))
+
+
+def _draw_sync(r: random.Random) -> Sync:
+    return Sync(lr=LR)
 
 
 def _draw_absent(

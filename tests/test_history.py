@@ -5,17 +5,18 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.stories import a_config, ended, planned, progress, started, whole_run, write_run
 
 from rainband import events
 from rainband.events import AnyEvent
 from rainband.history import (
     RunSoFar,
+    _middle_without,
     find_run,
     list_runs,
     loss_curve,
@@ -25,6 +26,7 @@ from rainband.history import (
 )
 from rainband.worlds.config import RunConfig
 from rainband.worlds.directory import EventLog, OutputLog, new_directory, read_config, write_config
+from tests.stories import a_config, ended, planned, progress, started, whole_run, write_run
 
 
 def running(*story: AnyEvent) -> RunSoFar:
@@ -67,10 +69,15 @@ def test_a_worker_that_does_half_of_what_the_others_do_is_slow() -> None:
 
 
 def test_in_lock_step_the_one_for_whom_the_others_wait_is_slow() -> None:
-    story = [
-        progress(s, s, rates=(10.0, 10.0, 10.0), waited=(0.5 * s, 0.5 * s, 0.05 * s)) for s in (2, 3, 4)
-    ]
+    story = [progress(s, s, rates=(10.0, 10.0, 10.0), waited=(0.5 * s, 0.5 * s, 0.05 * s)) for s in (2, 3, 4)]
     assert [worker.index for worker in running(*story).workers() if worker.slow] == [2]
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=9), st.data())
+def test_the_middle_of_the_others_is_their_median(values: list[int], data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(values) - 1))
+    others = values[:place] + values[place + 1 :]
+    assert _middle_without(values[place], sorted(values)) == median(others)
 
 
 def test_nobody_is_slow_in_the_first_two_looks_or_alone() -> None:
@@ -202,7 +209,8 @@ def test_what_is_written_reproduces_the_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"), [("{", "no configuration of a run"), ('{"task": 3}', "no configuration of a run")]
+    ("content", "complaint"),
+    [("{", "no configuration of a run"), ('{"task": 3}', "no configuration of a run")],
 )
 def test_a_file_that_is_no_configuration_is_told(tmp_path: Path, content: str, complaint: str) -> None:
     (tmp_path / "config.json").write_text(content)

@@ -42,7 +42,7 @@ LAYERS = {
     # State machines without I/O, and what they are made of.
     "nodes": Layer(
         modules="server client worker coordinator membership checkpoint "
-        "block books buffers flat gradient optim",
+        "block books buffers flat gradient handover optim",
         may_import="words rules codecs",
     ),
     "transports": Layer("transports", may_import="words"),

@@ -226,8 +226,8 @@ def test_the_gradient_is_neither_changed_nor_kept(name: str, numbers: dict[str, 
 
 def test_a_step_that_fails_gives_the_gradient_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     values, gradient = torch.ones(1), torch.ones(1)
-    optimizer = one_each(values, "sgd")
     monkeypatch.setattr(torch.optim.SGD, "step", failing)
+    optimizer = one_each(values, "sgd")
     with pytest.raises(RuntimeError, match="no power"):
         optimizer.step(gradient)
     lent = weakref.ref(gradient.untyped_storage())

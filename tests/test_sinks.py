@@ -8,13 +8,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.stories import ended, progress, started, whole_run
 
 from rainband.events import AnyEvent
 from rainband.sinks import Guarded
 from rainband.sinks.csv import COLUMNS, Csv
 from rainband.sinks.sqlite import Sqlite
 from rainband.sinks.tensorboard import TensorBoard, check_installed
+from tests.stories import ended, progress, started, whole_run
 
 
 def ask(directory: Path, question: str) -> list[tuple[object, ...]]:
@@ -27,7 +27,7 @@ def test_the_table_has_a_row_for_each_progress_event_with_sums_over_the_workers(
     for event in (started(), progress(1.5, 64, waited=(0.25, 0.5)), progress(2.5, 128, loss=None), ended()):
         sink.write(event)
     sink.close()
-    rows = list(csv.reader((tmp_path / "progress.csv").open()))
+    rows = list(csv.reader((tmp_path / "progress.csv").read_text().splitlines()))
     assert rows == [
         list(COLUMNS),
         ["1.5", "2", "64", "1.0", "100.0", "0.5", "2", "0.75"],
@@ -55,7 +55,9 @@ def test_the_database_answers_for_the_run_and_for_each_worker(tmp_path: Path) ->
     assert ask(tmp_path, "select * from results") == [("accuracy", 0.9)]
 
 
-def test_someone_who_reads_for_long_does_not_hold_up_the_run_and_nothing_is_missing_later(tmp_path: Path) -> None:
+def test_someone_who_reads_for_long_does_not_hold_up_the_run_and_nothing_is_missing_later(
+    tmp_path: Path,
+) -> None:
     sink = Sqlite(tmp_path)
     with closing(sqlite3.connect(tmp_path / "metrics.sqlite", isolation_level=None)) as reader:
         reader.execute("begin immediate")

@@ -1,4 +1,4 @@
-"""From what was typed to the configuration of a run: everything that can be checked is checked here, before it starts.
+"""From what was typed to the configuration of a run: what can be checked is checked here, before it starts.
 
 Torch is not imported for it; what only the task itself can know is checked by the first worker.
 """
@@ -75,7 +75,7 @@ def _from_words(words: Sequence[str]) -> RunConfig:
 def _from_file(words: Sequence[str], config: Path) -> RunConfig:
     if named := [word for word in words if "=" not in word]:
         raise ValueError(
-            f"{config} says already what to train and how: leave out {' '.join(named)}, or leave out --config. "
+            f"{config} says already what to train and how: leave out {' '.join(named)}, or --config. "
             "Settings (key=value) and options may be changed."
         )
     base = read_config(config)
@@ -181,7 +181,7 @@ def _check_room(crew: Mapping[str, int]) -> None:
 
 
 def _alone(base: RunConfig, given: Mapping[str, Any]) -> dict[str, int]:
-    """A strategy without servers is one process with the whole model: nobody else could know its parameters."""
+    """A strategy without servers is one process with the whole model: nobody else knows its parameters."""
     for field, option, right in (("num_workers", "--workers", 1), ("num_servers", "--servers", 0)):
         if given.get(field, right) != right:
             raise ValueError(

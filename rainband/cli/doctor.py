@@ -1,4 +1,4 @@
-"""`rainband doctor`: look whether this machine has what a run needs, and say what to type where it has not."""
+"""`rainband doctor`: look whether this machine has what a run needs, and say what to type if not."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from rainband.errors import HandshakeFailed
-from rainband.messages import Message, Params, Peer, decode, encode
+from rainband.messages import Message, Peer, decode, encode
 from rainband.transports.auth import Handshake, Identity
 from rainband.transports.frames import BadFrame, FrameReader, pack
 
 ROOM_BYTES = 4 << 20  # replies wait for their turn while more than this is queued
 
-ReadNow = Callable[[Params], tuple[Params, memoryview | None]]
+ReadNow = Callable[[Message], tuple[Message, memoryview | None]]
 
 
 class Connection:
@@ -32,7 +32,7 @@ class Connection:
         self.reader: FrameReader | None = None
         self.out: deque[memoryview] = deque()
         self.out_bytes = 0
-        self.reads: deque[Params] = deque()
+        self.reads: deque[Message] = deque()
         self.fds: list[int] = []
         self.wants_out = False  # the loop waits until it can be written to again
         self.takes_fds = sock.family == socket.AF_UNIX

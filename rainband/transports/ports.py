@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rainband.blocks import BlockSpec
 from rainband.errors import RainbandError, ServerLost
-from rainband.messages import Ack, Hello, Load, Loaded, Message, Opened, Params, Peer, Push, decode, encode
+from rainband.messages import Ack, Hello, Load, Loaded, Message, Opened, Params, Peer, Push, StatePart, decode, encode
 from rainband.stats import Stats
 from rainband.transports.frames import (
     PREFIX_BYTES,
@@ -28,6 +28,7 @@ from rainband.transports.frames import (
 )
 from rainband.transports.shared import Mailbox, Published
 from rainband.transports.switchboard import Switchboard
+from rainband.types import Settling
 
 Deliver = Callable[[Message, Tensor | None], None]
 MAILBOX_SLOTS = 8  # few, so that they stay in the cache between the two processes
@@ -108,7 +109,8 @@ class SharedPort:
             message = decode(frame.header)
             if isinstance(message, Ack | Loaded) and message.slot >= 0:
                 self.free.append(message.slot)
-            self.deliver(message, None)
+            body = None if frame.body is None else torch.frombuffer(bytearray(frame.body), dtype=torch.uint8)
+            self.deliver(message, body)
 
     def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
         if point >= 0:
@@ -122,7 +124,8 @@ class TcpPort:
     """To a server anywhere: one thread sends, one receives, so that traffic overlaps computing.
 
     Payloads are copied once into a pooled buffer, which is free again when its bytes have left. Parameters arrive
-    beside the worker's own, in an inbox.
+    beside the worker's own, in an inbox. In an exchange nobody computes meanwhile: there bytes leave from where the
+    gradient lies and arrive where the parameters lie.
     """
 
     direct = False
@@ -142,34 +145,47 @@ class TcpPort:
         self.switchboard = switchboard
         self.deliver = deliver
         self.inbox = {spec.index: torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) for spec in specs}
-        self.pool: dict[int, list[Tensor]] = {}
+        self.pool: list[Tensor] = []
+        self.lent: Mapping[int, Tensor] = {}  # of the gradient, during an exchange
+        self.views: Mapping[int, Tensor] = {}  # of the parameters, during an exchange
+        self.exchanging = -1  # its sequence
         self.hot: list[Tensor] = []
         self.room = threading.Semaphore(OUTBOX_BUFFERS)
         self.largest = max((spec.num_bytes for spec in specs), default=0)
-        self.outbox: queue.SimpleQueue[tuple[Message, Tensor | None]] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[tuple[Message, Tensor | None, list[Tensor] | None]] = queue.SimpleQueue()
         _close_in_children(sock)
         for name, target in (("send", self._send_loop), ("receive", self._receive_loop)):
             threading.Thread(target=target, name=f"{name} {peer}", daemon=True).start()
         self.send(Hello())
 
     def send(self, message: Message) -> None:
-        self.outbox.put((message, None))
+        self.outbox.put((message, None, None))
 
     def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
-        if isinstance(message, Push) and message.want:
-            self.room.acquire()  # the sender waits for the answers anyway: few buffers, which stay in the cache
-            payload = self.hot.pop() if self.hot else torch.empty(self.largest, dtype=torch.uint8)
-            fill(payload[: _num_bytes(message)].view(getattr(torch, message.dtype)))
-        else:
-            free = self.pool.setdefault(message.block, [])
-            payload = free.pop() if free else torch.empty_like(self.inbox[message.block])
-            fill(payload)
-        self.outbox.put((message, payload))
+        waits = isinstance(message, Push) and message.want
+        if waits and message.block in self.lent:
+            self.outbox.put((message, self.lent[message.block], None))
+            return
+        buffers = self.hot if waits else self.pool
+        while waits and not self.room.acquire(timeout=0.5):  # few buffers, which stay in the cache
+            self.switchboard.wait(0.0)  # raises when the connection is gone
+        payload = buffers.pop() if buffers else torch.empty(self.largest, dtype=torch.uint8)
+        fill(payload[: _num_bytes(message)].view(getattr(torch, message.dtype)))
+        self.outbox.put((message, payload, buffers))
+
+    def lend(self, sequence: int, gradient: Mapping[int, Tensor], views: Mapping[int, Tensor]) -> None:
+        self.exchanging, self.lent, self.views = sequence, gradient, views
+
+    def settle(self, pull: Settling) -> None:
+        """Every block was answered, so every byte has left."""
+        while not pull.ready():
+            self.switchboard.wait()
+        self.exchanging, self.lent, self.views = -1, {}, {}
 
     def _send_loop(self) -> None:
         try:
             while True:
-                message, payload = self.outbox.get()
+                message, payload, buffers = self.outbox.get()
                 body = None if payload is None else _bytes_of(payload)[: _num_bytes(message)]
                 head = pack(encode(message), body, self.key)
                 if body is None:
@@ -181,12 +197,10 @@ class TcpPort:
                     sent = len(head)
                 if sent < len(head) + len(body):
                     self.sock.sendall(body[sent - len(head) :])
-                assert payload is not None and isinstance(message, Push | Load)
-                if isinstance(message, Push) and message.want:
-                    self.hot.append(payload)
+                if buffers is not None and payload is not None:
+                    buffers.append(payload)
+                if buffers is self.hot:
                     self.room.release()
-                else:
-                    self.pool[message.block].append(payload)
         except OSError as error:
             self._fail(ServerLost(str(self.peer), f"sending to it ({error.strerror})"))
 
@@ -209,7 +223,12 @@ class TcpPort:
             self._fail(ServerLost(str(self.peer), f"waiting for its answers ({error})"))
 
     def _receive_body(self, message: Message, num_bytes: int) -> Tensor:
-        payload = self.inbox.get(message.block) if isinstance(message, Params) else None
+        payload = None
+        if isinstance(message, Params):
+            lent = message.sequence == self.exchanging
+            payload = (self.views if lent else self.inbox).get(message.block)
+        if isinstance(message, StatePart) and message.block in self.inbox:
+            payload = torch.empty_like(self.inbox[message.block])
         if payload is None or payload.nbytes != num_bytes:
             raise BadFrame(f"a body of {num_bytes} bytes fits no block of {self.peer}")
         self._receive_exactly(_bytes_of(payload))

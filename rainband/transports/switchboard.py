@@ -15,6 +15,7 @@ class Switchboard:
         self.epoll = select.epoll()
         self.callbacks: dict[int, Callable[[], None]] = {}
         self.posted: deque[Callable[[], None]] = deque()
+        self.rung = False
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.watch(self.bell, self._run_posted)
 
@@ -25,10 +26,13 @@ class Switchboard:
     def post(self, callback: Callable[[], None]) -> None:
         """From any thread: have this called by the thread that waits."""
         self.posted.append(callback)
-        os.eventfd_write(self.bell, 1)
+        if not self.rung:  # one ring for all that is posted until it is heard
+            self.rung = True
+            os.eventfd_write(self.bell, 1)
 
     def _run_posted(self) -> None:
         os.eventfd_read(self.bell)
+        self.rung = False  # before looking: what is posted from now on rings again
         while self.posted:
             self.posted.popleft()()
 

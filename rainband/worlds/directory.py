@@ -114,7 +114,7 @@ class OutputLog:
                 os.close(copy)
 
     def new_lines(self, to_the_end: bool = False) -> tuple[list[str], int]:
-        """Whole lines since the last call, and how many more there were; at the end also an unfinished one."""
+        """Whole lines since the last call, and how many more there were; at the end an unfinished one."""
         data = self.rest + os.pread(self.file.fileno(), 1 << 20, self.read_to)
         self.read_to += len(data) - len(self.rest)
         whole, newline, self.rest = data.rpartition(b"\n")

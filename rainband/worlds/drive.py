@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rainband.client import Handle, PullHandle
+from rainband.client import Client, Handle, PullHandle
 from rainband.errors import Stop
 from rainband.types import Strategy
 from rainband.worker import Compute, ModuleWorker
@@ -14,29 +14,30 @@ from rainband.worker import Compute, ModuleWorker
 def drive(strategy: Strategy, worker: ModuleWorker, wait: Callable[[], object]) -> None:
     """Run the strategy to its end. `wait` blocks until messages came, and delivers them."""
     coroutine = strategy.run(worker)  # type: ignore[arg-type]
-    stats = worker.client.stats
     thrown = False
     try:
         wanted = coroutine.send(None)
         while True:
             if isinstance(wanted, Compute):
                 wanted.result = worker.compute(wanted.batch)
-            else:
-                assert isinstance(wanted, Handle), (
-                    f"a strategy may only await what its worker gave, not {wanted!r}"
-                )
-                started = time.monotonic()
-                while not wanted.ready():
-                    if worker.client.stopping and isinstance(wanted, PullHandle) and not thrown:
-                        break
-                    stats.waiting = True
-                    wait()
-                stats.waiting = False
-                stats.waited_s += time.monotonic() - started
-                if not wanted.ready():
-                    thrown = True
-                    wanted = coroutine.throw(Stop())
-                    continue
+            elif not wait_for(wanted, worker.client, wait, may_stop=not thrown):
+                thrown = True
+                wanted = coroutine.throw(Stop())
+                continue
             wanted = coroutine.send(None)
     except (StopIteration, Stop):
         return
+
+
+def wait_for(wanted: object, client: Client, wait: Callable[[], object], may_stop: bool = True) -> bool:
+    """Wait for what a strategy awaits. False: the run stops, and what others would have to do may never come."""
+    assert isinstance(wanted, Handle), f"a strategy may only await what its worker gave, not {wanted!r}"
+    started = time.monotonic()
+    while not wanted.ready():
+        if client.stopping and isinstance(wanted, PullHandle) and may_stop:
+            break
+        client.stats.waiting = True
+        wait()
+    client.stats.waiting = False
+    client.stats.waited_s += time.monotonic() - started
+    return wanted.ready()

@@ -24,6 +24,7 @@ from rainband.messages import (
     Peer,
     Push,
     ServerJoin,
+    StatePart,
 )
 from rainband.place import Place
 from rainband.server import Server
@@ -111,7 +112,6 @@ class ServerProcess:
             if target is None:
                 continue
             if out.read:
-                assert isinstance(out.message, Params)
                 target.reads.append(out.message)
             else:
                 target.send(out.message)
@@ -141,9 +141,10 @@ class ServerProcess:
             return tensor
         return None if body is None else torch.frombuffer(body, dtype=torch.uint8)
 
-    def _read_now(self, params: Params) -> tuple[Params, memoryview | None]:
+    def _read_now(self, asked: Message) -> tuple[Message, memoryview | None]:
         """The reply to a pull, at the moment it leaves: a private copy, as the block changes on."""
-        message, values = self.server.read(params)
+        assert isinstance(asked, Params | StatePart)
+        message, values = self.server.read_state(asked) if isinstance(asked, StatePart) else self.server.read(asked)
         if values is None:
             return message, None
         return message, memoryview(values.view(torch.uint8).numpy().tobytes())

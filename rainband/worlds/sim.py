@@ -36,7 +36,7 @@ from rainband.worlds.sim_memory import Desk
 from rainband.worlds.sim_world import Play, Span, World
 
 PROGRESS_POINTS = 50  # as many events tell of the progress of a run; heartbeats come as often
-MAX_BEATS = 200_000  # of all workers together, where a run has many
+MAX_BEATS = 20_000  # of all workers together: where there are very many, they tell of themselves less often
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,7 +225,7 @@ def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) ->
     if config.sim.steps is not None:
         join = msgspec.structs.replace(join, epochs=1)
     body = TimeBody(config.num_workers)
-    return Play(strategy, join, lambda: body, real=False)
+    return Play(strategy, join, lambda: body, real=False, bulk=config.sim.bulk)
 
 
 def _join(config: RunConfig, strategy: Strategy, task: Task, flat: Flat, mark: str, num_samples: int) -> Join:

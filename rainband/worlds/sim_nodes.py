@@ -41,14 +41,14 @@ class CoordinatorNode(Node):
         coordinator: Coordinator,
         show: Callable[[events.AnyEvent], None],
         tick_s: float,
-        time_only: bool,
+        fitting: Callable[[Message], Message],
     ) -> None:
         super().__init__(post, peer, machine)
         self.coordinator = coordinator
         self.show = show
         self.tick_s = tick_s
-        self.time_only = time_only
-        self.block_bytes: list[int] = []  # as they really are; where only time counts, nodes get hollow blocks
+        self.fitting = fitting  # what nodes are told of their blocks: where only time counts, these are hollow
+        self.block_bytes: list[int] = []  # as they really are
         self.phase = coordinator.phase  # the last one that was told
         self.clock.after(tick_s, self._tick, idle=True)
 
@@ -82,16 +82,19 @@ class CoordinatorNode(Node):
             self.show(events.PhaseChanged(at_s=self.clock.now, phase=self.phase, reason=coordinator.reason))
 
     def _fitting(self, message: Message) -> Message:
-        match message:
-            case Welcome():
-                self.block_bytes = [block.num_bytes for block in message.blocks]
-            case Assign():
-                pass
-            case _:
-                return message
-        if not self.time_only:
-            return message
-        return msgspec.structs.replace(message, blocks=tuple(map(hollow, message.blocks)))
+        if isinstance(message, Welcome):
+            self.block_bytes = [block.num_bytes for block in message.blocks]
+        return self.fitting(message) if isinstance(message, Welcome | Assign) else message
+
+
+def as_they_are(message: Message) -> Message:
+    return message
+
+
+def without_elements(message: Message) -> Message:
+    """Nodes are told of hollow blocks."""
+    assert isinstance(message, Welcome | Assign)
+    return msgspec.structs.replace(message, blocks=tuple(map(hollow, message.blocks)))
 
 
 class ServerNode(Node):

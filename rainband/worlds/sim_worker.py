@@ -116,6 +116,7 @@ class WorkerNode(Node):
         self.welcome: Welcome | None = None
         self.go = False
         self.conclude: tuple[Conclude, bytes | None] | None = None
+        self.early: list[Message] = []  # that came before there was a client
         self.inbox: deque[tuple[Message, Payload]] = deque()
         self.life: Generator[Wanted, None, None] = self._live()
         self.waiting: Handle | None = None
@@ -170,6 +171,8 @@ class WorkerNode(Node):
         ports = [self.port(self, server) for server in range(len(self.welcome.servers))]
         self.client = client = self.body.make_client(self.peer, self.welcome, ports, self.tell)
         client.stats = self.stats
+        for message in self.early:  # the run may be at its end before it has entered
+            client.receive(message)
         loaded = False
         while not self.go:
             if self.welcome.load and not loaded:
@@ -242,7 +245,9 @@ class WorkerNode(Node):
             case _:
                 if isinstance(message, Params) and payload is not None:
                     self.copies(message.block)
-                if self.client is not None:
+                if self.client is None:
+                    self.early.append(message)
+                else:
                     self.client.receive(message, payload)
 
     def copies(self, block: int) -> None:

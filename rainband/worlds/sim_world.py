@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+import msgspec
+
 from rainband import events
 from rainband.client import Handle, News, PullHandle, PushHandle
 from rainband.coordinator import Coordinator, RunSettings
 from rainband.errors import Deadlock
-from rainband.messages import COORDINATOR, Join, Peer
+from rainband.messages import COORDINATOR, Address, Join, Peer, ServerJoin
 from rainband.server import Server
 from rainband.sim.clock import VirtualClock
 from rainband.sim.compute import Pace
@@ -21,8 +23,9 @@ from rainband.sim.model import ClusterModel
 from rainband.sim.network import Machine, Network
 from rainband.sim.trace import Trace
 from rainband.types import Port, ServerHalf, Strategy
-from rainband.worlds.sim_nodes import CoordinatorNode, ServerNode
-from rainband.worlds.sim_post import HEADER_BYTES, Letter, Node, Post
+from rainband.worlds.sim_bulk import BankNode, BankPort, as_one_block, make_bank
+from rainband.worlds.sim_nodes import CoordinatorNode, ServerNode, as_they_are, without_elements
+from rainband.worlds.sim_post import Letter, Node, Post
 from rainband.worlds.sim_worker import Body, SimPort, Until, WorkerNode
 
 Show = Callable[[events.AnyEvent], None]
@@ -45,6 +48,7 @@ class Play:
     join: Join
     body: Callable[[], Body]
     real: bool  # with gradients, not only times
+    bulk: bool = False  # all servers as one: for thousands of workers
 
 
 class World:
@@ -70,16 +74,18 @@ class World:
         self.clock = VirtualClock(shuffle)
         self.network = Network(model.network, self.clock, settings.seed)
         self.post = Post(self.clock, self.network, trace)
-        self.coordinator = Coordinator(settings)
+        known = settings if not play.bulk else msgspec.structs.replace(settings, num_servers=1)
+        self.coordinator = Coordinator(known)
         nodes = model.nodes
         self.cores: Cores | OwnCore = (
             Cores(self.clock, nodes.cores, nodes.crowding) if nodes.cores else OwnCore(self.clock)
         )
+        fitting = as_they_are if play.real else as_one_block if play.bulk else without_elements
         self.leader = CoordinatorNode(
-            self.post, COORDINATOR, self._machine(), self.coordinator, show, tick_s, not play.real
+            self.post, COORDINATOR, self._machine(), self.coordinator, show, tick_s, fitting
         )
         self.post.nodes[COORDINATOR] = self.leader
-        self.servers: dict[int, ServerNode] = {}
+        self.servers: dict[int, ServerNode | BankNode] = {}
         self.workers: dict[int, WorkerNode] = {}
         self.progress_at = 0.0
 
@@ -89,8 +95,11 @@ class World:
     # ---- who is there ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        for index in range(self.settings.num_servers):
-            self.add_server(index)
+        if self.play.bulk:
+            self._add_bank()
+        else:
+            for index in range(self.settings.num_servers):
+                self.add_server(index)
         for index in range(self.settings.num_workers):
             self.add_worker(index)
 
@@ -106,6 +115,12 @@ class World:
         )
         self.servers[index] = self.post.nodes[node.peer] = node  # type: ignore[assignment]
         node.join(COORDINATOR)
+
+    def _add_bank(self) -> None:
+        bank = make_bank(self.model, self.play.join.layout, self.settings.num_servers)
+        node = BankNode(self.post, self._machine(), self._half, bank)
+        self.servers[0] = self.post.nodes[node.peer] = node  # type: ignore[assignment]
+        self.post.send(node, COORDINATOR, ServerJoin(Address("", 0, node.name)))
 
     def _half(self, num_workers: int) -> ServerHalf:
         half = self.play.strategy.server(num_workers)
@@ -124,7 +139,7 @@ class World:
             self.model.nodes,
             self.cores,
             self,
-            self.tick_s,
+            self._beat_s(),
             self._port,
             self.block_bytes,
         )
@@ -132,7 +147,14 @@ class World:
         node.start()
         return node
 
+    def _beat_s(self) -> float:
+        """With every tick; of thousands of workers just often enough that none is given up."""
+        return max(self.tick_s, 0.4 * self.settings.failure_timeout_s) if self.play.bulk else self.tick_s
+
     def _port(self, worker: WorkerNode, server: int) -> Port:
+        node = self.servers[server]
+        if isinstance(node, BankNode):
+            return BankPort(worker, node)
         return SimPort(worker, server, lambda: self._server(server), self.play.real)
 
     def _server(self, index: int) -> Server:
@@ -140,6 +162,10 @@ class World:
 
     def block_bytes(self, block: int) -> int:
         """The true size of a block, also where nodes were given hollow ones."""
+        if self.play.bulk:
+            node = self.servers[0]
+            assert isinstance(node, BankNode)
+            return node.bank.total_bytes
         return self.leader.block_bytes[block]
 
     # ---- what happens to nodes -------------------------------------------------------------------------------------
@@ -252,6 +278,3 @@ class World:
                 what = f"round {handle.point}" if handle.point >= 0 else "the parameters"
                 return f"the servers: {handle.left} of {len(client.blocks)} blocks of {what}"
         return repr(handle)
-
-
-__all__ = ["HEADER_BYTES", "Play", "Show", "Span", "World"]

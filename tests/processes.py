@@ -1,0 +1,380 @@
+"""Real runs, for tests: started from one warm process, watched and harmed from outside, looked for when they are over.
+
+Importing torch takes seconds, a run of these tests takes one. So launchers are forked from a zygote that all tests
+share; and a launcher's own zygote is forked, too, where a real one starts an interpreter. All else is as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+import pytest
+import safetensors.torch
+from torch import Tensor
+
+from rainband import events
+from rainband.worlds import local, zygote_main
+from rainband.worlds.config import RunConfig
+from rainband.worlds.local import PRELOAD, RunResult
+from rainband.worlds.zygote import Begin, Event, Exited, Started, Zygote
+
+from .gated import Gate, Gated
+
+DEADLINE_S = 30.0  # only a broken run comes near
+ROOT = Path(__file__).parent.parent
+LR = 0.0625  # a power of two: every sum of updates is exact
+
+E = TypeVar("E", bound=events.Event)
+_event_decoder = msgspec.json.Decoder(events.AnyEvent)
+
+
+class Order(msgspec.Struct):
+    """What a launcher has to do."""
+
+    config: RunConfig
+    output: str
+
+
+# ---- inside the launcher --------------------------------------------------------------------------------------------
+
+
+def launch(job: bytes, fds: list[int]) -> None:
+    """Be the launcher of one run; leave by its exit code."""
+    order = msgspec.json.decode(job, type=Order)
+    output = os.open(order.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    local.Zygote.start = staticmethod(forked_zygote)  # type: ignore[assignment, method-assign]
+    result = local.run(order.config, lambda event: None)
+    Path(order.output).with_suffix(".json").write_bytes(msgspec.json.encode(result))
+    sys.exit(result.exit_code)
+
+
+def forked_zygote(preload: Sequence[str] = ()) -> Zygote:
+    """What `Zygote.start` does, without waiting for a new interpreter to import everything again."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        os.setsid()
+        _leave_after(lambda: zygote_main.main(theirs.detach()))
+    theirs.close()
+    zygote = Zygote(Forked(pid), ours)  # type: ignore[arg-type]
+    zygote._send(Begin(tuple(preload)))
+    return zygote
+
+
+def _leave_after(main: Callable[[], None]) -> None:
+    """End here, not in the frames of the process we were forked from."""
+    code: Any = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if leaving.code is not None else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+class Forked:
+    """A child process, with what `Zygote` uses of a Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.fd = os.pidfd_open(pid)
+        self.code: int | None = None
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        if self.code is None:
+            if not select.select([self.fd], [], [], timeout_s)[0]:
+                raise subprocess.TimeoutExpired("zygote", timeout_s or 0.0)
+            _, status = os.waitpid(self.pid, 0)
+            self.code = os.waitstatus_to_exitcode(status)
+        return self.code
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+# ---- outside --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def nest() -> Iterator[Nest]:
+    """The warm process; started by the first test that wants it."""
+    nest = Nest(Zygote.start((*PRELOAD, "rainband.worlds.local", "tests.processes", "tests.gated")))
+    yield nest
+    nest.zygote.close(grace_s=0.0)
+
+
+class Nest:
+    """Starts launchers, one after the other."""
+
+    def __init__(self, zygote: Zygote) -> None:
+        self.zygote = zygote
+        self.seen: list[Event] = []
+
+    def note(self) -> list[Event]:
+        self.seen += self.zygote.events()
+        return self.seen
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run below: the launcher, its zygote, workers, servers, also those whose parent has died."""
+        below = []
+        for process in psutil.Process(self.zygote.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    below.append(process)
+        return below
+
+    @contextmanager
+    def run(
+        self,
+        path: Path,
+        strategy: str = "downpour",
+        *,
+        workers: int = 2,
+        servers: int = 2,
+        task: str = "tests.gated:Gated",
+        transport: str = "shm",
+        timeout_s: float = 5.0,
+        optimizer: str = "sgd",
+        gated: bool = True,
+        **settings: Any,
+    ) -> Iterator[Run]:
+        """Start a run; afterwards see that nothing is left of it, whatever happened to it."""
+        directory = path / "run"
+        directory.mkdir()
+        gate = Gate(path / "gate") if gated else None
+        config = RunConfig(
+            task=task,
+            task_settings=settings | ({"gate": str(gate.folder)} if gate else {}),
+            strategy=strategy,
+            strategy_settings={"lr": LR, "optimizer": optimizer},
+            num_workers=workers,
+            num_servers=servers,
+            transport=transport,
+            failure_timeout_s=timeout_s,
+            directory=str(directory),
+        )
+        order = Order(config, str(path / "launcher"))
+        token = self.zygote.spawn("tests.processes:launch", msgspec.json.encode(order), "launcher")
+        run = Run(self, token, config, path, gate)
+        try:
+            yield run
+            run.ended()
+        finally:
+            run.clear_up()
+        run.left_nothing()
+
+
+class Run:
+    """One run, seen from outside."""
+
+    def __init__(self, nest: Nest, token: int, config: RunConfig, path: Path, gate: Gate | None) -> None:
+        self.nest = nest
+        self.token = token
+        self.config = config
+        self.path = path
+        self.directory = Path(config.directory)
+        self._gate = gate
+        self.sockets: set[str] = set()  # that its processes were seen to have
+        self.pids: set[int] = set()
+
+    @property
+    def gate(self) -> Gate:
+        assert self._gate is not None, "this run has no gate"
+        return self._gate
+
+    @property
+    def launcher(self) -> int:
+        started = [e for e in self.nest.note() if isinstance(e, Started) and e.token == self.token]
+        return wait_for(lambda: started, "the launcher")[0].pid
+
+    @property
+    def exited(self) -> Exited | None:
+        return next((e for e in self.nest.note() if isinstance(e, Exited) and e.token == self.token), None)
+
+    # ---- what has happened so far
+
+    def events(self) -> list[events.AnyEvent]:
+        """All events so far. Every line must be whole, also when the writer was killed."""
+        path = self.directory / "events.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return [_event_decoder.decode(line) for line in lines if line.endswith(b"\n")]
+
+    def all(self, kind: type[E], **fields: Any) -> list[E]:
+        """The events of a kind so far, those with these fields."""
+        return [
+            event
+            for event in self.events()
+            if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items())
+        ]
+
+    def first(self, kind: type[E], **fields: Any) -> E:
+        """Wait for an event."""
+
+        def found() -> list[E]:
+            if (some := self.all(kind, **fields)) or self.exited is None:
+                return some
+            raise AssertionError(f"the run ended without {kind.__name__} {fields}: {self.events()} {self.printed()}")
+
+        return wait_for(found, f"{kind.__name__} {fields}")[0]
+
+    def under_way(self) -> None:
+        """Wait until all workers have come to the gate with work, and remember what the run holds."""
+
+        def all_have_work() -> bool:
+            # In rounds the first may have been given all there is: let it be done, so that the others get some, too.
+            if self.config.strategy == "sync" and self.gate.begun() and self.gate.is_dry():
+                self.gate.let(8)
+            return len(self.gate.begun()) == self.config.num_workers
+
+        wait_for(lambda: self.exited or all_have_work(), "all workers at the gate")
+        assert self.exited is None, f"{self.events()} {self.printed()}"
+        self.remember()
+
+    def at_work(self, num_workers: int) -> None:
+        """Wait until so many workers have come to the gate."""
+        wait_for(
+            lambda: self.exited or len(self.gate.begun()) >= num_workers, f"{num_workers} workers at the gate"
+        )
+        assert self.exited is None, f"{self.events()} {self.printed()}"
+
+    def remember(self) -> None:
+        processes = self.nest.processes()
+        self.pids |= {process.pid for process in processes}
+        self.sockets |= sockets_of(self.pids)
+
+    def done(self, num_batches: int) -> None:
+        """Wait until so many batches are applied on every block."""
+        wait_for(lambda: [p for p in self.all(events.Progress) if p.batches_done >= num_batches], f"{num_batches} done")
+
+    def printed(self) -> str:
+        path = self.path / "launcher"
+        return path.read_text() if path.exists() else ""
+
+    # ---- what can be done to it
+
+    def process(self, title: str) -> psutil.Process:
+        """One of its processes: "rainband worker 2"."""
+
+        def named() -> list[psutil.Process]:
+            found = []
+            for process in self.nest.processes():
+                with suppress(psutil.NoSuchProcess):
+                    if process.cmdline()[:1] == [title]:
+                        found.append(process)
+            return found
+
+        (process,) = wait_for(named, title)
+        return process
+
+    def worker(self, index: int) -> psutil.Process:
+        return self.process(f"rainband worker {index}")
+
+    def server(self, index: int) -> psutil.Process:
+        return self.process(f"rainband server {index}")
+
+    def signal(self, signum: int) -> None:
+        """To the launcher."""
+        os.kill(self.launcher, signum)
+
+    # ---- the end
+
+    def ended(self) -> int | None:
+        """Wait for the end; returns the launcher's exit code, None if a signal ended it."""
+        return wait_for(lambda: [self.exited] if self.exited else [], "the end of the run")[0].code  # type: ignore[union-attr]
+
+    def result(self) -> RunResult:
+        self.ended()
+        path = self.path / "launcher.json"
+        assert path.exists(), self.printed()
+        return msgspec.json.decode(path.read_bytes(), type=RunResult)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return safetensors.torch.load_file(self.directory / "model.safetensors")
+
+    def clear_up(self) -> None:
+        """After a test that went wrong, too: the next one must find the nest empty."""
+        if self.exited is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.launcher, signal.SIGKILL)
+        with suppress(AssertionError):
+            wait_for(lambda: not self.nest.processes(), "the end of all processes", 5.0)
+        for process in self.nest.processes():
+            self.pids.add(-1)  # it did not end by itself: `left_nothing` says so
+            process.kill()
+        if self._gate is not None:
+            self._gate.close()
+
+    def left_nothing(self) -> None:
+        assert -1 not in self.pids, "some processes outlived their run"
+        assert not self.sockets & all_sockets(), "sockets are left"
+        names = [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in self.pids)]
+        assert not names, f"/dev/shm has {names}"
+        assert not list(self.directory.glob("*.part")), "half a file is left"
+
+
+def wait_for(found: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """Look again and again; fail, saying what was waited for."""
+    until = time.monotonic() + deadline_s
+    while not (result := found()):
+        assert time.monotonic() < until, f"waited {deadline_s:.0f} s for {what}"
+        time.sleep(0.005)
+    return result
+
+
+def sockets_of(pids: set[int]) -> set[str]:
+    """Names and ports on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        with suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    inodes.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return {name for name, inode in _listening() if f"socket:[{inode}]" in inodes}
+
+
+def all_sockets() -> set[str]:
+    return {name for name, _ in _listening()}
+
+
+def _listening() -> Iterator[tuple[str, str]]:
+    """What listens on this machine, with the number of its socket."""
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        if len(fields) == 8:
+            yield fields[7], fields[6]
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A":
+            yield f"port {int(fields[1].split(':')[1], 16)}", fields[9]
+
+
+def exact(run: Run) -> bool:
+    """Are the parameters those of every batch applied exactly once, to the last bit?"""
+    task = Gated(**{name: value for name, value in run.config.task_settings.items() if name != "gate"})
+    cells = run.config.num_workers if run.config.strategy == "sync" else 1  # a round steps once, by their mean
+    found, num_steps = run.parameters(), task.samples // task.batch_size * task.epochs / cells
+    return found["weight"].flatten().tolist() == task.linear.after(LR / cells).tolist() and found[
+        "bias"
+    ].tolist() == [-LR * num_steps]

@@ -1,0 +1,635 @@
+"""The command line: what is checked before anything starts, what is said, which exit code is given."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rainband import events
+from rainband.catalogue import strategy_names
+from rainband.cli import doctor as doctor_file
+from rainband.cli.configure import configured
+from rainband.cli.doctor import Finding
+from rainband.cli.main import COMMANDS, build_app
+from rainband.tasks.load import task_names
+from rainband.worlds.config import RunConfig
+from rainband.worlds.local import RunResult
+from tests.stories import a_config, ended, started, whole_run, write_run
+
+ROOT = Path(__file__).parent.parent
+
+
+class Said:
+    """What a command came to."""
+
+    def __init__(self, *words: str | Path) -> None:
+        result = CliRunner().invoke(build_app(), list(map(str, words)), prog_name="rainband")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        self.exit_code, self.out, self.err = result.exit_code, result.stdout, result.stderr
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out.splitlines()[-1])
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+# ---- help and completion ----
+
+
+def test_help_lists_the_commands_and_the_exit_codes() -> None:
+    said = Said("--help")
+    assert said.exit_code == 0
+    for word in ("train", "explain", "runs", "export", "doctor", "75 ", "130 "):
+        assert word in said.out
+
+
+def test_help_comes_without_torch_numpy_or_rich() -> None:
+    script = """
+import sys
+from rainband.cli.main import build_app
+try:
+    build_app()(["--help"], prog_name="rainband")
+except SystemExit:
+    pass
+slow = {"torch", "numpy", "rich", "asyncio", "sqlite3", "msgspec"} & set(sys.modules)
+sys.exit(f"imported for --help: {slow}" if slow else 0)
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_settings_are_checked_and_strategies_explained_without_torch() -> None:
+    script = """
+import sys
+from rainband.cli.main import build_app
+for words in (["train", "digits", "downpour", "npush=3"], ["explain", "downpour"], ["runs"]):
+    try:
+        build_app()(words, prog_name="rainband")
+    except SystemExit:
+        pass
+sys.exit("torch was imported" if "torch" in sys.modules else 0)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_version_is_said() -> None:
+    assert Said("--version").out == "rainband 0.1.0\n"
+
+
+def test_a_command_whose_file_is_missing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rainband.cli.main.COMMANDS", (*COMMANDS, "not_written_yet"))
+    assert Said("--version").exit_code == 0
+
+
+def completed(words: str) -> list[str]:
+    asked = {
+        "_RAINBAND_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    return CliRunner().invoke(build_app(), [], env=asked, prog_name="rainband").stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("rainband train quad", ["quadratic"]),
+        ("rainband train digits down", ["downpour"]),
+        ("rainband train digits downpour n_", ["n_push=", "n_fetch="]),
+        ("rainband explain si", ["single"]),
+        ("rainband runs show 2026", ["20261116-run"]),
+    ],
+)
+def test_the_shell_completes_names(words: str, offered: list[str], tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "20261116-run", [started()])
+    assert completed(words) == offered
+
+
+# ---- from words to a configuration ----
+
+
+def config_of(*words: str, config: Path | None = None, **given: object) -> RunConfig:
+    return configured(words, config, given)
+
+
+def test_settings_of_the_strategy_and_of_the_task_are_told_apart() -> None:
+    made = config_of("quadratic", "downpour", "n_push=4", "task.samples=64", "lr=0.5")
+    assert (made.task, made.strategy, made.task_settings) == ("quadratic", "downpour", {"samples": "64"})
+    assert (made.strategy_settings["n_push"], made.strategy_settings["lr"]) == (4, 0.5)
+
+
+def test_every_setting_is_written_down_so_that_later_defaults_do_not_matter() -> None:
+    settings = config_of("digits", "downpour").strategy_settings
+    assert settings["optimizer"] == "adagrad" and settings["local_lr"] is None
+
+
+def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_servers_is_alone() -> None:
+    pairs = [config_of("digits", strategy) for strategy in ("downpour", "sync", "single")]
+    assert [(made.num_workers, made.num_servers) for made in pairs] == [(4, 2), (4, 2), (1, 0)]
+    asked = config_of("digits", "sync", num_workers=3, num_servers=1, seed=7)
+    assert (asked.num_workers, asked.num_servers, asked.seed) == (3, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "complaint"),
+    [
+        ((), {}, "say what to train and how, such as rainband train digits downpour"),
+        (("digits",), {}, "Strategies: downpour"),
+        (("digits", "lr=3"), {}, "say what to train"),
+        (("downpour", "digits"), {}, "the task comes first: type rainband train digits downpour."),
+        (("digits", "quadratic"), {}, "quadratic is a task, not a strategy"),
+        (("digitz", "sync"), {}, r"no task named 'digitz' \(did you mean digits\?\)"),
+        (("digits", "downpuor"), {}, r"no strategy named 'downpuor' \(did you mean downpour\?\)"),
+        (("digits", "downpour", "npush=4"), {}, r"no setting 'npush' \(did you mean n_push\?\)"),
+        (("digits", "downpour", "n_push=two"), {}, "n_push=two: expected a whole number"),
+        (("digits", "downpour", "n_push=0"), {}, "n_push=0: choose from 1 to 64"),
+        (("digits", "downpour", "n_push"), {}, "'n_push' is not a setting: write name=value"),
+        (("digits", "downpour", "lr=1", "lr=2"), {}, "lr is set twice"),
+        (("digits", "downpour", "optimizer=adagrade"), {}, "no optimizer named 'adagrade'"),
+        (
+            ("digits", "sync", "task.epoch=2"),
+            {},
+            r"the task digits has no setting 'epoch' \(did you mean epochs\?\)",
+        ),
+        (("nowhere.at_all:Task", "sync"), {}, "no module named 'nowhere.at_all', neither installed nor in"),
+        (("mine.py:Task", "sync"), {}, "Leave out the ending: mine:Task."),
+        (("digits", "json:JSONDecoder"), {}, "no strategy"),
+        (
+            ("digits", "sync"),
+            {"num_servers": 0},
+            "keeps the parameters on servers, and --servers 0 leaves it none",
+        ),
+        (
+            ("digits", "single"),
+            {"num_workers": 2},
+            "so --workers 2 cannot be: leave --workers out, or choose downpour",
+        ),
+        (("digits", "single"), {"num_servers": 1}, "leave --servers out"),
+        (("digits", "sync"), {"num_workers": 100_000}, "would only wait for each other. Choose at most"),
+        (("digits", "sync"), {"transport": "pigeon"}, "--transport pigeon: choose from auto, tcp, shm"),
+    ],
+)
+def test_a_mistake_is_told_with_what_would_be_right(
+    words: tuple[str, ...], given: Mapping[str, object], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        config_of(*words, **given)
+
+
+def test_every_built_in_task_is_known_by_its_fields() -> None:
+    for task in task_names():
+        with pytest.raises(ValueError, match="no setting 'never': it has"):
+            config_of(task, "sync", "task.never=1")
+
+
+def test_a_run_is_done_again_from_its_configuration_with_what_is_given_changed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", [], a_config(seed=5, strategy_settings={"lr": 0.25}))
+    again = config_of(config=run / "config.json")
+    assert (again.task, again.strategy, again.seed, again.num_workers) == ("digits", "downpour", 5, 2)
+    assert again.strategy_settings["lr"] == 0.25
+    changed = config_of("lr=0.5", "task.epochs=2", config=run, seed=6)
+    assert (changed.strategy_settings["lr"], changed.task_settings, changed.seed) == (0.5, {"epochs": "2"}, 6)
+
+
+def test_a_configuration_and_a_task_together_are_a_mistake(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", [])
+    with pytest.raises(ValueError, match="says already what to train and how: leave out digits"):
+        config_of("digits", config=run)
+
+
+def test_an_infinite_setting_survives_the_file(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\n"
+        "class Endless:\n"
+        "    bound: float = float('inf')\n"
+        "    hook: object = print\n"
+        "    async def run(self, worker): ...\n"
+        "    def server(self, num_workers): return object()\n"
+    )
+    made = config_of("digits", "endless:Endless")
+    assert made.strategy_settings == {"bound": "inf"}
+    run = write_run(
+        tmp_path / "r", [], {**a_config(strategy="endless:Endless"), "strategy_settings": {"bound": "inf"}}
+    )
+    assert config_of(config=run).strategy_settings == {"bound": "inf"}
+
+
+# ---- train, with a world that does nothing ----
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, story: list[events.AnyEvent], exit_code: int = 0
+) -> list[RunConfig]:
+    """Instead of starting processes, tell a story; returns the configurations that were asked for."""
+    asked: list[RunConfig] = []
+
+    def run(config: RunConfig, view: Any, capture: bool = False) -> RunResult:
+        asked.append(config)
+        for event in story:
+            view(event)
+        return RunResult(
+            outcome="finished",
+            reason="",
+            strategy=config.strategy,
+            task=config.task,
+            workers=config.num_workers,
+            servers=config.num_servers,
+            samples=2000,
+            seconds=20.0,
+            samples_per_s=100.0,
+            metrics={"accuracy": 0.975},
+            books={"batches": 900},
+            staleness={"mean": 0.5},
+            directory=config.directory,
+            exit_code=exit_code,
+        )
+
+    monkeypatch.setattr("rainband.worlds.local.run", run)
+    return asked
+
+
+def test_training_shows_its_progress_and_ends_with_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = pretend(monkeypatch, whole_run())
+    said = Said("train", "digits", "downpour", "n_push=4", "--workers", "2", "--failure-timeout", "3")
+    assert said.exit_code == 0 and said.err == ""
+    lines = said.out.splitlines()
+    assert lines[:2] == [
+        "digits with downpour: 2 workers and 1 server",
+        "starting 2 workers and 1 server ...",
+    ]
+    assert "  books      898 of 900 batches applied to every block, 0 lost, 0 twice" in lines
+    [config] = asked
+    assert (config.num_workers, config.failure_timeout_s, config.strategy_settings["n_push"]) == (2, 3.0, 4)
+    assert Path(config.directory).parent == Path("runs") and Path(config.directory).is_dir()
+
+
+def test_json_is_all_there_is_on_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, whole_run())
+    said = Said("train", "digits", "downpour", "--json")
+    [line] = said.out.splitlines()
+    result = json.loads(line)
+    for name in (
+        "strategy",
+        "workers",
+        "servers",
+        "samples",
+        "seconds",
+        "metrics",
+        "books",
+        "staleness",
+        "directory",
+    ):
+        assert name in result
+    assert "898 of 900 batches" in said.err
+
+
+@pytest.mark.parametrize("exit_code", [0, 1, 75, 130])
+def test_the_exit_code_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, exit_code: int) -> None:
+    pretend(monkeypatch, whole_run(), exit_code)
+    assert Said("train", "digits", "sync").exit_code == exit_code
+
+
+def test_what_is_typed_wrong_starts_nothing_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = pretend(monkeypatch, [])
+    for words in (
+        ("digits", "downpour", "npush=4"),
+        ("digits", "sync", "--world", "mars"),
+        ("digits", "sync", "--workers", "0"),
+        ("digits", "sync", "--no-such-option"),
+        (),
+    ):
+        said = Said("train", *words)
+        assert said.exit_code == 2 and said.out == ""
+        assert "Traceback" not in said.err
+    assert asked == [] and list(tmp_path.iterdir()) == []
+
+
+def test_the_users_error_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = events.UserError(
+        at_s=1.0, worker=1, step=7, error="RuntimeError: bad", traceback="Traceback\nRuntimeError: bad"
+    )
+    pretend(
+        monkeypatch, [started(), error, ended("failed", "worker 1 failed at step 7: RuntimeError: bad")], 1
+    )
+    said = Said("train", "digits", "sync")
+    assert said.exit_code == 1
+    assert (said.out + said.err).count("RuntimeError: bad") == 1
+    assert "worker 1 failed at step 7:" in said.out
+
+
+def test_csv_is_one_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = pretend(monkeypatch, whole_run())
+    assert Said("train", "digits", "sync", "--csv").exit_code == 0
+    assert len((Path(asked[0].directory) / "progress.csv").read_text().splitlines()) == 1 + 18
+
+
+def test_a_library_that_is_missing_is_told_before_a_directory_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, [])
+    monkeypatch.setattr("rainband.sinks.tensorboard.find_spec", lambda name: None)
+    said = Said("train", "digits", "sync", "--tensorboard")
+    assert said.exit_code == 2 and "pip install 'rainband[metrics]'" in said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, [])
+    (tmp_path / "file").touch()
+    said = Said("train", "digits", "sync", "--runs", tmp_path / "file")
+    assert said.exit_code == 1 and said.err.startswith("rainband: ") and "Traceback" not in said.err
+
+
+# ---- explain ----
+
+
+def test_every_strategy_is_explained_in_one_line() -> None:
+    said = Said("explain")
+    assert said.exit_code == 0
+    for name in strategy_names():
+        assert any(line.startswith(name) for line in said.out.splitlines())
+
+
+def test_a_strategy_is_explained_by_its_own_file() -> None:
+    said = Said("explain", "downpour")
+    assert "w  -= lr * D " in said.out
+    assert "  n_push=1           steps between two pushes; a whole number" in said.out.splitlines()
+    assert "  overlap=true " in said.out
+    assert "Use it:  rainband train digits downpour" in said.out
+
+
+def test_programs_can_read_the_explanation() -> None:
+    settings = {setting["name"]: setting for setting in Said("explain", "sync", "--json").json["settings"]}
+    assert settings["lr"] == {
+        "name": "lr",
+        "type": "a number",
+        "default": 0.1,
+        "needed": False,
+        "doc": "for the mean over all K cells",
+    }
+    assert [fact["name"] for fact in Said("explain", "--json").json] == strategy_names()
+
+
+def test_a_strategy_that_does_not_exist_is_told() -> None:
+    said = Said("explain", "snyc")
+    assert said.exit_code == 2 and "did you mean sync?" in said.err
+
+
+# ---- runs ----
+
+
+def test_where_there_are_no_runs_it_says_so() -> None:
+    said = Said("runs")
+    assert said.exit_code == 0 and said.out.startswith("There are no runs in runs. Train something")
+
+
+def test_runs_are_listed_newest_first_with_how_they_ended() -> None:
+    write_run(Path("runs/old"), [started(at="2026-11-16T08:00:00.000+00:00"), ended("failed", "bad")])
+    write_run(Path("runs/new"), whole_run())
+    write_run(Path("runs/killed"), whole_run()[:-1], tail=b'{"event":"Prog')
+    rows = [line.split()[:2] for line in Said("runs").out.splitlines()]
+    assert rows == [["run", "state"], ["new", "finished"], ["killed", "killed"], ["old", "failed"]]
+    assert Said("runs", "-n", "1").out.splitlines()[-1] == "... and 2 older: rainband runs -n 3"
+    assert [run["state"] for run in Said("runs", "--json").json] == ["finished", "killed", "failed"]
+
+
+def test_a_run_is_shown_with_its_books_its_staleness_and_its_curve() -> None:
+    write_run(Path("runs/one"), whole_run())
+    lines = Said("runs", "show", "last").out.splitlines()
+    assert lines[0] == "one: finished"
+    assert "  what   digits with downpour n_push=4 overlap=true local_lr=none" in lines
+    assert "  books      898 of 900 batches applied to every block, 0 lost, 0 twice" in lines
+    assert [line.split()[0] + " " + line.split()[-1] for line in lines if "█" in line] == [
+        "0 6",
+        "1 3",
+        "2 1",
+    ]
+    assert sum(line.count("•") for line in lines) >= 10
+
+
+def test_a_killed_run_is_shown_as_far_as_it_came() -> None:
+    write_run(Path("runs/one"), whole_run()[:-1], tail=b'{"event":"Prog')
+    said = Said("runs", "show", "one")
+    assert said.exit_code == 0
+    assert "it was killed, or its machine stopped" in said.out and "1,700 of 2,000 samples" in said.out
+    assert "1 lines of events.jsonl could not be read" in said.out
+
+
+def test_programs_can_read_a_run() -> None:
+    write_run(Path("runs/one"), whole_run())
+    shown = Said("runs", "show", "one", "--json").json
+    assert (shown["state"], shown["samples"], len(shown["progress"])) == ("finished", 2000, 18)
+
+
+def test_two_runs_are_compared_by_what_was_set_otherwise_and_what_came_of_it() -> None:
+    write_run(Path("runs/a"), [started(), ended(accuracy=0.5)], a_config(seed=1))
+    write_run(Path("runs/b"), [started(), ended(accuracy=0.75)], a_config(seed=2))
+    lines = Said("runs", "compare", "a", "b").out.splitlines()
+    assert [line.split() for line in lines if line.startswith("accuracy")] == [
+        ["accuracy", "0.5", "0.75", "1.50"]
+    ]
+    assert lines[-2:] == ["What was set otherwise:", "  seed  1  2"]
+    assert Said("runs", "compare", "a", "a").out.splitlines()[-1] == "Both were set alike."
+
+
+def test_a_run_that_does_not_exist_is_told() -> None:
+    write_run(Path("runs/one"), whole_run())
+    said = Said("runs", "show", "two")
+    assert said.exit_code == 2 and "no run named two in runs: there are one." in said.err
+
+
+# ---- export ----
+
+
+def with_model(directory: Path) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    write_run(directory, whole_run())
+    save_file({"weight": torch.arange(6.0)}, str(directory / "model.safetensors"))
+    return directory
+
+
+def test_a_model_is_exported_and_says_how_to_load_it() -> None:
+    source = with_model(Path("runs/one"))
+    said = Said("export", "last", "out.safetensors")
+    assert said.exit_code == 0
+    assert said.out.splitlines()[0].startswith("out.safetensors: 1 tensor, 6 numbers, ")
+    assert "load_model(module, 'out.safetensors')" in said.out
+    assert Path("out.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in Path().iterdir()) == ["out.safetensors", "runs"]
+
+
+def test_a_file_that_is_there_is_overwritten_only_on_demand() -> None:
+    with_model(Path("runs/one"))
+    Path("out.safetensors").write_text("precious")
+    said = Said("export", "last", "out.safetensors")
+    assert said.exit_code == 2 and "add --force" in said.err
+    assert Path("out.safetensors").read_text() == "precious"
+    assert Said("export", "last", "out.safetensors", "--force").exit_code == 0
+    assert Path("out.safetensors").read_bytes() != b"precious"
+
+
+def test_a_damaged_model_is_not_exported() -> None:
+    model = with_model(Path("runs/one")) / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-4])
+    said = Said("export", "last", "out.safetensors")
+    assert said.exit_code == 2 and "does not load" in said.err and not Path("out.safetensors").exists()
+
+
+def test_what_cannot_be_exported_is_told() -> None:
+    write_run(Path("runs/one"), [started(), ended("failed", "server 0 was lost")])
+    assert "one has no model (failed: server 0 was lost)" in Said("export", "one", "x").err
+    with_model(Path("runs/two"))
+    assert "there is no directory nowhere: make it first" in Said("export", "two", "nowhere/x").err
+    assert "runs is a directory: give a file" in Said("export", "two", "runs").err
+
+
+# ---- doctor ----
+
+
+def test_the_doctor_looks_at_everything_and_this_machine_is_well() -> None:
+    said = Said("doctor")
+    assert said.exit_code == 0 and said.out.splitlines()[-1] == "All that is needed is here."
+    for word in ("Python", "cores", "memory", "/dev/shm", "memfd", "torch", "127.0.0.1", "open files"):
+        assert word in said.out
+
+
+def test_something_essential_that_is_missing_is_said_with_what_to_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    findings = [
+        Finding("cores", "ok", "2"),
+        Finding("torch", "missing", "cannot be imported", "pip install torch==2.13.0"),
+        Finding("extra ray", "note", "ray not installed", "pip install 'rainband[ray]'"),
+    ]
+    monkeypatch.setattr(doctor_file, "examine", lambda: findings)
+    said = Said("doctor")
+    assert said.exit_code == 1
+    assert said.out.splitlines() == [
+        "ok       cores      2",
+        "MISSING  torch      cannot be imported",
+        "note     extra ray  ray not installed",
+        "",
+        "What to do:",
+        "  torch      pip install torch==2.13.0",
+        "  extra ray  pip install 'rainband[ray]'",
+        "",
+        "Something that is needed is missing.",
+    ]
+    assert Said("doctor", "--json").json["ok"] is False
+
+
+def test_a_missing_extra_is_a_note_and_a_missing_library_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = [
+        "msgspec>=0.19",
+        "not-there>=1",
+        'scikit-learn>=1; extra == "data"',
+        'no-such-thing; extra == "ray"',
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
+    found = {finding.name: finding for finding in doctor_file._libraries()}
+    assert (found["libraries"].verdict, found["libraries"].found) == ("missing", "not-there not installed")
+    assert found["extra data"].verdict == "ok"
+    assert (found["extra ray"].verdict, found["extra ray"].advice) == ("note", "pip install 'rainband[ray]'")
+
+
+# ---- real runs ----
+
+TALKER = """
+from rainband.tasks.linear import Linear
+
+class Talker(Linear):
+    def loss(self, model, batch):
+        print("a word from a worker")
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.processes
+def test_a_real_run_ends_with_one_json_object_and_a_directory_that_can_be_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "talker.py").write_text(TALKER)
+    command = [sys.executable, "-c", "from rainband.cli.main import main; main()", "train", "talker:Talker"]
+    options = [
+        "downpour",
+        "lr=0.5",
+        "optimizer=sgd",
+        "--workers",
+        "2",
+        "--servers",
+        "1",
+        "--json",
+        "--epochs",
+        "1",
+    ]
+    result = subprocess.run(
+        [*command, *options], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    [line] = result.stdout.splitlines()  # what workers print is no part of it
+    told = json.loads(line)
+    assert (told["workers"], told["servers"], told["samples"]) == (2, 1, 1024)
+    assert (told["books"]["applied"], told["books"]["lost"], told["books"]["twice"]) == (256, 0, 0)
+    assert "| a word from a worker" in result.stderr and "256 of 256 batches applied" in result.stderr
+    directory = Path(told["directory"])
+    names = {path.name for path in directory.iterdir()}
+    assert names == {"config.json", "events.jsonl", "metrics.sqlite", "model.safetensors", "output.log"}
+    assert (directory / "output.log").read_text().count("a word from a worker\n") == 256
+    shown = Said("runs", "show", "last", "--json").json
+    assert (shown["state"], shown["progress"][-1]["samples_done"]) == ("finished", 1024)
+    assert config_of(config=directory).strategy_settings["lr"] == 0.5
+
+
+@pytest.mark.processes
+def test_a_real_run_asked_to_stop_ends_in_good_order_with_75(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from rainband.cli.main import main; main()",
+        "train",
+        "linear",
+        "downpour",
+    ]
+    options = ["--workers", "2", "--servers", "1", "--epochs", "2000"]
+    process = subprocess.Popen(
+        [*command, *options, "task.samples=1024"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if " left" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.communicate()[0]
+    assert process.returncode == 75, rest
+    assert "stopping (interrupted)" in rest and "0 lost, 0 twice" in rest and "not done" in rest

@@ -1,0 +1,218 @@
+"""Every way a run can end: it says what happened, gives the right exit code, and leaves nothing behind.
+
+That no process, socket, piece of shared memory or half file is left is looked at after every run here: see `Nest.run`.
+"""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from rainband import events
+from rainband.worlds.directory import read_config
+
+from .processes import LR, Nest, Run
+
+pytestmark = pytest.mark.processes
+
+
+def model_has_what_the_books_say(run: Run) -> bool:
+    """The gradient of the bias is 1, so it counts the batches that were applied."""
+    return run.parameters()["bias"].tolist() == [-LR * run.result().books["applied"]]
+
+
+def ended_as(run: Run) -> tuple[str, int | None]:
+    (end,) = run.all(events.RunEnded)
+    return end.outcome, run.ended()
+
+
+# ---- by a signal to the launcher -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_ctrl_c_once_finishes_the_batches_at_hand_saves_the_model_and_balances_the_books(
+    nest: Nest, tmp_path: Path, transport: str
+) -> None:
+    with nest.run(tmp_path, transport=transport) as run:
+        run.under_way()
+        run.gate.let(50)
+        run.done(10)
+        run.signal(signal.SIGINT)
+        run.first(events.PhaseChanged, phase="finishing", reason="interrupted")
+        run.gate.open()
+        assert run.ended() == 130
+        books = run.result().books
+        assert (books["lost"], books["twice"]) == (0, 0)
+        assert 10 <= books["applied"] <= 60  # the two at hand, and hardly more
+        assert books["applied"] + books["not_done"] == books["batches"] == 256
+        assert model_has_what_the_books_say(run)
+        assert ended_as(run) == ("stopped", 130)
+
+
+def test_ctrl_c_twice_ends_at_once(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path) as run:
+        run.under_way()  # at the gate, which stays shut
+        run.signal(signal.SIGINT)
+        run.first(events.PhaseChanged, phase="finishing")
+        run.signal(signal.SIGINT)
+        assert run.ended() == 130
+        assert run.result().reason == "interrupted twice"
+        assert not (run.directory / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_polite_kill_is_obeyed_and_the_exit_code_says_try_again(
+    nest: Nest, tmp_path: Path, signum: int
+) -> None:
+    with nest.run(tmp_path) as run:
+        run.under_way()
+        run.signal(signum)
+        run.gate.open()
+        assert run.ended() == 75
+        assert run.result().outcome == "stopped"
+        assert model_has_what_the_books_say(run)
+
+
+def test_ctrl_c_before_anyone_has_joined_ends_at_once(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, slow_build=True) as run:
+        run.first(events.Joined, node="server 0")
+        run.signal(signal.SIGINT)
+        assert ended_as(run) == ("stopped", 130)
+        assert run.result().books == {}
+
+
+def test_a_launcher_killed_takes_everyone_along_and_leaves_a_directory_that_can_be_read(
+    nest: Nest, tmp_path: Path
+) -> None:
+    with nest.run(tmp_path) as run:
+        run.under_way()
+        run.gate.let(100)
+        run.done(10)
+        run.signal(signal.SIGKILL)
+        assert run.ended() is None
+    assert read_config(run.directory) == run.config
+    assert (run.directory / "events.jsonl").read_bytes().endswith(b"\n")
+    assert run.all(events.Progress)[-1].batches_done >= 10
+    with sqlite3.connect(run.directory / "metrics.sqlite") as metrics:
+        assert metrics.execute("pragma integrity_check").fetchone() == ("ok",)
+
+
+# ---- by the loss of a process ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("strategy", ["downpour", "sync"])
+def test_a_server_killed_ends_the_run_which_says_what_was_lost(
+    nest: Nest, tmp_path: Path, strategy: str, transport: str
+) -> None:
+    with nest.run(tmp_path, strategy, transport=transport) as run:
+        run.under_way()
+        run.gate.open()
+        run.server(1).kill()
+        assert ended_as(run) == ("failed", 1)
+        reason = run.result().reason
+        assert "server 1 was lost (killed by signal 9" in reason
+        assert "the only copy of 1 blocks" in reason
+        assert "no model was saved" in reason
+        assert not run.all(events.UserError)
+        assert run.printed() == ""
+
+
+def test_a_server_killed_before_it_has_joined_ends_the_run(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, slow_build=True) as run:
+        run.server(0).kill()
+        assert ended_as(run) == ("failed", 1)
+        assert "server 0" in run.result().reason
+        assert "killed by signal 9" in run.result().reason
+
+
+def test_without_any_worker_the_run_ends_and_says_so(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path) as run:
+        run.under_way()
+        run.worker(0).kill()
+        run.worker(1).kill()
+        assert ended_as(run) == ("failed", 1)
+        assert run.result().reason == "no worker is left"
+
+
+def test_a_worker_killed_before_it_has_joined_is_told_and_not_waited_for(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, slow_build=True) as run:
+        run.gate.let_build(1)
+        run.first(events.PhaseChanged, phase="running")
+        (joined,) = [e for e in run.all(events.Joined) if "worker" in e.node]
+        here = int(joined.node.removeprefix("worker "))
+        run.worker(1 - here).kill()
+        run.first(events.Lost, node=f"worker {1 - here}")
+        run.worker(here).kill()
+        assert ended_as(run) == ("failed", 1)
+        assert run.result().reason == "no worker is left"
+
+
+def test_a_batch_that_ends_whoever_computes_it_ends_the_run_after_three(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, workers=4, die_at=100) as run:
+        run.gate.open()
+        assert ended_as(run) == ("failed", 1)
+        assert "ended 3 workers" in run.result().reason
+        assert len([e for e in run.all(events.Lost) if "signal 9" in e.why]) >= 3
+
+
+def test_a_zygote_killed_ends_the_run_which_says_so(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path) as run:
+        run.under_way()
+        run.process("rainband zygote").kill()
+        assert ended_as(run) == ("failed", 1)
+        assert "the process that starts the others" in run.result().reason
+
+
+# ---- by the user's own code -----------------------------------------------------------------------------------------
+
+
+def test_a_crash_in_the_loss_is_shown_once_with_rank_and_step_and_ends_the_others(
+    nest: Nest, tmp_path: Path
+) -> None:
+    with nest.run(tmp_path, workers=3, crash_at=7) as run:
+        run.under_way()
+        run.gate.let(256)  # not enough to do again what the others had at hand: they stay at the gate
+        assert ended_as(run) == ("failed", 1)
+        (error,) = run.all(events.UserError)
+        assert error.error == "ArithmeticError: sample 7 is one too many"
+        assert error.step >= 1
+        assert error.traceback.splitlines()[1].endswith("in loss")
+        assert run.result().reason == f"worker {error.worker} failed at step {error.step}: {error.error}"
+        assert run.printed() == ""
+
+
+def test_a_crash_at_the_very_first_step_is_step_1(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, gated=False, samples=4, crash_at=0) as run:
+        assert ended_as(run) == ("failed", 1)
+        (error,) = run.all(events.UserError)
+        assert error.step == 1
+        assert "failed at step 1: ArithmeticError" in run.result().reason
+
+
+@pytest.mark.parametrize(
+    "task, settings, complaint",
+    [
+        ("tests.gated:Gated", {"broken": True}, "ArithmeticError: this model cannot be built"),
+        ("tests.gated:Gate_", {}, "did you mean Gate"),
+        ("no_such_task", {}, "no task named 'no_such_task'"),
+    ],
+)
+def test_a_task_that_cannot_be_had_is_told_once(
+    nest: Nest, tmp_path: Path, task: str, settings: dict[str, object], complaint: str
+) -> None:
+    with nest.run(tmp_path, task=task, gated=False, **settings) as run:
+        assert ended_as(run) == ("failed", 1)
+        (error,) = run.all(events.UserError)
+        assert complaint in error.error
+        assert f"worker {error.worker} could not start: " in run.result().reason
+        assert run.printed() == ""
+
+
+def test_what_the_users_code_prints_is_not_lost(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, gated=False, samples=256, says="here") as run:
+        assert ended_as(run) == ("finished", 0)
+        assert run.printed().count("here\n") == 64

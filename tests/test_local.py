@@ -1,0 +1,125 @@
+"""Real runs on this machine: workers that are killed, paused or hang cost nothing but time."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rainband import events
+from rainband.worlds.local import RunResult
+
+from .processes import LR, Nest, Run, exact
+
+pytestmark = pytest.mark.processes
+
+
+def balanced(result: RunResult) -> bool:
+    """Is every batch of the plan accounted for, none lost, none applied twice?"""
+    books = result.books
+    done = books["applied"] + sum(books["skipped"].values()) + books["not_done"]
+    return (books["lost"], books["twice"], done) == (0, 0, books["batches"])
+
+
+def finished_exactly(run: Run) -> bool:
+    result = run.result()
+    assert (result.outcome, result.exit_code) == ("finished", 0), result.reason
+    assert balanced(result) and result.books["not_done"] == 0, result.books
+    return exact(run)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("strategy", ["downpour", "sync"])
+def test_two_workers_killed_at_random_instants_cost_nothing(
+    nest: Nest, tmp_path: Path, strategy: str, transport: str
+) -> None:
+    chance = random.Random(f"{strategy} {transport}")
+    with nest.run(tmp_path, strategy, workers=4, transport=transport, samples=4096) as run:
+        run.under_way()
+        run.gate.open()
+        for index in chance.sample(range(4), 2):
+            time.sleep(chance.uniform(0.0, 0.05))  # not for anything: any instant is as good as another
+            run.worker(index).kill()
+            lost = run.first(events.Lost, node=f"worker {index}")
+            assert lost.why == "killed by signal 9, often for want of memory"
+        assert finished_exactly(run)
+        assert run.result().books["leased_again"] == len(run.all(events.LeasedAgain)) >= 2
+
+
+@pytest.mark.parametrize("strategy, transport", [("downpour", "shm"), ("sync", "tcp")])
+def test_a_worker_that_is_paused_is_not_waited_for_and_works_again_when_woken(
+    nest: Nest, tmp_path: Path, strategy: str, transport: str
+) -> None:
+    with nest.run(tmp_path, strategy, workers=4, transport=transport, timeout_s=1.0, samples=4096) as run:
+        run.under_way()
+        sleeper = run.worker(1)
+        sleeper.suspend()
+        run.gate.let(200)
+        assert "not heard of" in run.first(events.Lost, node="worker 1").why
+        done_before = run.all(events.Progress)[-1].batches_done
+        run.gate.let(100)
+        run.done(done_before + 50)  # the others go on
+        begun = run.gate.begun()[sleeper.pid]
+        sleeper.resume()
+        run.gate.open()
+        run.first(events.Returned, node="worker 1")
+        assert finished_exactly(run)
+        assert run.gate.begun()[sleeper.pid] > begun + 2  # more than what it had at hand
+
+
+def test_a_worker_that_hangs_is_away_although_its_heart_beats(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, workers=3, timeout_s=0.5, samples=2048, hang_at=0) as run:
+        run.under_way()
+        run.gate.let(512)  # all of them, and the one that hangs has taken one for itself
+        why = run.first(events.Lost).why
+        assert "away: alive, but no push for" in why
+        run.gate.end_hanging()
+        run.gate.open()
+        run.first(events.Returned)
+        assert finished_exactly(run)
+        assert run.result().books["leased_again"] >= 1
+
+
+def test_a_server_that_is_paused_is_waited_for(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, timeout_s=0.5, samples=2048) as run:
+        run.under_way()
+        run.gate.let(100)
+        server = run.server(1)
+        server.suspend()
+        run.gate.open()
+        time.sleep(1.5)  # three times as long as others are waited for
+        server.resume()
+        assert finished_exactly(run)
+
+
+@pytest.mark.parametrize("strategy, transport", [("downpour", "shm"), ("downpour", "tcp"), ("sync", "shm")])
+def test_a_gradient_that_is_not_finite_is_skipped_everywhere_and_spoils_no_other(
+    nest: Nest, tmp_path: Path, strategy: str, transport: str
+) -> None:
+    with nest.run(tmp_path, strategy, transport=transport, curved=True, nan_at=5, epochs=2) as run:
+        run.gate.open()
+        result = run.result()
+        assert result.outcome == "finished"
+        assert balanced(result)
+        assert result.books["skipped"] == {"not finite": 2}  # once in each epoch
+        assert result.books["applied"] == 510
+        values = [value for tensor in run.parameters().values() for value in tensor.flatten().tolist()]
+        assert all(map(math.isfinite, values))
+
+
+def test_ps_and_top_show_each_process_by_its_role(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, workers=3, servers=2) as run:
+        run.under_way()
+        shown = {process.cmdline()[0]: process.name() for process in nest.processes()}
+        assert {
+            "rainband worker 0": "rb worker 0",
+            "rainband worker 2": "rb worker 2",
+            "rainband server 1": "rb server 1",
+            "rainband zygote": "rb zygote",
+        }.items() <= shown.items()
+        run.gate.open()
+        assert finished_exactly(run)

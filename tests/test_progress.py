@@ -1,0 +1,457 @@
+"""What people see of a run while it runs and when it ends: lines, frames, charts, sentences."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rainband
+from rainband import events
+from rainband.cli.charts import ASCII, BLOCKS, bar, curve, histogram, ink_for, progress_bar, spark
+from rainband.cli.plain import PlainView
+from rainband.cli.progress import LiveView, frame
+from rainband.cli.sentences import lasting, user_error, waiting_for
+from rainband.cli.summary import books, summary
+from rainband.cli.watch import Watch, is_terminal
+from rainband.cli.words import assignment, count, cut, duration, percent, short, size, table
+from rainband.events import AnyEvent
+from rainband.history import RunSoFar, told_by
+from tests.stories import BOOKS, ended, planned, progress, started, whole_run
+
+TRACEBACK = "Traceback (most recent call last):\n"
+
+
+def running(*story: AnyEvent, workers: int = 2) -> RunSoFar:
+    return told_by([started(workers), planned(), events.PhaseChanged(at_s=1.0, phase="running"), *story])
+
+
+def drawn(so_far: RunSoFar, width: int = 80, height: int = 24) -> list[str]:
+    return [line.plain for line in frame(so_far, width, height)]
+
+
+# ---- words ----
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (12.4, "12 s"),
+        (59.6, "1 min 0 s"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+        (273600, "3 d 4 h"),
+    ],
+)
+def test_a_duration_is_said_in_its_two_largest_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.0, "0"), (0.0325, "0.0325"), (1.0687, "1.07"), (28740.4, "28,740"), (1.2e-7, "1.2e-07")],
+)
+def test_a_number_has_three_figures_that_matter(number: float, text: str) -> None:
+    assert short(number) == text
+
+
+def test_one_hundred_percent_is_all_and_nothing_less() -> None:
+    assert (percent(0.999), percent(1.0)) == ("99 %", "100 %")
+
+
+def test_counted_things_have_their_plural() -> None:
+    assert [
+        count(1, "batch"),
+        count(2, "batch"),
+        count(3, "epoch"),
+        count(1000, "push"),
+        count(2, "sample"),
+    ] == [
+        "1 batch",
+        "2 batches",
+        "3 epochs",
+        "1,000 pushes",
+        "2 samples",
+    ]
+
+
+def test_sizes_are_in_powers_of_a_thousand() -> None:
+    assert [size(200), size(1500), size(25.3e9)] == ["200 B", "1.5 kB", "25.3 GB"]
+
+
+def test_a_setting_is_shown_as_it_would_be_typed() -> None:
+    values = {"overlap": True, "local_lr": None, "betas": (0.9, 0.99), "lr": 0.1}
+    assert [assignment(*pair) for pair in values.items()] == [
+        "overlap=true",
+        "local_lr=none",
+        "betas=0.9,0.99",
+        "lr=0.1",
+    ]
+
+
+def test_a_table_aligns_its_columns_and_wraps_the_last_without_breaking_words() -> None:
+    rows = [("a", "one two three four five six"), ("long", "runs/2026-11-16-digits/model.safetensors")]
+    assert table(rows, width=26) == [
+        "a     one two three four",
+        "      five six",
+        "long  runs/2026-11-16-digits/model.safetensors",
+    ]
+    assert table([]) == []
+
+
+@given(st.text(), st.integers(0, 20))
+def test_what_is_cut_fits(text: str, width: int) -> None:
+    assert len(cut(text, width)) <= max(1, width) and (len(text) > width or cut(text, width) == text)
+
+
+# ---- charts ----
+
+
+def test_a_bar_of_half_the_width_has_half_the_blocks() -> None:
+    assert bar(0.5, 8) == "████"
+    assert bar(0.5, 8, ASCII) == "####"
+    assert (bar(0.0, 8), bar(1e-9, 8), bar(2.0, 2)) == ("", "▏", "██")
+
+
+def test_a_progress_bar_is_full_only_at_the_end() -> None:
+    assert (progress_bar(0.0, 4), progress_bar(0.99, 4), progress_bar(1.0, 4)) == ("░░░░", "███░", "████")
+
+
+def test_a_spark_line_goes_from_low_to_high_and_means_what_it_leaves_out() -> None:
+    assert spark([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert spark([0, 0, 7, 7], 2) == "▁█"
+    assert (spark([3, 3], 5), spark([], 5)) == ("▁▁", "")
+
+
+def test_a_histogram_has_a_bar_for_each_value_even_for_one_that_never_came() -> None:
+    assert histogram({0: 8, 2: 4}, 13) == ["0 │████████ 8", "1 │         0", "2 │████     4"]
+
+
+@given(st.dictionaries(st.integers(0, 5000), st.integers(1, 10**6), min_size=1), st.integers(30, 120))
+def test_a_histogram_of_any_staleness_fits_and_counts_everything(counts: dict[int, int], width: int) -> None:
+    lines = histogram(counts, width)
+    assert len(lines) <= 16 and max(map(len, lines)) <= width
+    assert sum(int(line.split()[-1].replace(",", "")) for line in lines) == sum(counts.values())
+
+
+def test_a_curve_goes_from_the_top_left_to_the_bottom_right_as_a_loss_should() -> None:
+    assert curve([(0, 3.0), (50, 2.0), (100, 1.0)], width=14, height=3) == [
+        "3 │•",
+        "  │     •",
+        "1 │          •",
+        "  └───────────",
+        "   0       100",
+    ]
+    assert curve([(0, 1.0)], 14) == []
+
+
+def test_where_blocks_cannot_be_written_ascii_is() -> None:
+    assert (ink_for("utf-8"), ink_for("latin-1"), ink_for(None), ink_for("nonsense")) == (
+        BLOCKS,
+        ASCII,
+        ASCII,
+        ASCII,
+    )
+
+
+# ---- sentences ----
+
+
+def test_the_quiet_start_says_what_it_waits_for() -> None:
+    story: list[AnyEvent] = [started(workers=4, servers=2)]
+    assert waiting_for(told_by(story)) == "starting 4 workers and 2 servers ..."
+    story += [events.Joined(at_s=1.0, node=node) for node in ("server 0", "worker 1", "worker 2")]
+    assert waiting_for(told_by(story)) == "3 of 6 are there, waiting for server 1, worker 0, worker 3 ..."
+    story += [events.Joined(at_s=1.0, node=node) for node in ("server 1", "worker 0", "worker 3")]
+    assert waiting_for(told_by(story)) == "waiting for the first steps ..."
+
+
+def in_the_users_file(error: str = "RuntimeError: bad") -> events.UserError:
+    trace = f'{TRACEBACK}  File "/home/ada/mine.py", line 3, in loss\n    bad()\n{error}\n'
+    return events.UserError(at_s=3.0, worker=1, step=7, error=error, traceback=trace)
+
+
+def test_the_users_traceback_is_shown_with_rank_and_step() -> None:
+    lines = user_error(in_the_users_file())
+    assert lines[0] == "worker 1 failed at step 7:"
+    assert lines[1] == "Traceback (most recent call last):" and lines[-1] == "RuntimeError: bad"
+
+
+def test_a_mistake_that_rainband_noticed_is_told_without_a_traceback() -> None:
+    file = Path(rainband.__file__).with_name("settings.py")
+    error = events.UserError(
+        at_s=1.0,
+        worker=0,
+        step=0,
+        error="ValueError: samples=abc: expected a whole number",
+        traceback=f'{TRACEBACK}  File "{file}", line 3, in build\n    x\nValueError: no\n',
+    )
+    assert user_error(error) == ["worker 0 could not start: samples=abc: expected a whole number"]
+    assert len(user_error(error, verbose=True)) > 1
+
+
+def test_a_value_error_in_the_users_own_code_keeps_its_traceback() -> None:
+    assert len(user_error(in_the_users_file("ValueError: shapes"))) > 1
+
+
+def test_who_is_lost_and_who_is_back_is_said() -> None:
+    so_far = running(progress(2, 100))
+    lost = events.Lost(at_s=3.0, node="worker 1", why="killed by signal 9")
+    assert lasting(lost, so_far) == ["lost worker 1 (killed by signal 9); the others go on with its data"]
+    assert lasting(events.Returned(at_s=4.0, node="worker 1"), so_far) == ["worker 1 works again"]
+
+
+def test_what_processes_print_is_marked_and_a_flood_is_counted() -> None:
+    printed = events.Printed(at_s=1.0, lines=("hello", "world"), left_out=1500)
+    assert lasting(printed, running()) == ["| hello", "| world", "| ... 1,500 more in output.log"]
+    assert lasting(printed, running(in_the_users_file())) == []
+
+
+def test_details_are_for_those_who_ask() -> None:
+    again = events.LeasedAgain(at_s=1.0, portion=3, batches=5, from_worker=1)
+    assert lasting(again, running()) == []
+    assert lasting(again, running(), verbose=True) == ["portion 3 of worker 1: 5 batches to be done again"]
+
+
+# ---- where there is no terminal ----
+
+
+def plain_lines(story: list[AnyEvent], verbose: bool = False) -> list[str]:
+    out = io.StringIO()
+    view = PlainView(out, verbose)
+    for event in story:
+        view(event)
+    return out.getvalue().splitlines()
+
+
+def test_a_whole_run_is_a_handful_of_readable_lines() -> None:
+    pace = "100 samples/s  staleness 0.5, at most 2"
+    assert plain_lines(whole_run()) == [
+        "digits with downpour: 2 workers and 1 server",
+        "starting 2 workers and 1 server ...",
+        "38,282 parameters in 2 blocks, 2 epochs of 1,000 samples, 900 batches of 32",
+        f"    2.0 s    0 %  0 of 2,000 samples  loss 2  {pace}  20 s left",
+        f"    7.0 s   25 %  500 of 2,000 samples  loss 0.333  {pace}  15 s left",
+        f"     12 s   50 %  1,000 of 2,000 samples  loss 0.182  {pace}  10 s left",
+        f"     17 s   75 %  1,500 of 2,000 samples  loss 0.125  {pace}  5.0 s left",
+        "measuring and saving the model ...",
+    ]
+
+
+def test_an_hour_of_progress_is_no_wall_of_lines() -> None:
+    hour = [progress(float(s), s, samples=10**6) for s in range(3600)]
+    assert len(plain_lines([started(), planned(10**6, 1), *hour])) < 3600 / 5 + 5
+
+
+def test_the_slow_and_the_gone_are_in_the_line() -> None:
+    story = [progress(5.0 * s, 100 * s, rates=(100.0, 100.0, 10.0, 0.0)) for s in range(1, 5)]
+    lost = events.Lost(at_s=4.0, node="worker 3", why="killed")
+    running_now = events.PhaseChanged(at_s=0.0, phase="running")
+    assert plain_lines([started(4), planned(), running_now, lost, *story])[-1].endswith(
+        "slow: worker 2  gone: worker 3"
+    )
+
+
+# ---- on a terminal ----
+
+
+def test_the_frame_shows_how_far_how_fast_how_stale_and_each_worker() -> None:
+    story = [
+        progress(10, 400, loss=2.0),
+        progress(11, 500, loss=1.0),
+        progress(12, 600, loss=0.5, rates=(80.0, 20.0), waited=(0.5, 0.0)),
+    ]
+    assert drawn(running(*story)) == [
+        "digits with downpour: 2 workers and 1 server                               12 s",
+        "█████████░░░░░░░░░░░░░░░░░░░░░░  30 %    600 of 2,000 samples  14 s left       ",
+        "100 samples/s   staleness 0.5, at most 2   loss 0.5 █▃▁",
+        "",
+        "worker  samples/s                                     waiting      in all",
+        "     0         80  █████████████████████████████████     25 %       0.5 s",
+        "     1         20  ████████▎                              0 %       0.0 s  slow",
+    ]
+
+
+def many(workers: int) -> RunSoFar:
+    rates = [100.0] * (workers - 1) + [5.0]
+    lost = events.Lost(at_s=3.0, node="worker 7", why="killed by signal 9, often for want of memory " * 5)
+    joined = [events.Joined(at_s=1.0, node=f"worker {i}") for i in range(workers)]
+    story = [
+        progress(s, 10**6 * s, rates, waited=[0.1 * s] * workers, samples=10**9) for s in (2.0, 3.0, 4.0)
+    ]
+    return running(*joined, lost, *story, workers=workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 30, 1000])
+@pytest.mark.parametrize("height", [1, 4, 7, 24, 60])
+@pytest.mark.parametrize("width", [20, 40, 80, 140, 300])
+def test_the_frame_fits_into_any_terminal(width: int, height: int, workers: int) -> None:
+    lines = drawn(many(max(8, workers)), width, height)
+    assert len(lines) <= max(1, height - 1)
+    assert max(map(len, lines)) < width
+
+
+def test_of_thirty_workers_those_worth_looking_at_are_shown() -> None:
+    lines = drawn(many(30), 80, 12)
+    assert [line.split()[:2] for line in lines if line.endswith("slow") or " gone " in line] == [
+        ["7", "gone"],
+        ["29", "5"],
+    ]
+    assert lines[-1] == "   and 25 more, 100 samples/s each in the mean"
+
+
+def test_before_the_first_step_the_frame_says_what_it_waits_for() -> None:
+    assert drawn(told_by([started()]))[1] == "starting 2 workers and 1 server ..."
+
+
+def test_at_the_end_the_frame_says_that_the_model_is_saved() -> None:
+    concluding = events.PhaseChanged(at_s=5.0, phase="concluding")
+    assert "100 %  2,000 of 2,000 samples  saving" in drawn(running(progress(4, 2000), concluding))[1]
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    return Terminal()
+
+
+def test_the_live_view_leaves_what_lasts_and_shows_the_cursor_again(a_terminal: Terminal) -> None:
+    view = LiveView(a_terminal)
+    for event in [
+        started(),
+        planned(),
+        progress(2, 100),
+        events.Lost(at_s=3.0, node="worker 1", why="killed"),
+    ]:
+        view(event)
+    # Never hidden for longer than the start takes: a killed process could not show it again.
+    assert a_terminal.getvalue().rfind("\x1b[?25h") > a_terminal.getvalue().rfind("\x1b[?25l")
+    view.close()
+    assert "lost worker 1 (killed)" in a_terminal.getvalue()
+    assert a_terminal.getvalue().rfind("\x1b[?25h") > a_terminal.getvalue().rfind("\x1b[?25l")
+
+
+def test_no_colour_is_used_where_none_is_wanted(
+    a_terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    colours = ("\x1b[36m", "\x1b[32m", "\x1b[31m")
+
+    def drawn_on(terminal: Terminal) -> str:
+        view = LiveView(terminal)
+        for event in [started(), planned(), progress(2, 100), progress(3, 200)]:
+            view(event)
+        view.close()
+        return terminal.getvalue()
+
+    assert any(colour in drawn_on(a_terminal) for colour in colours)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not any(colour in drawn_on(Terminal()) for colour in colours)
+
+
+# ---- watching ----
+
+
+def test_a_dumb_terminal_gets_lines(a_terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_terminal(a_terminal) and not is_terminal(io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not is_terminal(a_terminal)
+
+
+class Broken(io.StringIO):
+    """A pipe that nobody reads any more."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_reader_who_goes_away_does_not_end_the_run() -> None:
+    seen: list[AnyEvent] = []
+
+    class Keep:
+        def write(self, event: AnyEvent) -> None:
+            seen.append(event)
+
+        def close(self) -> None:
+            pass
+
+    with Watch(Broken(), sinks=[Keep]) as watch:
+        for event in whole_run():
+            watch(event)
+    assert seen == whole_run()
+
+
+def test_warnings_of_ours_are_lines_of_the_view_and_details_only_when_asked_for() -> None:
+    def lines(verbose: bool) -> list[str]:
+        out = io.StringIO()
+        with Watch(out, verbose):
+            logging.getLogger("rainband").warning("closed a connection: %s", "bad magic")
+            logging.getLogger("rainband").debug("small talk")
+        return out.getvalue().splitlines()
+
+    assert lines(verbose=False) == ["warning: closed a connection: bad magic"]
+    assert lines(verbose=True) == ["warning: closed a connection: bad magic", "debug: small talk"]
+    assert not logging.getLogger("rainband").handlers and logging.getLogger("rainband").propagate
+
+
+def test_the_terminal_is_restored_when_the_run_raises(a_terminal: Terminal) -> None:
+    with pytest.raises(RuntimeError), Watch(a_terminal) as watch:
+        watch(started())
+        raise RuntimeError("a bug")
+    assert a_terminal.getvalue().rfind("\x1b[?25h") > a_terminal.getvalue().rfind("\x1b[?25l")
+    assert not logging.getLogger("rainband").handlers
+
+
+# ---- the end ----
+
+
+def test_the_summary_has_the_books_the_staleness_and_where_the_model_lies(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert summary(ended(), tmp_path) == [
+        "finished after 20 s: 2,000 samples, 100 samples/s",
+        "  result     accuracy 0.975",
+        "  books      898 of 900 batches applied to every block, 0 lost, 0 twice",
+        "             2 skipped: 2 not finite",
+        "             3 portions leased again, after a worker was lost or late",
+        "             6 pushes refused: 5 fenced, 1 moved",
+        "  staleness  0.5 updates in the mean, 2 at most",
+        f"  model      {tmp_path}/model.safetensors",
+    ]
+
+
+def test_a_failed_run_says_why_unless_that_was_shown(tmp_path: Path) -> None:
+    failed = ended("failed", "server 0 was lost")
+    assert "  why        server 0 was lost" in summary(failed, tmp_path)
+    assert not any("server 0" in line for line in summary(failed, tmp_path, why_was_told=True))
+    assert summary(failed, tmp_path)[-1] == f"  run        {tmp_path} (no model was saved)"
+
+
+def test_a_measure_that_is_not_finite_is_said_to_be_so(tmp_path: Path) -> None:
+    assert summary(ended(loss=None), tmp_path)[1] == "  result     loss not finite"
+
+
+def test_books_that_balance_in_silence_are_one_line() -> None:
+    quiet = {**BOOKS, "applied": 900, "skipped": {}, "leased_again": 0, "refused": {}}
+    assert books(quiet) == ["900 of 900 batches applied to every block, 0 lost, 0 twice"]
+    assert books({}) == []
+
+
+def test_what_a_stopped_run_did_not_come_to_is_in_its_books() -> None:
+    stopped = {**BOOKS, "applied": 600, "not_done": 298}
+    assert books(stopped)[1] == "298 not done: the run ended before their turn"
