@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rainband.worlds.config import RunConfig
     from rainband.worlds.local import RunResult
 
-WORLDS = {"local": "rainband.worlds.local"}  # name -> the module whose `run` drives it
+WORLDS = {"local": "rainband.worlds.local", "sim": "rainband.worlds.sim"}  # name -> the module whose `run` drives it
 
 
 def register(app: typer.Typer) -> None:

@@ -15,6 +15,8 @@ The server, for every push that comes, each block by itself:
 
 With n_push > 1 the server gets the sum of n_push gradients, as in the paper, not their mean. The paper's rate for
 Adagrad is about ten times the best fixed one; so the worker's own step, which has no Adagrad, takes a tenth of it.
+Where every step fetches (n_fetch = 1) there is nothing between fetches, and we leave the own step out unless local_lr
+is given; the paper makes it all the same, and the next fetch overwrites it.
 
 Use it when machines differ, come and go, or the network is slow. Not when you need the result of one process to the
 last bit (sync), or with a large momentum: it adds to the momentum that asynchrony itself brings.
@@ -40,7 +42,7 @@ class Downpour:
     optimizer: str = "adagrad"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ...
     momentum: float = 0.0  # for sgd and rmsprop
     weight_decay: float = 0.0
-    local_lr: float | None = None  # of the worker's own step; none: lr for sgd, a tenth of it otherwise
+    local_lr: float | None = None  # of the worker's own step; none: 0 if n_fetch=1, else lr (sgd) or a tenth of it
     overlap: bool = True  # fetch while computing; no: wait for one's own push before the next step
     warm_batches: int = 0  # batches that one worker does alone before the rest are released
     schedule: Shape = "constant"
@@ -80,8 +82,8 @@ class Downpour:
     def _own_lr(self) -> float:
         if self.local_lr is not None:
             return self.local_lr
-        if not self.overlap and self.n_fetch == 1:
-            return 0.0  # the step would be overwritten at once
+        if self.n_fetch == 1:
+            return 0.0  # the next fetch replaces the parameters anyway
         return self.lr if self.optimizer == "sgd" else self.lr / 10
 
     def server(self, num_workers: int) -> ServerHalf:

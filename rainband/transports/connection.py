@@ -33,6 +33,8 @@ class Connection:
         self.out: deque[memoryview] = deque()
         self.out_bytes = 0
         self.reads: deque[Message] = deque()
+        self.ring = memoryview(bytearray())  # private copies of replies on their way
+        self.ring_at = 0
         self.fds: list[int] = []
         self.wants_out = False  # the loop waits until it can be written to again
         self.takes_fds = sock.family == socket.AF_UNIX
@@ -102,7 +104,9 @@ class Connection:
         """Send what goes; returns whether something is left that did not go."""
         while True:
             while self.reads and self.out_bytes < ROOM_BYTES and read_now is not None:
-                self.send(*read_now(self.reads.popleft()))
+                message, values = read_now(self.reads.popleft())
+                shared = self.mailbox is not None  # then the reader looks at the block itself
+                self.send(message, None if values is None or shared else self._private(values))
             if not self.out:
                 return False
             try:
@@ -110,6 +114,22 @@ class Connection:
             except BlockingIOError:
                 return True
             self._sent(sent)
+
+    def _private(self, values: memoryview) -> memoryview:
+        """A copy that stays as it is until it has left; the block itself changes on.
+
+        The copies go round in one buffer. As at most ROOM_BYTES and one more reply wait to be sent, what is written
+        over has left long ago.
+        """
+        num_bytes = len(values)
+        if len(self.ring) < 2 * (ROOM_BYTES + num_bytes):
+            self.ring, self.ring_at = memoryview(bytearray(2 * (ROOM_BYTES + num_bytes))), 0
+        if self.ring_at + num_bytes > len(self.ring):
+            self.ring_at = 0
+        copy = self.ring[self.ring_at : self.ring_at + num_bytes]
+        copy[:] = values
+        self.ring_at += num_bytes
+        return copy
 
     def _sent(self, sent: int) -> None:
         self.out_bytes -= sent

@@ -104,6 +104,7 @@ class SharedPort:
         except OSError:
             count = 0
         if count == 0:
+            self.switchboard.unwatch(self.sock.fileno())  # say it once
             raise ServerLost(str(self.peer), "waiting for its answers")
         for frame in self.reader.received(count):
             message = decode(frame.header)

@@ -23,6 +23,10 @@ class Switchboard:
         self.callbacks[fd] = callback
         self.epoll.register(fd, select.EPOLLIN)
 
+    def unwatch(self, fd: int) -> None:
+        if self.callbacks.pop(fd, None) is not None:
+            self.epoll.unregister(fd)
+
     def post(self, callback: Callable[[], None]) -> None:
         """From any thread: have this called by the thread that waits."""
         self.posted.append(callback)
@@ -33,12 +37,18 @@ class Switchboard:
     def _run_posted(self) -> None:
         os.eventfd_read(self.bell)
         self.rung = False  # before looking: what is posted from now on rings again
-        while self.posted:
-            self.posted.popleft()()
+        try:
+            while self.posted:
+                self.posted.popleft()()
+        finally:
+            if self.posted and not self.rung:  # one has raised: the others are for the next to wait
+                self.rung = True
+                os.eventfd_write(self.bell, 1)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until something has happened and deal with it; False: nothing came in time."""
         ready = self.epoll.poll(timeout_s)
         for fd, _ in ready:
-            self.callbacks[fd]()
+            if fd in self.callbacks:  # one before it may have had it removed
+                self.callbacks[fd]()
         return bool(ready)

@@ -32,7 +32,7 @@ from rainband.transports.connection import Connection
 from rainband.transports.dial import dial, listen_tcp, listen_unix, this_machine
 from rainband.transports.hub import Hub
 from rainband.transports.shared import Mailbox, Published
-from rainband.types import ServerHalf
+from rainband.types import ServerHalf, Strategy
 from rainband.worlds.config import Job, decode_job
 
 MAX_BODY_BYTES = 1 << 26
@@ -41,18 +41,23 @@ MAX_MAILBOX_BYTES = 1 << 30
 
 def main(job: bytes, fds: list[int]) -> None:
     """The entry of a server's process."""
+    serve(decode_job(job))
+
+
+def serve(job: Job, strategy: Strategy | None = None) -> None:
+    """Be a server; a strategy that is not handed in is the one that the configuration names."""
     torch.set_num_threads(1)  # one thread owns the blocks: no locks, and the same bits on every machine
-    ServerProcess(decode_job(job)).run()
+    ServerProcess(job, strategy).run()
 
 
 class ServerProcess:
     """Hands messages from the hub to the server and its answers back."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, strategy: Strategy | None = None) -> None:
         config = job.config
         self.job = job
         self.me = Peer("server", job.index)
-        self.strategy = load_strategy(config.strategy, config.strategy_settings)
+        self.strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
         self.server = Server(self._half, self._publish)
         self.published: Published | None = None
         self.over = False
@@ -142,9 +147,9 @@ class ServerProcess:
         return None if body is None else torch.frombuffer(body, dtype=torch.uint8)
 
     def _read_now(self, asked: Message) -> tuple[Message, memoryview | None]:
-        """The reply to a pull, at the moment it leaves: a private copy, as the block changes on."""
+        """The reply to a pull, at the moment it leaves; the connection makes a private copy of it."""
         assert isinstance(asked, Params | StatePart)
         message, values = self.server.read_state(asked) if isinstance(asked, StatePart) else self.server.read(asked)
         if values is None:
             return message, None
-        return message, memoryview(values.view(torch.uint8).numpy().tobytes())
+        return message, memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
