@@ -491,11 +491,12 @@ class Client:
     def _state_part(self, message: StatePart, payload: Tensor | None) -> None:
         assert self.fetching is not None, "nobody asked for it"
         block, gathered = self.blocks[message.block], self.fetching.gathered
-        if payload is not None:
+        if message.part:
+            assert payload is not None, "a part with a name has values"
             gathered.add(block, message.part, message.absent, payload.view(self.views[message.block].dtype))
-        else:
-            gathered.add_numbers(message.numbers)
-            self.fetching.left -= 1
+            return
+        gathered.add_numbers(message.numbers)
+        self.fetching.left -= 1
 
     def _copier(self, block: BlockSpec) -> Callable[[Tensor], None]:
         def fill(out: Tensor) -> None:

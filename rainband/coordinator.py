@@ -124,6 +124,8 @@ class Coordinator:
         self.gathering: dict[int, dict[int, tuple[int, ...]]] = {}  # portion -> server -> its sets
         self.taken_from: dict[int, int] = {}  # portion -> the worker it was taken from last
         self.unconfirmed: dict[int, float] = {}  # returned as done, the marks do not say so yet
+        self.last_loss = ""
+        self.missing: set[int] = set()  # workers that will not come
         self.wanting: dict[int, None] = {}  # workers that asked for a lease, longest first
         self.live: int | None = None  # workers that are here; None: count again
         self.deaths: dict[int, int] = {}
@@ -132,6 +134,7 @@ class Coordinator:
         self.buffers = BufferMean()
         self.concluder: int | None = None
         self.saved = False  # the concluder has answered
+        self.last_reports: set[int] = set()  # servers whose last marks, with every push in, have yet to come
         self.last_pulls: set[int] = set()  # workers of own loops that have yet to take over the final parameters
         self.dataset: Dataset | None = None  # what own loops draw from
         self.planning: set[int] = set()  # servers that have yet to hear of it
@@ -182,10 +185,10 @@ class Coordinator:
 
     def _failed(self, sender: Peer, failed: Failed, now: float) -> list[Out]:
         """The user's code raised on a worker: the first time it is shown, and the run ends."""
-        if sender.index in self.workers:
-            self.workers[sender.index].ended = True
-        if self.outcome == "failed":
+        if self.outcome == "failed" or self.phase == "over":
             return []
+        if not failed.traceback:  # not the user's code: its way to a server is broken, say; the others go on
+            return self.lost(sender, now, failed.error)
         self.events.append(
             events.UserError(
                 at_s=now,
@@ -196,7 +199,8 @@ class Coordinator:
             )
         )
         where = f"{sender} failed at step {failed.step}" if failed.step else f"{sender} could not start"
-        return self.stop("failed", f"{where}: {failed.error}")
+        self.outcome, self.reason = "failed", f"{where}: {failed.error}"
+        return self._over()  # at whatever point: others may be waiting for it
 
     def lost(self, peer: Peer, now: float, why: str = "its connection closed") -> list[Out]:
         """A node's connection is gone, or its process has ended."""
@@ -210,11 +214,19 @@ class Coordinator:
             return []
         worker.connected = False
         outs = [] if worker.ended else self._give_up(worker, now, why)
-        worker.ended = True
+        worker.ended, self.live = True, None
         if peer.index == self.concluder:
             self.concluder = None
         self.last_pulls.discard(peer.index)
         return outs + self._after_loss()
+
+    def never_comes(self, peer: Peer, now: float, why: str) -> list[Out]:
+        """A worker's process has ended before it joined, and nobody starts it again."""
+        if self.phase == "over" or peer.index in self.workers or peer.index in self.missing:
+            return []
+        self.missing.add(peer.index)
+        self._note_loss(peer, now, f"before it joined: {why}")
+        return self._after_loss()
 
     def tick(self, now: float) -> list[Out]:
         """Called about every fifth of the failure timeout."""
@@ -239,15 +251,17 @@ class Coordinator:
                 revoke = Revoke(portion, self.numbers[portion])
                 outs += [Out(s.peer, revoke) for i, s in self.servers.items() if i not in answers]
             self.note_progress(now)
+        if self.phase == "concluding":
+            outs += [Out(self.servers[index].peer, Ask()) for index in sorted(self.last_reports)]
         return outs + self._lease(now)
 
     def stop(self, outcome: str, reason: str) -> list[Out]:
         """End early: workers finish the cell at hand and give their leases back."""
-        if self.phase in ("finishing", "concluding", "over"):
+        if self.phase == "over" or (self.phase in ("finishing", "concluding") and outcome != "failed"):
             return []
         self.outcome, self.reason = outcome, reason
-        if self.phase in ("forming", "loading"):
-            return self._over()
+        if self.phase in ("forming", "loading") or outcome == "failed":
+            return self._over()  # no model comes of it: there is nothing to wait for
         self.phase = "finishing"
         return [Out(w.peer, Halt(reason)) for w in self.workers.values() if w.connected] + self._after_loss()
 
@@ -266,7 +280,8 @@ class Coordinator:
         if self.phase in ("flushing", "finishing", "concluding", "over"):
             return [Out(sender, Bye("the run is at its end: there is nothing left to do."))]
         if join.optimizer is not None and not self._may_run(join.optimizer.name):
-            return [Out(sender, Bye(f"the servers may not import {join.optimizer.name}: allow it with --optimizer."))]
+            why = f"the servers may not import {join.optimizer.name}: allow it with --optimizer."
+            return self._turn_away(sender, now, why)
         known = self.workers.get(sender.index)
         if known is not None and sender.incarnation < known.peer.incarnation:
             return []  # it has been started again since
@@ -288,7 +303,7 @@ class Coordinator:
             return []  # own loops begin together: who comes late might find that the others have left
         outs = [] if self.plan else self._make_plan(self.waiting_joins[0][1], now)
         for sender, join in self.waiting_joins:
-            outs += self._welcome(sender, join)
+            outs += self._welcome(sender, join, now)
         self.waiting_joins = []
         return outs
 
@@ -356,13 +371,21 @@ class Coordinator:
             )
         )
 
-    def _welcome(self, sender: Peer, join: Join) -> list[Out]:
+    def _turn_away(self, sender: Peer, now: float, why: str) -> list[Out]:
+        """A worker cannot take part: it is told why, and so are those who watch."""
+        self.workers.pop(sender.index, None)
+        self.missing.add(sender.index)
+        self._note_loss(sender, now, why)
+        ended = self.stop("failed", why) if self.phase == "forming" else self._after_loss()
+        return [Out(sender, Bye(why)), *ended]
+
+    def _welcome(self, sender: Peer, join: Join, now: float) -> list[Out]:
         assert self.plan and self.welcome
         differs = self._difference(join)
         if differs:
-            return [Out(sender, Bye(f"{sender} does not fit this run: {differs}."))]
-        founder = self.phase == "loading" and sender == min(
-            (w.peer for w in self.workers.values() if w.connected), default=None
+            return self._turn_away(sender, now, f"{sender} does not fit this run: {differs}.")
+        founder = self.phase == "loading" and not any(
+            w.peer < sender for w in self.workers.values() if w.connected
         )
         welcome = msgspec.structs.replace(self.welcome, load=founder)
         return [Out(sender, welcome), *([Out(sender, Go())] if self.phase == "running" else [])]
@@ -386,7 +409,7 @@ class Coordinator:
         server = self.servers.get(sender.index)
         if self.planning:
             return self._server_planned(sender)
-        if server is None or self.phase != "loading":
+        if server is None or server.peer != sender or self.phase != "loading":
             return []
         server.ready = True
         if not all(s.ready for s in self.servers.values()):
@@ -441,10 +464,10 @@ class Coordinator:
         return [Out(worker.peer, Dry())] if self._is_own_loop() and not self._has_more() else []
 
     def _flush_when_all_left(self) -> list[Out]:
-        waited_for = [w for w in self.workers.values() if w.connected and (w.here or w.excused)]
-        if self.phase != "running" or not self._is_own_loop() or not waited_for:
+        if self.phase != "running" or not self._is_own_loop():
             return []
-        return self._flush() if all(w.ended for w in waited_for) else []
+        waited_for = [w for w in self.workers.values() if w.connected and (w.here or w.excused)]
+        return self._flush() if waited_for and all(w.ended for w in waited_for) else []
 
     # ---- leases ----------------------------------------------------------------------------------------------------
 
@@ -624,8 +647,8 @@ class Coordinator:
 
     def _give_up(self, worker: WorkerState, now: float, why: str) -> list[Out]:
         """Do not wait for a worker; what it had leased is fenced, and what is missing of it leased again."""
-        worker.here = False
-        self.events.append(events.Lost(at_s=now, node=str(worker.peer), why=why))
+        worker.here, self.live = False, None
+        self._note_loss(worker.peer, now, why)
         outs = [Out(s.peer, Forget(worker.peer.index)) for s in self.servers.values()]
         at_work = self._at_work(worker)
         for portion in sorted(worker.leases):
@@ -638,10 +661,14 @@ class Coordinator:
         worker.leases.clear()
         return outs
 
+    def _note_loss(self, peer: Peer, now: float, why: str) -> None:
+        self.last_loss = f"{peer} was the last ({why})"
+        self.events.append(events.Lost(at_s=now, node=str(peer), why=why))
+
     def _at_work(self, worker: WorkerState) -> set[int]:
         """The portions a worker may have begun: the one it got first, or its columns of the first group of rounds."""
         if not self.plan or not self.plan.columns:
-            return set(list(worker.leases)[:1])
+            return set([portion for portion in worker.leases if not self._is_done(portion)][:1])
         group = min(worker.leases, default=0) // self.plan.columns
         return {portion for portion in worker.leases if portion // self.plan.columns == group}
 
@@ -652,9 +679,9 @@ class Coordinator:
             founder = min((w.peer for w in left), default=None)
             if founder is not None and self.welcome is not None:
                 return [Out(founder, msgspec.structs.replace(self.welcome, load=True))]
-        if not left and self.workers and len(self.workers) >= self.settings.num_workers:
+        if not left and len(self.missing | self.workers.keys()) >= self.settings.num_workers:
             if self.outcome == "finished":
-                self.outcome, self.reason = "failed", "no worker is left"
+                self.outcome, self.reason = "failed", f"no worker is left: {self.last_loss}"
             return self._over()
         if self.phase == "finishing":
             return self._conclude_when_ended()
@@ -706,7 +733,11 @@ class Coordinator:
         if report.flushed and self.phase == "flushing" and all(s.flushed for s in self.servers.values()):
             self.phase = "finishing"
             return [Out(w.peer, Finish()) for w in self.workers.values() if w.connected] + self._after_loss()
-        return self._check_done() + (self._lease(now) if self.join and self.join.warm_batches else [])
+        if report.measured and self.phase == "concluding":
+            self.last_reports.discard(sender.index)
+            return self._over_when_concluded()
+        may_free = self.join and (self.join.warm_batches or self.join.rounds)  # may those who wait begin something now?
+        return self._check_done() + (self._lease(now) if may_free else [])
 
     def _check_done(self) -> list[Out]:
         assert self.plan
@@ -754,7 +785,8 @@ class Coordinator:
             return self._over()
         chosen = min(ready, key=lambda w: w.peer)
         self.concluder = chosen.peer.index
-        asks = [Out(s.peer, Ask()) for s in self.servers.values() if s.peer.role == "server"]
+        self.last_reports = {index for index, s in self.servers.items() if s.peer.role == "server"}
+        asks = [Out(self.servers[index].peer, Ask()) for index in sorted(self.last_reports)]
         buffers = self.buffers.mean()
         others = [w for w in ready if w is not chosen] if self._is_own_loop() else []
         self.last_pulls = {w.peer.index for w in others}
@@ -768,7 +800,8 @@ class Coordinator:
         return self._over_when_concluded()
 
     def _over_when_concluded(self) -> list[Out]:
-        return self._over() if self.phase == "concluding" and self.saved and not self.last_pulls else []
+        told = self.saved and not self.last_pulls and not self.last_reports
+        return self._over() if self.phase == "concluding" and told else []
 
     def _over(self) -> list[Out]:
         self.phase = "over"

@@ -11,13 +11,14 @@ whoever computes it. Portions are numbered through all epochs. There are two way
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 import msgspec
 
 MAX_PORTION_BATCHES = 64  # a portion's marks are one machine word
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: room for what is cached
     """What fixes every batch of a run: kept in checkpoints, compared at join."""
 
     fingerprint: str  # of the data
@@ -41,29 +42,29 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 f"a portion of {self.portion_batches} batches is not a whole number of cells of {self.cell_batches}."
             )
 
-    @property
+    @cached_property
     def batches_per_epoch(self) -> int:
         return -(-self.num_samples // self.batch_size)
 
-    @property
+    @cached_property
     def num_batches(self) -> int:
         return self.batches_per_epoch * self.epochs
 
-    @property
+    @cached_property
     def rounds_per_epoch(self) -> int:
         return -(-self.batches_per_epoch // self.columns) if self.columns else 0
 
-    @property
+    @cached_property
     def num_rounds(self) -> int:
         return self.rounds_per_epoch * self.epochs
 
-    @property
+    @cached_property
     def portions_per_epoch(self) -> int:
         if self.columns:
             return -(-self.rounds_per_epoch // self.portion_batches) * self.columns
         return -(-self.batches_per_epoch // self.portion_batches)
 
-    @property
+    @cached_property
     def num_portions(self) -> int:
         return self.portions_per_epoch * self.epochs
 

@@ -1,21 +1,16 @@
 """A whole run in one process: the real coordinator, servers and clients, with faults, replayed from a seed.
 
 Nodes talk over lines: first in, first out, one for each direction between two nodes. Which line delivers next, who
-computes next and what breaks is drawn from one random generator, so a seed gives the same run for ever.
-
-The parameters are the ledger. Each block has one element per batch of the run, and the gradient of batch i is zero
-but for element i, whatever the parameters are. So the elements count how often each batch reached each block, apart
-from any name, mark or book, to the last bit; and every version that a round may read is known beforehand.
+computes next and what breaks is drawn from one random generator, so a seed gives the same run for ever. What the run
+must come to is in `ledger.py`; which runs and faults are drawn, in `storms.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
@@ -27,7 +22,7 @@ from torch import Tensor
 import rainband.block
 import rainband.coordinator
 from rainband.block import Block
-from rainband.blocks import BlockSpec, Entry, Layout, arrange
+from rainband.blocks import BlockSpec, Entry, arrange
 from rainband.client import Client, Handle, PullHandle
 from rainband.coordinator import Coordinator, RunSettings
 from rainband.errors import Stop
@@ -63,27 +58,17 @@ from rainband.messages import (
     decode,
     encode,
 )
-from rainband.optim_spec import OptimizerSpec
 from rainband.place import Place
-from rainband.portions import Plan, bits, choose_portion_batches
+from rainband.portions import Plan, choose_portion_batches
 from rainband.server import Server
-from rainband.strategies.downpour import Downpour
-from rainband.strategies.sync import Sync
-from rainband.types import Batch, ServerHalf, Strategy, Worker
+from rainband.types import Batch, ServerHalf
 from rainband.worker import Compute, ModuleWorker, ServerSide
+from tests.ledger import ELEMENTS, Case, CountingOptimizer, Ledger, Memory, Wrong, check_block, number_of
 
-LR = 0.5
-AMOUNT = 840  # divisible by every number of samples from 1 to 8, so that means stay exact
-MAX_ROUND_SAMPLES = 8
 TIMEOUT_S = 5.0
-ELEMENTS = 64  # of a block: one per batch
 M = TypeVar("M", bound=Message)
 MAY_COME_TWICE = (Push, Ack, Pull, Params, Revoke, Sets, Forget, Ask, Report, Lease, Want, Return, Beat, Finish)
 MAY_COME_AGAIN_LATER = (Push, Ack, Revoke, Sets)
-
-
-class Wrong(AssertionError):
-    """The run broke a promise."""
 
 
 class Killed(BaseException):
@@ -107,42 +92,6 @@ def replaced(message: M, **changes: object) -> M:
     return msgspec.structs.replace(message, **changes)
 
 
-# ---- what a seed decides ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """The size of a run, its strategy, and which of its batches are odd."""
-
-    strategy: Strategy
-    num_workers: int = 2
-    num_servers: int = 1
-    dtypes: tuple[str, ...] = ("float32",)  # one vector each, cut into one block per server
-    num_samples: int = 16
-    batch_size: int = 2
-    epochs: int = 1
-    portion_batches: int = 0  # 0: as the coordinator chooses
-    direct: bool = False  # the servers' parameters are read in place, as in shared memory
-    not_finite: frozenset[int] = frozenset()  # batches whose gradient is not finite
-    absent: frozenset[tuple[int, int]] = frozenset()  # (batch, parameter) without a gradient
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return -(-self.num_samples // self.batch_size)
-
-    @property
-    def num_batches(self) -> int:
-        return self.batches_per_epoch * self.epochs
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.dtypes) * self.num_servers
-
-    @property
-    def rounds(self) -> bool:
-        return bool(getattr(self.strategy, "rounds", False))
-
-
 @dataclass(frozen=True)
 class Faults:
     """How many of each; when and to whom is the seed's choice."""
@@ -155,109 +104,6 @@ class Faults:
     duplicates: float = 0.0  # the part of the messages that come twice
     latecomers: int = 0
     stop: bool = False  # the run is stopped early
-
-
-# ---- the ledger ------------------------------------------------------------------------------------------------------
-
-
-class Ledger:
-    """What the parameters must be, worked out from the plan alone."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        assert case.num_batches <= ELEMENTS, "one element per batch"
-
-    def amount(self, block: int, batch: int) -> float:
-        """What one application of a batch adds to its element, before the learning rate."""
-        if batch in self.case.not_finite or (batch, block) in self.case.absent:
-            return 0.0
-        return float(AMOUNT << block % 4)  # neighbours differ, so a block in the wrong place shows
-
-    def first(self, block: int) -> Tensor:
-        return torch.full((ELEMENTS,), float(block + 1), dtype=torch.float64)
-
-    def samples(self, batch: int) -> int:
-        inside = batch % self.case.batches_per_epoch
-        return min(self.case.batch_size, self.case.num_samples - inside * self.case.batch_size)
-
-    def after(self, block: int, batches: Collection[int]) -> Tensor:
-        """After these batches have been applied once each, in whatever order."""
-        values = self.first(block)
-        for batch in batches:
-            values[batch] -= LR * self.amount(block, batch)
-        return values
-
-    def versions(self, block: int, columns: int) -> list[Tensor]:
-        """In rounds: every version of a block, from the first values to the last."""
-        values = self.first(block)
-        versions = [values.clone()]
-        for cells in self.rounds(columns):
-            num_samples = sum(self.samples(b) for b in cells if b not in self.case.not_finite)
-            for batch in cells:
-                weight = self.samples(batch) / num_samples if num_samples else 0.0
-                values[batch] -= LR * self.amount(block, batch) * weight
-            versions.append(values.clone())
-        return versions
-
-    def rounds(self, columns: int) -> list[range]:
-        per_epoch = self.case.batches_per_epoch
-        starts = [(e, at) for e in range(self.case.epochs) for at in range(0, per_epoch, columns)]
-        return [range(e * per_epoch + at, e * per_epoch + min(at + columns, per_epoch)) for e, at in starts]
-
-    def describe(self, block: int, found: Tensor, wanted: Tensor) -> str:
-        """Name the batches whose elements are not what they must be."""
-        lines = []
-        for at in (found.double() != wanted.double()).nonzero().flatten().tolist():
-            start, amount = self.first(block)[at], self.amount(block, at) or math.nan
-            times = (start - found[at].double()) / (LR * amount)
-            lines.append(f"batch {at} on block {block} counts {times:g} times, not {(start - wanted[at]) / (LR * amount):g}")
-        return "; ".join(lines)
-
-
-class CountingOptimizer:
-    """Plain SGD over a block's segments; it stands in for torch's where thousands of runs are made."""
-
-    single_pass = True
-
-    def __init__(
-        self, spec: OptimizerSpec, block: BlockSpec, values: Tensor, groups: Sequence[Mapping[str, object]]
-    ) -> None:
-        assert spec.name == "sgd"
-        self.lr = float(spec.settings["lr"])  # type: ignore[arg-type]
-        self.segments = [(s.parameter, values[s.start : s.stop], s.start, s.stop) for s in block.segments]
-
-    def step(self, gradient: Tensor, absent: Collection[int] = (), lr_scale: float = 1.0) -> None:
-        for parameter, values, start, stop in self.segments:
-            if parameter not in absent:
-                values.sub_(gradient[start:stop], alpha=self.lr * lr_scale)
-
-
-class Memory:
-    """A worker's parameters: what a client uses of the flat vector."""
-
-    def __init__(self, layout: Layout, ledger: Ledger) -> None:
-        self.layout = layout
-        self.vectors = [torch.zeros(v.numel, dtype=getattr(torch, v.dtype)) for v in layout.vectors]
-        self.parameters = [
-            self.vectors[p.vector][p.start : p.start + p.numel] for p in layout.parameters
-        ]
-        for index, parameter in enumerate(self.parameters):
-            parameter.copy_(ledger.first(index))
-
-    def view(self, block: BlockSpec) -> Tensor:
-        return self.vectors[block.vector][block.start : block.stop]
-
-    def write(self, block: BlockSpec, tensors: Sequence[Tensor | None], out: Tensor) -> None:
-        out.zero_()
-        for s in block.segments:
-            tensor = tensors[s.parameter]
-            if tensor is not None:
-                out[s.start : s.stop] = tensor[s.offset : s.offset + s.numel]
-
-    def add_(self, tensors: Sequence[Tensor | None], alpha: float) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            if tensor is not None:
-                parameter.add_(tensor, alpha=alpha)
 
 
 # ---- workers ---------------------------------------------------------------------------------------------------------
@@ -398,13 +244,10 @@ class Node:
         self.tell(self.world.join())
         yield lambda: self.welcome is not None
         client = self._enter()
-        loaded = False
-        while not self.go:
-            assert self.welcome is not None
-            if self.welcome.load and not loaded:
-                loaded = True
-                client.load()
-            yield lambda: self.go or (self.welcome is not None and self.welcome.load and not loaded)
+        yield lambda: self.go or self._must_load()
+        if self._must_load():
+            client.load()
+            yield lambda: self.go
         yield from self._drive(client)
         yield lambda: not client.pushes
         client.give_all_back("stopped")
@@ -417,6 +260,9 @@ class Node:
             yield pull.ready
             self.world.saved = [parameter.clone() for parameter in self.memory.parameters]
             self.tell(Concluded({}))
+
+    def _must_load(self) -> bool:
+        return self.welcome is not None and self.welcome.load
 
     def _enter(self) -> Client:
         assert self.welcome is not None
@@ -465,14 +311,24 @@ class Node:
     def _compute(self, client: Client, batch: Batch) -> ModuleGradient:
         plan = client.plan
         number = number_of(plan, batch.portion, batch.k)
-        if plan.columns:
-            self.world.check_round_read(self, plan.round_of(batch.portion, batch.k), plan)
         samples = plan.samples_in(batch.portion, batch.k)
         client.stats.steps += 1
         client.stats.samples += samples
-        return ModuleGradient(self._gradients(number), (batch,), samples, 0.0)
+        if plan.columns:
+            self.check_round_read(plan.round_of(batch.portion, batch.k), plan)
+        return ModuleGradient(self.gradients(number), (batch,), samples, 0.0)
 
-    def _gradients(self, number: int) -> list[Tensor | None]:
+    def check_round_read(self, round_: int, plan: Plan) -> None:
+        """A cell of a round is computed at exactly that round's version of every block."""
+        for block, (parameter, versions) in enumerate(
+            zip(self.memory.parameters, self.world.versions_of(plan), strict=True)
+        ):
+            if not torch.equal(parameter, versions[round_].to(parameter.dtype)):
+                equal = [r for r, v in enumerate(versions) if torch.equal(parameter, v.to(parameter.dtype))]
+                raise Wrong(f"{self.peer} computes round {round_} with block {block} at version {equal}")
+
+    def gradients(self, number: int) -> list[Tensor | None]:
+        """Of a batch, by its number in the run: zero but for one element."""
         tensors: list[Tensor | None] = []
         for index, parameter in enumerate(self.memory.parameters):
             if (number, index) in self.case.absent:
@@ -503,8 +359,16 @@ class Outcome:
 class World:
     """All nodes of a run, the lines between them, and what goes wrong."""
 
-    def __init__(self, seed: int, case: Case, faults: Faults = Faults(), max_steps: int = 20_000) -> None:  # noqa: B008
+    def __init__(
+        self,
+        seed: int,
+        case: Case,
+        faults: Faults = Faults(),  # noqa: B008
+        max_steps: int = 20_000,
+        node: type[Node] = Node,
+    ) -> None:
         self.random = random.Random(seed)
+        self.node = node
         self.case = case
         self.faults = faults
         self.max_steps = max_steps
@@ -521,11 +385,11 @@ class World:
         self.speed: dict[tuple[Peer, Peer], float] = {}
         self.saved: list[Tensor] = []
         self.versions: list[list[Tensor]] = []
-        self.trace: deque[str] = deque(maxlen=40)
+        self.trace: deque[tuple[object, ...]] = deque(maxlen=40)
+        self.pace = self.random.choice((0.3, 1.0, 5.0))  # how fast computing is, beside the lines
+        self.time_passes = 0.015  # at so many of the steps; 0: never
         self.coordinator = Coordinator(
-            RunSettings(
-                num_workers=case.num_workers, num_servers=case.num_servers, failure_timeout_s=TIMEOUT_S
-            )
+            RunSettings(num_workers=case.num_workers, num_servers=case.num_servers, failure_timeout_s=TIMEOUT_S)
         )
         self.servers = {Peer("server", i): Server(self._half, self._publish) for i in range(case.num_servers)}
         for peer in self.servers:
@@ -564,7 +428,7 @@ class World:
         )
 
     def _add_worker(self, peer: Peer) -> Node:
-        node = self.workers[peer] = Node(self, peer)
+        node = self.workers[peer] = self.node(self, peer)
         return node
 
     # ---- lines ----
@@ -589,7 +453,7 @@ class World:
         self.hand_over(sender, to, letter)
 
     def hand_over(self, sender: Peer, to: Peer, letter: Letter) -> None:
-        self.trace.append(f"{sender}.{sender.incarnation} -> {to}: {letter.message}")
+        self.trace.append((sender, to, letter.message))
         if to == COORDINATOR:
             self._coordinator_gets(sender, letter)
         elif to.role == "server":
@@ -663,7 +527,7 @@ class World:
 
     def bury(self, node: Node) -> None:
         """What is on its lines arrives up to some point, as with TCP; then they close."""
-        self.trace.append(f"{node.peer} dies")
+        self.trace.append((node.peer, "dies"))
         del self.workers[node.peer]
         for (sender, to), line in list(self.lines.items()):
             if sender == node.peer:
@@ -693,7 +557,7 @@ class World:
     def _suspect(self, node: Node | None = None) -> None:
         """Nothing is heard of it for too long, while the heartbeats of the others come through."""
         node = node or self.random.choice(self._alive())
-        self.trace.append(f"{node.peer} is suspected")
+        self.trace.append((node.peer, "is suspected"))
         self.now += TIMEOUT_S + 0.1
         for other in list(self.workers.values()):
             if other is not node and other.client is not None and not other.paused:
@@ -710,7 +574,7 @@ class World:
             line = self.lines.get(key)
             if line:
                 self.lines[key] = deque(list(line)[: self.random.randint(0, len(line))])
-        self.trace.append(f"{node.peer} reconnects to {port.server}")
+        self.trace.append((node.peer, "connects again to", port.server))
         self.post(node.peer, port.server, CLOSED)
         again = list(port.unanswered.values())
         self.random.shuffle(again)
@@ -754,11 +618,13 @@ class World:
         for node in self.workers.values():
             if node.runnable():
                 actions.append(lambda n=node: self._run(n))  # type: ignore[misc]
-                weights.append(0.5)
-        if actions and self.random.random() < 0.985:
+                weights.append(self.pace)
+        if actions and self.random.random() >= self.time_passes:
             self.random.choices(actions, weights)[0]()
-        else:
+        elif self.time_passes:
             self._pass_time()
+        else:
+            raise Wrong(f"everyone waits: {self.where()}")
 
     def _run(self, node: Node) -> None:
         try:
@@ -777,24 +643,21 @@ class World:
     def where(self) -> str:
         c = self.coordinator
         held = {str(w.peer): dict(w.leases) for w in c.workers.values()}
+        steps = "\n".join(" ".join(map(str, what)) for what in self.trace)
         return (
             f"phase {c.phase}, {c.batches_done()} of {self.case.num_batches} batches, leases {held}, "
             f"to do again {c.again}, asking {list(c.gathering)}, wanting {c.wanting}, "
-            f"here {[i for i, w in c.workers.items() if w.here]}; last steps:\n" + "\n".join(self.trace)
+            f"here {[i for i, w in c.workers.items() if w.here]}; last steps:\n{steps}"
         )
 
-    # ---- promises ----
-
-    def check_round_read(self, node: Node, round_: int, plan: Plan) -> None:
-        """A cell of a round is computed at exactly that round's version of every block."""
+    def versions_of(self, plan: Plan) -> list[list[Tensor]]:
+        """In rounds: every version of every block, as it must be."""
         if not self.versions:
             self.versions = [self.ledger.versions(b, plan.columns) for b in range(self.case.num_blocks)]
-        for block, parameter in enumerate(node.memory.parameters):
-            if not torch.equal(parameter, self.versions[block][round_].to(parameter.dtype)):
-                near = [
-                    r for r, v in enumerate(self.versions[block]) if torch.equal(parameter, v.to(parameter.dtype))
-                ]
-                raise Wrong(f"{node.peer} computes round {round_} with block {block} at version {near}")
+        return self.versions
+
+
+# ---- promises --------------------------------------------------------------------------------------------------------
 
 
 def check(world: World, outcome: Outcome) -> None:
@@ -807,7 +670,7 @@ def check(world: World, outcome: Outcome) -> None:
     if not books.balanced:
         raise Wrong(f"the books do not balance: {books}")
     for index, block in outcome.blocks.items():
-        check_block(world, index, block)
+        check_block(world.ledger, index, block)
     if coordinator.outcome == "stopped" and world.faults.stop:
         return
     if coordinator.outcome != "finished" or books.not_done:
@@ -819,126 +682,17 @@ def check(world: World, outcome: Outcome) -> None:
             raise Wrong(f"block {index} of the saved model is not the server's")
 
 
-def check_block(world: World, index: int, block: Block) -> None:
-    """The parameters of a block are what its marks say, to the last bit: each batch once, nothing else."""
-    plan, ledger = block.plan, world.ledger
-    if not block.loaded and not block.marks.count:
-        return  # the run was stopped before it had begun
-    had = {number_of(plan, p, k) for p in range(plan.num_portions) for k in bits(block.marks.of(p))}
-    skipped = {number_of(plan, p, k) for (p, _), mask in block.skipped.items() for k in bits(mask)}
-    if skipped & had != skipped or world.case.not_finite & had - skipped:
-        raise Wrong(f"block {index} skipped {skipped} of {had}; not finite are {set(world.case.not_finite)}")
-    if plan.columns:
-        wanted = ledger.versions(index, plan.columns)[block.version]
-    else:
-        wanted = ledger.after(index, had - skipped)
-    if not torch.equal(block.values, wanted.to(block.values.dtype)):
-        raise Wrong(ledger.describe(index, block.values, wanted))
-
-
-def number_of(plan: Plan, portion: int, k: int) -> int:
-    """The number of a batch in the whole run."""
-    return plan.epoch_of(portion) * plan.batches_per_epoch + plan.number(portion, k)
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """Downpour whose workers cut a cell differently, as loops of their own would: no two begin alike."""
-
-    cell_batches: int = 4
-
-    async def run(self, worker: Worker) -> None:
-        await worker.server.pull()
-        async for cell in worker.cells():
-            cut = 2 + worker.index % (self.cell_batches - 1)
-            for at in range(0, len(cell.batches), cut):
-                gradients = [await worker.gradient(batch) for batch in cell.batches[at : at + cut]]
-                worker.server.push(functools.reduce(operator.add, gradients))
-
-    def server(self, num_workers: int) -> ServerHalf:
-        return Downpour(lr=LR, optimizer="sgd").server(num_workers)
-
-
-# ---- schedules -------------------------------------------------------------------------------------------------------
-
-
-def draw(seed: int, kind: str) -> tuple[Case, Faults]:
-    """The run and the faults that a seed stands for; `kind` is downpour, ragged or sync."""
-    r = random.Random(f"{kind} {seed}")
-    epochs = r.choice((1, 1, 2))
-    num_samples, batch_size = r.randint(8, 40 // epochs), r.choice((1, 2))
-    num_batches, num_servers = -(-num_samples // batch_size) * epochs, r.randint(1, 3)
-    dtypes = tuple(r.choices(("float32", "float32", "float64", "bfloat16"), k=r.randint(1, 2)))
-    odd = r.random() < 0.3
-    not_finite = frozenset(r.sample(range(num_batches), 2)) if odd else frozenset()
-    strategy: Strategy = {"downpour": _draw_downpour, "ragged": _draw_ragged, "sync": _draw_sync}[kind](r)
-    case = Case(
-        strategy=strategy,
-        num_workers=r.randint(2, 4),
-        num_servers=num_servers,
-        dtypes=dtypes,
-        num_samples=num_samples,
-        batch_size=batch_size,
-        epochs=epochs,
-        portion_batches=r.choice((0, 2, 4)) * getattr(strategy, "cell_batches", 1),
-        direct=r.random() < 0.5,
-        not_finite=not_finite,
-        absent=_draw_absent(r, num_batches, len(dtypes) * num_servers, not_finite) if odd else frozenset(),
-    )
-    most = 2 if kind == "ragged" else 1  # its pushes are many in flight, so breaking its lines tells most
-    faults = Faults(
-        kills=r.choice((0, 1, 2)),
-        restarts=r.choice((0, 1)),
-        pauses=r.choice((0, 1, 2)) * most,
-        suspicions=r.choice((0, 1, 3)) * most,
-        reconnects=r.choice((0, 1, 4)) * most,
-        duplicates=r.choice((0.0, 0.0, 0.1, 0.3)),
-        latecomers=r.choice((0, 0, 1)),
-        stop=r.random() < 0.05,
-    )
-    return case, faults
-
-
-def _draw_downpour(r: random.Random) -> Downpour:
-    return Downpour(
-        n_push=r.randint(1, 3),
-        n_fetch=r.randint(1, 2),
-        lr=LR,
-        optimizer="sgd",
-        overlap=r.random() < 0.5,
-        warm_batches=r.choice((0, 0, 4)),
-    )
-
-
-def _draw_ragged(r: random.Random) -> Ragged:
-    return Ragged(cell_batches=r.randint(3, 5))
-
-
-def _draw_sync(r: random.Random) -> Sync:
-    return Sync(lr=LR)
-
-
-def _draw_absent(
-    r: random.Random, num_batches: int, num_blocks: int, but: Collection[int]
-) -> frozenset[tuple[int, int]]:
-    drawn = [(r.randrange(num_batches), r.randrange(num_blocks)) for _ in range(4)]
-    return frozenset((batch, block) for batch, block in drawn if batch not in but)
-
-
-def run(seed: int, case: Case, faults: Faults = Faults(), max_steps: int = 20_000) -> Outcome:  # noqa: B008
+def run(
+    seed: int,
+    case: Case,
+    faults: Faults = Faults(),  # noqa: B008
+    max_steps: int = 20_000,
+    prepare: Callable[[World], None] = lambda world: None,
+) -> Outcome:
     """Run a case to its end and check all promises; the optimizer is the harness's own."""
     world = World(seed, case, faults, max_steps)
+    prepare(world)
     with patch.object(rainband.block, "BlockOptimizer", CountingOptimizer):
         outcome = world.run()
     check(world, outcome)
     return outcome
-
-
-def run_seed(seed: int, kind: str, max_steps: int = 20_000) -> Outcome:
-    """Run what a seed stands for; a failure says how to run it again."""
-    case, faults = draw(seed, kind)
-    try:
-        return run(seed, case, faults, max_steps)
-    except Exception as error:
-        error.add_note(f"to see it again: tests.harness.run_seed({seed}, {kind!r})\n{case}\n{faults}")
-        raise

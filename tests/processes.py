@@ -63,6 +63,10 @@ def launch(job: bytes, fds: list[int]) -> None:
     sys.exit(result.exit_code)
 
 
+def do_nothing(job: bytes, fds: list[int]) -> None:
+    """Run as soon as a process can be started."""
+
+
 def forked_zygote(preload: Sequence[str] = ()) -> Zygote:
     """What `Zygote.start` does, without waiting for a new interpreter to import everything again."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -87,10 +91,7 @@ def _leave_after(main: Callable[[], None]) -> None:
         code = leaving.code if leaving.code is not None else 0
     except BaseException:
         traceback.print_exc()
-    finally:
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+    finally:  # without a last flush: a real process may be ended before it comes to that, too
         os._exit(code if isinstance(code, int) else 1)
 
 
@@ -121,6 +122,9 @@ class Forked:
 def nest() -> Iterator[Nest]:
     """The warm process; started by the first test that wants it."""
     nest = Nest(Zygote.start((*PRELOAD, "rainband.worlds.local", "tests.processes", "tests.gated")))
+    token = nest.zygote.spawn("tests.processes:do_nothing", b"", "the first")
+    ended = lambda: [e for e in nest.note() if isinstance(e, Exited) and e.token == token]  # noqa: E731
+    wait_for(ended, "imports", 2 * DEADLINE_S)  # here, so that no test is to blame for the time they take
     yield nest
     nest.zygote.close(grace_s=0.0)
 
@@ -206,8 +210,10 @@ class Run:
 
     @property
     def launcher(self) -> int:
-        started = [e for e in self.nest.note() if isinstance(e, Started) and e.token == self.token]
-        return wait_for(lambda: started, "the launcher")[0].pid
+        def started() -> list[Event]:
+            return [e for e in self.nest.note() if isinstance(e, Started) and e.token == self.token]
+
+        return wait_for(started, "the launcher")[0].pid
 
     @property
     def exited(self) -> Exited | None:
@@ -297,6 +303,10 @@ class Run:
     def signal(self, signum: int) -> None:
         """To the launcher."""
         os.kill(self.launcher, signum)
+
+    def drip(self) -> None:
+        """Let one batch pass at a time, when the one before is done with, until the run ends."""
+        wait_for(lambda: self.exited or (self.gate.is_dry() and self.gate.let(1)), "the end of the run")
 
     # ---- the end
 

@@ -25,8 +25,9 @@ def model_has_what_the_books_say(run: Run) -> bool:
 
 
 def ended_as(run: Run) -> tuple[str, int | None]:
+    code = run.ended()
     (end,) = run.all(events.RunEnded)
-    return end.outcome, run.ended()
+    return end.outcome, code
 
 
 # ---- by a signal to the launcher -----------------------------------------------------------------------------------
@@ -108,9 +109,10 @@ def test_a_launcher_killed_takes_everyone_along_and_leaves_a_directory_that_can_
 def test_a_server_killed_ends_the_run_which_says_what_was_lost(
     nest: Nest, tmp_path: Path, strategy: str, transport: str
 ) -> None:
-    with nest.run(tmp_path, strategy, transport=transport) as run:
+    with nest.run(tmp_path, strategy, transport=transport, timeout_s=1.0) as run:
         run.under_way()
-        run.gate.open()
+        run.gate.let(100)
+        run.done(1)  # then the coordinator knows what it holds
         run.server(1).kill()
         assert ended_as(run) == ("failed", 1)
         reason = run.result().reason
@@ -135,7 +137,7 @@ def test_without_any_worker_the_run_ends_and_says_so(nest: Nest, tmp_path: Path)
         run.worker(0).kill()
         run.worker(1).kill()
         assert ended_as(run) == ("failed", 1)
-        assert run.result().reason == "no worker is left"
+        assert run.result().reason.startswith("no worker is left: worker ")
 
 
 def test_a_worker_killed_before_it_has_joined_is_told_and_not_waited_for(nest: Nest, tmp_path: Path) -> None:
@@ -148,12 +150,12 @@ def test_a_worker_killed_before_it_has_joined_is_told_and_not_waited_for(nest: N
         run.first(events.Lost, node=f"worker {1 - here}")
         run.worker(here).kill()
         assert ended_as(run) == ("failed", 1)
-        assert run.result().reason == "no worker is left"
+        assert run.result().reason.startswith("no worker is left: worker ")
 
 
 def test_a_batch_that_ends_whoever_computes_it_ends_the_run_after_three(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, workers=4, die_at=100) as run:
-        run.gate.open()
+    with nest.run(tmp_path, workers=4, samples=256, die_at=100) as run:
+        run.drip()
         assert ended_as(run) == ("failed", 1)
         assert "ended 3 workers" in run.result().reason
         assert len([e for e in run.all(events.Lost) if "signal 9" in e.why]) >= 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from rainband import events
 from rainband.worlds.local import RunResult
 
-from .processes import LR, Nest, Run, exact
+from .processes import Nest, Run, exact
 
 pytestmark = pytest.mark.processes
 

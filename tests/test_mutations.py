@@ -5,6 +5,8 @@ marks saved later or earlier than their parameters, marks forgotten when a porti
 the copies have it, restoring without announcing clocks. They come with snapshots and copies.
 
 No fence alone, and applying what crosses alone, are no mutations here: each covers for the other, as intended.
+Counting as done what workers acknowledged is caught by an exact test only: as long as no server is lost, what is
+acknowledged is also marked.
 """
 
 from __future__ import annotations
@@ -21,16 +23,19 @@ from rainband.blocks import BlockSpec
 from rainband.client import Client
 from rainband.coordinator import Coordinator
 from rainband.gradient import ModuleGradient
-from rainband.messages import Params, Peer, Push, Return
-from rainband.portions import Marks, Name, num_batches
-from rainband.rules import MeanOfRound
+from rainband.messages import Params, Push, Return
+from rainband.portions import Marks, Name
+from rainband.rules import ApplyOnArrival, MeanOfRound
 from rainband.server import Server
-from tests import harness
-from tests.harness import LinePort, run_seed
+from tests import test_client, test_coordinator, test_rules, test_server
+from tests.harness import LinePort, replaced
+from tests.ledger import Wrong
+from tests.storms import run_seed
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
 MAX_STEPS = 6_000  # a sound run takes some hundred, so more is a run that hangs
+MAX_SEEDS = 400
 
 
 def no_dedup(patch: pytest.MonkeyPatch) -> None:
@@ -118,7 +123,7 @@ def mean_of_means(patch: pytest.MonkeyPatch) -> None:
     true_add = MeanOfRound._add
 
     def add(rule: MeanOfRound, push: Push, gradient: Tensor | None) -> None:
-        true_add(rule, harness.replaced(push, samples=1), gradient)
+        true_add(rule, replaced(push, samples=1), gradient)
 
     patch.setattr(MeanOfRound, "_add", add)
 
@@ -156,7 +161,7 @@ def inexact_round_reads(patch: pytest.MonkeyPatch) -> None:
 
     def read(server: Server, params: Params) -> tuple[Params, Tensor]:
         block = server.blocks[params.block]
-        return harness.replaced(params, version=block.version), block.place.of(block.version)
+        return replaced(params, version=block.version), block.place.of(block.version)
 
     def read_in_place(port: LinePort, spec: BlockSpec, point: int, out: Tensor) -> int:
         block = port.world.servers[port.server].blocks[spec.index]
@@ -172,7 +177,7 @@ def version_r_dropped_early(patch: pytest.MonkeyPatch) -> None:
 
     def read(server: Server, params: Params) -> tuple[Params, Tensor | None]:
         if params.point >= 0 and server.blocks[params.block].version > params.point:
-            return harness.replaced(params, late=True), None
+            return replaced(params, late=True), None
         return true_read(server, params)
 
     def read_in_place(port: LinePort, spec: BlockSpec, point: int, out: Tensor) -> int | None:
@@ -187,11 +192,7 @@ def version_r_dropped_early(patch: pytest.MonkeyPatch) -> None:
 
 def a_refused_push_holds_the_reader(patch: pytest.MonkeyPatch) -> None:
     """A reader waits for its own pushes by their clock, which a refused one never ticks."""
-    from rainband.rules import ApplyOnArrival
-
-    patch.setattr(
-        ApplyOnArrival, "admits", lambda self, block, pull, reader: block.clocks.get(reader, 0) >= pull.clock
-    )
+    patch.setattr(ApplyOnArrival, "admits", lambda self, block, pull, reader: block.clocks.get(reader, 0) >= pull.clock)
 
 
 def the_lost_are_not_asked_about(patch: pytest.MonkeyPatch) -> None:
@@ -199,15 +200,33 @@ def the_lost_are_not_asked_about(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_gather", lambda *_: [])
 
 
+def done_by_acknowledgements(patch: pytest.MonkeyPatch) -> None:
+    """A portion is done when a worker says so."""
+    acknowledged: set[int] = set()
+
+    def returned(coordinator: Coordinator, worker: Any, message: Return, now: float) -> Any:
+        if message.reason == "done":
+            acknowledged.add(message.portion)
+        return true_returned(coordinator, worker, message, now) + coordinator._check_done()
+
+    def batches_done(coordinator: Coordinator) -> int:
+        assert coordinator.plan is not None
+        return sum(map(coordinator.plan.batches_in, acknowledged))
+
+    true_returned = Coordinator._returned
+    patch.setattr(Coordinator, "_returned", returned)
+    patch.setattr(Coordinator, "batches_done", batches_done)
+
+
 CAUGHT_BY_SCHEDULES: list[tuple[str, Mutation]] = [
     ("downpour", no_dedup),
+    ("downpour", block_off_by_one),
+    ("downpour", a_refused_push_holds_the_reader),
+    ("downpour", the_lost_are_not_asked_about),
     ("ragged", high_water_mark),
     ("ragged", no_groups),
     ("ragged", what_crosses_is_applied),
     ("ragged", what_crosses_counts_as_had),
-    ("downpour", block_off_by_one),
-    ("downpour", a_refused_push_holds_the_reader),
-    ("downpour", the_lost_are_not_asked_about),
     ("sync", no_dedup),
     ("sync", forget_drops_buffer),
     ("sync", sum_for_mean),
@@ -217,3 +236,43 @@ CAUGHT_BY_SCHEDULES: list[tuple[str, Mutation]] = [
     ("sync", inexact_round_reads),
     ("sync", version_r_dropped_early),
 ]
+
+CAUGHT_BY_AN_EXACT_TEST: list[tuple[Mutation, Callable[[], None]]] = [
+    (done_by_acknowledgements, test_coordinator.test_a_portion_is_done_when_the_marks_say_so_not_when_a_worker_does),
+    (no_dedup, test_server.test_a_push_is_applied_once_and_then_had),
+    (high_water_mark, test_server.test_batches_may_come_in_any_order),
+    (
+        no_groups,
+        lambda: test_coordinator.test_a_lease_is_taken_back_by_a_fence_and_what_is_missing_leased_again("killed"),
+    ),
+    (no_fence, test_server.test_revoke_answers_with_the_sets_of_every_block_and_fences_smaller_leases),
+    (what_crosses_is_applied, test_server.test_what_meets_the_marks_halfway_is_crossed),
+    (what_crosses_counts_as_had, test_server.test_what_meets_the_marks_halfway_is_crossed),
+    (forget_drops_buffer, test_rules.test_what_a_forgotten_worker_gave_stays),
+    (each_server_forgets_the_dead, test_rules.test_what_a_forgotten_worker_gave_stays),
+    (sum_for_mean, test_rules.test_1_2_and_6_give_3),
+    (mean_of_means, test_rules.test_a_cell_of_three_samples_weighs_three_times_one_of_one),
+    (block_off_by_one, test_client.test_a_push_goes_to_every_block_under_one_number_with_its_own_piece),
+    (inexact_round_reads, test_server.test_version_r_is_kept_beside_r_plus_1_and_then_late),
+    (version_r_dropped_early, test_server.test_version_r_is_kept_beside_r_plus_1_and_then_late),
+    (a_refused_push_holds_the_reader, test_rules.test_anyone_reads_what_there_is),
+]
+
+
+@pytest.mark.parametrize("kind, mutation", CAUGHT_BY_SCHEDULES, ids=lambda x: getattr(x, "__name__", x))
+def test_some_schedule_notices(kind: str, mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    for seed in range(MAX_SEEDS):
+        try:
+            run_seed(seed, kind, MAX_STEPS)
+        except Wrong:
+            return
+    pytest.fail(f"{mutation.__name__} ran through {MAX_SEEDS} schedules of {kind} and nobody noticed.")
+
+
+@pytest.mark.parametrize("mutation, exact", CAUGHT_BY_AN_EXACT_TEST, ids=lambda x: getattr(x, "__name__", x))
+def test_an_exact_test_notices(mutation: Mutation, exact: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    exact()  # as it is, it passes
+    mutation(monkeypatch)
+    with pytest.raises(AssertionError):
+        exact()

@@ -28,6 +28,7 @@ class Bank:
         self.transfer_s = sizes / network.bytes_per_s  # of one server's share, on any card
         self.sent_s = np.cumsum(self.transfer_s)  # when each share has left a worker's card, from the first byte on
         self.first_s = self.sent_s - self.transfer_s
+        self.turns_s = np.arange(len(sizes)) * (self.sent_s[-1] / len(sizes))  # shares are equal, but for a few bytes
         self.apply_s = blocks * nodes.message_s + sizes / nodes.apply_bytes_per_s
         self.reply_s = nodes.message_s + sizes / nodes.read_bytes_per_s
         self.middle = len(sizes) // 2  # the server whose order counts
@@ -67,13 +68,10 @@ class Bank:
         begin = np.maximum(ready, self.out_free)
         np.add(begin, self.transfer_s, out=self.out_free)
         leave = float(begin[self.middle])
-        order = begin.argsort(kind="stable")
-        # On the worker's card one share comes after the other:  end_i = max(arrive_i, end_{i-1}) + transfer_i.
-        transfer = self.transfer_s[order]
-        done = np.cumsum(transfer)
-        begin = begin[order]
-        begin -= done
-        begin += transfer
-        last = max(float(begin.max()) + self.latency_s, worker.into.free_at) + float(done[-1])
+        # On the worker's card one share comes after the other:  end_i = max(arrive_i, end_{i-1}) + transfer.
+        begin.sort()
+        begin -= self.turns_s
+        slowest = float(np.maximum.reduce(begin)) + self.latency_s
+        last = max(slowest, worker.into.free_at) + float(self.sent_s[-1])
         worker.into.free_at = last
         return leave, last

@@ -74,7 +74,7 @@ def from_tables(tables: dict[str, Any], source: str = "the model") -> ClusterMod
     for name, table in tables.items():
         if name not in PARTS or not isinstance(table, dict):
             raise ValueError(f"{source} has a part {name!r}: it may have the tables {', '.join(PARTS)}.")
-    built = {}
+    built: dict[str, Any] = {}
     for name, cls in PARTS.items():
         table = dict(tables.get(name, {}))
         base = as_dict(NETWORKS[table.pop("like")]) if table.get("like") in NETWORKS else {}

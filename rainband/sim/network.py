@@ -16,7 +16,6 @@ from functools import partial
 from random import Random
 
 from rainband.sim.clock import VirtualClock
-from rainband.sim.exact import exponential
 
 PACKET_BYTES = 1500
 
@@ -28,7 +27,7 @@ class NetworkModel:
     latency_s: float = 50e-6  # from one machine to another, one way
     bytes_per_s: float = 1.25e9  # of a machine's card, in each direction
     duplex: bool = True  # no: both directions share the card
-    jitter_s: float = 0.0  # mean of a random delay of each message
+    jitter_s: float = 0.0  # mean of a random delay of each message, from 0 to twice as much
     rack_size: int = 0  # machines in a rack; 0: no racks
     uplink_bytes_per_s: float = 0.0  # of a rack, in each direction
     uplink_latency_s: float = 0.0  # between racks, on top
@@ -99,7 +98,7 @@ class Parcel:
 class Flow:
     """One direction of a connection: first in, first out."""
 
-    __slots__ = ("crosses_racks", "cut_until", "extra_s", "source", "target", "under_way")
+    __slots__ = ("crosses_racks", "cut_until", "extra_s", "repeat_until", "source", "target", "under_way")
 
     def __init__(self, source: Machine, target: Machine) -> None:
         self.source = source
@@ -108,6 +107,7 @@ class Flow:
         self.under_way: deque[Parcel] = deque()
         self.cut_until = 0.0  # a partition: what would arrive before comes then
         self.extra_s = 0.0  # a slow line
+        self.repeat_until = 0.0  # what may come twice does, until then
 
 
 class Network:
@@ -134,7 +134,7 @@ class Network:
         flow.under_way.append(parcel)
         latency = self.model.latency_s + flow.extra_s
         if self.model.jitter_s:
-            latency += self.model.jitter_s * exponential(self.random)
+            latency += 2 * self.model.jitter_s * self.random.random()
         if flow.crosses_racks:
             latency += self.model.uplink_latency_s
         if num_bytes <= PACKET_BYTES:

@@ -10,8 +10,8 @@ import xxhash
 from rainband.messages import Ack, Lease, Load, Message, Params, Pull, Push, Return, Revoke, Sets
 from rainband.portions import Name
 
-
-DATA = (Push, Ack, Pull, Params, Load, Lease, Return, Revoke, Sets)
+DATA = frozenset((Push, Ack, Pull, Params, Load, Lease, Return, Revoke, Sets))
+AT_ONCE = 1000  # lines are hashed together: that is faster
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -30,25 +30,35 @@ class Trace:
     def __init__(self, keep: bool = False) -> None:
         self.lines: list[Line] | None = [] if keep else None
         self.hasher = xxhash.xxh3_64()
+        self.unhashed: list[tuple[object, ...]] = []
 
     def note(self, at_s: float, node: str, what: str) -> None:
         """Something happened to a node."""
-        self.hasher.update(_encode((at_s, node, what)))
+        self.unhashed.append((at_s, node, what))
         if self.lines is not None:
             self.lines.append(Line(at_s, node, node, what))
 
     def message(self, at_s: float, source: str, target: str, message: Message) -> None:
         """A message arrived. What it measures (losses, staleness) does not count: a schedule has no values."""
-        said = message if isinstance(message, DATA) else type(message).__name__
-        self.hasher.update(_encode((at_s, source, target, said)))
+        kind = type(message)
+        self.unhashed.append((at_s, source, target, message if kind in DATA else kind.__name__))
+        if len(self.unhashed) == AT_ONCE:
+            self._hash()
         if self.lines is not None:
             self.lines.append(Line(at_s, source, target, brief(message)))
 
+    def _hash(self) -> None:
+        for line in self.unhashed:
+            self.hasher.update(_encode(line))
+        self.unhashed.clear()
+
     def values(self, data: bytes) -> None:
         """Let numbers count as well: the final parameters."""
+        self._hash()
         self.hasher.update(data)
 
     def digest(self) -> str:
+        self._hash()
         return self.hasher.hexdigest()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rainband.errors import HandshakeFailed
-from rainband.messages import Message, Peer, decode, encode
+from rainband.messages import Message, Params, Peer, decode, encode
 from rainband.transports.auth import Handshake, Identity
 from rainband.transports.frames import BadFrame, FrameReader, pack
 
@@ -105,7 +105,8 @@ class Connection:
         while True:
             while self.reads and self.out_bytes < ROOM_BYTES and read_now is not None:
                 message, values = read_now(self.reads.popleft())
-                shared = self.mailbox is not None  # then the reader looks at the block itself
+                # Where memory is shared the reader looks at the block itself.
+                shared = self.mailbox is not None and isinstance(message, Params)
                 self.send(message, None if values is None or shared else self._private(values))
             if not self.out:
                 return False

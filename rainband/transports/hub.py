@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import select
 import socket
 import time
@@ -18,7 +19,7 @@ from rainband.transports.frames import BadFrame
 
 log = logging.getLogger("rainband")
 
-MAX_UNKNOWN = 256  # connections that have not shown who they are; more are closed at once
+MAX_UNKNOWN = 256  # connections that have not shown who they are; of more the oldest is closed
 FRAMES_BEFORE_FLUSH = 4  # answer early enough that the sender can go on, rarely enough to save system calls
 
 
@@ -130,10 +131,10 @@ class Hub:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._complain("no file descriptor is left for a new connection (see ulimit -n)")
             return
-        if sum(c.reader is None for c in self.connections.values()) >= MAX_UNKNOWN:
-            sock.close()
+        unknown = [c for c in self.connections.values() if c.reader is None]
+        if len(unknown) >= MAX_UNKNOWN:  # one of ours says who it is in milliseconds: it is not the oldest
             self._complain("too many connections that do not say who they are")
-            return
+            self._drop(unknown[0])
         shake = ServerHandshake(self.secret, self.run_id, self.me)
         deadline = time.monotonic() + self.handshake_timeout_s
         self._add(sock, Connection(sock, self.max_body_bytes, shake, deadline))
@@ -164,6 +165,11 @@ class Hub:
             self._drop(older)
         self.peers[connection.peer] = connection
 
+    def refuse(self, connection: Connection, why: str) -> None:
+        """Close a connection whose peer does not keep to the rules."""
+        self._complain(f"closed the connection of {connection.peer}: {why}")
+        self._drop(connection)
+
     def _drop(self, connection: Connection) -> None:
         fd = connection.sock.fileno()
         if self.connections.pop(fd, None) is None:
@@ -171,6 +177,9 @@ class Hub:
         self.epoll.unregister(fd)
         self.unflushed.pop(fd, None)
         connection.sock.close()
+        for left in connection.fds:
+            os.close(left)
+        connection.fds = []
         if self.peers.get(connection.peer) is connection:
             del self.peers[connection.peer]
             self.handler.lost(connection.peer)
@@ -200,7 +209,8 @@ class Hub:
 
     def queue(self, connection: Connection) -> None:
         """This connection has something to send."""
-        self.unflushed[connection.sock.fileno()] = connection
+        if connection.sock.fileno() >= 0:  # or it was closed by what it sent before
+            self.unflushed[connection.sock.fileno()] = connection
 
     def _complain(self, what: str) -> None:
         """One line, and no flood of them: a port scan must not fill a disk."""

@@ -44,12 +44,16 @@ class Segment:
 
     @classmethod
     def open(cls, fd: int, num_bytes: int, writable: bool) -> Segment:
-        """Map what another process made; refuses a file that could be cut off under our feet."""
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != num_bytes:
-            os.close(fd)
-            raise ValueError(f"shared memory of {num_bytes} bytes was announced, something else was handed over.")
-        return cls(fd, num_bytes, writable)
+        """Map what another process made; refuses a file that could be cut off under our feet. The fd is used up."""
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if seals & fcntl.F_SEAL_SHRINK and os.fstat(fd).st_size == num_bytes:
+                return cls(fd, num_bytes, writable)
+        except OSError:
+            pass  # it is no memory file at all
+        finally:
+            os.close(fd)  # the mapping has its own
+        raise ValueError(f"shared memory of {num_bytes} bytes was announced, something else was handed over.")
 
     def seal_against_writers(self) -> None:
         """We go on writing; nobody else can map it writable any more."""
@@ -133,9 +137,11 @@ class Mailbox:
 
     @classmethod
     def open(cls, fd: int, slots: int, slot_bytes: int, max_bytes: int) -> Mailbox:
-        if slots < 1 or slot_bytes < 1 or slots * slot_bytes > max_bytes:
+        if slots < 1 or slot_bytes < 1 or slot_bytes % 64 or slots * slot_bytes > max_bytes:
             os.close(fd)
-            raise ValueError(f"a mailbox of {slots} x {slot_bytes} bytes is more than {max_bytes}.")
+            raise ValueError(
+                f"a mailbox of {slots} x {slot_bytes} bytes: slots have multiples of 64, all together {max_bytes}."
+            )
         return cls(Segment.open(fd, slots * slot_bytes, writable=False), slots, slot_bytes)
 
     def tensor(self, slot: int, dtype: str, numel: int) -> Tensor:

@@ -36,6 +36,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     failure_timeout_s: float = 5.0
     threads: int = 1  # of torch, in each worker
     directory: str = ""
+    script: str = ""  # a user's own training loop, with its arguments; then `task` is only its name
+    arguments: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import for it
     sim: SimSettings = SimSettings()
 
 

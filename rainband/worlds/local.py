@@ -6,10 +6,12 @@ happens; memory files and sockets have no names.
 
 from __future__ import annotations
 
+import select
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -28,9 +30,13 @@ from rainband.worlds.config import Job, RunConfig, encode_job
 from rainband.worlds.directory import EventLog, OutputLog, calendar_time, write_config
 from rainband.worlds.zygote import Exited, Failed, Zygote
 
-PRELOAD = ("torch", "torch._dynamo", "rainband.worlds.worker_process", "rainband.worlds.server_process")
+ENTRIES = {"worker": "rainband.worlds.worker_process:main", "server": "rainband.worlds.server_process:main"}
+SCRIPT = "rainband.worlds.script_process:main"  # the entry of a worker that runs a script of the user's
+PRELOAD = ("torch", "torch._dynamo", *(entry.partition(":")[0] for entry in (*ENTRIES.values(), SCRIPT)))
 MAX_BODY_BYTES = 1 << 28  # a worker's buffers
 GRACE_S = 1.0
+EXIT_KNOWN_S = 0.2  # a process has ended when its connections close; the zygote says how, a moment later
+FINE = "exit code 0"
 MAX_TICK_S = 1.0  # people watch the progress, however patient the failure timeout is
 
 View = Callable[[events.AnyEvent], None]
@@ -55,12 +61,19 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int = 0
 
 
-def run(config: RunConfig, view: View, capture: bool = False) -> RunResult:
+def run(
+    config: RunConfig,
+    view: View,
+    capture: bool = False,
+    entries: Mapping[str, str] = ENTRIES,
+    fds: Sequence[int] = (),
+) -> RunResult:
     """Run to the end; returns also when it failed, with the reason.
 
-    With `capture`, what the processes print comes as `Printed` events and lies in output.log.
+    With `capture`, what the processes print comes as `Printed` events and lies in output.log. `entries` says which
+    function is a process of which role; each process gets copies of `fds`.
     """
-    launcher = Launcher(config, view, capture)
+    launcher = Launcher(config, view, capture, {**entries, "worker": SCRIPT} if config.script else entries, fds)
     with launcher.signals():
         return launcher.run()
 
@@ -68,9 +81,18 @@ def run(config: RunConfig, view: View, capture: bool = False) -> RunResult:
 class Launcher:
     """Starts the processes, leads them through the coordinator, and clears up."""
 
-    def __init__(self, config: RunConfig, view: View, capture: bool = False) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        view: View,
+        capture: bool = False,
+        entries: Mapping[str, str] = ENTRIES,
+        fds: Sequence[int] = (),
+    ) -> None:
         self.config = config
         self.view = view
+        self.entries = entries
+        self.fds = fds
         self.directory = Path(config.directory)
         self.log = EventLog(self.directory)
         self.output = OutputLog(self.directory) if capture else None
@@ -85,6 +107,7 @@ class Launcher:
                 seed=config.seed,
                 failure_timeout_s=config.failure_timeout_s,
                 model_path=str(self.directory / "model.safetensors"),
+                optimizers=config.optimizers,
             )
         )
         self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
@@ -111,12 +134,15 @@ class Launcher:
         listener = listen_unix(f"rainband-{self.run_id.hex()}")
         self.hub.listen(listener)
         self.hub.watch(self.zygote.fileno(), self._children)
-        self._start_processes(Address("", 0, f"rainband-{self.run_id.hex()}", this_machine()))
         try:
+            self._start_processes(Address("", 0, f"rainband-{self.run_id.hex()}", this_machine()))
             self._loop()
+            self._see_scripts_out()
         finally:
             self.hub.close()
             self.zygote.close(0.0 if self.interrupts > 1 else GRACE_S)
+            for half in self.directory.glob("*.part"):  # of one that was ended while it saved
+                half.unlink()
         return self._result()
 
     def _start_processes(self, address: Address) -> None:
@@ -133,9 +159,10 @@ class Launcher:
             )
             threads = self.config.threads if role == "worker" else 1
             token = self.zygote.spawn(
-                f"rainband.worlds.{role}_process:main",
+                self.entries[role],
                 encode_job(job),
                 f"rainband {role} {index}",
+                fds=self.fds,
                 threads=threads,
             )
             self.processes[token] = Peer(role, index)
@@ -153,6 +180,19 @@ class Launcher:
                 self._show_output()
             self._show()
         self.hub.flush()
+
+    def _see_scripts_out(self) -> None:
+        """The run is over, but a user's script may go on to evaluate and to save: it ends by itself."""
+        if not self.config.script or self.coordinator.outcome == "failed":
+            return
+        workers = [peer for peer in self.processes.values() if peer.role == "worker"]
+        while self.interrupts < 2 and not all(peer in self.causes for peer in workers):
+            self.hub.run_once(MAX_TICK_S)
+            self._show_output()
+        wrong = [f"{peer}: {self.causes[peer]}" for peer in workers if self.causes.get(peer, FINE) != FINE]
+        if wrong and not self.interrupts:
+            self.coordinator.outcome = "failed"
+            self.coordinator.reason = f"the script failed after the training ({'; '.join(wrong)})"
 
     def _now(self) -> float:
         return time.monotonic() - self.started_at
@@ -191,10 +231,15 @@ class Launcher:
 
     def lost(self, peer: Peer) -> None:
         """A connection closed; how its process ended is known a moment later."""
-        deadline = time.monotonic() + 0.2
-        while peer not in self.causes and time.monotonic() < deadline and peer in self.processes.values():
-            self._note_exits()
+        deadline = time.monotonic() + EXIT_KNOWN_S
+        poll = select.poll()
+        poll.register(self.zygote.fileno(), select.POLLIN)
+        while peer not in self.causes and peer in self.processes.values() and self.coordinator.phase != "over":
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                break
+            self._children()
         self._send(self.coordinator.lost(peer, self._now(), self.causes.get(peer, "its connection closed")))
+        self._died_early(peer)
 
     # ---- processes -------------------------------------------------------------------------------------------------
 
@@ -202,7 +247,7 @@ class Launcher:
         ended = []
         for event in self.zygote.events():
             if isinstance(event, Failed):
-                self._send(self.coordinator.stop("failed", f"the processes could not be started: {event}"))
+                self._send(self.coordinator.stop("failed", event.reason))
             if isinstance(event, Exited):
                 peer = self.processes[event.token]
                 self.causes[peer] = _how(event)
@@ -220,13 +265,24 @@ class Launcher:
             self.coordinator.workers if peer.role == "worker" else self.coordinator.servers
         )
         if not known and self.coordinator.phase == "forming":
-            self._send(
-                self.coordinator.stop("failed", f"{peer} ended before it joined ({self.causes[peer]})")
-            )
+            cause = self.causes.get(peer, "its connection closed")
+            why = f"{peer} ended before it joined ({cause})"
+            if self.config.script and cause == FINE:
+                why = f"{self.config.task} never joined: it needs `with rainband.join(model, optimizer) as run:`"
+            self._send(self.coordinator.stop("failed", why))
+        elif not known and peer.role == "worker" and peer in self.causes:
+            self._send(self.coordinator.never_comes(peer, self._now(), self.causes[peer]))
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Ctrl-C once: finish cleanly; twice: now. The same for a polite kill and a closed terminal."""
+        """Ctrl-C once: finish cleanly; twice: now. The same for a polite kill and a closed terminal.
+
+        Only the main thread can be asked; in any other the run is not interrupted.
+        """
+        self.signal = 0
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         theirs.setblocking(False)
@@ -236,7 +292,6 @@ class Launcher:
             self.interrupts += 1
             self.signal = number
 
-        self.signal = 0
         before = {number: signal.signal(number, note) for number in numbers}
         old_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
 

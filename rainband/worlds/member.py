@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
+from contextlib import suppress
 
 from torch import Tensor
 
 from rainband.client import Client
-from rainband.errors import RainbandError
+from rainband.errors import RainbandError, ServerLost
 from rainband.flat import Flat
 from rainband.handover import State
 from rainband.messages import (
@@ -27,7 +29,7 @@ from rainband.transports.control import Control
 from rainband.transports.dial import can_share_memory, dial
 from rainband.transports.ports import SharedPort, TcpPort
 from rainband.transports.switchboard import Switchboard
-from rainband.types import Port
+from rainband.types import Port, Strategy
 from rainband.worlds.config import Job
 
 
@@ -35,13 +37,24 @@ class Dismissed(RainbandError):
     """The coordinator has said goodbye."""
 
 
+def flush_output() -> None:
+    """What the user's code has printed must be out before the run can end: then processes are ended quickly."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError, ValueError):  # closed by the user, or nobody reads it
+            stream.flush()
+
+
 class Member:
     """One worker of a run. Messages are dealt with on the thread that waits."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, strategy: Strategy | None = None) -> None:
         self.job = job
         self.config = job.config
         self.me = Peer("worker", job.index)
+        self.index = job.index
+        self.num_workers = job.config.num_workers
+        self.strategy = strategy
+        self.optimizers = job.config.optimizers
         self.switchboard = Switchboard()
         self.stats = Stats()
         self.control: Control | None = None
@@ -49,6 +62,9 @@ class Member:
         self.welcome: Welcome | None = None
         self.go = False
         self.conclude: tuple[Conclude, memoryview | None] | None = None
+        self.early: list[Message] = []  # that came before there was a client
+        self.joined = False  # a user's own loop has taken this place
+        self.left = False  # and has come to its end
 
     def connect(self) -> None:
         """Call the coordinator; from then on it hears our heartbeats."""
@@ -76,6 +92,8 @@ class Member:
         ports = [self._port(i, address, welcome) for i, address in enumerate(welcome.servers)]
         self.client = Client(self.me, welcome.plan, flat, welcome.blocks, welcome.owners, ports, self.tell)
         self.client.stats = self.stats
+        for message in self.early:  # the run may be at its end before we have entered it
+            self.client.receive(message)
         loaded = False
         while not self.go:
             if self.welcome.load and not loaded:
@@ -99,14 +117,25 @@ class Member:
                 self.wait()
 
     def fail(self, error: BaseException, trace: str) -> None:
-        """Tell the coordinator what went wrong; it ends the run and shows it once."""
+        """Tell the coordinator what went wrong in the user's code (with a trace) or between the nodes, and leave."""
+        flush_output()
+        step = 0 if self.client is None else self.stats.steps + 1  # the one it was at
+        failed = Failed(step, f"{type(error).__name__}: {error}", trace)
         try:
             self.connect()
-            self.tell(Failed(self.stats.steps, f"{type(error).__name__}: {error}", trace))
-            while True:
-                self.wait(self.config.failure_timeout_s)
+            if not trace:  # when a server is gone, the coordinator hears of it by itself, and says more
+                self._wait_for_goodbye(self.config.failure_timeout_s)
+            self.tell(failed)
+            if trace:
+                self._wait_for_goodbye(None)
         except RainbandError:
             return
+
+    def _wait_for_goodbye(self, timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while deadline is None or time.monotonic() < deadline:
+            with suppress(ServerLost):  # one that we know of, or one more
+                self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _port(self, index: int, address: Address, welcome: Welcome) -> Port:
         peer = Peer("server", index)
@@ -128,8 +157,6 @@ class Member:
     def _from_coordinator(self, message: Message, body: memoryview | None) -> None:
         match message:
             case Bye():
-                if message.reason and self.client is None:
-                    print(message.reason, file=sys.stderr)
                 raise Dismissed(message.reason or "the run is over.")
             case Welcome():
                 self.welcome = message
@@ -138,5 +165,7 @@ class Member:
             case Conclude():
                 self.conclude = message, body
             case _:
-                if self.client is not None:
+                if self.client is None:
+                    self.early.append(message)
+                else:
                     self.client.receive(message)

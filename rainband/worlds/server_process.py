@@ -108,7 +108,7 @@ class ServerProcess:
             return
         try:
             payload = self._payload(connection, message, body)
-        except ValueError:
+        except (ValueError, RuntimeError):  # the second is torch's, of a dtype that memory cannot be viewed as
             payload = None  # the server refuses it, with a reason
         # A worker of this machine has looked at every element before it rang; what came by the network is looked at.
         checked = connection.mailbox is not None
@@ -131,14 +131,19 @@ class ServerProcess:
         """A worker's data connection; with shared memory, take its mailbox and show it our parameters."""
         fds, connection.fds = connection.fds, []
         connection.takes_fds = False
-        if hello.slots and fds and self.published is not None:
-            connection.mailbox = Mailbox.open(fds[0], hello.slots, hello.slot_bytes, MAX_MAILBOX_BYTES)
-            connection.send_with_fd(Opened(self.published.buffers), self.published.segment.fd)
-            return
-        for fd in fds:
+        shared, spare = (fds[:1], fds[1:]) if hello.slots and self.published is not None else ([], fds)
+        for fd in spare:
             os.close(fd)
-        connection.send(Opened())
-        self.hub.queue(connection)
+        if not shared:
+            connection.send(Opened())
+            self.hub.queue(connection)
+            return
+        assert self.published is not None
+        try:
+            connection.mailbox = Mailbox.open(shared[0], hello.slots, hello.slot_bytes, MAX_MAILBOX_BYTES)
+            connection.send_with_fd(Opened(self.published.buffers), self.published.segment.fd)
+        except (ValueError, OSError) as error:
+            self.hub.refuse(connection, str(error))
 
     def _payload(self, connection: Connection, message: Message, body: memoryview | None) -> Tensor | None:
         if isinstance(message, Push | Load) and message.slot >= 0 and connection.mailbox is not None:

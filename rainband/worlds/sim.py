@@ -6,6 +6,7 @@ a real one; its seconds are virtual.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from rainband.worlds.sim_memory import Desk
 from rainband.worlds.sim_world import Play, Span, World
 
 PROGRESS_POINTS = 50  # as many events tell of the progress of a run; heartbeats come as often
-MAX_BEATS = 20_000  # of all workers together: where there are very many, they tell of themselves less often
+POINTS_IN_BULK = 8
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +58,7 @@ def run(config: RunConfig, view: View, capture: bool = False) -> RunResult:
 
     There are no other processes, so there is nothing to `capture`.
     """
-    with one_thread():
+    with one_thread(), little_garbage():
         return Simulation(config, view).run()
 
 
@@ -70,6 +71,19 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def little_garbage() -> Iterator[None]:
+    """Collecting goes through all objects of thousands of workers; what is there now is not looked at again."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 class Simulation:
@@ -86,24 +100,27 @@ class Simulation:
         self.started_at = time.monotonic()
         self.interrupted = False
         play = make_play(config)
+        self.expected_s = self._expected_s(play.join)
         settings = RunSettings(
             num_workers=config.num_workers,
             num_servers=config.num_servers,
             seed=config.seed,
-            failure_timeout_s=config.failure_timeout_s,
+            # In bulk nothing fails: with thousands of workers, nobody is asked how he is more than a few times.
+            failure_timeout_s=max(config.failure_timeout_s, self.expected_s * config.sim.bulk),
             model_path=str(self.directory / "model.safetensors"),
         )
-        tick_s = self._tick_s(play.join)
-        self.world = World(
-            play, settings, self.model, self._emit, tick_s, self.trace, spans=None if config.sim.bulk else self.spans
-        )
+        spans = None if config.sim.bulk else self.spans
+        self.world = World(play, settings, self.model, self._emit, self._tick_s(), self.trace, spans=spans)
 
-    def _tick_s(self, join: Join) -> float:
-        """A fifth of the failure timeout, as everywhere; less where the run would be over before."""
+    def _expected_s(self, join: Join) -> float:
         batches = -(-join.num_samples // join.batch_size) * join.epochs
-        expected_s = batches * self.model.compute.mean_s / self.config.num_workers
-        points = min(PROGRESS_POINTS, max(1, MAX_BEATS // self.config.num_workers))
-        return min(self.config.failure_timeout_s / 5, max(expected_s / points, 1e-6))
+        return batches * self.model.compute.mean_s / self.config.num_workers
+
+    def _tick_s(self) -> float:
+        """A fifth of the failure timeout, as everywhere; less where the run would be over before."""
+        points = POINTS_IN_BULK if self.config.sim.bulk else PROGRESS_POINTS
+        between_s = max(self.expected_s / points, 1e-6)
+        return between_s if self.config.sim.bulk else min(self.config.failure_timeout_s / 5, between_s)
 
     def run(self) -> RunResult:
         write_config(self.directory, self.config)
@@ -212,29 +229,37 @@ def make_play(config: RunConfig) -> Play:
         return _time_only(config, strategy, task, flat)
     data = task.data()
     desk = Desk(flat)
-    join = _join(config, strategy, task, flat, fingerprint(data), len(data))
+    join = join_of(strategy, flat, fingerprint(data), len(data), *_sizes(config, task))
     return Play(strategy, join, lambda: RealBody(desk, task, data, config.num_workers), real=True)
 
 
 def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Play:
     if not config.num_servers:
-        raise ValueError("where only time is simulated there must be servers: use --servers 1, or leave --time-only out.")
-    batch_size = config.batch_size or task.batch_size
-    num_samples = len(task.data()) if config.sim.steps is None else config.sim.steps * config.num_workers * batch_size
-    join = _join(config, strategy, task, flat, "", num_samples)
-    if config.sim.steps is not None:
-        join = msgspec.structs.replace(join, epochs=1)
+        raise ValueError(
+            "where only time is simulated there must be servers: use --servers 1."
+        )
+    batch_size, epochs = _sizes(config, task)
+    if config.sim.steps is None:
+        num_samples = len(task.data())
+    else:
+        num_samples, epochs = config.sim.steps * config.num_workers * batch_size, 1
+    join = join_of(strategy, flat, "", num_samples, batch_size, epochs)
     body = TimeBody(config.num_workers)
     return Play(strategy, join, lambda: body, real=False, bulk=config.sim.bulk)
 
 
-def _join(config: RunConfig, strategy: Strategy, task: Task, flat: Flat, mark: str, num_samples: int) -> Join:
+def _sizes(config: RunConfig, task: Task) -> tuple[int, int]:
+    return config.batch_size or task.batch_size, config.epochs or task.epochs
+
+
+def join_of(strategy: Strategy, flat: Flat, mark: str, num_samples: int, batch_size: int, epochs: int) -> Join:
+    """What every worker says when it joins."""
     return Join(
         fingerprint=mark,
         num_samples=num_samples,
         layout=flat.layout,
-        batch_size=config.batch_size or task.batch_size,
-        epochs=config.epochs or task.epochs,
+        batch_size=batch_size,
+        epochs=epochs,
         cell_batches=getattr(strategy, "cell_batches", 1),
         rounds=getattr(strategy, "rounds", False),
         warm_batches=getattr(strategy, "warm_batches", 0),

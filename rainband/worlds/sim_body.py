@@ -58,6 +58,12 @@ class RealBody:
         return b"".join(vector.view(torch.uint8).numpy().tobytes() for vector in self.memory.flat.vectors)
 
 
+class NoGradient(ModuleGradient):
+    """The name of a gradient that was not computed."""
+
+    is_finite = True
+
+
 class TimeBody:
     """Computes nothing: a gradient is its name."""
 
@@ -80,7 +86,7 @@ class TimeBody:
         samples = worker.plan.samples_in(batch.portion, batch.k)
         worker.client.stats.steps += 1
         worker.client.stats.samples += samples
-        return ModuleGradient([], (batch,), samples, 0.0)
+        return NoGradient([], (batch,), samples, 0.0)
 
     def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
         return {}

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
 from rainband.blocks import BlockSpec, Layout, cut, deal
@@ -48,13 +49,20 @@ class BankNode(Node):
 
     def take(self, worker: WorkerNode, message: Message, left_at: float) -> None:
         """A worker's message begins to arrive; the first byte of a push left then."""
-        is_push = isinstance(message, Load) or (isinstance(message, Push) and not message.skip)
-        times = self.bank.apply(left_at) if is_push else self.bank.ask(self.clock.now)
-        self.clock.at(float(times[self.bank.middle]), partial(self._handle, worker, message, times))
+        bank, now = self.bank, self.clock.now
+        if isinstance(message, Load) or (isinstance(message, Push) and not message.skip):
+            times = bank.apply(left_at)
+        else:
+            idle = bank.processor_free[bank.middle] <= now
+            times = bank.ask(now)
+            if idle:  # nothing can come between
+                self._handle(worker, message, times)
+                return
+        self.clock.at(float(times[bank.middle]), partial(self._handle, worker, message, times))
 
     def _handle(self, worker: WorkerNode, message: Message, times: Times) -> None:
         self.post.trace.message(self.clock.now, worker.name, self.name, message)
-        for out in self.server.receive(worker.peer, message, NOTHING):
+        for out in self.server.receive(worker.peer, message, NOTHING, checked=True):
             self._send(out, times)
 
     def _send(self, out: Out, times: Times) -> None:
@@ -62,22 +70,30 @@ class BankNode(Node):
         if not isinstance(worker, WorkerNode):
             self.post.send(self, out.to, out.message)
         elif isinstance(out.message, Params):
+            queued = self.bank.out_free[self.bank.middle] > times[self.bank.middle]
             leaves, arrives = self.bank.reply(worker.machine, times)
-            if leaves > self.clock.now:
+            if queued:
                 self.clock.at(leaves, partial(self._leave, worker, out.message, arrives))
             else:
                 self._leave(worker, out.message, arrives)
         else:
-            last = max(self.clock.now, float(times.max()))
-            self.clock.at(last + self.bank.latency_s, partial(self._deliver, worker, out.message))
+            last = max(self.clock.now, float(np.maximum.reduce(times)))
+            self._deliver_at(last + self.bank.latency_s, worker, out.message)
 
     def _leave(self, worker: WorkerNode, params: Params, arrives: float) -> None:
         """Replies are read when they leave: what was applied while they queued is in them."""
         message, _ = self.server.read(params)
-        self.clock.at(arrives, partial(self._deliver, worker, message))
+        self._deliver_at(arrives, worker, message)
 
-    def _deliver(self, worker: WorkerNode, message: Message) -> None:
-        self.post.trace.message(self.clock.now, self.name, worker.name, message)
+    def _deliver_at(self, arrives: float, worker: WorkerNode, message: Message) -> None:
+        """A worker that computes looks at its messages only afterwards, so for these no event is needed."""
+        if arrives <= worker.computes_until:
+            self._deliver(arrives, worker, message)
+        else:
+            self.clock.at(arrives, partial(self._deliver, arrives, worker, message))
+
+    def _deliver(self, at_s: float, worker: WorkerNode, message: Message) -> None:
+        self.post.trace.message(at_s, self.name, worker.name, message)
         worker.receive(self.peer, message, NOTHING if isinstance(message, Params) else None)
 
 

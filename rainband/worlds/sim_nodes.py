@@ -56,7 +56,10 @@ class CoordinatorNode(Node):
         self.send(self.coordinator.receive(sender, message, self.clock.now, payload))
 
     def lost(self, peer: Peer) -> None:
-        self.send(self.coordinator.lost(peer, self.clock.now, "its connection closed"))
+        why = "its connection closed"
+        if peer.role == "worker" and peer.index not in self.coordinator.workers:
+            self.send(self.coordinator.never_comes(peer, self.clock.now, why))
+        self.send(self.coordinator.lost(peer, self.clock.now, why))
 
     def _tick(self) -> None:
         self.clock.after(self.tick_s, self._tick, idle=True)
@@ -117,6 +120,7 @@ class ServerNode(Node):
         self.block_bytes = block_bytes
         self.queue: deque[tuple[Peer, Message, Payload]] = deque()
         self.busy = False
+        self.assigned: Callable[[Server], None] | None = None  # who wants to know when it has its blocks
         self.owed_s = 0.0  # work done for replies, to be paid before the next message
 
     def join(self, coordinator: Peer) -> None:
@@ -143,8 +147,10 @@ class ServerNode(Node):
     def _handle(self, sender: Peer, message: Message, payload: Payload) -> None:
         self.busy = False
         if not isinstance(message, Bye):
-            for out in self.server.receive(sender, message, payload):
+            for out in self.server.receive(sender, message, payload, checked=True):  # by the client
                 self._send(out)
+        if isinstance(message, Assign) and self.assigned is not None:
+            self.assigned(self.server)
         self._next()
 
     def _send(self, out: Out) -> None:
@@ -155,9 +161,7 @@ class ServerNode(Node):
         assert isinstance(params, Params)
         num_bytes = self.block_bytes(params.block)
         self.owed_s += num_bytes / self.costs.read_bytes_per_s
-        self.post.send(
-            self, out.to, params, num_bytes=HEADER_BYTES + num_bytes, read=lambda: self._read(params)
-        )
+        self.post.send(self, out.to, params, num_bytes=HEADER_BYTES + num_bytes, read=lambda: self._read(params))
 
     def _read(self, params: Params) -> tuple[Message, Tensor | None]:
         """The reply to a pull at the moment it leaves: a private copy, as the block changes on."""

@@ -7,13 +7,29 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from rainband.messages import Ask, Beat, Message, Peer, Report, Revoke, Sets
+from rainband.messages import (
+    Ack,
+    Ask,
+    Beat,
+    Finish,
+    Lease,
+    Message,
+    Peer,
+    Pull,
+    Push,
+    Report,
+    Return,
+    Revoke,
+    Sets,
+    Want,
+)
 from rainband.sim.clock import VirtualClock
 from rainband.sim.network import Flow, Machine, Network, Parcel
 from rainband.sim.trace import Trace
 
 HEADER_BYTES = 100  # a message without its payload, more or less
 KEEPING_TIME = (Beat, Ask, Report, Revoke, Sets)  # what ticks repeat; a run that has only these left is stuck
+MAY_COME_TWICE = (Push, Ack, Pull, Revoke, Sets, Ask, Report, Lease, Want, Return, Beat, Finish)
 
 Payload = Any  # a tensor, bytes, or None
 
@@ -106,17 +122,19 @@ class Post:
         num_bytes: int = HEADER_BYTES,
         at_s: float | None = None,
         read: Callable[[], tuple[Message, Payload]] | None = None,
-    ) -> Letter | None:
+    ) -> None:
         """Send a message, now or a little later. `read` makes it when its first byte leaves."""
         target = self.nodes.get(to)
         if target is None:
-            return None
+            return
         flow = source.flows.get(to) or self.flow(source, target)
         letter = Letter(flow, source, target, message, payload, num_bytes)
         if read is not None:
             letter.is_read_late, letter.read = True, read
-        self.network.send(letter, self.clock.now if at_s is None else at_s)
-        return letter
+        at_s = self.clock.now if at_s is None else at_s
+        self.network.send(letter, at_s)
+        if flow.repeat_until > self.clock.now and isinstance(message, MAY_COME_TWICE) and read is None:
+            self.network.send(Letter(flow, source, target, message, payload, num_bytes), at_s)
 
     def flow(self, source: Node, target: Node) -> Flow:
         flow = source.flows.get(target.peer)

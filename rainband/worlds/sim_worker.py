@@ -5,6 +5,8 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from rainband.worlds.sim_nodes import Worker as Cores
 
 Wanted = Compute | Handle
+FOR_THE_NODE = frozenset((Bye, Welcome, Go, Conclude, Loaded, Opened))  # the client gets the others
 
 
 class Until(Handle):
@@ -122,6 +125,7 @@ class WorkerNode(Node):
         self.waiting: Handle | None = None
         self.waiting_since = 0.0
         self.busy_until = 0.0  # its thread copies until then
+        self.computes_until = 0.0  # if it has a core of its own
         self.in_strategy = False
         self.thrown = False
         self.over = False
@@ -136,7 +140,8 @@ class WorkerNode(Node):
         self.post.send(self, COORDINATOR, message, body, size, self.free_at())
 
     def free_at(self) -> float:
-        return max(self.clock.now, self.busy_until)
+        now = self.clock.now
+        return now if now > self.busy_until else self.busy_until
 
     def _beat(self) -> None:
         if not self.alive or self.over:
@@ -153,10 +158,8 @@ class WorkerNode(Node):
         client = yield from self._enter()
         worker = self.body.worker(self.peer.index, client)
         self.in_strategy = True
-        try:
+        with suppress(Stop):
             yield from self.strategy.run(worker).__await__()  # type: ignore[arg-type]
-        except Stop:
-            pass
         self.in_strategy = False
         yield Until("answers to its last pushes", lambda: not client.pushes)
         client.give_all_back("stopped")
@@ -178,9 +181,11 @@ class WorkerNode(Node):
             if self.welcome.load and not loaded:
                 loaded = True
                 client.load()
-            asked = self.welcome
-            yield Until("the servers to be loaded", lambda: self.go or self.welcome is not asked)
+            yield Until("the servers to be loaded", partial(self._is_told_more, self.welcome))
         return client
+
+    def _is_told_more(self, welcome: Welcome) -> bool:
+        return self.go or self.welcome is not welcome
 
     def _conclude(self, worker: ModuleWorker) -> Generator[Wanted, None, None]:
         assert self.client is not None and self.conclude is not None
@@ -229,6 +234,17 @@ class WorkerNode(Node):
         self.waiting = None
 
     def _take(self, message: Message, payload: Payload) -> None:
+        if type(message) in FOR_THE_NODE:
+            self._take_order(message, payload)
+            return
+        if payload is not None and isinstance(message, Params):
+            self.copies(message.block)
+        if self.client is None:
+            self.early.append(message)
+        else:
+            self.client.receive(message, payload)
+
+    def _take_order(self, message: Message, payload: Payload) -> None:
         match message:
             case Bye():
                 self.over = True
@@ -240,15 +256,6 @@ class WorkerNode(Node):
                 self.go = True
             case Conclude():
                 self.conclude = message, payload
-            case Loaded() | Opened():
-                pass
-            case _:
-                if isinstance(message, Params) and payload is not None:
-                    self.copies(message.block)
-                if self.client is None:
-                    self.early.append(message)
-                else:
-                    self.client.receive(message, payload)
 
     def copies(self, block: int) -> None:
         """It takes a block over, which takes time."""
@@ -280,10 +287,14 @@ class WorkerNode(Node):
     def _compute(self, wanted: Compute) -> None:
         started = self.free_at()
         amount_s = self.pace.next_s() + started - self.clock.now
-        self.cores.work(amount_s, lambda: self.wake(lambda: self._computed(wanted, started)))
+        self.computes_until = self.clock.now + amount_s
+        self.cores.work(amount_s, partial(self._computed, wanted, started))
 
     def _computed(self, wanted: Compute, started: float) -> None:
-        if self.over:
+        if self.clock.now < self.paused_until:
+            self.wake(partial(self._computed, wanted, started))
+            return
+        if self.over or not self.alive:
             return
         self.watcher.span(self.name, "compute", started, self.clock.now)
         self.body.sit_down()
@@ -305,9 +316,7 @@ class WorkerNode(Node):
 class SimPort:
     """A worker's way to one simulated server."""
 
-    def __init__(
-        self, worker: WorkerNode, index: int, server: Callable[[], Server], real: bool
-    ) -> None:
+    def __init__(self, worker: WorkerNode, index: int, server: Callable[[], Server], real: bool) -> None:
         self.worker = worker
         self.peer = Peer("server", index)
         self.server = server  # to read in place, in shared memory

@@ -28,6 +28,8 @@ from rainband.worlds.sim_nodes import CoordinatorNode, ServerNode, as_they_are, 
 from rainband.worlds.sim_post import Letter, Node, Post
 from rainband.worlds.sim_worker import Body, SimPort, Until, WorkerNode
 
+KERNEL_PATIENCE_S = 20.0  # until a connection to a machine that is gone is closed
+
 Show = Callable[[events.AnyEvent], None]
 
 
@@ -64,7 +66,9 @@ class World:
         trace: Trace,
         shuffle: Random | None = None,
         spans: list[Span] | None = None,
+        seed: int | None = None,
     ) -> None:
+        """`seed` is that of times and faults; None: the plan's."""
         self.play = play
         self.settings = settings
         self.model = model
@@ -72,7 +76,8 @@ class World:
         self.spans = spans
         self.tick_s = tick_s
         self.clock = VirtualClock(shuffle)
-        self.network = Network(model.network, self.clock, settings.seed)
+        self.seed = settings.seed if seed is None else seed
+        self.network = Network(model.network, self.clock, self.seed)
         self.post = Post(self.clock, self.network, trace)
         known = settings if not play.bulk else msgspec.structs.replace(settings, num_servers=1)
         self.coordinator = Coordinator(known)
@@ -81,9 +86,7 @@ class World:
             Cores(self.clock, nodes.cores, nodes.crowding) if nodes.cores else OwnCore(self.clock)
         )
         fitting = as_they_are if play.real else as_one_block if play.bulk else without_elements
-        self.leader = CoordinatorNode(
-            self.post, COORDINATOR, self._machine(), self.coordinator, show, tick_s, fitting
-        )
+        self.leader = CoordinatorNode(self.post, COORDINATOR, self._machine(), self.coordinator, show, tick_s, fitting)
         self.post.nodes[COORDINATOR] = self.leader
         self.servers: dict[int, ServerNode | BankNode] = {}
         self.workers: dict[int, WorkerNode] = {}
@@ -113,13 +116,13 @@ class World:
             self.cores,
             self.block_bytes,
         )
-        self.servers[index] = self.post.nodes[node.peer] = node  # type: ignore[assignment]
+        self.servers[index] = self.post.nodes[node.peer] = node
         node.join(COORDINATOR)
 
     def _add_bank(self) -> None:
         bank = make_bank(self.model, self.play.join.layout, self.settings.num_servers)
         node = BankNode(self.post, self._machine(), self._half, bank)
-        self.servers[0] = self.post.nodes[node.peer] = node  # type: ignore[assignment]
+        self.servers[0] = self.post.nodes[node.peer] = node
         self.post.send(node, COORDINATOR, ServerJoin(Address("", 0, node.name)))
 
     def _half(self, num_workers: int) -> ServerHalf:
@@ -135,7 +138,7 @@ class World:
             self.play.strategy,
             self.play.body(),
             self.play.join,
-            Pace(self.model.compute, self.settings.seed, index + 1_000_003 * incarnation),
+            Pace(self.model.compute, self.seed, index + 1_000_003 * incarnation),
             self.model.nodes,
             self.cores,
             self,
@@ -143,7 +146,7 @@ class World:
             self._port,
             self.block_bytes,
         )
-        self.workers[index] = self.post.nodes[node.peer] = node  # type: ignore[assignment]
+        self.workers[index] = self.post.nodes[node.peer] = node
         node.start()
         return node
 
@@ -170,11 +173,14 @@ class World:
 
     # ---- what happens to nodes -------------------------------------------------------------------------------------
 
-    def kill(self, node: Node, keep: Callable[[Letter], bool] = lambda letter: True) -> None:
-        """End a node at this moment. What it has not sent is gone; of what is under way, what `keep` keeps arrives."""
+    def kill(self, node: Node, keep: Callable[[Letter], bool], silent: bool = False) -> None:
+        """End a node at this moment. What it has not sent is gone; of what is under way, what `keep` keeps arrives.
+
+        The others see its connections close; if `silent`, only when their kernels give the machine up.
+        """
         if not node.alive:
             return
-        self.trace.note(self.clock.now, node.name, "killed")
+        self.trace.note(self.clock.now, node.name, "crashed" if silent else "killed")
         node.alive, node.killed_at = False, self.clock.now
         self.post.nodes.pop(node.peer)
         for flow in node.flows.values():
@@ -187,6 +193,9 @@ class World:
             node.waiting = None
             with suppress(RuntimeError):  # a strategy that would not end is simply dropped
                 node.life.close()
+        self.clock.after(KERNEL_PATIENCE_S if silent else 0.0, lambda: self._close(node))
+
+    def _close(self, node: Node) -> None:
         for other in list(self.post.nodes.values()):
             self.post.send(node, other.peer, None)
 
@@ -208,9 +217,11 @@ class World:
     def run(self, until_s: float | None = None) -> None:
         """Until the run is over, or a moment; raises Deadlock when nothing can happen any more."""
         phase, clock, coordinator = "", self.clock, self.coordinator
-        looked_at = clock.now
-        while coordinator.phase != "over" and (until_s is None or clock.now < until_s):
-            if not clock.step():
+        looked_at, step = clock.now, clock.step
+        while coordinator.phase != "over":
+            if until_s is not None and clock.now >= until_s:
+                return
+            if not step():
                 raise Deadlock(self.who_waits())
             if coordinator.phase != phase:
                 phase = coordinator.phase

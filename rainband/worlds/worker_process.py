@@ -20,7 +20,7 @@ from rainband.types import Strategy
 from rainband.worker import ModuleWorker
 from rainband.worlds.config import Job, decode_job
 from rainband.worlds.drive import drive
-from rainband.worlds.member import Dismissed, Member
+from rainband.worlds.member import Dismissed, Member, flush_output
 from rainband.worlds.save import save_model
 
 
@@ -100,6 +100,7 @@ class WorkerProcess:
         member = self.member
         member.see_pushes_through()
         worker.client.give_all_back("stopped")
+        flush_output()
         member.tell(member.stats.beat())
         member.tell(Ended(member.stats.samples), worker.buffers())
         while True:
@@ -114,7 +115,8 @@ class WorkerProcess:
         if body is not None:
             worker.set_buffers(body)
         module: nn.Module = worker.module
+        save_model(module, conclude.path)  # first: an error in the user's measuring must not cost the model
         module.eval()
         metrics = {name: float(value) for name, value in worker.task.evaluate(module).items()}
-        save_model(module, conclude.path)
+        flush_output()
         return metrics

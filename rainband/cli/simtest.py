@@ -1,0 +1,89 @@
+"""`rainband simtest`: runs with random faults in virtual time, each replayed from its seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rainband.cli.mistakes import FAILED, mistakes_told
+
+if TYPE_CHECKING:
+    from rainband.worlds.sim_oracle import Case, Verdict
+
+
+def register(app: typer.Typer) -> None:
+    app.command("simtest")(command)
+
+
+def command(
+    seeds: Annotated[
+        str, typer.Argument(metavar="SEED", help="One seed, such as 17; or several, such as 0-1000.")
+    ] = "0-100",
+    strategy: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="downpour, downpour2 (n_push=2) or sync.", show_default="the seed's choice"),
+    ] = None,
+    faults: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A script of faults.", show_default="one drawn from the seed"),
+    ] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Show every message.")] = False,
+    shrink: Annotated[bool, typer.Option("--shrink", help="Shorten the script of a run that fails.")] = False,
+) -> None:
+    """Run with random faults, and say whether every batch was applied exactly once."""
+    from rainband.worlds.sim_oracle import check, shortest
+
+    failed = 0
+    with mistakes_told():
+        for case in _cases(seeds, strategy, faults):
+            verdict = check(case, keep_trace=trace)
+            if verdict.wrong and shrink:
+                verdict = check(shortest(case), keep_trace=trace)
+            failed += bool(verdict.wrong)
+            if verdict.wrong or trace or "-" not in seeds:
+                _show(verdict)
+    typer.echo(f"{failed} failed" if failed else "all kept their promises")
+    raise typer.Exit(FAILED if failed else 0)
+
+
+def _cases(seeds: str, strategy: str | None, faults: Path | None) -> Iterator[Case]:
+    from dataclasses import replace
+
+    from rainband.sim.faults import parse
+    from rainband.worlds.sim_oracle import STRATEGIES, random_case
+
+    if strategy is not None and strategy not in STRATEGIES:
+        raise ValueError(f"no test of a strategy {strategy!r}: choose from {', '.join(STRATEGIES)}.")
+    script = None if faults is None else parse(faults.read_text(encoding="utf-8"))
+    for seed in _numbers(seeds):
+        case = random_case(seed, strategy)
+        yield case if script is None else replace(case, script=script)
+
+
+def _numbers(seeds: str) -> range:
+    first, dash, last = seeds.partition("-")
+    try:
+        return range(int(first), int(last) if dash else int(first) + 1)
+    except ValueError:
+        raise ValueError(f"{seeds!r} is no seed: write a number, such as 17, or two, such as 0-1000.") from None
+
+
+def _show(verdict: Verdict) -> None:
+    from rainband.sim.faults import text
+    from rainband.sim.trace import table
+
+    case = verdict.case
+    typer.echo(
+        f"seed {case.seed}: {case.strategy}, {case.num_workers} workers, {case.num_servers} servers: "
+        f"{verdict.outcome} after {verdict.seconds:.3f} s, trace {verdict.trace.digest()}"
+    )
+    typer.echo(text(case.script))
+    if verdict.trace.lines:
+        typer.echo(table(verdict.trace.lines))
+    for wrong in verdict.wrong:
+        typer.echo(f"WRONG: {wrong}")
+    if verdict.wrong:
+        typer.echo(f"To see it again:  {verdict.command} --trace")

@@ -1,0 +1,254 @@
+"""Train a task with one call, from a script, a notebook or a prompt: `rainband.fit(task, workers=4, servers=2)`.
+
+A task or strategy that can be imported goes to the processes by its name and settings. Any other (defined at a prompt,
+say) goes through memory that only this run's own processes inherit; that is the one use of pickle in this package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rainband.books import Books, Staleness
+    from rainband.events import AnyEvent, Progress
+    from rainband.tasks.task import Task
+    from rainband.types import Strategy
+    from rainband.worlds.config import RunConfig
+    from rainband.worlds.local import RunResult
+
+ENTRIES = {"worker": "rainband.fit:be_worker", "server": "rainband.fit:be_server"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """What came of a training."""
+
+    module: nn.Module  # trained, in evaluation mode
+    metrics: dict[str, float]  # of the task's `evaluate`
+    history: list[Progress]  # how it went: samples done, loss, staleness, ...
+    books: Books  # what became of every batch
+    staleness: Staleness
+    directory: Path  # events, metrics and model.safetensors
+    outcome: str  # finished, or stopped (by Ctrl-C)
+
+
+def fit(
+    task: Task | str,
+    strategy: Strategy | str = "downpour",
+    workers: int = 4,
+    servers: int = 2,
+    *,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    threads: int = 1,
+    transport: str = "auto",
+    failure_timeout_s: float = 5.0,
+    runs: str | Path = "runs",
+    on_event: Callable[[AnyEvent], None] | None = None,
+) -> Fitted:
+    """Train `task` with `workers` processes and `servers` parameter servers; returns when it is done.
+
+    `task` is any object with model(), data(), loss(), evaluate(), batch_size and epochs, or the name of a built-in
+    one; rainband.ModuleTask makes one of a module and a dataset. `strategy` is one of rainband's, such as
+    rainband.Downpour(n_push=4), or one of your own. `on_event` is called with every event of the run.
+    """
+    from rainband.errors import RainbandError
+    from rainband.worlds import local
+    from rainband.worlds.config import RunConfig
+    from rainband.worlds.directory import new_directory
+
+    task_name, task_settings = _named(task, "rainband.tasks")
+    strategy_name, strategy_settings = _named(strategy, "rainband.strategies")
+    if _object(strategy, strategy_name, strategy_settings).server(1) is None:
+        workers, servers = 1, 0
+    if workers < 1 or servers < 0:
+        raise ValueError(f"workers={workers}, servers={servers}: there must be at least one worker.")
+    config = RunConfig(
+        task=task_name or type(task).__name__,
+        task_settings=task_settings,
+        strategy=strategy_name or type(strategy).__name__,
+        strategy_settings=strategy_settings,
+        num_workers=workers,
+        num_servers=servers,
+        batch_size=batch_size,
+        epochs=epochs,
+        seed=seed,
+        threads=threads,
+        transport=transport,
+        failure_timeout_s=failure_timeout_s,
+    )
+    directory = new_directory(Path(runs), config.task, config.strategy)
+    config = _in_directory(config, directory)
+    notes = _Notes(on_event)
+    carried = {
+        "task": None if task_name else task,
+        "strategy": None if strategy_name else strategy,
+    }
+    with _inherited(carried) as fds:
+        result = local.run(config, notes, capture=True, entries=ENTRIES, fds=fds)
+    if result.outcome == "failed":
+        raise RainbandError(f"{result.reason}{notes.traceback} (its directory is {directory})")
+    return _fitted(task, config, result, notes)
+
+
+class _Notes:
+    """Keeps what a fit returns of the events; shows what the processes print."""
+
+    def __init__(self, on_event: Callable[[AnyEvent], None] | None) -> None:
+        self.on_event = on_event
+        self.history: list[Progress] = []
+        self.traceback = ""
+
+    def __call__(self, event: AnyEvent) -> None:
+        from rainband.events import Printed, Progress, UserError
+
+        match event:
+            case Progress():
+                self.history.append(event)
+            case Printed():
+                print(*event.lines, sep="\n")
+            case UserError():
+                self.traceback = f"\n\n{event.traceback}"
+        if self.on_event is not None:
+            self.on_event(event)
+
+
+def _in_directory(config: RunConfig, directory: Path) -> RunConfig:
+    import msgspec
+
+    return msgspec.structs.replace(config, directory=str(directory))
+
+
+def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Notes) -> Fitted:
+    import msgspec
+    import safetensors.torch
+    import torch
+
+    from rainband.books import Books, Staleness
+
+    directory = Path(config.directory)
+    with torch.random.fork_rng(devices=[]):
+        module = _object(task, config.task, config.task_settings).model()
+    saved = directory / "model.safetensors"
+    if saved.exists():  # a run that was interrupted before it began has none
+        safetensors.torch.load_model(module, str(saved))
+    return Fitted(
+        module=module.eval(),
+        metrics=result.metrics,
+        history=notes.history,
+        books=msgspec.convert(result.books, Books),
+        staleness=msgspec.convert(result.staleness, Staleness, strict=False),
+        directory=directory,
+        outcome=result.outcome,
+    )
+
+
+# ---- by name, where that is possible ----
+
+
+def _named(thing: Any, family: str) -> tuple[str, dict[str, Any]]:
+    """The name and settings from which another process makes an equal object; no name where that cannot be."""
+    from rainband.settings import as_dict
+
+    if isinstance(thing, str):
+        return thing, {}
+    kind = type(thing)
+    if kind.__module__ == "__main__" or not dataclasses.is_dataclass(kind) or not _can_be_imported(kind):
+        return "", {}
+    settings = as_dict(thing)
+    if not all(_is_plain(value) for value in settings.values()):
+        return "", {}
+    inside, _, name = kind.__module__.rpartition(".")
+    return (name if inside == family else f"{kind.__module__}:{kind.__name__}"), settings
+
+
+def _can_be_imported(kind: type) -> bool:
+    try:
+        module = importlib.import_module(kind.__module__)
+    except ImportError:
+        return False
+    return getattr(module, kind.__name__, None) is kind and bool(inspect.getsourcefile(kind))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _object(thing: Any, name: str, settings: dict[str, Any]) -> Any:
+    """The object itself, where a name was given for it."""
+    from rainband.catalogue import load_strategy, strategy_names
+    from rainband.tasks.load import load_task
+
+    if not isinstance(thing, str):
+        return thing
+    return load_strategy(name, settings) if name in strategy_names() else load_task(name, settings)
+
+
+# ---- through inherited memory, where it is not ----
+
+
+@contextmanager
+def _inherited(carried: dict[str, Any]) -> Iterator[list[int]]:
+    """Write what has no name into a file without a name, for children to inherit; tensors are not copied there."""
+    if not any(thing is not None for thing in carried.values()):
+        yield []
+        return
+    fd = os.memfd_create("rainband-task")
+    try:
+        _write(carried, fd)
+        yield [fd]
+    finally:
+        os.close(fd)
+
+
+def _write(carried: dict[str, Any], fd: int) -> None:
+    import cloudpickle
+    import torch
+
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            torch.save(carried, file, pickle_module=cloudpickle)
+    except (TypeError, AttributeError, ValueError) as error:
+        names = ", ".join(name for name, thing in carried.items() if thing is not None)
+        raise ValueError(
+            f"the {names} cannot be handed to other processes: {error}. Open files and connections inside model() or "
+            "data(), or put the class into a module that can be imported."
+        ) from error
+
+
+def _carried(fds: list[int]) -> dict[str, Any]:
+    if not fds:
+        return {"task": None, "strategy": None}
+    import torch
+
+    carried: dict[str, Any] = torch.load(f"/proc/self/fd/{fds[0]}", mmap=True, weights_only=False)
+    return carried
+
+
+def be_worker(job: bytes, fds: list[int]) -> None:
+    """The entry of a worker's process."""
+    from rainband.worlds.config import decode_job
+    from rainband.worlds.worker_process import work
+
+    carried = _carried(fds)
+    work(decode_job(job), carried["task"], carried["strategy"])
+
+
+def be_server(job: bytes, fds: list[int]) -> None:
+    """The entry of a server's process."""
+    from rainband.worlds.config import decode_job
+    from rainband.worlds.server_process import serve
+
+    serve(decode_job(job), _carried(fds)["strategy"])

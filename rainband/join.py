@@ -1,0 +1,50 @@
+"""The way for a training loop of your own into a run: `with rainband.join(model, optimizer) as run:`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rainband.worlds.alone import Alone
+    from rainband.worlds.own_loop import OwnLoop
+
+MEMBERSHIP = "__rainband__"  # `rainband run` leaves a script's place in the run under this name in its __main__
+
+
+@cache
+def _say_alone() -> None:
+    print("rainband: training alone; rainband run --workers 4 SCRIPT trains with others.", file=sys.stderr)
+
+
+def join(model: nn.Module, optimizer: Any) -> OwnLoop | Alone:
+    """Train this model together with the other workers; in a script started by `rainband run`.
+
+        with rainband.join(model, optimizer) as run:
+            for epoch in run.epochs(10):
+                for x, y in run.batches(dataset, batch_size=64):
+                    ...  # zero_grad, forward, backward, optimizer.step(): as ever
+
+    The optimizer may be one of another library that wraps a torch optimizer, or a list of several. On leaving, every
+    worker has the final parameters. Started by plain `python`, the script trains alone, and says so.
+    """
+    optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    if not optimizers:
+        raise ValueError("rainband.join(model, optimizer) needs an optimizer.")
+    main = sys.modules["__main__"]
+    member = getattr(main, MEMBERSHIP, None)
+    if member is None:
+        from rainband.worlds.alone import Alone
+
+        _say_alone()
+        return Alone()
+    if getattr(member, "joined", False):
+        raise ValueError("this script has joined its run already: train all that is to be trained in one `with`.")
+    member.joined = True
+    from rainband.worlds.own_loop import OwnLoop
+
+    return OwnLoop(model, optimizers, member)

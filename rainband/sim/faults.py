@@ -1,0 +1,155 @@
+"""Scripts of faults: one line each, readable, so that a failing run can be written down, replayed and shortened.
+
+0.250 kill worker 1                           its process ends; others see the connection close
+0.250 crash worker 1                          its machine ends; others hear nothing more for a long time
+0.900 start worker 1                          it comes back as a new life, or joins for the first time
+0.400 pause server 0 for 2.500                as by a signal: nothing is lost, nothing goes on
+0.100 cut worker 0 > coordinator for 3.000    one direction of a partition; what was sent comes when it heals
+0.100 slow worker 0 > server 1 for 1.000 by 0.200     every message takes so much longer
+0.000 repeat worker 0 > server 1 for 9.000    messages that may come twice do
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from random import Random
+
+ON_A_NODE = ("kill", "crash", "start", "pause")
+ON_A_LINE = ("cut", "slow", "repeat")
+LASTING = ("pause", *ON_A_LINE)
+LINE = re.compile(
+    r"(?P<at_s>[\d.]+) (?P<what>\w+) (?P<node>\w+(?: \d+)?)(?: > (?P<to>\w+(?: \d+)?))?"
+    r"(?: for (?P<for_s>[\d.]+))?(?: by (?P<by_s>[\d.]+))?"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    at_s: float
+    what: str
+    node: str  # "worker 1", "server 0", "coordinator"
+    to: str = ""  # the other end of a line
+    for_s: float = 0.0
+    by_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.what not in ON_A_NODE + ON_A_LINE:
+            raise ValueError(f"no fault named {self.what!r}: choose from {', '.join(ON_A_NODE + ON_A_LINE)}.")
+        if (self.what in ON_A_LINE) != bool(self.to):
+            raise ValueError(f"{self}: write  {self.what} worker 0{' > server 0' * (self.what in ON_A_LINE)}.")
+        if (self.what in LASTING) != bool(self.for_s):
+            raise ValueError(f"{self}: a {self.what} lasts some time or none: pause, cut, slow and repeat need `for`.")
+
+    def __str__(self) -> str:
+        to = f" > {self.to}" if self.to else ""
+        lasting = f" for {self.for_s:.3f}" if self.for_s else ""
+        by = f" by {self.by_s:.3f}" if self.by_s else ""
+        return f"{self.at_s:.3f} {self.what} {self.node}{to}{lasting}{by}"
+
+
+Script = tuple[Fault, ...]
+FailsWith = Callable[[Script], bool]
+
+
+def parse(text: str) -> Script:
+    """Read a script; empty lines and what follows # do not count."""
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    return tuple(_fault(line) for line in lines if line)
+
+
+def _fault(line: str) -> Fault:
+    match = LINE.fullmatch(line)
+    if match is None:
+        raise ValueError(f"{line!r} is no fault: write for example  0.250 kill worker 1  or  0.1 pause server 0 for 2.")
+    words = match.groupdict()
+    seconds = {name: float(words[name] or 0) for name in ("at_s", "for_s", "by_s")}
+    return Fault(what=words["what"], node=words["node"], to=words["to"] or "", **seconds)
+
+
+def text(script: Iterable[Fault]) -> str:
+    return "\n".join(map(str, script))
+
+
+@dataclass(frozen=True)
+class Chances:
+    """What a random script may contain."""
+
+    length_s: float  # faults begin within this time
+    timeout_s: float  # the failure timeout: pauses and partitions are around it
+    most: int = 5  # faults
+    servers_die: bool = False
+
+
+def random_script(random: Random, num_workers: int, num_servers: int, chances: Chances) -> Script:
+    """Draw a script. Everything but a death heals, and whoever dies may come back."""
+    faults: list[Fault] = []
+    for _ in range(random.randint(1, chances.most)):
+        faults += _random_fault(random, num_workers, num_servers, chances)
+    return tuple(sorted(map(_rounded, faults), key=lambda fault: (fault.at_s, str(fault))))
+
+
+def _random_fault(random: Random, num_workers: int, num_servers: int, chances: Chances) -> list[Fault]:
+    at_s = random.uniform(0, chances.length_s)
+    lasts_s = chances.timeout_s * random.choice((0.2, 0.9, 1.5, 4.0))
+    worker, server = f"worker {random.randrange(num_workers)}", f"server {random.randrange(num_servers)}"
+    kinds = ["kill", "kill", "crash", "pause", "cut", "slow", "repeat", "join", "stall"]
+    match random.choice(kinds + ["lose"] * chances.servers_die):
+        case "kill" | "crash" as what:
+            back = [Fault(at_s + lasts_s, "start", worker)] if random.random() < 0.7 else []
+            return [Fault(at_s, what, worker), *back]
+        case "pause":
+            return [Fault(at_s, "pause", worker, for_s=lasts_s)]
+        case "stall":
+            return [Fault(at_s, "pause", random.choice((server, "coordinator")), for_s=lasts_s)]
+        case "join":
+            return [Fault(at_s, "start", f"worker {num_workers}")]
+        case "lose":
+            return [Fault(at_s, "kill", server)]  # one that only falls silent is noticed by nobody yet
+        case what:
+            ends = [worker, random.choice((server, "coordinator"))]
+            random.shuffle(ends)
+            by_s = chances.timeout_s * random.random() if what == "slow" else 0.0
+            return [Fault(at_s, what, ends[0], ends[1], lasts_s, by_s)]
+
+
+def _rounded(fault: Fault) -> Fault:
+    """To what the text says, so that a script read back is the same script."""
+    by_s = max(0.001, round(fault.by_s, 3)) if fault.by_s else 0.0
+    return replace(fault, at_s=round(fault.at_s, 3), for_s=round(fault.for_s, 3), by_s=by_s)
+
+
+def shrink(script: Script, fails: FailsWith) -> Script:
+    """A short script that still fails: without whatever can be left out, and with what lasts made shorter."""
+    script = _leave_out(script, fails)
+    for i, fault in enumerate(script):
+        for part in (0.125, 0.25, 0.5):
+            shorter = _rounded(replace(fault, for_s=fault.for_s * part))
+            candidate = (*script[:i], shorter, *script[i + 1 :])
+            if fault.for_s and shorter.for_s and fails(candidate):
+                script = candidate
+                break
+    return script
+
+
+def _leave_out(script: Script, fails: FailsWith) -> Script:
+    """Try to leave out halves, then quarters, down to single faults, until nothing can be."""
+    size = max(1, len(script) // 2)
+    while True:
+        shorter = next(
+            (rest for rest in _without_each(script, size) if fails(rest)),
+            None,
+        )
+        if shorter is not None:
+            script = shorter
+        elif size == 1:
+            return script
+        else:
+            size //= 2
+
+
+def _without_each(script: Script, size: int) -> Iterable[Script]:
+    return ((*script[:at], *script[at + size :]) for at in range(0, len(script), size))

@@ -1,0 +1,421 @@
+"""A user's own training loop as a worker: their optimizer.step() drives the strategy's coroutine.
+
+    with rainband.join(model, optimizer) as run:
+        for x, y in run.batches(dataset, batch_size=64):
+            ...                                            their zero_grad, forward, backward, step
+
+Entering sends the optimizer's class, settings and state to the servers and fetches the common parameters. Each step
+hands its gradient, named by the batches drawn since the step before, to the strategy, and goes on with it until it
+wants the next one. Leaving waits for the others, and brings the final parameters and the optimizer's state back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rainband.catalogue import find_strategy, strategy_names
+from rainband.client import Client
+from rainband.flat import Flat
+from rainband.gradient import ModuleGradient
+from rainband.handover import State, put_state, settings_of, spec_of, state_of
+from rainband.messages import Away, Conclude, Concluded, Ended, Join, Message
+from rainband.optim import why_not_blockwise
+from rainband.optim_spec import OptimizerSpec, changed_numbers, plain
+from rainband.types import Batch, Cell, Strategy
+from rainband.worker import buffers_of, set_buffers
+from rainband.worlds.draws import Draws, described, loader
+from rainband.worlds.own_random import own_random_numbers
+from rainband.worlds.save import save_model
+from rainband.worlds.step_hooks import StepHooks, unwrapped
+from rainband.worlds.suspended import LoopParameters, LoopWorker, Suspended
+
+
+class Membership(Protocol):
+    """This process's place in a run."""
+
+    index: int
+    num_workers: int
+    strategy: Strategy
+    optimizers: Sequence[str]  # module:Class of those that servers may import besides torch's own
+    conclude: tuple[Conclude, memoryview | None] | None
+    left: bool
+
+    def connect(self) -> None: ...
+
+    def tell(self, message: Message, body: bytes | None = None) -> None: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+
+    def enter(self, join: Join, flat: Flat, state: State | None = None) -> Client: ...
+
+    def see_pushes_through(self) -> None: ...
+
+    def pull_latest(self) -> None: ...
+
+
+class OwnLoop:
+    """One training loop among several: what `with rainband.join(...) as run` gives."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any], member: Membership) -> None:
+        self.model = model
+        self.optimizers = [unwrapped(optimizer) for optimizer in optimizers]
+        self.member = member
+        self.index = member.index
+        self.num_workers = member.num_workers
+        self.strategy = _following(member.strategy, self.optimizers)
+        self.rounds = bool(getattr(self.strategy, "rounds", False))
+        self.served = not takes_any_optimizer(self.strategy)  # the servers run the user's optimizer
+        self.num_epochs = 0  # 0: as many as the loop goes on for
+        self.planned = False
+        _check(self.model, self.optimizers, member, self.served)
+
+    # ---- in and out ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> OwnLoop:
+        self.settings = settings_of(self.optimizers)
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        pairs = zip(groups, self.settings, strict=True)
+        self.flat = Flat(self.model, [{"params": group["params"], **settings} for group, settings in pairs])
+        self.client = self._join()
+        self.member.pull_latest()
+        own_random_numbers(self.index)
+        self.draws = Draws(self.client, self.member.wait)
+        self.hooks = StepHooks(self.optimizers, self._step, self._infinite_step)
+        params = LoopParameters(self.client, lambda: [settings["lr"] for settings in self.settings])
+        worker = LoopWorker(self.index, self.num_workers, self.client, params, self._step_now)
+        self.suspended = Suspended(self.strategy, worker, self._wait)
+        self.state_hooks = self._guard_state()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.hooks.remove()
+        for hook in self.state_hooks:
+            hook.remove()
+        try:
+            if kind is None or (kind is KeyboardInterrupt and self.client.stopping):
+                self._leave()
+        finally:
+            self.flat.release()
+
+    def _join(self) -> Client:
+        self.member.connect()
+        spec = spec_of(self.optimizers) if self.served else None
+        state = state_of(self.optimizers, self.flat.parameters) if self.served else None
+        join = Join(
+            fingerprint="",
+            num_samples=0,
+            layout=self.flat.layout,
+            batch_size=1,
+            epochs=1,
+            cell_batches=getattr(self.strategy, "cell_batches", 1),
+            rounds=self.rounds,
+            warm_batches=getattr(self.strategy, "warm_batches", 0),
+            own_loop=True,
+            optimizer=spec,
+        )
+        client = self.member.enter(join, self.flat, state)
+        if self.served:
+            for optimizer in self.optimizers:
+                optimizer.state.clear()  # the servers have it now, it comes back at the end
+        return client
+
+    def _leave(self) -> None:
+        """Settle what is open, wait until everyone has, and take the results home."""
+        member, client = self.member, self.client
+        self.skip("never stepped on")
+        self.suspended.finish()
+        member.see_pushes_through()
+        self._return_leases()
+        if self.suspended.worker.marks is not None:
+            member.tell(self.suspended.worker.marks.report())
+        member.tell(client.stats.beat())
+        member.tell(Ended(client.stats.samples), buffers_of(self.model))
+        while member.conclude is None:
+            self._wait()
+        conclude, buffers = member.conclude
+        member.pull_latest()
+        if buffers is not None:
+            set_buffers(self.model, buffers)
+        if self.served:
+            self._fetch_state()
+        save_model(self.model, conclude.path)
+        member.tell(Concluded({}))
+        member.left = True
+
+    def _return_leases(self) -> None:
+        for portion, lease in list(self.client.leases.items()):
+            untouched = len(lease.unsettled) == self.client.plan.batches_in(portion)
+            self.client.give_back(portion, "unused" if untouched else "stopped")
+
+    def _wait(self) -> None:
+        self.member.wait()
+
+    # ---- data ------------------------------------------------------------------------------------------------------
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Say how many passes over the data there will be: `for epoch in run.epochs(10):`."""
+        if number < 1:
+            raise ValueError(f"run.epochs({number}): give 1 or more.")
+        if self.planned:
+            raise ValueError("run.epochs(...) comes before the first run.batches(...): it is part of the plan.")
+        self.num_epochs = number
+        return self._epochs()
+
+    def _epochs(self) -> Iterator[int]:
+        for epoch in range(self.num_epochs):
+            if self.client.stopping:
+                return
+            yield epoch
+
+    def batches(self, dataset: Any, batch_size: int = 1, **loader_arguments: Any) -> Iterator[Any]:
+        """One pass over the data, shared with the other workers: this one's part of it, batch by batch.
+
+        Arguments are those of a DataLoader, such as collate_fn and num_workers. Who is fast gets more batches. All
+        together a pass takes every sample once.
+        """
+        self._plan(dataset, batch_size, loader_arguments)
+        # A round's next batch is known when the round begins: fetching ahead could only fetch the wrong one.
+        return self._one_pass(loader(dataset, self.draws, loader_arguments, ahead=not self.rounds))
+
+    def _plan(self, dataset: Any, batch_size: int, arguments: dict[str, Any]) -> None:
+        if self.num_epochs and self.draws.passes >= self.num_epochs:
+            raise ValueError(f"all {self.num_epochs} passes are over: say how many there are with run.epochs(...).")
+        if self.planned:
+            plan = self.client.plan
+            if (len(dataset), batch_size) != (plan.num_samples, plan.batch_size):
+                raise ValueError(
+                    f"run.batches(...) drew batches of {plan.batch_size} from {plan.num_samples} samples, and now "
+                    f"{batch_size} from {len(dataset)}: a run has one data set; use a DataLoader for any other."
+                )
+            return
+        before = self.client.plan
+        self.member.tell(described(dataset, batch_size, self.num_epochs, arguments))
+        while self.client.plan is before:
+            self._wait()
+        self.planned = True
+
+    def _one_pass(self, batches: Any) -> Iterator[Any]:
+        draws = self.draws
+        draws.begin_pass()
+        try:
+            while not draws.pass_is_over:
+                for samples in batches:
+                    batch = draws.hand_over()
+                    if batch is not None and self._begin(batch):
+                        self.hooks.be_last()
+                        yield samples
+                        self._refuse_to_accumulate()
+        finally:
+            draws.put_back()
+
+    def _begin(self, batch: Batch) -> bool:
+        if not self.rounds:
+            return True
+        if self.suspended.begin(Cell((batch,), self._round(batch))):
+            return True
+        self.draws.take()  # the others have done it
+        return False
+
+    def _refuse_to_accumulate(self) -> None:
+        if self.rounds and self.draws.unstepped:
+            raise ValueError(
+                f"{self._name} works in rounds of one step per batch, and this batch was not stepped on: call "
+                "run.skip() for a batch you leave out; instead of accumulating gradients give a larger batch_size."
+            )
+
+    def _round(self, batch: Batch) -> int:
+        return self.client.plan.round_of(batch.portion, batch.k)
+
+    @property
+    def progress(self) -> float:
+        """How far the run is, from 0 to 1: the same for every worker that has this batch. For schedules."""
+        if not self.num_epochs:
+            raise ValueError("how far the run is can be said when its length is: write `for epoch in run.epochs(10):`.")
+        if self.client.finished:
+            return 1.0
+        last = self.draws.last
+        return 0.0 if last is None else self.client.plan.position(last.portion, last.k)
+
+    def skip(self, reason: str = "skipped by the loop") -> None:
+        """Leave out the batches drawn since the last step, so that the next one is not named after them."""
+        batches = self.draws.take()
+        if not batches:
+            return
+        self.suspended.worker.skip(batches, reason)
+        if self.rounds:
+            self.suspended.end_round()
+            self._see_through(batches)
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Inside, nobody waits for this worker: for an evaluation that takes long. Its batches go to others."""
+        if self.draws.unstepped:
+            raise ValueError("run.away() while a batch is open: step on it, or call run.skip(), before.")
+        self.member.see_pushes_through()
+        self.draws.forget()
+        self.member.tell(Away())
+        yield
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def _step(self, optimizer: Optimizer, unscale: float) -> None:
+        """The user has called step(): the strategy gets the gradient, and goes on until it wants the next."""
+        self.member.wait(0)  # what has come meanwhile
+        self._heed_stop()
+        self.flat.check()
+        batches = self.draws.take()
+        if self.rounds and not batches:
+            raise ValueError(
+                f"{self._name} works in rounds of one step per batch of run.batches(...), and there is no new one: use "
+                "downpour for steps without a batch and for a loader of your own."
+            )
+        self._note_settings()
+        self.suspended.step(self._gradient(optimizer, unscale, batches))
+        if self.draws.end_a_cell(batches):
+            self.suspended.end_cell()
+        self._see_through(batches)
+
+    def _infinite_step(self) -> None:
+        self.skip("not finite")
+
+    def _gradient(self, optimizer: Optimizer, unscale: float, batches: tuple[Batch, ...]) -> ModuleGradient:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        pairs = zip(self.flat.parameters, self.flat.gradients(), strict=True)
+        tensors = [gradient if id(parameter) in own else None for parameter, gradient in pairs]
+        if unscale != 1.0:
+            tensors = [None if tensor is None else tensor * unscale for tensor in tensors]
+        elif self.suspended.steps_per_cell > 1:  # the strategy keeps it, and the user's next backward writes there
+            tensors = [None if tensor is None else tensor.clone() for tensor in tensors]
+        samples = sum(self.client.plan.samples_in(batch.portion, batch.k) for batch in batches)
+        stats = self.client.stats
+        stats.steps += 1
+        stats.samples += samples
+        if stats.steps == 1:
+            self.member.tell(stats.beat())  # at once: people watch for the first sign of life
+        return ModuleGradient(tensors, batches, max(1, samples), 0.0)
+
+    def _step_now(self, gradients: Sequence[Tensor | None]) -> None:
+        self.hooks.step_now(self.flat.parameters, gradients)
+
+    def _note_settings(self) -> None:
+        """What a schedule has changed goes with the next push."""
+        now = settings_of(self.optimizers)
+        if now == self.settings:
+            return
+        if len(now) != len(self.settings):
+            raise ValueError("the optimizer has other parameter groups than at join: add them before rainband.join.")
+        if self.served:
+            kind = type(self.optimizers[0]).__name__
+            for number, (old, new) in enumerate(zip(self.settings, now, strict=True)):
+                changed_numbers(kind, number, plain(old), new)
+            self.client.groups = tuple(now)
+        self.settings = now
+
+    def _see_through(self, batches: tuple[Batch, ...]) -> None:
+        """In rounds: after a step the parameters are new, as everywhere. So wait for the others' cells."""
+        if not self.rounds or not batches:
+            return
+        round_, stats = self._round(batches[-1]), self.client.stats
+        while not self.client.is_through(round_) and not self.client.stopping:
+            stats.waiting = True
+            self._wait()
+        stats.waiting = False
+
+    def _heed_stop(self) -> None:
+        """A loop over run.batches(...) ends by itself; one over a loader of its own must be interrupted."""
+        if self.client.stopping and not self.planned:
+            raise KeyboardInterrupt("the run is being stopped")
+
+    # ---- the optimizer's state, which is on the servers --------------------------------------------------------------
+
+    def _fetch_state(self) -> None:
+        fetched = self.client.fetch_state()
+        while not fetched.ready():
+            self._wait()
+        put_state(self.optimizers, self.flat.parameters, fetched.gathered.state)
+
+    def _guard_state(self) -> list[Any]:
+        """Saving the optimizer inside the loop fetches its state first; loading it there would change nothing."""
+        if not self.served:
+            return []
+
+        def fetch(optimizer: Optimizer) -> None:
+            self._fetch_state()
+
+        def refuse(optimizer: Optimizer, state: Any) -> None:
+            raise ValueError("the optimizer's state is on the servers now: load it before rainband.join.")
+
+        saving = [optimizer.register_state_dict_pre_hook(fetch) for optimizer in self.optimizers]
+        return saving + [optimizer.register_load_state_dict_pre_hook(refuse) for optimizer in self.optimizers]
+
+    @property
+    def _name(self) -> str:
+        return type(self.strategy).__name__
+
+
+# ---- what can be joined ----------------------------------------------------------------------------------------------
+
+
+def takes_any_optimizer(strategy: Strategy) -> bool:
+    """Does the user's optimizer run on the worker, so that it may be any?"""
+    return bool(getattr(strategy, "local_steps", False)) or strategy.server(1) is None
+
+
+def _following(strategy: Strategy, optimizers: Sequence[Optimizer]) -> Strategy:
+    """The strategy with the user's optimizer and rate in place of its own, for a worker's own steps."""
+    fields = {field.name for field in dataclasses.fields(strategy)}  # type: ignore[arg-type]
+    user = {"lr": settings_of(optimizers)[0]["lr"], "optimizer": spec_of(optimizers[:1]).name}
+    changes = {name: value for name, value in user.items() if name in fields}
+    followed: Strategy = dataclasses.replace(strategy, **changes)  # type: ignore[type-var]
+    return followed
+
+
+def _check(model: nn.Module, optimizers: Sequence[Optimizer], member: Membership, served: bool) -> None:
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
+    if left_out:
+        warnings.warn(
+            f"{len(left_out)} parameters of the model are in no group of the optimizer ({left_out[0]}, ...): they are "
+            "not shared. If another optimizer trains them, join both: rainband.join(model, [first, second]).",
+            stacklevel=4,
+        )
+    if served:
+        _check_optimizer(spec_of(optimizers), optimizers, member)
+
+
+def _check_optimizer(spec: OptimizerSpec, optimizers: Sequence[Optimizer], member: Membership) -> None:
+    kind, strategy = type(optimizers[0]), type(member.strategy).__name__.lower()
+    reason = why_not_blockwise(kind, settings_of(optimizers)[0])
+    if reason:
+        raise ValueError(
+            f"{kind.__name__} cannot be cut into blocks, so {strategy} cannot run it on the servers: {reason}. "
+            f"Use a strategy that leaves it to the workers (--strategy {', '.join(_strategies_for_any())}), "
+            "or an optimizer that works element by element, such as SGD, Adam or Adagrad."
+        )
+    if ":" in spec.name and spec.name not in member.optimizers:
+        where = "" if not spec.name.startswith("__main__") else " Put it into a module first, beside the script."
+        raise ValueError(
+            f"{kind.__name__} is not one of torch.optim, and servers import only what the one who starts them names: "
+            f"type rainband run --optimizer {spec.name.replace('__main__', 'module')} ...{where}"
+        )
+
+
+def _strategies_for_any() -> list[str]:
+    names = []
+    for name in strategy_names():
+        try:
+            if takes_any_optimizer(find_strategy(name)()):
+                names.append(name)
+        except (ValueError, TypeError):  # one that cannot be made without settings
+            continue
+    return names

@@ -1,0 +1,74 @@
+"""Play a script of faults in a simulated run."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+
+from rainband.sim.faults import Fault, Script
+from rainband.worlds.sim_post import Letter, Node
+from rainband.worlds.sim_world import World
+
+
+class Trouble:
+    """Does to a world what a script says, at its time."""
+
+    def __init__(self, world: World, script: Script, seed: int) -> None:
+        self.world = world
+        self.random = Random(f"trouble {seed}")
+        self.deaths = 0
+        for fault in script:
+            world.clock.at(fault.at_s, partial(self._strike, fault))
+
+    def _strike(self, fault: Fault) -> None:
+        world, now = self.world, self.world.clock.now
+        if fault.what == "start":
+            self._start(fault)
+            return
+        node = self._node(fault.node)
+        if node is None or not node.alive:
+            return
+        match fault.what:
+            case "kill" | "crash":
+                world.kill(node, self._survives, silent=fault.what == "crash")
+                self.deaths += 1
+            case "pause":
+                world.pause(node, fault.for_s)
+            case _:
+                self._on_line(fault, node, now)
+
+    def _on_line(self, fault: Fault, node: Node, now: float) -> None:
+        other = self._node(fault.to)
+        if other is None:
+            return
+        flow = self.world.post.flow(node, other)
+        self.world.trace.note(now, node.name, f"{fault.what} > {other.name} for {fault.for_s}")
+        match fault.what:
+            case "cut":
+                flow.cut_until = max(flow.cut_until, now + fault.for_s)
+            case "repeat":
+                flow.repeat_until = max(flow.repeat_until, now + fault.for_s)
+            case "slow":
+                flow.extra_s = fault.by_s
+                self.world.clock.after(fault.for_s, partial(setattr, flow, "extra_s", 0.0))
+
+    def _start(self, fault: Fault) -> None:
+        index = int(fault.node.split()[1])
+        known = self.world.workers.get(index)
+        if known is None:
+            self.world.add_worker(index)
+        elif not known.alive:
+            self.world.add_worker(index, known.peer.incarnation + 1)
+
+    def _survives(self, letter: Letter) -> bool:
+        """Of what a dying node had sent, a part may be lost with it."""
+        return self.random.random() < 0.8
+
+    def _node(self, name: str) -> Node | None:
+        role, _, index = name.partition(" ")
+        match role:
+            case "worker":
+                return self.world.workers.get(int(index))
+            case "server":
+                return self.world.servers.get(int(index))
+        return self.world.leader

@@ -1,0 +1,262 @@
+"""What is true of every strategy, found by its file; and what some of them promise besides."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rainband.catalogue import find_strategy, load_strategy, strategy_names
+from rainband.client import Client
+from rainband.coordinator import Coordinator, RunSettings
+from rainband.flat import Flat
+from rainband.messages import Join, Message, Peer, Welcome
+from rainband.optim import why_not_blockwise
+from rainband.portions import Plan
+from rainband.settings import as_dict, build
+from rainband.strategies.downpour import Downpour
+from rainband.strategies.single import Single
+from rainband.strategies.sync import Sync
+from rainband.tasks.quadratic import Quadratic
+from rainband.types import Batch, Rule, ServerHalf, Strategy
+from rainband.worker import ModuleWorker
+from rainband.worlds.drive import drive
+from tests.harness import Faults, Node, Outcome, World, run
+from tests.ledger import ELEMENTS, LR, Case
+
+every_strategy = pytest.mark.parametrize("name", strategy_names())
+WITH_SERVERS = [name for name in strategy_names() if load_strategy(name, {}).server(1) is not None]
+every_strategy_with_servers = pytest.mark.parametrize("name", WITH_SERVERS)
+
+
+def exact(name: str) -> Strategy:
+    """The strategy with plain SGD at a power of two: then its numbers are exact."""
+    cls = find_strategy(name)
+    fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return build(cls, {key: value for key, value in {"lr": LR, "optimizer": "sgd"}.items() if key in fields})
+
+
+# ---- how it is written ----
+
+
+@every_strategy
+def test_it_is_a_frozen_dataclass_named_like_its_file(name: str) -> None:
+    cls: Any = find_strategy(name)
+
+    assert dataclasses.fields(cls) and cls.__dataclass_params__.frozen
+    assert cls.__name__ == "".join(word.capitalize() for word in name.split("_"))
+    assert isinstance(cls(), Strategy) and inspect.iscoroutinefunction(cls.run)
+
+
+@every_strategy
+def test_its_file_begins_with_its_equations_and_ends_them_with_when_to_use_it(name: str) -> None:
+    words = sys.modules[find_strategy(name).__module__].__doc__ or ""
+
+    equations = [line for line in words.splitlines() if re.match(r" {4,}.*(=|<-|->)", line)]
+    assert equations, "an algorithm's file opens with its equations, indented by four"
+    assert "Use it " in words and "Not " in words
+    assert find_strategy(name).__doc__
+
+
+@every_strategy
+def test_its_defaults_work_and_its_settings_survive_being_written_down(name: str) -> None:
+    strategy = load_strategy(name, {})
+    as_typed = {key: str(value).lower() if value is None else str(value) for key, value in as_dict(strategy).items()}
+
+    assert build(type(strategy), as_dict(strategy)) == strategy
+    assert build(type(strategy), as_typed) == strategy
+
+
+@every_strategy
+def test_a_wrong_optimizer_is_told_when_the_strategy_is_made(name: str) -> None:
+    with pytest.raises(ValueError, match="no optimizer named 'sdg', did you mean 'sgd'"):
+        load_strategy(name, {"optimizer": "sdg"})
+
+
+# ---- its servers' half ----
+
+
+@every_strategy_with_servers
+def test_each_block_gets_a_rule_of_its_own_that_holds_nothing_yet(name: str) -> None:
+    half = load_strategy(name, {}).server(num_workers=3)
+    assert isinstance(half, ServerHalf)
+    first, second = half.rule(), half.rule()
+
+    def parts(rule: Rule) -> list[object]:
+        return [part for part in vars(rule).values() if isinstance(part, list | dict | set)]
+
+    assert first is not second
+    assert not {id(part) for part in parts(first)} & {id(part) for part in parts(second)}
+    assert first.buffered == 0 and first.reads in ("any", "admitted", "round")
+
+
+@every_strategy_with_servers
+def test_its_optimizer_can_run_block_by_block(name: str) -> None:
+    half = load_strategy(name, {}).server(num_workers=3)
+    assert half is not None and why_not_blockwise(half.optimizer) is None
+
+
+# ---- it runs ----
+
+
+@every_strategy_with_servers
+@pytest.mark.parametrize("direct", [False, True], ids=["asked", "in place"])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_it_runs_to_the_end_and_every_batch_counts_once(name: str, num_workers: int, direct: bool) -> None:
+    for seed in range(3):
+        outcome = run(seed, Case(exact(name), num_workers, num_servers=2, epochs=2, direct=direct))
+        books = outcome.coordinator.books()
+        assert books is not None and books.applied == books.batches == 16
+
+
+@every_strategy_with_servers
+def test_a_worker_may_die(name: str) -> None:
+    for seed in range(6):
+        run(seed, Case(exact(name), num_workers=3, num_servers=2), Faults(kills=1, restarts=seed % 2))
+
+
+@every_strategy_with_servers
+def test_it_can_be_stopped(name: str) -> None:
+    for seed in range(6):
+        run(seed, Case(exact(name), num_workers=2, num_servers=2), Faults(stop=True))
+
+
+@every_strategy_with_servers
+def test_it_runs_with_torchs_own_optimizer_and_its_own_defaults(name: str) -> None:
+    """Here nothing is exact, and the books must balance all the same."""
+    world = World(0, Case(load_strategy(name, {}), num_workers=2, num_servers=2), node=OnASlope)
+    books = world.run().coordinator.books()
+    assert books is not None and books.balanced and books.applied == books.batches == 8
+
+
+class OnASlope(Node):
+    """As in the harness, but the parameters it computes with need not be known beforehand."""
+
+    def check_round_read(self, round_: int, plan: Plan) -> None:
+        """They are checked where they are known."""
+
+
+# ---- equal to one process ----
+
+
+class InABowl(OnASlope):
+    """The gradient of batch i is w - target_i: now it matters where it is taken, and in which order."""
+
+    def gradients(self, number: int) -> list[Tensor | None]:
+        return [parameter - target(number) for parameter in self.memory.parameters]
+
+
+def target(number: int) -> Tensor:
+    return torch.sin(torch.arange(float(ELEMENTS)) + number)
+
+
+def trained(strategy: Strategy, seed: int, num_workers: int, faults: Faults = Faults(), **sizes: Any) -> Outcome:  # noqa: B008
+    world = World(seed, Case(strategy, num_workers, num_servers=2, **sizes), faults, node=InABowl)
+    return world.run()
+
+
+def one_process(lr: float, rounds: list[list[tuple[int, int]]]) -> Tensor:
+    """Plain SGD; each round is (batch, samples) pairs, whose mean gradient is one step."""
+    w = torch.full((ELEMENTS,), 1.0)  # as the first block begins
+    optimizer = torch.optim.SGD([w], lr=lr, fused=True)
+    for cells in rounds:
+        total = sum(((w - target(batch)) * samples for batch, samples in cells), torch.zeros(ELEMENTS))
+        w.grad = total / sum(samples for _, samples in cells)
+        optimizer.step()
+    return w
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["asked", "in place"])
+def test_downpour_with_one_worker_in_step_is_plain_sgd_to_the_last_bit(direct: bool) -> None:
+    strategy = Downpour(lr=0.3, optimizer="sgd", n_push=1, overlap=False, local_lr=0.0)
+    outcome = trained(strategy, seed=0, num_workers=1, direct=direct, epochs=2)
+
+    assert torch.equal(outcome.blocks[0].values, one_process(0.3, [[(batch, 2)] for batch in range(16)]))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+def test_sync_with_any_number_of_workers_is_one_process_with_a_larger_batch(num_workers: int) -> None:
+    """Fifteen samples in batches of two: the last batch is short, and so may be the last round."""
+    sizes = [2] * 7 + [1]
+    rounds = [list(enumerate(sizes))[at : at + num_workers] for at in range(0, 8, num_workers)]
+    outcome = trained(Sync(lr=0.3), seed=1, num_workers=num_workers, num_samples=15)
+
+    torch.testing.assert_close(outcome.blocks[0].values, one_process(0.3, rounds), rtol=1e-6, atol=1e-6)
+
+
+def test_the_result_of_sync_does_not_depend_on_who_was_faster_or_who_died_to_the_last_bit() -> None:
+    quiet = trained(Sync(lr=0.3), seed=0, num_workers=3)
+    for seed in range(1, 8):
+        stormy = trained(Sync(lr=0.3), seed, 3, Faults(kills=2, restarts=1, pauses=2, suspicions=2, duplicates=0.2))
+        for index, block in quiet.blocks.items():
+            assert torch.equal(stormy.blocks[index].values, block.values)
+
+
+# ---- without servers ----
+
+
+class Alone:
+    """One worker and its coordinator: a word to the coordinator is answered at once."""
+
+    def __init__(self, strategy: Strategy, task: Quadratic, seed: int = 0) -> None:
+        self.coordinator = Coordinator(RunSettings(num_workers=1, num_servers=0, seed=seed))
+        self.strategy = strategy
+        self.module = task.model()
+        flat = Flat(self.module, [{"params": list(self.module.parameters())}])
+        me = Peer("worker", 0)
+        data = task.data()
+        join = Join("data", len(data), flat.layout, task.batch_size, task.epochs, cell_batches=1, rounds=False)
+        welcome = self.coordinator.receive(me, join, 0.0)[0].message
+        assert isinstance(welcome, Welcome)
+        self.inbox: list[Message] = []
+
+        def tell(message: Message) -> None:
+            self.inbox += [out.message for out in self.coordinator.receive(me, message, 0.0)]
+
+        client = Client(me, welcome.plan, flat, welcome.blocks, welcome.owners, [], tell)
+        self.worker = ModuleWorker(0, 1, task, data, self.module, client)
+
+    def run(self) -> None:
+        drive(self.strategy, self.worker, self.wait)
+
+    def wait(self) -> None:
+        assert self.inbox, "it waits, and nothing is under way"
+        while self.inbox:
+            self.worker.client.receive(self.inbox.pop(0))
+
+
+def batches_in_order(plan: Plan) -> list[Batch]:
+    return [Batch(p, k, 1) for p in range(plan.num_portions) for k in range(plan.batches_in(p))]
+
+
+@pytest.mark.parametrize(
+    "strategy, optimizer",
+    [
+        (Single(lr=0.1), lambda params: torch.optim.SGD(params, lr=0.1, fused=True)),
+        (Single(lr=0.1, momentum=0.9), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)),
+        (Single(lr=0.1, optimizer="adam"), lambda params: torch.optim.Adam(params, lr=0.1, fused=True)),
+    ],
+    ids=["sgd", "momentum", "adam"],
+)
+def test_single_is_plain_torch_to_the_last_bit(strategy: Single, optimizer: Callable[..., Any]) -> None:
+    task = Quadratic(dimension=5, samples=50, batch_size=8, epochs=2)
+    alone = Alone(strategy, task)
+    alone.run()
+
+    module, data = task.model(), task.data()
+    plain = optimizer(module.parameters())
+    for batch in batches_in_order(alone.worker.plan):
+        plain.zero_grad()
+        (samples,) = data.batch(alone.worker.sampler.indices(batch))
+        task.loss(module, (samples,)).backward()  # type: ignore[no-untyped-call]
+        plain.step()
+    assert torch.equal(next(alone.module.parameters()), next(module.parameters()))
+    books = alone.coordinator.books()
+    assert books is not None and books.balanced and books.applied == books.batches == 14

@@ -1,0 +1,111 @@
+"""Small parts for exact tests: a plan, a push, a server with a few blocks of 32 elements each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rainband.block import Block
+from rainband.blocks import BlockSpec, Entry, Layout, arrange, cut
+from rainband.messages import COORDINATOR, Ack, Assign, Load, Peer, Push
+from rainband.optim_spec import OptimizerSpec
+from rainband.place import Place
+from rainband.portions import Name, Plan, Range
+from rainband.rules import ApplyOnArrival, MeanOfRound
+from rainband.schedules import Schedule
+from rainband.server import Out, Server
+from rainband.types import Rule, ServerHalf
+
+NUMEL = 32
+WORKERS = [Peer("worker", i) for i in range(4)]
+
+
+def make_plan(num_batches: int = 8, portion_batches: int = 4, **others: Any) -> Plan:
+    """One sample per batch and one epoch, unless told otherwise."""
+    given = {"num_samples": num_batches, "batch_size": 1, "epochs": 1, "seed": 0, **others}
+    return Plan(fingerprint="data", layout="model", portion_batches=portion_batches, **given)
+
+
+def rounds_plan(num_batches: int = 6, columns: int = 3, portion_batches: int = 2, **others: Any) -> Plan:
+    """Two rounds of three cells, unless told otherwise."""
+    return make_plan(num_batches, portion_batches, columns=columns, **others)
+
+
+def named(portion: int, first: int, last: int | None = None, lease: int = 1) -> Name:
+    """One range; a single batch if `last` is not given."""
+    return (Range(portion, first, first + 1 if last is None else last, lease),)
+
+
+def make_push(name: Name, worker: int = 0, block: int = 0, **others: Any) -> Push:
+    given = {"sequence": 1, "samples": 1, "clock": 1, "term": 1, "version": 0, "dtype": "float32", "numel": NUMEL}
+    return Push(block=block, worker=worker, name=name, **{**given, **others})
+
+
+def cell_push(plan: Plan, round_: int, column: int, **others: Any) -> Push:
+    """The push of one cell of a round."""
+    group, k = divmod(round_, plan.portion_batches)
+    return make_push(named(group * plan.columns + column, k), point=round_, **others)
+
+
+def layout_of(num_blocks: int, dtype: str = "float32") -> Layout:
+    """As many parameters of one block each."""
+    return arrange([Entry(f"p{i}", (NUMEL,), dtype) for i in range(num_blocks)])
+
+
+def specs_of(num_blocks: int, dtype: str = "float32") -> tuple[BlockSpec, ...]:
+    return cut(layout_of(num_blocks, dtype), num_servers=num_blocks)
+
+
+def make_half(rule: Callable[[], Rule] = ApplyOnArrival, lr: float = 0.5, **others: Any) -> ServerHalf:
+    optimizer = others.get("optimizer") or OptimizerSpec("sgd", {"lr": lr})
+    return ServerHalf(rule, optimizer, others.get("schedule") or Schedule())
+
+
+def make_place(spec: BlockSpec, buffers: int) -> Place:
+    return Place([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
+
+
+def make_block(plan: Plan | None = None, half: ServerHalf | None = None, dtype: str = "float32") -> Block:
+    """One block, loaded with zeros."""
+    spec, half = specs_of(1, dtype)[0], half or make_half()
+    buffers = 2 if half.rule().reads == "round" else 1
+    block = Block(spec, make_place(spec, buffers), plan or make_plan(), half, ({},))
+    block.load(Load(0, dtype, NUMEL), torch.zeros(NUMEL, dtype=block.dtype))
+    return block
+
+
+def make_server(num_blocks: int = 1, plan: Plan | None = None, loaded: bool = True, **others: Any) -> Server:
+    """A server that owns all blocks; rounds if the plan has them."""
+    plan = plan or make_plan()
+    half = make_half(MeanOfRound if plan.columns else ApplyOnArrival, **others)
+    server = Server(lambda _: half, lambda specs, buffers: [make_place(spec, buffers) for spec in specs])
+    server.receive(COORDINATOR, Assign(plan, specs_of(num_blocks), ({},), num_workers=len(WORKERS)))
+    for block in range(num_blocks if loaded else 0):
+        server.receive(WORKERS[0], Load(block, "float32", NUMEL), full(0.0))
+    return server
+
+
+def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A gradient, or parameters, all alike."""
+    return torch.full((NUMEL,), value, dtype=dtype)
+
+
+def answer(outs: Sequence[Out]) -> Ack:
+    """The answer to a push."""
+    (ack,) = [out.message for out in outs if isinstance(out.message, Ack)]
+    return ack
+
+
+def send(server: Server, push: Push, value: float | None = 1.0) -> str:
+    """Push a gradient that is `value` everywhere; returns what became of it."""
+    payload = None if value is None else full(value)
+    return answer(server.receive(Peer("worker", push.worker), push, payload)).result
+
+
+def value_of(block: Block) -> float:
+    """The parameter that all elements of a block have."""
+    (value,) = set(block.values.tolist())
+    return float(value)

@@ -1,0 +1,113 @@
+"""What a seed stands for: a run of some size, and what goes wrong in it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from rainband.strategies.downpour import Downpour
+from rainband.strategies.sync import Sync
+from rainband.types import ServerHalf, Strategy, Worker
+from tests.harness import Faults, Outcome, run
+from tests.ledger import LR, Case
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Downpour whose workers cut a cell differently, as loops of their own would: no two begin alike."""
+
+    cell_batches: int = 4
+
+    async def run(self, worker: Worker) -> None:
+        await worker.server.pull()
+        async for cell in worker.cells():
+            cut = 2 + worker.index % (self.cell_batches - 1)
+            for at in range(0, len(cell.batches), cut):
+                gradients = [await worker.gradient(batch) for batch in cell.batches[at : at + cut]]
+                worker.server.push(functools.reduce(operator.add, gradients))
+
+    def server(self, num_workers: int) -> ServerHalf:
+        return Downpour(lr=LR, optimizer="sgd").server(num_workers)
+
+
+def draw(seed: int, kind: str) -> tuple[Case, Faults]:
+    """The run and the faults that a seed stands for; `kind` is downpour, ragged or sync."""
+    r = random.Random(f"{kind} {seed}")
+    epochs = r.choice((1, 1, 2))
+    num_samples, batch_size = r.randint(8, 40 // epochs), r.choice((1, 2))
+    num_batches, num_servers = -(-num_samples // batch_size) * epochs, r.randint(1, 3)
+    dtypes = tuple(r.choices(("float32", "float32", "float64", "bfloat16"), k=r.randint(1, 2)))
+    odd = r.random() < 0.3
+    not_finite = frozenset(r.sample(range(num_batches), 2)) if odd else frozenset()
+    strategy = DRAWS[kind](r)
+    case = Case(
+        strategy=strategy,
+        num_workers=r.randint(2, 4),
+        num_servers=num_servers,
+        dtypes=dtypes,
+        num_samples=num_samples,
+        batch_size=batch_size,
+        epochs=epochs,
+        portion_batches=r.choice((0, 2, 4)) * getattr(strategy, "cell_batches", 1),
+        direct=r.random() < 0.5,
+        not_finite=not_finite,
+        absent=_draw_absent(r, num_batches, len(dtypes) * num_servers, not_finite) if odd else frozenset(),
+    )
+    most = 2 if kind == "ragged" else 1  # its pushes are many in flight, so breaking its lines tells most
+    faults = Faults(
+        kills=r.choice((0, 1, 2)),
+        restarts=r.choice((0, 1)),
+        pauses=r.choice((0, 1, 2)) * most,
+        suspicions=r.choice((0, 1, 3)) * most,
+        reconnects=r.choice((0, 1, 4)) * most,
+        duplicates=r.choice((0.0, 0.0, 0.1, 0.3)),
+        latecomers=r.choice((0, 0, 1)),
+        stop=r.random() < 0.05,
+    )
+    return case, faults
+
+
+def _draw_downpour(r: random.Random) -> Downpour:
+    return Downpour(
+        n_push=r.randint(1, 3),
+        n_fetch=r.randint(1, 2),
+        lr=LR,
+        optimizer="sgd",
+        overlap=r.random() < 0.5,
+        warm_batches=r.choice((0, 0, 4)),
+    )
+
+
+def _draw_ragged(r: random.Random) -> Ragged:
+    return Ragged(cell_batches=r.randint(3, 5))
+
+
+def _draw_sync(r: random.Random) -> Sync:
+    return Sync(lr=LR)
+
+
+DRAWS: dict[str, Callable[[random.Random], Strategy]] = {
+    "downpour": _draw_downpour,
+    "ragged": _draw_ragged,
+    "sync": _draw_sync,
+}
+
+
+def _draw_absent(
+    r: random.Random, num_batches: int, num_blocks: int, but: Collection[int]
+) -> frozenset[tuple[int, int]]:
+    drawn = [(r.randrange(num_batches), r.randrange(num_blocks)) for _ in range(4)]
+    return frozenset((batch, block) for batch, block in drawn if batch not in but)
+
+
+def run_seed(seed: int, kind: str, max_steps: int = 20_000) -> Outcome:
+    """Run what a seed stands for; a failure says how to run it again."""
+    case, faults = draw(seed, kind)
+    try:
+        return run(seed, case, faults, max_steps)
+    except Exception as error:
+        error.add_note(f"to see it again: tests.storms.run_seed({seed}, {kind!r})\n{case}\n{faults}")
+        raise

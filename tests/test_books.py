@@ -1,0 +1,132 @@
+"""The books: what became of every batch. One that was lost or applied twice must show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rainband.block import Block
+from rainband.books import Books, balance, staleness_of
+from rainband.messages import COORDINATOR, Ask, Report, Skipped, Tally
+from rainband.server import Server
+from tests.pieces import full, make_plan, make_push, make_server, named, send
+
+
+def report(*blocks: Tally, **others: Any) -> Report:
+    return Report(
+        low=0, full=(), had=min(b.had for b in blocks), updates=others.pop("updates", 0), blocks=blocks, **others
+    )
+
+
+def books_of(*reports: Report, num_batches: int = 8) -> Books:
+    return balance(make_plan(num_batches=num_batches), reports, leased_again=0)
+
+
+def test_eight_batches_applied_on_every_block_balance() -> None:
+    books = books_of(report(Tally(8, 8, 0, 0), Tally(8, 8, 0, 0), updates=16))
+
+    assert (books.batches, books.applied, books.not_done, books.updates) == (8, 8, 0, 16)
+    assert books.balanced and (books.lost, books.twice) == (0, 0)
+
+
+def test_a_batch_that_is_marked_and_neither_applied_nor_skipped_is_lost() -> None:
+    books = books_of(report(Tally(8, 8, 0, 0), Tally(8, 7, 0, 0)))
+
+    assert (books.lost, books.twice, books.balanced) == (1, 0, False)
+
+
+def test_a_batch_applied_more_often_than_marked_shows_as_twice() -> None:
+    books = books_of(report(Tally(8, 10, 0, 0)), report(Tally(8, 8, 0, 0)))
+
+    assert (books.lost, books.twice, books.balanced) == (0, 2, False)
+
+
+def test_what_one_block_lost_is_not_made_good_by_what_another_had_twice() -> None:
+    books = books_of(report(Tally(8, 7, 0, 0), Tally(8, 9, 0, 0)))
+
+    assert (books.lost, books.twice, books.balanced) == (1, 1, False)
+
+
+def test_what_is_buffered_is_not_lost() -> None:
+    books = books_of(report(Tally(3, 1, 0, 2)))
+
+    assert books.balanced and (books.applied, books.not_done) == (1, 7)
+
+
+def test_skipped_batches_are_counted_by_reason_and_once_for_all_blocks() -> None:
+    skipped = (Skipped(0, 0b11, "not finite"), Skipped(1, 0b1, "not finite"), Skipped(1, 0b10, "asked to"))
+    books = books_of(report(Tally(8, 4, 4, 0), skipped=skipped), report(Tally(8, 4, 4, 0), skipped=skipped))
+
+    assert books.skipped == {"not finite": 3, "asked to": 1}
+    assert books.balanced and (books.applied, books.not_done) == (4, 0)
+
+
+def test_a_run_that_ended_early_says_how_many_were_not_done() -> None:
+    books = books_of(report(Tally(5, 5, 0, 0), Tally(3, 3, 0, 0)))
+
+    assert (books.applied, books.not_done) == (3, 5)
+
+
+def test_a_server_without_blocks_says_nothing() -> None:
+    empty = Report(low=0, full=(), had=0, updates=0)
+    assert books_of(report(Tally(8, 8, 0, 0)), empty).applied == 8
+
+
+def test_refusals_of_all_servers_are_added_up() -> None:
+    books = books_of(
+        report(Tally(8, 8, 0, 0), refused={"revoked": 2}), report(Tally(8, 8, 0, 0), refused={"revoked": 1, "late": 4})
+    )
+    assert books.refused == {"revoked": 3, "late": 4}
+
+
+def test_staleness_is_weighted_by_how_often_it_was_seen() -> None:
+    reports = [report(Tally(1, 1, 0, 0), staleness={0: {0: 3, 4: 1}}), report(Tally(1, 1, 0, 0), staleness={1: {2: 4}})]
+    staleness = staleness_of(reports)
+
+    assert staleness.histogram == {0: 3, 2: 4, 4: 1}
+    assert staleness.mean == 12 / 8 and staleness.max == 4
+    assert staleness.per_worker_mean == {0: 1.0, 1: 2.0}
+
+
+def test_nothing_pushed_is_no_staleness() -> None:
+    staleness = staleness_of([])
+    assert (staleness.mean, staleness.max, staleness.histogram) == (0.0, 0, {})
+
+
+# ---- counted by a server that does what it must not ----
+
+
+def books_after_three_pushes(server: Server) -> Books:
+    for k in range(3):
+        send(server, make_push(named(0, k)))
+    (out,) = server.receive(COORDINATOR, Ask())
+    assert isinstance(out.message, Report)
+    return books_of(out.message)
+
+
+def test_three_pushes_balance() -> None:
+    books = books_after_three_pushes(make_server())
+    assert books.balanced and (books.applied, books.not_done) == (3, 5)
+
+
+def test_a_server_that_applies_a_push_twice_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_apply = Block.apply
+
+    def apply_twice(block: Block, *given: Any) -> None:
+        true_apply(block, *given)
+        true_apply(block, *given)
+
+    monkeypatch.setattr(Block, "apply", apply_twice)
+    books = books_after_three_pushes(make_server())
+    assert (books.lost, books.twice, books.balanced) == (0, 3, False)
+
+
+def test_a_server_that_marks_and_does_not_apply_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Block, "apply", lambda *_: None)
+    server = make_server()
+    books = books_after_three_pushes(server)
+
+    assert (books.lost, books.twice, books.balanced) == (3, 0, False)
+    assert torch.equal(server.blocks[0].values, full(0.0))

@@ -1,0 +1,669 @@
+"""The coordinator, message by message: who gets which lease, what is done, and how a run ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rainband import events
+from rainband.coordinator import Coordinator, Out, RunSettings
+from rainband.messages import (
+    Address,
+    Ask,
+    Assign,
+    Beat,
+    Bye,
+    Conclude,
+    Concluded,
+    Ended,
+    Failed,
+    Finish,
+    Flush,
+    Forget,
+    Go,
+    Halt,
+    Join,
+    Lease,
+    Message,
+    Peer,
+    Ready,
+    Report,
+    Return,
+    Revoke,
+    ServerJoin,
+    Sets,
+    Tally,
+    Want,
+    Welcome,
+)
+from tests.pieces import layout_of
+
+TIMEOUT_S = 5.0
+
+
+class Run:
+    """A coordinator, and what it has said to whom."""
+
+    def __init__(self, num_workers: int = 2, num_servers: int = 2, **join: Any) -> None:
+        self.coordinator = Coordinator(
+            RunSettings(
+                num_workers=num_workers, num_servers=num_servers, failure_timeout_s=TIMEOUT_S, model_path="model"
+            )
+        )
+        self.join = {
+            "fingerprint": "data",
+            "num_samples": 8,
+            "layout": layout_of(num_servers or 1),
+            "batch_size": 1,
+            "epochs": 1,
+            "cell_batches": 1,
+            "rounds": False,
+            **join,
+        }
+        self.num_servers = num_servers
+        self.now = 0.0
+        self.said: list[tuple[str, Message]] = []
+        self.had = [0] * num_servers
+
+    # ---- what others do ----
+
+    def take(self, outs: list[Out]) -> list[Message]:
+        self.said += [(str(out.to), out.message) for out in outs]
+        return [out.message for out in outs]
+
+    def from_worker(self, index: int, message: Message, body: Any = None, incarnation: int = 0) -> list[Message]:
+        peer = Peer("worker", index, incarnation)
+        return self.take(self.coordinator.receive(peer, message, self.now, body))
+
+    def from_server(self, index: int, message: Message) -> list[Message]:
+        return self.take(self.coordinator.receive(Peer("server", index), message, self.now))
+
+    def server_joins(self, index: int) -> list[Message]:
+        return self.from_server(index, ServerJoin(Address("here", index)))
+
+    def joins(self, index: int, incarnation: int = 0, **changes: Any) -> list[Message]:
+        return self.from_worker(index, Join(**{**self.join, **changes}), incarnation=incarnation)
+
+    def lost(self, role: str, index: int, incarnation: int = 0) -> list[Message]:
+        return self.take(self.coordinator.lost(Peer(role, index, incarnation), self.now, "killed"))
+
+    def wants(self, index: int) -> list[Lease]:
+        return [m for m in self.from_worker(index, Want()) if isinstance(m, Lease)]
+
+    def returns(self, index: int, lease: Lease, reason: str = "done") -> list[Message]:
+        return self.from_worker(index, Return(lease.portion, lease.lease, reason))
+
+    def report(self, server: int, had: int, full: tuple[int, ...] = (), **others: Any) -> list[Message]:
+        given = {"low": 0, "updates": had, "blocks": (Tally(had, had, 0, 0),), **others}
+        return self.from_server(server, Report(full=full, had=had, **given))
+
+    def reports(self, had: int, full: tuple[int, ...] = (), **others: Any) -> list[Message]:
+        return [m for server in range(self.num_servers) for m in self.report(server, had, full, **others)]
+
+    def ticks(self, seconds: float = 1.0) -> list[Message]:
+        self.now += seconds
+        return self.take(self.coordinator.tick(self.now))
+
+    def beats(self, index: int, **numbers: Any) -> list[Message]:
+        return self.from_worker(index, Beat(**numbers))
+
+    # ---- what came of it ----
+
+    def told(self, who: str) -> list[Message]:
+        return [message for to, message in self.said if to == who]
+
+    @property
+    def phase(self) -> str:
+        return self.coordinator.phase
+
+    def events(self, kind: type) -> list[Any]:
+        return [event for event in self.coordinator.events if isinstance(event, kind)]
+
+
+def running(num_workers: int = 2, num_servers: int = 2, **join: Any) -> Run:
+    """Eight batches in portions of one each (two workers, free-running), unless told otherwise."""
+    run = Run(num_workers, num_servers, **join)
+    for server in range(num_servers):
+        run.server_joins(server)
+    for worker in range(num_workers):
+        run.joins(worker)
+    for server in range(num_servers):
+        run.from_server(server, Ready())
+    assert run.phase == "running"
+    run.said.clear()
+    return run
+
+
+# ---- forming ----
+
+
+def test_nothing_is_planned_before_every_server_is_there() -> None:
+    run = Run()
+    assert run.joins(0) == [] and run.server_joins(0) == []
+
+    kinds = [type(message) for message in run.server_joins(1)]
+
+    assert kinds == [Assign, Assign, Welcome] and run.phase == "loading"
+
+
+def test_the_first_worker_gives_the_first_values_and_all_begin_when_the_servers_are_ready() -> None:
+    run = Run()
+    for server in range(2):
+        run.server_joins(server)
+    run.joins(0)
+    run.joins(1)
+
+    assert [m.load for m in run.told("worker 0") if isinstance(m, Welcome)] == [True]
+    assert [m.load for m in run.told("worker 1") if isinstance(m, Welcome)] == [False]
+    assert run.from_server(0, Ready()) == []
+    assert run.from_server(1, Ready()) == [Go(), Go()] and run.phase == "running"
+
+
+def test_blocks_are_shared_out_and_every_worker_knows_the_owners() -> None:
+    run = Run()
+    run.server_joins(1)
+    run.server_joins(0)
+    run.joins(0)
+
+    assigned = {to: [b.index for b in m.blocks] for to, m in run.said if isinstance(m, Assign)}
+    (welcome,) = run.told("worker 0")
+    assert isinstance(welcome, Welcome)
+    assert assigned == {"server 0": [0], "server 1": [1]} and welcome.owners == (0, 1)
+    assert [address.port for address in welcome.servers] == [0, 1]
+
+
+@pytest.mark.parametrize("died_in", ["forming", "loading"])
+def test_when_the_worker_with_the_first_values_dies_another_gives_them(died_in: str) -> None:
+    run = Run(num_servers=1)
+    run.joins(0)
+    run.joins(1)
+    if died_in == "forming":
+        run.lost("worker", 0)
+        run.server_joins(0)
+    else:
+        run.server_joins(0)
+        run.lost("worker", 0)
+
+    assert [m.load for m in run.told("worker 1") if isinstance(m, Welcome)][-1] is True
+
+
+@pytest.mark.parametrize(
+    "changes, differs",
+    [
+        ({"fingerprint": "other"}, "the data is other, not data"),
+        ({"num_samples": 9}, "the number of samples is 9, not 8"),
+        ({"layout": layout_of(5)}, "the model is"),
+        ({"batch_size": 2}, "the batch size is 2, not 1"),
+        ({"rounds": True}, "the strategy is"),
+    ],
+)
+def test_a_worker_with_another_plan_is_told_what_differs(changes: dict[str, Any], differs: str) -> None:
+    run = running()
+    (bye,) = run.joins(2, **changes)
+    assert isinstance(bye, Bye) and f"worker 2 does not fit this run: {differs}" in bye.reason
+
+
+def test_who_comes_late_begins_at_once() -> None:
+    run = running()
+    assert [type(m) for m in run.joins(2)] == [Welcome, Go]
+    assert run.wants(2)
+
+
+@pytest.mark.parametrize("phase", ["flushing", "finishing", "concluding"])
+def test_who_comes_when_all_is_done_is_sent_away_and_not_waited_for(phase: str) -> None:
+    run = running(num_workers=1)
+    run.reports(8, low=8)
+    if phase != "flushing":
+        run.reports(8, low=8, flushed=True)
+    if phase == "concluding":
+        run.from_worker(0, Ended(8))
+    assert run.phase == phase
+
+    (bye,) = run.joins(1)
+
+    assert isinstance(bye, Bye) and 1 not in run.coordinator.workers
+
+
+# ---- leases ----
+
+
+def test_portions_are_leased_in_order_and_exclusively() -> None:
+    run = running()
+    leases = [run.wants(worker)[0] for worker in (0, 1, 0)]
+    assert leases == [Lease(portion, 1, ((0,),)) for portion in range(3)]
+
+
+def test_the_last_portions_go_to_those_who_have_nothing_to_do() -> None:
+    run = running(num_workers=2, num_samples=3)
+    (first,), (second,) = run.wants(0), run.wants(1)
+    assert (first.portion, second.portion) == (0, 1)
+
+    assert run.wants(0) == []
+    assert run.returns(0, first) == [Lease(2, 1, ((0,),))]  # at once, not with the next tick
+
+
+def test_a_portion_is_done_when_the_marks_say_so_not_when_a_worker_does() -> None:
+    run = running(num_samples=2)
+    (first,), (second,) = run.wants(0), run.wants(1)
+
+    run.returns(0, first)
+    run.returns(1, second)
+    assert run.coordinator.batches_done() == 0 and run.phase == "running"
+    run.report(0, had=2, low=2)
+    assert run.phase == "running"
+    run.report(1, had=2, low=2)
+
+    assert run.phase == "flushing"
+
+
+def test_what_was_returned_as_done_and_is_not_in_the_marks_in_time_is_asked_for() -> None:
+    run = running()
+    (lease,) = run.wants(0)
+    run.returns(0, lease)
+    run.reports(0)
+
+    run.now += TIMEOUT_S + 1
+    for worker in (0, 1):
+        run.beats(worker)
+    assert Revoke(0, 2) in run.ticks(0.0)
+
+
+def test_nobody_takes_a_servers_answer_from_a_worker() -> None:
+    run = running(num_workers=1, num_servers=1)
+    run.from_worker(0, Report(low=8, full=(), had=8, updates=8, blocks=(Tally(8, 8, 0, 0),)))
+    assert run.coordinator.batches_done() == 0
+
+
+@pytest.mark.parametrize("how", ["killed", "silent", "revoked", "crossed", "stopped"])
+def test_a_lease_is_taken_back_by_a_fence_and_what_is_missing_leased_again(how: str) -> None:
+    run = running(num_samples=64)
+    (lease,) = run.wants(0)
+    assert len(lease.groups[0]) == 8
+    run.said.clear()
+    if how == "killed":
+        run.lost("worker", 0)
+    elif how == "silent":
+        run.now = TIMEOUT_S + 1
+        run.beats(1)
+        run.ticks(0.0)
+    else:
+        run.returns(0, lease, how)
+
+    for server in ("server 0", "server 1"):
+        assert Revoke(0, 2) in run.told(server)
+        assert (Forget(0) in run.told(server)) == (how in ("killed", "silent"))
+    assert all(found.portion != 0 for found in run.wants(1))  # not before all have answered
+    run.from_server(0, Sets(0, 2, masks=(0b0000_0111,)))
+    assert not [m for m in run.told("worker 1") if m == Lease(0, 2, ((1, 2), (3, 4, 5, 6, 7)))]
+    outs = run.from_server(1, Sets(0, 2, masks=(0b0000_0001,))) + run.wants(1)
+
+    assert Lease(0, 2, ((1, 2), (3, 4, 5, 6, 7))) in outs
+    assert run.coordinator.leased_again == 1
+    assert [(e.portion, e.batches, e.from_worker) for e in run.events(events.LeasedAgain)] == [(0, 7, 0)]
+
+
+def test_answers_to_an_earlier_fence_do_not_count() -> None:
+    run = running(num_samples=64)
+    (lease,) = run.wants(0)
+    run.returns(0, lease, "revoked")
+    run.from_server(0, Sets(0, 1, masks=(0xFF,)))
+    run.from_server(1, Sets(0, 1, masks=(0xFF,)))
+    assert 0 in run.coordinator.gathering
+
+
+def test_a_fence_that_is_not_answered_is_asked_for_again() -> None:
+    run = running(num_samples=64)
+    (lease,) = run.wants(0)
+    run.returns(0, lease, "crossed")
+    run.from_server(0, Sets(0, 2, masks=(0,)))
+    run.said.clear()
+
+    run.ticks()
+
+    assert Revoke(0, 2) in run.told("server 1") and Revoke(0, 2) not in run.told("server 0")
+
+
+def test_a_portion_that_lacks_nothing_is_not_leased_again() -> None:
+    run = running(num_samples=64)
+    (lease,) = run.wants(0)
+    run.lost("worker", 0)
+    for server in range(2):
+        run.from_server(server, Sets(lease.portion, 2, masks=(0xFF,)))
+
+    assert run.coordinator.again == {} and run.coordinator.leased_again == 0
+
+
+def test_a_lease_that_was_taken_back_cannot_be_returned() -> None:
+    run = running(num_samples=64)
+    (lease,) = run.wants(0)
+    run.now = TIMEOUT_S + 1
+    run.beats(1)
+    run.ticks(0.0)
+
+    assert run.returns(0, lease, "done") == []
+    assert run.coordinator.unconfirmed == {}
+
+
+# ---- who is here ----
+
+
+def suspected(**join: Any) -> Run:
+    """Worker 0 has been silent too long."""
+    run = running(num_samples=64, **join)
+    run.wants(0)
+    run.now = TIMEOUT_S + 1
+    run.beats(1)
+    run.ticks(0.0)
+    assert not run.coordinator.workers[0].here
+    return run
+
+
+def test_who_is_not_heard_of_is_given_up_and_gets_nothing() -> None:
+    run = suspected()
+    run.coordinator.wanting[0] = None
+    assert [e.why for e in run.events(events.Lost)] == ["not heard of for 6.0 s"]
+    assert not [m for m in run.ticks(0.0) if isinstance(m, Lease)]
+
+
+@pytest.mark.parametrize("sign", [Want(), Return(0, 1, "revoked"), Beat(waiting=True), Beat(acked=1)])
+def test_who_works_or_waits_for_work_is_here_again(sign: Message) -> None:
+    run = suspected()
+    run.from_worker(0, sign)
+    assert run.coordinator.workers[0].here
+    assert [e.node for e in run.events(events.Returned)] == ["worker 0"]
+
+
+def test_a_heartbeat_alone_says_alive_and_not_working() -> None:
+    run = suspected()
+    run.beats(0, acked=0)
+    assert not run.coordinator.workers[0].here
+
+
+def test_a_worker_that_acknowledged_long_ago_and_hangs_now_does_not_come_back_by_its_heartbeat() -> None:
+    run = running(num_samples=64)
+    run.wants(0)
+    run.beats(0, acked=7)
+    run.now = TIMEOUT_S + 1
+    run.beats(1)
+    run.ticks(0.0)
+
+    run.beats(0, acked=7)
+
+    assert not run.coordinator.workers[0].here
+
+
+def test_who_beats_and_pushes_nothing_is_away() -> None:
+    run = running(num_samples=64)
+    run.wants(0)
+    for acked in range(1, 4):  # a second for each push is what is usual here
+        run.now += 1.0
+        run.beats(0, acked=acked)
+        run.beats(1)
+    assert run.coordinator.workers[0].slowest_s == 1.0
+
+    for _ in range(20):  # up to twice the timeout and ten times what is usual
+        run.beats(0, acked=3)
+        run.beats(1)
+        run.ticks()
+    assert run.coordinator.workers[0].here
+    run.beats(0, acked=3)
+    run.beats(1)
+    run.ticks()
+
+    assert not run.coordinator.workers[0].here
+    assert "away: alive, but no push for 21.0 s" in [e.why for e in run.events(events.Lost)]
+
+
+def test_who_waits_for_others_is_not_to_blame() -> None:
+    run = running(num_samples=64)
+    run.wants(0)
+    run.now = 1.0
+    run.beats(0, acked=1)
+    for _ in range(50):
+        run.ticks()
+        run.beats(0, acked=1, waiting=True)
+        run.beats(1)
+    assert run.coordinator.workers[0].here
+
+
+def test_a_worker_that_was_started_again_is_another_one() -> None:
+    run = running(num_samples=64)
+    (lease,) = run.wants(0)
+
+    outs = run.joins(0, incarnation=1)
+
+    assert Revoke(lease.portion, 2) in outs and Forget(0) in outs
+    assert [type(m) for m in outs if isinstance(m, Welcome | Go)] == [Welcome, Go]
+    assert run.lost("worker", 0, incarnation=0) == []
+    assert run.from_worker(0, Want(), incarnation=0) == []
+    assert run.coordinator.workers[0].connected
+    assert run.joins(0, incarnation=0) == []  # a word of its earlier life, late
+
+
+def test_the_only_worker_may_be_started_again() -> None:
+    run = running(num_workers=1)
+    run.joins(0, incarnation=1)
+    assert run.phase == "running"
+
+
+def test_a_portion_that_cost_three_workers_their_lives_ends_the_run() -> None:
+    run = running(num_workers=4, num_samples=64)
+    for death, worker in enumerate((0, 1, 2)):
+        (lease,) = run.wants(worker)
+        assert lease.portion == 0
+        run.lost("worker", worker)
+        for server in range(2):
+            run.from_server(server, Sets(0, death + 2, masks=(0,)))
+
+    assert run.phase == "over"
+    assert (run.coordinator.outcome, run.coordinator.reason) == ("failed", "portion 0 ended 3 workers")
+
+
+def test_a_portion_that_was_only_leased_ahead_is_not_to_blame() -> None:
+    run = running(num_samples=64)
+    assert [run.wants(0)[0].portion for _ in range(2)] == [0, 1]
+    run.lost("worker", 0)
+    assert run.coordinator.deaths == {0: 1}
+
+
+def test_in_rounds_all_columns_of_the_first_group_may_be_to_blame_and_no_later_one() -> None:
+    run = running(num_workers=2, num_samples=128, rounds=True)
+    run.lost("worker", 1)
+    portions = [run.wants(0)[0].portion for _ in range(3)]
+    assert portions == [0, 1, 2]  # two columns of the first 16 rounds, one of the next
+
+    run.joins(2)
+    run.lost("worker", 0)
+
+    assert run.coordinator.deaths == {0: 1, 1: 1}
+
+
+# ---- warm start ----
+
+
+def test_one_worker_warms_up_alone() -> None:
+    run = running(num_samples=64, warm_batches=8)
+    assert run.wants(1) == []
+    (lease,) = run.wants(0)
+    run.returns(0, lease)
+
+    outs = run.reports(8, low=1)
+
+    assert [m.portion for m in outs if isinstance(m, Lease)] == [1]
+
+
+def test_when_the_one_that_warms_up_dies_the_next_goes_on() -> None:
+    run = running(num_samples=64, warm_batches=8)
+    run.wants(1)
+    run.wants(0)
+    run.lost("worker", 0)
+    outs = [m for server in range(2) for m in run.from_server(server, Sets(0, 2, masks=(0,)))]
+    assert [m.portion for m in outs if isinstance(m, Lease)] == [0]
+
+
+# ---- rounds ----
+
+
+def test_columns_are_shared_evenly() -> None:
+    run = running(num_workers=4, num_samples=64, rounds=True)
+    leases = {worker: run.wants(worker)[0].portion for worker in range(4)}
+    assert leases == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert run.coordinator.plan is not None and run.coordinator.plan.columns == 4
+
+
+def test_a_dead_workers_column_goes_to_one_that_waits() -> None:
+    run = running(num_workers=2, num_samples=8, rounds=True)
+    run.wants(0)
+    run.wants(1)
+    run.from_worker(1, Want())
+
+    run.lost("worker", 0)
+    outs = [m for server in range(2) for m in run.from_server(server, Sets(0, 2, masks=(0b1,)))]
+
+    assert Lease(0, 2, ((1, 2, 3),)) in outs
+
+
+def test_there_are_no_more_columns_than_batches() -> None:
+    run = running(num_workers=4, num_samples=3, rounds=True)
+    assert run.coordinator.plan is not None and run.coordinator.plan.columns == 3
+
+
+# ---- the end ----
+
+
+def finished() -> Run:
+    """All is in the marks; the servers were asked to flush."""
+    run = running()
+    run.wants(0)
+    run.reports(8, low=8)
+    assert run.phase == "flushing"
+    assert Flush() in run.told("server 0") and Flush() in run.told("server 1")
+    return run
+
+
+def test_a_run_ends_step_by_step() -> None:
+    run = finished()
+    assert run.report(0, 8, low=8, flushed=True) == []
+    assert run.report(1, 8, low=8, flushed=True) == [Finish(), Finish()] and run.phase == "finishing"
+    assert run.from_worker(0, Ended(5)) == []
+    assert Conclude("model") in run.from_worker(1, Ended(3)) and run.phase == "concluding"
+    assert Ask() in run.told("server 0")
+    run.from_worker(0, Concluded({"accuracy": 0.5}))
+    outs = run.reports(8, low=8)
+
+    assert outs == [Bye("")] * 4 and run.phase == "over"
+    assert run.coordinator.metrics == {"accuracy": 0.5} and run.coordinator.outcome == "finished"
+    books = run.coordinator.books()
+    assert books is not None and books.balanced and (books.applied, books.not_done) == (8, 0)
+
+
+def test_a_report_that_was_asked_for_meanwhile_does_not_undo_the_flush() -> None:
+    run = finished()
+    run.report(0, 8, low=8, flushed=True)
+    run.report(0, 8, low=8)  # the answer to a tick
+    assert run.report(1, 8, low=8, flushed=True) == [Finish(), Finish()]
+
+
+def test_the_saved_buffers_are_the_mean_weighted_by_samples() -> None:
+    run = finished()
+    run.reports(8, low=8, flushed=True)
+    run.from_worker(0, Ended(3), np.array([2.0, 4.0]).tobytes())
+    outs = run.coordinator.receive(Peer("worker", 1), Ended(1), run.now, np.array([6.0, 0.0]).tobytes())
+
+    (body,) = [out.body for out in outs if isinstance(out.message, Conclude)]
+    assert body is not None and np.frombuffer(body).tolist() == [3.0, 3.0]
+
+
+def concluding() -> Run:
+    run = finished()
+    run.reports(8, low=8, flushed=True)
+    for worker in (0, 1):
+        run.from_worker(worker, Ended(4))
+    assert run.phase == "concluding" and run.coordinator.concluder == 0
+    return run
+
+
+def test_when_the_worker_that_saves_the_model_dies_another_saves_it() -> None:
+    run = concluding()
+    assert Conclude("model") in run.lost("worker", 0)
+    assert run.coordinator.concluder == 1
+
+
+def test_when_the_worker_that_saves_the_model_falls_silent_another_saves_it() -> None:
+    run = concluding()
+    run.now += TIMEOUT_S + 1
+    run.beats(1)
+    assert Conclude("model") in run.ticks(0.0)
+    assert run.coordinator.concluder == 1
+
+
+def test_who_falls_silent_while_the_run_ends_is_not_waited_for() -> None:
+    run = finished()
+    run.reports(8, low=8, flushed=True)
+    run.from_worker(1, Ended(4))
+    run.now += TIMEOUT_S + 1
+    run.beats(1)
+
+    assert Conclude("model") in run.ticks(0.0)
+
+
+def test_if_all_are_silent_the_run_waits_for_one_of_them() -> None:
+    run = finished()
+    run.reports(8, low=8, flushed=True)
+    run.ticks(TIMEOUT_S + 1)
+    assert run.phase == "finishing" and run.coordinator.outcome == "finished"
+
+    run.from_worker(1, Ended(4))
+
+    assert run.phase == "concluding" and run.coordinator.concluder == 1
+
+
+def test_without_workers_a_run_fails() -> None:
+    run = running()
+    run.lost("worker", 0)
+    assert run.phase == "running"
+    run.lost("worker", 1)
+    assert (run.phase, run.coordinator.outcome) == ("over", "failed")
+    assert run.coordinator.reason.startswith("no worker is left")
+
+
+def test_without_copies_a_lost_server_is_the_end_and_the_reason_says_what_is_gone() -> None:
+    run = running()
+    run.reports(3)
+    run.lost("server", 1)
+
+    assert (run.phase, run.coordinator.outcome) == ("over", "failed")
+    assert "server 1 was lost (killed). It held the only copy of 1 blocks" in run.coordinator.reason
+
+
+def test_a_stopped_run_lets_its_workers_finish_and_saves_what_there_is() -> None:
+    run = running()
+    run.reports(3)
+    assert run.take(run.coordinator.stop("stopped", "interrupted")) == [Halt("interrupted")] * 2
+    run.from_worker(0, Ended(2))
+    assert Conclude("model") in run.from_worker(1, Ended(1))
+    assert run.coordinator.outcome == "stopped"
+
+
+def test_the_users_error_is_shown_once_and_ends_the_run() -> None:
+    run = running()
+    outs = run.from_worker(0, Failed(step=3, error="ValueError: no", traceback="..."))
+    run.from_worker(1, Failed(step=4, error="ValueError: no", traceback="..."))
+
+    assert [m for m in outs if isinstance(m, Bye | Halt)]
+    assert [(e.worker, e.step, e.error) for e in run.events(events.UserError)] == [(0, 3, "ValueError: no")]
+    assert run.coordinator.outcome == "failed"
+    assert run.coordinator.reason == "worker 0 failed at step 3: ValueError: no"
+
+
+def test_one_worker_without_servers_is_done_when_its_own_marks_say_so() -> None:
+    run = Run(num_workers=1, num_servers=0)
+    assert [type(m) for m in run.joins(0)] == [Welcome, Go]
+    own = Report(low=2, full=(), had=8, updates=8, blocks=(Tally(8, 8, 0, 0),))
+
+    assert run.wants(0) and Finish() in run.from_worker(0, own)
+    assert Conclude("model") in run.from_worker(0, Ended(8))
+    run.from_worker(0, Concluded({}))
+    assert run.phase == "over"

@@ -1,0 +1,83 @@
+"""The examples run, alone and in a run, on a tiny budget; and they stay short."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SCRIPTS = [path for path in EXAMPLES if path.stem != "wrap_a_dataset"]  # that one starts a run of its own
+
+each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+
+
+def test_there_is_an_example_for_pictures_text_and_tables() -> None:
+    assert [path.stem for path in EXAMPLES] == ["char_lm", "image_classifier", "table_regression", "wrap_a_dataset"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_under_a_hundred_lines(example: Path) -> None:
+    assert len(example.read_text(encoding="utf-8").splitlines()) < 100
+
+
+@each_script
+def test_a_script_started_without_a_run_trains_alone(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(script), "--tiny"])
+    runpy.run_path(str(script), run_name="__main__")
+    assert WHAT_IT_PRINTS[script.stem] in capsys.readouterr().out
+
+
+WHAT_IT_PRINTS = {"image_classifier": "accuracy", "char_lm": "'The ", "table_regression": "% of the variance"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(p, marks=[] if p.stem == "image_classifier" else [pytest.mark.slow]) for p in SCRIPTS],
+    ids=lambda path: path.stem,
+)
+def test_a_script_runs_in_two_workers_and_the_books_balance(script: Path, tmp_path: Path) -> None:
+    result = last_json(rainband_run("--json", str(script), "--tiny", cwd=tmp_path))
+    assert result["outcome"] == "finished"
+    assert (result["books"]["lost"], result["books"]["twice"]) == (0, 0)
+    assert (tmp_path / result["directory"] / "model.safetensors").is_file()
+
+
+@pytest.mark.processes
+def test_two_workers_share_the_batches_of_the_image_classifier(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "image_classifier.py"
+    result = last_json(rainband_run("--json", str(script), "--tiny", cwd=tmp_path))
+    assert result["books"]["batches"] == result["books"]["applied"] == 10  # 320 images in batches of 32, once
+
+
+@pytest.mark.processes
+def test_a_module_and_a_dataset_are_trained_with_one_call(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "wrap_a_dataset.py"
+    done = run([sys.executable, str(script), "--tiny"], tmp_path)
+    assert "45 of 45 batches applied, 0 lost, 0 twice" in done.stdout  # 1,437 samples in batches of 32
+    assert "accuracy 0." in done.stdout
+
+
+def rainband_run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", "from rainband.cli.main import main; main()"]
+    return run([*program, "run", "--workers", "2", "--servers", "1", *words], cwd)
+
+
+def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

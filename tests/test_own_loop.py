@@ -1,0 +1,1051 @@
+"""A loop of one's own, joined by one worker that waits for its pushes, is plain PyTorch: in every everyday pattern."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rainband.join import join as public_join
+from rainband.messages import Halt
+from rainband.optim_spec import OptimizerSpec
+from rainband.rules import ApplyOnArrival
+from rainband.schedules import Schedule
+from rainband.strategies.downpour import Downpour
+from rainband.strategies.single import Single
+from rainband.strategies.sync import Sync
+from rainband.types import ServerHalf, Worker
+from rainband.worlds.alone import Alone
+from rainband.worlds.own_loop import OwnLoop
+from tests.lion import Lion
+from tests.one_process import PLAIN, OneProcess, joined
+
+torch.manual_seed(0)
+DATA = TensorDataset(torch.randn(24, 5), torch.randint(0, 3, (24,)))  # six batches of four
+Join = Callable[[Any, Any], Any]
+Script = Callable[[Join], nn.Module]  # what a user writes
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def backward(model: nn.Module, batch: Any) -> Tensor:
+    inputs, labels = batch
+    loss = cross_entropy(model(inputs), labels)
+    loss.backward()
+    return loss
+
+
+def train(model: nn.Module, optimizer: Optimizer, batch: Any) -> Tensor:
+    optimizer.zero_grad()
+    loss = backward(model, batch)
+    optimizer.step()
+    return loss
+
+
+def same_as_plain(script: Script, pushes: int, strategy: Any = PLAIN) -> OneProcess:
+    """Run the script alone and joined; the models must be equal, and so many gradients have been pushed."""
+    plain = script(lambda model, optimizer: Alone())
+    member = OneProcess(strategy)
+    shared = script(lambda model, optimizer: joined(model, optimizer, member))
+    for (name, a), b in zip(plain.state_dict().items(), shared.state_dict().values(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+    assert member.num_pushed == pushes
+    assert member.books.applied + sum(member.books.skipped.values()) == member.books.batches - member.books.not_done
+    return member
+
+
+# ---- everyday patterns -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, Sync()], ids=["downpour", "sync"])
+def test_three_lines_are_enough(strategy: Any) -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with join(model, optimizer) as run:
+            for _ in range(2):
+                for batch in run.batches(DATA, batch_size=4):
+                    train(model, optimizer, batch)
+        return model
+
+    books = same_as_plain(script, pushes=12, strategy=strategy).books
+    assert (books.batches, books.applied, books.not_done, books.extras) == (12, 12, 0, 0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_schedule_made_before_or_after_joining(when: str) -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = StepLR(optimizer, 2, gamma=0.1) if when == "before" else None
+        with join(model, optimizer) as run:
+            scheduler = scheduler or StepLR(optimizer, 2, gamma=0.1)
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+                scheduler.step()
+        return model
+
+    member = same_as_plain(script, pushes=6)
+    assert [bool(push.groups) for push in member.pushes] == [False, False, True, False, True, False]
+
+
+def test_a_one_cycle_schedule_that_moves_rate_and_momentum() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=7)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+                scheduler.step()
+        return model
+
+    same_as_plain(script, pushes=6)
+
+
+def test_a_schedule_that_looks_at_the_loss() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = ReduceLROnPlateau(optimizer, patience=0)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                scheduler.step(train(model, optimizer, batch).item())
+        return model
+
+    same_as_plain(script, pushes=6)
+
+
+def test_two_groups_with_schedules_of_their_own() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.05, "note": "head"}]
+        optimizer = SGD(groups, lr=0.1, weight_decay=0.01)
+        scheduler = LambdaLR(optimizer, [lambda n: 0.9**n, lambda n: 1.1**n])
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+                scheduler.step()
+        return model
+
+    same_as_plain(script, pushes=6)
+
+
+def test_a_learning_rate_that_is_a_tensor() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = Adam(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+                optimizer.param_groups[0]["lr"] *= 0.5
+        return model
+
+    same_as_plain(script, pushes=6)
+
+
+def test_clipping_the_gradients() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                optimizer.zero_grad()
+                backward(model, batch)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+        return model
+
+    same_as_plain(script, pushes=6)
+
+
+def test_accumulating_gradients_over_four_batches_with_a_rest() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for number, batch in enumerate(run.batches(DATA, batch_size=4), 1):
+                backward(model, batch)
+                if number % 4 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            optimizer.step()  # the two that are left
+        return model
+
+    member = same_as_plain(script, pushes=2)
+    named = [[(r.portion, r.first, r.last) for r in push.name] for push in member.pushes]
+    assert named == [[(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)], [(4, 0, 1), (5, 0, 1)]]  # over portion ends
+    assert member.books.applied == 6
+
+
+def test_mixed_precision_on_the_cpu() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for inputs, labels in run.batches(DATA, batch_size=4):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = cross_entropy(model(inputs), labels)
+                loss.backward()
+                optimizer.step()
+        return model
+
+    same_as_plain(script, pushes=6)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_batch_without_a_step_is_named_by_the_next_step_unless_the_loop_says_so(told: bool) -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+                if number == 2:
+                    if told:
+                        run.skip()
+                    continue
+                train(model, optimizer, batch)
+        return model
+
+    books = same_as_plain(script, pushes=5).books
+    assert (books.applied, books.skipped) == ((5, {"skipped by the loop": 1}) if told else (6, {}))
+
+
+def test_breaking_out_early() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+                if number == 3:
+                    break
+                train(model, optimizer, batch)
+        return model
+
+    books = same_as_plain(script, pushes=3).books
+    assert (books.applied, books.skipped, books.not_done) == (3, {"never stepped on": 1}, 2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluating_in_the_middle_sees_what_the_last_step_made(mode: Any) -> None:
+    seen: list[list[float]] = []
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        losses = []
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+                model.eval()
+                with mode():
+                    losses.append(cross_entropy(model(DATA.tensors[0]), DATA.tensors[1]).item())
+                model.train()
+        seen.append(losses)
+        return model
+
+    same_as_plain(script, pushes=6)
+    same_as_plain(script, pushes=6, strategy=Sync())
+    assert seen[1] == pytest.approx(seen[0]) and seen[3] == pytest.approx(seen[0])
+
+
+def test_a_loader_of_ones_own_is_counted_by_its_pushes() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer):
+            for batch in DataLoader(DATA, batch_size=4):
+                train(model, optimizer, batch)
+        return model
+
+    member = same_as_plain(script, pushes=6)
+    assert all(push.name == () for push in member.pushes)
+    assert (member.books.batches, member.books.extras, member.books.not_done) == (0, 6, 0)
+
+
+def test_a_closure() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+
+                def closure(batch: Any = batch) -> Tensor:
+                    optimizer.zero_grad()
+                    return backward(model, batch)
+
+                loss = optimizer.step(closure) if number % 2 else optimizer.step(closure=closure)
+                assert loss is not None and loss > 0
+        return model
+
+    same_as_plain(script, pushes=6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_scaler_whose_third_step_is_infinite(fused: bool) -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with join(model, optimizer) as run:
+            for number, (inputs, labels) in enumerate(run.batches(DATA, batch_size=4)):
+                optimizer.zero_grad()
+                loss = cross_entropy(model(inputs), labels) * (math.inf if number == 2 else 1)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return model
+
+    books = same_as_plain(script, pushes=5).books
+    # Unless it is fused, the scaler does not call step() at all, so nothing tells that batch from an accumulated one.
+    assert (books.applied, books.skipped) == ((5, {"not finite": 1}) if fused else (6, {}))
+
+
+def test_a_head_that_never_gets_a_gradient_stays_as_it_is() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.unused = net(), nn.Linear(7, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            result: Tensor = self.body(inputs)
+            return result
+
+    def script(join: Join) -> nn.Module:
+        model = TwoHeads()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+        return model
+
+    same_as_plain(script, pushes=6)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["freezing", "unfreezing"])
+def test_freezing_and_unfreezing_midway(before: bool) -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        model[0].requires_grad_(before)
+        with join(model, optimizer) as run:
+            for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+                if number == 3:
+                    model[0].requires_grad_(not before)
+                train(model, optimizer, batch)
+        return model
+
+    same_as_plain(script, pushes=6)
+
+
+def test_a_subclass_that_calls_the_step_of_its_parent() -> None:
+    class Talkative(SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer: SGD = Talkative(model.parameters(), lr=0.1) if join is not alone else SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+        return model
+
+    def alone(model: Any, optimizer: Any) -> Alone:
+        return Alone()
+
+    member = OneProcess(Averaging())  # which leaves the step to the worker: a server could not import the class
+    shared = script(lambda model, optimizer: joined(model, optimizer, member))
+    assert equal(shared, script(alone))
+    assert member.num_pushed == 6
+
+
+def test_hooks_of_ones_own_run_once_and_may_change_the_gradients() -> None:
+    calls: list[str] = []
+
+    def halve(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        calls.append("before")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+
+    def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        calls.append("after" if optimizer.param_groups[0]["params"][0].grad is not None else "too early")
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(see)
+        with join(model, optimizer) as run:
+            optimizer.register_step_pre_hook(halve)
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+        return model
+
+    same_as_plain(script, pushes=6)
+    assert calls == ["before", "after"] * 12
+
+
+def test_an_average_of_the_weights_beside_the_model() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+                average.update_parameters(model)
+        return average
+
+    same_as_plain(script, pushes=6)
+    same_as_plain(script, pushes=6, strategy=Sync())
+
+
+def test_a_compiled_model() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        compiled = torch.compile(model, backend="eager")
+        optimizer = SGD(compiled.parameters(), lr=0.1)
+        with join(compiled, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(compiled, optimizer, batch)
+        return model
+
+    same_as_plain(script, pushes=6)
+
+
+def test_gradients_that_are_zeroed_in_place_and_read_after_the_step() -> None:
+    norms: list[list[float]] = []
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        seen = []
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                optimizer.zero_grad(set_to_none=False)
+                backward(model, batch)
+                optimizer.step()
+                seen.append(sum(p.grad.norm().item() for p in model.parameters() if p.grad is not None))
+        norms.append(seen)
+        return model
+
+    same_as_plain(script, pushes=6)
+    assert norms[1] == pytest.approx(norms[0]) and all(norms[0])
+
+
+def test_two_steps_on_one_batch_are_a_step_and_an_extra() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+                train(model, optimizer, batch)
+        return model
+
+    books = same_as_plain(script, pushes=12).books
+    assert (books.applied, books.extras) == (6, 6)
+
+
+def test_two_optimizers_of_one_class() -> None:
+    """As a GAN has them: each steps on its own part, although gradients of the other's lie about."""
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        first, second = Adam(model[0].parameters(), lr=0.01), Adam(model[2].parameters(), lr=0.02)
+        with join(model, [first, second]) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, first, batch)
+                train(model, second, batch)
+        return model
+
+    assert same_as_plain(script, pushes=12).books.extras == 6
+
+
+def test_sixteen_bit_parameters_keep_small_steps_on_the_servers() -> None:
+    model = net().bfloat16()
+    start = [p.detach().clone() for p in model.parameters()]
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    with joined(model, optimizer, OneProcess()) as run:
+        for _ in range(100):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    for before, parameter in zip(start, model.parameters(), strict=True):  # 100 steps of 0.0001, which bfloat16 rounds away
+        torch.testing.assert_close(parameter.detach(), before - 0.01, atol=2e-3, rtol=0)
+
+
+# ---- the optimizer's state comes along, and back -----------------------------------------------------------------------
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: Adam(p, lr=0.01),
+    "amsgrad": lambda p: Adam(p, lr=0.01, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "lion": lambda p: Lion(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, Sync()], ids=["downpour", "sync"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_three_plain_steps_four_joined_and_three_plain_equal_ten_plain(kind: str, strategy: Any) -> None:
+    batches = [DATA[4 * i % 24 : 4 * i % 24 + 4] for i in range(6)] * 2
+
+    def ten(join: Join) -> tuple[nn.Module, Optimizer]:
+        model = net()
+        model.append(nn.LayerNorm(3))
+        model.scale = nn.Parameter(torch.tensor(1.0))  # of no dimension, and without a gradient
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        for batch in batches[:3]:
+            train(model, optimizer, batch)
+        with join(model, optimizer) as run:
+            for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+                if number < 4:
+                    train(model, optimizer, batch)
+                else:
+                    run.skip()
+        for batch in batches[3:6]:
+            train(model, optimizer, batch)
+        return model, optimizer
+
+    plain, plain_optimizer = ten(lambda model, optimizer: Alone())
+    member = OneProcess(strategy)
+    member.optimizers = ("tests.lion:Lion",)
+    shared, optimizer = ten(lambda model, optimizer: joined(model, optimizer, member))
+    assert equal(plain, shared)
+    a, b = plain_optimizer.state_dict(), optimizer.state_dict()
+    assert b["param_groups"] == a["param_groups"]
+    assert b["state"].keys() == a["state"].keys()
+    for entry, expected in zip(b["state"].values(), a["state"].values(), strict=True):
+        assert entry.keys() == expected.keys()
+        for name, value in entry.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.allclose(x, y, rtol=1e-6, atol=2e-7) for x, y in pairs)
+
+
+def test_channels_last_weights_keep_their_state_in_place() -> None:
+    images = TensorDataset(torch.randn(8, 3, 4, 4), torch.randint(0, 2, (8,)))
+
+    def script(join: Join) -> nn.Module:
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=torch.channels_last)
+        optimizer = Adam(model.parameters(), lr=0.01)
+        train(model, optimizer, images[:])
+        with join(model, optimizer) as run:
+            for batch in run.batches(images, batch_size=4):
+                train(model, optimizer, batch)
+        train(model, optimizer, images[:])
+        return model
+
+    same_as_plain(script, pushes=2)
+
+
+def test_saving_the_optimizer_inside_the_loop_saves_what_the_servers_have() -> None:
+    model, plain = net(), net()
+    optimizer, ours = Adam(model.parameters(), lr=0.01), Adam(plain.parameters(), lr=0.01)
+    with joined(model, optimizer, OneProcess()) as run:
+        for batch in run.batches(DATA, batch_size=4):
+            train(model, optimizer, batch)
+            train(plain, ours, batch)
+            assert optimizer.state_dict()["state"][0]["step"] == ours.state_dict()["state"][0]["step"]
+        with pytest.raises(ValueError, match="before rainband.join"):
+            optimizer.load_state_dict(ours.state_dict())
+    assert equal(model, plain)
+    copied = copy.deepcopy(optimizer)
+    assert not copied._optimizer_step_pre_hooks
+
+
+# ---- what travels ------------------------------------------------------------------------------------------------------
+
+
+def test_sums_of_three_steps_are_pushed_and_the_rest_at_the_end() -> None:
+    model, plain = net(), net()
+    optimizer, ours = SGD(model.parameters(), lr=0.1), SGD(plain.parameters(), lr=0.1)
+    member = OneProcess(Downpour(n_push=4, overlap=False))
+    with joined(model, optimizer, member) as run:
+        for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+            if number % 4 == 0:
+                ours.zero_grad()
+            optimizer.zero_grad(set_to_none=False)  # which must not touch what the strategy keeps
+            backward(model, batch)
+            optimizer.step()
+            backward(plain, batch)
+            if number in (3, 5):
+                ours.step()
+    assert equal(model, plain)
+    assert [sum(len(r) for r in push.name) for push in member.pushes] == [4, 2]
+
+
+def test_between_fetches_the_workers_own_step_follows_the_users_rates() -> None:
+    """With plain SGD it leads where the servers are led by the same gradient."""
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = StepLR(optimizer, 2, gamma=0.5)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+                scheduler.step()
+        return model
+
+    same_as_plain(script, pushes=6, strategy=Downpour(overlap=False, n_fetch=2))
+
+
+def test_a_push_is_applied_with_its_own_senders_rate() -> None:
+    member = OneProcess()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    with joined(model, optimizer, member):
+        for rate, value in ((1.0, -1.0), (0.5, -1.5), (0.25, -1.75)):
+            optimizer.param_groups[0]["lr"] = rate
+            model.weight.grad = torch.ones(1, 1)
+            optimizer.step()
+            assert model.weight.item() == value
+    assert [len(push.groups) for push in member.pushes] == [0, 1, 1]
+
+
+@given(st.lists(st.sampled_from(["step", "accumulate", "skip", "again"]), max_size=12))
+def test_whatever_the_loop_does_with_its_batches_the_books_say_so(deeds: list[str]) -> None:
+    member = OneProcess(PLAIN)
+    model = nn.Linear(5, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    open_, applied, skipped, extras = 0, 0, 0, 0
+    with joined(model, optimizer, member) as run:
+        for _, deed in zip(run.batches(DATA, batch_size=2), deeds, strict=False):
+            open_ += 1
+            backward(model, DATA[:2])
+            if deed == "skip":
+                run.skip()
+                skipped, open_ = skipped + open_, 0
+            if deed in ("step", "again"):
+                optimizer.step()
+                applied, open_ = applied + open_, 0
+            if deed == "again":
+                optimizer.step()
+                extras += 1
+    books = member.books
+    drawn = min(12, len(deeds) + 1)  # zip draws one more than it needs
+    unstepped = drawn - applied - skipped
+    assert (books.applied, books.extras) == (applied, extras)
+    wanted = {"skipped by the loop": skipped, "never stepped on": unstepped}
+    assert books.skipped == {reason: count for reason, count in wanted.items() if count}
+
+
+def test_a_loader_with_processes_of_its_own_brings_every_sample_once() -> None:
+    numbered = TensorDataset(torch.arange(40.0).reshape(40, 1))
+    member = OneProcess()
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    seen: list[float] = []
+    with joined(model, optimizer, member) as run:
+        for _ in run.epochs(2):
+            for (inputs,) in run.batches(numbered, batch_size=3, num_workers=2, collate_fn=_doubled):
+                seen += inputs.flatten().tolist()
+                model(inputs).sum().backward()
+                optimizer.step()
+    assert sorted(seen) == sorted([2.0 * n for n in range(40)] * 2)
+    assert (member.books.applied, member.books.batches) == (28, 28)
+
+
+def _doubled(samples: list[tuple[Tensor, ...]]) -> tuple[Tensor]:
+    return (torch.stack([2 * sample for (sample,) in samples]),)
+
+
+def test_breaking_out_of_a_loader_that_fetches_ahead_loses_nothing() -> None:
+    numbered = TensorDataset(torch.arange(12.0).reshape(12, 1))
+    member = OneProcess()
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    seen: list[float] = []
+
+    def some(run: OwnLoop, number: int) -> None:
+        for at, (inputs,) in enumerate(run.batches(numbered, batch_size=1, num_workers=1), 1):
+            seen.append(inputs.item())
+            model(inputs).sum().backward()
+            optimizer.step()
+            if at == number:
+                return
+
+    with joined(model, optimizer, member) as run:
+        some(run, 3)
+        some(run, 9)
+    assert sorted(seen) == list(range(12))
+
+
+# ---- what only the user knows ------------------------------------------------------------------------------------------
+
+
+def test_progress_is_the_place_of_the_batch_in_the_whole_run() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            seen = []
+            for _ in run.epochs(2):
+                for batch in run.batches(DATA, batch_size=4):
+                    seen.append(run.progress)
+                    train(model, optimizer, batch)
+            assert seen == pytest.approx([n / 12 for n in range(12)])
+        return model
+
+    same_as_plain(script, pushes=12)
+
+
+def test_progress_needs_to_know_how_many_passes_there_are() -> None:
+    with joined(model := net(), SGD(model.parameters()), OneProcess()) as run:
+        with pytest.raises(ValueError, match=r"run.epochs\(10\)"):
+            _ = run.progress
+    with pytest.raises(ValueError, match=r"run.epochs\(10\)"):
+        _ = Alone().progress
+
+
+def test_who_is_away_gives_its_batches_back_and_goes_on_afterwards() -> None:
+    member = OneProcess()
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with joined(model, optimizer, member) as run:
+        for _ in run.epochs(1):
+            for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+                train(model, optimizer, batch)
+                if number == 2:
+                    with run.away():
+                        while member.mail:
+                            member.wait()
+                        assert not member.coordinator.workers[0].leases
+    assert member.books.applied == 6
+
+
+def test_going_away_with_an_open_batch_is_refused() -> None:
+    model = net()
+    with joined(model, SGD(model.parameters()), OneProcess()) as run:
+        for _ in run.batches(DATA, batch_size=4):
+            with pytest.raises(ValueError, match=r"run.skip\(\)"), run.away():
+                pass
+            run.skip()
+
+
+def test_a_stopped_run_ends_the_loop_over_its_batches() -> None:
+    member = OneProcess()
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    steps = 0
+    with joined(model, optimizer, member) as run:
+        for _ in run.epochs(5):
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+                steps += 1
+                if steps == 8:
+                    for out in member.coordinator.stop("stopped", "interrupted"):
+                        member.post(member_of(out), out.to, out.message)
+    assert steps == 8
+    assert (member.books.applied, member.books.not_done) == (8, 22)
+
+
+def test_a_stopped_run_interrupts_a_loop_over_a_loader_of_its_own() -> None:
+    member = OneProcess()
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(KeyboardInterrupt), joined(model, optimizer, member):
+        for number in range(5):
+            train(model, optimizer, DATA[:4])
+            if number == 2:
+                for out in member.coordinator.stop("stopped", "interrupted"):
+                    member.post(member_of(out), out.to, out.message)
+    assert member.books.extras == 3
+    assert member.left  # with the final parameters
+
+
+def member_of(out: Any) -> Any:
+    from rainband.messages import COORDINATOR
+
+    assert isinstance(out.message, Halt)
+    return COORDINATOR
+
+
+# ---- rounds ------------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_do_not_accumulate_and_say_what_to_do() -> None:
+    model = net()
+    with pytest.raises(ValueError, match="larger batch_size"):
+        with joined(model, SGD(model.parameters()), OneProcess(Sync())) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                backward(model, batch)
+
+
+def test_rounds_need_batches_of_the_run() -> None:
+    model = net()
+    optimizer = SGD(model.parameters())
+    with pytest.raises(ValueError, match=r"run.batches\(...\).*downpour"):
+        with joined(model, optimizer, OneProcess(Sync())):
+            train(model, optimizer, DATA[:4])
+
+
+def test_a_batch_left_out_of_a_round_is_skipped_by_the_round() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with join(model, optimizer) as run:
+            for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+                if number == 1:
+                    run.skip("too hard")
+                    continue
+                train(model, optimizer, batch)
+        return model
+
+    assert same_as_plain(script, pushes=5, strategy=Sync()).books.skipped == {"too hard": 1}
+
+
+# ---- strategies that leave the step to the worker ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """Steps locally, and tells the servers of it without ever looking back."""
+
+    local_steps = True
+
+    async def run(self, worker: Worker) -> None:
+        optimizer = worker.optimizer(OptimizerSpec("sgd", {"lr": 9.9}), Schedule())
+        async for cell in worker.cells():
+            for batch in cell.batches:
+                gradient = await worker.gradient(batch)
+                optimizer.step(gradient)
+                await worker.server.push(gradient)
+
+    def server(self, num_workers: int) -> ServerHalf:
+        return ServerHalf(ApplyOnArrival, OptimizerSpec("sgd", {"lr": 0.0}), Schedule())
+
+
+@dataclass(frozen=True)
+class Doubling:
+    """Steps locally with a gradient of its own making; looks at the parameters right after."""
+
+    async def run(self, worker: Worker) -> None:
+        optimizer = worker.optimizer(OptimizerSpec("sgd"), Schedule())
+        async for cell in worker.cells():
+            for batch in cell.batches:
+                gradient = await worker.gradient(batch)
+                optimizer.step(gradient + gradient)
+
+    def server(self, num_workers: int) -> ServerHalf | None:
+        return None
+
+
+def muon(model: nn.Module) -> Optimizer:
+    return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.1)
+
+
+def test_any_optimizer_runs_on_the_worker_where_the_strategy_leaves_it_there() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        for layer in (model[0], model[2]):
+            layer.bias.requires_grad_(False)
+        optimizer = muon(model)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+        return model
+
+    books = same_as_plain(script, pushes=0, strategy=Single()).books
+    assert (books.applied, books.batches, books.not_done) == (6, 6, 0)
+
+
+def test_a_strategys_own_gradient_is_what_the_users_optimizer_steps_with() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with joined(model, optimizer, OneProcess(Doubling())):
+        scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+        scaler.step(optimizer)
+        assert model.weight.item() == -1.0  # 0.5 times twice the gradient 1
+
+
+def test_skipping_without_servers_is_in_the_books_too() -> None:
+    member = OneProcess(Single())
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with joined(model, optimizer, member) as run:
+        for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+            if number < 2:
+                train(model, optimizer, batch)
+                optimizer.step()
+            else:
+                run.skip("late")
+    books = member.books
+    assert (books.applied, books.skipped, books.extras) == (2, {"late": 4}, 2)
+
+
+# ---- mistakes, told --------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_servers_cannot_run_is_told_with_the_strategies_that_can() -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"Muon cannot be cut into blocks, so downpour .*--strategy .*single"):
+        with pytest.warns(UserWarning, match="not shared"), joined(model, muon(model), OneProcess()):
+            pass
+
+
+def test_a_class_of_ones_own_must_be_allowed_by_who_starts_the_run() -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"rainband run --optimizer tests.lion:Lion"):
+        with joined(model, Lion(model.parameters()), OneProcess()):
+            pass
+
+
+def test_two_optimizers_of_different_classes_are_refused() -> None:
+    model = net()
+    both = [SGD(model[0].parameters()), Adam(model[2].parameters())]
+    with pytest.raises(ValueError, match="SGD and Adam"):
+        with joined(model, both, OneProcess()):
+            pass
+
+
+def test_parameters_in_no_group_are_pointed_out() -> None:
+    model = net()
+    with pytest.warns(UserWarning, match=r"2 parameters .*\(2.weight, ...\).*\[first, second\]"):
+        with joined(model, SGD(model[0].parameters()), OneProcess()):
+            pass
+
+
+def _add_a_group(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def _change_the_kind(model: nn.Module, optimizer: Optimizer) -> None:
+    model.double()
+
+
+def _turn_momentum_on(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["momentum"] = 0.9
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        (_add_a_group, "before rainband.join"),
+        (_change_the_kind, "before joining"),
+        (_turn_momentum_on, "set momentum before"),
+    ],
+)
+def test_what_cannot_change_during_a_run_is_told_by_the_step(change: Any, advice: str) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with joined(model, optimizer, OneProcess()):
+        train(model, optimizer, DATA[:4])
+        change(model, optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with pytest.raises(ValueError, match=advice):
+            optimizer.step()
+
+
+class Endless(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ({"dataset": Endless(), "batch_size": 4}, "map-style"),
+        ({"dataset": [], "batch_size": 4}, "empty"),
+        ({"dataset": DATA, "batch_size": 0}, "1 or more"),
+        ({"dataset": DATA, "batch_size": 4, "shuffle": False}, "leave it out"),
+        ({"dataset": DATA, "batch_size": 4, "drop_last": True}, "leave it out"),
+        ({"dataset": DATA, "batch_size": 4, "sampler": [1]}, "leave it out"),
+    ],
+)
+@pytest.mark.parametrize("together", [True, False])
+def test_what_cannot_be_shared_out_is_refused(arguments: dict[str, Any], advice: str, together: bool) -> None:
+    model = net()
+    optimizer = SGD(model.parameters())
+    with joined(model, optimizer, OneProcess()) if together else nullcontext(Alone()) as run:
+        with pytest.raises(ValueError, match=advice):
+            run.batches(**arguments)
+
+
+def test_other_data_and_more_passes_than_planned_are_refused() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with joined(model, optimizer, OneProcess()) as run:
+        for _ in run.epochs(1):
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+        with pytest.raises(ValueError, match="all 1 passes are over"):
+            run.batches(DATA, batch_size=4)
+        with pytest.raises(ValueError, match="comes before"):
+            run.epochs(3)
+    other = net()
+    with joined(other, SGD(other.parameters()), OneProcess()) as run:
+        run.batches(DATA, batch_size=4)
+        with pytest.raises(ValueError, match="one data set"):
+            run.batches(DATA, batch_size=8)
+
+
+def test_after_an_error_in_the_loop_the_model_is_an_ordinary_one() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ZeroDivisionError), joined(model, optimizer, OneProcess()):
+        raise ZeroDivisionError
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, DATA[:4])
+    assert not torch.equal(model[0].weight, before)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_without_a_run_a_script_trains_alone_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    for _ in range(2):
+        with public_join(model, SGD(model.parameters())) as run:
+            assert sum(len(labels) for _, labels in run.batches(DATA, batch_size=5)) == 24
+            run.skip()
+            with run.away():
+                pass
+    assert capsys.readouterr().err.count("training alone") == 1
+
+
+def test_a_script_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import __main__
+
+    monkeypatch.setattr(__main__, "__rainband__", OneProcess(), raising=False)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with public_join(model, optimizer) as run:
+        for batch in run.batches(DATA, batch_size=4):
+            train(model, optimizer, batch)
+    with pytest.raises(ValueError, match="one `with`"):
+        public_join(model, optimizer)
+    with pytest.raises(ValueError, match="needs an optimizer"):
+        public_join(model, [])

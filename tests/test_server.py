@@ -1,0 +1,597 @@
+"""A server accepts a push in one fixed order, and what it refuses changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rainband.block import Block
+from rainband.messages import (
+    COORDINATOR,
+    Ack,
+    Ask,
+    Assign,
+    Flush,
+    Forget,
+    Load,
+    Loaded,
+    Params,
+    Peer,
+    Pull,
+    Push,
+    Ready,
+    Report,
+    Revoke,
+    Sets,
+    Skipped,
+    Tally,
+)
+from rainband.portions import Name, Plan
+from rainband.server import Out, Server
+from tests.harness import replaced
+from tests.pieces import (
+    NUMEL,
+    WORKERS,
+    answer,
+    cell_push,
+    full,
+    make_half,
+    make_place,
+    make_plan,
+    make_push,
+    named,
+    rounds_plan,
+    send,
+    specs_of,
+    value_of,
+)
+from tests.pieces import make_server as new_server
+
+
+def messages(outs: list[Out], kind: type) -> list[Any]:
+    return [out.message for out in outs if isinstance(out.message, kind)]
+
+
+def revoke(server: Server, portion: int, lease: int) -> Sets:
+    (sets,) = messages(server.receive(COORDINATOR, Revoke(portion, lease)), Sets)
+    assert isinstance(sets, Sets)
+    return sets
+
+
+def report(server: Server) -> Report:
+    (out,) = server.receive(COORDINATOR, Ask())
+    assert out.to == COORDINATOR and isinstance(out.message, Report)
+    return out.message
+
+
+# ---- accepting ----
+
+
+def test_a_push_is_applied_once_and_then_had() -> None:
+    server = new_server()
+
+    assert send(server, make_push(named(0, 0))) == "applied"
+    assert send(server, make_push(named(0, 0))) == "had"
+
+    assert value_of(server.blocks[0]) == -0.5
+    assert server.blocks[0].version == server.updates == 1
+
+
+def test_what_another_worker_has_done_is_had_whatever_its_lease() -> None:
+    server = new_server()
+
+    assert send(server, make_push(named(0, 0, 2, lease=1), worker=0)) == "applied"
+    assert send(server, make_push(named(0, 1, lease=5), worker=1)) == "had"
+
+    assert value_of(server.blocks[0]) == -0.5
+
+
+def test_batches_may_come_in_any_order() -> None:
+    server = new_server()
+
+    assert [send(server, make_push(named(0, k))) for k in (2, 0, 3, 1)] == ["applied"] * 4
+
+    assert value_of(server.blocks[0]) == -2.0
+
+
+def test_what_meets_the_marks_halfway_is_crossed() -> None:
+    server = new_server()
+    send(server, make_push(named(0, 0, 2)))
+
+    assert send(server, make_push(named(0, 1, 3))) == "crossed"
+    assert send(server, make_push(named(0, 2, 4))) == "applied"
+
+
+def test_a_name_may_be_ranges_of_several_portions() -> None:
+    server = new_server()
+    name = named(0, 2, 4) + named(1, 0)
+
+    assert send(server, make_push(name)) == "applied"
+
+    assert server.blocks[0].marks.of(0) == 0b1100 and server.blocks[0].marks.of(1) == 0b0001
+    assert send(server, make_push(named(0, 3) + named(1, 0))) == "had"
+
+
+def test_a_skip_marks_without_a_step() -> None:
+    server = new_server()
+
+    assert send(server, make_push(named(0, 0, 2), skip="not finite"), None) == "applied"
+    assert send(server, make_push(named(0, 0, 2))) == "had"
+
+    assert value_of(server.blocks[0]) == 0.0 and server.blocks[0].version == 0
+    assert report(server).skipped == (Skipped(0, 0b11, "not finite"),)
+    assert report(server).blocks == (Tally(had=2, applied=0, skipped=2, buffered=0),)
+
+
+def test_a_push_without_name_is_named_by_its_sender() -> None:
+    server = new_server()
+    again = Peer("worker", 0, incarnation=1)
+
+    assert send(server, make_push((), sequence=7)) == "applied"
+    assert send(server, make_push((), sequence=7)) == "had"
+    assert send(server, make_push((), sequence=7, worker=1)) == "applied"
+    assert answer(server.receive(again, make_push((), sequence=7), full(1.0))).result == "applied"
+
+    assert value_of(server.blocks[0]) == -1.5 and server.blocks[0].marks.count == 0
+
+
+def test_had_and_skip_tick_the_clock_of_their_sender() -> None:
+    server = new_server()
+
+    send(server, make_push(named(0, 0), worker=0, clock=3))
+    send(server, make_push(named(0, 0), worker=1, clock=5))
+    send(server, make_push(named(0, 1), worker=2, clock=7, skip="not finite"), None)
+    send(server, make_push(named(0, 0), worker=0, clock=2))
+
+    assert server.blocks[0].clocks == {0: 3, 1: 5, 2: 7}
+
+
+def test_the_answer_says_which_push_which_version_and_whose_slot() -> None:
+    server = new_server()
+    outs = server.receive(WORKERS[0], make_push(named(0, 0), sequence=9, slot=3), full(1.0))
+
+    assert outs[0] == Out(WORKERS[0], Ack(block=0, sequence=9, result="applied", term=1, version=1, slot=3))
+
+
+# ---- refusing ----
+
+
+def a_server_in_the_middle() -> Server:
+    """Portion 0 is fenced below lease 2; the first of two blocks has had batch 0 of portion 1, so is at version 1."""
+    server = new_server(num_blocks=2)
+    send(server, make_push(named(1, 0), worker=0))
+    revoke(server, portion=0, lease=2)
+    return server
+
+
+def optimizer_state(block: Block) -> dict[str, list[list[float]]]:
+    assert block.optimizer is not None
+    return {part: [tensor.tolist() for tensor in of] for part, of in block.optimizer.state().items()}
+
+
+def state(server: Server) -> dict[str, Any]:
+    """All that a server remembers, but for the count of what it refused."""
+    blocks = {
+        index: {
+            "values": block.values.tolist(),
+            "published": [buffer.tolist() for buffer in block.place.buffers],
+            "word": block.place.words[0],
+            "version": block.version,
+            "marks": (block.marks.low, dict(block.marks.open), block.marks.count),
+            "clocks": dict(block.clocks),
+            "extras": dict(block.extras),
+            "skipped": dict(block.skipped),
+            "applied": block.applied,
+            "staleness": copy.deepcopy(dict(block.staleness)),
+            "buffered": block.rule.buffered,
+            "waiting": dict(block.waiting),
+            "optimizer": optimizer_state(block),
+        }
+        for index, block in server.blocks.items()
+    }
+    return {"blocks": blocks, "floor": dict(server.floor), "complete": dict(server.complete), "updates": server.updates}
+
+
+GOOD = make_push(named(1, 1), worker=0, block=0, clock=9)
+
+
+def with_one(value: float) -> Tensor:
+    gradient = full(1.0)
+    gradient[3] = value
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "push, payload, result, reason",
+    [
+        (replaced(GOOD, block=7), full(1.0), "moved", "not my block"),
+        (replaced(GOOD, term=2), full(1.0), "moved", "term 2 has not begun here"),
+        (replaced(GOOD, name=named(0, 0, lease=1)), full(1.0), "revoked", ""),
+        (replaced(GOOD, name=named(1, 1) + named(0, 0, lease=1)), full(1.0), "revoked", ""),
+        (replaced(GOOD, worker=1), full(1.0), "bad", "a push of worker 1 came from worker 0"),
+        (replaced(GOOD, name=named(9, 0)), full(1.0), "bad", "portion 9 is not in the plan of 2"),
+        (replaced(GOOD, name=named(1, 3, 5)), full(1.0), "bad", "batches 3-5 are not in portion 1 of 4"),
+        (replaced(GOOD, name=named(1, 1, 3) + named(1, 2)), full(1.0), "bad", "batches of portion 1 are named twice"),
+        (replaced(GOOD, samples=0), full(1.0), "bad", "a gradient of 0 samples has no weight"),
+        (replaced(GOOD, dtype="float64"), full(1.0), "bad", "block 0 is 32 x float32, the push is 32 x float64"),
+        (replaced(GOOD, numel=16), full(1.0), "bad", "block 0 is 32 x float32, the push is 16 x float32"),
+        (GOOD, full(1.0)[:5], "bad", "the payload is not the 128 bytes of block 0"),
+        (GOOD, None, "bad", "the payload is not the 128 bytes of block 0"),
+        (GOOD, with_one(math.nan), "bad", "not finite"),
+        (GOOD, with_one(math.inf), "bad", "not finite"),
+        (GOOD, with_one(-math.inf), "bad", "not finite"),
+        (replaced(GOOD, point=0), full(1.0), "late", ""),
+        (replaced(GOOD, point=2), full(1.0), "early", "at version 1"),
+        (replaced(GOOD, name=named(1, 0, 2)), full(1.0), "crossed", ""),
+    ],
+)
+def test_what_is_refused_changes_nothing(push: Push, payload: Tensor | None, result: str, reason: str) -> None:
+    server = a_server_in_the_middle()
+    before = state(server)
+
+    ack = answer(server.receive(WORKERS[0], push, payload))
+
+    assert (ack.result, ack.reason) == (result, reason)
+    assert state(server) == before
+    assert server.refused == {result: 1}
+    assert send(server, GOOD) == "applied"
+
+
+def test_a_push_from_anyone_but_a_worker_is_refused() -> None:
+    server = new_server()
+    before = state(server)
+    for stranger in (Peer("server", 0), Peer("coordinator", 0)):
+        assert answer(server.receive(stranger, GOOD, full(1.0))).result == "bad"
+    assert state(server) == before
+
+
+def test_a_gradient_that_only_its_sum_makes_infinite_is_taken() -> None:
+    server = new_server()
+    assert answer(server.receive(WORKERS[0], GOOD, full(3e38))).result == "applied"
+
+
+FENCED: Name = named(0, 0, lease=1)
+
+
+@pytest.mark.parametrize(
+    "first, second, push, payload",
+    [
+        ("moved", "revoked", replaced(GOOD, term=2, name=FENCED), full(1.0)),
+        ("revoked", "bad", replaced(GOOD, name=FENCED), full(math.nan)),
+        ("revoked", "bad", replaced(GOOD, name=named(0, 9, 99, lease=1)), full(1.0)),
+        ("bad", "had", replaced(GOOD, name=named(1, 0)), full(math.nan)),
+        ("bad", "crossed", replaced(GOOD, name=named(1, 0, 2)), full(math.nan)),
+    ],
+)
+def test_of_two_reasons_the_first_in_order_is_told(first: str, second: str, push: Push, payload: Tensor) -> None:
+    assert answer(a_server_in_the_middle().receive(WORKERS[0], push, payload)).result == first
+
+
+def test_in_rounds_late_comes_before_had_and_bad_before_late() -> None:
+    server, plan = a_server_in_round(1)
+    before = state(server)
+
+    assert send(server, cell_push(plan, 0, column=0)) == "late"
+    assert send(server, cell_push(plan, 0, column=0), math.nan) == "bad"
+    assert state(server) == before
+
+
+# ---- fences ----
+
+
+def test_revoke_answers_with_the_sets_of_every_block_and_fences_smaller_leases() -> None:
+    server = new_server(num_blocks=2)
+    send(server, make_push(named(0, 0, 2, lease=1), block=0))
+    send(server, make_push(named(0, 0, lease=1), block=1))
+
+    assert revoke(server, portion=0, lease=2) == Sets(portion=0, lease=2, masks=(0b11, 0b01))
+
+    assert send(server, make_push(named(0, 2, lease=1))) == "revoked"
+    assert send(server, make_push(named(0, 2, lease=2))) == "applied"
+    assert send(server, make_push(named(1, 0, lease=1))) == "applied"
+
+
+def test_a_skip_under_a_lease_that_was_taken_back_is_refused_too() -> None:
+    server = new_server()
+    revoke(server, portion=0, lease=2)
+    assert send(server, make_push(named(0, 0, lease=1), skip="not finite"), None) == "revoked"
+    assert server.blocks[0].marks.count == 0
+
+
+def test_a_fence_is_never_lowered() -> None:
+    server = new_server()
+    revoke(server, portion=0, lease=5)
+    revoke(server, portion=0, lease=3)
+    assert send(server, make_push(named(0, 0, lease=4))) == "revoked"
+
+
+def test_what_is_complete_needs_no_fence_any_more() -> None:
+    """Its number is forgotten, so that fences do not add up; a push that comes late is had."""
+    server = new_server()
+    revoke(server, portion=0, lease=2)
+    send(server, make_push(named(0, 0, 4, lease=2)))
+
+    report(server)
+
+    assert server.floor == {}
+    assert send(server, make_push(named(0, 0, lease=1))) == "had"
+
+
+# ---- rounds ----
+
+
+def a_server_in_round(round_: int, num_blocks: int = 1, columns: int = 2) -> tuple[Server, Plan]:
+    plan = rounds_plan(num_batches=8, columns=columns, portion_batches=4)
+    server = new_server(num_blocks, plan)
+    for done in range(round_):
+        for block in range(num_blocks):
+            for column in range(columns):
+                assert send(server, cell_push(plan, done, column, block=block)) == "applied"
+    return server, plan
+
+
+def test_a_round_is_one_update_when_all_its_cells_are_there() -> None:
+    server, plan = a_server_in_round(0)
+
+    assert send(server, cell_push(plan, 0, column=1, samples=3), 2.0) == "applied"
+    assert server.blocks[0].version == 0 and server.updates == 0
+    assert send(server, cell_push(plan, 0, column=0, samples=1, worker=1), 6.0) == "applied"
+
+    assert server.blocks[0].version == server.updates == 1
+    assert value_of(server.blocks[0]) == -1.5  # half of (3 * 2 + 1 * 6) / 4
+
+
+def test_a_cell_of_a_round_that_is_over_is_late_and_of_one_to_come_early() -> None:
+    server, plan = a_server_in_round(1)
+    before = state(server)
+
+    assert send(server, cell_push(plan, 0, column=1)) == "late"
+    assert send(server, cell_push(plan, 2, column=1)) == "early"
+
+    assert state(server) == before
+    assert send(server, cell_push(plan, 1, column=1)) == "applied"
+
+
+def test_the_same_cell_from_two_workers_counts_once() -> None:
+    server, plan = a_server_in_round(0, columns=2)
+
+    assert send(server, cell_push(plan, 0, column=1, worker=0), 4.0) == "applied"
+    assert send(server, cell_push(plan, 0, column=1, worker=1), 4.0) == "had"
+    assert send(server, cell_push(plan, 0, column=0), 2.0) == "applied"
+
+    assert value_of(server.blocks[0]) == -1.5
+
+
+@pytest.mark.parametrize(
+    "push",
+    [
+        make_push(named(0, 1), point=0),  # a cell of round 1, said to be of round 0
+        make_push(named(0, 0), point=-1),
+        make_push((), point=0),
+        make_push(named(0, 0) + named(1, 0), point=0),
+        make_push(named(0, 0, 2), point=0),
+    ],
+)
+def test_what_is_no_cell_of_its_round_is_bad(push: Push) -> None:
+    server, _ = a_server_in_round(0)
+    before = state(server)
+
+    assert send(server, push) == "bad"
+
+    assert state(server) == before
+
+
+# ---- reading ----
+
+
+def params(outs: list[Out]) -> list[tuple[Peer, Params]]:
+    return [(out.to, out.message) for out in outs if isinstance(out.message, Params) and out.read]
+
+
+def test_a_pull_is_answered_with_every_block_read_when_its_bytes_leave() -> None:
+    server = new_server(num_blocks=2)
+
+    (to, first), (_, second) = params(server.receive(WORKERS[1], Pull(sequence=4)))
+    assert to == WORKERS[1] and (first.block, second.block) == (0, 1)
+
+    send(server, make_push(named(0, 0)))  # before the bytes have left
+    message, values = server.read(first)
+    assert (message.sequence, message.version, message.late) == (4, 1, False)
+    assert values is not None and set(values.tolist()) == {-0.5}
+
+
+def test_a_pull_is_held_until_the_first_values_are_there() -> None:
+    server = new_server(num_blocks=2, loaded=False)
+
+    assert server.receive(WORKERS[1], Pull(sequence=1)) == []
+    assert params(server.receive(WORKERS[0], Load(0, "float32", NUMEL), full(7.0))) == []
+    outs = server.receive(WORKERS[0], Load(1, "float32", NUMEL), full(8.0))
+
+    assert [p.block for _, p in params(outs)] == [0, 1]
+    assert [out.message for out in outs if out.to == COORDINATOR] == [Ready()]
+
+
+def test_a_pull_of_a_round_is_held_until_the_round_is_there_block_by_block() -> None:
+    server, plan = a_server_in_round(0, num_blocks=2, columns=1)
+
+    assert server.receive(WORKERS[1], Pull(sequence=1, point=1)) == []
+    outs = server.receive(WORKERS[0], cell_push(plan, 0, 0, block=1), full(1.0))
+    assert [p.block for _, p in params(outs)] == [1]
+    outs = server.receive(WORKERS[0], cell_push(plan, 0, 0, block=0), full(1.0))
+    assert [p.block for _, p in params(outs)] == [0]
+
+
+def test_version_r_is_kept_beside_r_plus_1_and_then_late() -> None:
+    server, plan = a_server_in_round(1, columns=1)
+    ask = Params(block=0, sequence=1, term=1, version=0, point=0)
+
+    message, values = server.read(ask)
+    assert (message.version, message.late) == (0, False)
+    assert values is not None and set(values.tolist()) == {0.0}
+
+    send(server, cell_push(plan, 1, 0))
+    message, values = server.read(ask)
+    assert message.late and values is None
+    message, values = server.read(replaced(ask, point=1))
+    assert values is not None and set(values.tolist()) == {-0.5}
+
+
+def test_a_push_may_want_the_block_back_also_when_it_is_refused() -> None:
+    server = new_server(num_blocks=2)
+    revoke(server, portion=0, lease=2)
+
+    for lease, value in ((1, 0.0), (2, -0.5)):
+        outs = server.receive(WORKERS[0], make_push(named(0, 0, lease=lease), sequence=5, want=True), full(1.0))
+        ((to, wanted),) = params(outs)
+        assert (to, wanted.block, wanted.sequence) == (WORKERS[0], 0, 5)
+        values = server.read(wanted)[1]
+        assert values is not None and set(values.tolist()) == {value}
+
+
+def test_a_readers_newer_question_takes_the_place_of_its_older_one() -> None:
+    server, plan = a_server_in_round(0, columns=1)
+    server.receive(WORKERS[0], Pull(sequence=1, point=1))
+    server.receive(WORKERS[1], Pull(sequence=1, point=1))
+
+    assert [p.sequence for _, p in params(server.receive(WORKERS[0], Pull(sequence=2, point=0)))] == [2]
+    outs = server.receive(WORKERS[2], cell_push(plan, 0, 0, worker=2), full(1.0))
+
+    assert [to for to, _ in params(outs)] == [WORKERS[1]]
+
+
+def test_nobody_answers_a_reader_that_is_gone() -> None:
+    server, plan = a_server_in_round(0, columns=1)
+    server.receive(WORKERS[1], Pull(sequence=1, point=1))
+    server.lost(WORKERS[1])
+    assert params(server.receive(WORKERS[0], cell_push(plan, 0, 0), full(1.0))) == []
+
+
+# ---- first values ----
+
+
+def test_first_values_that_come_before_the_blocks_wait_for_them() -> None:
+    half = make_half()
+    server = Server(lambda _: half, lambda specs, buffers: [make_place(spec, buffers) for spec in specs])
+    lent = full(7.0)
+
+    assert server.receive(WORKERS[0], Load(0, "float32", NUMEL, slot=2), lent) == []
+    lent.zero_()
+    outs = server.receive(COORDINATOR, Assign(make_plan(), specs_of(1), ({},), num_workers=1))
+
+    assert outs == [Out(WORKERS[0], Loaded(0, slot=2)), Out(COORDINATOR, Ready())]
+    assert value_of(server.blocks[0]) == 7.0
+
+
+def test_a_server_without_blocks_is_ready_at_once() -> None:
+    half = make_half()
+    server = Server(lambda _: half, lambda specs, buffers: [])
+    assert server.receive(COORDINATOR, Assign(make_plan(), (), ({},), num_workers=1)) == [Out(COORDINATOR, Ready())]
+    assert report(server).blocks == ()
+
+
+def test_first_values_are_not_taken_over_what_was_learnt_but_their_slot_is_given_back() -> None:
+    server = new_server()
+    send(server, make_push(named(0, 0)))
+
+    outs = server.receive(WORKERS[1], Load(0, "float32", NUMEL, slot=4), full(9.0))
+
+    assert outs == [Out(WORKERS[1], Loaded(0, slot=4))]
+    assert value_of(server.blocks[0]) == -0.5
+
+
+@pytest.mark.parametrize(
+    "load, payload",
+    [
+        (Load(9, "float32", NUMEL), full(1.0)),
+        (Load(0, "float64", NUMEL), full(1.0)),
+        (Load(0, "float32", NUMEL - 1), full(1.0)),
+        (Load(0, "float32", NUMEL), full(1.0)[1:]),
+        (Load(0, "float32", NUMEL), None),
+    ],
+)
+def test_first_values_that_do_not_fit_are_refused(load: Load, payload: Tensor | None) -> None:
+    server = new_server(loaded=False)
+    assert server.receive(WORKERS[0], load, payload) == []
+    assert not server.blocks[0].loaded and server.refused == {"load": 1}
+
+
+# ---- reports ----
+
+
+def test_a_report_comes_by_itself_when_a_portion_is_complete_on_the_last_block() -> None:
+    server = new_server(num_blocks=2)
+
+    outs = server.receive(WORKERS[0], make_push(named(0, 0, 4), block=0), full(1.0))
+    assert messages(outs, Report) == []
+    outs = server.receive(WORKERS[0], make_push(named(0, 0, 4), block=1), full(1.0))
+
+    (told,) = messages(outs, Report)
+    assert (told.low, told.full, told.had) == (1, (), 4)
+
+
+def test_portions_complete_above_the_lowest_open_one_are_listed() -> None:
+    server = new_server(num_blocks=2, plan=make_plan(num_batches=6, portion_batches=2))
+    for block in range(2):
+        send(server, make_push(named(2, 0, 2), block=block))
+    send(server, make_push(named(1, 0, 2), block=0))
+
+    told = report(server)
+
+    assert (told.low, told.full) == (0, (2,))
+    assert told.had == 2  # the least over its blocks
+    assert told.blocks == (Tally(4, 4, 0, 0), Tally(2, 2, 0, 0))
+    assert told.updates == 3
+
+
+def test_a_report_counts_what_was_refused_and_how_stale_what_was_applied_was() -> None:
+    server = new_server()
+    revoke(server, portion=1, lease=2)
+    for k in range(3):
+        send(server, make_push(named(0, k), worker=k % 2, version=0))
+    send(server, make_push(named(1, 0, lease=1)))
+    send(server, make_push(named(0, 2, 4)))
+
+    told = report(server)
+
+    assert told.refused == {"revoked": 1, "crossed": 1}
+    assert told.staleness == {0: {0: 1, 2: 1}, 1: {1: 1}}
+
+
+def test_flush_and_forget_change_no_round_that_is_not_complete() -> None:
+    server, plan = a_server_in_round(0, columns=2)
+    send(server, cell_push(plan, 0, column=0, worker=1))
+    before = state(server)
+
+    assert server.receive(COORDINATOR, Forget(worker=1)) == []
+    (out,) = server.receive(COORDINATOR, Flush())
+
+    assert isinstance(out.message, Report) and out.message.flushed
+    assert out.message.blocks == (Tally(had=1, applied=0, skipped=0, buffered=1),)
+    assert state(server) == before
+
+
+@pytest.mark.parametrize("message", [Revoke(0, 9), Forget(1), Ask(), Flush()])
+def test_a_worker_may_not_say_what_a_coordinator_says(message: Any) -> None:
+    server = new_server()
+    before = state(server)
+
+    assert server.receive(WORKERS[0], message) == []
+
+    assert state(server) == before
+    assert server.refused == {f"{type(message).__name__} from a worker": 1}
+
+
+def test_the_same_messages_in_the_same_order_make_the_same_bits() -> None:
+    """That is what makes a copy of a server possible."""
+    servers = [new_server(num_blocks=2) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    for k in range(4):
+        gradient = torch.randn(NUMEL, generator=generator)
+        answers = [s.receive(WORKERS[0], make_push(named(0, k), block=k % 2), gradient) for s in servers]
+        assert answers[0] == answers[1]
+    assert state(servers[0]) == state(servers[1])

@@ -1,0 +1,314 @@
+"""Virtual time: the clock, the network, computing, shared cores and the files that describe them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rainband.sim.bank import Bank
+from rainband.sim.clock import VirtualClock
+from rainband.sim.compute import ComputeModel, Pace
+from rainband.sim.cores import Cores
+from rainband.sim.exact import exp, exponential, log, lognormal
+from rainband.sim.model import NETWORKS, ClusterModel, NodeModel, from_tables, load_model, to_toml
+from rainband.sim.network import Flow, Machine, Network, NetworkModel, Parcel
+
+MB = 1_000_000
+
+
+class Noted(Parcel):
+    """Notes when it is there."""
+
+    def __init__(self, flow: Flow, num_bytes: int, name: str, arrivals: dict[str, float], clock: VirtualClock) -> None:
+        super().__init__(flow, num_bytes)
+        self.name, self.arrivals, self.clock = name, arrivals, clock
+
+    def deliver(self) -> None:
+        self.arrivals[self.name] = self.clock.now
+
+
+class Wire:
+    """A network whose messages are told by name."""
+
+    def __init__(self, **settings: float) -> None:
+        self.clock = VirtualClock()
+        model = NetworkModel(**{"latency_s": 0.1, "bytes_per_s": 10 * MB, **settings})  # type: ignore[arg-type]
+        self.network = Network(model, self.clock, seed=0)
+        self.arrivals: dict[str, float] = {}
+
+    def machine(self) -> Machine:
+        return self.network.machine()
+
+    def send(self, name: str, flow: Flow, num_bytes: int, at_s: float = 0.0) -> None:
+        self.network.send(Noted(flow, num_bytes, name, self.arrivals, self.clock), at_s)
+
+    def run(self) -> dict[str, float]:
+        while self.clock.step():
+            pass
+        return {name: round(at_s, 6) for name, at_s in self.arrivals.items()}
+
+
+# ---- the clock ----
+
+
+def test_things_happen_in_the_order_of_their_time_and_then_of_their_planning() -> None:
+    clock, done = VirtualClock(), []
+    for name, at_s in (("b", 2.0), ("a", 1.0), ("c", 2.0)):
+        clock.at(at_s, partial(done.append, name))
+    while clock.step():
+        pass
+    assert (done, clock.now, clock.done) == (["a", "b", "c"], 2.0, 3)
+
+
+def test_shuffled_ties_depend_on_the_seed_only() -> None:
+    def order(seed: int) -> list[int]:
+        clock, done = VirtualClock(Random(seed)), []
+        for name in range(8):
+            clock.at(1.0, partial(done.append, name))
+        while clock.step():
+            pass
+        return done
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+# ---- the network ----
+
+
+def test_a_block_takes_the_latency_and_its_bytes_once() -> None:
+    wire = Wire()
+    wire.send("block", Flow(wire.machine(), wire.machine()), 5 * MB)
+    assert wire.run() == {"block": 0.6}  # 0.1 s + 5 MB at 10 MB/s: it is received while it is sent
+
+
+def test_blocks_of_two_workers_queue_at_the_server() -> None:
+    wire = Wire()
+    server = wire.machine()
+    for name in ("a", "b"):
+        wire.send(name, Flow(wire.machine(), server), 5 * MB)
+    assert wire.run() == {"a": 0.6, "b": 1.1}
+
+
+def test_blocks_to_two_servers_queue_at_the_worker() -> None:
+    wire = Wire()
+    worker = wire.machine()
+    for name in ("a", "b"):
+        wire.send(name, Flow(worker, wire.machine()), 5 * MB)
+    assert wire.run() == {"a": 0.6, "b": 1.1}
+
+
+def test_both_directions_share_a_card_that_is_not_duplex() -> None:
+    for duplex, second in ((True, 0.6), (False, 1.1)):
+        wire = Wire(duplex=duplex)
+        a, b = wire.machine(), wire.machine()
+        wire.send("there", Flow(a, b), 5 * MB)
+        wire.send("back", Flow(b, a), 5 * MB)
+        assert max(wire.run().values()) == second
+
+
+def test_a_packet_does_not_wait_for_the_blocks_of_others_but_for_its_own_connection() -> None:
+    wire = Wire()
+    worker, server = wire.machine(), wire.machine()
+    own = Flow(worker, server)
+    wire.send("block", own, 5 * MB)
+    wire.send("own", own, 100)
+    wire.send("other", Flow(wire.machine(), server), 100)
+    arrivals = wire.run()
+    assert arrivals["other"] == pytest.approx(0.1, abs=1e-4)
+    assert arrivals["own"] == arrivals["block"] == 0.6
+
+
+def test_racks_share_their_uplink() -> None:
+    wire = Wire(rack_size=2, uplink_bytes_per_s=10 * MB, uplink_latency_s=0.05)
+    a, b, c, d = (wire.machine() for _ in range(4))  # a and b in one rack, c and d in the other
+    wire.send("inside", Flow(a, b), 5 * MB)
+    assert wire.run() == {"inside": 0.6}
+    wire = Wire(rack_size=2, uplink_bytes_per_s=10 * MB, uplink_latency_s=0.05)
+    a, b, c, d = (wire.machine() for _ in range(4))
+    wire.send("first", Flow(a, c), 5 * MB)
+    wire.send("second", Flow(b, d), 5 * MB)
+    assert wire.run() == {"first": 0.65, "second": 1.15}  # other cards, but one uplink
+
+
+def test_a_cut_line_delivers_when_it_heals_in_the_order_sent() -> None:
+    wire = Wire()
+    flow = Flow(wire.machine(), wire.machine())
+    flow.cut_until = 7.0
+    wire.send("a", flow, 100)
+    wire.send("b", flow, 100, at_s=1.0)
+    assert wire.run() == {"a": 7.0, "b": 7.0}
+    assert list(wire.arrivals) == ["a", "b"]
+
+
+@given(
+    blocks=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3 * MB), st.floats(0, 2)), max_size=12),
+    jitter=st.sampled_from([0.0, 0.3]),
+)
+def test_nothing_overtakes_on_a_connection_and_no_card_carries_more_than_it_can(
+    blocks: list[tuple[int, int, float]], jitter: float
+) -> None:
+    wire = Wire(jitter_s=jitter)
+    server = wire.machine()
+    flows = [Flow(wire.machine(), server) for _ in range(4)]
+    sent: dict[int, list[str]] = {}
+    for number, (source, num_bytes, at_s) in enumerate(sorted(blocks, key=lambda block: block[2])):
+        sent.setdefault(source, []).append(str(number))
+        wire.send(str(number), flows[source], num_bytes, at_s)
+    arrivals = wire.run()
+    for names in sent.values():
+        assert [name for name in wire.arrivals if name in names] == names
+    total = sum(num_bytes for _, num_bytes, _ in blocks if num_bytes > 1500)
+    if total:
+        assert max(arrivals.values()) >= min(at_s for _, _, at_s in blocks) + 0.1 + total / (10 * MB) - 1e-6
+
+
+# ---- many servers at once ----
+
+
+def test_a_bank_of_servers_keeps_the_times_of_each() -> None:
+    model = ClusterModel(
+        NetworkModel(latency_s=0.1, bytes_per_s=10 * MB), nodes=NodeModel(apply_bytes_per_s=10 * MB, message_s=0.0)
+    )
+    bank = Bank(model, [5 * MB, 5 * MB], [1, 1])
+    worker = Machine(model.network)
+    assert bank.leave(worker, 0.0) == 0.0
+    np.testing.assert_allclose(bank.apply(0.0), [0.1 + 0.5 + 0.5, 0.1 + 1.0 + 0.5])
+    # A second worker at the same time: its shares wait for the cards, then for the processors.
+    np.testing.assert_allclose(bank.apply(0.0), [0.1 + 1.0 + 0.6 - 0.1, 0.1 + 1.5 + 0.5])
+    assert bank.leave(worker, 0.5) == 1.0  # its card is busy with both shares until then
+
+
+def test_replies_of_a_bank_share_the_workers_card() -> None:
+    model = ClusterModel(
+        NetworkModel(latency_s=0.1, bytes_per_s=10 * MB), nodes=NodeModel(read_bytes_per_s=1e18, message_s=0.0)
+    )
+    bank = Bank(model, [5 * MB, 5 * MB], [1, 1])
+    leave, last = bank.reply(Machine(model.network), bank.ask(now=2.0))
+    assert (leave, round(last, 6)) == (2.0, 2.0 + 0.1 + 1.0)
+
+
+# ---- cores ----
+
+
+def test_three_processes_on_two_cores_take_half_as_long_again() -> None:
+    clock = VirtualClock()
+    cores, ends = Cores(clock, 2), []
+    for _ in range(3):
+        cores.work(2.0, lambda: ends.append(clock.now))
+    while clock.step():
+        pass
+    assert ends == pytest.approx([3.0, 3.0, 3.0])
+
+
+def test_a_process_runs_faster_when_others_end() -> None:
+    clock = VirtualClock()
+    cores, ends = Cores(clock, 1), {}
+    cores.work(1.0, lambda: ends.update(short=clock.now))
+    cores.work(3.0, lambda: ends.update(long=clock.now))
+    while clock.step():
+        pass
+    assert ends == pytest.approx({"short": 2.0, "long": 4.0})
+
+
+def test_busy_cores_slow_each_other_down_by_crowding() -> None:
+    clock = VirtualClock()
+    cores, ends = Cores(clock, 2, crowding=0.5), []
+    for _ in range(2):
+        cores.work(2.0, lambda: ends.append(clock.now))
+    while clock.step():
+        pass
+    assert ends == pytest.approx([3.0, 3.0])
+
+
+# ---- computing ----
+
+
+@given(st.floats(-10, 10))
+def test_the_exponential_is_that_of_the_library_nearly(x: float) -> None:
+    assert exp(x) == pytest.approx(math.exp(x), rel=1e-9)
+
+
+@given(st.floats(1e-9, 1e9))
+def test_the_logarithm_is_that_of_the_library_nearly(x: float) -> None:
+    assert log(x) == pytest.approx(math.log(x), rel=1e-13, abs=1e-14)
+
+
+@pytest.mark.parametrize("draw", [exponential, lambda random: lognormal(random, 0.5)])
+def test_random_times_have_mean_one(draw: object) -> None:
+    random = Random(0)
+    assert sum(draw(random) for _ in range(20_000)) / 20_000 == pytest.approx(1.0, abs=0.03)  # type: ignore[operator]
+
+
+def test_a_slow_worker_takes_its_factor_longer() -> None:
+    model = ComputeModel(kind="constant", step_s=2.0, slow_workers=(1,), slow_factor=3.0)
+    assert [Pace(model, 0, worker).next_s() for worker in range(3)] == [2.0, 6.0, 2.0]
+
+
+def test_every_worker_goes_through_a_measured_trace_from_its_own_place() -> None:
+    model = ComputeModel(kind="trace", trace_s=(1.0, 2.0, 4.0))
+    paces = [Pace(model, 0, worker) for worker in range(20)]
+    steps = [tuple(pace.next_s() for _ in range(3)) for pace in paces]
+    assert {sum(step) for step in steps} == {7.0}
+    assert len(set(steps)) == 3
+
+
+def test_a_pace_is_fixed_by_seed_and_worker() -> None:
+    def steps(seed: int, worker: int) -> list[float]:
+        pace = Pace(ComputeModel(kind="lognormal", straggler_chance=0.1), seed, worker)
+        return [pace.next_s() for _ in range(5)]
+
+    assert steps(1, 2) == steps(1, 2) != steps(1, 3)
+    assert steps(1, 2) != steps(2, 2)
+
+
+# ---- files ----
+
+
+def test_a_model_written_as_toml_is_read_back_equal(tmp_path: Path) -> None:
+    model = ClusterModel(
+        NETWORKS["datacentre"],
+        ComputeModel(kind="trace", trace_s=(0.1, 0.2), slow_workers=(3,)),
+        NodeModel(shared_memory=True, cores=2),
+    )
+    file = tmp_path / "cluster.toml"
+    file.write_text(to_toml(model, "measured\nhere"))
+    assert file.read_text().startswith("# measured\n# here\n")
+    assert load_model(str(file)) == model
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_every_network_has_a_name(name: str) -> None:
+    assert load_model(name) == ClusterModel(NETWORKS[name])
+
+
+def test_a_file_may_begin_from_a_named_network() -> None:
+    model = from_tables({"network": {"like": "1gbit", "latency_s": 0.5}})
+    assert (model.network.latency_s, model.network.bytes_per_s) == (0.5, 125e6)
+
+
+@pytest.mark.parametrize(
+    "tables, told",
+    [
+        ({"network": {"latency": 1}}, r"\[network\].*no setting 'latency' \(did you mean latency_s\?\)"),
+        ({"net": {}}, "it may have the tables network, compute, nodes"),
+        ({"compute": {"kind": "slow"}}, "one of constant, lognormal, exponential, trace"),
+        ({"network": {"bytes_per_s": 0}}, "bytes_per_s > 0"),
+        ({"compute": {"kind": "trace"}}, "needs measured steps"),
+    ],
+)
+def test_a_wrong_model_says_what_would_be_right(tables: dict[str, dict[str, object]], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        from_tables(tables)
+
+
+def test_an_unknown_network_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="choose from lan, 1gbit, wan, datacentre, or give a TOML file"):
+        load_model("token_ring")
