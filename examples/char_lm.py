@@ -70,7 +70,8 @@ def main() -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
 
-    print(repr(write(model, "The ", 60)))
+    if run.index == 0:  # every worker comes here, with the same model
+        print(repr(write(model, "The ", 60)))
 
 
 @torch.no_grad()

@@ -13,9 +13,9 @@ from typing import Any
 __version__ = "0.1.0"
 
 from rainband.fit import fit
-from rainband.join import join
+from rainband.join import join, place
 
-__all__ = ["DatasetData", "ModuleTask", "TensorData", "__version__", "fit", "join"]
+__all__ = ["DatasetData", "ModuleTask", "TensorData", "__version__", "fit", "join", "place"]
 
 _TASK_PIECES = ("ModuleTask", "TensorData", "DatasetData")
 
@@ -31,4 +31,6 @@ def __getattr__(name: str) -> Any:
     for file_name in strategy_names():
         if file_name.replace("_", "") == name.lower() and name[:1].isupper():
             return find_strategy(file_name)
-    raise AttributeError(f"rainband has no '{name}': it has fit, join, {', '.join(_TASK_PIECES)} and the strategies.")
+    raise AttributeError(
+        f"rainband has no '{name}': it has fit, join, place, {', '.join(_TASK_PIECES)} and the strategies."
+    )

@@ -322,7 +322,8 @@ class Coordinator:
             owners=tuple(owners[block.index] for block in blocks) if dealt else (),
             blocks=blocks,
         )
-        self._note_plan(now)
+        if self._has_data():
+            self._note_plan(now)
         self.phase = "loading" if dealt else "running"
         return [
             Out(
@@ -357,16 +358,16 @@ class Coordinator:
 
     def _note_plan(self, now: float) -> None:
         assert self.plan and self.join and self.welcome
-        known = self._knows_its_end()
+        known = self.dataset is None or self.dataset.epochs > 0  # otherwise what is not known is told as 0
         self.events.append(
             events.PlanMade(
                 at_s=now,
-                num_samples=self.plan.num_samples if self._has_data() else 0,
+                num_samples=self.plan.num_samples,
                 num_batches=self.plan.num_batches if known else 0,
                 num_portions=self.plan.num_portions if known else 0,
                 num_parameters=sum(p.numel for p in self.join.layout.parameters),
                 num_blocks=len(self.welcome.blocks),
-                batch_size=self.plan.batch_size if self._has_data() else 0,
+                batch_size=self.plan.batch_size,
                 epochs=self.plan.epochs if known else 0,
             )
         )
@@ -844,7 +845,7 @@ class Coordinator:
         self.events.append(
             events.Progress(
                 at_s=now,
-                batches_done=self.batches_done(),
+                batches_done=self.batches_done() if self._has_data() else balance(self.plan, self._reports(), 0).extras,
                 batches=self.plan.num_batches if known else 0,
                 samples_done=self.samples_done(),
                 samples=self.plan.num_samples * self.plan.epochs if known else 0,

@@ -13,12 +13,23 @@ if TYPE_CHECKING:
     from rainband.worlds.alone import Alone
     from rainband.worlds.own_loop import OwnLoop
 
-MEMBERSHIP = "__rainband__"  # `rainband run` leaves a script's place in the run under this name in its __main__
+MEMBERSHIP = (
+    "__rainband__"  # `rainband run` leaves a script's place in the run under this name in its __main__
+)
 
 
 @cache
 def _say_alone() -> None:
     print("rainband: training alone; rainband run --workers 4 SCRIPT trains with others.", file=sys.stderr)
+
+
+def place() -> tuple[int, int]:
+    """Which worker this script is, from 0, and of how many: to share out what a loader of your own brings."""
+    member = getattr(sys.modules["__main__"], MEMBERSHIP, None)
+    if member is None:
+        return 0, 1
+    member.knows_its_place = True
+    return member.index, member.num_workers
 
 
 def join(model: nn.Module, optimizer: Any) -> OwnLoop | Alone:
@@ -43,7 +54,9 @@ def join(model: nn.Module, optimizer: Any) -> OwnLoop | Alone:
         _say_alone()
         return Alone()
     if getattr(member, "joined", False):
-        raise ValueError("this script has joined its run already: train all that is to be trained in one `with`.")
+        raise ValueError(
+            "this script has joined its run already: train all that is to be trained in one `with`."
+        )
     member.joined = True
     from rainband.worlds.own_loop import OwnLoop
 

@@ -54,7 +54,7 @@ class OneProcess:
         self.strategy = strategy
         self.optimizers: Sequence[str] = ()
         self.conclude: tuple[Conclude, memoryview | None] | None = None
-        self.left = self.joined = False
+        self.left = self.joined = self.knows_its_place = False
         self.mail: deque[tuple[Peer, Peer, bytes, Any]] = deque()  # from, to, message, payload
         self.pushes: list[Push] = []  # that reached the first block
         self.sent: Counter[str] = Counter()

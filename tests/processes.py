@@ -26,6 +26,7 @@ import safetensors.torch
 from torch import Tensor
 
 from rainband import events
+from rainband.cli import main as cli
 from rainband.worlds import local, zygote_main
 from rainband.worlds.config import RunConfig
 from rainband.worlds.local import PRELOAD, RunResult
@@ -42,10 +43,12 @@ _event_decoder = msgspec.json.Decoder(events.AnyEvent)
 
 
 class Order(msgspec.Struct):
-    """What a launcher has to do."""
+    """What a launcher has to do: a run, or the command line's words."""
 
-    config: RunConfig
     output: str
+    config: RunConfig | None = None
+    words: tuple[str, ...] = ()
+    deaf: bool = False  # nobody reads its standard output
 
 
 # ---- inside the launcher --------------------------------------------------------------------------------------------
@@ -57,10 +60,23 @@ def launch(job: bytes, fds: list[int]) -> None:
     output = os.open(order.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # buffered, as it is by default
     local.Zygote.start = staticmethod(forked_zygote)  # type: ignore[assignment, method-assign]
+    if order.deaf:
+        _stop_reading(1)
+    if order.config is None:
+        sys.argv[1:] = order.words
+        return cli.main()
     result = local.run(order.config, lambda event: None)
     Path(order.output).with_suffix(".json").write_bytes(msgspec.json.encode(result))
     sys.exit(result.exit_code)
+
+
+def _stop_reading(fd: int) -> None:
+    reader, writer = os.pipe()
+    os.dup2(writer, fd)
+    os.close(reader)
+    os.close(writer)
 
 
 def do_nothing(job: bytes, fds: list[int]) -> None:
@@ -121,7 +137,7 @@ class Forked:
 @pytest.fixture(scope="session")
 def nest() -> Iterator[Nest]:
     """The warm process; started by the first test that wants it."""
-    nest = Nest(Zygote.start((*PRELOAD, "rainband.worlds.local", "tests.processes", "tests.gated")))
+    nest = Nest(Zygote.start((*PRELOAD, "tests.processes")))
     token = nest.zygote.spawn("tests.processes:do_nothing", b"", "the first")
     ended = lambda: [e for e in nest.note() if isinstance(e, Exited) and e.token == token]  # noqa: E731
     wait_for(ended, "imports", 2 * DEADLINE_S)  # here, so that no test is to blame for the time they take
@@ -179,9 +195,20 @@ class Nest:
             failure_timeout_s=timeout_s,
             directory=str(directory),
         )
-        order = Order(config, str(path / "launcher"))
+        with self._launched(Order(str(path / "launcher"), config), directory, gate) as run:
+            yield run
+
+    @contextmanager
+    def command(self, path: Path, *words: str, deaf: bool = False) -> Iterator[Run]:
+        """What `rainband train` does when it is typed, from parsing to its exit code; the run is not gated."""
+        order = Order(str(path / "launcher"), None, ("train", *words, "--runs", str(path / "runs")), deaf)
+        with self._launched(order, path / "runs", None) as run:
+            yield run
+
+    @contextmanager
+    def _launched(self, order: Order, directory: Path, gate: Gate | None) -> Iterator[Run]:
         token = self.zygote.spawn("tests.processes:launch", msgspec.json.encode(order), "launcher")
-        run = Run(self, token, config, path, gate)
+        run = Run(self, token, order, directory, gate)
         try:
             yield run
             run.ended()
@@ -193,15 +220,19 @@ class Nest:
 class Run:
     """One run, seen from outside."""
 
-    def __init__(self, nest: Nest, token: int, config: RunConfig, path: Path, gate: Gate | None) -> None:
+    def __init__(self, nest: Nest, token: int, order: Order, directory: Path, gate: Gate | None) -> None:
         self.nest = nest
         self.token = token
-        self.config = config
-        self.path = path
-        self.directory = Path(config.directory)
+        self.order = order
+        self.directory = directory
         self._gate = gate
         self.sockets: set[str] = set()  # that its processes were seen to have
         self.pids: set[int] = set()
+
+    @property
+    def config(self) -> RunConfig:
+        assert self.order.config is not None, "this run was typed"
+        return self.order.config
 
     @property
     def gate(self) -> Gate:
@@ -258,13 +289,6 @@ class Run:
         assert self.exited is None, f"{self.events()} {self.printed()}"
         self.remember()
 
-    def at_work(self, num_workers: int) -> None:
-        """Wait until so many workers have come to the gate."""
-        wait_for(
-            lambda: self.exited or len(self.gate.begun()) >= num_workers, f"{num_workers} workers at the gate"
-        )
-        assert self.exited is None, f"{self.events()} {self.printed()}"
-
     def remember(self) -> None:
         processes = self.nest.processes()
         self.pids |= {process.pid for process in processes}
@@ -275,7 +299,7 @@ class Run:
         wait_for(lambda: [p for p in self.all(events.Progress) if p.batches_done >= num_batches], f"{num_batches} done")
 
     def printed(self) -> str:
-        path = self.path / "launcher"
+        path = Path(self.order.output)
         return path.read_text() if path.exists() else ""
 
     # ---- what can be done to it
@@ -316,7 +340,7 @@ class Run:
 
     def result(self) -> RunResult:
         self.ended()
-        path = self.path / "launcher.json"
+        path = Path(self.order.output).with_suffix(".json")
         assert path.exists(), self.printed()
         return msgspec.json.decode(path.read_bytes(), type=RunResult)
 
@@ -341,7 +365,7 @@ class Run:
         assert not self.sockets & all_sockets(), "sockets are left"
         names = [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in self.pids)]
         assert not names, f"/dev/shm has {names}"
-        assert not list(self.directory.glob("*.part")), "half a file is left"
+        assert not list(self.directory.rglob("*.part")), "half a file is left"
 
 
 def wait_for(found: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
@@ -384,7 +408,6 @@ def exact(run: Run) -> bool:
     """Are the parameters those of every batch applied exactly once, to the last bit?"""
     task = Gated(**{name: value for name, value in run.config.task_settings.items() if name != "gate"})
     cells = run.config.num_workers if run.config.strategy == "sync" else 1  # a round steps once, by their mean
-    found, num_steps = run.parameters(), task.samples // task.batch_size * task.epochs / cells
-    return found["weight"].flatten().tolist() == task.linear.after(LR / cells).tolist() and found[
-        "bias"
-    ].tolist() == [-LR * num_steps]
+    num_steps = task.samples // task.batch_size * task.epochs / cells
+    wanted = {"weight": task.linear.after(LR / cells).tolist(), "bias": [-LR * num_steps]}
+    return {name: values.flatten().tolist() for name, values in run.parameters().items()} == wanted

@@ -121,7 +121,8 @@ def test_a_worker_asks_once_and_keeps_one_lease_ahead() -> None:
     assert s.next_batches() == [(0, 0)]
     assert s.told == [Want()] * 2
     s.lease(1, (0, 1))
-    assert [s.next_batches() for _ in range(4)] == [[(0, 1)], [(1, 0)], [(1, 1)], []]
+    assert s.next_batches() == [(0, 1)] and s.told == [Want()] * 2  # one to go on with, one ahead
+    assert [s.next_batches() for _ in range(3)] == [[(1, 0)], [(1, 1)], []]
     assert s.told == [Want()] * 3
 
 
@@ -173,11 +174,13 @@ def test_answers_under_an_old_lease_do_not_touch_the_new_one() -> None:
     s.push(0, 0)
     s.lease(0, (0, 1), number=2)
 
-    s.ack(0, 1, "revoked")
+    s.ack(0, 1, "applied")
     s.ack(1, 1, "applied")
+    s.push(0, 1)
+    s.ack(0, 2, "revoked")
 
     assert s.returned() == []
-    assert s.next_batches() == [(0, 0)]
+    assert s.next_batches() == [(0, 0)] and s.client.leases[0].unsettled == {0, 1}
 
 
 def test_a_lease_that_comes_twice_or_too_late_is_the_one_that_is_held() -> None:

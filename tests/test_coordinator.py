@@ -367,7 +367,7 @@ def test_who_is_not_heard_of_is_given_up_and_gets_nothing() -> None:
     assert not [m for m in run.ticks(0.0) if isinstance(m, Lease)]
 
 
-@pytest.mark.parametrize("sign", [Want(), Return(0, 1, "revoked"), Beat(waiting=True), Beat(acked=1)])
+@pytest.mark.parametrize("sign", [Want(), Return(0, 1, "revoked"), Beat(waiting=True), Beat(acked=1), Ended(0)])
 def test_who_works_or_waits_for_work_is_here_again(sign: Message) -> None:
     run = suspected()
     run.from_worker(0, sign)
@@ -599,12 +599,33 @@ def test_when_the_worker_that_saves_the_model_falls_silent_another_saves_it() ->
     assert run.coordinator.concluder == 1
 
 
+def test_when_all_that_could_save_the_model_fall_silent_one_of_them_is_asked_again() -> None:
+    run = concluding()
+    run.now += TIMEOUT_S + 1
+    run.beats(1)
+    run.ticks(0.0)
+
+    assert Conclude("model") in run.ticks(TIMEOUT_S + 1)
+    assert run.phase == "concluding" and run.coordinator.outcome == "finished"
+
+
 def test_who_falls_silent_while_the_run_ends_is_not_waited_for() -> None:
     run = finished()
     run.reports(8, low=8, flushed=True)
     run.from_worker(1, Ended(4))
     run.now += TIMEOUT_S + 1
     run.beats(1)
+
+    assert Conclude("model") in run.ticks(0.0)
+
+
+def test_several_may_fall_silent_at_once() -> None:
+    run = running(num_workers=3)
+    run.reports(8, low=8)
+    run.reports(8, low=8, flushed=True)
+    run.from_worker(2, Ended(8))
+    run.now += TIMEOUT_S + 1
+    run.beats(2)
 
     assert Conclude("model") in run.ticks(0.0)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from rainband import events
+from rainband.worlds import local
+from rainband.worlds.config import RunConfig
 from rainband.worlds.directory import read_config
 
 from .processes import LR, Nest, Run
@@ -33,7 +35,7 @@ def ended_as(run: Run) -> tuple[str, int | None]:
 # ---- by a signal to the launcher -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_ctrl_c_once_finishes_the_batches_at_hand_saves_the_model_and_balances_the_books(
     nest: Nest, tmp_path: Path, transport: str
 ) -> None:
@@ -64,10 +66,8 @@ def test_ctrl_c_twice_ends_at_once(nest: Nest, tmp_path: Path) -> None:
         assert not (run.directory / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_a_polite_kill_is_obeyed_and_the_exit_code_says_try_again(
-    nest: Nest, tmp_path: Path, signum: int
-) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_a_polite_kill_is_obeyed_and_the_exit_code_says_try_again(nest: Nest, tmp_path: Path, signum: int) -> None:
     with nest.run(tmp_path) as run:
         run.under_way()
         run.signal(signum)
@@ -104,8 +104,15 @@ def test_a_launcher_killed_takes_everyone_along_and_leaves_a_directory_that_can_
 # ---- by the loss of a process ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("strategy", ["downpour", "sync"])
+@pytest.mark.parametrize(
+    "strategy, transport",
+    [
+        ("downpour", "shm"),
+        ("sync", "tcp"),
+        pytest.param("downpour", "tcp", marks=pytest.mark.slow),
+        pytest.param("sync", "shm", marks=pytest.mark.slow),
+    ],
+)
 def test_a_server_killed_ends_the_run_which_says_what_was_lost(
     nest: Nest, tmp_path: Path, strategy: str, transport: str
 ) -> None:
@@ -129,6 +136,19 @@ def test_a_server_killed_before_it_has_joined_ends_the_run(nest: Nest, tmp_path:
         assert ended_as(run) == ("failed", 1)
         assert "server 0" in run.result().reason
         assert "killed by signal 9" in run.result().reason
+
+
+def test_a_server_killed_before_it_has_its_first_values_ends_the_run(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, slow_build=True) as run:
+        run.first(events.Joined, node="server 0")
+        run.first(events.Joined, node="server 1")
+        server = run.server(1)
+        server.suspend()  # so that it cannot take them
+        run.gate.let_build(2)
+        run.first(events.PhaseChanged, phase="loading")
+        server.kill()
+        assert ended_as(run) == ("failed", 1)
+        assert "server 1 was lost (killed by signal 9" in run.result().reason
 
 
 def test_without_any_worker_the_run_ends_and_says_so(nest: Nest, tmp_path: Path) -> None:
@@ -169,12 +189,19 @@ def test_a_zygote_killed_ends_the_run_which_says_so(nest: Nest, tmp_path: Path) 
         assert "the process that starts the others" in run.result().reason
 
 
+def test_a_directory_that_holds_a_run_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("precious")
+    config = RunConfig(task="linear", strategy="sync", num_workers=1, num_servers=1, directory=str(tmp_path))
+    with pytest.raises(ValueError, match="already holds a run"):
+        local.run(config, lambda event: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
+    assert (tmp_path / "events.jsonl").read_text() == "precious"
+
+
 # ---- by the user's own code -----------------------------------------------------------------------------------------
 
 
-def test_a_crash_in_the_loss_is_shown_once_with_rank_and_step_and_ends_the_others(
-    nest: Nest, tmp_path: Path
-) -> None:
+def test_a_crash_in_the_loss_is_shown_once_with_rank_and_step_and_ends_the_others(nest: Nest, tmp_path: Path) -> None:
     with nest.run(tmp_path, workers=3, crash_at=7) as run:
         run.under_way()
         run.gate.let(256)  # not enough to do again what the others had at hand: they stay at the gate
@@ -214,7 +241,31 @@ def test_a_task_that_cannot_be_had_is_told_once(
         assert run.printed() == ""
 
 
+def test_an_error_while_the_model_is_measured_does_not_cost_the_model(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, gated=False, unmeasurable=True) as run:
+        assert ended_as(run) == ("failed", 1)
+        (error,) = run.all(events.UserError)
+        assert error.error == "ArithmeticError: this model cannot be measured"
+        assert model_has_what_the_books_say(run)
+
+
+def test_the_terminal_shows_a_crash_once_from_the_users_own_line_on(nest: Nest, tmp_path: Path) -> None:
+    with nest.command(tmp_path, "tests.gated:Gated", "downpour", "task.crash_at=0", "--workers", "2") as run:
+        assert run.ended() == 1
+        shown = run.printed()
+        assert shown.count("Traceback") == shown.count("one too many\n") == 1
+        assert "tests/gated.py" in shown
+        assert "worker_process.py" not in shown
+
+
+def test_a_terminal_that_was_closed_does_not_end_the_training(nest: Nest, tmp_path: Path) -> None:
+    with nest.command(tmp_path, "tests.gated:Gated", "downpour", "--workers", "2", deaf=True) as run:
+        assert run.ended() == 0
+        assert len(list(run.directory.glob("*/model.safetensors"))) == 1
+        assert run.printed() == ""
+
+
 def test_what_the_users_code_prints_is_not_lost(nest: Nest, tmp_path: Path) -> None:
     with nest.run(tmp_path, gated=False, samples=256, says="here") as run:
         assert ended_as(run) == ("finished", 0)
-        assert run.printed().count("here\n") == 64
+        assert run.printed().count("here") == 64

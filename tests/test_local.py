@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -12,9 +13,20 @@ import pytest
 from rainband import events
 from rainband.worlds.local import RunResult
 
-from .processes import Nest, Run, exact
+from .processes import Nest, Run, exact, wait_for
 
 pytestmark = pytest.mark.processes
+
+BOTH_WAYS = pytest.mark.parametrize("strategy, transport", [("downpour", "shm"), ("sync", "tcp")])
+EVERY_WAY = pytest.mark.parametrize(
+    "strategy, transport",
+    [
+        ("downpour", "shm"),
+        ("sync", "tcp"),
+        pytest.param("downpour", "tcp", marks=pytest.mark.slow),
+        pytest.param("sync", "shm", marks=pytest.mark.slow),
+    ],
+)
 
 
 def balanced(result: RunResult) -> bool:
@@ -31,17 +43,27 @@ def finished_exactly(run: Run) -> bool:
     return exact(run)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("strategy", ["downpour", "sync"])
+@EVERY_WAY
 def test_two_workers_killed_at_random_instants_cost_nothing(
     nest: Nest, tmp_path: Path, strategy: str, transport: str
 ) -> None:
-    chance = random.Random(f"{strategy} {transport}")
-    with nest.run(tmp_path, strategy, workers=4, transport=transport, samples=4096) as run:
+    two_are_killed(nest, tmp_path, strategy, transport, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 9))
+@EVERY_WAY
+def test_at_many_more_instants(nest: Nest, tmp_path: Path, strategy: str, transport: str, seed: int) -> None:
+    two_are_killed(nest, tmp_path, strategy, transport, seed)
+
+
+def two_are_killed(nest: Nest, tmp_path: Path, strategy: str, transport: str, seed: int) -> None:
+    chance = random.Random(f"{strategy} {transport} {seed}")
+    with nest.run(tmp_path, strategy, workers=4, transport=transport, samples=2048) as run:
         run.under_way()
         run.gate.open()
         for index in chance.sample(range(4), 2):
-            time.sleep(chance.uniform(0.0, 0.05))  # not for anything: any instant is as good as another
+            time.sleep(chance.uniform(0.0, 0.03))  # not for anything: any instant is as good as another
             run.worker(index).kill()
             lost = run.first(events.Lost, node=f"worker {index}")
             assert lost.why == "killed by signal 9, often for want of memory"
@@ -49,7 +71,7 @@ def test_two_workers_killed_at_random_instants_cost_nothing(
         assert run.result().books["leased_again"] == len(run.all(events.LeasedAgain)) >= 2
 
 
-@pytest.mark.parametrize("strategy, transport", [("downpour", "shm"), ("sync", "tcp")])
+@BOTH_WAYS
 def test_a_worker_that_is_paused_is_not_waited_for_and_works_again_when_woken(
     nest: Nest, tmp_path: Path, strategy: str, transport: str
 ) -> None:
@@ -74,13 +96,41 @@ def test_a_worker_that_hangs_is_away_although_its_heart_beats(nest: Nest, tmp_pa
     with nest.run(tmp_path, workers=3, timeout_s=0.5, samples=2048, hang_at=0) as run:
         run.under_way()
         run.gate.let(512)  # all of them, and the one that hangs has taken one for itself
-        why = run.first(events.Lost).why
-        assert "away: alive, but no push for" in why
+        wait_for(lambda: any("away: alive, but no push" in lost.why for lost in run.all(events.Lost)), "it to be away")
         run.gate.end_hanging()
         run.gate.open()
         run.first(events.Returned)
         assert finished_exactly(run)
         assert run.result().books["leased_again"] >= 1
+
+
+def test_a_worker_killed_while_it_gives_the_first_values_is_replaced_by_another(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, slow_build=True) as run:
+        server = run.server(1)
+        run.first(events.Joined, node="server 0")
+        run.first(events.Joined, node="server 1")
+        server.suspend()  # so that it cannot take them
+        run.gate.let_build(1)
+        run.first(events.PhaseChanged, phase="loading")
+        (founder,) = [e.node for e in run.all(events.Joined) if "worker" in e.node]
+        run.process(f"rainband {founder}").kill()
+        run.first(events.Lost, node=founder)
+        run.gate.let_build(1)
+        server.resume()
+        run.gate.open()
+        assert finished_exactly(run)
+
+
+def test_a_pause_of_the_launcher_itself_costs_no_worker(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, timeout_s=1.0) as run:
+        run.under_way()
+        run.gate.let(50)
+        run.signal(signal.SIGSTOP)
+        time.sleep(1.5)  # longer than a silent worker is waited for
+        run.signal(signal.SIGCONT)
+        run.gate.open()
+        assert finished_exactly(run)
+        assert not run.all(events.Lost)
 
 
 def test_a_server_that_is_paused_is_waited_for(nest: Nest, tmp_path: Path) -> None:
@@ -95,7 +145,7 @@ def test_a_server_that_is_paused_is_waited_for(nest: Nest, tmp_path: Path) -> No
         assert finished_exactly(run)
 
 
-@pytest.mark.parametrize("strategy, transport", [("downpour", "shm"), ("downpour", "tcp"), ("sync", "shm")])
+@EVERY_WAY
 def test_a_gradient_that_is_not_finite_is_skipped_everywhere_and_spoils_no_other(
     nest: Nest, tmp_path: Path, strategy: str, transport: str
 ) -> None:

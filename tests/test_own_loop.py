@@ -67,11 +67,14 @@ def same_as_plain(script: Script, pushes: int, strategy: Any = PLAIN) -> OneProc
     for (name, a), b in zip(plain.state_dict().items(), shared.state_dict().values(), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
     assert member.num_pushed == pushes
-    assert member.books.applied + sum(member.books.skipped.values()) == member.books.batches - member.books.not_done
+    assert (
+        member.books.applied + sum(member.books.skipped.values())
+        == member.books.batches - member.books.not_done
+    )
     return member
 
 
-# ---- everyday patterns -----------------------------------------------------------------------------------------------
+# ---- everyday patterns --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [PLAIN, Sync()], ids=["downpour", "sync"])
@@ -136,7 +139,10 @@ def test_a_schedule_that_looks_at_the_loss() -> None:
 def test_two_groups_with_schedules_of_their_own() -> None:
     def script(join: Join) -> nn.Module:
         model = net()
-        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.05, "note": "head"}]
+        groups = [
+            {"params": model[0].parameters()},
+            {"params": model[2].parameters(), "lr": 0.05, "note": "head"},
+        ]
         optimizer = SGD(groups, lr=0.1, weight_decay=0.01)
         scheduler = LambdaLR(optimizer, [lambda n: 0.9**n, lambda n: 1.1**n])
         with join(model, optimizer) as run:
@@ -191,7 +197,10 @@ def test_accumulating_gradients_over_four_batches_with_a_rest() -> None:
 
     member = same_as_plain(script, pushes=2)
     named = [[(r.portion, r.first, r.last) for r in push.name] for push in member.pushes]
-    assert named == [[(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)], [(4, 0, 1), (5, 0, 1)]]  # over portion ends
+    assert named == [
+        [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)],
+        [(4, 0, 1), (5, 0, 1)],
+    ]  # over portion ends
     assert member.books.applied == 6
 
 
@@ -363,7 +372,9 @@ def test_a_subclass_that_calls_the_step_of_its_parent() -> None:
 
     def script(join: Join) -> nn.Module:
         model = net()
-        optimizer: SGD = Talkative(model.parameters(), lr=0.1) if join is not alone else SGD(model.parameters(), lr=0.1)
+        optimizer: SGD = (
+            Talkative(model.parameters(), lr=0.1) if join is not alone else SGD(model.parameters(), lr=0.1)
+        )
         with join(model, optimizer) as run:
             for batch in run.batches(DATA, batch_size=4):
                 train(model, optimizer, batch)
@@ -372,7 +383,9 @@ def test_a_subclass_that_calls_the_step_of_its_parent() -> None:
     def alone(model: Any, optimizer: Any) -> Alone:
         return Alone()
 
-    member = OneProcess(Averaging())  # which leaves the step to the worker: a server could not import the class
+    member = OneProcess(
+        Averaging()
+    )  # which leaves the step to the worker: a server could not import the class
     shared = script(lambda model, optimizer: joined(model, optimizer, member))
     assert equal(shared, script(alone))
     assert member.num_pushed == 6
@@ -485,16 +498,18 @@ def test_sixteen_bit_parameters_keep_small_steps_on_the_servers() -> None:
     model = net().bfloat16()
     start = [p.detach().clone() for p in model.parameters()]
     optimizer = SGD(model.parameters(), lr=1e-4)
-    with joined(model, optimizer, OneProcess()) as run:
+    with joined(model, optimizer, OneProcess()):
         for _ in range(100):
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-    for before, parameter in zip(start, model.parameters(), strict=True):  # 100 steps of 0.0001, which bfloat16 rounds away
+    for before, parameter in zip(
+        start, model.parameters(), strict=True
+    ):  # 100 steps of 0.0001, which bfloat16 rounds away
         torch.testing.assert_close(parameter.detach(), before - 0.01, atol=2e-3, rtol=0)
 
 
-# ---- the optimizer's state comes along, and back -----------------------------------------------------------------------
+# ---- the optimizer's state comes along, and back --------------------------------------------------------------------
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -556,7 +571,9 @@ def test_channels_last_weights_keep_their_state_in_place() -> None:
 
     def script(join: Join) -> nn.Module:
         torch.manual_seed(2)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=torch.channels_last)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(
+            memory_format=torch.channels_last
+        )
         optimizer = Adam(model.parameters(), lr=0.01)
         train(model, optimizer, images[:])
         with join(model, optimizer) as run:
@@ -583,7 +600,7 @@ def test_saving_the_optimizer_inside_the_loop_saves_what_the_servers_have() -> N
     assert not copied._optimizer_step_pre_hooks
 
 
-# ---- what travels ------------------------------------------------------------------------------------------------------
+# ---- what travels ---------------------------------------------------------------------------------------------------
 
 
 def test_sums_of_three_steps_are_pushed_and_the_rest_at_the_end() -> None:
@@ -702,7 +719,7 @@ def test_breaking_out_of_a_loader_that_fetches_ahead_loses_nothing() -> None:
     assert sorted(seen) == list(range(12))
 
 
-# ---- what only the user knows ------------------------------------------------------------------------------------------
+# ---- what only the user knows ---------------------------------------------------------------------------------------
 
 
 def test_progress_is_the_place_of_the_batch_in_the_whole_run() -> None:
@@ -792,7 +809,7 @@ def member_of(out: Any) -> Any:
     return COORDINATOR
 
 
-# ---- rounds ------------------------------------------------------------------------------------------------------------
+# ---- rounds ---------------------------------------------------------------------------------------------------------
 
 
 def test_rounds_do_not_accumulate_and_say_what_to_do() -> None:
@@ -826,7 +843,7 @@ def test_a_batch_left_out_of_a_round_is_skipped_by_the_round() -> None:
     assert same_as_plain(script, pushes=5, strategy=Sync()).books.skipped == {"too hard": 1}
 
 
-# ---- strategies that leave the step to the worker ----------------------------------------------------------------------
+# ---- strategies that leave the step to the worker -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -907,12 +924,14 @@ def test_skipping_without_servers_is_in_the_books_too() -> None:
     assert (books.applied, books.skipped, books.extras) == (2, {"late": 4}, 2)
 
 
-# ---- mistakes, told --------------------------------------------------------------------------------------------------
+# ---- mistakes, told -----------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_that_servers_cannot_run_is_told_with_the_strategies_that_can() -> None:
     model = net()
-    with pytest.raises(ValueError, match=r"Muon cannot be cut into blocks, so downpour .*--strategy .*single"):
+    with pytest.raises(
+        ValueError, match=r"Muon cannot be cut into blocks, so downpour .*--strategy .*single"
+    ):
         with pytest.warns(UserWarning, match="not shared"), joined(model, muon(model), OneProcess()):
             pass
 

@@ -71,9 +71,7 @@ class Served:
             num_servers=1,
             failure_timeout_s=timeout_s,
         )
-        job = Job(
-            role="server", index=0, run_id=RUN_ID, secret=SECRET, coordinator=Address("", 0), config=config
-        )
+        job = Job(role="server", index=0, run_id=RUN_ID, secret=SECRET, coordinator=Address("", 0), config=config)
         self.process = ServerProcess(job)
         self.server = self.process.server
         self.hub = self.process.hub
@@ -83,9 +81,7 @@ class Served:
         unix, tcp = listen_unix(f"rainband-test-{os.getpid()}-{id(self)}"), listen_tcp("127.0.0.1")
         self.hub.listen(unix)
         self.hub.listen(tcp)
-        self.address = Address(
-            "127.0.0.1", tcp.getsockname()[1], unix.getsockname()[1:].decode(), this_machine()
-        )
+        self.address = Address("127.0.0.1", tcp.getsockname()[1], unix.getsockname()[1:].decode(), this_machine())
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -228,9 +224,7 @@ def test_pushes_arrive_and_parameters_come_back_to_the_last_bit(transport: str, 
         worker = Worker(server, transport)
         worker.load_zeros()
         generator = torch.Generator().manual_seed(1)
-        gradients = [
-            torch.randn(spec.numel, generator=generator).to(getattr(torch, dtype)) for spec in server.specs
-        ]
+        gradients = [torch.randn(spec.numel, generator=generator).to(getattr(torch, dtype)) for spec in server.specs]
         worker.push(0, lambda out, index: out.copy_(gradients[index]))
         assert {ack.result for ack, _ in worker.wait(Ack, len(server.specs))} == {"applied"}
         for spec, gradient, found in zip(server.specs, gradients, worker.read_all(), strict=True):
@@ -442,9 +436,7 @@ def test_a_huge_length_after_a_good_handshake_is_refused_before_anything_is_allo
         worker.load_zeros()
         sock, _, _ = dial(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
         before = psutil.Process().memory_info().vms
-        sock.sendall(
-            frames._PREFIX.pack(frames.MAGIC, frames.PROTOCOL_VERSION, 0, 0, header_bytes, body_bytes, 0, 0)
-        )
+        sock.sendall(frames._PREFIX.pack(frames.MAGIC, frames.PROTOCOL_VERSION, 0, 0, header_bytes, body_bytes, 0, 0))
         assert is_closed(sock)
         assert psutil.Process().memory_info().vms - before < 2**26
         assert worker.push_ones(0) == "applied"

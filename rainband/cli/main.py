@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -17,7 +19,18 @@ COMMANDS = ("train", "run", "explain", "runs", "export", "bench", "doctor")
 
 def main() -> None:
     """The entry of the console script."""
-    build_app()(prog_name="rainband")
+    try:
+        build_app()(prog_name="rainband")
+    finally:
+        _forget_what_nobody_reads()
+
+
+def _forget_what_nobody_reads() -> None:
+    """Output that cannot be written (to `| head`, to a closed terminal) is no reason for another exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def build_app() -> typer.Typer:

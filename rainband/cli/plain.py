@@ -40,7 +40,9 @@ class PlainView:
                 return [sentences.plan_made(event)]
             case PhaseChanged(phase="concluding"):
                 return ["measuring and saving the model ..."]
-            case Progress() if event.at_s >= self.next_line_s and event.samples_done < event.samples:
+            case Progress() if event.at_s >= self.next_line_s and (
+                event.samples_done < event.samples or (event.batches_done and not event.samples)
+            ):
                 self.next_line_s = event.at_s + LINE_EVERY_S
                 return [sentences.how_far(self.so_far)]
         return []

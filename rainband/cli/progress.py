@@ -58,7 +58,7 @@ def frame(so_far: RunSoFar, width: int, height: int, ink: Ink = BLOCKS) -> list[
     """The whole view, no line longer than `width`, no more lines than `height`."""
     width -= 1  # a full last column makes some terminals wrap
     title = _spread(sentences.headline(so_far), duration(so_far.at_s), width, "bold")
-    if so_far.last is None or not so_far.samples:
+    if so_far.last is None or not (so_far.samples or so_far.last.batches_done):
         return [title, Text(cut(sentences.waiting_for(so_far), width))]
     lines = [title, _how_far(so_far, width, ink), _measures(so_far, width, ink)]
     rows = height - LINES_ABOVE_WORKERS
@@ -73,6 +73,8 @@ def _spread(left: str, right: str, width: int, style: str = "") -> Text:
 
 
 def _how_far(so_far: RunSoFar, width: int, ink: Ink) -> Text:
+    if not so_far.samples:
+        return Text(cut(f"{sentences.done(so_far)}  {_what_next(so_far)}", width))
     share = so_far.samples_done / so_far.samples
     total = count(so_far.samples, "sample")
     done = whole(so_far.samples_done).rjust(len(whole(so_far.samples)))

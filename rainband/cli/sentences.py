@@ -89,6 +89,11 @@ def waiting_for(so_far: RunSoFar) -> str:
 
 
 def plan_made(plan: PlanMade) -> str:
+    if not plan.epochs:
+        return (
+            f"{count(plan.num_parameters, 'parameter')} in {count(plan.num_blocks, 'block')}, "
+            f"{count(plan.num_samples, 'sample')} in batches of {plan.batch_size}, as many passes as the loops make"
+        )
     return (
         f"{count(plan.num_parameters, 'parameter')} in {count(plan.num_blocks, 'block')}, "
         f"{count(plan.epochs, 'epoch')} of {count(plan.num_samples, 'sample')}, "
@@ -99,11 +104,11 @@ def plan_made(plan: PlanMade) -> str:
 def how_far(so_far: RunSoFar) -> str:
     """One line that says it all."""
     last = so_far.last
-    if last is None or not so_far.samples:
+    if last is None or not (so_far.samples or last.batches_done):
         return waiting_for(so_far)
     parts = [
-        f"{duration(so_far.at_s):>9} {percent(so_far.samples_done / so_far.samples):>6}",
-        f"{whole(so_far.samples_done)} of {count(so_far.samples, 'sample')}",
+        f"{duration(so_far.at_s):>9} {percent(so_far.samples_done / so_far.samples) if so_far.samples else '':>6}",
+        f"{whole(so_far.samples_done)} of {count(so_far.samples, 'sample')}" if so_far.samples else done(so_far),
         "" if so_far.loss is None else f"loss {short(so_far.loss)}",
         f"{short(so_far.samples_per_s)} samples/s" if so_far.samples_per_s else "",
         staleness(so_far),
@@ -111,6 +116,13 @@ def how_far(so_far: RunSoFar) -> str:
         noteworthy(so_far),
     ]
     return "  ".join(part for part in parts if part)
+
+
+def done(so_far: RunSoFar) -> str:
+    """How much is done, where nobody has said how much there is to do."""
+    if so_far.samples_done:
+        return count(so_far.samples_done, "sample")
+    return count(so_far.last.batches_done if so_far.last else 0, "step")
 
 
 def staleness(so_far: RunSoFar) -> str:

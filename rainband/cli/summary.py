@@ -43,6 +43,11 @@ def books(kept: Mapping[str, Any]) -> list[str]:
         f"{whole(kept['applied'])} of {count(kept['batches'], 'batch')} applied to every block, "
         f"{whole(kept['lost'])} lost, {whole(kept['twice'])} twice"
     ]
+    if not kept["batches"] and kept.get("extras"):  # a loader of the user's own
+        lines = []
+    if extras := kept.get("extras"):
+        torn = f", {whole(kept['torn'])} of them on some blocks only" if kept.get("torn") else ""
+        lines.append(f"{count(extras, 'step')} without a batch of the run, counted by their senders{torn}")
     if not_done := kept.get("not_done"):
         lines.append(f"{whole(not_done)} not done: the run ended before their turn")
     if skipped := kept.get("skipped"):

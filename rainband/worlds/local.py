@@ -175,6 +175,7 @@ class Launcher:
             if self.interrupts and self.coordinator.outcome == "finished":
                 self._send(self.coordinator.stop("stopped", "interrupted"))
             if time.monotonic() - ticked_at >= tick_s:
+                self.hub.run_once(0.0)  # we may have slept: hear what came meanwhile before judging who is late
                 ticked_at = time.monotonic()
                 self._send(self.coordinator.tick(self._now()))
                 self._show_output()

@@ -65,6 +65,7 @@ class Member:
         self.early: list[Message] = []  # that came before there was a client
         self.joined = False  # a user's own loop has taken this place
         self.left = False  # and has come to its end
+        self.knows_its_place = False  # the user has asked which part of the data is this worker's
 
     def connect(self) -> None:
         """Call the coordinator; from then on it hears our heartbeats."""
@@ -141,7 +142,9 @@ class Member:
         peer = Peer("server", index)
         shared = can_share_memory(address) and self.config.transport != "tcp"
         if self.config.transport == "shm" and not shared:
-            raise ValueError(f"{peer} is not on this machine, or memory cannot be shared here: use --transport tcp.")
+            raise ValueError(
+                f"{peer} is not on this machine, or memory cannot be shared here: use --transport tcp."
+            )
         specs = [welcome.blocks[b] for b, owner in enumerate(welcome.owners) if owner == index]
         sock, _, key = dial(
             address, shared, self.job.secret, self.job.run_id, self.me, self.config.failure_timeout_s

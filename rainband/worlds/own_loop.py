@@ -11,8 +11,7 @@ wants the next one. Leaving waits for the others, and brings the final parameter
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -21,17 +20,16 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rainband.catalogue import find_strategy, strategy_names
 from rainband.client import Client
 from rainband.flat import Flat
 from rainband.gradient import ModuleGradient
 from rainband.handover import State, put_state, settings_of, spec_of, state_of
 from rainband.messages import Away, Conclude, Concluded, Ended, Join, Message
-from rainband.optim import why_not_blockwise
-from rainband.optim_spec import OptimizerSpec, changed_numbers, plain
+from rainband.optim_spec import changed_numbers, plain
 from rainband.types import Batch, Cell, Strategy
 from rainband.worker import buffers_of, set_buffers
 from rainband.worlds.draws import Draws, described, loader
+from rainband.worlds.joinable import check, following, takes_any_optimizer
 from rainband.worlds.own_random import own_random_numbers
 from rainband.worlds.save import save_model
 from rainband.worlds.step_hooks import StepHooks, unwrapped
@@ -47,6 +45,7 @@ class Membership(Protocol):
     optimizers: Sequence[str]  # module:Class of those that servers may import besides torch's own
     conclude: tuple[Conclude, memoryview | None] | None
     left: bool
+    knows_its_place: bool
 
     def connect(self) -> None: ...
 
@@ -70,12 +69,12 @@ class OwnLoop:
         self.member = member
         self.index = member.index
         self.num_workers = member.num_workers
-        self.strategy = _following(member.strategy, self.optimizers)
+        self.strategy = following(member.strategy, self.optimizers)
         self.rounds = bool(getattr(self.strategy, "rounds", False))
         self.served = not takes_any_optimizer(self.strategy)  # the servers run the user's optimizer
         self.num_epochs = 0  # 0: as many as the loop goes on for
         self.planned = False
-        _check(self.model, self.optimizers, member, self.served)
+        check(self.model, self.optimizers, member.strategy, member.optimizers)
 
     # ---- in and out ------------------------------------------------------------------------------------------------
 
@@ -167,7 +166,9 @@ class OwnLoop:
         if number < 1:
             raise ValueError(f"run.epochs({number}): give 1 or more.")
         if self.planned:
-            raise ValueError("run.epochs(...) comes before the first run.batches(...): it is part of the plan.")
+            raise ValueError(
+                "run.epochs(...) comes before the first run.batches(...): it is part of the plan."
+            )
         self.num_epochs = number
         return self._epochs()
 
@@ -189,7 +190,9 @@ class OwnLoop:
 
     def _plan(self, dataset: Any, batch_size: int, arguments: dict[str, Any]) -> None:
         if self.num_epochs and self.draws.passes >= self.num_epochs:
-            raise ValueError(f"all {self.num_epochs} passes are over: say how many there are with run.epochs(...).")
+            raise ValueError(
+                f"all {self.num_epochs} passes are over: say how many there are with run.epochs(...)."
+            )
         if self.planned:
             plan = self.client.plan
             if (len(dataset), batch_size) != (plan.num_samples, plan.batch_size):
@@ -240,7 +243,9 @@ class OwnLoop:
     def progress(self) -> float:
         """How far the run is, from 0 to 1: the same for every worker that has this batch. For schedules."""
         if not self.num_epochs:
-            raise ValueError("how far the run is can be said when its length is: write `for epoch in run.epochs(10):`.")
+            raise ValueError(
+                "how far the run is can be said when its length is: write `for epoch in run.epochs(10):`."
+            )
         if self.client.finished:
             return 1.0
         last = self.draws.last
@@ -279,11 +284,23 @@ class OwnLoop:
                 f"{self._name} works in rounds of one step per batch of run.batches(...), and there is no new one: use "
                 "downpour for steps without a batch and for a loader of your own."
             )
+        self._note_own_loader()
         self._note_settings()
         self.suspended.step(self._gradient(optimizer, unscale, batches))
         if self.draws.end_a_cell(batches):
             self.suspended.end_cell()
         self._see_through(batches)
+
+    def _note_own_loader(self) -> None:
+        """Said once, by one of them: each may be going over the same data."""
+        if self.planned or self.client.stats.steps or self.index or self.num_workers == 1:
+            return
+        if not self.member.knows_its_place:
+            print(
+                "rainband: this loop draws from a loader of its own, so every worker sees all of the data. To share it "
+                "out use run.batches(...), or rainband.place(), which says which worker this is and of how many.",
+                file=sys.stderr,
+            )
 
     def _infinite_step(self) -> None:
         self.skip("not finite")
@@ -294,7 +311,9 @@ class OwnLoop:
         tensors = [gradient if id(parameter) in own else None for parameter, gradient in pairs]
         if unscale != 1.0:
             tensors = [None if tensor is None else tensor * unscale for tensor in tensors]
-        elif self.suspended.steps_per_cell > 1:  # the strategy keeps it, and the user's next backward writes there
+        elif (
+            self.suspended.steps_per_cell > 1
+        ):  # the strategy keeps it, and the user's next backward writes there
             tensors = [None if tensor is None else tensor.clone() for tensor in tensors]
         samples = sum(self.client.plan.samples_in(batch.portion, batch.k) for batch in batches)
         stats = self.client.stats
@@ -313,7 +332,9 @@ class OwnLoop:
         if now == self.settings:
             return
         if len(now) != len(self.settings):
-            raise ValueError("the optimizer has other parameter groups than at join: add them before rainband.join.")
+            raise ValueError(
+                "the optimizer has other parameter groups than at join: add them before rainband.join."
+            )
         if self.served:
             kind = type(self.optimizers[0]).__name__
             for number, (old, new) in enumerate(zip(self.settings, now, strict=True)):
@@ -361,61 +382,3 @@ class OwnLoop:
     @property
     def _name(self) -> str:
         return type(self.strategy).__name__
-
-
-# ---- what can be joined ----------------------------------------------------------------------------------------------
-
-
-def takes_any_optimizer(strategy: Strategy) -> bool:
-    """Does the user's optimizer run on the worker, so that it may be any?"""
-    return bool(getattr(strategy, "local_steps", False)) or strategy.server(1) is None
-
-
-def _following(strategy: Strategy, optimizers: Sequence[Optimizer]) -> Strategy:
-    """The strategy with the user's optimizer and rate in place of its own, for a worker's own steps."""
-    fields = {field.name for field in dataclasses.fields(strategy)}  # type: ignore[arg-type]
-    user = {"lr": settings_of(optimizers)[0]["lr"], "optimizer": spec_of(optimizers[:1]).name}
-    changes = {name: value for name, value in user.items() if name in fields}
-    followed: Strategy = dataclasses.replace(strategy, **changes)  # type: ignore[type-var]
-    return followed
-
-
-def _check(model: nn.Module, optimizers: Sequence[Optimizer], member: Membership, served: bool) -> None:
-    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
-    if left_out:
-        warnings.warn(
-            f"{len(left_out)} parameters of the model are in no group of the optimizer ({left_out[0]}, ...): they are "
-            "not shared. If another optimizer trains them, join both: rainband.join(model, [first, second]).",
-            stacklevel=4,
-        )
-    if served:
-        _check_optimizer(spec_of(optimizers), optimizers, member)
-
-
-def _check_optimizer(spec: OptimizerSpec, optimizers: Sequence[Optimizer], member: Membership) -> None:
-    kind, strategy = type(optimizers[0]), type(member.strategy).__name__.lower()
-    reason = why_not_blockwise(kind, settings_of(optimizers)[0])
-    if reason:
-        raise ValueError(
-            f"{kind.__name__} cannot be cut into blocks, so {strategy} cannot run it on the servers: {reason}. "
-            f"Use a strategy that leaves it to the workers (--strategy {', '.join(_strategies_for_any())}), "
-            "or an optimizer that works element by element, such as SGD, Adam or Adagrad."
-        )
-    if ":" in spec.name and spec.name not in member.optimizers:
-        where = "" if not spec.name.startswith("__main__") else " Put it into a module first, beside the script."
-        raise ValueError(
-            f"{kind.__name__} is not one of torch.optim, and servers import only what the one who starts them names: "
-            f"type rainband run --optimizer {spec.name.replace('__main__', 'module')} ...{where}"
-        )
-
-
-def _strategies_for_any() -> list[str]:
-    names = []
-    for name in strategy_names():
-        try:
-            if takes_any_optimizer(find_strategy(name)()):
-                names.append(name)
-        except (ValueError, TypeError):  # one that cannot be made without settings
-            continue
-    return names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 
@@ -47,6 +48,8 @@ def main(job: bytes, fds: list[int]) -> None:
 def serve(job: Job, strategy: Strategy | None = None) -> None:
     """Be a server; a strategy that is not handed in is the one that the configuration names."""
     torch.set_num_threads(1)  # one thread owns the blocks: no locks, and the same bits on every machine
+    if job.config.script:  # an optimizer of the user's own may lie beside it
+        sys.path.insert(0, os.path.dirname(job.config.script))
     ServerProcess(job, strategy).run()
 
 

@@ -34,7 +34,8 @@ from rainband.worlds.directory import EventLog, write_config
 from rainband.worlds.local import RunResult, View
 from rainband.worlds.sim_body import RealBody, TimeBody
 from rainband.worlds.sim_memory import Desk
-from rainband.worlds.sim_world import Play, Span, World
+from rainband.worlds.sim_world import Play, World
+from rainband.worlds.spans import Span, write_spans
 
 PROGRESS_POINTS = 50  # as many events tell of the progress of a run; heartbeats come as often
 POINTS_IN_BULK = 8
@@ -203,6 +204,11 @@ class Simulation:
             wall_s=time.monotonic() - self.started_at,
             model=self.model,
         )
+        if self.spans:
+            write_spans(self.directory, self.spans)
+        if self.trace.lines is not None:
+            lines = b"".join(msgspec.json.encode(line) + b"\n" for line in self.trace.lines)
+            (self.directory / "trace.jsonl").write_bytes(lines)
         data = msgspec.json.format(msgspec.json.encode(simulated), indent=2)
         (self.directory / "simulation.json").write_bytes(data + b"\n")
 

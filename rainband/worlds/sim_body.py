@@ -46,10 +46,10 @@ class RealBody:
     def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
         if body is not None:
             worker.set_buffers(body)
+        save_model(worker.module, conclude.path)  # first: an error in the user's measuring must not cost the model
         was_training = worker.module.training
         worker.module.eval()
         metrics = {name: float(value) for name, value in worker.task.evaluate(worker.module).items()}
-        save_model(worker.module, conclude.path)
         worker.module.train(was_training)
         return metrics
 

@@ -112,14 +112,17 @@ class ServerNode(Node):
         costs: NodeModel,
         cores: Worker,
         block_bytes: Callable[[int], int],
+        span: Callable[[str, str, float, float], None],
     ) -> None:
         super().__init__(post, peer, machine)
         self.server = Server(half, publish)
         self.costs = costs
         self.cores = cores
         self.block_bytes = block_bytes
+        self.span = span
         self.queue: deque[tuple[Peer, Message, Payload]] = deque()
         self.busy = False
+        self.began_at = 0.0
         self.assigned: Callable[[Server], None] | None = None  # who wants to know when it has its blocks
         self.owed_s = 0.0  # work done for replies, to be paid before the next message
 
@@ -137,6 +140,7 @@ class ServerNode(Node):
         self.busy = True
         sender, message, payload = self.queue.popleft()
         amount_s, self.owed_s = self._cost_s(message, payload) + self.owed_s, 0.0
+        self.began_at = self.clock.now
         self.cores.work(amount_s, lambda: self.wake(lambda: self._handle(sender, message, payload)))
 
     def _cost_s(self, message: Message, payload: Payload) -> float:
@@ -146,6 +150,8 @@ class ServerNode(Node):
 
     def _handle(self, sender: Peer, message: Message, payload: Payload) -> None:
         self.busy = False
+        if isinstance(message, Push):
+            self.span(self.name, "apply", self.began_at, self.clock.now)
         if not isinstance(message, Bye):
             for out in self.server.receive(sender, message, payload, checked=True):  # by the client
                 self._send(out)

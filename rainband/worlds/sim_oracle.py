@@ -77,9 +77,8 @@ def random_case(seed: int, strategy: str | None = None) -> Case:
     drawn = random.choice(list(STRATEGIES))
     num_workers, num_servers = random.choice((2, 4)), random.choice((1, 2, 3))
     chances = Chances(length_s=1.5, timeout_s=TIMEOUT_S, servers_die=random.random() < 0.1)
-    return Case(
-        seed, strategy or drawn, num_workers, num_servers, random_script(random, num_workers, num_servers, chances)
-    )
+    script = random_script(random, num_workers, num_servers, chances)
+    return Case(seed, strategy or drawn, num_workers, num_servers, script)
 
 
 @dataclass

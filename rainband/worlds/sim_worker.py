@@ -43,6 +43,7 @@ from rainband.types import Batch, Port, Strategy
 from rainband.worker import Compute, ModuleWorker
 from rainband.worlds.sim_memory import NOTHING
 from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
+from rainband.worlds.spans import Watch
 
 if TYPE_CHECKING:
     from rainband.worlds.sim_nodes import Worker as Cores
@@ -115,6 +116,7 @@ class WorkerNode(Node):
         self.beat_s = beat_s
         self.port = port
         self.stats = Stats()
+        self.watch: Watch | None = None
         self.client: Client | None = None
         self.welcome: Welcome | None = None
         self.go = False
@@ -157,6 +159,8 @@ class WorkerNode(Node):
         yield Until("the coordinator to welcome it", lambda: self.welcome is not None)
         client = yield from self._enter()
         worker = self.body.worker(self.peer.index, client)
+        if self.watch is not None:
+            self.watch.follow(worker)
         self.in_strategy = True
         with suppress(Stop):
             yield from self.strategy.run(worker).__await__()  # type: ignore[arg-type]
@@ -243,6 +247,8 @@ class WorkerNode(Node):
             self.early.append(message)
         else:
             self.client.receive(message, payload)
+            if self.watch is not None:
+                self.watch.look()
 
     def _take_order(self, message: Message, payload: Payload) -> None:
         match message:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
 
 import msgspec
 
@@ -27,19 +26,11 @@ from rainband.worlds.sim_bulk import BankNode, BankPort, as_one_block, make_bank
 from rainband.worlds.sim_nodes import CoordinatorNode, ServerNode, as_they_are, without_elements
 from rainband.worlds.sim_post import Letter, Node, Post
 from rainband.worlds.sim_worker import Body, SimPort, Until, WorkerNode
+from rainband.worlds.spans import Span, Watch
 
 KERNEL_PATIENCE_S = 20.0  # until a connection to a machine that is gone is closed
 
 Show = Callable[[events.AnyEvent], None]
-
-
-class Span(NamedTuple):
-    """A stretch of a node's time."""
-
-    node: str
-    what: str  # compute, wait
-    from_s: float
-    to_s: float
 
 
 @dataclass
@@ -115,6 +106,7 @@ class World:
             self.model.nodes,
             self.cores,
             self.block_bytes,
+            self.span,
         )
         self.servers[index] = self.post.nodes[node.peer] = node
         node.join(COORDINATOR)
@@ -146,6 +138,8 @@ class World:
             self._port,
             self.block_bytes,
         )
+        if self.spans is not None:
+            node.watch = Watch(node.name, self.clock.now_s, self.spans.append)
         self.workers[index] = self.post.nodes[node.peer] = node
         node.start()
         return node

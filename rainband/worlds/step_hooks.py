@@ -12,7 +12,10 @@ from torch.optim import Optimizer
 
 OnStep = Callable[[Optimizer, float], None]  # the optimizer, and the factor that undoes a GradScaler's scale
 OnInfinite = Callable[[], None]
-SCALING: tuple[str, ...] = ("grad_scale", "found_inf")  # what a GradScaler leaves on a fused optimizer during a step
+SCALING: tuple[str, ...] = (
+    "grad_scale",
+    "found_inf",
+)  # what a GradScaler leaves on a fused optimizer during a step
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
@@ -21,7 +24,9 @@ def unwrapped(optimizer: Any) -> Optimizer:
     while not hasattr(inside, "_optimizer_step_pre_hooks"):
         inside = getattr(inside, "optimizer", None)
         if inside is None:
-            raise ValueError(f"{type(optimizer).__name__} is no torch.optim.Optimizer, and wraps none: give one.")
+            raise ValueError(
+                f"{type(optimizer).__name__} is no torch.optim.Optimizer, and wraps none: give one."
+            )
     found: Optimizer = inside
     return found
 
@@ -40,7 +45,10 @@ class StepHooks:
         self.aside: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self.before = {o: o.register_step_pre_hook(self._before) for o in optimizers}
         self.after = {o: o.register_step_post_hook(self._after) for o in optimizers}
-        for optimizer, handle in self.after.items():  # so that others' hooks find the gradients in place again
+        for (
+            optimizer,
+            handle,
+        ) in self.after.items():  # so that others' hooks find the gradients in place again
             _ordered(optimizer._optimizer_step_post_hooks).move_to_end(handle.id, last=False)
 
     def be_last(self) -> None:

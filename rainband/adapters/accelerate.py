@@ -1,0 +1,29 @@
+"""Join a run from a loop written with Accelerate.
+
+    from rainband.adapters.accelerate import join
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with join(accelerator, model, optimizer) as run:
+        ...  # the loop as it is, with accelerator.backward(loss)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rainband.join import join as join_plainly
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from rainband.worlds.alone import Alone
+    from rainband.worlds.own_loop import OwnLoop
+
+
+def join(accelerator: Accelerator, model: Any, optimizer: Any) -> OwnLoop | Alone:
+    """As rainband.join, with what accelerator.prepare(...) made of the model and the optimizer."""
+    if accelerator.num_processes > 1:
+        raise ValueError(
+            f"Accelerate runs {accelerator.num_processes} processes itself: start the script with `rainband run` "
+            "instead of `accelerate launch`."
+        )
+    return join_plainly(accelerator.unwrap_model(model), optimizer)

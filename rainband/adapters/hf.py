@@ -1,0 +1,34 @@
+"""Train with the Hugging Face Trainer in a run.
+
+    from rainband.adapters.hf import Together
+    trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[Together()])
+
+in a script started by `rainband run`. Each worker goes through the whole dataset, and in the same order if it has the
+same seed; to share it out give each its part, dataset.shard(number, index), where `index, number = rainband.place()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from rainband.join import join
+
+
+class Together(TrainerCallback):  # type: ignore[misc]
+    """Joins when the training begins, and leaves, with the final parameters, when it ends."""
+
+    run: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.run = join(kwargs["model"], kwargs["optimizer"]).__enter__()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        run, self.run = self.run, None
+        if run is not None:
+            run.__exit__(None, None, None)

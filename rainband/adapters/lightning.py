@@ -1,0 +1,40 @@
+"""Train a LightningModule in a run.
+
+    from rainband.adapters.lightning import Together
+    trainer = Trainer(max_epochs=3, callbacks=[Together()])
+
+in a script started by `rainband run`. Each worker goes through the whole dataloader, in an order of its own if it
+shuffles; to share the data out give each its part, say Subset(data, range(index, len(data), number)), where
+`index, number = rainband.place()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError:  # the same under its older name
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+from rainband.join import join
+
+
+class Together(Callback):  # type: ignore[misc]
+    """Joins when the training starts, and leaves, with the final parameters, when it ends."""
+
+    run: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.run = join(pl_module, trainer.optimizers).__enter__()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._leave(exception)
+
+    def _leave(self, error: BaseException | None) -> None:
+        run, self.run = self.run, None
+        if run is not None:
+            run.__exit__(type(error) if error else None, error, None)

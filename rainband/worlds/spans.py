@@ -1,0 +1,123 @@
+"""Who did what from when to when: recorded in real and in virtual time, read by `rainband timeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rainband.client import PullHandle, PushHandle
+
+if TYPE_CHECKING:
+    from rainband.gradient import ModuleGradient
+    from rainband.worker import ModuleWorker, ServerSide
+
+FILES = "spans*.jsonl"  # in a run's directory; real workers write one each
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A stretch of a node's time."""
+
+    node: str  # "worker 0"
+    what: str  # compute, wait: its own thread; push, pull: on their way; apply: a server's thread
+    from_s: float
+    to_s: float
+
+
+Emit = Callable[[Span], None]
+
+
+class Watch:
+    """Notes how long a worker's pushes and pulls are on their way."""
+
+    def __init__(self, node: str, now: Callable[[], float], emit: Emit) -> None:
+        self.node = node
+        self.now = now
+        self.emit = emit
+        self.num_blocks = 0
+        self.under_way: list[tuple[float, PushHandle | PullHandle]] = []
+
+    def follow(self, worker: ModuleWorker) -> None:
+        self.num_blocks = len(worker.client.blocks)
+        worker.server = WatchedServers(worker.server, self)  # type: ignore[assignment]
+
+    def began(self, handle: PushHandle | PullHandle) -> None:
+        if not any(known is handle for _, known in self.under_way):
+            self.under_way.append((self.now(), handle))
+
+    def look(self) -> None:
+        """Something has come: what is complete now? (To ask a pull whether it is ready would take it over.)"""
+        for began, handle in [way for way in self.under_way if self._is_there(way[1])]:
+            what = "push" if isinstance(handle, PushHandle) else "pull"
+            self.emit(Span(self.node, what, began, self.now()))
+            self.under_way.remove((began, handle))
+
+    def _is_there(self, handle: PushHandle | PullHandle) -> bool:
+        if isinstance(handle, PushHandle):
+            return handle.left == 0
+        return handle.late or len(handle.come) == self.num_blocks
+
+
+class WatchedServers:
+    """The servers, as a strategy sees them; every push and pull is noted."""
+
+    def __init__(self, side: ServerSide, watch: Watch) -> None:
+        self.side = side
+        self.watch = watch
+
+    def push(self, gradient: ModuleGradient) -> PushHandle:
+        handle = self.side.push(gradient)
+        self.watch.began(handle)
+        return handle
+
+    def exchange(self, gradient: ModuleGradient) -> PullHandle:
+        handle = self.side.exchange(gradient)
+        self.watch.began(handle)
+        return handle
+
+    def pull(self, round: int | None = None) -> PullHandle:
+        handle = self.side.pull(round)
+        self.watch.began(handle)
+        return handle
+
+
+class SpanFile:
+    """Writes spans as lines of JSON, a few hundred at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("wb")
+        self.encoder = msgspec.json.Encoder()
+
+    def write(self, span: Span) -> None:
+        self.file.write(self.encoder.encode(span) + b"\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def write_spans(directory: Path, spans: Iterable[Span]) -> None:
+    file = SpanFile(directory / "spans.jsonl")
+    for span in spans:
+        file.write(span)
+    file.close()
+
+
+def read_spans(directory: Path) -> list[Span]:
+    """All spans of a run, from its first moment on; the last line of a process that was killed may be torn."""
+    decoder = msgspec.json.Decoder(Span)
+    spans: list[Span] = []
+    for path in sorted(directory.glob(FILES)):
+        for line in path.read_bytes().splitlines():
+            try:
+                spans.append(decoder.decode(line))
+            except msgspec.MsgspecError:
+                continue
+    return from_zero(spans)
+
+
+def from_zero(spans: Sequence[Span]) -> list[Span]:
+    """Times as seconds since the first span."""
+    first = min((span.from_s for span in spans), default=0.0)
+    return [Span(span.node, span.what, span.from_s - first, span.to_s - first) for span in spans]

@@ -1,0 +1,205 @@
+"""`rainband run train.py`: real processes, a script as users write it, and what becomes of its mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from rainband.cli.run import split
+
+ROOT = Path(__file__).parent.parent
+
+SCRIPT = """
+import argparse
+import torch
+import rainband
+from beside import data, net
+from torch.nn.functional import mse_loss
+
+options = argparse.ArgumentParser()
+options.add_argument("--batch", type=int, default=8)
+options.add_argument("--lr", type=float, default=0.1)
+options = options.parse_args()
+
+model = net()
+optimizer = {optimizer}(model.parameters(), lr=options.lr)
+with rainband.join(model, optimizer) as run:
+    for epoch in run.epochs(2):
+        for inputs, targets in run.batches(data, batch_size=options.batch):
+            optimizer.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            {inside}
+print("worker", run.index, "of", run.num_workers, [round(p.double().sum().item(), 6) for p in model.parameters()])
+{after}
+"""
+BESIDE = """
+import os
+import signal
+import sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from tests.lion import Lion
+
+numbers = torch.Generator().manual_seed(5)
+data = TensorDataset(torch.randn(160, 3, generator=numbers), torch.randn(160, 1, generator=numbers))
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+"""
+
+
+class Told:
+    """What a command said and left behind."""
+
+    def __init__(self, folder: Path, words: list[str], **pieces: str) -> None:
+        filled = {"optimizer": "torch.optim.SGD", "inside": "", "after": "", **pieces}
+        (folder / "train.py").write_text(SCRIPT.format(**filled))
+        (folder / "beside.py").write_text(BESIDE)
+        start = [sys.executable, "-c", "from rainband.cli.main import main; main()", "run", "--json"]
+        command = [sys.executable] if words[0] == "train.py" else [*start, "--runs", str(folder / "runs")]
+        done = subprocess.run(
+            [*command, *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        self.exit_code, self.out, self.err = done.returncode, done.stdout, done.stderr
+
+    @property
+    def json(self) -> Any:
+        assert self.out, self.err
+        return json.loads(self.out.splitlines()[-1])
+
+    @property
+    def sums(self) -> list[str]:
+        """Of each worker's final parameters, as it printed them."""
+        lines = (self.out + self.err).splitlines()
+        return [line.partition("[")[2] for line in lines if "worker" in line and "[" in line]
+
+
+@pytest.mark.processes
+def test_two_workers_in_rounds_are_one_with_batches_twice_as_large(tmp_path: Path) -> None:
+    together = Told(tmp_path, ["--workers", "2", "--strategy", "sync", "train.py", "--batch", "8"])
+    alone = Told(tmp_path, ["train.py", "--batch", "16"])
+    assert (together.exit_code, alone.exit_code) == (0, 0), together.err + alone.err
+    assert together.sums == alone.sums * 2  # both have the final parameters
+    assert "training alone" in alone.err and "training alone" not in together.err
+    books = together.json["books"]
+    assert (books["applied"], books["batches"], books["lost"], books["twice"]) == (40, 40, 0, 0)
+    saved = safetensors.torch.load_file(Path(together.json["directory"]) / "model.safetensors")
+    sums = [round(tensor.double().sum().item(), 6) for tensor in saved.values()]
+    assert sorted(sums) == sorted(float(number) for number in alone.sums[0].rstrip("]").split(","))
+
+
+@pytest.mark.processes
+def test_when_a_worker_is_killed_the_others_do_its_batches(tmp_path: Path) -> None:
+    """With an optimizer of the user's own, over TCP, fetching data by other processes."""
+    words = ["--workers", "3", "--servers", "1", "--transport", "tcp", "--optimizer", "tests.lion:Lion", "n_push=2"]
+    told = Told(
+        tmp_path,
+        [*words, "train.py", "--lr", "0.01"],
+        optimizer="__import__('beside').Lion",
+        inside="if run.index == 1 and epoch == 0: os.kill(os.getpid(), 9)".replace("os.", "__import__('os')."),
+    )
+    assert told.exit_code == 0, told.err
+    books = told.json["books"]
+    assert (books["applied"], books["batches"], books["lost"], books["twice"]) == (40, 40, 0, 0)
+    assert len(told.sums) == 2 and told.sums[0] == told.sums[1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [
+        ({"inside": "1 / 0"}, "ZeroDivisionError"),
+        ({"optimizer": "missing"}, "NameError"),
+        ({"after": "raise SystemExit(3)"}, "exit code 3"),
+    ],
+    ids=["in the loop", "before it", "after it"],
+)
+def test_an_error_in_the_script_fails_the_run_and_is_shown(
+    tmp_path: Path, pieces: dict[str, str], said: str
+) -> None:
+    told = Told(tmp_path, ["--workers", "1", "--servers", "1", "train.py"], **pieces)
+    assert told.exit_code == 1
+    assert said in told.err and told.json["outcome"] == "failed"
+    assert told.err.count("Traceback") <= 1
+
+
+@pytest.mark.processes
+def test_a_script_that_never_joins_is_told_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text("print('nothing to do')\n")
+    told = Told(tmp_path, ["--workers", "1", "--servers", "1", "idle.py"])
+    assert told.exit_code == 1
+    assert "idle.py never joined: it needs `with rainband.join(model, optimizer) as run:`" in told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "say which script"),
+        (["n_push=2"], "say which script"),
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["--lr"], "Options come before the script"),
+    ],
+)
+def test_words_without_a_script_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        split(words)
+
+
+def test_what_follows_the_script_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=b.py").touch()
+    assert split(["n_push=2", "n_fetch=3", "a=b.py", "--lr", "n_push=9"]) == (
+        ["n_push=2", "n_fetch=3"],
+        tmp_path / "a=b.py",
+        ["--lr", "n_push=9"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lr=0.1", "SCRIPT"], "the script's own optimizer"),
+        (["--servers", "0", "SCRIPT"], "--servers 1 or more"),
+        (["--strategy", "single", "SCRIPT"], "--workers 1"),
+        (["--strategy", "downpuor", "SCRIPT"], "did you mean downpour"),
+        (["n_pusch=2", "SCRIPT"], "n_push"),
+    ],
+)
+def test_what_was_typed_wrong_is_told_before_anything_starts(tmp_path: Path, words: list[str], said: str) -> None:
+    from typer.testing import CliRunner
+
+    from rainband.cli.main import build_app
+
+    script = tmp_path / "train.py"
+    script.touch()
+    result = CliRunner().invoke(build_app(), ["run", *(str(script) if w == "SCRIPT" else w for w in words)])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_torch_numbers_differ_between_workers_from_joining_on() -> None:
+    from rainband.worlds.own_random import own_random_numbers, same_random_numbers
+
+    drawn = []
+    for index in (0, 1, 2):
+        same_random_numbers(7)
+        before = torch.rand(1).item()
+        own_random_numbers(index)
+        drawn.append((before, torch.rand(1).item()))
+    assert len({before for before, _ in drawn}) == 1
+    assert len({after for _, after in drawn}) == 3

@@ -1,0 +1,303 @@
+"""Runs in virtual time: who waits for whom, real gradients, the same bits from the same seed, and no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from rainband import events
+from rainband.catalogue import load_strategy
+from rainband.coordinator import RunSettings
+from rainband.errors import Deadlock
+from rainband.flat import Flat
+from rainband.rules import ApplyOnArrival
+from rainband.sim.compute import ComputeModel
+from rainband.sim.model import ClusterModel, NodeModel
+from rainband.sim.network import NetworkModel
+from rainband.sim.trace import Trace
+from rainband.strategies.downpour import Downpour
+from rainband.tasks.linear import Linear
+from rainband.types import ServerHalf
+from rainband.worlds import sim
+from rainband.worlds.config import RunConfig, SimSettings
+from rainband.worlds.sim_body import RealBody, TimeBody
+from rainband.worlds.sim_memory import Desk
+from rainband.worlds.sim_world import Play, World
+from rainband.worlds.spans import Span
+
+INSTANT = ClusterModel(
+    NetworkModel(latency_s=0.0, bytes_per_s=inf),
+    ComputeModel(kind="constant", step_s=1.0),
+    NodeModel(
+        apply_bytes_per_s=inf, read_bytes_per_s=inf, push_bytes_per_s=inf, pull_bytes_per_s=inf, message_s=0.0
+    ),
+)
+TASK = Linear(dimension=48, samples=32, batch_size=2, epochs=1)  # 16 batches
+
+
+def world_of(
+    strategy: object,
+    num_workers: int,
+    model: ClusterModel = INSTANT,
+    num_servers: int = 2,
+    real: bool = True,
+    task: Linear = TASK,
+) -> World:
+    flat = Flat(task.model())
+    data, desk = task.data(), Desk(flat)
+    join = sim.join_of(strategy, flat, "", len(data), task.batch_size, task.epochs)  # type: ignore[arg-type]
+    empty = TimeBody(num_workers)
+    body: Callable[[], Any] = (lambda: RealBody(desk, task, data, num_workers)) if real else (lambda: empty)
+    settings = RunSettings(num_workers=num_workers, num_servers=num_servers)
+    spans: list[Span] = []
+    play = Play(strategy, join, body, real)  # type: ignore[arg-type]
+    return World(play, settings, model, lambda event: None, 1.0, Trace(), spans=spans)
+
+
+def parameters(world: World, dimension: int = TASK.dimension) -> torch.Tensor:
+    values = torch.zeros(dimension)
+    for node in world.servers.values():
+        for block in node.server.blocks.values():
+            values[block.spec.start : block.spec.stop] = block.place.of(block.version)
+    return values
+
+
+def steps_of(world: World, worker: int) -> int:
+    assert world.spans is not None
+    return sum(span.what == "compute" and span.node == f"worker {worker}" for span in world.spans)
+
+
+# ---- who waits for whom ----
+
+
+def test_two_workers_take_half_the_steps_each_and_half_the_time() -> None:
+    world = world_of(Downpour(), 2)
+    world.start()
+    world.run()
+    assert (world.clock.now, steps_of(world, 0), steps_of(world, 1)) == (8.0, 8, 8)
+
+
+def test_with_downpour_a_fast_worker_does_the_slow_ones_work() -> None:
+    slow = ComputeModel(kind="constant", step_s=1.0, slow_workers=(1,), slow_factor=3.0)
+    world = world_of(Downpour(), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
+    world.start()
+    world.run()
+    assert (steps_of(world, 0), steps_of(world, 1), world.clock.now) == (12, 4, 12.0)
+    assert world.workers[0].stats.waited_s == 0.0
+
+
+def test_with_sync_everyone_waits_for_the_slow_one() -> None:
+    slow = ComputeModel(kind="constant", step_s=1.0, slow_workers=(1,), slow_factor=3.0)
+    world = world_of(load_strategy("sync", {}), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
+    world.start()
+    world.run()
+    assert (steps_of(world, 0), steps_of(world, 1), world.clock.now) == (8, 8, 24.0)
+    assert world.workers[0].stats.waited_s == 8 * 2.0  # in every round
+
+
+def test_a_slow_network_adds_what_it_should() -> None:
+    """One worker, no overlap: per step a push of 192 bytes and a pull of as many, at 2 x 10 ms latency."""
+    model = ClusterModel(NetworkModel(latency_s=0.01, bytes_per_s=inf), INSTANT.compute, INSTANT.nodes)
+    world = world_of(Downpour(overlap=False), 1, model)
+    world.start()
+    world.run()
+    span_s = [span.from_s for span in world.spans or [] if span.what == "compute"]
+    between = [round(later - earlier, 6) for earlier, later in pairwise(span_s)]
+    assert between[:10] == [1.02] * 10  # towards the end it waits for leases, too
+
+
+def test_time_passes_alike_with_and_without_gradients() -> None:
+    ends = []
+    for real in (True, False):
+        model = ClusterModel(NetworkModel(latency_s=0.01, bytes_per_s=1e4), ComputeModel(), NodeModel())
+        world = world_of(Downpour(), 3, model, real=real)
+        world.start()
+        world.run()
+        ends.append((world.clock.now, [w.stats.waited_s for w in world.workers.values()]))
+    assert ends[0] == ends[1]
+
+
+# ---- learning ----
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_every_batch_arrives_once_to_the_last_bit(num_workers: int) -> None:
+    model = ClusterModel(NetworkModel(jitter_s=0.1), ComputeModel(kind="exponential"), NodeModel())
+    world = world_of(Downpour(optimizer="sgd", lr=0.25), num_workers, model)
+    world.start()
+    world.run()
+    assert torch.equal(parameters(world), TASK.after(0.25))
+    books = world.coordinator.books()
+    assert books is not None and books.balanced and books.applied == 16
+
+
+def test_a_gradient_is_computed_at_the_parameters_its_worker_has_at_that_moment(tmp_path: Path) -> None:
+    """With exact rounds the result is that of one process, so no worker has seen another's parameters."""
+    runs = [
+        sim.run(config_of(tmp_path / str(n), "sync", n, epochs=2, batch_size=32 // n), lambda event: None)
+        for n in (1, 4)
+    ]
+    assert [run.outcome for run in runs] == ["finished", "finished"]
+    assert runs[0].metrics["loss"] == pytest.approx(runs[1].metrics["loss"], rel=1e-4)
+
+
+def config_of(directory: Path, strategy: str, num_workers: int, **given: Any) -> RunConfig:
+    directory.mkdir()
+    settings = {
+        "task": "quadratic",
+        "strategy": strategy,
+        "num_workers": num_workers,
+        "num_servers": 2,
+        "directory": str(directory),
+        **given,
+    }
+    return RunConfig(**settings)
+
+
+@dataclass(frozen=True)
+class Normed(Linear):
+    """A task whose model keeps statistics of its own."""
+
+    def model(self) -> torch.nn.Sequential:  # type: ignore[override]
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(self.dimension), torch.nn.Linear(self.dimension, 1))
+
+
+def test_every_worker_has_its_own_batchnorm_statistics() -> None:
+    task = Normed(dimension=48, samples=32, batch_size=2, epochs=1)
+    world = world_of(Downpour(), 2, task=task)
+    world.start()
+    world.run()
+    first, second = (world.workers[i].body.memory.buffers for i in (0, 1))  # type: ignore[attr-defined]
+    assert not torch.equal(first[0], second[0])
+    assert (first[2].item(), second[2].item()) == (8, 8)  # batches each has seen
+
+
+# ---- the same seed, the same run ----
+
+
+def run_twice(tmp_path: Path, **given: Any) -> list[sim.Simulated]:
+    found = []
+    for name in ("a", "b"):
+        sim.run(config_of(tmp_path / name, "downpour", 5, **given), lambda event: None)
+        data = (tmp_path / name / "simulation.json").read_bytes()
+        found.append(msgspec.json.decode(data, type=sim.Simulated))
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"time_only": True}, {"time_only": True, "bulk": True}])
+def test_the_same_seed_gives_the_same_hash(tmp_path: Path, settings: dict[str, Any]) -> None:
+    a, b = run_twice(tmp_path, sim=SimSettings(**settings), epochs=1)
+    assert a.trace_hash == b.trace_hash
+    assert a.events == b.events > 100
+
+
+def test_another_seed_gives_another_hash(tmp_path: Path) -> None:
+    hashes = set()
+    for seed in range(3):
+        config = config_of(tmp_path / str(seed), "downpour", 3, seed=seed, epochs=1, sim=SimSettings(time_only=True))
+        sim.run(config, lambda event: None)
+        hashes.add(msgspec.json.decode((tmp_path / str(seed) / "simulation.json").read_bytes())["trace_hash"])
+    assert len(hashes) == 3
+
+
+# ---- the run as others see it ----
+
+
+def test_a_simulated_run_leaves_what_a_real_one_does(tmp_path: Path) -> None:
+    seen: list[events.AnyEvent] = []
+    result = sim.run(config_of(tmp_path / "run", "downpour", 3, epochs=2), seen.append)
+    kinds = [type(event).__name__ for event in seen]
+    assert kinds[0] == "RunStarted" and kinds[-1] == "RunEnded"
+    assert {"PlanMade", "Joined", "Progress", "PhaseChanged"} <= set(kinds)
+    assert (result.outcome, result.samples, result.workers) == ("finished", 2048, 3)
+    assert result.books["not_done"] == 0 and result.metrics["loss"] > 0
+    assert {"config.json", "events.jsonl", "model.safetensors"} <= {f.name for f in (tmp_path / "run").iterdir()}
+    losses = [event.loss for event in seen if isinstance(event, events.Progress) and event.loss is not None]
+    assert losses[-1] < losses[0]  # against virtual time
+    assert [event.at_s for event in seen] == sorted(event.at_s for event in seen)
+
+
+def test_an_error_of_the_users_code_ends_the_run_and_is_told_once(tmp_path: Path) -> None:
+    seen: list[events.AnyEvent] = []
+    config = config_of(tmp_path / "run", "downpour", 3, task=f"{__name__}:Broken")
+    result = sim.run(config, seen.append)
+    assert result.outcome == "failed" and "the data is gone" in result.reason
+    assert sum(isinstance(event, events.UserError) for event in seen) == 1
+
+
+@dataclass(frozen=True)
+class Broken(Linear):
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        raise RuntimeError("the data is gone")
+
+
+# ---- no hang ----
+
+
+class Stubborn(ApplyOnArrival):
+    """Never lets anyone read."""
+
+    def admits(self, block: Any, pull: Any, reader: int) -> bool:
+        return False
+
+
+def test_a_deadlock_names_who_waits_for_whom_and_since_when() -> None:
+    world = world_of(Downpour(), 2)
+    world.play.strategy = Stuck()
+    world.start()
+    with pytest.raises(Deadlock) as caught:
+        world.run()
+    told = str(caught.value)
+    assert "worker 0 waits for the servers: 2 of 2 blocks of the parameters, since 0.000 s" in told
+    assert "server 0 holds back replies to worker 0, worker 1" in told
+    assert "coordinator: running, 0 of 16 batches done" in told
+
+
+@dataclass(frozen=True)
+class Stuck(Downpour):
+    def server(self, num_workers: int) -> ServerHalf:
+        half = super().server(num_workers)
+        return ServerHalf(Stubborn, half.optimizer, half.schedule)
+
+
+def test_a_long_step_is_no_deadlock() -> None:
+    model = ClusterModel(INSTANT.network, ComputeModel(kind="constant", step_s=200.0), INSTANT.nodes)
+    world = world_of(load_strategy("sync", {}), 2, model)
+    world.start()
+    world.run()
+    assert world.coordinator.outcome == "finished"
+
+
+# ---- in bulk ----
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "sync"])
+@pytest.mark.parametrize("network", ["lan", "1gbit"])
+def test_servers_as_vectors_take_about_as_long_as_servers_one_by_one(
+    tmp_path: Path, strategy: str, network: str
+) -> None:
+    seconds = {}
+    for bulk in (False, True):
+        settings = SimSettings(time_only=True, bulk=bulk, steps=10, model=network, compute={"step_s": 0.02})
+        config = config_of(
+            tmp_path / str(bulk), strategy, 8, task="mlp", task_settings={"parameters": "0.7M"}, sim=settings
+        )
+        result = sim.run(msgspec.structs.replace(config, num_servers=4), lambda event: None)
+        assert result.books["applied"] == 80 and result.outcome == "finished"
+        seconds[bulk] = result.seconds
+    assert seconds[True] == pytest.approx(seconds[False], rel=0.06)
+
+
+def test_in_bulk_the_books_are_those_of_every_server(tmp_path: Path) -> None:
+    settings = SimSettings(time_only=True, bulk=True, steps=3)
+    config = config_of(tmp_path / "run", "downpour", 200, sim=settings)
+    result = sim.run(config, lambda event: None)
+    assert (result.books["applied"], result.books["not_done"], result.books["updates"]) == (600, 0, 600)
