@@ -474,7 +474,7 @@ class Coordinator:
 
     def _lease(self, now: float, only: int | None = None) -> list[Out]:
         """Give waiting workers what may be leased now; or only one, where nothing has changed for the others."""
-        if self.phase != "running" or not self._has_data() or not self._has_more():
+        if self.phase != "running" or not self._has_more():
             return []
         outs = []
         for index in list(self.wanting) if only is None else [only] if only in self.wanting else []:
@@ -490,6 +490,8 @@ class Coordinator:
         return outs
 
     def _has_more(self) -> bool:
+        if not self._has_data():
+            return False
         self._refill()
         return bool(self.again or self.pool)
 
@@ -505,7 +507,8 @@ class Coordinator:
         if self.plan.columns:
             return self._choose_column(worker, self._num_live())
         left = self.plan.num_portions - self.next_fresh + len(self.pool)
-        if worker.leases and left <= len(self.workers) and left <= self._num_live():
+        scarce = left <= len(self.workers) and left <= self._num_live()
+        if worker.leases and scarce and not self._is_own_loop():  # whose last batches may wait to be accumulated
             return None  # the last portions go to those who have nothing to do
         return self.pool[0]
 

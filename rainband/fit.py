@@ -87,14 +87,14 @@ def fit(
         transport=transport,
         failure_timeout_s=failure_timeout_s,
     )
-    directory = new_directory(Path(runs), config.task, config.strategy)
-    config = _in_directory(config, directory)
     notes = _Notes(on_event)
     carried = {
         "task": None if task_name else task,
         "strategy": None if strategy_name else strategy,
     }
     with _inherited(carried) as fds:
+        directory = new_directory(Path(runs), config.task, config.strategy)
+        config = _in_directory(config, directory)
         result = local.run(config, notes, capture=True, entries=ENTRIES, fds=fds)
     if result.outcome == "failed":
         raise RainbandError(f"{result.reason}{notes.traceback} (its directory is {directory})")

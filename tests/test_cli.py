@@ -601,7 +601,8 @@ def test_a_real_run_ends_with_one_json_object_and_a_directory_that_can_be_looked
     directory = Path(told["directory"])
     names = {path.name for path in directory.iterdir()}
     assert names == {"config.json", "events.jsonl", "metrics.sqlite", "model.safetensors", "output.log"}
-    assert (directory / "output.log").read_text().count("a word from a worker\n") == 256
+    # Once for each batch; on a machine too busy to be heard of in time, a batch may be computed again.
+    assert (directory / "output.log").read_text().count("a word from a worker\n") >= 256
     shown = Said("runs", "show", "last", "--json").json
     assert (shown["state"], shown["progress"][-1]["samples_done"]) == ("finished", 1024)
     assert config_of(config=directory).strategy_settings["lr"] == 0.5

@@ -36,9 +36,7 @@ from rainband.worlds.spans import Span
 INSTANT = ClusterModel(
     NetworkModel(latency_s=0.0, bytes_per_s=inf),
     ComputeModel(kind="constant", step_s=1.0),
-    NodeModel(
-        apply_bytes_per_s=inf, read_bytes_per_s=inf, push_bytes_per_s=inf, pull_bytes_per_s=inf, message_s=0.0
-    ),
+    NodeModel(apply_bytes_per_s=inf, read_bytes_per_s=inf, push_bytes_per_s=inf, pull_bytes_per_s=inf, message_s=0.0),
 )
 TASK = Linear(dimension=48, samples=32, batch_size=2, epochs=1)  # 16 batches
 

@@ -30,7 +30,7 @@ def _shared_memory(zygote: Zygote, rounds: int) -> list[Row]:
         at_most("64 MB through shared memory", _ratio(ours), 1.5, "the same apply + copy inside one process"),
         Row("64 MB gloo all-reduce, two ranks", gloo * 1e3, "ms"),
         at_least("gloo all-reduce takes so many times longer", gloo / seconds, 4.0, "64 MB through shared memory"),
-        Row("gloo all-reduce takes so many times longer", gloo / limit, "x", "apply + copy inside one process: the limit"),
+        Row("gloo all-reduce takes so many times longer", gloo / limit, "x", "apply + copy inside one process"),
     ]
 
 

@@ -58,10 +58,15 @@ def dial(
     """Connect and shake hands; returns the socket, who is there, and the connection's key."""
     sock = _connect(address, unix, timeout_s)
     shake = ClientHandshake(secret, run_id, Identity(me.role, me.index, me.incarnation))
+    answered = False
     try:
         sock.sendall(shake.outgoing)
         while not shake.done:
-            shake.feed(sock.recv(shake.need))
+            data = sock.recv(shake.need)
+            if not data and not answered:
+                raise PeerLost(_where(address, unix), "shaking hands (it closed the connection)")
+            answered = True
+            shake.feed(data)
             if shake.outgoing:
                 sock.sendall(shake.outgoing)
     except TimeoutError:
@@ -70,7 +75,7 @@ def dial(
     except OSError as error:
         sock.close()
         raise PeerLost(_where(address, unix), f"shaking hands ({error.strerror})") from None
-    except HandshakeFailed:
+    except (HandshakeFailed, PeerLost):
         sock.close()
         raise
     sock.settimeout(None)

@@ -39,6 +39,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     script: str = ""  # a user's own training loop, with its arguments; then `task` is only its name
     arguments: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import for it
+    timeline: bool = False  # record who computed, waited, pushed and pulled when; virtual time always does
     sim: SimSettings = SimSettings()
 
 

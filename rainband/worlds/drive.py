@@ -9,21 +9,30 @@ from rainband.client import Client, Handle, PullHandle
 from rainband.errors import Stop
 from rainband.types import Strategy
 from rainband.worker import Compute, ModuleWorker
+from rainband.worlds.spans import Watch
 
 
-def drive(strategy: Strategy, worker: ModuleWorker, wait: Callable[[], object]) -> None:
+def drive(strategy: Strategy, worker: ModuleWorker, wait: Callable[[], object], watch: Watch | None = None) -> None:
     """Run the strategy to its end. `wait` blocks until messages came, and delivers them."""
+    if watch is not None:
+        watch.follow(worker)
+        wait = watch.looking(wait)
     coroutine = strategy.run(worker)  # type: ignore[arg-type]
     thrown = False
     try:
         wanted = coroutine.send(None)
         while True:
+            started = time.monotonic()
             if isinstance(wanted, Compute):
                 wanted.result = worker.compute(wanted.batch)
+                if watch is not None:
+                    watch.span("compute", started)
             elif not wait_for(wanted, worker.client, wait, may_stop=not thrown):
                 thrown = True
                 wanted = coroutine.throw(Stop())
                 continue
+            elif watch is not None:
+                watch.span("wait", started)
             wanted = coroutine.send(None)
     except (StopIteration, Stop):
         return

@@ -190,7 +190,10 @@ class Launcher:
         while self.interrupts < 2 and not all(peer in self.causes for peer in workers):
             self.hub.run_once(MAX_TICK_S)
             self._show_output()
-        wrong = [f"{peer}: {self.causes[peer]}" for peer in workers if self.causes.get(peer, FINE) != FINE]
+        # Those that were lost during the training are known, and their work was done by others.
+        known = self.coordinator.workers
+        there = [peer for peer in workers if peer.index in known and known[peer.index].here]
+        wrong = [f"{peer}: {self.causes[peer]}" for peer in there if self.causes.get(peer, FINE) != FINE]
         if wrong and not self.interrupts:
             self.coordinator.outcome = "failed"
             self.coordinator.reason = f"the script failed after the training ({'; '.join(wrong)})"

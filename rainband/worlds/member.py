@@ -9,7 +9,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from rainband.client import Client
-from rainband.errors import RainbandError, ServerLost
+from rainband.errors import CoordinatorLost, RainbandError, ServerLost
 from rainband.flat import Flat
 from rainband.handover import State
 from rainband.messages import (
@@ -72,7 +72,10 @@ class Member:
         if self.control is not None:
             return
         address, timeout_s = self.job.coordinator, self.config.failure_timeout_s
-        sock, _, key = dial(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
+        try:
+            sock, _, key = dial(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
+        except RainbandError as error:
+            raise CoordinatorLost("the coordinator", f"calling it ({error})") from None
         self.control = Control(sock, key, self.switchboard, self._from_coordinator, self.stats, timeout_s / 5)
 
     def tell(self, message: Message, body: bytes | None = None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rainband.blocks import BlockSpec
 from rainband.catalogue import load_strategy
+from rainband.errors import PeerLost
 from rainband.messages import (
     COORDINATOR,
     Address,
@@ -85,9 +86,12 @@ class ServerProcess:
         self.hub.listen(tcp)
         timeout_s = self.job.config.failure_timeout_s
         address = self.job.coordinator
-        sock, peer, key = dial(
-            address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s
-        )
+        try:
+            sock, peer, key = dial(
+                address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s
+            )
+        except PeerLost:
+            sys.exit(1)  # the run has ended before we came to it
         self.hub.adopt(sock, peer, key)
         here = Address("127.0.0.1", tcp.getsockname()[1], unix.getsockname()[1:].decode(), this_machine())
         self.hub.send(

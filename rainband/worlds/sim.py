@@ -102,14 +102,10 @@ class Simulation:
         self.interrupted = False
         play = make_play(config)
         self.expected_s = self._expected_s(play.join)
-        settings = RunSettings(
-            num_workers=config.num_workers,
-            num_servers=config.num_servers,
-            seed=config.seed,
-            # In bulk nothing fails: with thousands of workers, nobody is asked how he is more than a few times.
-            failure_timeout_s=max(config.failure_timeout_s, self.expected_s * config.sim.bulk),
-            model_path=str(self.directory / "model.safetensors"),
-        )
+        settings = settings_of(config, str(self.directory / "model.safetensors"))
+        if config.sim.bulk:  # nothing fails there, and with thousands of workers nobody is asked often how he is
+            patient_s = max(config.failure_timeout_s, self.expected_s)
+            settings = msgspec.structs.replace(settings, failure_timeout_s=patient_s)
         spans = None if config.sim.bulk else self.spans
         self.world = World(play, settings, self.model, self._emit, self._tick_s(), self.trace, spans=spans)
 
@@ -213,6 +209,17 @@ class Simulation:
         (self.directory / "simulation.json").write_bytes(data + b"\n")
 
 
+def settings_of(config: RunConfig, model_path: str) -> RunSettings:
+    """What the coordinator must know."""
+    return RunSettings(
+        num_workers=config.num_workers,
+        num_servers=config.num_servers,
+        seed=config.seed,
+        failure_timeout_s=config.failure_timeout_s,
+        model_path=model_path,
+    )
+
+
 def model_of(config: RunConfig) -> ClusterModel:
     """The models of a run: from its file or name, with what was set on top."""
     model = load_model(config.sim.model)
@@ -241,9 +248,7 @@ def make_play(config: RunConfig) -> Play:
 
 def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Play:
     if not config.num_servers:
-        raise ValueError(
-            "where only time is simulated there must be servers: use --servers 1."
-        )
+        raise ValueError("where only time is simulated there must be servers: use --servers 1.")
     batch_size, epochs = _sizes(config, task)
     if config.sim.steps is None:
         num_samples = len(task.data())

@@ -281,6 +281,8 @@ class WorkerNode(Node):
         except Exception as raised:
             self._fail(raised)
             return
+        if self.watch is not None:
+            self.watch.look()
         if isinstance(wanted, Compute):
             self._compute(wanted)
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rainband.client import PullHandle, PushHandle
+from rainband.client import Client, PullHandle, PushHandle
 
 if TYPE_CHECKING:
     from rainband.gradient import ModuleGradient
@@ -36,19 +36,40 @@ class Watch:
         self.node = node
         self.now = now
         self.emit = emit
-        self.num_blocks = 0
+        self.client: Client | None = None
+        self.last_pull: PullHandle | None = None
         self.under_way: list[tuple[float, PushHandle | PullHandle]] = []
 
     def follow(self, worker: ModuleWorker) -> None:
-        self.num_blocks = len(worker.client.blocks)
+        self.client = worker.client
         worker.server = WatchedServers(worker.server, self)  # type: ignore[assignment]
 
+    def span(self, what: str, from_s: float) -> None:
+        """It has done something since then."""
+        self.emit(Span(self.node, what, from_s, self.now()))
+
+    def looking(self, wait: Callable[[], object]) -> Callable[[], object]:
+        """The same waiting, with a look at what has come."""
+
+        def wait_and_look() -> object:
+            result = wait()
+            self.look()
+            return result
+
+        return wait_and_look
+
     def began(self, handle: PushHandle | PullHandle) -> None:
-        if not any(known is handle for _, known in self.under_way):
+        if handle is self.last_pull:
+            return
+        if isinstance(handle, PullHandle):
+            self.last_pull = handle
+        if not self._is_there(handle):
             self.under_way.append((self.now(), handle))
 
     def look(self) -> None:
-        """Something has come: what is complete now? (To ask a pull whether it is ready would take it over.)"""
+        """Something has happened: what is complete now? (To ask a pull whether it is ready would take it over.)"""
+        if self.client is not None and self.client.pulling is not None:
+            self.began(self.client.pulling)  # a client asks for a round by itself
         for began, handle in [way for way in self.under_way if self._is_there(way[1])]:
             what = "push" if isinstance(handle, PushHandle) else "pull"
             self.emit(Span(self.node, what, began, self.now()))
@@ -57,7 +78,7 @@ class Watch:
     def _is_there(self, handle: PushHandle | PullHandle) -> bool:
         if isinstance(handle, PushHandle):
             return handle.left == 0
-        return handle.late or len(handle.come) == self.num_blocks
+        return handle.late or len(handle.come) == len(handle.client.blocks)
 
 
 class WatchedServers:

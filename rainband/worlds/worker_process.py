@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from rainband.worlds.config import Job, decode_job
 from rainband.worlds.drive import drive
 from rainband.worlds.member import Dismissed, Member, flush_output
 from rainband.worlds.save import save_model
+from rainband.worlds.spans import SpanFile, Watch
 
 
 def main(job: bytes, fds: list[int]) -> None:
@@ -68,9 +71,9 @@ class WorkerProcess:
         self.task = task
         self.strategy = strategy
         self.member = Member(job)
-        self.member.connect()
 
     def run(self) -> None:
+        self.member.connect()
         strategy = self.strategy or load_strategy(self.config.strategy, self.config.strategy_settings)
         task = self.task or load_task(self.config.task, self.config.task_settings)
         torch.manual_seed(self.config.seed)
@@ -92,8 +95,14 @@ class WorkerProcess:
         )
         client = self.member.enter(join, flat)
         worker = ModuleWorker(self.job.index, self.config.num_workers, task, data, module, client)
-        drive(strategy, worker, self.member.wait)
+        drive(strategy, worker, self.member.wait, self._watch())
         self._leave(worker)
+
+    def _watch(self) -> Watch | None:
+        if not self.config.timeline:
+            return None
+        file = SpanFile(Path(self.config.directory) / f"spans-worker-{self.job.index}.jsonl")
+        return Watch(f"worker {self.job.index}", time.monotonic, file.write)
 
     def _leave(self, worker: ModuleWorker) -> None:
         """The strategy has returned: wait for the last answers, hand over the buffers, save if asked to."""

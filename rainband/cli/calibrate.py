@@ -1,0 +1,44 @@
+"""`rainband calibrate`: measure this machine, and write the model that virtual time uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rainband.cli import complete
+from rainband.cli.mistakes import mistakes_told
+
+
+def register(app: typer.Typer) -> None:
+    app.command("calibrate")(command)
+
+
+def command(
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="What is computed.", autocompletion=complete.tasks)
+    ] = "digits",
+    strategy: Annotated[
+        str, typer.Argument(metavar="STRATEGY", help="What servers do with it.", autocompletion=complete.strategies)
+    ] = "downpour",
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as of rainband train.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("machine.toml"),
+    steps: Annotated[int, typer.Option(min=5, metavar="N", help="Gradients to measure.")] = 40,
+) -> None:
+    """Measure what a run takes on this machine; then  rainband train TASK STRATEGY --world sim --network FILE."""
+    from rainband.cli.configure import configured
+    from rainband.sim.model import to_toml
+    from rainband.worlds.calibrate import calibrate, describe
+
+    with mistakes_told():
+        given = {"num_workers": 2, "num_servers": 1}
+        config = configured([task, strategy, *(settings or [])], None, given, "sim")
+        typer.echo(f"measuring {steps} gradients of {task}, alone and on every core ...", err=True)
+        model = calibrate(config, steps)
+        about = describe(config, model)
+        out.write_text(to_toml(model, about), encoding="utf-8")
+    typer.echo(about)
+    typer.echo(f"written to {out}")

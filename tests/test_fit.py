@@ -1,0 +1,176 @@
+"""One call that trains: from a file, a prompt or a thread, with tasks that can be imported and tasks that cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rainband
+from rainband.errors import RainbandError
+from rainband.fit import _carried, _inherited, _named
+from rainband.tasks.linear import Linear
+from rainband.tasks.task import ModuleTask
+
+ROOT = Path(__file__).parent.parent
+
+
+# ---- names, where there are any ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Importable(Linear):
+    note: str = "mine"
+
+
+@pytest.mark.parametrize(
+    ("thing", "family", "name"),
+    [
+        ("digits", "rainband.tasks", "digits"),
+        (Linear(dimension=4), "rainband.tasks", "linear"),
+        (rainband.Downpour(n_push=2), "rainband.strategies", "downpour"),
+        (Importable(), "rainband.tasks", "tests.test_fit:Importable"),
+    ],
+)
+def test_what_can_be_imported_goes_by_its_name(thing: Any, family: str, name: str) -> None:
+    found, settings = _named(thing, family)
+    assert found == name
+    if not isinstance(thing, str):
+        assert type(thing)(**settings) == thing
+
+
+def test_what_is_made_of_code_has_no_name() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Local(Linear):
+        pass
+
+    assert _named(Local(), "rainband.tasks") == ("", {})
+    task = ModuleTask(torch.nn.Flatten, torch.utils.data.TensorDataset(torch.ones(3)), lambda a, b: a)
+    assert _named(task, "rainband.tasks") == ("", {})
+
+
+def test_a_task_without_a_name_comes_through_memory_as_it_is() -> None:
+    rows = torch.arange(6.0)
+    task = ModuleTask(torch.nn.Flatten, torch.utils.data.TensorDataset(rows), lambda a, b: a + b)
+    with _inherited({"task": task, "strategy": None}) as fds:
+        carried = _carried([os.dup(fds[0])])
+    assert carried["strategy"] is None
+    assert carried["task"].loss_fn(1, 2) == 3
+    assert torch.equal(carried["task"].dataset.tensors[0], rows)
+
+
+def test_with_names_for_all_nothing_is_handed_over() -> None:
+    with _inherited({"task": None, "strategy": None}) as fds:
+        assert fds == []
+    assert _carried([]) == {"task": None, "strategy": None}
+
+
+def test_what_cannot_be_handed_over_is_told() -> None:
+    task = ModuleTask(torch.nn.Flatten, torch.utils.data.TensorDataset(torch.ones(3)), threading.Lock().acquire)
+    with pytest.raises(ValueError, match=r"task cannot be handed .*inside model\(\) or data\(\)"):
+        rainband.fit(task, workers=1, servers=1)
+
+
+def test_there_must_be_a_worker() -> None:
+    with pytest.raises(ValueError, match="workers=0"):
+        rainband.fit("linear", workers=0)
+
+
+# ---- real runs ----
+
+AT_A_PROMPT = """
+import dataclasses, threading, torch, rainband
+from rainband.tasks.linear import Linear
+
+SCALE = 2.0
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Linear):
+    def loss(self, model, batch):
+        return SCALE * super().loss(model, batch)
+
+@dataclasses.dataclass(frozen=True)
+class Slowly:
+    inner: rainband.Downpour = rainband.Downpour(optimizer="sgd", lr=0.25, n_push=2)
+    cell_batches = 2
+    async def run(self, worker):
+        await self.inner.run(worker)
+    def server(self, num_workers):
+        return self.inner.server(num_workers)
+
+task = Mine(dimension=4, samples=64, batch_size=4, epochs=1)
+results = {}
+def run(key, **named):
+    results[key] = rainband.fit(task, workers=2, servers=1, **named)
+
+run("prompt", strategy=Slowly())
+thread = threading.Thread(target=run, args=("thread",), kwargs={"strategy": rainband.Downpour(optimizer="sgd", lr=0.5)})
+thread.start()
+thread.join()
+
+total = task.data().tensors[0].sum(0) / 4
+for key, lr in (("prompt", 0.25), ("thread", 0.5)):
+    result = results[key]
+    assert torch.equal(result.module.weight[0], -lr * SCALE * total), (key, result.module.weight, total)
+    assert (result.books.applied, result.books.batches, result.books.balanced) == (16, 16, True)
+    assert result.history[-1].samples_done == 64 and result.outcome == "finished"
+    assert not result.module.training and result.staleness.max >= 0
+    assert (result.directory / "model.safetensors").exists() and "loss" in result.metrics
+assert results["prompt"].directory != results["thread"].directory
+print("all is well")
+"""
+
+
+@pytest.mark.processes
+def test_from_a_prompt_and_from_a_thread_twice_in_a_row(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=AT_A_PROMPT,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "all is well" in done.stdout, done.stdout + done.stderr
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(Linear):
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        raise ZeroDivisionError("on purpose")
+
+
+@pytest.mark.processes
+def test_an_error_in_the_task_is_raised_with_its_traceback(tmp_path: Path) -> None:
+    seen: list[str] = []
+    with pytest.raises(RainbandError, match=r"ZeroDivisionError: on purpose(?s:.*)in loss"):
+        rainband.fit(
+            Broken(), workers=1, servers=1, runs=tmp_path, on_event=lambda event: seen.append(type(event).__name__)
+        )
+    assert (seen[0], seen[-1]) == ("RunStarted", "RunEnded") and "UserError" in seen
+
+
+# ---- what rainband offers ----
+
+
+def test_every_strategy_can_be_had_by_its_name() -> None:
+    from rainband.catalogue import find_strategy, strategy_names
+
+    for name in strategy_names():
+        kind = find_strategy(name)
+        assert getattr(rainband, kind.__name__) is kind
+    assert rainband.ModuleTask is ModuleTask
+    with pytest.raises(AttributeError, match="rainband has no 'Downpuor'"):
+        _ = rainband.Downpuor
+
+
+def test_importing_does_not_import_torch() -> None:
+    script = "import sys, rainband; rainband.fit, rainband.join; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
