@@ -56,7 +56,9 @@ class Block:
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self.num_extras = 0  # pushes without name that reached the optimizer
         self.first_state: dict[str, tuple[Tensor, tuple[int, ...]]] = {}  # parts that came before the values
-        self.groups_of: dict[int, tuple[dict[str, object], ...]] = {}  # worker -> its optimizer settings, if it sends any
+        self.groups_of: dict[
+            int, tuple[dict[str, object], ...]
+        ] = {}  # worker -> its optimizer settings, if it sends any
         self.groups: tuple[dict[str, object], ...] = ()  # the optimizer has these now
 
     @property

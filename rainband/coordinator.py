@@ -385,9 +385,7 @@ class Coordinator:
         differs = self._difference(join)
         if differs:
             return self._turn_away(sender, now, f"{sender} does not fit this run: {differs}.")
-        founder = self.phase == "loading" and not any(
-            w.peer < sender for w in self.workers.values() if w.connected
-        )
+        founder = self.phase == "loading" and not any(w.peer < sender for w in self.workers.values() if w.connected)
         welcome = msgspec.structs.replace(self.welcome, load=founder)
         return [Out(sender, welcome), *([Out(sender, Go())] if self.phase == "running" else [])]
 
@@ -544,7 +542,7 @@ class Coordinator:
         if not self.join.warm_batches or self.batches_done() >= self.join.warm_batches:
             return True
         first = min(w.peer.index for w in self.workers.values() if w.here and not w.ended)
-        return worker.peer.index == first and not worker.leases
+        return worker.peer.index == first and (not worker.leases or self._is_own_loop())
 
     def _give(self, worker: WorkerState, portion: int, now: float) -> Out:
         assert self.plan

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 class ModuleGradient:
     """Gradients of a module's parameters and the names of the batches they came from."""
 
-    def __init__(
-        self, tensors: list[Tensor | None], batches: tuple[Batch, ...], samples: int, loss: float
-    ) -> None:
+    def __init__(self, tensors: list[Tensor | None], batches: tuple[Batch, ...], samples: int, loss: float) -> None:
         self.tensors = tensors
         self.batches = batches
         self.samples = samples

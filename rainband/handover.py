@@ -166,8 +166,7 @@ def by_segment(
     }
     for name, of in numbers.items():
         state[name] = [
-            torch.tensor(of[s.parameter], dtype=torch.float64) if s.parameter in of else none
-            for s in segments
+            torch.tensor(of[s.parameter], dtype=torch.float64) if s.parameter in of else none for s in segments
         ]
     return state
 

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from rainband.worlds.alone import Alone
     from rainband.worlds.own_loop import OwnLoop
 
-MEMBERSHIP = (
-    "__rainband__"  # `rainband run` leaves a script's place in the run under this name in its __main__
-)
+MEMBERSHIP = "__rainband__"  # `rainband run` leaves a script's place in the run under this name in its __main__
 
 
 @cache
@@ -54,9 +52,7 @@ def join(model: nn.Module, optimizer: Any) -> OwnLoop | Alone:
         _say_alone()
         return Alone()
     if getattr(member, "joined", False):
-        raise ValueError(
-            "this script has joined its run already: train all that is to be trained in one `with`."
-        )
+        raise ValueError("this script has joined its run already: train all that is to be trained in one `with`.")
     member.joined = True
     from rainband.worlds.own_loop import OwnLoop
 

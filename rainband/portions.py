@@ -242,9 +242,7 @@ def groups(full: int, masks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 def cells(groups_: Sequence[Sequence[int]], cell_batches: int) -> list[tuple[int, ...]]:
     """Cut the groups of a lease into cells: at most `cell_batches` batches, all of one group."""
-    return [
-        tuple(group[at : at + cell_batches]) for group in groups_ for at in range(0, len(group), cell_batches)
-    ]
+    return [tuple(group[at : at + cell_batches]) for group in groups_ for at in range(0, len(group), cell_batches)]
 
 
 def choose_portion_batches(batches_per_epoch: int, num_workers: int, cell_batches: int) -> int:

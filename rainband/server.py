@@ -128,9 +128,7 @@ class Server:
                 outs.append(Out(COORDINATOR, self.report(measured=False)))
         return outs
 
-    def _accept(
-        self, sender: Peer, block: Block, push: Push, payload: Tensor | None, checked: bool
-    ) -> tuple[str, str]:
+    def _accept(self, sender: Peer, block: Block, push: Push, payload: Tensor | None, checked: bool) -> tuple[str, str]:
         if push.term > self.term:
             return "moved", f"term {push.term} has not begun here"
         # Also if the push itself comes to nothing: the sender does not say it again.
@@ -159,9 +157,7 @@ class Server:
         self._take(sender, block, push, gradient, clock)
         return "applied", ""
 
-    def _gradient(
-        self, block: Block, push: Push, payload: Tensor | None, checked: bool
-    ) -> tuple[Tensor | None, str]:
+    def _gradient(self, block: Block, push: Push, payload: Tensor | None, checked: bool) -> tuple[Tensor | None, str]:
         """The gradient in the block's working precision, or what is wrong with it."""
         if push.skip:
             return None, ""
@@ -200,9 +196,7 @@ class Server:
 
     def _completes(self, block: Block, push: Push) -> bool:
         """Did this push complete a portion on the last block that lacked it?"""
-        return any(
-            block.marks.is_full(r.portion) and self.complete[r.portion] == len(self.blocks) for r in push.name
-        )
+        return any(block.marks.is_full(r.portion) and self.complete[r.portion] == len(self.blocks) for r in push.name)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 

@@ -45,9 +45,7 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
         if not equals or not name:
             raise ValueError(f"'{pair}' is not a setting: write name=value, such as {name or 'n_push'}=4.")
         if name in settings:
-            raise ValueError(
-                f"{name} is set twice, to {settings[name]} and to {value.strip()}: keep one of them."
-            )
+            raise ValueError(f"{name} is set twice, to {settings[name]} and to {value.strip()}: keep one of them.")
         settings[name] = value.strip()
     return settings
 
@@ -220,9 +218,7 @@ def _exactly(kinds: list[_Kind]) -> _Kind:
         return tuple(kind.read(item) for kind, item in zip(kinds, _items(value), strict=True))
 
     example = ",".join(kind.example for kind in kinds)
-    return _Kind(
-        read, f"{len(kinds)} values separated by commas: {', '.join(k.expected for k in kinds)}", example
-    )
+    return _Kind(read, f"{len(kinds)} values separated by commas: {', '.join(k.expected for k in kinds)}", example)
 
 
 def _items(value: object) -> list[object]:

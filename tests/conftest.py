@@ -25,9 +25,7 @@ def no_process_is_left_behind() -> Iterator[None]:
     """Fail the session, naming them, when tests leave processes running; and end those."""
     before = set(psutil.Process().children())
     yield
-    left = [
-        child for child in psutil.Process().children(recursive=True) if child not in before and is_ours(child)
-    ]
+    left = [child for child in psutil.Process().children(recursive=True) if child not in before and is_ours(child)]
     names = [" ".join(child.cmdline()) or child.name() for child in left]
     for child in left:
         child.kill()
@@ -38,8 +36,6 @@ def no_process_is_left_behind() -> Iterator[None]:
 def is_ours(process: psutil.Process) -> bool:
     """Say whether the process is alive and more than Python's own book-keeping."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(
-            process.cmdline()
-        )
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False

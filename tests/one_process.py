@@ -45,7 +45,7 @@ PLAIN = Downpour(overlap=False)  # one worker that waits for its own push: the s
 
 
 class OneProcess:
-    """A worker's membership, and the rest of the run behind it. Messages travel encoded, in the order they were sent."""
+    """A worker's membership, and the rest of the run behind it. Messages travel encoded, and in order."""
 
     index = 0
     num_workers = 1

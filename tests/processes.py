@@ -31,14 +31,14 @@ from rainband.worlds import local, zygote_main
 from rainband.worlds.config import RunConfig
 from rainband.worlds.local import PRELOAD, RunResult
 from rainband.worlds.zygote import Begin, Event, Exited, Started, Zygote
-
-from .gated import Gate, Gated
+from tests.gated import Gate, Gated
 
 DEADLINE_S = 30.0  # only a broken run comes near
 ROOT = Path(__file__).parent.parent
 LR = 0.0625  # a power of two: every sum of updates is exact
 
 E = TypeVar("E", bound=events.Event)
+T = TypeVar("T")
 _event_decoder = msgspec.json.Decoder(events.AnyEvent)
 
 
@@ -61,7 +61,7 @@ def launch(job: bytes, fds: list[int]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # buffered, as it is by default
-    local.Zygote.start = staticmethod(forked_zygote)  # type: ignore[assignment, method-assign]
+    Zygote.start = staticmethod(forked_zygote)  # type: ignore[method-assign]
     if order.deaf:
         _stop_reading(1)
     if order.config is None:
@@ -241,7 +241,7 @@ class Run:
 
     @property
     def launcher(self) -> int:
-        def started() -> list[Event]:
+        def started() -> list[Started]:
             return [e for e in self.nest.note() if isinstance(e, Started) and e.token == self.token]
 
         return wait_for(started, "the launcher")[0].pid
@@ -329,14 +329,22 @@ class Run:
         os.kill(self.launcher, signum)
 
     def drip(self) -> None:
-        """Let one batch pass at a time, when the one before is done with, until the run ends."""
-        wait_for(lambda: self.exited or (self.gate.is_dry() and self.gate.let(1)), "the end of the run")
+        """Let one batch pass at a time until the run ends."""
+
+        def ended() -> bool:
+            if self.gate.is_dry():
+                self.gate.let(1)
+            return self.exited is not None
+
+        wait_for(ended, "the end of the run")
 
     # ---- the end
 
     def ended(self) -> int | None:
         """Wait for the end; returns the launcher's exit code, None if a signal ended it."""
-        return wait_for(lambda: [self.exited] if self.exited else [], "the end of the run")[0].code  # type: ignore[union-attr]
+        exited = wait_for(lambda: self.exited, "the end of the run")
+        assert exited is not None
+        return exited.code
 
     def result(self) -> RunResult:
         self.ended()
@@ -368,7 +376,7 @@ class Run:
         assert not list(self.directory.rglob("*.part")), "half a file is left"
 
 
-def wait_for(found: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+def wait_for(found: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
     """Look again and again; fail, saying what was waited for."""
     until = time.monotonic() + deadline_s
     while not (result := found()):

@@ -24,9 +24,7 @@ BOOKS = {
 STALENESS = {"mean": 0.5, "max": 2, "histogram": {"0": 6, "1": 3, "2": 1}, "per_worker_mean": {"0": 0.5}}
 
 
-def started(
-    workers: int = 2, servers: int = 1, at: str = "2026-11-16T09:30:00.000+00:00"
-) -> events.RunStarted:
+def started(workers: int = 2, servers: int = 1, at: str = "2026-11-16T09:30:00.000+00:00") -> events.RunStarted:
     return events.RunStarted(
         at_s=0.0,
         task="digits",

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import __main__
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,9 +35,9 @@ def same_as_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callabl
     def check(script: Callable[[], nn.Module], pushes: int) -> None:
         alone = script()
         member = OneProcess()
-        monkeypatch.setattr(__main__, "__rainband__", member, raising=False)
+        monkeypatch.setattr(sys.modules["__main__"], "__rainband__", member, raising=False)
         shared = script()
-        monkeypatch.delattr(__main__, "__rainband__")
+        monkeypatch.delattr(sys.modules["__main__"], "__rainband__")
         for a, b in zip(alone.state_dict().values(), shared.state_dict().values(), strict=True):
             torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
         assert (member.num_pushed, member.books.extras) == (pushes, pushes)
@@ -108,9 +107,7 @@ def test_accelerate(same_as_alone: SameAsAlone, precision: str, every: int) -> N
     adapter = pytest.importorskip("rainband.adapters.accelerate")
 
     def script() -> nn.Module:
-        accelerator = accelerate.Accelerator(
-            cpu=True, mixed_precision=precision, gradient_accumulation_steps=every
-        )
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=every)
         plain = net()
         model, optimizer, batches = accelerator.prepare(
             plain, SGD(plain.parameters(), lr=0.1, momentum=0.9), DataLoader(DATA, batch_size=4)
@@ -160,9 +157,7 @@ def test_hugging_face(same_as_alone: SameAsAlone, tmp_path: Path, settings: dict
             **settings,
         )
         samples = [{"inputs": x, "labels": y} for x, y in zip(INPUTS, LABELS, strict=True)]
-        trainer = transformers.Trainer(
-            model=model, args=arguments, train_dataset=samples, callbacks=[together()]
-        )
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=samples, callbacks=[together()])
         trainer.train()
         return model
 

@@ -359,9 +359,7 @@ def test_a_byte_flipped_in_any_message_keeps_its_receiver_from_finishing(number:
             message = deliver(message, receiver)
             receiver, sender = sender, receiver
         damaged = message[:at] + bytes([message[at] ^ 1]) + message[at + 1 :]
-        with pytest.raises(
-            HandshakeFailed
-        ):  # of a damaged hello the client learns, by the server's answer to it
+        with pytest.raises(HandshakeFailed):  # of a damaged hello the client learns, by the server's answer to it
             deliver(deliver(damaged, receiver), sender)
         assert not (ours.done and theirs.done)
         assert not theirs.done or number == 3
@@ -430,8 +428,6 @@ def test_a_file_without_a_secret_is_refused_and_not_shown(tmp_path: Path, text: 
     path = tmp_path / "secret"
     path.touch(0o600)
     path.write_text(text, encoding="latin1")
-    with pytest.raises(
-        ValueError, match=f"{path} holds no secret of 64 or more hexadecimal digits"
-    ) as caught:
+    with pytest.raises(ValueError, match=f"{path} holds no secret of 64 or more hexadecimal digits") as caught:
         read_secret_file(path)
     assert not text or text not in "".join(traceback.format_exception(caught.value))

@@ -138,9 +138,7 @@ def test_nothing_can_be_cut_for_no_server_or_into_empty_blocks(settings: dict[st
 
 
 @given(layouts(), st.integers(1, 5), block_sizes)
-def test_blocks_partition_every_vector_at_multiples_of_16(
-    layout: Layout, num_servers: int, block_bytes: int
-) -> None:
+def test_blocks_partition_every_vector_at_multiples_of_16(layout: Layout, num_servers: int, block_bytes: int) -> None:
     blocks = cut(layout, num_servers, block_bytes)
 
     assert [b.index for b in blocks] == list(range(len(blocks)))
@@ -173,18 +171,14 @@ def test_segments_partition_every_parameter_at_multiples_of_16(
 
 
 @given(layouts(), st.integers(1, 40), block_sizes)
-def test_every_server_has_a_block_while_there_are_units(
-    layout: Layout, num_servers: int, block_bytes: int
-) -> None:
+def test_every_server_has_a_block_while_there_are_units(layout: Layout, num_servers: int, block_bytes: int) -> None:
     shards = deal(cut(layout, num_servers, block_bytes), num_servers)
     num_units = sum(vector.numel // 16 for vector in layout.vectors)
     assert sum(1 for shard in shards if shard) == min(num_servers, num_units)
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 6))
-def test_every_block_is_dealt_once_and_servers_differ_by_one_block_at_most(
-    sizes: list[int], num_servers: int
-) -> None:
+def test_every_block_is_dealt_once_and_servers_differ_by_one_block_at_most(sizes: list[int], num_servers: int) -> None:
     blocks = [block_of_bytes(i, 4 * size) for i, size in enumerate(sizes)]
     shards = deal(blocks, num_servers)
 
@@ -196,9 +190,7 @@ def test_every_block_is_dealt_once_and_servers_differ_by_one_block_at_most(
 
 
 def test_a_layout_and_its_blocks_come_back_the_same_over_the_wire() -> None:
-    groups: list[Settings] = [
-        {"lr": 0.1, "betas": [0.9, 0.999], "nesterov": False, "name": "all", "n": 3, "x": None}
-    ]
+    groups: list[Settings] = [{"lr": 0.1, "betas": [0.9, 0.999], "nesterov": False, "name": "all", "n": 3, "x": None}]
     layout = arrange([Entry("conv", (2, 3, 4), order=(0, 2, 1)), Entry("bias", (2,), "float64")], groups)
     blocks = cut(layout, block_bytes=64)
 

@@ -231,18 +231,14 @@ def test_an_infinite_setting_survives_the_file(tmp_path: Path) -> None:
     )
     made = config_of("digits", "endless:Endless")
     assert made.strategy_settings == {"bound": "inf"}
-    run = write_run(
-        tmp_path / "r", [], {**a_config(strategy="endless:Endless"), "strategy_settings": {"bound": "inf"}}
-    )
+    run = write_run(tmp_path / "r", [], {**a_config(strategy="endless:Endless"), "strategy_settings": {"bound": "inf"}})
     assert config_of(config=run).strategy_settings == {"bound": "inf"}
 
 
 # ---- train, with a world that does nothing ----
 
 
-def pretend(
-    monkeypatch: pytest.MonkeyPatch, story: list[events.AnyEvent], exit_code: int = 0
-) -> list[RunConfig]:
+def pretend(monkeypatch: pytest.MonkeyPatch, story: list[events.AnyEvent], exit_code: int = 0) -> list[RunConfig]:
     """Instead of starting processes, tell a story; returns the configurations that were asked for."""
     asked: list[RunConfig] = []
 
@@ -312,9 +308,7 @@ def test_the_exit_code_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, exit_
     assert Said("train", "digits", "sync").exit_code == exit_code
 
 
-def test_what_is_typed_wrong_starts_nothing_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_typed_wrong_starts_nothing_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = pretend(monkeypatch, [])
     for words in (
         ("digits", "downpour", "npush=4"),
@@ -333,9 +327,7 @@ def test_the_users_error_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
     error = events.UserError(
         at_s=1.0, worker=1, step=7, error="RuntimeError: bad", traceback="Traceback\nRuntimeError: bad"
     )
-    pretend(
-        monkeypatch, [started(), error, ended("failed", "worker 1 failed at step 7: RuntimeError: bad")], 1
-    )
+    pretend(monkeypatch, [started(), error, ended("failed", "worker 1 failed at step 7: RuntimeError: bad")], 1)
     said = Said("train", "digits", "sync")
     assert said.exit_code == 1
     assert (said.out + said.err).count("RuntimeError: bad") == 1
@@ -452,9 +444,7 @@ def test_two_runs_are_compared_by_what_was_set_otherwise_and_what_came_of_it() -
     write_run(Path("runs/a"), [started(), ended(accuracy=0.5)], a_config(seed=1))
     write_run(Path("runs/b"), [started(), ended(accuracy=0.75)], a_config(seed=2))
     lines = Said("runs", "compare", "a", "b").out.splitlines()
-    assert [line.split() for line in lines if line.startswith("accuracy")] == [
-        ["accuracy", "0.5", "0.75", "1.50"]
-    ]
+    assert [line.split() for line in lines if line.startswith("accuracy")] == [["accuracy", "0.5", "0.75", "1.50"]]
     assert lines[-2:] == ["What was set otherwise:", "  seed  1  2"]
     assert Said("runs", "compare", "a", "a").out.splitlines()[-1] == "Both were set alike."
 

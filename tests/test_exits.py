@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,15 +16,14 @@ from rainband import events
 from rainband.worlds import local
 from rainband.worlds.config import RunConfig
 from rainband.worlds.directory import read_config
-
-from .processes import LR, Nest, Run
+from tests.processes import LR, Nest, Run
 
 pytestmark = pytest.mark.processes
 
 
 def model_has_what_the_books_say(run: Run) -> bool:
     """The gradient of the bias is 1, so it counts the batches that were applied."""
-    return run.parameters()["bias"].tolist() == [-LR * run.result().books["applied"]]
+    return bool(run.parameters()["bias"].item() == -LR * run.result().books["applied"])
 
 
 def ended_as(run: Run) -> tuple[str, int | None]:
@@ -231,7 +231,7 @@ def test_a_crash_at_the_very_first_step_is_step_1(nest: Nest, tmp_path: Path) ->
     ],
 )
 def test_a_task_that_cannot_be_had_is_told_once(
-    nest: Nest, tmp_path: Path, task: str, settings: dict[str, object], complaint: str
+    nest: Nest, tmp_path: Path, task: str, settings: dict[str, Any], complaint: str
 ) -> None:
     with nest.run(tmp_path, task=task, gated=False, **settings) as run:
         assert ended_as(run) == ("failed", 1)

@@ -62,9 +62,7 @@ def contents(frames: list[Frame]) -> list[tuple[bytes, bytes | None, int]]:
     return [(bytes(f.header), None if f.body is None else bytes(f.body), f.flags) for f in frames]
 
 
-def read(
-    stream: bytes, key: int = KEY, max_body_bytes: int = 1 << 20
-) -> list[tuple[bytes, bytes | None, int]]:
+def read(stream: bytes, key: int = KEY, max_body_bytes: int = 1 << 20) -> list[tuple[bytes, bytes | None, int]]:
     reader = FrameReader(max_body_bytes, key)
     return [frame for frames in deliver(reader, stream) for frame in contents(frames)]
 
@@ -207,9 +205,7 @@ def test_a_frame_of_another_version_is_refused_with_both_versions() -> None:
         read(b"RBND\x02" + GOLDEN[5:])
 
 
-lengths = st.one_of(
-    st.integers(0, 60), st.sampled_from([STAGING_BYTES - PREFIX_BYTES, STAGING_BYTES, 20_001])
-)
+lengths = st.one_of(st.integers(0, 60), st.sampled_from([STAGING_BYTES - PREFIX_BYTES, STAGING_BYTES, 20_001]))
 frame_lists = st.lists(st.tuples(lengths, lengths, st.integers(0, 2**16 - 1)), max_size=8)
 pieces = st.lists(st.one_of(st.integers(1, 80), st.integers(1, 40_000)), max_size=60)
 
@@ -278,9 +274,7 @@ def test_memory_is_not_asked_for_a_body_whose_header_was_damaged() -> None:
 
 def test_memory_for_a_body_may_have_items_of_any_size() -> None:
     floats: Any = memoryview(bytearray(40_000)).cast("f")
-    frames = list(
-        deliver(FrameReader(40_000, KEY, lambda header, n: floats), whole(HEADER, b"\0\0\x80\x3f" * 10_000))
-    )
+    frames = list(deliver(FrameReader(40_000, KEY, lambda header, n: floats), whole(HEADER, b"\0\0\x80\x3f" * 10_000)))
     assert len(frames[-1]) == 1
     assert floats.tolist() == [1.0] * 10_000
 

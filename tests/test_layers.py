@@ -26,8 +26,7 @@ class Layer(NamedTuple):
 # A new module needs a place here. Imports under `if TYPE_CHECKING:` are free, and so is rainband.__version__.
 LAYERS = {
     "words": Layer(
-        modules="types messages events errors settings schedules optim_spec blocks portions topology "
-        "place stats",
+        modules="types messages events errors settings schedules optim_spec blocks portions topology place stats",
         may_import="",
     ),
     # Thinking without talking: tensors in, tensors out.
@@ -216,9 +215,7 @@ def unsafe_uses(package: dict[str, Module]) -> list[str]:
         f"{module.name} uses {name}: nothing that comes from outside may run as code"
         for module in package.values()
         if module.name not in MAY_BE_UNSAFE
-        for name in sorted(
-            libraries(module) & UNSAFE_IMPORTS | (module.calls | module.imports) & UNSAFE_CALLS
-        )
+        for name in sorted(libraries(module) & UNSAFE_IMPORTS | (module.calls | module.imports) & UNSAFE_CALLS)
     ]
 
 

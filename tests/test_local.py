@@ -12,8 +12,7 @@ import pytest
 
 from rainband import events
 from rainband.worlds.local import RunResult
-
-from .processes import Nest, Run, exact, wait_for
+from tests.processes import Nest, Run, exact, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -59,14 +58,16 @@ def test_at_many_more_instants(nest: Nest, tmp_path: Path, strategy: str, transp
 
 def two_are_killed(nest: Nest, tmp_path: Path, strategy: str, transport: str, seed: int) -> None:
     chance = random.Random(f"{strategy} {transport} {seed}")
-    with nest.run(tmp_path, strategy, workers=4, transport=transport, samples=2048) as run:
+    samples = {"downpour": 2048, "sync": 4096}[strategy]
+    with nest.run(tmp_path, strategy, workers=4, transport=transport, samples=samples) as run:
         run.under_way()
-        run.gate.open()
+        run.gate.let(300)  # not all: it must not be over before they are dead
         for index in chance.sample(range(4), 2):
             time.sleep(chance.uniform(0.0, 0.03))  # not for anything: any instant is as good as another
             run.worker(index).kill()
             lost = run.first(events.Lost, node=f"worker {index}")
             assert lost.why == "killed by signal 9, often for want of memory"
+        run.gate.open()
         assert finished_exactly(run)
         assert run.result().books["leased_again"] == len(run.all(events.LeasedAgain)) >= 2
 
@@ -121,6 +122,7 @@ def test_a_worker_killed_while_it_gives_the_first_values_is_replaced_by_another(
         assert finished_exactly(run)
 
 
+@pytest.mark.slow
 def test_a_pause_of_the_launcher_itself_costs_no_worker(nest: Nest, tmp_path: Path) -> None:
     with nest.run(tmp_path, timeout_s=1.0) as run:
         run.under_way()

@@ -1,4 +1,4 @@
-"""How the coordinator leads own loops: they begin together, say later what they draw from, and end when all have left."""
+"""How the coordinator leads own loops: they begin together, say later what they draw from, end when all have left."""
 
 from __future__ import annotations
 

@@ -282,9 +282,7 @@ def many(workers: int) -> RunSoFar:
     rates = [100.0] * (workers - 1) + [5.0]
     lost = events.Lost(at_s=3.0, node="worker 7", why="killed by signal 9, often for want of memory " * 5)
     joined = [events.Joined(at_s=1.0, node=f"worker {i}") for i in range(workers)]
-    story = [
-        progress(s, 10**6 * s, rates, waited=[0.1 * s] * workers, samples=10**9) for s in (2.0, 3.0, 4.0)
-    ]
+    story = [progress(s, 10**6 * s, rates, waited=[0.1 * s] * workers, samples=10**9) for s in (2.0, 3.0, 4.0)]
     return running(*joined, lost, *story, workers=workers)
 
 
@@ -348,9 +346,7 @@ def test_the_live_view_leaves_what_lasts_and_shows_the_cursor_again(a_terminal: 
     assert a_terminal.getvalue().rfind("\x1b[?25h") > a_terminal.getvalue().rfind("\x1b[?25l")
 
 
-def test_no_colour_is_used_where_none_is_wanted(
-    a_terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_colour_is_used_where_none_is_wanted(a_terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     colours = ("\x1b[36m", "\x1b[32m", "\x1b[31m")
 
     def drawn_on(terminal: Terminal) -> str:

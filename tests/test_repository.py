@@ -33,9 +33,7 @@ def files() -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
-@pytest.mark.parametrize(
-    "target", ["help", "setup", "train", "test", "test-all", "check", "format", "bench", "clean"]
-)
+@pytest.mark.parametrize("target", ["help", "setup", "train", "test", "test-all", "check", "format", "bench", "clean"])
 def test_make_has_the_target_and_help_lists_it(target: str) -> None:
     assert re.search(rf"^{target}:.*  ## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 

@@ -126,9 +126,7 @@ def test_when_a_worker_is_killed_the_others_do_its_batches(tmp_path: Path) -> No
     ],
     ids=["in the loop", "before it", "after it"],
 )
-def test_an_error_in_the_script_fails_the_run_and_is_shown(
-    tmp_path: Path, pieces: dict[str, str], said: str
-) -> None:
+def test_an_error_in_the_script_fails_the_run_and_is_shown(tmp_path: Path, pieces: dict[str, str], said: str) -> None:
     told = Told(tmp_path, ["--workers", "1", "--servers", "1", "train.py"], **pieces)
     assert told.exit_code == 1
     assert said in told.err and told.json["outcome"] == "failed"

@@ -164,9 +164,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_with_all() -> None:
 
 
 def test_a_name_near_to_nothing_gets_no_guess() -> None:
-    with pytest.raises(
-        ValueError, match=r"^Downpour has no setting 'zzz': it has lr, n_fetch, n_push, warm\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^Downpour has no setting 'zzz': it has lr, n_fetch, n_push, warm\.$"):
         build(Downpour, {"zzz": "4"})
 
 
@@ -228,9 +226,7 @@ def test_fields_are_described_with_the_words_beside_them() -> None:
 
 
 def test_a_comment_after_letters_beyond_ascii_is_found() -> None:
-    assert (
-        next(setting.doc for setting in fields_of(Everything) if setting.name == "text") == "Greek − and more"
-    )
+    assert next(setting.doc for setting in fields_of(Everything) if setting.name == "text") == "Greek − and more"
 
 
 def test_a_field_declared_again_takes_the_later_words() -> None:

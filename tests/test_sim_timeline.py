@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_simulated_run_tells_what_every_node_did(tmp_path: Path, strategy: str
     assert any(span.what == "pull" for span in spans)
     for worker in ("worker 0", "worker 1"):  # one thread: computing and waiting do not overlap
         own = sorted((s.from_s, s.to_s) for s in spans if s.node == worker and s.what in ("compute", "wait"))
-        assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in zip(own, own[1:], strict=False))
+        assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in pairwise(own))
     shown = CliRunner().invoke(app(), ["timeline", str(tmp_path / "run"), "--to", "5"])
     assert shown.exit_code == 0 and (tmp_path / "run" / "timeline.json").exists(), shown.output
     assert result.outcome == "finished"

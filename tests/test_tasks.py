@@ -54,9 +54,7 @@ def one_thread() -> Iterator[None]:
 def gradient(task: Task, model: nn.Module, batch: Any) -> Tensor:
     model.zero_grad()
     task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
-    return torch.cat(
-        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-    )
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
 def train(task: Task, optimizer: torch.optim.Optimizer, model: nn.Module, epochs: int) -> None:
@@ -82,9 +80,7 @@ def small(name: str, folder: Path) -> Task:
 
 
 @pytest.mark.parametrize("name", task_names())
-def test_a_built_in_task_starts_alike_under_one_seed_and_has_gradients_and_measures(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_built_in_task_starts_alike_under_one_seed_and_has_gradients_and_measures(name: str, tmp_path: Path) -> None:
     task, again = small(name, tmp_path), small(name, tmp_path)
     torch.manual_seed(7)
     model = task.model()
@@ -356,9 +352,7 @@ def test_fashion_pairs_images_with_labels_and_trains_on_the_training_half(tmp_pa
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-        model.get_parameter("10.bias")[7] = (
-            1.0  # always says 7: right on the held-out half, wrong on the other
-        )
+        model.get_parameter("10.bias")[7] = 1.0  # always says 7: right on the held-out half, wrong on the other
     assert task.evaluate(model)["accuracy"] == 1.0
 
 
@@ -560,8 +554,7 @@ def nests() -> st.SearchStrategy[Any]:
     return st.recursive(
         plain | arrays | tensors,
         lambda inner: (
-            st.lists(inner, max_size=3).map(tuple)
-            | st.dictionaries(st.text("xy", max_size=1), inner, max_size=2)
+            st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.text("xy", max_size=1), inner, max_size=2)
         ),
         max_leaves=4,
     )

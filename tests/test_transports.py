@@ -50,8 +50,7 @@ from rainband.transports.shared import READ_TRIES, Mailbox, Published, Segment
 from rainband.transports.switchboard import Switchboard
 from rainband.worlds.config import Job, RunConfig
 from rainband.worlds.server_process import ServerProcess
-
-from .processes import DEADLINE_S, Nest, exact, wait_for
+from tests.processes import DEADLINE_S, Nest, exact, wait_for
 
 PLAN = Plan(fingerprint="", layout="", num_samples=64, batch_size=1, epochs=1, seed=0, portion_batches=64)
 SECRET, RUN_ID = new_secret(), new_run_id()
@@ -318,8 +317,8 @@ class Meddling:
 
     def copy_(self, values: Tensor) -> None:
         self.values.copy_(values)
-        if self.write is not None:
-            self.write, write = None, self.write
+        write, self.write = self.write, None
+        if write is not None:
             write()
 
 
@@ -446,7 +445,7 @@ def test_a_frame_with_any_one_byte_flipped_changes_nothing() -> None:
     with served() as server:
         worker = Worker(server, "tcp")
         worker.load_zeros()
-        body = memoryview(torch.ones(16).numpy()).cast("B")
+        body = memoryview(torch.ones(16).numpy().tobytes())
         push = Push(0, 1, 1, (Range(0, 9, 10, 1),), 1, 1, 1, 0, "float32", 16)
         length = len(frames.pack(encode(push), body, 0)) + len(body)
         for at in range(length):
@@ -464,7 +463,7 @@ def test_a_frame_with_any_one_byte_flipped_changes_nothing() -> None:
 def test_half_a_frame_changes_nothing(num_bytes: int) -> None:
     with served() as server:
         Worker(server, "tcp").load_zeros()
-        body = memoryview(torch.ones(16).numpy()).cast("B")
+        body = memoryview(torch.ones(16).numpy().tobytes())
         push = Push(0, 1, 1, (Range(0, 9, 10, 1),), 1, 1, 1, 0, "float32", 16)
         sock, _, key = dial(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
         sock.sendall((frames.pack(encode(push), body, key) + bytes(body))[:num_bytes])

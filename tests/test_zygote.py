@@ -461,9 +461,7 @@ def test_children_of_torch_compute_with_their_threads_and_draw_their_own_numbers
         for pipe in (first, second):
             nursery.zygote.spawn("test_zygote:multiply_ones", b"", "a test", [pipe.writer], threads=2)
         answers = [pipe.read_to_the_end().decode().split("|") for pipe in (first, second)]
-    smallest, largest, threads, torch_seeds, numpy_draws = (
-        set(column) for column in zip(*answers, strict=True)
-    )
+    smallest, largest, threads, torch_seeds, numpy_draws = (set(column) for column in zip(*answers, strict=True))
     assert smallest == largest == {"512.0"}
     assert threads == {"2"}
     assert len(torch_seeds) == len(numpy_draws) == 2

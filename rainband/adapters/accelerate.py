@@ -1,9 +1,9 @@
 """Join a run from a loop written with Accelerate.
 
-    from rainband.adapters.accelerate import join
-    model, optimizer = accelerator.prepare(model, optimizer)
-    with join(accelerator, model, optimizer) as run:
-        ...  # the loop as it is, with accelerator.backward(loss)
+from rainband.adapters.accelerate import join
+model, optimizer = accelerator.prepare(model, optimizer)
+with join(accelerator, model, optimizer) as run:
+    ...  # the loop as it is, with accelerator.backward(loss)
 """
 
 from __future__ import annotations

@@ -82,9 +82,7 @@ def histogram(counts: Mapping[int, int], width: int, ink: Ink = BLOCKS, most_row
     ]
 
 
-def curve(
-    points: Sequence[tuple[float, float]], width: int, height: int = 10, ink: Ink = BLOCKS
-) -> list[str]:
+def curve(points: Sequence[tuple[float, float]], width: int, height: int = 10, ink: Ink = BLOCKS) -> list[str]:
     """A small plot of (x, y), x from left to right."""
     if len(points) < 2:
         return []

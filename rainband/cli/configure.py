@@ -32,9 +32,7 @@ TRANSPORTS = ("auto", "tcp", "shm")
 EXAMPLE = "rainband train digits downpour"
 
 
-def configured(
-    words: Sequence[str], config: Path | None, given: Mapping[str, Any], world: str = "local"
-) -> RunConfig:
+def configured(words: Sequence[str], config: Path | None, given: Mapping[str, Any], world: str = "local") -> RunConfig:
     """The run that `words` (task, strategy, key=value ...) or an earlier config.json describe.
 
     `given` holds the fields of RunConfig that were given as options; they come before those of the file.
@@ -110,8 +108,7 @@ def _check_task(name: str, settings: Mapping[str, Any]) -> None:
     for setting in settings:
         if known and setting not in known:
             raise ValueError(
-                f"the task {name} has no setting '{setting}'{_did_you_mean(setting, known)}: "
-                f"it has {', '.join(known)}."
+                f"the task {name} has no setting '{setting}'{_did_you_mean(setting, known)}: it has {', '.join(known)}."
             )
     return None
 
@@ -150,9 +147,7 @@ def _strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
     if name in task_names() and name not in strategy_names():
         raise ValueError(f"{name} is a task, not a strategy: type {EXAMPLE}, for example.")
     if not dataclasses.is_dataclass(find_strategy(name)):
-        raise ValueError(
-            f"{name} is no dataclass, so it has no settings: put @dataclass(frozen=True) above it."
-        )
+        raise ValueError(f"{name} is no dataclass, so it has no settings: put @dataclass(frozen=True) above it.")
     return load_strategy(name, settings)
 
 

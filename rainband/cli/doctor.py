@@ -27,9 +27,7 @@ class Finding:
     """One thing that was looked at."""
 
     name: str
-    verdict: Literal[
-        "ok", "note", "missing"
-    ]  # note: works, could be better; missing: nothing runs without it
+    verdict: Literal["ok", "note", "missing"]  # note: works, could be better; missing: nothing runs without it
     found: str
     advice: str = ""
 
@@ -95,9 +93,7 @@ def _cores() -> Finding:
     quota = _cgroup_cores()
     limit = f", limited to {quota:g} by the container" if quota and quota < usable else ""
     if min(usable, quota or usable) < 2:
-        return Finding(
-            "cores", "note", f"{usable}{limit}", "workers gain nothing from each other on one core"
-        )
+        return Finding("cores", "note", f"{usable}{limit}", "workers gain nothing from each other on one core")
     return Finding("cores", "ok", f"{usable}{limit}")
 
 
@@ -117,9 +113,7 @@ def _memory() -> Finding:
     total = min(memory.total, limit) if limit else memory.total
     found = f"{size(memory.available)} free of {size(total)}"
     if min(memory.available, total) < LITTLE_MEMORY_BYTES:
-        advice = (
-            "each process needs about 100 MB and its share of the model: close something, or fewer --workers"
-        )
+        advice = "each process needs about 100 MB and its share of the model: close something, or fewer --workers"
         return Finding("memory", "note", found, advice)
     return Finding("memory", "ok", found)
 

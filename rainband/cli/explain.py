@@ -86,9 +86,7 @@ def _all(facts: list[dict[str, Any]], width: int) -> list[str]:
 
 def _one(fact: dict[str, Any], width: int) -> list[str]:
     rows = [(_assignment(s), "; ".join(filter(None, [s["doc"], s["type"]]))) for s in fact["settings"]]
-    example = next(
-        (_assignment(s) for s in fact["settings"] if not s["needed"] and s["default"] is not None), ""
-    )
+    example = next((_assignment(s) for s in fact["settings"] if not s["needed"] and s["default"] is not None), "")
     return [
         *fact["text"].splitlines(),
         "",

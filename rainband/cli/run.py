@@ -43,9 +43,7 @@ def run(
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many run the script.")] = 4,
     servers: Annotated[
         int | None,
-        typer.Option(
-            min=0, metavar="N", help="How many share the parameters.", show_default="2, if it needs them"
-        ),
+        typer.Option(min=0, metavar="N", help="How many share the parameters.", show_default="2, if it needs them"),
     ] = None,
     strategy: Annotated[
         str,
@@ -60,26 +58,18 @@ def run(
         typer.Option(metavar="MODULE:CLASS", help="An optimizer, not torch's own, that servers may import."),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of everything random.")] = 0,
-    transport: Annotated[
-        str, typer.Option(help="How parameters travel: auto, tcp or shm.", metavar="NAME")
-    ] = "auto",
+    transport: Annotated[str, typer.Option(help="How parameters travel: auto, tcp or shm.", metavar="NAME")] = "auto",
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="Of torch, in each worker.")] = 1,
     failure_timeout: Annotated[
         float,
-        typer.Option(
-            min=0.1, metavar="SECONDS", help="A worker not heard of for so long is no longer waited for."
-        ),
+        typer.Option(min=0.1, metavar="SECONDS", help="A worker not heard of for so long is no longer waited for."),
     ] = 5.0,
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the run's directory is made.")] = Path(
-        "runs"
-    ),
+    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the run's directory is made.")] = Path("runs"),
     as_json: Annotated[
         bool,
         typer.Option("--json", help="End standard output with one JSON object; the rest goes to stderr."),
     ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show every event and log record.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every event and log record.")] = False,
 ) -> None:
     """Train one model with several copies of SCRIPT.
 
@@ -125,9 +115,7 @@ def split(words: list[str]) -> tuple[list[str], Path, list[str]]:
     return words[:at], script.absolute(), words[at + 1 :]
 
 
-def _crew(
-    name: str, pairs: list[str], workers: int, servers: int | None
-) -> tuple[dict[str, object], int, int]:
+def _crew(name: str, pairs: list[str], workers: int, servers: int | None) -> tuple[dict[str, object], int, int]:
     """The strategy's settings, checked, and how many there are of each role."""
     from rainband.catalogue import load_strategy
     from rainband.settings import parse_pairs
@@ -135,9 +123,7 @@ def _crew(
     settings = parse_pairs(pairs)
     for setting in OF_THE_SCRIPT:
         if setting in settings:
-            raise ValueError(
-                f"{setting}={settings[setting]}: the script's own optimizer says so; leave it out here."
-            )
+            raise ValueError(f"{setting}={settings[setting]}: the script's own optimizer says so; leave it out here.")
     strategy = load_strategy(name, settings)
     if strategy.server(workers) is None:
         if servers:

@@ -31,9 +31,7 @@ def register(app: typer.Typer) -> None:
 def list_them(
     ctx: typer.Context,
     runs: Root = Path("runs"),
-    most: Annotated[
-        int, typer.Option("--most", "-n", metavar="N", min=1, help="How many, newest first.")
-    ] = 20,
+    most: Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="How many, newest first.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List the runs, newest first."""

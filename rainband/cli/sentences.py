@@ -82,9 +82,7 @@ def waiting_for(so_far: RunSoFar) -> str:
     if so_far.phase == "loading":
         return "the first worker gives the servers its parameters ..."
     if missing:
-        return (
-            f"{len(everyone) - len(missing)} of {len(everyone)} are there, waiting for {_named(missing)} ..."
-        )
+        return f"{len(everyone) - len(missing)} of {len(everyone)} are there, waiting for {_named(missing)} ..."
     return "waiting for the first steps ..."
 
 

@@ -29,9 +29,7 @@ def register(app: typer.Typer) -> None:
 def train(
     task: Annotated[
         str | None,
-        typer.Argument(
-            metavar="TASK", help="What: a built-in task, or module:name.", autocompletion=complete.tasks
-        ),
+        typer.Argument(metavar="TASK", help="What: a built-in task, or module:name.", autocompletion=complete.tasks),
     ] = None,
     strategy: Annotated[
         str | None,
@@ -55,9 +53,7 @@ def train(
     ] = None,
     servers: Annotated[
         int | None,
-        typer.Option(
-            min=0, metavar="N", help="How many share the parameters.", show_default="2, if it needs them"
-        ),
+        typer.Option(min=0, metavar="N", help="How many share the parameters.", show_default="2, if it needs them"),
     ] = None,
     epochs: Annotated[
         int | None,
@@ -67,9 +63,7 @@ def train(
         int | None,
         typer.Option(min=1, metavar="N", help="Samples for one gradient.", show_default="the task's own"),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Of everything random.", show_default="0")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Of everything random.", show_default="0")] = None,
     transport: Annotated[
         str | None,
         typer.Option(help="How parameters travel: auto, tcp or shm.", metavar="NAME", show_default="auto"),
@@ -86,23 +80,29 @@ def train(
             show_default="5",
         ),
     ] = None,
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the run's directory is made.")] = Path(
-        "runs"
-    ),
+    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the run's directory is made.")] = Path("runs"),
     config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Do an earlier run again: its config.json, or its directory."),
     ] = None,
-    world: Annotated[str, typer.Option(help="Who runs it.", metavar="NAME")] = "local",
+    world: Annotated[
+        str, typer.Option(help="Who runs it: local, processes of this machine; sim, virtual time.", metavar="NAME")
+    ] = "local",
+    network: Annotated[
+        str | None,
+        typer.Option(
+            help="With --world sim: lan, 1gbit, wan, datacentre, or a file of rainband calibrate.",
+            metavar="NAME",
+            show_default="lan",
+        ),
+    ] = None,
     csv: Annotated[bool, typer.Option("--csv", help="Write progress.csv, too.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write for TensorBoard, too.")] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="End standard output with one JSON object; the rest goes to stderr."),
     ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show every event and log record.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every event and log record.")] = False,
 ) -> None:
     """Train TASK with STRATEGY.
 
@@ -130,11 +130,16 @@ def train(
     with mistakes_told():
         if world not in WORLDS:
             raise ValueError(f"no world named '{world}': choose from {', '.join(WORLDS)}.")
+        if network is not None and world != "sim":
+            raise ValueError("--network is for virtual time: add --world sim.")
         given = {name: value for name, value in options.items() if value is not None}
         run_config = configured(words, config, given, world)
         kinds = _sinks(csv, tensorboard)
         directory = new_directory(runs, run_config.task, run_config.strategy)
         run_config = msgspec.structs.replace(run_config, directory=str(directory))
+        if network is not None:
+            sim = msgspec.structs.replace(run_config.sim, model=network)
+            run_config = msgspec.structs.replace(run_config, sim=sim)
     sinks = [partial(kind, directory) for kind in kinds]
     raise typer.Exit(_watched(WORLDS[world], run_config, sinks, as_json, verbose))
 

@@ -28,9 +28,7 @@ class View(Protocol):
 class Watch:
     """Used with `with`; whatever happens inside, the terminal is as it was afterwards."""
 
-    def __init__(
-        self, stream: TextIO, verbose: bool = False, sinks: Sequence[Callable[[], Sink]] = ()
-    ) -> None:
+    def __init__(self, stream: TextIO, verbose: bool = False, sinks: Sequence[Callable[[], Sink]] = ()) -> None:
         self.stream = stream
         self.verbose = verbose
         self.sinks = [Guarded(open_sink, self.say) for open_sink in sinks]

@@ -78,9 +78,7 @@ def table(rows: Iterable[Sequence[str]], indent: str = "", gap: str = "  ", widt
         head = indent + "".join(cell.ljust(w) + gap for cell, w in zip(row, widths, strict=False))
         room = max(20, width - len(head)) if width else 0
         tail = (
-            textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False)
-            if room
-            else [row[-1]]
+            textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False) if room else [row[-1]]
         ) or [""]
         lines.append((head + tail[0]).rstrip())
         lines += [" " * len(head) + line for line in tail[1:]]

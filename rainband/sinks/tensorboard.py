@@ -41,9 +41,7 @@ class TensorBoard:
         summary = self.library.Summary(
             value=[self.library.Summary.Value(tag=name, simple_value=v) for name, v in values.items()]
         )
-        self.writer.add_event(
-            self.library.Event(wall_time=self.began_s + at_s, step=samples_done, summary=summary)
-        )
+        self.writer.add_event(self.library.Event(wall_time=self.began_s + at_s, step=samples_done, summary=summary))
 
 
 def _curves(event: Progress) -> dict[str, float]:

@@ -68,6 +68,4 @@ def _csv_file() -> Path:
         file = Path(folder, "datasets", "data", "digits.csv.gz")
         if file.is_file():
             return file
-    raise ValueError(
-        "the digits come with scikit-learn, which is not installed: type  pip install 'rainband[data]'"
-    )
+    raise ValueError("the digits come with scikit-learn, which is not installed: type  pip install 'rainband[data]'")

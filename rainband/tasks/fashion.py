@@ -126,9 +126,7 @@ def _checked(address: str, sha256: str) -> bytes:
         ) from error
     found = hashlib.sha256(_unpack(packed, address)).hexdigest()
     if found != sha256:
-        raise ValueError(
-            f"{address} is not the known file: sha256 {found} instead of {sha256}. Nothing was kept."
-        )
+        raise ValueError(f"{address} is not the known file: sha256 {found} instead of {sha256}. Nothing was kept.")
     return packed
 
 
@@ -159,9 +157,7 @@ def read_idx(file: Path, dimensions: int) -> np.ndarray:
     """Read packed unsigned bytes: the magic number 0, 0, 8, dimensions; each size as 4 bytes; the values."""
     content, start = _unpack(file.read_bytes(), str(file)), 4 + 4 * dimensions
     if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) < start:
-        raise ValueError(
-            f"{file} is no idx file of bytes in {dimensions} dimensions: it begins {content[:4]!r}."
-        )
+        raise ValueError(f"{file} is no idx file of bytes in {dimensions} dimensions: it begins {content[:4]!r}.")
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
     if len(content) - start != math.prod(shape):
         raise ValueError(

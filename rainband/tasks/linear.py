@@ -33,9 +33,7 @@ class Linear:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size & (self.batch_size - 1):
-            raise ValueError(
-                f"batch_size={self.batch_size} would round the gradients: choose a power of two."
-            )
+            raise ValueError(f"batch_size={self.batch_size} would round the gradients: choose a power of two.")
         if self.samples < 1 or self.samples % self.batch_size:
             raise ValueError(
                 f"{self.samples} samples leave a short last batch, which would round its gradient: "

@@ -47,8 +47,7 @@ def _configured(spec: str, found: Any, settings: Mapping[str, object]) -> object
     if not dataclasses.is_dataclass(cls):
         if settings:
             raise ValueError(
-                f"{spec} has no settings, so {', '.join(settings)} cannot be set: "
-                f"make {cls.__name__} a dataclass."
+                f"{spec} has no settings, so {', '.join(settings)} cannot be set: make {cls.__name__} a dataclass."
             )
         return found() if found is cls else found
     if found is cls:
@@ -81,9 +80,7 @@ def _find_in_module(module_name: str, name: str) -> object:
     module = _import_users_module(module_name)
     if not hasattr(module, name):
         names = [known for known in vars(module) if not known.startswith("_")]
-        raise ValueError(
-            f"{module_name} has no '{name}'{_did_you_mean(name, names)}: it has {', '.join(names)}."
-        )
+        raise ValueError(f"{module_name} has no '{name}'{_did_you_mean(name, names)}: it has {', '.join(names)}.")
     return getattr(module, name)
 
 

@@ -48,8 +48,7 @@ class Quadratic:
             )
         if self.condition < 1 or self.noise < 0:
             raise ValueError(
-                f"a quadratic needs condition >= 1 and noise >= 0, not condition={self.condition} "
-                f"noise={self.noise}."
+                f"a quadratic needs condition >= 1 and noise >= 0, not condition={self.condition} noise={self.noise}."
             )
 
     @cached_property

@@ -65,9 +65,7 @@ class TensorData:
     def __init__(self, *tensors: Tensor) -> None:
         lengths = [len(tensor) for tensor in tensors]
         if len(set(lengths)) != 1:
-            raise ValueError(
-                f"TensorData takes one or more tensors of equal length, not of lengths {lengths}."
-            )
+            raise ValueError(f"TensorData takes one or more tensors of equal length, not of lengths {lengths}.")
         self.tensors = tensors
 
     def __len__(self) -> int:

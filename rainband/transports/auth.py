@@ -101,9 +101,7 @@ class Handshake:
         assert len(data) <= self.need, f"{len(data)} bytes were read, the handshake needs {self.need}"
         self.outgoing = b""
         if not data:
-            raise HandshakeFailed(
-                "the peer closed the connection during the handshake; its own log says why."
-            )
+            raise HandshakeFailed("the peer closed the connection during the handshake; its own log says why.")
         self._pending += data
         self.need -= len(data)
         if self.need == 0:
@@ -209,9 +207,7 @@ def _client(signer: _Signer, run_id: bytes, me: bytes) -> _Script:
 
     verdict = yield signer.mac(b"client"), _VERDICT_BYTES
     if not hmac.compare_digest(verdict[1:], signer.mac(b"verdict", verdict[:1])):
-        return _Refused(
-            "secret mismatch: the peer's verdict is not signed with our secret. See rainband doctor."
-        )
+        return _Refused("secret mismatch: the peer's verdict is not signed with our secret. See rainband doctor.")
     if verdict[0] != WELCOME:
         return _Refused(_why_not_welcome(verdict[0]))
     peer = _unpacked(rest)
@@ -234,9 +230,7 @@ def _server(signer: _Signer, run_id: bytes, me: bytes) -> _Script:
 
     proof = yield answer + signer.mac(b"server"), MAC_BYTES
     if not hmac.compare_digest(proof, signer.mac(b"client")):
-        return _Refused(
-            "secret mismatch: the peer could not prove that it holds our secret. See rainband doctor."
-        )
+        return _Refused("secret mismatch: the peer could not prove that it holds our secret. See rainband doctor.")
     peer = _unpacked(rest)
     if rest[_IDENTITY.size : -NONCE_BYTES] != run_id:
         return _Refused(f"the peer, {peer}, belongs to another run.", signer.verdict(OTHER_RUN))
@@ -250,9 +244,7 @@ class _Signer:
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < SECRET_BYTES:
-            raise ValueError(
-                f"a secret of {len(secret)} bytes is too short: new_secret() makes one of {SECRET_BYTES}."
-            )
+            raise ValueError(f"a secret of {len(secret)} bytes is too short: new_secret() makes one of {SECRET_BYTES}.")
         self._keyed = hmac.new(secret, digestmod="sha256")
         self.transcript = b""
 
@@ -279,9 +271,7 @@ def _unknown_role(number: int) -> str:
 
 def _why_not_welcome(status: int) -> str:
     if status == OTHER_RUN:
-        return (
-            "the peer belongs to another run: check its address, and that both read the same run directory."
-        )
+        return "the peer belongs to another run: check its address, and that both read the same run directory."
     if status == UNKNOWN_ROLE:
         return "the peer does not know our role: " + _SAME_VERSION
     return f"the peer refused us with the unknown status {status}: {_SAME_VERSION}"
@@ -289,9 +279,7 @@ def _why_not_welcome(status: int) -> str:
 
 def _checked_run_id(run_id: bytes) -> bytes:
     if len(run_id) != RUN_ID_BYTES:
-        raise ValueError(
-            f"a run id of {len(run_id)} bytes: it has {RUN_ID_BYTES}, as new_run_id() makes them."
-        )
+        raise ValueError(f"a run id of {len(run_id)} bytes: it has {RUN_ID_BYTES}, as new_run_id() makes them.")
     return run_id
 
 
@@ -299,9 +287,7 @@ def _packed(who: Identity) -> bytes:
     if who.role not in ROLES:
         raise ValueError(f"no role named {who.role!r}: choose from {', '.join(ROLES)}.")
     if not (0 <= who.index < 1 << 32 and 0 <= who.incarnation < 1 << 32):
-        raise ValueError(
-            f"{who} cannot be sent: index and incarnation must lie between 0 and {(1 << 32) - 1}."
-        )
+        raise ValueError(f"{who} cannot be sent: index and incarnation must lie between 0 and {(1 << 32) - 1}.")
     return _IDENTITY.pack(ROLES[who.role], who.index, who.incarnation)
 
 

@@ -85,12 +85,7 @@ def unpack_prefix(data: bytes | memoryview, max_body_bytes: int) -> Prefix:
     """Return the fields of 32 bytes; what is no frame, or too large, is refused before any allocation."""
     magic, version, kind, flags, header_bytes, body_bytes, header_sum, body_sum = _PREFIX.unpack_from(data)
     prefix = Prefix(version, kind, flags, header_bytes, body_bytes, header_sum, body_sum)
-    if (
-        magic != MAGIC
-        or version != PROTOCOL_VERSION
-        or header_bytes > MAX_HEADER_BYTES
-        or body_bytes > max_body_bytes
-    ):
+    if magic != MAGIC or version != PROTOCOL_VERSION or header_bytes > MAX_HEADER_BYTES or body_bytes > max_body_bytes:
         raise BadFrame(_what_is_wrong(magic, prefix, max_body_bytes))
     return prefix
 
@@ -176,9 +171,7 @@ class FrameReader:
             if header_end > end:
                 wanted = PREFIX_BYTES + prefix.header_bytes
                 break
-            _check_sealed(
-                data[at : at + _LENGTHS_END], data[at + _BODY_CHECKSUM : header_end], prefix, self._key
-            )
+            _check_sealed(data[at : at + _LENGTHS_END], data[at + _BODY_CHECKSUM : header_end], prefix, self._key)
             header = data[start:header_end]
             at = header_end
             if not prefix.body_bytes:
@@ -202,16 +195,12 @@ class FrameReader:
     def _memory(self, header: bytes, body_bytes: int, whole: bool) -> memoryview:
         if self._body_memory is not None:
             memory = self._body_memory(header, body_bytes).cast("B")
-            assert len(memory) == body_bytes, (
-                f"body_memory gave {len(memory)} bytes for a body of {body_bytes}"
-            )
+            assert len(memory) == body_bytes, f"body_memory gave {len(memory)} bytes for a body of {body_bytes}"
             return memory
         if whole:  # other frames may be complete in the same call: the pool would be shared
             return memoryview(bytearray(body_bytes))
         if len(self._pool) < body_bytes:
-            power_of_two = (
-                1 << (body_bytes - 1).bit_length()
-            )  # so that slowly growing bodies do not allocate each time
+            power_of_two = 1 << (body_bytes - 1).bit_length()  # so that slowly growing bodies do not allocate each time
             self._pool = bytearray(min(power_of_two, self._max_body_bytes))
         return memoryview(self._pool)[:body_bytes]
 
@@ -244,9 +233,7 @@ def _header_checksum(before: bytes, after: bytes, key: int) -> int:
 
 def _check_sealed(before: bytes, after: bytes, prefix: Prefix, key: int) -> None:
     if _header_checksum(before, after, key) != prefix.header_checksum:
-        raise BadFrame(
-            "the header checksum is wrong: the frame was damaged, or belongs to another connection."
-        )
+        raise BadFrame("the header checksum is wrong: the frame was damaged, or belongs to another connection.")
 
 
 def _what_is_wrong(magic: bytes, prefix: Prefix, max_body_bytes: int) -> str:
@@ -259,6 +246,4 @@ def _what_is_wrong(magic: bytes, prefix: Prefix, max_body_bytes: int) -> str:
         )
     if prefix.header_bytes > MAX_HEADER_BYTES:
         return f"the frame announces a header of {prefix.header_bytes} bytes; {MAX_HEADER_BYTES} are allowed."
-    return (
-        f"the frame announces a body of {prefix.body_bytes} bytes; at most {max_body_bytes} are allowed here."
-    )
+    return f"the frame announces a body of {prefix.body_bytes} bytes; at most {max_body_bytes} are allowed here."

@@ -165,8 +165,15 @@ class Stopwatch:
         while len(self.compute_s) < steps + WARM_UP and world.coordinator.phase != "over":
             world.run(until_s=world.clock.now + 1.0)
         blocks = world.leader.block_bytes
-        pieces = self.compute_s, self.push_s, self.step_s, self.apply_s, self.take_s
-        return Measured(*[values[WARM_UP:] or values for values in pieces], sum(blocks), len(blocks))
+        return Measured(
+            compute_s=self.compute_s[WARM_UP:],
+            push_s=self.push_s[WARM_UP:],
+            step_s=self.step_s[WARM_UP:],
+            apply_s=self.apply_s[WARM_UP:],
+            take_s=self.take_s[WARM_UP:],
+            model_bytes=sum(blocks),
+            num_blocks=len(blocks),
+        )
 
     def _time_worker(self, node: WorkerNode) -> None:
         node.body.gradient = self._timed(node.body.gradient, self.compute_s)  # type: ignore[method-assign]

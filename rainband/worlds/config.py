@@ -40,6 +40,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import for it
     timeline: bool = False  # record who computed, waited, pushed and pulled when; virtual time always does
+    record: bool = False  # note the order of everything, so that the run can be repeated bit for bit
     sim: SimSettings = SimSettings()
 
 

@@ -131,9 +131,7 @@ def described(dataset: Any, batch_size: int, epochs: int, arguments: dict[str, A
         raise ValueError(f"batch_size is {batch_size}: give a whole number, 1 or more.")
     for name in OURS:
         if arguments.get(name) and not (name == "shuffle" and arguments[name] is True):
-            raise ValueError(
-                f"{name} is decided by the run, which shuffles and shares the data out: leave it out."
-            )
+            raise ValueError(f"{name} is decided by the run, which shuffles and shares the data out: leave it out.")
     if arguments.get("shuffle") is False:
         raise ValueError("shuffle=False cannot be kept by several workers: leave it out.")
     return Dataset(_fingerprint(dataset, arguments.get("collate_fn")), len(dataset), batch_size, epochs)
@@ -146,9 +144,7 @@ def _fingerprint(dataset: Any, collate: Any) -> str:
         return "unknown"
 
 
-def loader(
-    dataset: Any, batches: Draws | InOrder, arguments: dict[str, Any], ahead: bool = True
-) -> DataLoader[Any]:
+def loader(dataset: Any, batches: Draws | InOrder, arguments: dict[str, Any], ahead: bool = True) -> DataLoader[Any]:
     """A real DataLoader. Without `ahead` it fetches a batch when it is asked for, and not before."""
     given = {name: value for name, value in arguments.items() if name not in OURS}
     if not ahead:

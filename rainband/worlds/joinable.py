@@ -30,9 +30,7 @@ def following(strategy: Strategy, optimizers: Sequence[Optimizer]) -> Strategy:
     return followed
 
 
-def check(
-    model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, importable: Sequence[str]
-) -> None:
+def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, importable: Sequence[str]) -> None:
     """Say what is wrong with joining these; `importable` are the classes that servers may import besides torch's."""
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
@@ -58,9 +56,7 @@ def _check_optimizer(
             "or an optimizer that works element by element, such as SGD, Adam or Adagrad."
         )
     if ":" in spec.name and spec.name not in importable:
-        where = (
-            "" if not spec.name.startswith("__main__") else " Put it into a module first, beside the script."
-        )
+        where = "" if not spec.name.startswith("__main__") else " Put it into a module first, beside the script."
         raise ValueError(
             f"{kind.__name__} is not one of torch.optim, and servers import only what the one who starts them names: "
             f"type rainband run --optimizer {spec.name.replace('__main__', 'module')} ...{where}"

@@ -265,9 +265,7 @@ class Launcher:
                 self._died_early(peer)
 
     def _died_early(self, peer: Peer) -> None:
-        known = peer.index in (
-            self.coordinator.workers if peer.role == "worker" else self.coordinator.servers
-        )
+        known = peer.index in (self.coordinator.workers if peer.role == "worker" else self.coordinator.servers)
         if not known and self.coordinator.phase == "forming":
             cause = self.causes.get(peer, "its connection closed")
             why = f"{peer} ended before it joined ({cause})"

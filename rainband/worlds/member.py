@@ -143,15 +143,12 @@ class Member:
 
     def _port(self, index: int, address: Address, welcome: Welcome) -> Port:
         peer = Peer("server", index)
-        shared = can_share_memory(address) and self.config.transport != "tcp"
+        # A record needs reads that have one version: memory may be written to while it is read.
+        shared = can_share_memory(address) and self.config.transport != "tcp" and not self.config.record
         if self.config.transport == "shm" and not shared:
-            raise ValueError(
-                f"{peer} is not on this machine, or memory cannot be shared here: use --transport tcp."
-            )
+            raise ValueError(f"{peer} is not on this machine, or memory cannot be shared here: use --transport tcp.")
         specs = [welcome.blocks[b] for b, owner in enumerate(welcome.owners) if owner == index]
-        sock, _, key = dial(
-            address, shared, self.job.secret, self.job.run_id, self.me, self.config.failure_timeout_s
-        )
+        sock, _, key = dial(address, shared, self.job.secret, self.job.run_id, self.me, self.config.failure_timeout_s)
         if shared:
             return SharedPort(peer, sock, key, specs, self.switchboard, self._from_server, self.stats)
         return TcpPort(peer, sock, key, specs, self.switchboard, self._from_server)

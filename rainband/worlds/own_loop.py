@@ -138,7 +138,8 @@ class OwnLoop:
         if self.suspended.worker.marks is not None:
             member.tell(self.suspended.worker.marks.report())
         member.tell(client.stats.beat())
-        member.tell(Ended(client.stats.samples), buffers_of(self.model))
+        # Statistics count by the samples seen; of a loader of one's own only the steps are known.
+        member.tell(Ended(client.stats.samples or client.stats.steps), buffers_of(self.model))
         while member.conclude is None:
             self._wait()
         conclude, buffers = member.conclude
@@ -147,7 +148,7 @@ class OwnLoop:
             set_buffers(self.model, buffers)
         if self.served:
             self._fetch_state()
-        save_model(self.model, conclude.path)
+        save_model(getattr(self.model, "_orig_mod", self.model), conclude.path)  # names as before torch.compile
         member.tell(Concluded({}))
         member.left = True
 
@@ -166,9 +167,7 @@ class OwnLoop:
         if number < 1:
             raise ValueError(f"run.epochs({number}): give 1 or more.")
         if self.planned:
-            raise ValueError(
-                "run.epochs(...) comes before the first run.batches(...): it is part of the plan."
-            )
+            raise ValueError("run.epochs(...) comes before the first run.batches(...): it is part of the plan.")
         self.num_epochs = number
         return self._epochs()
 
@@ -190,9 +189,7 @@ class OwnLoop:
 
     def _plan(self, dataset: Any, batch_size: int, arguments: dict[str, Any]) -> None:
         if self.num_epochs and self.draws.passes >= self.num_epochs:
-            raise ValueError(
-                f"all {self.num_epochs} passes are over: say how many there are with run.epochs(...)."
-            )
+            raise ValueError(f"all {self.num_epochs} passes are over: say how many there are with run.epochs(...).")
         if self.planned:
             plan = self.client.plan
             if (len(dataset), batch_size) != (plan.num_samples, plan.batch_size):
@@ -243,9 +240,7 @@ class OwnLoop:
     def progress(self) -> float:
         """How far the run is, from 0 to 1: the same for every worker that has this batch. For schedules."""
         if not self.num_epochs:
-            raise ValueError(
-                "how far the run is can be said when its length is: write `for epoch in run.epochs(10):`."
-            )
+            raise ValueError("how far the run is can be said when its length is: write `for epoch in run.epochs(10):`.")
         if self.client.finished:
             return 1.0
         last = self.draws.last
@@ -311,9 +306,7 @@ class OwnLoop:
         tensors = [gradient if id(parameter) in own else None for parameter, gradient in pairs]
         if unscale != 1.0:
             tensors = [None if tensor is None else tensor * unscale for tensor in tensors]
-        elif (
-            self.suspended.steps_per_cell > 1
-        ):  # the strategy keeps it, and the user's next backward writes there
+        elif self.suspended.steps_per_cell > 1:  # the strategy keeps it, and the user's next backward writes there
             tensors = [None if tensor is None else tensor.clone() for tensor in tensors]
         samples = sum(self.client.plan.samples_in(batch.portion, batch.k) for batch in batches)
         stats = self.client.stats
@@ -332,9 +325,7 @@ class OwnLoop:
         if now == self.settings:
             return
         if len(now) != len(self.settings):
-            raise ValueError(
-                "the optimizer has other parameter groups than at join: add them before rainband.join."
-            )
+            raise ValueError("the optimizer has other parameter groups than at join: add them before rainband.join.")
         if self.served:
             kind = type(self.optimizers[0]).__name__
             for number, (old, new) in enumerate(zip(self.settings, now, strict=True)):

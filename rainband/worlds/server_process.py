@@ -36,6 +36,7 @@ from rainband.transports.hub import Hub
 from rainband.transports.shared import Mailbox, Published
 from rainband.types import ServerHalf, Strategy
 from rainband.worlds.config import Job, decode_job
+from rainband.worlds.record import Recorder
 
 MAX_BODY_BYTES = 1 << 26
 MAX_MAILBOX_BYTES = 1 << 30
@@ -63,11 +64,11 @@ class ServerProcess:
         self.me = Peer("server", job.index)
         self.strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
         self.server = Server(self._half, self._publish)
+        if config.record:
+            Recorder(config.directory, self.me).watch_server(self.server)
         self.published: Published | None = None
         self.over = False
-        self.hub = Hub(
-            self.me, job.secret, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now
-        )
+        self.hub = Hub(self.me, job.secret, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)
 
     def _half(self, num_workers: int) -> ServerHalf:
         half = self.strategy.server(num_workers)
@@ -87,16 +88,12 @@ class ServerProcess:
         timeout_s = self.job.config.failure_timeout_s
         address = self.job.coordinator
         try:
-            sock, peer, key = dial(
-                address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s
-            )
+            sock, peer, key = dial(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
         except PeerLost:
             sys.exit(1)  # the run has ended before we came to it
         self.hub.adopt(sock, peer, key)
         here = Address("127.0.0.1", tcp.getsockname()[1], unix.getsockname()[1:].decode(), this_machine())
-        self.hub.send(
-            COORDINATOR, ServerJoin(here, f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
-        )
+        self.hub.send(COORDINATOR, ServerJoin(here, f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"))
         beat_at = time.monotonic()
         while not self.over:
             self.hub.run_once(timeout_s / 5)

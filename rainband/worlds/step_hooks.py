@@ -24,9 +24,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
     while not hasattr(inside, "_optimizer_step_pre_hooks"):
         inside = getattr(inside, "optimizer", None)
         if inside is None:
-            raise ValueError(
-                f"{type(optimizer).__name__} is no torch.optim.Optimizer, and wraps none: give one."
-            )
+            raise ValueError(f"{type(optimizer).__name__} is no torch.optim.Optimizer, and wraps none: give one.")
     found: Optimizer = inside
     return found
 

@@ -23,6 +23,7 @@ from rainband.worker import ModuleWorker
 from rainband.worlds.config import Job, decode_job
 from rainband.worlds.drive import drive
 from rainband.worlds.member import Dismissed, Member, flush_output
+from rainband.worlds.record import Recorder
 from rainband.worlds.save import save_model
 from rainband.worlds.spans import SpanFile, Watch
 
@@ -94,6 +95,8 @@ class WorkerProcess:
             warm_batches=getattr(strategy, "warm_batches", 0),
         )
         client = self.member.enter(join, flat)
+        if self.config.record and self.member.welcome is not None:
+            Recorder(self.config.directory, self.member.me).watch_client(client, self.member.welcome)
         worker = ModuleWorker(self.job.index, self.config.num_workers, task, data, module, client)
         drive(strategy, worker, self.member.wait, self._watch())
         self._leave(worker)

@@ -134,9 +134,7 @@ class Zygote:
     def pid(self) -> int:
         return self._process.pid
 
-    def spawn(
-        self, entry: str, job: bytes, title: str, fds: Sequence[int] = (), threads: int | None = None
-    ) -> int:
+    def spawn(self, entry: str, job: bytes, title: str, fds: Sequence[int] = (), threads: int | None = None) -> int:
         """Queue a process that calls `entry`, "package.module:function", with (job, fds); return its token.
 
         `threads` is for torch.set_num_threads. The fds have other numbers there, and stay open here.

@@ -26,10 +26,11 @@ from rainband.strategies.single import Single
 from rainband.strategies.sync import Sync
 from rainband.tasks.quadratic import Quadratic
 from rainband.types import Batch, Rule, ServerHalf, Strategy
-from rainband.worker import ModuleWorker
+from rainband.worker import ModuleWorker, Sampler
 from rainband.worlds.drive import drive
 from tests.harness import Faults, Node, Outcome, World, run
 from tests.ledger import ELEMENTS, LR, Case
+from tests.pieces import make_plan
 
 every_strategy = pytest.mark.parametrize("name", strategy_names())
 WITH_SERVERS = [name for name in strategy_names() if load_strategy(name, {}).server(1) is not None]
@@ -234,6 +235,19 @@ class Alone:
 
 def batches_in_order(plan: Plan) -> list[Batch]:
     return [Batch(p, k, 1) for p in range(plan.num_portions) for k in range(plan.batches_in(p))]
+
+
+@pytest.mark.parametrize("columns", [0, 3])
+def test_the_batches_of_an_epoch_are_all_samples_once_and_in_another_order_than_those_of_the_next(columns: int) -> None:
+    plan = make_plan(num_samples=50, batch_size=8, epochs=2, portion_batches=2, columns=columns)
+    sampler, epochs = Sampler(plan), dict[int, list[int]]({0: [], 1: []})
+    for batch in batches_in_order(plan):
+        indices = sampler.indices(batch).tolist()
+        assert len(indices) == plan.samples_in(batch.portion, batch.k)
+        epochs[plan.epoch_of(batch.portion)] += indices
+
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(50))
+    assert epochs[0] != epochs[1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""From measured pieces to a model of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from rainband.cli import calibrate as calibrate_command
+from rainband.cli import simtest
+from rainband.sim.model import load_model
+from rainband.worlds.calibrate import Measured, Stopwatch, assemble
+from rainband.worlds.config import RunConfig
+
+ALONE = Measured(
+    compute_s=[0.010, 0.012, 0.014],
+    push_s=[0.003],
+    step_s=[0.001],
+    apply_s=[0.0005],
+    take_s=[0.00025],
+    model_bytes=4_000_000,
+    num_blocks=4,
+)
+TOGETHER = Measured([0.018], [1.0], [1.0], [1.0], [1.0], 4_000_000, 4)
+
+
+def app() -> Typer:
+    app = Typer()
+    app.callback()(lambda: None)
+    calibrate_command.register(app)
+    simtest.register(app)
+    return app
+
+
+def test_pieces_become_speeds() -> None:
+    model = assemble(ALONE, [TOGETHER, TOGETHER], num_cores=2, latency_s=3e-5, message_s=1e-5)
+    assert model.compute.trace_s == (0.010, 0.012, 0.014) and model.compute.step_s == 0.012
+    assert model.nodes.push_bytes_per_s == 4_000_000 / 0.004
+    assert model.nodes.apply_bytes_per_s == 1_000_000 / 0.0005
+    assert model.nodes.pull_bytes_per_s == 1_000_000 / 0.00025
+    assert model.nodes.crowding == pytest.approx(0.5)  # 18 ms instead of 12 when both cores are busy
+    assert (model.nodes.cores, model.nodes.shared_memory, model.network.latency_s) == (2, True, 3e-5)
+
+
+def test_a_machine_with_one_core_has_no_crowd() -> None:
+    assert assemble(ALONE, [ALONE], num_cores=1, latency_s=0.0, message_s=0.0).nodes.crowding == 0.0
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "sync"])
+def test_every_piece_of_a_step_is_timed(strategy: str) -> None:
+    own_step = {"overlap": True, "local_lr": 0.1} if strategy == "downpour" else {}
+    config = RunConfig(task="linear", strategy=strategy, strategy_settings=own_step, num_workers=2, num_servers=1)
+    measured = Stopwatch().measure(config, steps=8)
+    assert len(measured.compute_s) >= 8
+    assert all(s > 0 for s in measured.compute_s + measured.push_s + measured.apply_s + measured.take_s)
+    assert bool(measured.step_s) == (strategy == "downpour")  # its worker's own step
+    assert (measured.model_bytes, measured.num_blocks) == (64, 1)
+
+
+@pytest.mark.processes
+def test_the_command_writes_a_model_that_can_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "machine.toml"
+    result = CliRunner().invoke(app(), ["calibrate", "linear", "downpour", "--out", str(file), "--steps", "5"])
+    assert result.exit_code == 0, result.output
+    model = load_model(str(file))
+    assert model.compute.kind == "trace" and len(model.compute.trace_s) >= 5
+    assert model.nodes.shared_memory and model.nodes.apply_bytes_per_s > 0
+
+
+def test_simtest_shows_a_run_and_its_script() -> None:
+    result = CliRunner().invoke(app(), ["simtest", "3", "--strategy", "sync", "--trace"])
+    assert result.exit_code == 0 and "seed 3: sync" in result.output, result.output
+    assert "push 2 block 0" in result.output and "all kept their promises" in result.output
+
+
+def test_simtest_takes_a_script(tmp_path: Path) -> None:
+    file = tmp_path / "script"
+    file.write_text("0.1 kill server 0\n")
+    result = CliRunner().invoke(app(), ["simtest", "1", "--faults", str(file)])
+    assert result.exit_code == 0 and "failed after" in result.output  # cleanly, as it should
+
+
+@pytest.mark.parametrize("args", [["x"], ["1", "--strategy", "gossip"]])
+def test_simtest_says_what_can_be_typed(args: list[str]) -> None:
+    result = CliRunner().invoke(app(), ["simtest", *args])
+    assert result.exit_code == 2 and ("such as 17" in result.output or "choose from downpour" in result.output)

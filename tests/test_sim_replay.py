@@ -1,0 +1,133 @@
+"""Record a real asynchronous run and repeat it bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from rainband.cli import replay as replay_command
+from rainband.messages import Peer
+from rainband.worlds import local
+from rainband.worlds.config import RunConfig
+from rainband.worlds.directory import write_config
+from rainband.worlds.record import LONG, AnyNote, Applied, Began, Leased, Read, Recorder, Refused, read_notes
+from rainband.worlds.replay import replay, why_bits_may_differ
+
+
+def config_of(directory: Path, **given: Any) -> RunConfig:
+    directory.mkdir()
+    settings = {
+        "task": "quadratic",
+        "strategy": "downpour",
+        "num_workers": 3,
+        "num_servers": 2,
+        "epochs": 2,
+        "directory": str(directory),
+        "record": True,
+        **given,
+    }
+    return RunConfig(**settings)
+
+
+def write(directory: Path, peer: Peer, *notes: AnyNote) -> None:
+    with closing(Recorder(str(directory), peer)) as recorder:
+        for note in notes:
+            recorder.write(note)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("runs") / "recorded"
+    result = local.run(config_of(directory, strategy_settings={"optimizer": "adam", "lr": 0.01}), lambda event: None)
+    assert result.outcome == "finished", result.reason
+    yield directory
+
+
+@pytest.mark.processes
+def test_a_recorded_run_is_repeated_bit_for_bit(recorded: Path) -> None:
+    result = replay(recorded)
+    assert (result.different, result.numbers, result.pushes) == (0, 32, 128)  # 64 batches on two blocks
+    assert result.warning == ""
+
+
+@pytest.mark.processes
+def test_a_record_is_a_few_bytes_for_each_push_and_pull(recorded: Path) -> None:
+    notes = [note for path in recorded.glob("record-*.bin") for note in read_notes(path)]
+    counted = sum(isinstance(note, Read | Applied) for note in notes)
+    size = sum(path.stat().st_size for path in recorded.glob("record-*.bin"))
+    assert counted > 250 and size / counted < 25
+
+
+@pytest.mark.processes
+def test_another_order_gives_other_bits(recorded: Path, tmp_path: Path) -> None:
+    """So it is the record that makes the bits equal, not chance."""
+    for path in recorded.iterdir():
+        if path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    path = tmp_path / "record-server-0.bin"
+    notes = list(read_notes(path))
+    at = [i for i, note in enumerate(notes) if isinstance(note, Applied)]
+    swap = next(
+        (i, j)
+        for i, j in pairwise(at[-20:])
+        if notes[i].worker != notes[j].worker  # type: ignore[union-attr]
+    )
+    notes[swap[0]], notes[swap[1]] = notes[swap[1]], notes[swap[0]]
+    write(tmp_path, Peer("server", 0), *notes[1:])
+    try:
+        different = replay(tmp_path).different > 0
+    except ValueError as error:
+        different = "the record does not fit" in str(error)
+    assert different
+
+
+@pytest.mark.processes
+def test_the_command_says_that_the_model_is_the_same(recorded: Path, tmp_path: Path) -> None:
+    app = Typer()
+    app.callback()(lambda: None)
+    replay_command.register(app)
+    losses = tmp_path / "losses.csv"
+    result = CliRunner().invoke(app, ["replay", str(recorded), "--losses", str(losses)])
+    assert result.exit_code == 0 and "bit for bit: 32 numbers" in result.output, result.output
+    assert len(losses.read_text().splitlines()) == 1 + 64
+
+
+def test_a_run_that_was_not_recorded_says_how(tmp_path: Path) -> None:
+    write_config(tmp_path, config_of(tmp_path / "run"))
+    with pytest.raises(ValueError, match="start it with --record"):
+        replay(tmp_path)
+
+
+def test_refused_pushes_cannot_be_repeated(tmp_path: Path) -> None:
+    write_config(tmp_path, config_of(tmp_path / "run"))
+    write(tmp_path, Peer("worker", 0), Leased(0, 1, ((0, 1),)))
+    write(tmp_path, Peer("server", 0), Refused(0, "revoked"))
+    with pytest.raises(ValueError, match=r"pushes were refused in it \(1 revoked\)"):
+        replay(tmp_path)
+
+
+def test_notes_are_read_back_and_a_torn_one_does_not_count(tmp_path: Path) -> None:
+    long = Leased(7, 1, (tuple(range(LONG)),))
+    write(tmp_path, Peer("worker", 3), Read(1, 2, 3), long, Applied(1, 2, 3))
+    path = tmp_path / "record-worker-3.bin"
+    assert list(read_notes(path))[1:] == [Read(1, 2, 3), long, Applied(1, 2, 3)]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert list(read_notes(path))[1:] == [Read(1, 2, 3), long]
+
+
+def test_another_torch_is_announced() -> None:
+    told = why_bits_may_differ(Began("1.0", "none", 2))
+    assert "torch was 1.0 and is 2" in told and "threads was 2 and is 1" in told
+
+
+def test_a_configuration_travels_with_its_record_switch() -> None:
+    config = RunConfig(task="x", strategy="y", num_workers=1, num_servers=1, record=True)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=RunConfig) == config
