@@ -1,8 +1,7 @@
 """The mean of what workers keep for themselves: buffers such as BatchNorm's running statistics.
 
 Buffers are no function of gradients, so servers do not hold them: each worker's follow its own batches. The saved
-model gets their mean, weighted by the samples each worker has seen; counters, which do not add up to a mean, the
-largest. Both travel as float64.
+model gets their mean, weighted by the samples each worker has seen; counters are rounded. They travel as float64.
 """
 
 from __future__ import annotations

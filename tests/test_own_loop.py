@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rainband.join import join as public_join
-from rainband.messages import Halt
+from rainband.messages import Halt, Peer
 from rainband.optim_spec import OptimizerSpec
 from rainband.rules import ApplyOnArrival
 from rainband.schedules import Schedule
@@ -185,12 +186,13 @@ def test_accumulating_gradients_over_four_batches_with_a_rest() -> None:
         model = net()
         optimizer = SGD(model.parameters(), lr=0.1)
         with join(model, optimizer) as run:
-            for number, batch in enumerate(run.batches(DATA, batch_size=4), 1):
-                backward(model, batch)
-                if number % 4 == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            optimizer.step()  # the two that are left
+            for _ in run.epochs(1):
+                for number, batch in enumerate(run.batches(DATA, batch_size=4), 1):
+                    backward(model, batch)
+                    if number % 4 == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                optimizer.step()  # the two that are left
         return model
 
     member = same_as_plain(script, pushes=2)
@@ -644,6 +646,28 @@ def test_a_push_is_applied_with_its_own_senders_rate() -> None:
     assert [len(push.groups) for push in member.pushes] == [0, 1, 1]
 
 
+def test_whoever_pushed_before_a_push_has_its_own_senders_rate() -> None:
+    member = OneProcess(num_servers=1)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = SGD(model.parameters(), lr=1.0)
+
+    def step(value: float) -> None:
+        model.weight.grad = torch.ones(1, 1)
+        optimizer.step()
+        assert model.weight.item() == value
+
+    with joined(model, optimizer, member):
+        optimizer.param_groups[0]["lr"] = 0.5
+        step(-0.5)
+        last = member.pushes[-1]
+        [server] = member.servers.values()
+        other = {"worker": 1, "sequence": 1, "groups": ({**last.groups[0], "lr": 0.25},)}
+        ones = torch.ones(last.numel)
+        server.receive(Peer("worker", 1), msgspec.structs.replace(last, **other), ones)
+        step(-0.5 - 0.25 - 0.5)
+
+
 @given(st.lists(st.sampled_from(["step", "accumulate", "skip", "again"]), max_size=12))
 def test_whatever_the_loop_does_with_its_batches_the_books_say_so(deeds: list[str]) -> None:
     member = OneProcess(PLAIN)
@@ -739,20 +763,21 @@ def test_progress_needs_to_know_how_many_passes_there_are() -> None:
         _ = Alone().progress
 
 
-def test_who_is_away_gives_its_batches_back_and_goes_on_afterwards() -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])  # one fetches ahead, by leases that are given back
+def test_who_is_away_gives_its_batches_back_and_goes_on_afterwards(num_workers: int) -> None:
     member = OneProcess()
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
     with joined(model, optimizer, member) as run:
         for _ in run.epochs(1):
-            for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+            for number, batch in enumerate(run.batches(DATA, batch_size=4, num_workers=num_workers)):
                 train(model, optimizer, batch)
                 if number == 2:
                     with run.away():
                         while member.mail:
                             member.wait()
                         assert not member.coordinator.workers[0].leases
-    assert member.books.applied == 6
+    assert (member.books.applied, member.books.refused) == (6, {})
 
 
 def test_going_away_with_an_open_batch_is_refused() -> None:

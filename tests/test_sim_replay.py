@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rainband.cli import replay as replay_command
 from rainband.messages import Peer
-from rainband.worlds import local
+from rainband.worlds import local, sim
 from rainband.worlds.config import RunConfig
 from rainband.worlds.directory import write_config
 from rainband.worlds.record import LONG, AnyNote, Applied, Began, Leased, Read, Recorder, Refused, read_notes
@@ -98,6 +98,18 @@ def test_the_command_says_that_the_model_is_the_same(recorded: Path, tmp_path: P
     result = CliRunner().invoke(app, ["replay", str(recorded), "--losses", str(losses)])
     assert result.exit_code == 0 and "bit for bit: 32 numbers" in result.output, result.output
     assert len(losses.read_text().splitlines()) == 1 + 64
+
+
+def test_a_simulated_run_is_repeated_from_its_seed(tmp_path: Path) -> None:
+    sim.run(config_of(tmp_path / "run", epochs=1, record=False), lambda event: None)
+    app = Typer()
+    app.callback()(lambda: None)
+    replay_command.register(app)
+    result = CliRunner().invoke(app, ["replay", str(tmp_path / "run")])
+    assert result.exit_code == 0 and "the same run, bit for bit" in result.output, result.output
+    saved = tmp_path / "run" / "simulation.json"
+    saved.write_text(saved.read_text().replace('"cpu_capability": "', '"cpu_capability": "Z80 and '))
+    assert "the CPU's capability was Z80 and" in CliRunner().invoke(app, ["replay", str(tmp_path / "run")]).output
 
 
 def test_a_run_that_was_not_recorded_says_how(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def command(
         Path | None, typer.Option(metavar="FILE", help="Write the loss of every gradient, as CSV.")
     ] = None,
 ) -> None:
-    """Do a run that was started with --record again: the same gradients, applied and read in the same order."""
+    """Do a run again, bit for bit: one in virtual time from its seed, a real one if it was started with --record."""
     from rainband.history import find_run
     from rainband.worlds.replay import replay
 
@@ -41,6 +41,8 @@ def command(
 
     with mistakes_told():
         directory = find_run(runs, run)
+        if (directory / "simulation.json").exists():
+            raise typer.Exit(_simulate_again(directory))
         result = replay(directory, note if losses is not None else None)
         if losses is not None:
             losses.write_text("\n".join(noted) + "\n", encoding="utf-8")
@@ -51,3 +53,19 @@ def command(
         typer.echo(f"{result.different} of {count(result.numbers, 'number')} of the model differ from the saved one.")
         raise typer.Exit(FAILED)
     typer.echo(f"The model is the saved one, bit for bit: {count(result.numbers, 'number')}.")
+
+
+def _simulate_again(directory: Path) -> int:
+    import tempfile
+
+    from rainband.worlds.replay import replay_simulated, why_bits_may_differ
+
+    with tempfile.TemporaryDirectory() as folder:
+        then, now = replay_simulated(directory, Path(folder))
+    if warning := "" if then.time_only else why_bits_may_differ(then):
+        typer.echo(f"The bits may differ: {warning}.", err=True)
+    if then.trace_hash == now.trace_hash:
+        typer.echo(f"{directory.name}: the same run, bit for bit (trace {now.trace_hash}).")
+        return 0
+    typer.echo(f"{directory.name}: its trace was {then.trace_hash} and is {now.trace_hash}.")
+    return FAILED

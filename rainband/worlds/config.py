@@ -16,7 +16,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     compute: dict[str, Any] = {}  # settings of the compute model, on top of the file's
     time_only: bool = False  # no gradients, only messages and clocks: for scale
     steps: int | None = None  # of each worker, time only; None: as the task's data has it
-    bulk: bool = False  # time only: the messages to all servers are one; for thousands of workers
+    bulk: bool | None = None  # time only: what goes to all servers is one message; None: where there are very many
     trace: bool = False  # keep every message, as trace.jsonl in the run's directory
 
 

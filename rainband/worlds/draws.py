@@ -52,8 +52,7 @@ class Draws:
     def hand_over(self) -> Batch | None:
         """The loader has brought its oldest batch. None: its lease was taken back meanwhile."""
         batch = self.ahead.popleft()
-        lease = self.client.leases.get(batch.portion)
-        if lease is None or lease.number != batch.lease:
+        if not self._is_ours(batch):
             return None
         self.unstepped.append(batch)
         self.last = batch
@@ -76,15 +75,18 @@ class Draws:
         self.ahead.clear()
 
     def forget(self) -> None:
-        """The leases were given up."""
-        self.queue.clear()
-        self.ahead.clear()
+        """The leases were given up; what the loader has fetched by them is left out when it comes."""
         self.client.leases.clear()
         self.client.asked = False
+
+    def _is_ours(self, batch: Batch) -> bool:
+        lease = self.client.leases.get(batch.portion)
+        return lease is not None and lease.number == batch.lease
 
     def _next(self, may_wait: bool) -> Batch | None:
         client = self.client
         self.wait(0)  # what has come meanwhile
+        self.queue = deque(filter(self._is_ours, self.queue))
         while not self.queue:
             if (cell := client.next_cell()) is not None:
                 self.queue.extend(cell.batches)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from rainband.messages import Ack, Finish, Lease, Load, Message, Params, Peer, P
 from rainband.server import Server
 from rainband.types import Port, ServerHalf
 from rainband.worker import Compute, ModuleWorker
+from rainband.worlds import sim
 from rainband.worlds.config import RunConfig
 from rainband.worlds.directory import read_config
 from rainband.worlds.record import Applied, Assigned, Began, Leased, Read, Refused, Welcomed, here, read_notes
-from rainband.worlds.sim import make_play, one_thread
+from rainband.worlds.sim import Simulated, make_play, one_thread
 from rainband.worlds.sim_body import RealBody
 from rainband.worlds.sim_nodes import publish
 from rainband.worlds.sim_worker import Body
@@ -95,7 +97,8 @@ def replay(directory: Path, note: Callable[[int, int, int, float], None] | None 
     return Replayed(repetition.pushes, numbers, different, why_bits_may_differ(record.began))
 
 
-def why_bits_may_differ(then: Began) -> str:
+def why_bits_may_differ(then: Began | Simulated) -> str:
+    """What the bits of gradients depend on, where it is not as it was then."""
     now = here()
     pairs = {
         "torch": (then.torch, now.torch),
@@ -103,6 +106,16 @@ def why_bits_may_differ(then: Began) -> str:
         "the number of threads": (then.threads, 1),
     }
     return "; ".join(f"{what} was {old} and is {new}" for what, (old, new) in pairs.items() if old != new)
+
+
+def replay_simulated(directory: Path, folder: Path) -> tuple[Simulated, Simulated]:
+    """Simulate a simulated run once more, in a folder of its own; what it was then, and what it is now."""
+    config = msgspec.structs.replace(read_config(directory), directory=str(folder))
+    sim.run(config, lambda event: None)
+    then, now = (
+        msgspec.json.decode((path / "simulation.json").read_bytes(), type=Simulated) for path in (directory, folder)
+    )
+    return then, now
 
 
 @dataclass

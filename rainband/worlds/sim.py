@@ -39,6 +39,7 @@ from rainband.worlds.spans import Span, write_spans
 
 PROGRESS_POINTS = 50  # as many events tell of the progress of a run; heartbeats come as often
 POINTS_IN_BULK = 8
+BULK_FROM = 10_000  # connections between workers and servers
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,10 +104,10 @@ class Simulation:
         play = make_play(config)
         self.expected_s = self._expected_s(play.join)
         settings = settings_of(config, str(self.directory / "model.safetensors"))
-        if config.sim.bulk:  # nothing fails there, and with thousands of workers nobody is asked often how he is
+        if in_bulk(config):  # nothing fails there, and with thousands of workers nobody is asked often how he is
             patient_s = max(config.failure_timeout_s, self.expected_s)
             settings = msgspec.structs.replace(settings, failure_timeout_s=patient_s)
-        spans = None if config.sim.bulk else self.spans
+        spans = None if in_bulk(config) else self.spans
         self.world = World(play, settings, self.model, self._emit, self._tick_s(), self.trace, spans=spans)
 
     def _expected_s(self, join: Join) -> float:
@@ -115,9 +116,9 @@ class Simulation:
 
     def _tick_s(self) -> float:
         """A fifth of the failure timeout, as everywhere; less where the run would be over before."""
-        points = POINTS_IN_BULK if self.config.sim.bulk else PROGRESS_POINTS
+        points = POINTS_IN_BULK if in_bulk(self.config) else PROGRESS_POINTS
         between_s = max(self.expected_s / points, 1e-6)
-        return between_s if self.config.sim.bulk else min(self.config.failure_timeout_s / 5, between_s)
+        return between_s if in_bulk(self.config) else min(self.config.failure_timeout_s / 5, between_s)
 
     def run(self) -> RunResult:
         write_config(self.directory, self.config)
@@ -209,6 +210,13 @@ class Simulation:
         (self.directory / "simulation.json").write_bytes(data + b"\n")
 
 
+def in_bulk(config: RunConfig) -> bool:
+    """Is what goes to all servers one message?"""
+    if config.sim.bulk is not None:
+        return config.sim.bulk and config.sim.time_only
+    return config.sim.time_only and config.num_workers * config.num_servers >= BULK_FROM
+
+
 def settings_of(config: RunConfig, model_path: str) -> RunSettings:
     """What the coordinator must know."""
     return RunSettings(
@@ -256,7 +264,7 @@ def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) ->
         num_samples, epochs = config.sim.steps * config.num_workers * batch_size, 1
     join = join_of(strategy, flat, "", num_samples, batch_size, epochs)
     body = TimeBody(config.num_workers)
-    return Play(strategy, join, lambda: body, real=False, bulk=config.sim.bulk)
+    return Play(strategy, join, lambda: body, real=False, bulk=in_bulk(config))
 
 
 def _sizes(config: RunConfig, task: Task) -> tuple[int, int]:
