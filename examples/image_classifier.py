@@ -38,6 +38,7 @@ def main() -> None:
                 loss = functional.cross_entropy(model(images), labels)
                 loss.backward()
                 optimizer.step()
+                run.log(loss=loss)  # <- if you want to see it while it trains
 
     model.eval()
     with torch.no_grad():

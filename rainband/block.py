@@ -1,4 +1,4 @@
-"""All that one block remembers: parameters, optimizer state, the rule's buffer, version, clocks and marks.
+"""All that one block remembers: parameters, optimizer state, the rule with its buffer and clocks, version and marks.
 
 Blocks share nothing, so one can be copied, saved, restored and moved by itself.
 """
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from rainband.handover import by_segment
-from rainband.messages import Tally
+from rainband.messages import Missed, Tally
 from rainband.optim import BlockOptimizer
 from rainband.place import Place
 from rainband.portions import Marks, Plan, num_batches
+from rainband.types import ClockedRule, LimitedRule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.blocks import BlockSpec
-    from rainband.messages import Load, Peer, Pull, Push
+    from rainband.messages import Limit, Load, Peer, Pull, Push
     from rainband.types import Rule, ServerHalf
 
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -37,6 +38,7 @@ class Block:
         self.place = place
         self.plan = plan
         self.rule: Rule = half.rule()
+        self.clocked = self.rule if isinstance(self.rule, ClockedRule) else None
         self.schedule = half.schedule
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.values = place.of(0)
@@ -48,7 +50,6 @@ class Block:
         self.version = 0
         self.loaded = False
         self.marks = Marks(plan)
-        self.clocks: dict[int, int] = {}
         self.extras: dict[tuple[int, int], int] = {}  # (worker, incarnation) -> last sequence, for pushes without name
         self.waiting: dict[Peer, Pull] = {}  # readers that are not admitted yet, longest first
         self.applied = 0  # batches that reached the optimizer; counted here, apart from the marks, to check them
@@ -146,6 +147,17 @@ class Block:
             key = r.portion, push.skip
             self.skipped[key] = self.skipped.get(key, 0) | r.mask
 
+    def limit(self) -> Limit | None:
+        """What the rule lets readers miss, if it bounds it at all."""
+        return self.rule.limit() if isinstance(self.rule, LimitedRule) else None
+
     def tally(self) -> Tally:
         skipped = sum(mask.bit_count() for mask in self.skipped.values())
         return Tally(self.marks.count, self.applied, skipped, self.rule.buffered, self.num_extras)
+
+    def missed(self) -> Missed:
+        total: Counter[int] = Counter()
+        for counts in self.staleness.values():
+            total.update(counts)
+        updates = sum(missed * times for missed, times in total.items())
+        return Missed(self.spec.index, total.total(), updates, max(total, default=0))

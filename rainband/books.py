@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
-from rainband.messages import Report
+from rainband.messages import Limit, Report
 from rainband.portions import Plan
 
 
@@ -18,6 +19,30 @@ class Staleness(msgspec.Struct, frozen=True):
     max: int
     histogram: dict[int, int]
     per_worker_mean: dict[int, float]
+    per_worker_max: dict[int, int] = {}
+    per_block: dict[int, BlockStaleness] = {}
+    bound: float | None = None  # what the rule lets a reader miss, in its own unit; none: it promises nothing
+    unit: str = ""
+    largest: float = 0.0  # what a reader did miss, in that unit
+    exceeded: int = 0  # gradients whose readers missed more
+    waited_for: dict[int, dict[int, float]] = {}  # worker -> for whom it was held back -> seconds
+
+    @property
+    def broken(self) -> str:
+        """How the bound was broken, in words; "" if it was kept."""
+        if self.bound is None or not self.exceeded:
+            return ""
+        return (
+            f"readers may miss {self.bound:g} {self.unit}, and {self.exceeded} gradients came from readers that "
+            f"missed up to {self.largest:g}. Please report it, with the run's directory."
+        )
+
+
+class BlockStaleness(msgspec.Struct, frozen=True):
+    """Of the updates of one block."""
+
+    mean: float
+    max: int
 
 
 class Books(msgspec.Struct, frozen=True):
@@ -40,7 +65,17 @@ class Books(msgspec.Struct, frozen=True):
         return not self.lost and not self.twice
 
 
+def worst_limit(limits: Iterable[Limit | None]) -> Limit | None:
+    """All together: the most that any reader missed on any block, and how often it was too much."""
+    known = [limit for limit in limits if limit is not None]
+    if not known:
+        return None
+    worst = max(known, key=lambda limit: (limit.largest - limit.bound, limit.largest))
+    return Limit(worst.bound, worst.unit, worst.largest, sum(limit.exceeded for limit in known))
+
+
 def staleness_of(reports: Iterable[Report]) -> Staleness:
+    reports = list(reports)
     per_worker: dict[int, Counter[int]] = {}
     for report in reports:
         for worker, histogram in report.staleness.items():
@@ -53,7 +88,19 @@ def staleness_of(reports: Iterable[Report]) -> Staleness:
         max=max(total, default=0),
         histogram=dict(sorted(total.items())),
         per_worker_mean={worker: _mean(counts) for worker, counts in sorted(per_worker.items())},
+        per_worker_max={worker: max(counts, default=0) for worker, counts in sorted(per_worker.items())},
+        per_block=_per_block(reports),
+        **_promise(worst_limit(report.limit for report in reports)),
     )
+
+
+def _per_block(reports: Iterable[Report]) -> dict[int, BlockStaleness]:
+    blocks = sorted((missed for report in reports for missed in report.missed), key=lambda missed: missed.block)
+    return {m.block: BlockStaleness(m.total / m.pushes if m.pushes else 0.0, m.most) for m in blocks}
+
+
+def _promise(limit: Limit | None) -> dict[str, Any]:
+    return {} if limit is None else msgspec.structs.asdict(limit)
 
 
 def _mean(counts: Mapping[int, int]) -> float:

@@ -24,6 +24,7 @@ from rainband.messages import (
     FetchState,
     Finish,
     Halt,
+    Held,
     Lease,
     Load,
     Message,
@@ -32,6 +33,7 @@ from rainband.messages import (
     Planned,
     Pull,
     Push,
+    Rest,
     Return,
     StatePart,
     Want,
@@ -58,6 +60,10 @@ class PushHandle(Handle):
 
     name: Name
     left: int  # blocks that have not answered
+    sequence: int = 0
+    clock: int = 0  # of the sender, with this push
+    began: int = 0  # its clock when it began to compute it
+    point: int = -1  # the round
 
     def ready(self) -> bool:
         return self.left == 0
@@ -74,16 +80,23 @@ class PullHandle(Handle):
     sequence: int
     point: int
     left: int  # blocks that are not taken over yet
-    arrived: deque[tuple[int, Tensor | None]] = field(default_factory=deque)
+    arrived: deque[tuple[int, Tensor | None, int]] = field(default_factory=deque)  # block, values, their version
     come: set[int] = field(default_factory=set)  # the blocks that have arrived
+    asked: Pull | None = None  # what the servers were asked, where they must be
     late: bool = False
     eager: bool = False  # take a block over as soon as it is there: it is still in the cache
 
-    def arrive(self, block: int, values: Tensor | None) -> None:
+    def restart(self, sequence: int, num_blocks: int) -> None:
+        """Ask anew, under another number; what has come counts for nothing."""
+        self.sequence, self.left = sequence, num_blocks
+        self.arrived.clear()
+        self.come.clear()
+
+    def arrive(self, block: int, values: Tensor | None, version: int = 0) -> None:
         if block in self.come:
             return  # asked for twice, so it was answered twice
         self.come.add(block)
-        self.arrived.append((block, values))
+        self.arrived.append((block, values, version))
         if self.eager:
             self.ready()
 
@@ -158,7 +171,10 @@ class Client:
         self.finished = False  # every batch of the run is done
         self.stopping = False
         self.sequence = 0
-        self.clock = 0
+        self.clock = 0  # cells pushed
+        self.base = 0  # the clock at which we began, or began anew
+        self.asks: bool | None = None  # must we ask before we read in place? The first answer says
+        self.entered = False  # the servers wait for us
         self.term = 1
         self.versions = [0] * len(blocks)  # of each block, as read
         self.pushes: dict[int, PushHandle] = {}
@@ -178,6 +194,8 @@ class Client:
                 self._acked(message)
             case Params():
                 self._params(message, payload)
+            case Held() if self.pulling is not None and self.pulling.sequence == message.sequence:
+                self.stats.held_by = message.worker
             case Lease():
                 self._leased(message)
             case StatePart():
@@ -215,6 +233,7 @@ class Client:
         self._ask_for_more()
         held = [lease for lease in self.leases.values() if lease.todo]
         if not held:
+            self._rest()
             return None
         if not self.plan.columns:
             return self._cell(held[0], held[0].todo.popleft())
@@ -223,9 +242,17 @@ class Client:
             return None
         return self._cell(lease, lease.todo.popleft())
 
+    def _rest(self) -> None:
+        """With nothing to do, be waited for by nobody: others might wait for us, and we for what they have."""
+        if self.entered and not any(lease.unsettled for lease in self.leases.values()):
+            self.entered = False
+            for port in dict.fromkeys(self.port_of):
+                port.send(Rest())
+
     def _cell(self, lease: HeldLease, ks: tuple[int, ...]) -> Cell:
         round_ = self.plan.round_of(lease.portion, ks[0]) if self.plan.columns else -1
-        return Cell(tuple(Batch(lease.portion, k, lease.number) for k in ks), round_)
+        more = any(held.todo for held in self.leases.values())
+        return Cell(tuple(Batch(lease.portion, k, lease.number) for k in ks), round_, more)
 
     def _ask_for_more(self) -> None:
         """Keep one lease ahead; in rounds always ask, the coordinator shares the columns out."""
@@ -269,7 +296,8 @@ class Client:
 
         From now on until the handle was awaited the worker's parameters change under its hands.
         """
-        pull = self.pulling = PullHandle(self, self.sequence + 1, -1, len(self.blocks), eager=True)
+        asked = Pull(self.sequence + 1, self.clock + 1, base=self.base)  # by the push itself
+        pull = self.pulling = PullHandle(self, asked.sequence, -1, len(self.blocks), asked=asked, eager=True)
         for port in self.borrowers:
             mine = [block for block in self.blocks if self.port_of[block.index] is port]
             pieces = {block.index: self.flat.piece(block, gradient.tensors) for block in mine}
@@ -283,26 +311,28 @@ class Client:
     def _push(self, gradient: ModuleGradient, want: bool) -> PushHandle:
         if not gradient.is_finite:  # before the first byte leaves: otherwise some blocks would have it
             return self.skip(gradient, "not finite", want)
-        handle, point = self._begin(gradient)
+        handle = self._begin(gradient)
         absent = tuple(i for i, tensor in enumerate(gradient.tensors) if tensor is None)
+        read = self.versions if gradient.read is None else gradient.read
         for block in self.blocks:
             message = Push(
                 block.index,
                 self.me.index,
-                self.sequence,
+                handle.sequence,  # not ours: while a port waits for room, answers come, and we may ask for more
                 handle.name,
                 gradient.samples,
-                self.clock,
+                handle.clock,
                 self.term,
-                self.versions[block.index],
+                read[block.index],
                 block.dtype,
                 block.numel,
-                point,
+                handle.point,
                 absent,
-                want=want and not self.port_of[block.index].direct,
+                want=want and self._must_ask(block.index),
                 groups=self.groups,
+                began=handle.began,
             )
-            self.unanswered[block.index].append(self.sequence)
+            self.unanswered[block.index].append(handle.sequence)
             self.port_of[block.index].push(message, self._filler(block, gradient))
             self.stats.pushed_bytes += block.num_bytes
         self.groups = ()
@@ -313,41 +343,39 @@ class Client:
 
     def skip(self, gradient: ModuleGradient, reason: str, want: bool = False) -> PushHandle:
         """Mark the gradient's batches on every block, without a gradient."""
-        handle, point = self._begin(gradient)
+        handle = self._begin(gradient)
         for block in self.blocks:
-            self._skip_block(block, self.sequence, handle.name, point, reason, want)
+            self._skip_block(block, handle, reason, want)
         return handle
 
-    def _begin(self, gradient: ModuleGradient) -> tuple[PushHandle, int]:
+    def _begin(self, gradient: ModuleGradient) -> PushHandle:
         self.sequence += 1
         self.clock += 1
-        handle = PushHandle(gradient.name(), len(self.blocks))
+        name = gradient.name()
+        point = self.plan.round_of(name[0].portion, name[0].first) if self.plan.columns else -1
+        began = self.clock - 1 if gradient.began is None else gradient.began
+        handle = PushHandle(name, len(self.blocks), self.sequence, self.clock, began, point)
         self.pushes[self.sequence] = handle
-        point = -1
-        if self.plan.columns:
-            point = self.plan.round_of(handle.name[0].portion, handle.name[0].first)
-        return handle, point
+        return handle
 
-    def _skip_block(
-        self, block: BlockSpec, sequence: int, name: Name, point: int, reason: str, want: bool = False
-    ) -> None:
-        self.unanswered[block.index].append(sequence)
-        version = self.versions[block.index]
+    def _skip_block(self, block: BlockSpec, handle: PushHandle, reason: str, want: bool = False) -> None:
+        self.unanswered[block.index].append(handle.sequence)
         self.port_of[block.index].send(
             Push(
                 block.index,
                 self.me.index,
-                sequence,
-                name,
+                handle.sequence,
+                handle.name,
                 0,
-                self.clock,
+                handle.clock,
                 self.term,
-                version,
+                self.versions[block.index],
                 block.dtype,
                 block.numel,
-                point,
+                handle.point,
                 skip=reason,
-                want=want and not self.port_of[block.index].direct,
+                want=want and self._must_ask(block.index),
+                began=handle.began,
             )
         )
 
@@ -361,8 +389,7 @@ class Client:
             case "revoked" | "crossed":
                 self._lose(handle.name, ack.result)
             case "bad":  # the server's own check: the batches must not stay open on this block
-                point = self.plan.round_of(handle.name[0].portion, handle.name[0].first) if self.plan.columns else -1
-                self._skip_block(self.blocks[ack.block], ack.sequence, handle.name, point, f"refused: {ack.reason}")
+                self._skip_block(self.blocks[ack.block], handle, f"refused: {ack.reason}")
                 return
             case "moved" | "early":
                 raise Refused(f"block {ack.block} answered {ack.result} {ack.reason}")
@@ -372,7 +399,7 @@ class Client:
             self.stats.acked += 1
             self.settle(handle.name)
         pull = self.pulling
-        if pull is not None and pull.point < 0 and self.port_of[ack.block].direct and self._own_pushes_in(pull, ack):
+        if pull is not None and pull.point < 0 and not self._must_ask(ack.block) and self._own_pushes_in(pull, ack):
             pull.arrive(ack.block, None)
 
     def _own_pushes_in(self, pull: PullHandle, ack: Ack) -> bool:
@@ -382,35 +409,56 @@ class Client:
 
     # ---- pulling ---------------------------------------------------------------------------------------------------
 
-    def pull(self, round_: int | None = None) -> PullHandle:
-        """Ask for the parameters: as they are, with one's own pushes in; or exactly those of a round."""
+    def pull(self, round_: int | None = None, ahead: int = 0) -> PullHandle:
+        """Ask for the parameters: as they are, with one's own pushes in; or exactly those of a round.
+
+        `ahead`: for the cell after so many that are not pushed yet.
+        """
         if round_ is not None:
             self._ask_round(round_)
             assert self.pulling is not None
             return self.pulling
         assert self.pulling is None or self.pulling.ready(), "await the pull before starting another"
-        self.sequence += 1  # a number of its own: answers to an older question are not this one's
-        self.pulling = PullHandle(self, self.sequence, -1, len(self.blocks))
-        for port in dict.fromkeys(self.port_of):
-            if not port.direct:
-                port.send(Pull(self.sequence, self.clock))
-        for block in self.blocks:  # shared memory is read without asking, once one's own pushes are in
-            if self.port_of[block.index].direct and not self.unanswered[block.index]:
-                self.pulling.arrive(block.index, None)
-        return self.pulling
+        return self._ask(PullHandle(self, 0, -1, 0), self.clock + ahead)
 
     def pull_latest(self) -> PullHandle:
-        """The parameters as they are, whatever was asked for before: at the end of a run."""
-        self.pulling = None
-        return self.pull()
+        """The parameters as they are, whatever was asked for before: nobody computes with them."""
+        return self._ask(PullHandle(self, 0, -1, 0), clock=-1)
+
+    def _ask(self, pull: PullHandle, clock: int) -> PullHandle:
+        self.sequence += 1  # a number of its own: answers to an older question are not this one's
+        pull.restart(self.sequence, len(self.blocks))
+        pull.asked = Pull(self.sequence, clock, base=self.base)
+        self.pulling, self.stats.held_by = pull, None
+        for port in dict.fromkeys(self.port_of):
+            if not port.direct or self.asks is not False:
+                port.send(pull.asked)
+        self._read_in_place(pull)
+        return pull
+
+    def _learn(self, asks: bool, pull: PullHandle) -> None:
+        """The first answer says whether the rule must be asked; if not, shared memory can be read without."""
+        self.asks = asks
+        if pull.point < 0:
+            self._read_in_place(pull)
+
+    def _read_in_place(self, pull: PullHandle) -> None:
+        for block in self.blocks:  # once one's own pushes are in
+            if not self._must_ask(block.index) and not self.unanswered[block.index]:
+                pull.arrive(block.index, None)
+
+    def _must_ask(self, block: int) -> bool:
+        """Must the server of this block be asked for it? Not where it can be read in place, and the rule lets us."""
+        return not self.port_of[block].direct or self.asks is not False
 
     def _ask_round(self, round_: int) -> None:
         if self.pulling is not None and self.pulling.point == round_:
             return
         self.sequence += 1  # a number of its own: answers to an older question are not this one's
-        self.pulling = PullHandle(self, self.sequence, round_, len(self.blocks))
+        asked = Pull(self.sequence, self.clock, round_)
+        self.pulling = PullHandle(self, self.sequence, round_, len(self.blocks), asked=asked)
         for port in dict.fromkeys(self.port_of):
-            port.send(Pull(self.sequence, self.clock, round_))
+            port.send(asked)
 
     def _is_open(self, round_: int) -> bool:
         """Have all blocks the version of this round? Asks them, if they have not been asked."""
@@ -430,28 +478,34 @@ class Client:
 
     def _params(self, params: Params, payload: Tensor | None) -> None:
         pull = self.pulling
-        if pull is None or pull.sequence != params.sequence:
+        if pull is None or pull.sequence != params.sequence or params.block in pull.come:
             return
         if params.late:
             self._round_is_over(pull)
             return
+        if self.asks is None:
+            self._learn(params.asks, pull)
         self.term = params.term
-        self.versions[params.block] = params.version
-        pull.arrive(params.block, payload)
+        self.entered = params.asks and params.clock >= 0
+        if params.clock > self.clock:  # we are new, or were given up meanwhile, and begin anew beside the slowest
+            not_pushed = 0 if pull.asked is None else max(0, pull.asked.clock - self.clock)
+            self.clock = self.base = params.clock
+            self._ask(pull, self.clock + not_pushed)
+            return
+        pull.arrive(params.block, payload, params.version)
 
-    def take(self, pull: PullHandle, block: int, values: Tensor | None) -> None:
+    def take(self, pull: PullHandle, block: int, values: Tensor | None, version: int) -> None:
         """A block becomes the worker's parameters. Only ever called while the strategy awaits, between two steps."""
         out = self.views[block]
-        if values is not None and values.data_ptr() != out.data_ptr():
-            out.copy_(values.view(out.dtype))
-        elif values is not None:
-            pass  # it was received where it belongs
-        else:
-            version = self.port_of[block].read(self.blocks[block], pull.point, out)
-            if version is None:
+        if values is None:
+            read = self.port_of[block].read(self.blocks[block], pull.point, out)
+            if read is None:
                 self._round_is_over(pull)
                 return
-            self.versions[block] = version
+            version = read
+        elif values.data_ptr() != out.data_ptr():  # otherwise it was received where it belongs
+            out.copy_(values.view(out.dtype))
+        self.versions[block] = version
         pull.left -= 1
         self.stats.pulled_bytes += self.blocks[block].num_bytes
 

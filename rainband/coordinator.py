@@ -51,6 +51,7 @@ from rainband.messages import (
 from rainband.portions import Plan, choose_portion_batches, groups
 
 FATAL_DEATHS = 3  # a portion that cost so many workers their lives ends the run
+RATE_FROM_S, RATE_FROM = 0.25, 0.01  # a rate needs so long a time, or so much of the whole time, to be one
 OPEN_ENDED = 1 << 20  # epochs in the plan of loops that have not said how many passes they make
 
 
@@ -87,7 +88,7 @@ class WorkerState:
     ended: bool = False
     excused: bool = False  # not here by its own word: the run does not end without it
     leases: dict[int, int] = field(default_factory=dict)  # portion -> lease number
-    samples_at: list[tuple[float, int]] = field(default_factory=list)
+    beats: list[tuple[float, Beat]] = field(default_factory=list)  # the last few, and when they came
 
 
 @dataclass
@@ -173,7 +174,7 @@ class Coordinator:
                 return self._returned(worker, message, now)
             case Ended():
                 self._is_here(worker, now)
-                return self._ended(worker, message, body)
+                return self._forget_while_others_work(worker) + self._ended(worker, message, body)
             case Concluded():
                 return self._concluded(worker, message)
             case Dataset():
@@ -246,7 +247,7 @@ class Coordinator:
             elif now - since > self.settings.failure_timeout_s:
                 outs += self._gather(portion)
         if self.phase in ("running", "flushing"):
-            outs += [Out(s.peer, Ask()) for s in self.servers.values()]
+            outs += [Out(s.peer, Ask()) for s in self.servers.values()] + self._forget_the_idle()
             for portion, answers in self.gathering.items():  # an answer may have been lost
                 revoke = Revoke(portion, self.numbers[portion])
                 outs += [Out(s.peer, revoke) for i, s in self.servers.items() if i not in answers]
@@ -621,7 +622,7 @@ class Coordinator:
                 worker.slowest_s = max(worker.slowest_s * 0.98, now - worker.worked_at)
             worker.worked_at = now
         worker.beat, worker.beat_at = beat, now
-        worker.samples_at = [*worker.samples_at[-5:], (now, beat.samples)]
+        worker.beats = [*worker.beats[-5:], (now, beat)]
         if not worker.here and (works or beat.waiting):
             self._is_here(worker, now)
             return self._lease(now)
@@ -662,6 +663,16 @@ class Coordinator:
                 outs += self._gather(portion, worker.peer.index)
         worker.leases.clear()
         return outs
+
+    def _forget_while_others_work(self, worker: WorkerState) -> list[Out]:
+        """A worker that has come to its end is not waited for: of own loops one may end before the others."""
+        return [Out(s.peer, Forget(worker.peer.index)) for s in self.servers.values() if self.phase == "running"]
+
+    def _forget_the_idle(self) -> list[Out]:
+        """Who has nothing to do must hold up nobody who has. It tells the servers itself; that may have been lost."""
+        idle = [index for index in self.wanting if not self.workers[index].leases]
+        held_up = [s.peer for s in self.servers.values() if s.report is not None and s.report.limit is not None]
+        return [Out(server, Forget(index)) for index in idle for server in held_up]
 
     def _note_loss(self, peer: Peer, now: float, why: str) -> None:
         self.last_loss = f"{peer} was the last ({why})"
@@ -729,12 +740,15 @@ class Coordinator:
         if server is None or server.peer != sender:
             return []
         if not report.measured and server.report is not None:
-            report = msgspec.structs.replace(report, staleness=server.report.staleness)
+            last = server.report
+            report = msgspec.structs.replace(report, staleness=last.staleness, missed=last.missed, limit=last.limit)
         server.report, server.full = report, frozenset(report.full)
         server.flushed |= report.flushed  # kept here: a report that was asked for meanwhile does not say so
         if report.flushed and self.phase == "flushing" and all(s.flushed for s in self.servers.values()):
             self.phase = "finishing"
             return [Out(w.peer, Finish()) for w in self.workers.values() if w.connected] + self._after_loss()
+        if report.flushed and self.phase == "finishing":
+            return self._conclude_when_ended()
         if report.measured and self.phase == "concluding":
             self.last_reports.discard(sender.index)
             return self._over_when_concluded()
@@ -760,8 +774,14 @@ class Coordinator:
             self.live -= 1
         worker.ended = True
         worker.leases.clear()
+        if self.phase == "concluding" and self._is_own_loop():  # given up before, and now it is here all the same
+            self.last_pulls.add(worker.peer.index)
+            return [Out(worker.peer, Conclude(""), self.buffers.mean())]
         self.buffers.add(body, message.samples)
-        return self._flush_when_all_left() or self._conclude_when_ended()
+        waited_for = [w for w in self.workers.values() if w.connected and (w.here or w.excused)]
+        if self.phase == "running" and all(w.ended for w in waited_for):
+            return self._flush()  # own loops end when they like; a strategy that returns early is not waited for
+        return self._conclude_when_ended()
 
     def _conclude_when_ended(self) -> list[Out]:
         # Those who are not here are not waited for; they are told when they come back.
@@ -772,6 +792,9 @@ class Coordinator:
             return []
         if self.outcome == "failed":
             return self._over()
+        unflushed = [s.peer for s in self.servers.values() if s.peer.role == "server" and not s.flushed]
+        if unflushed:  # a run that was stopped: what rules have gathered so far is part of its model
+            return [Out(server, Flush()) for server in unflushed]
         return self._conclude()
 
     def _conclude(self) -> list[Out]:
@@ -803,7 +826,12 @@ class Coordinator:
 
     def _over_when_concluded(self) -> list[Out]:
         told = self.saved and not self.last_pulls and not self.last_reports
-        return self._over() if self.phase == "concluding" and told else []
+        if self.phase != "concluding" or not told:
+            return []
+        broken = self.staleness().broken
+        if broken and self.outcome == "finished":
+            self.outcome, self.reason = "failed", f"the strategy did not keep its promise: {broken}"
+        return self._over()
 
     def _over(self) -> list[Out]:
         self.phase = "over"
@@ -829,7 +857,9 @@ class Coordinator:
         return msgspec.structs.replace(self.plan, epochs=max(1, begun))
 
     def staleness(self) -> Staleness:
-        return staleness_of(self._reports())
+        """What gradients missed, what readers may miss, and who waited for whom so that they do not miss more."""
+        waited_for = {i: w.beat.waited_for for i, w in sorted(self.workers.items()) if w.beat.waited_for}
+        return msgspec.structs.replace(staleness_of(self._reports()), waited_for=waited_for)
 
     def samples_done(self) -> int:
         if not self.plan or not self._has_data():
@@ -843,6 +873,7 @@ class Coordinator:
         weight = sum(b.loss_samples for b in beats)
         staleness = self.staleness()
         known = self._knows_its_end()  # otherwise how much there is to do is told as 0
+        connected = {i: w for i, w in sorted(self.workers.items()) if w.connected}
         self.events.append(
             events.Progress(
                 at_s=now,
@@ -851,10 +882,13 @@ class Coordinator:
                 samples_done=self.samples_done(),
                 samples=self.plan.num_samples * self.plan.epochs if known else 0,
                 loss=sum(b.loss * b.loss_samples for b in beats) / weight if weight else None,
-                samples_per_s={i: _rate(w.samples_at) for i, w in sorted(self.workers.items()) if w.connected},
+                samples_per_s={i: _rate([(t, b.samples) for t, b in w.beats], now) for i, w in connected.items()},
+                steps_per_s={i: _rate([(t, b.steps) for t, b in w.beats], now) for i, w in connected.items()},
                 staleness_mean=staleness.mean,
                 staleness_max=staleness.max,
-                waited_s={i: w.beat.waited_s for i, w in sorted(self.workers.items()) if w.connected},
+                staleness_bound=staleness.bound,
+                staleness_unit=staleness.unit,
+                waited_s={i: w.beat.waited_s for i, w in connected.items()},
             )
         )
 
@@ -872,8 +906,9 @@ def _optimizer_of(join: Join) -> str:
     return join.optimizer.name if join.optimizer else ""
 
 
-def _rate(samples_at: list[tuple[float, int]]) -> float:
-    if len(samples_at) < 2 or samples_at[-1][0] <= samples_at[0][0]:
+def _rate(counted: list[tuple[float, int]], now: float) -> float:
+    """So many a second; 0 where two beats that came at once would make any number of it."""
+    if len(counted) < 2:
         return 0.0
-    (t0, n0), (t1, n1) = samples_at[0], samples_at[-1]
-    return (n1 - n0) / (t1 - t0)
+    (t0, n0), (t1, n1) = counted[0], counted[-1]
+    return (n1 - n0) / (t1 - t0) if t1 - t0 >= min(RATE_FROM_S, RATE_FROM * now) and t1 > t0 else 0.0

@@ -85,17 +85,20 @@ class Progress(Event, frozen=True):
     samples_done: int
     samples: int
     loss: float | None
-    samples_per_s: dict[int, float]
+    samples_per_s: dict[int, float]  # of each worker; 0: not known yet
     staleness_mean: float
     staleness_max: int
     waited_s: dict[int, float]
+    steps_per_s: dict[int, float] = {}  # where loops draw their own data, only steps can be counted
+    staleness_bound: float | None = None  # what the strategy promises; none: it promises nothing
+    staleness_unit: str = ""  # of the bound, such as clocks; staleness itself is measured in updates
 
 
 class Printed(Event, frozen=True):
-    """What the run's processes printed; a flood is cut here, and whole in output.log."""
+    """What the run's processes printed; of a flood here is the end, and all of it in output.log."""
 
     lines: tuple[str, ...]
-    left_out: int = 0
+    left_out: int = 0  # lines before these
 
 
 class UserError(Event, frozen=True):
@@ -112,11 +115,12 @@ class RunEnded(Event, frozen=True):
 
     outcome: str  # finished, stopped, failed
     reason: str
-    seconds: float
+    seconds: float  # from the start of the first process to the end
     samples: int
     metrics: Mapping[str, float | None]  # none: not finite, which JSON cannot say
     books: dict[str, object]
     staleness: dict[str, object]
+    training_s: float = 0.0  # of these, from the beginning of the first step to the end of the last; 0: no step
 
 
 AnyEvent = (

@@ -25,6 +25,8 @@ class ModuleGradient:
         self.batches = batches
         self.samples = samples
         self.loss = loss  # mean over the samples
+        self.began: int | None = None  # the worker's clock when it began to compute it
+        self.read: tuple[int, ...] | None = None  # the version of each block at which it was computed
 
     @cached_property
     def is_finite(self) -> bool:
@@ -39,7 +41,9 @@ class ModuleGradient:
         tensors = [b if a is None else a for a, b in zip(self.tensors, other.tensors, strict=True)]
         samples = self.samples + other.samples
         loss = (self.loss * self.samples + other.loss * other.samples) / max(1, samples)
-        return ModuleGradient(tensors, self.batches + other.batches, samples, loss)
+        total = ModuleGradient(tensors, self.batches + other.batches, samples, loss)
+        total.began, total.read = self.began, self.read  # the older: it has missed the most
+        return total
 
     def name(self) -> Name:
         """The set of batches, as ranges with their leases."""

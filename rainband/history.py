@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,6 +29,7 @@ from rainband.events import (
     RunStarted,
     UserError,
 )
+from rainband.training_time import TrainingTime
 
 WINDOW = 6  # rates are those of the last so many Progress events
 SLOW = 0.6  # of what the others do
@@ -41,7 +42,7 @@ class WorkerNow:
     """One worker, as people want to see it."""
 
     index: int
-    samples_per_s: float
+    per_s: float  # samples, or steps where only those are known
     waited_s: float
     waiting: float  # the share of the last seconds it spent waiting, 0 to 1
     slow: bool
@@ -59,7 +60,9 @@ class RunSoFar:
     plan: PlanMade | None = None
     joined: set[str] = field(default_factory=set)
     gone: dict[str, str] = field(default_factory=dict)  # node -> why
+    losses: int = 0  # how often a node was lost or late
     leased_again: int = 0
+    training: TrainingTime = field(default_factory=TrainingTime)
     progress: list[Progress] = field(default_factory=list)
     error: UserError | None = None
     ended: RunEnded | None = None
@@ -67,6 +70,7 @@ class RunSoFar:
     def absorb(self, event: AnyEvent) -> None:
         """Take one event, in the order of the run."""
         self.at_s = max(self.at_s, event.at_s)
+        self.training.absorb(event)
         match event:
             case RunStarted():
                 self.started = event
@@ -79,6 +83,7 @@ class RunSoFar:
                 self.gone.pop(event.node, None)
             case Lost():
                 self.gone[event.node] = event.why
+                self.losses += 1
             case Returned():
                 self.gone.pop(event.node, None)
             case LeasedAgain():
@@ -115,31 +120,54 @@ class RunSoFar:
         return next((p.loss for p in reversed(self.progress) if p.loss is not None), None)
 
     @property
-    def samples_per_s(self) -> float:
-        """Done by all together, over the last few seconds."""
-        recent = self.progress[-WINDOW:]
-        if len(recent) < 2:
-            return sum(recent[0].samples_per_s.values()) if recent else 0.0
-        first, last = recent[0], recent[-1]
-        return (last.samples_done - first.samples_done) / max(1e-9, last.at_s - first.at_s)
+    def is_virtual(self) -> bool:
+        """Are its seconds those of a simulation?"""
+        return self.started is not None and not self.started.started_at  # it began at no time of the calendar
+
+    @property
+    def unit(self) -> str:
+        """What is counted: loops with loaders of their own tell only their steps."""
+        steps = self.plan is None and self.last is not None and self.last.batches_done and not self.last.samples_done
+        return "step" if steps else "sample"
+
+    @property
+    def done(self) -> int:
+        """Samples, or steps where only those are known."""
+        if self.unit == "sample" or self.last is None:
+            return self.samples_done
+        books: Mapping[str, Any] = self.ended.books if self.ended else {}
+        return int(books.get("extras", self.last.batches_done))
+
+    @property
+    def per_s(self) -> float:
+        """Samples, or steps where only those are known, done by all together over the last few seconds."""
+        steps = self.unit == "step"
+        points = [(p.at_s, p.batches_done if steps else p.samples_done) for p in self.progress[-WINDOW:]]
+        if len(points) < 3 and self.training.began_s is not None:
+            points.insert(0, (self.training.began_s, 0))  # one look alone, or two that follow at once, say nothing
+        if len(points) < 2:
+            return 0.0
+        (first_s, before), (last_s, now) = points[0], points[-1]
+        return (now - before) / (last_s - first_s) if last_s > first_s else 0.0
 
     @property
     def left_s(self) -> float | None:
         """What is left to do, at the pace of the last few seconds."""
-        rate = self.samples_per_s
+        rate = self.per_s
         return (self.samples - self.samples_done) / rate if rate > 0 and self.samples else None
 
     def workers(self) -> list[WorkerNow]:
         """Every worker that has been there, by number."""
         if self.last is None:
             return []
-        rates, shares = self.last.samples_per_s, self._waiting_shares()
+        rates = self.last.steps_per_s if self.unit == "step" else self.last.samples_per_s
+        shares = self._waiting_shares()
         slow = self._slow(rates, shares)
         known = {int(node.split()[1]) for node in self.joined if node.startswith("worker ")} | set(rates)
         return [
             WorkerNow(
                 index=i,
-                samples_per_s=rates.get(i, 0.0),
+                per_s=rates.get(i, 0.0),
                 waited_s=self.last.waited_s.get(i, 0.0),
                 waiting=shares.get(i, 0.0),
                 slow=i in slow,

@@ -74,6 +74,7 @@ class Push(Message, frozen=True):
     want: bool = False  # send the block's parameters back as soon as the rule admits it
     slot: int = -1  # place in the sender's mailbox; -1: the bytes follow the header
     groups: tuple[dict[str, Any], ...] = ()  # the sender's optimizer settings, when they changed since its last push
+    began: int = -1  # the sender's clock when it began to compute this
 
 
 class FetchState(Message, frozen=True):
@@ -84,8 +85,13 @@ class Pull(Message, frozen=True):
     """Asks for the parameters: of a round exactly (point), or as they are when the rule admits this clock."""
 
     sequence: int
-    clock: int = 0
+    clock: int = -1  # cells the reader has pushed; -1: it does not compute with what it reads, and waits for nobody
     point: int = -1
+    base: int = 0  # the clock at which the reader began; it has pushed nothing before
+
+
+class Rest(Message, frozen=True):
+    """A worker has nothing to do: it need not be waited for until it pulls again."""
 
 
 # ---- server to worker -----------------------------------------------------------------------------------------------
@@ -125,6 +131,15 @@ class Params(Message, frozen=True):
     version: int
     point: int = -1
     late: bool = False  # the round asked for is over, its parameters are gone
+    asks: bool = False  # readers must ask each time, also where memory is shared: the rule admits them
+    clock: int = -1  # the reader's, as this block has it; if it is behind that, it was given up and begins anew
+
+
+class Held(Message, frozen=True):
+    """A pull is held back: the reader is too far ahead of this worker."""
+
+    sequence: int
+    worker: int
 
 
 class StatePart(Message, frozen=True):
@@ -223,6 +238,24 @@ class Tally(msgspec.Struct, frozen=True, array_like=True):
     extras: int = 0  # pushes that are named by their sender, not by batches
 
 
+class Missed(msgspec.Struct, frozen=True, array_like=True):
+    """How many updates the gradients that one block applied had missed."""
+
+    block: int
+    pushes: int
+    total: int
+    most: int
+
+
+class Limit(msgspec.Struct, frozen=True, array_like=True):
+    """What a rule lets readers miss, in its own unit, and what they did miss."""
+
+    bound: float
+    unit: str
+    largest: float  # that any gradient's reader missed
+    exceeded: int = 0  # gradients whose readers missed more than the bound
+
+
 class Report(Message, frozen=True):
     """The marks and the measurements of one server."""
 
@@ -236,6 +269,8 @@ class Report(Message, frozen=True):
     staleness: dict[int, dict[int, int]] = {}  # worker -> updates missed -> how often
     flushed: bool = False
     measured: bool = True  # no: the staleness is left out, the last one told holds
+    missed: tuple[Missed, ...] = ()  # by each block
+    limit: Limit | None = None  # of the worst block
 
 
 # ---- coordinator and worker -----------------------------------------------------------------------------------------
@@ -320,6 +355,7 @@ class Beat(Message, frozen=True):
     pushed_bytes: int = 0
     pulled_bytes: int = 0
     torn_reads: int = 0
+    waited_for: dict[int, float] = {}  # worker -> seconds that it was too slow for this one
 
 
 class Finish(Message, frozen=True):
@@ -367,7 +403,7 @@ class Bye(Message, frozen=True):
 AnyMessage = (
     Hello | Load | Push | Pull | Opened | Loaded | Ack | Params | ServerJoin | Assign | Ready | Revoke | Sets
     | Forget | Ask | Flush | Report | Join | Welcome | Go | Want | Lease | Return | Beat | Finish | Halt | Ended
-    | Conclude | Concluded | Failed | Bye | FetchState | StatePart | Planned | Dataset | Away | Dry
+    | Conclude | Concluded | Failed | Bye | FetchState | StatePart | Planned | Dataset | Away | Dry | Rest | Held
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

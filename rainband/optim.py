@@ -165,7 +165,8 @@ class BlockOptimizer:
         for one in ones:
             one.grad = one.clone()
         optimizer = self._over(ones, self._groups_here)
-        optimizer.step()
+        with torch.no_grad():
+            self._bare_step(optimizer)
         return {group: optimizer.state.get(one, {}) for group, one in zip(self._groups_here, ones, strict=True)}
 
 

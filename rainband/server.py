@@ -5,7 +5,6 @@ Because it is deterministic, the same object serves real sockets, virtual time a
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from rainband.block import Block
 from rainband.blocks import BlockSpec
+from rainband.books import worst_limit
 from rainband.handover import as_parts
 from rainband.messages import (
     COORDINATOR,
@@ -24,6 +24,7 @@ from rainband.messages import (
     FetchState,
     Flush,
     Forget,
+    Held,
     Load,
     Loaded,
     Message,
@@ -34,6 +35,7 @@ from rainband.messages import (
     Push,
     Ready,
     Report,
+    Rest,
     Revoke,
     Sets,
     Skipped,
@@ -42,8 +44,9 @@ from rainband.messages import (
 from rainband.place import Place
 from rainband.portions import Name, why_not
 from rainband.schedules import Schedule
-from rainband.types import ServerHalf
+from rainband.types import ClockedRule, ServerHalf
 
+DONE_WITH = ("applied", "had", "revoked", "crossed", "late")  # whatever the answer, the sender goes on
 Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
 
 
@@ -71,21 +74,24 @@ class Server:
         self.complete: Counter[int] = Counter()  # portion -> blocks that have all of it
         self.refused: Counter[str] = Counter()
         self.updates = 0
+        self.asks = False  # readers must ask the rule, also where they could read in place
+        self.lives: dict[int, int] = {}  # worker -> the incarnation whose clock counts
+        self.held: dict[Peer, tuple[int, int]] = {}  # reader -> (its pull, for whom it waits), as it was told
         self.good_name: tuple[Name, int] | None = None  # checked last: a push comes as many messages with the same name
 
-    def receive(
-        self, sender: Peer, message: Message, payload: Tensor | None = None, checked: bool = False
-    ) -> list[Out]:
-        """Take one message; returns what to send. `checked`: the payload is known to be finite."""
+    def receive(self, sender: Peer, message: Message, payload: Tensor | None = None) -> list[Out]:
+        """Take one message; returns what to send."""
         match message:
             case Push():
-                return self._push(sender, message, payload, checked)
+                return self._push(sender, message, payload)
             case Pull():
                 return self._pull(sender, message)
             case Load():
                 return self._load(sender, message, payload)
             case FetchState():
                 return self._fetch_state(sender)
+            case Rest() if sender.role == "worker":
+                return self._rest(sender)
         if sender.role != "coordinator":
             self.refused[f"{type(message).__name__} from a {sender.role}"] += 1
             return []
@@ -98,8 +104,8 @@ class Server:
                 return self._revoke(message)
             case Forget():
                 return self._forget(message)
-            case Ask():
-                return [Out(COORDINATOR, self.report())]
+            case Ask():  # who was lost meanwhile may have been waited for
+                return [*self._admit_all(), Out(COORDINATOR, self.report())]
             case Flush():
                 for block in self.blocks.values():
                     block.rule.flush(block)
@@ -108,16 +114,18 @@ class Server:
 
     # ---- the accepting of a push, in this order, in one step per block -------------------------------------------
 
-    def _push(self, sender: Peer, push: Push, payload: Tensor | None, checked: bool) -> list[Out]:
+    def _push(self, sender: Peer, push: Push, payload: Tensor | None) -> list[Out]:
         block = self.blocks.get(push.block)
         if block is None:
             self.refused["moved"] += 1
             return [Out(sender, Ack(push.block, push.sequence, "moved", self.term, 0, push.slot, "not my block"))]
-        result, reason = self._accept(sender, block, push, payload, checked)
+        result, reason = self._accept(sender, block, push, payload)
         if result not in ("applied", "had"):
             self.refused[result] += 1
         ack = Ack(push.block, push.sequence, result, self.term, block.version, push.slot, reason)
         outs = [Out(sender, ack)]
+        if block.clocked is not None and result in DONE_WITH and self.lives.get(push.worker) == sender.incarnation:
+            block.clocked.tick(block, push.worker, push.clock)
         if push.want:
             self._wait(block, sender, Pull(push.sequence, push.clock, push.point))
         if block.waiting:
@@ -128,7 +136,7 @@ class Server:
                 outs.append(Out(COORDINATOR, self.report(measured=False)))
         return outs
 
-    def _accept(self, sender: Peer, block: Block, push: Push, payload: Tensor | None, checked: bool) -> tuple[str, str]:
+    def _accept(self, sender: Peer, block: Block, push: Push, payload: Tensor | None) -> tuple[str, str]:
         if push.term > self.term:
             return "moved", f"term {push.term} has not begun here"
         # Also if the push itself comes to nothing: the sender does not say it again.
@@ -143,21 +151,19 @@ class Server:
             if wrong:
                 return "bad", wrong
             self.good_name = push.name, push.point
-        gradient, wrong = self._gradient(block, push, payload, checked)
+        gradient, wrong = self._gradient(block, push, payload)
         if wrong:
             return "bad", wrong
         if push.point >= 0 and push.point != block.version:
             return ("late", "") if push.point < block.version else ("early", f"at version {block.version}")
-        clock = max(block.clocks.get(sender.index, 0), push.clock)
         if self._has_had(sender, block, push):
-            block.clocks[sender.index] = clock
             return "had", ""
         if block.marks.has_some(push.name):
             return "crossed", ""
-        self._take(sender, block, push, gradient, clock)
+        self._take(sender, block, push, gradient)
         return "applied", ""
 
-    def _gradient(self, block: Block, push: Push, payload: Tensor | None, checked: bool) -> tuple[Tensor | None, str]:
+    def _gradient(self, block: Block, push: Push, payload: Tensor | None) -> tuple[Tensor | None, str]:
         """The gradient in the block's working precision, or what is wrong with it."""
         if push.skip:
             return None, ""
@@ -171,18 +177,14 @@ class Server:
         gradient = payload.view(block.dtype)
         if gradient.dtype != block.master_dtype:
             gradient = gradient.to(block.master_dtype)
-        # A sum is a tenth of the price of looking at each element; it may overflow, then look closely.
-        if not checked and not math.isfinite(gradient.sum().item()) and not bool(gradient.isfinite().all()):
-            return None, "not finite"
-        return gradient, ""
+        return gradient, ""  # its sender has seen that it is finite, and checksums that it came as it was sent
 
     def _has_had(self, sender: Peer, block: Block, push: Push) -> bool:
         if push.name:
             return block.marks.has_all(push.name)
         return push.sequence <= block.extras.get((sender.index, sender.incarnation), -1)
 
-    def _take(self, sender: Peer, block: Block, push: Push, gradient: Tensor | None, clock: int) -> None:
-        block.clocks[sender.index] = clock
+    def _take(self, sender: Peer, block: Block, push: Push, gradient: Tensor | None) -> None:
         if push.name:
             for portion in block.marks.add(push.name):
                 self.complete[portion] += 1
@@ -207,6 +209,9 @@ class Server:
 
     def _wait(self, block: Block, sender: Peer, pull: Pull) -> None:
         """A reader's newest question counts: a late answer to an older one would land on top of its answer."""
+        if block.clocked is not None and pull.clock >= 0 and sender.role == "worker":
+            self.lives[sender.index] = max(sender.incarnation, self.lives.get(sender.index, 0))
+            block.clocked.enter(block, sender.index, pull.base)
         block.waiting.pop(sender, None)
         block.waiting[sender] = pull
 
@@ -221,17 +226,35 @@ class Server:
         ]
         for to, _ in admitted:
             del block.waiting[to]
-        return [
-            Out(to, Params(block.spec.index, pull.sequence, self.term, block.version, pull.point), read=True)
-            for to, pull in admitted
-        ]
+        outs = [Out(to, self._params(block, pull, to.index), read=True) for to, pull in admitted]
+        if block.clocked is not None and block.waiting:
+            outs += self._hold(block, block.clocked)
+        return outs
+
+    def _params(self, block: Block, pull: Pull, reader: int) -> Params:
+        clock = -1 if block.clocked is None or pull.clock < 0 else block.clocked.clock_of(reader)
+        return Params(
+            block.spec.index, pull.sequence, self.term, block.version, pull.point, asks=self.asks, clock=clock
+        )
+
+    def _hold(self, block: Block, rule: ClockedRule) -> list[Out]:
+        """Tell those who have to wait for whom; once, unless it becomes somebody else."""
+        outs = []
+        for reader, pull in block.waiting.items():
+            holder = rule.holder(block, pull, reader.index)
+            if holder is not None and self.held.get(reader) != (pull.sequence, holder):
+                self.held[reader] = pull.sequence, holder
+                outs.append(Out(reader, Held(pull.sequence, holder)))
+        return outs
 
     def read(self, params: Params) -> tuple[Params, Tensor | None]:
         """A block's parameters as they are at this moment, for a reply that is about to leave."""
         block = self.blocks[params.block]
         late = params.point >= 0 and block.version > params.point + 1  # version r is kept beside r + 1, not longer
         version = params.point if params.point >= 0 else block.version
-        message = Params(params.block, params.sequence, self.term, version, params.point, late)
+        message = Params(
+            params.block, params.sequence, self.term, version, params.point, late, params.asks, params.clock
+        )
         return message, None if late else block.place.of(version)
 
     def _fetch_state(self, sender: Peer) -> list[Out]:
@@ -261,7 +284,9 @@ class Server:
         half = self.half(assign.num_workers)
         if assign.optimizer is not None:  # a user's own, with a schedule of its own
             half = replace(half, optimizer=assign.optimizer, schedule=Schedule())
-        buffers = 2 if half.rule().reads == "round" else 1
+        reads = half.rule().reads
+        self.asks = reads == "admitted"
+        buffers = 2 if reads == "round" else 1
         places = self.publish(assign.blocks, buffers)
         self.blocks = {
             spec.index: Block(spec, place, assign.plan, half, assign.groups)
@@ -303,10 +328,16 @@ class Server:
             block.rule.forget(block, forget.worker)
         return self._admit_all()
 
+    def _rest(self, worker: Peer) -> list[Out]:
+        return self._forget(Forget(worker.index)) if self.lives.get(worker.index) == worker.incarnation else []
+
     def lost(self, peer: Peer) -> None:
-        """A connection is gone: nobody waits there for an answer any more."""
+        """A connection is gone: nobody waits there for an answer any more, or is waited for."""
+        self.held.pop(peer, None)
         for block in self.blocks.values():
             block.waiting.pop(peer, None)
+            if block.clocked is not None and self.lives.get(peer.index) == peer.incarnation and peer.role == "worker":
+                block.rule.forget(block, peer.index)
 
     def report(self, flushed: bool = False, measured: bool = True) -> Report:
         """The marks; the measurements, which take longer, only when asked for."""
@@ -332,4 +363,6 @@ class Server:
             staleness={worker: dict(histogram) for worker, histogram in staleness.items()},
             flushed=flushed,
             measured=measured,
+            missed=tuple(block.missed() for block in blocks) if measured else (),
+            limit=worst_limit(block.limit() for block in blocks) if measured else None,
         )

@@ -63,6 +63,11 @@ def build(cls: type[T], settings: Mapping[str, object]) -> T:
     return cls(**{name: _convert(name, value, kinds[name]) for name, value in settings.items()})
 
 
+def check_value(cls: type, name: str, value: object, shown_as: str) -> None:
+    """Raise if a field of `cls` cannot have this value; `shown_as` is what its name is to the user."""
+    _convert(shown_as, value, _kinds_of(cls)[name])
+
+
 def as_dict(instance: object) -> dict[str, object]:
     """Return the settings of `instance` by name, ready for `build` or a log line."""
     return {field.name: getattr(instance, field.name) for field in _settable(type(instance))}
@@ -242,9 +247,13 @@ def _docs_of(cls: type) -> dict[str, str]:
 
 def _docs_in_source(cls: type) -> dict[str, str]:
     try:
-        source = textwrap.dedent(inspect.getsource(cls))
+        return docs_in(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError):
         return {}  # typed at a prompt: there is no file to read
+
+
+def docs_in(source: str) -> dict[str, str]:
+    """What the source of one class says beside its fields, by their names."""
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)
     lines = source.splitlines()

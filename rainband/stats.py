@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 from rainband.messages import Beat
 
@@ -13,7 +14,6 @@ class Stats:
 
     acked: int = 0
     waiting: bool = False
-    waited_s: float = 0.0
     steps: int = 0
     samples: int = 0
     loss_sum: float = 0.0
@@ -21,6 +21,22 @@ class Stats:
     pushed_bytes: int = 0
     pulled_bytes: int = 0
     torn_reads: int = 0
+    held_by: int | None = None  # the worker that is waited for now, as a server has told
+    waited_for: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # worker -> seconds
+    _waited_s: float = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds spent waiting, for whatever it was."""
+        return self._waited_s
+
+    @waited_s.setter
+    def waited_s(self, total_s: float) -> None:
+        """A wait is over; if a server has said for whom it was, that is kept too."""
+        if self.held_by is not None:
+            self.waited_for[self.held_by] += total_s - self._waited_s
+            self.held_by = None
+        self._waited_s = total_s
 
     def beat(self) -> Beat:
         """The numbers so far; the loss is that of the time since the last beat."""
@@ -36,4 +52,5 @@ class Stats:
             pushed_bytes=self.pushed_bytes,
             pulled_bytes=self.pulled_bytes,
             torn_reads=self.torn_reads,
+            waited_for=dict(self.waited_for),
         )

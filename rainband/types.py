@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.blocks import BlockSpec
-    from rainband.messages import Load, Message, Pull, Push
+    from rainband.messages import Limit, Load, Message, Pull, Push
     from rainband.optim_spec import OptimizerSpec
     from rainband.portions import Plan
     from rainband.schedules import Schedule
@@ -60,12 +60,34 @@ class Rule(Protocol):
         """Apply what is buffered: the end of the run, or other numbers."""
 
 
+@runtime_checkable
+class ClockedRule(Protocol):
+    """A rule that admits readers by how far everyone has come: a clock is the number of cells a worker is done with."""
+
+    def enter(self, block: Block, worker: int, base: int) -> None:
+        """A worker asks to read: from now on it is waited for. It has pushed nothing before clock `base`."""
+
+    def tick(self, block: Block, worker: int, clock: int) -> None:
+        """A push of this worker was answered, whatever became of it."""
+
+    def clock_of(self, worker: int) -> int: ...
+
+    def holder(self, block: Block, pull: Pull, reader: int) -> int | None:
+        """For whom does a reader wait that is not admitted? None: for its own pushes."""
+
+
+@runtime_checkable
+class LimitedRule(Protocol):
+    """A rule that bounds what a reader may miss, and measures it."""
+
+    def limit(self) -> Limit: ...
+
+
 class Block(Protocol):
     """What a rule may touch of a block."""
 
     plan: Plan
     version: int
-    clocks: dict[int, int]  # worker -> cells it has pushed here
 
     def apply(self, gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
         """One optimizer step; these pushes are now in the parameters, and the version goes up by one."""
@@ -101,8 +123,11 @@ class Servers(Protocol):
     def exchange(self, gradient: Gradient) -> Awaitable[bool]:
         """Push, and pull what comes of it; until awaited, the worker's parameters change under its hands."""
 
-    def pull(self, round: int | None = None) -> Awaitable[bool]:
-        """Ask for the parameters; awaiting makes them the worker's. False: that round is over, the others went on."""
+    def pull(self, round: int | None = None, ahead: int = 0) -> Awaitable[bool]:
+        """Ask for the parameters; awaiting makes them the worker's. False: that round is over, the others went on.
+
+        `ahead`: they are for the cell after so many that are computed but not pushed yet.
+        """
 
 
 class Parameters(Protocol):
@@ -144,6 +169,7 @@ class Cell:
 
     batches: tuple[Batch, ...]
     round: int = -1
+    more: bool = True  # another one is at hand, as far as is known
 
 
 class Port(Protocol):

@@ -33,10 +33,13 @@ class Compute:
         self.worker = worker
         self.batch = batch
         self.result: ModuleGradient | None = None
+        # While it computes, newer parameters may come for the next one.
+        self.began, self.read = worker.client.clock, tuple(worker.client.versions)
 
     def __await__(self) -> Generator[Compute, None, ModuleGradient]:
         while self.result is None:
             yield self
+        self.result.began, self.result.read = self.began, self.read
         return self.result
 
 
@@ -69,8 +72,8 @@ class ServerSide:
     def exchange(self, gradient: ModuleGradient) -> PullHandle:
         return self.client.exchange(gradient)
 
-    def pull(self, round: int | None = None) -> PullHandle:
-        return self.client.pull(round)
+    def pull(self, round: int | None = None, ahead: int = 0) -> PullHandle:
+        return self.client.pull(round, ahead)
 
 
 class OwnParameters:

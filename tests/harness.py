@@ -461,7 +461,11 @@ class World:
         elif to in self.workers:
             if letter.read:
                 letter = self._read(sender, letter)
-            self.workers[to].receive(sender, letter)
+            node = self.workers[to]
+            try:
+                node.receive(sender, letter)
+            except Killed:  # with what it sends at once
+                self.bury(node)
 
     def hand_over_some(self, sender: Peer, to: Peer) -> None:
         line = self.lines.get((sender, to), ())
@@ -511,8 +515,9 @@ class World:
     def _one_of_several(self) -> Node | None:
         """A worker without which another one can still end the run."""
         well = [w for w in self._alive() if not w.paused and w.dies_at < 0]
-        if self.coordinator.phase not in ("forming", "loading"):
-            well = [w for w in well if w.client is not None]
+        early = self.coordinator.phase in ("forming", "loading")
+        # One started again counts once it has joined: with everybody else gone meanwhile, the run is over.
+        well = [w for w in well if w.client is not None or (early and not w.peer.incarnation)]
         return self.random.choice(well) if len(well) > 1 else None
 
     def _kill(self) -> None:
@@ -581,8 +586,9 @@ class World:
         for letter in again:
             self.post(node.peer, port.server, letter)
         pull = node.client.pulling if node.client else None
-        if pull is not None and not (port.direct and pull.point < 0):
-            self.post(node.peer, port.server, Letter(Pull(pull.sequence, 0, pull.point)))
+        in_place = port.direct and node.client is not None and node.client.asks is False
+        if pull is not None and pull.asked is not None and not (in_place and pull.point < 0):
+            self.post(node.peer, port.server, Letter(pull.asked))
 
     def _join_late(self) -> None:
         index = 1 + max(w.index for w in self.workers.values())

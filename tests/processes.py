@@ -29,8 +29,8 @@ from rainband import events
 from rainband.cli import main as cli
 from rainband.worlds import local, zygote_main
 from rainband.worlds.config import RunConfig
-from rainband.worlds.local import PRELOAD, RunResult
-from rainband.worlds.zygote import Begin, Event, Exited, Started, Zygote
+from rainband.worlds.local import SERVERS_NEED, WORKERS_NEED, RunResult
+from rainband.worlds.zygote import Event, Exited, Started, Zygote
 from tests.gated import Gate, Gated
 
 DEADLINE_S = 30.0  # only a broken run comes near
@@ -93,7 +93,7 @@ def forked_zygote(preload: Sequence[str] = ()) -> Zygote:
         _leave_after(lambda: zygote_main.main(theirs.detach()))
     theirs.close()
     zygote = Zygote(Forked(pid), ours)  # type: ignore[arg-type]
-    zygote._send(Begin(tuple(preload)))
+    zygote.preload(preload)
     return zygote
 
 
@@ -137,7 +137,7 @@ class Forked:
 @pytest.fixture(scope="session")
 def nest() -> Iterator[Nest]:
     """The warm process; started by the first test that wants it."""
-    nest = Nest(Zygote.start((*PRELOAD, "tests.processes")))
+    nest = Nest(Zygote.start((*SERVERS_NEED, *WORKERS_NEED, "tests.processes")))
     token = nest.zygote.spawn("tests.processes:do_nothing", b"", "the first")
     ended = lambda: [e for e in nest.note() if isinstance(e, Exited) and e.token == token]  # noqa: E731
     wait_for(ended, "imports", 2 * DEADLINE_S)  # here, so that no test is to blame for the time they take

@@ -82,6 +82,7 @@ def ended(outcome: str = "finished", reason: str = "", **metrics: float | None) 
         metrics=metrics or {"accuracy": 0.975},
         books=dict(BOOKS),
         staleness=dict(STALENESS),
+        training_s=20.0,
     )
 
 

@@ -8,7 +8,10 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
+from rainband.strategies.soft_sync import SoftSync
+from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
 from rainband.types import ServerHalf, Strategy, Worker
 from tests.harness import Faults, Outcome, run
@@ -34,7 +37,7 @@ class Ragged:
 
 
 def draw(seed: int, kind: str) -> tuple[Case, Faults]:
-    """The run and the faults that a seed stands for; `kind` is downpour, ragged or sync."""
+    """The run and the faults that a seed stands for; `kind` is one of DRAWS."""
     r = random.Random(f"{kind} {seed}")
     epochs = r.choice((1, 1, 2))
     num_samples, batch_size = r.randint(8, 40 // epochs), r.choice((1, 2))
@@ -89,10 +92,39 @@ def _draw_sync(r: random.Random) -> Sync:
     return Sync(lr=LR)
 
 
+def _draw_stale_sync(r: random.Random) -> StaleSync:
+    return StaleSync(bound=r.choice((0, 0, 1, 2)), n_push=r.choice((1, 1, 2)), lr=LR)
+
+
+def _draw_bounded_delay(r: random.Random) -> BoundedDelay:
+    return BoundedDelay(tau=r.choice((0, 1, 1, 3)), tau_last=r.choice((None, None, 0, 4)), lr=LR)
+
+
+@dataclass(frozen=True)
+class Softly:
+    """Soft synchronisation whose every gradient counts as much as Downpour's, however many workers there are."""
+
+    n: int
+
+    async def run(self, worker: Worker) -> None:
+        await SoftSync().run(worker)
+
+    def server(self, num_workers: int) -> ServerHalf:
+        count = SoftSync(n=self.n).count(num_workers)
+        return SoftSync(n=self.n, lr=LR * count, scaling="none").server(num_workers)
+
+
+def _draw_soft_sync(r: random.Random) -> Softly:
+    return Softly(n=r.choice((1, 1, 2, 4)))
+
+
 DRAWS: dict[str, Callable[[random.Random], Strategy]] = {
     "downpour": _draw_downpour,
     "ragged": _draw_ragged,
     "sync": _draw_sync,
+    "stale_sync": _draw_stale_sync,
+    "soft_sync": _draw_soft_sync,
+    "bounded_delay": _draw_bounded_delay,
 }
 
 

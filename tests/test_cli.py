@@ -8,19 +8,29 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rainband import events
+from rainband.bench.rows import Row, at_most
 from rainband.catalogue import strategy_names
 from rainband.cli import doctor as doctor_file
+from rainband.cli.bench import shown
 from rainband.cli.configure import configured
 from rainband.cli.doctor import Finding
+from rainband.cli.look_back import listed
 from rainband.cli.main import COMMANDS, build_app
-from rainband.tasks.load import task_names
+from rainband.cli.optimizer_settings import TAKERS
+from rainband.history import read_run
+from rainband.optim_spec import BUILT_IN
+from rainband.settings import fields_of
+from rainband.tasks.load import load_task, task_names
+from rainband.tasks.source import read_task
 from rainband.worlds.config import RunConfig
 from rainband.worlds.local import RunResult
 from tests.stories import a_config, ended, started, whole_run, write_run
@@ -78,7 +88,8 @@ def test_settings_are_checked_and_strategies_explained_without_torch() -> None:
     script = """
 import sys
 from rainband.cli.main import build_app
-for words in (["train", "digits", "downpour", "npush=3"], ["explain", "downpour"], ["runs"]):
+for words in (["train", "digits", "downpour", "npush=3"], ["train", "digits", "downpour", "task.epochs=x"],
+              ["train", "digits", "downpour", "momentum=0.9"], ["explain"], ["explain", "digits"], ["runs"]):
     try:
         build_app()(words, prog_name="rainband")
     except SystemExit:
@@ -156,7 +167,7 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
     ("words", "given", "complaint"),
     [
         ((), {}, "say what to train and how, such as rainband train digits downpour"),
-        (("digits",), {}, "Strategies: downpour"),
+        (("digits",), {}, "Strategies: .*downpour"),
         (("digits", "lr=3"), {}, "say what to train"),
         (("downpour", "digits"), {}, "the task comes first: type rainband train digits downpour."),
         (("digits", "quadratic"), {}, "quadratic is a task, not a strategy"),
@@ -168,6 +179,10 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         (("digits", "downpour", "n_push"), {}, "'n_push' is not a setting: write name=value"),
         (("digits", "downpour", "lr=1", "lr=2"), {}, "lr is set twice"),
         (("digits", "downpour", "optimizer=adagrade"), {}, "no optimizer named 'adagrade'"),
+        (("digits", "downpour", "momentum=0.9"), {}, "adagrad has no momentum, it takes lr and weight_decay"),
+        (("digits", "single", "optimizer=adagrad", "momentum=0.9"), {}, "optimizer=rmsprop or sgd"),
+        (("digits", "downpour", "lr=-1"), {}, "lr=-1.0: choose a finite number, 0 or more"),
+        (("digits", "sync", "task.epochs=two"), {}, "task.epochs=two: expected a whole number, such as task.epochs=4"),
         (
             ("digits", "sync", "task.epoch=2"),
             {},
@@ -184,7 +199,7 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         (
             ("digits", "single"),
             {"num_workers": 2},
-            "so --workers 2 cannot be: leave --workers out, or choose downpour",
+            "so --workers 2 cannot be: leave --workers out, or choose .*downpour",
         ),
         (("digits", "single"), {"num_servers": 1}, "leave --servers out"),
         (("digits", "sync"), {"num_workers": 100_000}, "would only wait for each other. Choose at most"),
@@ -211,6 +226,15 @@ def test_a_run_is_done_again_from_its_configuration_with_what_is_given_changed(t
     assert again.strategy_settings["lr"] == 0.25
     changed = config_of("lr=0.5", "task.epochs=2", config=run, seed=6)
     assert (changed.strategy_settings["lr"], changed.task_settings, changed.seed) == (0.5, {"epochs": "2"}, 6)
+
+
+def test_the_configuration_of_a_script_is_for_rainband_run(tmp_path: Path) -> None:
+    script = a_config(script="/home/me/train.py", arguments=["--lr", "0.1"], strategy_settings={"n_push": 2})
+    run = write_run(tmp_path / "r", [started()], script)
+    command = "rainband run --workers 2 --servers 1 --strategy downpour --seed 0 n_push=2 /home/me/train.py --lr 0.1"
+    with pytest.raises(ValueError, match=f"is that of a script: type {command}"):
+        config_of(config=run)
+    assert command in " ".join(Said("runs", "show", run).out.split())
 
 
 def test_a_configuration_and_a_task_together_are_a_mistake(tmp_path: Path) -> None:
@@ -356,17 +380,37 @@ def test_a_directory_that_cannot_be_made_is_told_without_a_traceback(
     pretend(monkeypatch, [])
     (tmp_path / "file").touch()
     said = Said("train", "digits", "sync", "--runs", tmp_path / "file")
-    assert said.exit_code == 1 and said.err.startswith("rainband: ") and "Traceback" not in said.err
+    assert said.exit_code == 1 and "Traceback" not in said.err
+    assert said.err == (
+        f"rainband: {tmp_path}/file: File exists, so no run can have its directory there; "
+        "give another place with --runs.\n"
+    )
 
 
 # ---- explain ----
 
 
-def test_every_strategy_is_explained_in_one_line() -> None:
+def test_every_strategy_and_every_task_is_explained_in_one_line() -> None:
     said = Said("explain")
     assert said.exit_code == 0
-    for name in strategy_names():
-        assert any(line.startswith(name) for line in said.out.splitlines())
+    for name in [*strategy_names(), *task_names()]:
+        assert any(line.startswith(f"  {name} ") for line in said.out.splitlines())
+
+
+def test_a_task_is_explained_by_its_own_file_and_its_settings_as_they_are_typed() -> None:
+    lines = Said("explain", "quadratic").out.splitlines()
+    assert "    f(w) = mean_i  1/2 sum_j h_j (w_j - x_ij)^2          so   w* = mean_i x_i" in lines
+    assert "  task.seed=0          of the samples; a whole number" in lines
+    assert "Use it:  rainband train quadratic downpour task.dimension=32" in lines
+
+
+@pytest.mark.parametrize("name", task_names())
+def test_what_is_read_from_a_tasks_file_is_what_importing_it_gives(name: str) -> None:
+    file, task = read_task(name), load_task(name, {})
+    assert file.class_name == type(task).__name__
+    assert {s.name: (s.type, s.default, s.doc) for s in file.settings} == {
+        s.name: (s.type, s.default, s.doc) for s in fields_of(type(task))
+    }
 
 
 def test_a_strategy_is_explained_by_its_own_file() -> None:
@@ -386,7 +430,9 @@ def test_programs_can_read_the_explanation() -> None:
         "needed": False,
         "doc": "for the mean over all K cells",
     }
-    assert [fact["name"] for fact in Said("explain", "--json").json] == strategy_names()
+    facts = Said("explain", "--json").json
+    assert [fact["name"] for fact in facts if fact["kind"] == "strategy"] == strategy_names()
+    assert [fact["name"] for fact in facts if fact["kind"] == "task"] == task_names()
 
 
 def test_a_strategy_that_does_not_exist_is_told() -> None:
@@ -440,12 +486,28 @@ def test_programs_can_read_a_run() -> None:
     assert (shown["state"], shown["samples"], len(shown["progress"])) == ("finished", 2000, 18)
 
 
+def test_a_list_of_runs_fits_the_terminal() -> None:
+    runs = [read_run(write_run(Path(f"runs/20261116-033454-table_regression-{name}"), whole_run())) for name in "ab"]
+    assert max(map(len, listed(runs))) > 80 >= max(map(len, listed(runs, 80)))
+    assert all("accuracy 0.975" in line for line in [*listed(runs)[1:], *listed(runs, 80)[1:]])
+
+
+def test_what_was_not_set_is_the_tasks_own_only_where_a_task_has_one() -> None:
+    unset = a_config(epochs=None, strategy_settings={"local_lr": None})
+    write_run(Path("runs/a"), [started()], unset)
+    write_run(Path("runs/b"), [started()], a_config(epochs=3, strategy_settings={"local_lr": 0.5}))
+    lines = [line.split("  ") for line in Said("runs", "compare", "a", "b").out.splitlines()]
+    rows = {tuple(filter(None, map(str.strip, line))) for line in lines}
+    assert {("epochs", "the task's own", "3"), ("local_lr", "none", "0.5")} <= rows
+
+
 def test_two_runs_are_compared_by_what_was_set_otherwise_and_what_came_of_it() -> None:
     write_run(Path("runs/a"), [started(), ended(accuracy=0.5)], a_config(seed=1))
     write_run(Path("runs/b"), [started(), ended(accuracy=0.75)], a_config(seed=2))
     lines = Said("runs", "compare", "a", "b").out.splitlines()
     assert [line.split() for line in lines if line.startswith("accuracy")] == [["accuracy", "0.5", "0.75", "1.50"]]
-    assert lines[-2:] == ["What was set otherwise:", "  seed  1  2"]
+    assert lines[:2] == ["first   a", "second  b"]
+    assert lines[-3:] == ["What was set otherwise:", "        first  second", "  seed  1      2"]
     assert Said("runs", "compare", "a", "a").out.splitlines()[-1] == "Both were set alike."
 
 
@@ -624,3 +686,32 @@ def test_a_real_run_asked_to_stop_ends_in_good_order_with_75(tmp_path: Path) -> 
     rest = process.communicate()[0]
     assert process.returncode == 75, rest
     assert "stopping (interrupted)" in rest and "0 lost, 0 twice" in rest and "not done" in rest
+
+
+# ---- optimizers ----
+
+
+@pytest.mark.parametrize("setting", TAKERS)
+def test_what_an_optimizer_takes_is_written_down_as_torch_has_it(setting: str) -> None:
+    takers = {name for name, kind in BUILT_IN.items() if setting in signature(getattr(torch.optim, kind)).parameters}
+    assert takers == TAKERS[setting]
+
+
+# ---- bench ----
+
+
+def test_a_benchmarks_table_fits_80_columns_with_its_numbers_in_line() -> None:
+    rows = [
+        Row("64 MB over TCP", 95.2, "ms"),
+        at_most("64 MB over TCP", 1.55, 1.3, "a bare socket loop, same work, same bytes, and much more of it"),
+        Row("64 MB, 2 workers, 1 servers", 2352.0, "GB/s pushed, applied and pulled"),
+    ]
+    assert shown("ps", rows, 80) == [
+        "bench ps",
+        "  value  unit  bar  met  what",
+        "   95.2  ms              64 MB over TCP",
+        "   1.55  x     1.3  NO   64 MB over TCP, against a bare socket loop, same work,",
+        "                         same bytes, and much more of it",
+        "  2,352  GB/s            64 MB, 2 workers, 1 servers, pushed, applied and pulled",
+        "",
+    ]

@@ -664,7 +664,9 @@ def test_a_stopped_run_lets_its_workers_finish_and_saves_what_there_is() -> None
     run.reports(3)
     assert run.take(run.coordinator.stop("stopped", "interrupted")) == [Halt("interrupted")] * 2
     run.from_worker(0, Ended(2))
-    assert Conclude("model") in run.from_worker(1, Ended(1))
+    assert run.from_worker(1, Ended(1)) == [Flush(), Flush()]  # what rules have gathered is part of the model
+    assert run.report(0, 3, flushed=True) == [Flush()]
+    assert Conclude("model") in run.report(1, 3, flushed=True)
     assert run.coordinator.outcome == "stopped"
 
 

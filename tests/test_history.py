@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rainband import events
+from rainband.coordinator import _rate
 from rainband.events import AnyEvent
 from rainband.history import (
     RunSoFar,
@@ -38,19 +39,39 @@ def running(*story: AnyEvent) -> RunSoFar:
 
 def test_before_any_event_nothing_is_known_and_nothing_fails() -> None:
     so_far = RunSoFar()
-    assert (so_far.samples, so_far.samples_done, so_far.samples_per_s) == (0, 0, 0.0)
+    assert (so_far.samples, so_far.samples_done, so_far.per_s) == (0, 0, 0.0)
     assert so_far.left_s is None and so_far.loss is None and so_far.workers() == []
 
 
 def test_the_rate_is_what_all_did_in_the_last_seconds_and_gives_the_time_left() -> None:
-    so_far = running(progress(10, 100), progress(12, 300))
-    assert so_far.samples_per_s == 100.0
+    so_far = running(progress(10, 100), progress(11, 200), progress(12, 300))
+    assert so_far.per_s == 100.0
     assert so_far.left_s == 17.0  # 1,700 of 2,000 samples are left
+
+
+def test_two_looks_that_follow_at_once_make_no_absurd_rate() -> None:
+    so_far = running(progress(10.999, 0), progress(11, 500))
+    assert so_far.per_s == 50.0  # it began after 1 s
+    assert running(progress(1, 0)).per_s == 0.0
+
+
+def test_a_run_trains_from_its_first_step_to_its_last() -> None:
+    phases = [(2.0, "running"), (17.0, "flushing"), (19.0, "concluding")]
+    so_far = told_by([started(), *(events.PhaseChanged(at_s=t, phase=phase) for t, phase in phases), ended()])
+    assert (so_far.training.seconds, so_far.at_s) == (15.0, 20.0)
+    assert running().training.seconds == 0.0
+
+
+def test_loops_with_loaders_of_their_own_count_steps() -> None:
+    own = [msgspec.structs.replace(progress(t, 0, samples=0), batches_done=30 * t) for t in (4, 5, 6)]
+    so_far = told_by([started(), events.PhaseChanged(at_s=1.0, phase="running"), *own])
+    assert (so_far.unit, so_far.done, so_far.per_s) == ("step", 180, 30.0)
+    assert (told_by(whole_run()).unit, told_by(whole_run()).done) == ("sample", 2000)
 
 
 def test_only_the_last_six_progress_events_make_the_rate() -> None:
     so_far = running(progress(0, 0), *(progress(10 + s, 1000 + 10 * s) for s in range(6)))
-    assert so_far.samples_per_s == 10.0
+    assert so_far.per_s == 10.0
 
 
 def test_the_loss_is_the_newest_one_known() -> None:
@@ -274,13 +295,28 @@ def test_what_is_printed_inside_comes_as_lines_and_our_own_output_is_not_touched
     assert (tmp_path / "output.log").read_bytes() == b"to stdout\nto stderr\nunfini"
 
 
-def test_of_a_flood_ten_lines_are_shown_and_the_rest_is_counted(tmp_path: Path) -> None:
+def test_of_a_flood_the_last_twenty_lines_are_shown_and_the_rest_is_counted(tmp_path: Path) -> None:
     output = OutputLog(tmp_path)
-    output.file.write(b"x\n" * 25)
-    assert output.new_lines() == (["x"] * 10, 15)
+    output.file.write(b"".join(b"%d\n" % number for number in range(25)))
+    assert output.new_lines() == ([str(number) for number in range(5, 25)], 5)
+    output.close()
+
+
+def test_at_the_end_the_last_line_is_shown_however_much_was_printed(tmp_path: Path) -> None:
+    output = OutputLog(tmp_path)
+    output.file.write(b"x" * 99 + b"\n")
+    output.file.write((b"y" * 99 + b"\n") * 30_000 + b"the exception itself")  # 3 MB
+    assert output.new_lines(to_the_end=True)[0][-1] == "the exception itself"
     output.close()
 
 
 def test_a_run_whose_processes_print_nothing_leaves_no_empty_file(tmp_path: Path) -> None:
     OutputLog(tmp_path).close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_beats_that_came_at_once_make_no_rate() -> None:
+    assert _rate([(10.0, 0), (12.0, 300)], now=12.0) == 150.0
+    assert _rate([(4.0, 0), (4.001, 32)], now=4.0) == 0.0  # it would be 32,000 a second
+    assert _rate([(0.004, 0), (0.005, 32)], now=0.005) == pytest.approx(32_000)  # in virtual time that is long
+    assert _rate([(1.0, 0), (1.0, 32)], now=1.0) == _rate([(1.0, 5)], now=1.0) == 0.0

@@ -26,14 +26,16 @@ class Layer(NamedTuple):
 # A new module needs a place here. Imports under `if TYPE_CHECKING:` are free, and so is rainband.__version__.
 LAYERS = {
     "words": Layer(
-        modules="types messages events errors settings schedules optim_spec blocks portions topology place stats",
+        modules="types messages events errors settings schedules optim_spec blocks portions topology place stats "
+        "training_time",
         may_import="",
     ),
     # Thinking without talking: tensors in, tensors out.
     "rules": Layer("rules", may_import="words"),
     "codecs": Layer("codecs", may_import="words"),
     "collectives": Layer("collectives", may_import="words"),
-    "pipeline": Layer("pipeline", may_import="words"),
+    "layers": Layer("layers", may_import="words"),
+    "pipeline": Layer("pipeline", may_import="words layers"),
     "tasks": Layer("tasks", may_import="words"),
     "sim": Layer("sim", may_import="words"),
     # The algorithms: they know what to say, never how it travels.

@@ -18,6 +18,7 @@ import pytest
 from torch import Tensor
 
 import rainband.coordinator
+import rainband.server
 from rainband.block import Block
 from rainband.blocks import BlockSpec
 from rainband.client import Client
@@ -25,9 +26,9 @@ from rainband.coordinator import Coordinator
 from rainband.gradient import ModuleGradient
 from rainband.messages import Params, Push, Return
 from rainband.portions import Marks, Name
-from rainband.rules import ApplyOnArrival, MeanOfRound
+from rainband.rules import Clocks, MeanOfRound, WaitForSlowest
 from rainband.server import Server
-from tests import test_client, test_coordinator, test_rules, test_server
+from tests import test_client, test_clocks, test_coordinator, test_rules, test_server
 from tests.harness import LinePort, replaced
 from tests.ledger import Wrong
 from tests.storms import run_seed
@@ -192,7 +193,45 @@ def version_r_dropped_early(patch: pytest.MonkeyPatch) -> None:
 
 def a_refused_push_holds_the_reader(patch: pytest.MonkeyPatch) -> None:
     """A reader waits for its own pushes by their clock, which a refused one never ticks."""
-    patch.setattr(ApplyOnArrival, "admits", lambda self, block, pull, reader: block.clocks.get(reader, 0) >= pull.clock)
+    patch.setattr(rainband.server, "DONE_WITH", ("applied", "had"))
+
+
+def the_idle_are_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A worker that waits for work is waited for by those who have it."""
+    patch.setattr(Client, "_rest", lambda client: None)
+    patch.setattr(Coordinator, "_forget_the_idle", lambda coordinator: [])
+
+
+def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitForSlowest, "forget", lambda rule, block, worker: None)
+
+
+def everyone_is_admitted(patch: pytest.MonkeyPatch) -> None:
+    """The bound is not enforced, only measured."""
+    patch.setattr(WaitForSlowest, "admits", lambda *_: True)
+
+
+def one_too_far_is_admitted(patch: pytest.MonkeyPatch) -> None:
+    def admits(rule: WaitForSlowest, block: Block, pull: Any, reader: int) -> bool:
+        return pull.clock - rule.clocks.slowest <= rule.bound + 1
+
+    patch.setattr(WaitForSlowest, "admits", admits)
+
+
+def who_comes_back_starts_where_it_was(patch: pytest.MonkeyPatch) -> None:
+    """Its clock holds up those who went on without it."""
+    true_enter = Clocks.enter
+
+    def enter(clocks: Clocks, worker: int, base: int, version: int) -> None:
+        before = clocks.of.get(worker, 0)
+        true_enter(clocks, worker, base, version)
+        if clocks.of[worker] > max(before, base):
+            clocks.there[clocks.of[worker]].pop(worker)
+            clocks.of[worker] = max(before, base)
+            clocks.slowest = min(clocks.slowest, clocks.of[worker])
+            clocks.there.setdefault(clocks.of[worker], {})[worker] = None
+
+    patch.setattr(Clocks, "enter", enter)
 
 
 def the_lost_are_not_asked_about(patch: pytest.MonkeyPatch) -> None:
@@ -221,7 +260,6 @@ def done_by_acknowledgements(patch: pytest.MonkeyPatch) -> None:
 CAUGHT_BY_SCHEDULES: list[tuple[str, Mutation]] = [
     ("downpour", no_dedup),
     ("downpour", block_off_by_one),
-    ("downpour", a_refused_push_holds_the_reader),
     ("downpour", the_lost_are_not_asked_about),
     ("ragged", high_water_mark),
     ("ragged", no_groups),
@@ -235,6 +273,11 @@ CAUGHT_BY_SCHEDULES: list[tuple[str, Mutation]] = [
     ("sync", each_server_forgets_the_dead),
     ("sync", inexact_round_reads),
     ("sync", version_r_dropped_early),
+    ("stale_sync", a_refused_push_holds_the_reader),
+    ("stale_sync", the_idle_are_waited_for),
+    ("stale_sync", the_dead_are_waited_for),
+    ("stale_sync", everyone_is_admitted),
+    ("stale_sync", one_too_far_is_admitted),
 ]
 
 CAUGHT_BY_AN_EXACT_TEST: list[tuple[Mutation, Callable[[], None]]] = [
@@ -255,7 +298,10 @@ CAUGHT_BY_AN_EXACT_TEST: list[tuple[Mutation, Callable[[], None]]] = [
     (block_off_by_one, test_client.test_a_push_goes_to_every_block_under_one_number_with_its_own_piece),
     (inexact_round_reads, test_server.test_version_r_is_kept_beside_r_plus_1_and_then_late),
     (version_r_dropped_early, test_server.test_version_r_is_kept_beside_r_plus_1_and_then_late),
-    (a_refused_push_holds_the_reader, test_rules.test_anyone_reads_what_there_is),
+    (
+        who_comes_back_starts_where_it_was,
+        test_clocks.test_who_comes_back_starts_at_the_slowest_clock,
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ Each step below is one file:
     worker.py        the gradient
     client.py        one message per block
     server.py        accepted, or refused with a reason
-    rules.py         when it is applied
+    rules/           when it is applied
     block.py         the step, and where readers see it
     books.py         what became of it
 """

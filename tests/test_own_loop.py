@@ -33,6 +33,7 @@ from rainband.strategies.sync import Sync
 from rainband.types import ServerHalf, Worker
 from rainband.worlds.alone import Alone
 from rainband.worlds.own_loop import OwnLoop
+from rainband.worlds.unwatched import Unwatched
 from tests.lion import Lion
 from tests.one_process import PLAIN, OneProcess, joined
 
@@ -614,6 +615,45 @@ def test_sums_of_three_steps_are_pushed_and_the_rest_at_the_end() -> None:
                 ours.step()
     assert equal(model, plain)
     assert [sum(len(r) for r in push.name) for push in member.pushes] == [4, 2]
+
+
+def test_a_step_that_waits_for_a_second_one_is_pushed_when_there_are_no_more_batches() -> None:
+    """Nobody else would get this batch: whoever kept it would wait for another, and all for the end."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    member = OneProcess(Downpour(n_push=2))
+    with joined(model, optimizer, member) as run:
+        for _ in run.epochs(1):
+            for batch in run.batches(DATA, batch_size=5):  # five batches
+                train(model, optimizer, batch)
+    assert [sum(len(r) for r in push.name) for push in member.pushes] == [2, 2, 1]
+    assert member.books.applied == 5
+
+
+def test_a_loop_may_tell_its_loss_to_those_who_watch() -> None:
+    member = OneProcess()
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with joined(model, optimizer, member) as run:
+        for number, batch in enumerate(run.batches(DATA, batch_size=16)):  # 16 samples and 8
+            train(model, optimizer, batch)
+            run.log(loss=torch.tensor(1.0 if number == 0 else 4.0, requires_grad=True))
+            if number == 0:
+                assert (run.client.stats.loss_sum, run.client.stats.loss_samples) == (16.0, 16)
+        beat = run.client.stats.beat()
+    assert (beat.loss, beat.loss_samples) == (2.0, 24)
+    Unwatched().log(loss=1.0)  # where nobody watches
+
+
+def test_an_infinite_gradient_is_skipped_without_servers_too() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    member = OneProcess(Single())
+    with joined(model, optimizer, member) as run:
+        for number, (inputs, labels) in enumerate(run.batches(DATA, batch_size=4)):
+            train(model, optimizer, (inputs * math.inf if number == 2 else inputs, labels))
+    assert (member.books.applied, member.books.skipped) == (5, {"not finite": 1})
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_between_fetches_the_workers_own_step_follows_the_users_rates() -> None:

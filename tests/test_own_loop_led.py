@@ -175,3 +175,14 @@ def test_if_the_one_who_saves_is_lost_another_does() -> None:
     outs = led.coordinator.lost(A, now=0.0)
     assert [out.message.path for out in outs if isinstance(out.message, Conclude)] == ["model"]
     assert (B, Conclude) in kinds(outs)
+
+
+def test_who_was_given_up_and_ends_all_the_same_takes_the_result_home_too() -> None:
+    led = Led().drawing()
+    led.coordinator.workers[1].here = False  # not heard of for too long
+    led.say(A, Ended(1))
+    assert (A, Conclude) in kinds(led.say(SERVER, report(had=2, flushed=True)))
+    led.say(SERVER, report(had=2))
+    assert (B, Conclude) in kinds(led.say(B, Ended(1)))
+    assert led.say(A, Concluded({})) == []  # B has yet to take it
+    assert (B, Bye) in kinds(led.say(B, Concluded({})))

@@ -6,6 +6,7 @@ import io
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from rainband.cli.charts import ASCII, BLOCKS, bar, curve, histogram, ink_for, p
 from rainband.cli.plain import PlainView
 from rainband.cli.progress import LiveView, frame
 from rainband.cli.sentences import lasting, user_error, waiting_for
-from rainband.cli.summary import books, summary
+from rainband.cli.summary import books, headline, summary
+from rainband.cli.warn import warnings
 from rainband.cli.watch import Watch, is_terminal
 from rainband.cli.words import assignment, count, cut, duration, percent, short, size, table
 from rainband.events import AnyEvent
@@ -40,7 +42,10 @@ def drawn(so_far: RunSoFar, width: int = 80, height: int = 24) -> list[str]:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.04, "0.0 s"),
+        (0.0, "0.0 s"),
+        (1e-7, "1 ms"),
+        (0.044, "44 ms"),
+        (0.095, "0.1 s"),
         (9.94, "9.9 s"),
         (12.4, "12 s"),
         (59.6, "1 min 0 s"),
@@ -209,7 +214,7 @@ def test_who_is_lost_and_who_is_back_is_said() -> None:
 
 def test_what_processes_print_is_marked_and_a_flood_is_counted() -> None:
     printed = events.Printed(at_s=1.0, lines=("hello", "world"), left_out=1500)
-    assert lasting(printed, running()) == ["| hello", "| world", "| ... 1,500 more in output.log"]
+    assert lasting(printed, running()) == ["| ... 1,500 lines before this in output.log", "| hello", "| world"]
     assert lasting(printed, running(in_the_users_file())) == []
 
 
@@ -236,7 +241,7 @@ def test_a_whole_run_is_a_handful_of_readable_lines() -> None:
         "digits with downpour: 2 workers and 1 server",
         "starting 2 workers and 1 server ...",
         "38,282 parameters in 2 blocks, 2 epochs of 1,000 samples, 900 batches of 32",
-        f"    2.0 s    0 %  0 of 2,000 samples  loss 2  {pace}  20 s left",
+        "    2.0 s    0 %  0 of 2,000 samples  loss 2  staleness 0.5, at most 2",
         f"    7.0 s   25 %  500 of 2,000 samples  loss 0.333  {pace}  15 s left",
         f"     12 s   50 %  1,000 of 2,000 samples  loss 0.182  {pace}  10 s left",
         f"     17 s   75 %  1,500 of 2,000 samples  loss 0.125  {pace}  5.0 s left",
@@ -419,8 +424,9 @@ def test_the_terminal_is_restored_when_the_run_raises(a_terminal: Terminal) -> N
 
 def test_the_summary_has_the_books_the_staleness_and_where_the_model_lies(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    assert summary(ended(), tmp_path) == [
-        "finished after 20 s: 2,000 samples, 100 samples/s",
+    lost = events.Lost(at_s=9.0, node="worker 1", why="killed")
+    assert summary(told_by([*whole_run()[:-1], lost, ended()]), tmp_path) == [
+        "finished after 20 s: 2,000 samples, 118 samples/s in 17 s of training",
         "  result     accuracy 0.975",
         "  books      898 of 900 batches applied to every block, 0 lost, 0 twice",
         "             2 skipped: 2 not finite",
@@ -432,14 +438,63 @@ def test_the_summary_has_the_books_the_staleness_and_where_the_model_lies(tmp_pa
 
 
 def test_a_failed_run_says_why_unless_that_was_shown(tmp_path: Path) -> None:
-    failed = ended("failed", "server 0 was lost")
+    failed = told_by([ended("failed", "server 0 was lost")])
     assert "  why        server 0 was lost" in summary(failed, tmp_path)
-    assert not any("server 0" in line for line in summary(failed, tmp_path, why_was_told=True))
     assert summary(failed, tmp_path)[-1] == f"  run        {tmp_path} (no model was saved)"
+    told = told_by([in_the_users_file(), ended("failed", "server 0 was lost")])
+    assert not any("server 0" in line for line in summary(told, tmp_path))
 
 
 def test_a_measure_that_is_not_finite_is_said_to_be_so(tmp_path: Path) -> None:
-    assert summary(ended(loss=None), tmp_path)[1] == "  result     loss not finite"
+    lines = summary(told_by([ended(loss=None)]), tmp_path)
+    assert lines[1] == "  result     loss not finite"
+    assert lines[-2].startswith("WARNING: the model is of no use: its loss is not finite. Try a smaller learning rate")
+
+
+def diverged(skipped: int, **settings: object) -> list[str]:
+    """What is said of a run of 900 batches, so many of them skipped."""
+    books = {**BOOKS, "applied": 900 - skipped, "skipped": {"not finite": skipped}}
+    start = msgspec.structs.replace(started(), settings=settings)
+    return warnings(told_by([start, msgspec.structs.replace(ended(), books=books)]))
+
+
+def test_a_run_that_diverged_says_so_loudly_and_what_to_try() -> None:
+    assert diverged(450, lr=0.02, momentum=0.9) == [
+        "WARNING: the training diverged: 450 of 900 batches (50 %) were skipped, because their gradients were",
+        "         not finite. Try a smaller learning rate, such as lr=0.002 instead of 0.02, or momentum=0;",
+        "         and see whether there is NaN in the data.",
+    ]
+    of_a_script = " ".join(" ".join(diverged(450)).split())
+    assert "Try a smaller learning rate; and see" in of_a_script  # its own rate is not known here
+
+
+def test_a_few_batches_skipped_are_no_divergence() -> None:
+    assert diverged(44) == [] and len(diverged(45)) == 2  # 5 %
+
+
+def test_portions_that_loops_give_back_at_their_end_are_no_news(tmp_path: Path) -> None:
+    assert not any("leased again" in line for line in summary(told_by(whole_run()), tmp_path))
+
+
+def test_the_steps_of_loaders_of_ones_own_are_counted_at_the_end() -> None:
+    own = {**BOOKS, "batches": 0, "applied": 0, "skipped": {}, "extras": 600}
+    end = msgspec.structs.replace(ended(), samples=0, books=own)
+    assert headline(end, training_s=12.0) == "finished after 20 s: 600 steps, 50 steps/s in 12 s of training"
+
+
+def test_virtual_time_is_said_to_be_virtual(tmp_path: Path) -> None:
+    start = msgspec.structs.replace(started(), started_at="")
+    story = [start, *whole_run()[1:]]
+    so_far = told_by(story)
+    assert drawn(told_by(story[:-2]))[0].endswith(" virtual") and "in virtual time" in drawn(so_far)[0]
+    assert summary(so_far, tmp_path)[0].startswith("finished after 20 s of virtual time: ")
+    assert plain_lines(story)[0] == "digits with downpour: 2 workers and 1 server, in virtual time"
+
+
+def test_a_bound_on_staleness_is_shown_in_its_own_unit() -> None:
+    bounded = msgspec.structs.replace(progress(12, 600), staleness_bound=3.0, staleness_unit="clocks")
+    assert "staleness 0.5, at most 2 (bound 3 clocks)" in drawn(running(bounded))[2]
+    assert "bound" not in drawn(running(progress(12, 600)))[2]
 
 
 def test_books_that_balance_in_silence_are_one_line() -> None:

@@ -12,13 +12,14 @@ import pytest
 
 from rainband.messages import Peer
 from rainband.strategies.downpour import Downpour
+from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
 from rainband.types import Strategy
 from tests.harness import Faults, World, run
 from tests.ledger import LR, Case
-from tests.storms import Ragged, draw, run_seed
+from tests.storms import Ragged, Softly, draw, run_seed
 
-KINDS = ("downpour", "ragged", "sync")
+KINDS = ("downpour", "ragged", "sync", "stale_sync", "soft_sync")
 FEW, MANY, CHUNK = 50, 2_000, 200
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -27,6 +28,8 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "downpour, two at a time": lambda: Downpour(lr=LR, optimizer="sgd", n_push=2),
     "ragged": Ragged,
     "sync": lambda: Sync(lr=LR),
+    "stale_sync": lambda: StaleSync(bound=1, lr=LR),
+    "soft_sync": lambda: Softly(n=1),
 }
 every_strategy = pytest.mark.parametrize("name", list(STRATEGIES))
 every_way_to_read = pytest.mark.parametrize("direct", [False, True], ids=["asked", "in place"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,13 +16,12 @@ from torch import Tensor
 
 from rainband.block import Block
 from rainband.coordinator import Coordinator
-from rainband.messages import Params, Push
-from rainband.portions import Marks
-from rainband.rules import MeanOfRound
-from rainband.server import Server
-from rainband.sim.faults import Chances, Fault, Script, parse, random_script, shrink, text
+from rainband.messages import Push
+from rainband.rules import WaitForSlowest
+from rainband.sim.faults import ON_A_LINE, ON_A_NODE, Chances, Fault, Script, parse, random_script, shrink, text
 from rainband.sim.trace import table
 from rainband.worlds.sim_oracle import STRATEGIES, Case, Verdict, check, random_case, shortest
+from tests import test_mutations as broken
 
 SCHEDULES = 1000
 CHUNK = 50
@@ -53,9 +52,10 @@ def test_every_batch_is_applied_exactly_once_whatever_happens(first: int) -> Non
 def test_the_schedules_do_what_they_are_for() -> None:
     """Workers die in the middle of a push, pauses outlast the timeout, leases are taken back, late pushes refused."""
     faults = [fault for seed in range(SCHEDULES) for fault in random_case(seed).script]
-    assert {fault.what for fault in faults} == {"kill", "crash", "start", "pause", "cut", "slow", "repeat"}
+    assert {fault.what for fault in faults} == {*ON_A_NODE, *ON_A_LINE}
+    assert {fault.node.split(" ")[0] for fault in faults if fault.what == "kill"} == {"worker", "server", "coordinator"}
     assert {random_case(seed).strategy for seed in range(50)} == set(STRATEGIES)
-    results = [check(random_case(seed), keep_trace=True) for seed in range(60)]
+    results = [check(random_case(seed, strategy), keep_trace=True) for seed in range(40) for strategy in (None, "sync")]
     words = {line.what.split(" ")[0] for verdict in results for line in verdict.trace.lines or []}
     assert {"revoke", "sets", "revoked", "had", "late", "killed", "paused"} <= words
     assert {verdict.outcome for verdict in results} >= {"finished", "failed"}
@@ -77,6 +77,48 @@ def test_without_faults_nothing_is_refused() -> None:
 def test_a_lost_server_ends_the_run_cleanly() -> None:
     verdict = check(Case(0, "downpour", 2, 2, parse("0.2 kill server 1")))
     assert (verdict.outcome, verdict.wrong) == ("failed", [])
+
+
+def test_a_lost_coordinator_ends_the_run() -> None:
+    verdict = check(Case(0, "downpour", 2, 2, parse("0.2 kill coordinator")))
+    assert (verdict.outcome, verdict.wrong, verdict.seconds) == ("failed", [], 0.2)
+
+
+def test_a_coordinator_cannot_be_started_again() -> None:
+    with pytest.raises(ValueError, match="a run does not outlive its coordinator"):
+        check(Case(0, "downpour", 2, 2, parse("0.2 start coordinator")))
+
+
+def test_a_worker_that_cannot_reach_a_server_leaves_and_its_work_is_done_by_others() -> None:
+    verdict = check(Case(0, "downpour", 2, 2, parse("0.2 lose worker 0 > server 1")), keep_trace=True)
+    assert (verdict.outcome, verdict.wrong) == ("finished", [])
+    assert [line for line in verdict.trace.lines or [] if (line.source, line.what) == ("worker 0", "killed")]
+
+
+@pytest.mark.parametrize("by_s", [0.5, 60.0, 3600.0])
+def test_a_clock_that_jumps_costs_leases_and_nothing_else(by_s: float) -> None:
+    """The coordinator takes everyone for late; whoever is alive comes back with its next word."""
+    for strategy in STRATEGIES:
+        verdict = check(Case(3, strategy, 4, 2, parse(f"0.2 skew coordinator by {by_s}")))
+        assert (verdict.outcome, verdict.wrong) == ("finished", [])
+
+
+def test_a_slow_disk_is_waited_for() -> None:
+    fast, slow = (check(Case(0, "sync", 2, 2, parse(script))) for script in ("", "0 disk worker 0 by 20"))
+    assert (slow.outcome, slow.wrong) == ("finished", [])
+    assert slow.seconds == pytest.approx(fast.seconds + 20, abs=0.5)  # the first worker saves
+
+
+def test_pushes_that_overtake_each_other_count_once() -> None:
+    overtaken = 0
+    for seed in range(10):
+        script = parse("0 mix worker 0 > server 0 for 9 by 0.9\n0 mix worker 1 > server 1 for 9 by 0.9")
+        verdict = check(Case(seed, "downpour", 2, 2, script), keep_trace=True)
+        assert (verdict.outcome, verdict.wrong) == ("finished", [])
+        came = [line.what for line in verdict.trace.lines or [] if line.target == "server 0" and "push" in line.what]
+        numbers = [int(what.split(" ")[1]) for what in came]
+        overtaken += numbers != sorted(numbers)
+    assert overtaken > 0
 
 
 def test_a_worker_killed_between_two_blocks_of_one_push_is_made_up_for() -> None:
@@ -101,9 +143,11 @@ def test_a_script_is_text_and_back() -> None:
         0.4 pause server 0 for 2.5
         0.1 cut worker 0 > coordinator for 3
         0.1 slow worker 0 > server 1 for 1 by 0.2
+        0.3 skew coordinator by 60
+        0.3 lose worker 1 > server 0
         """
     )
-    assert [fault.what for fault in script] == ["kill", "start", "pause", "cut", "slow"]
+    assert [fault.what for fault in script] == ["kill", "start", "pause", "cut", "slow", "skew", "lose"]
     assert script[3] == Fault(0.1, "cut", "worker 0", "coordinator", 3.0)
     assert parse(text(script)) == script
 
@@ -121,7 +165,9 @@ def test_a_random_script_reads_back_the_same(seed: int) -> None:
         ("kill worker 1", "is no fault: write for example"),
         ("0.1 hurt worker 1", "no fault named 'hurt': choose from kill, crash"),
         ("0.1 cut worker 1 for 2", "write  cut worker 0 > server 0"),
-        ("0.1 pause worker 1", "pause, cut, slow and repeat need `for`"),
+        ("0.1 pause worker 1", "pause, cut, slow, repeat and mix need `for`"),
+        ("0.1 skew coordinator", "slow, mix, skew and disk need `by`"),
+        ("0.1 kill worker 1 by 2", "slow, mix, skew and disk need `by`"),
     ],
 )
 def test_a_wrong_line_says_what_would_be_right(line: str, told: str) -> None:
@@ -145,49 +191,6 @@ def test_shrinking_leaves_what_is_needed() -> None:
 # ---- the oracle notices ----
 
 
-Mutation = Callable[[pytest.MonkeyPatch], None]
-
-
-def no_dedup(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Server, "_has_had", lambda *_: False)
-    patch.setattr(Marks, "has_some", lambda *_: False)
-
-
-def the_lost_are_not_asked_about(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Coordinator, "_gather", lambda *_: [])
-
-
-def nobody_is_given_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Coordinator, "_why_late", lambda *_: "")
-
-
-def forget_drops_buffer(patch: pytest.MonkeyPatch) -> None:
-    def forget(rule: MeanOfRound, block: Block, worker: int) -> None:
-        rule.early = {column: kept for column, kept in rule.early.items() if kept[0].worker != worker}
-
-    patch.setattr(MeanOfRound, "forget", forget)
-
-
-def each_server_forgets_the_dead(patch: pytest.MonkeyPatch) -> None:
-    def forget(rule: MeanOfRound, block: Block, worker: int) -> None:
-        for column in sorted(rule.early):
-            rule._add(*rule.early.pop(column))
-        if rule.pushes:
-            rule._finish(block)
-
-    patch.setattr(MeanOfRound, "forget", forget)
-
-
-def sum_for_mean(patch: pytest.MonkeyPatch) -> None:
-    finish = MeanOfRound._finish
-
-    def finish_with_sum(rule: MeanOfRound, block: Block) -> None:
-        rule.samples = 1
-        finish(rule, block)
-
-    patch.setattr(MeanOfRound, "_finish", finish_with_sum)
-
-
 def a_batch_applied_but_not_in_the_parameters(patch: pytest.MonkeyPatch) -> None:
     apply = Block.apply
 
@@ -197,44 +200,63 @@ def a_batch_applied_but_not_in_the_parameters(patch: pytest.MonkeyPatch) -> None
     patch.setattr(Block, "apply", lose_one)
 
 
-def version_r_dropped_early(patch: pytest.MonkeyPatch) -> None:
-    read = Server.read
-
-    def forgetful(server: Server, params: Params) -> tuple[Params, Tensor | None]:
-        if params.point >= 0 and server.blocks[params.block].version > params.point:
-            fields = (params.block, params.sequence, server.term, params.point, params.point)
-            return Params(*fields, late=True), None
-        return read(server, params)
-
-    patch.setattr(Server, "read", forgetful)
+def nobody_is_given_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coordinator, "_why_late", lambda *_: "")
 
 
-@pytest.mark.parametrize(
-    "strategy, mutation",
-    [
-        ("downpour", no_dedup),
-        ("downpour2", no_dedup),
-        ("downpour", the_lost_are_not_asked_about),
-        ("downpour", a_batch_applied_but_not_in_the_parameters),
-        ("sync", nobody_is_given_up),
-        ("sync", forget_drops_buffer),
-        ("sync", each_server_forgets_the_dead),
-        ("sync", sum_for_mean),
-        ("sync", version_r_dropped_early),
-    ],
-)
-def test_a_broken_protocol_fails_some_schedule(
-    strategy: str, mutation: Mutation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def anyone_may_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitForSlowest, "admits", lambda *_: True)
+
+
+def a_newcomer_is_known_by_its_first_push(patch: pytest.MonkeyPatch) -> None:
+    enter, absorb = WaitForSlowest.enter, WaitForSlowest.absorb
+
+    def enter_late(rule: WaitForSlowest, block: Block, push: Push, gradient: Tensor | None) -> None:
+        enter(rule, block, push.worker, push.clock - 1)
+        absorb(rule, block, push, gradient)
+
+    patch.setattr(WaitForSlowest, "enter", lambda *_: None)
+    patch.setattr(WaitForSlowest, "absorb", enter_late)
+
+
+# What is broken, how, and a strategy and a first seed with which somebody notices soon.
+# Not here, because no server comes back yet: marks forgotten when complete, marks saved later or earlier than the
+# parameters, acknowledging before the copies have it, a restored shard to which nobody announces its clocks. And not a
+# clock for a whole shard: in these runs a shard has one block.
+BROKEN: dict[str, tuple[broken.Mutation, str, int]] = {
+    "no de-duplication": (broken.no_dedup, "downpour", 0),
+    "a high-water mark for a set": (broken.high_water_mark, "ragged", 40),
+    "no groups": (broken.no_groups, "ragged", 360),
+    "done by acknowledgements": (broken.done_by_acknowledgements, "downpour", 0),
+    "forgetting drops the buffer": (broken.forget_drops_buffer, "sync", 0),
+    "no fence, and what crosses is applied": (broken.what_crosses_is_applied, "ragged", 0),
+    "no fence, and what crosses counts as had": (broken.what_crosses_counts_as_had, "ragged", 0),
+    "each server forgets the dead by itself": (broken.each_server_forgets_the_dead, "sync", 0),
+    "inexact reads of rounds": (broken.inexact_round_reads, "sync", 0),
+    "version r is dropped early": (broken.version_r_dropped_early, "sync", 0),
+    "a newcomer is known by its first push": (a_newcomer_is_known_by_its_first_push, "stale_sync", 10),
+    "no bound": (anyone_may_read, "stale_sync", 0),
+    "the lost are not asked about": (broken.the_lost_are_not_asked_about, "downpour", 0),
+    "nobody is given up": (nobody_is_given_up, "sync", 0),
+    "a sum for a mean": (broken.sum_for_mean, "sync", 0),
+    "a lost gradient": (a_batch_applied_but_not_in_the_parameters, "downpour", 0),
+}
+
+
+@pytest.mark.parametrize("what", list(BROKEN))
+def test_a_broken_protocol_fails_some_schedule(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation, strategy, first = BROKEN[what]
     mutation(monkeypatch)
-    for seed in range(300):
-        if check(random_case(seed, strategy)).wrong:
+    for seed in range(first, first + 200):
+        if check(case := random_case(seed, strategy)).wrong:
+            monkeypatch.undo()
+            assert not check(case).wrong  # it is the mutation that was noticed
             return
-    pytest.fail(f"{mutation.__name__} ran through 300 schedules of {strategy} and nobody noticed.")
+    pytest.fail(f"{what}: 200 schedules of {strategy}, and nobody noticed.")
 
 
 def test_a_failing_seed_is_replayed_by_its_command_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    the_lost_are_not_asked_about(monkeypatch)
+    broken.the_lost_are_not_asked_about(monkeypatch)
     case = next(case for seed in range(100) if check(case := random_case(seed, "downpour")).wrong)
     short = shortest(case)
     assert 1 <= len(short.script) <= len(case.script)

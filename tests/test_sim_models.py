@@ -186,6 +186,15 @@ def test_a_bank_of_servers_keeps_the_times_of_each() -> None:
     assert bank.leave(worker, 0.5) == 1.0  # its card is busy with both shares until then
 
 
+def test_pushes_of_two_workers_queue_at_the_cards_of_a_bank() -> None:
+    model = ClusterModel(
+        NetworkModel(latency_s=0.1, bytes_per_s=10 * MB), nodes=NodeModel(apply_bytes_per_s=math.inf, message_s=0.0)
+    )
+    bank = Bank(model, [5 * MB, 5 * MB], [1, 1])
+    np.testing.assert_allclose(bank.apply(0.0), [0.6, 1.1])
+    np.testing.assert_allclose(bank.apply(0.0), [1.1, 1.6])
+
+
 def test_replies_of_a_bank_share_the_workers_card() -> None:
     model = ClusterModel(
         NetworkModel(latency_s=0.1, bytes_per_s=10 * MB), nodes=NodeModel(read_bytes_per_s=1e18, message_s=0.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -10,16 +11,25 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer import Typer
 from typer.testing import CliRunner
 
 from rainband.cli import replay as replay_command
-from rainband.messages import Peer
+from rainband.client import Client
+from rainband.messages import Message, Peer, Welcome
+from rainband.sim.compute import ComputeModel
+from rainband.sim.model import ClusterModel, NodeModel
+from rainband.sim.network import NetworkModel
+from rainband.types import Port
 from rainband.worlds import local, sim
 from rainband.worlds.config import RunConfig
 from rainband.worlds.directory import write_config
 from rainband.worlds.record import LONG, AnyNote, Applied, Began, Leased, Read, Recorder, Refused, read_notes
 from rainband.worlds.replay import replay, why_bits_may_differ
+from rainband.worlds.sim_worker import WorkerNode
+from rainband.worlds.sim_world import Notes, World
 
 
 def config_of(directory: Path, **given: Any) -> RunConfig:
@@ -94,10 +104,25 @@ def test_the_command_says_that_the_model_is_the_same(recorded: Path, tmp_path: P
     app = Typer()
     app.callback()(lambda: None)
     replay_command.register(app)
-    losses = tmp_path / "losses.csv"
-    result = CliRunner().invoke(app, ["replay", str(recorded), "--losses", str(losses)])
+    result = CliRunner().invoke(app, ["replay", str(recorded), "--table"])
     assert result.exit_code == 0 and "bit for bit: 32 numbers" in result.output, result.output
-    assert len(losses.read_text().splitlines()) == 1 + 64
+    [said] = [line for line in result.output.splitlines() if "bit for bit" in line]
+    assert len(re.findall("[0-9a-f]{16}", said)) == 1
+    rows = [line.split() for line in result.output.splitlines() if line[:1].isdigit() and "updates" not in line]
+    assert [int(row[0]) for row in rows] == list(range(1, 65))  # every update of the first block
+
+
+@pytest.mark.processes
+def test_a_repetition_can_stop_in_the_middle_and_save_what_is_there(recorded: Path, tmp_path: Path) -> None:
+    app = Typer()
+    app.callback()(lambda: None)
+    replay_command.register(app)
+    file = tmp_path / "at_10.safetensors"
+    result = CliRunner().invoke(app, ["replay", str(recorded), "--until", "10", "--model", str(file), "--table"])
+    assert result.exit_code == 0 and "20 updates of blocks made again" in result.output, result.output
+    then, end = load_file(file), load_file(recorded / "model.safetensors")
+    assert then.keys() == end.keys() and not all(torch.equal(then[name], end[name]) for name in end)
+    assert result.output.splitlines()[10].split()[0] == "10" and not result.output.splitlines()[11][0].isdigit()
 
 
 def test_a_simulated_run_is_repeated_from_its_seed(tmp_path: Path) -> None:
@@ -110,6 +135,42 @@ def test_a_simulated_run_is_repeated_from_its_seed(tmp_path: Path) -> None:
     saved = tmp_path / "run" / "simulation.json"
     saved.write_text(saved.read_text().replace('"cpu_capability": "', '"cpu_capability": "Z80 and '))
     assert "the CPU's capability was Z80 and" in CliRunner().invoke(app, ["replay", str(tmp_path / "run")]).output
+
+
+@pytest.mark.parametrize("settings", [{}, {"n_push": 2, "overlap": False}, {"n_fetch": 3, "optimizer": "sgd"}])
+def test_whatever_the_network_does_a_record_repeats_it(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Recorded in virtual time, where lines to different servers may be as unequal as one likes."""
+    config = config_of(tmp_path / "run", strategy_settings=settings)
+    model = ClusterModel(
+        NetworkModel(latency_s=0.01, jitter_s=0.3), ComputeModel(kind="exponential", step_s=0.05), NodeModel()
+    )
+    path = str(tmp_path / "run" / "model.safetensors")
+    world = World(sim.make_play(config), sim.settings_of(config, path), model, Notes())
+    world.start()
+    recorders = []
+    for node in (*world.servers.values(), *world.workers.values()):
+        recorders.append(Recorder(config.directory, node.peer))
+        if isinstance(node, WorkerNode):
+            watch(recorders[-1], node)
+        else:
+            recorders[-1].watch_server(node.server)
+    world.run()
+    write_config(tmp_path / "run", config)
+    for recorder in recorders:
+        recorder.close()
+    assert world.coordinator.staleness().max >= 3
+    assert replay(tmp_path / "run").different == 0
+
+
+def watch(recorder: Recorder, node: WorkerNode) -> None:
+    make_client = node.body.make_client
+
+    def watched(me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        client = make_client(me, welcome, ports, tell)
+        recorder.watch_client(client, welcome)
+        return client
+
+    node.body.make_client = watched  # type: ignore[method-assign]
 
 
 def test_a_run_that_was_not_recorded_says_how(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from rainband.rules import ApplyOnArrival
 from rainband.sim.compute import ComputeModel
 from rainband.sim.model import ClusterModel, NodeModel
 from rainband.sim.network import NetworkModel
-from rainband.sim.trace import Trace
 from rainband.strategies.downpour import Downpour
 from rainband.tasks.linear import Linear
 from rainband.types import ServerHalf
@@ -30,7 +29,7 @@ from rainband.worlds import sim
 from rainband.worlds.config import RunConfig, SimSettings
 from rainband.worlds.sim_body import RealBody, TimeBody
 from rainband.worlds.sim_memory import Desk
-from rainband.worlds.sim_world import Play, World
+from rainband.worlds.sim_world import Notes, Play, World
 from rainband.worlds.spans import Span
 
 INSTANT = ClusterModel(
@@ -57,7 +56,7 @@ def world_of(
     settings = RunSettings(num_workers=num_workers, num_servers=num_servers)
     spans: list[Span] = []
     play = Play(strategy, join, body, real)  # type: ignore[arg-type]
-    return World(play, settings, model, lambda event: None, 1.0, Trace(), spans=spans)
+    return World(play, settings, model, Notes(spans=spans))
 
 
 def parameters(world: World, dimension: int = TASK.dimension) -> torch.Tensor:
@@ -110,6 +109,35 @@ def test_a_slow_network_adds_what_it_should() -> None:
     span_s = [span.from_s for span in world.spans or [] if span.what == "compute"]
     between = [round(later - earlier, 6) for earlier, later in pairwise(span_s)]
     assert between[:10] == [1.02] * 10  # towards the end it waits for leases, too
+
+
+def test_copying_a_reply_keeps_a_server_from_its_next_message() -> None:
+    """The larger of two blocks has 128 bytes, and its server copies 960 bytes a second."""
+    nodes = NodeModel(
+        apply_bytes_per_s=inf, read_bytes_per_s=960, push_bytes_per_s=inf, pull_bytes_per_s=inf, message_s=0.0
+    )
+    world = world_of(Downpour(overlap=False), 2, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    world.start()
+    world.run()
+    first = {f"worker {i}": inf for i in range(2)}
+    for span in world.spans or []:
+        if span.what == "compute":
+            first[span.node] = min(first[span.node], span.from_s)
+    assert round(first["worker 1"] - first["worker 0"], 6) == round(128 / 960, 6)
+
+
+def test_what_a_killed_worker_had_not_sent_is_gone() -> None:
+    """Copying 192 bytes takes a second: at 2.75 s one server's block has left, the other's has not."""
+    nodes = NodeModel(
+        apply_bytes_per_s=inf, read_bytes_per_s=inf, push_bytes_per_s=192, pull_bytes_per_s=inf, message_s=0.0
+    )
+    world = world_of(Downpour(), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    world.clock.at(2.75, lambda: world.kill(world.workers[0], keep=lambda letter: True))  # 1 s to load, 1 to compute
+    world.start()
+    world.run()
+    versions = [block.version for node in world.servers.values() for block in node.server.blocks.values()]
+    assert sorted(versions) == [0, 1]
+    assert world.coordinator.outcome == "failed" and "no worker is left" in world.coordinator.reason
 
 
 def test_time_passes_alike_with_and_without_gradients() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rainband.bench.processes import PRELOAD
 from rainband.bench.rig import Rig
 from rainband.bench.rows import Effort, Row, at_most
 from rainband.transports.ports import MAILBOX_SLOTS
+from rainband.worlds.local import SERVERS_NEED
 from rainband.worlds.zygote import Zygote
 
 MIB = 1 << 20
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 def run(effort: Effort) -> list[Row]:
     num_elements = 100 * MIB
-    zygote = Zygote.start(PRELOAD)
+    zygote = Zygote.start(SERVERS_NEED)
     try:
         rig = Rig(zygote, num_elements, 1, "adagrad", "shm")
         rig.measure(4, 3, limit=False)

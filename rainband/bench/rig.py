@@ -29,7 +29,7 @@ from rainband.transports.ports import SharedPort, TcpPort
 from rainband.transports.switchboard import Switchboard
 from rainband.types import Batch, Port
 from rainband.worlds.config import Job, RunConfig, encode_job
-from rainband.worlds.zygote import Exited, Started, Zygote
+from rainband.worlds.zygote import Exited, Failed, Started, Zygote
 
 NUM_WORKERS = 4
 PLAN = Plan(fingerprint="", layout="", num_samples=1 << 24, batch_size=1, epochs=1, seed=0, portion_batches=64)
@@ -66,6 +66,7 @@ class Rig:
         self.run_id, self.secret = new_run_id(), new_secret()
         self.addresses: dict[int, Address] = {}
         self.ready: set[int] = set()
+        self.started: dict[int, int] = {}  # token -> process
         self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, 1 << 26)
         self.unix = f"rainband-{self.run_id.hex()}"
         self.hub.listen(listen_unix(self.unix))
@@ -77,10 +78,19 @@ class Rig:
         self.owners = tuple(owner[block.index] for block in self.blocks)
         while len(self.addresses) < num_servers:
             self.hub.run_once(1.0)
+            self._see_servers_live()
         for index, mine in enumerate(dealt):
             specs = tuple(self.blocks[b] for b in mine)
             self.hub.send(Peer("server", index), Assign(PLAN, specs, layout.groups, NUM_WORKERS))
         self.hub.flush()
+
+    def _see_servers_live(self) -> None:
+        """Nothing is to be measured without them; what a server printed above says why it ended."""
+        for event in self.zygote.events():
+            if isinstance(event, Started) and event.token in self.tokens:
+                self.started[event.token] = event.pid
+            elif isinstance(event, Failed) or (isinstance(event, Exited) and event.token in self.tokens):
+                raise RuntimeError(f"a server ended while it was measured: {event}.")
 
     def _start_server(self, index: int) -> int:
         config = RunConfig(
@@ -142,10 +152,12 @@ class Rig:
 
     def _idle(self) -> None:
         self.hub.run_once(0.0)
+        self._see_servers_live()
 
     def close(self) -> list[tuple[int, int]]:
         """End the servers; returns their peak resident sizes, and what they share with other processes, in bytes."""
-        peaks = [(_peak_bytes(pid), _shared_bytes(pid)) for pid in self._pids()]
+        self._see_servers_live()
+        peaks = [(_peak_bytes(pid), _shared_bytes(pid)) for pid in self.started.values()]
         for index in range(self.num_servers):
             self.hub.send(Peer("server", index), Bye())
         self.hub.close()
@@ -154,10 +166,6 @@ class Rig:
             select.select([self.zygote], [], [], 0.1)
             waiting -= {event.token for event in self.zygote.events() if isinstance(event, Exited)}
         return peaks
-
-    def _pids(self) -> list[int]:
-        started = {e.token: e.pid for e in self.zygote.events() if isinstance(e, Started)}
-        return [started[token] for token in self.tokens if token in started]
 
 
 def _peak_bytes(pid: int) -> int:
@@ -168,9 +176,15 @@ def _peak_bytes(pid: int) -> int:
 
 def _shared_bytes(pid: int) -> int:
     """Anonymous memory that another process maps too: torch's own objects, as the zygote imported them."""
-    with open(f"/proc/{pid}/smaps_rollup") as rollup:
-        fields = dict(line.split(":", 1) for line in list(rollup)[1:])
-    return int(fields["Anonymous"].split()[0]) * 1024 - int(fields["Private_Dirty"].split()[0]) * 1024
+    shared = here = 0
+    with open(f"/proc/{pid}/smaps") as mappings:
+        for line in mappings:
+            name, _, rest = line.partition(":")
+            if name == "Shared_Dirty":
+                here = int(rest.split()[0])
+            elif name == "Anonymous" and int(rest.split()[0]):  # comes after it; a mailbox has none
+                shared += here
+    return shared * 1024
 
 
 def vector_module(num_elements: int) -> nn.Module:

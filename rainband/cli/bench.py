@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rainband.cli.mistakes import give_up, mistakes_told
+from rainband.cli.words import short, table
 
 if TYPE_CHECKING:
     from rainband.bench.rows import Row
@@ -55,25 +57,20 @@ def bench(
 
 
 def _show(name: str, rows: list[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    for line in shown(name, rows, shutil.get_terminal_size().columns):
+        typer.echo(line)
 
-    table = Table(title=f"bench {name}", title_justify="left")
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    table.add_column("unit")
-    table.add_column("against")
-    table.add_column("bar", justify="right")
-    table.add_column("met")
-    for row in rows:
-        bar = "" if row.bar is None else f"{row.bar:g}"
-        met = {None: "", True: "yes", False: "NO"}[row.met]
-        table.add_row(
-            row.name,
-            f"{row.value:.3g}" if row.value < 1000 else f"{row.value:,.0f}",
-            row.unit,
-            row.against,
-            bar,
-            met,
-        )
-    Console().print(table)
+
+def shown(name: str, rows: list[Row], width: int) -> list[str]:
+    """Numbers first, then what they are, wrapped: readable in 80 columns."""
+    cells = [_cells(row) for row in rows]
+    room = max([len("value"), *(len(value) for value, *_ in cells)])
+    head = ("value".rjust(room), "unit", "bar", "met", "what")
+    return [f"bench {name}", *table([head, *((c[0].rjust(room), *c[1:]) for c in cells)], indent="  ", width=width), ""]
+
+
+def _cells(row: Row) -> tuple[str, str, str, str, str]:
+    unit, _, of_what = row.unit.partition(" ")  # "GB/s pushed and pulled" would take half of the line
+    what = ", ".join(filter(None, [row.name, of_what, row.against and f"against {row.against}"]))
+    bar = "" if row.bar is None else f"{row.bar:g}"
+    return short(row.value), unit, bar, {None: "", True: "yes", False: "NO"}[row.met], what

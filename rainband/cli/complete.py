@@ -19,6 +19,10 @@ def strategies(incomplete: str) -> list[str]:
     return _beginning(incomplete, strategy_names())
 
 
+def strategies_and_tasks(incomplete: str) -> list[str]:
+    return strategies(incomplete) + tasks(incomplete)
+
+
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     """The names of the strategy's settings, each with its equals sign."""
     from rainband.catalogue import find_strategy, strategy_names

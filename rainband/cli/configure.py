@@ -5,12 +5,12 @@ Torch is not imported for it; what only the task itself can know is checked by t
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import importlib.util
 import math
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +18,12 @@ from typing import Any
 
 import msgspec
 
-from rainband import tasks
 from rainband.catalogue import find_strategy, load_strategy, strategy_names
+from rainband.cli.optimizer_settings import check_optimizer
+from rainband.cli.words import assignment
 from rainband.settings import as_dict, parse_pairs
 from rainband.tasks.load import task_names
+from rainband.tasks.source import check_values, read_task
 from rainband.types import Strategy
 from rainband.worlds.config import RunConfig
 from rainband.worlds.directory import read_config
@@ -32,21 +34,26 @@ TRANSPORTS = ("auto", "tcp", "shm")
 EXAMPLE = "rainband train digits downpour"
 
 
-def configured(words: Sequence[str], config: Path | None, given: Mapping[str, Any], world: str = "local") -> RunConfig:
+def configured(
+    words: Sequence[str], config: Path | None, given: Mapping[str, Any], world: str | None = None
+) -> RunConfig:
     """The run that `words` (task, strategy, key=value ...) or an earlier config.json describe.
 
-    `given` holds the fields of RunConfig that were given as options; they come before those of the file.
+    `given` holds the fields of RunConfig that were given as options; they, and the world, come before those of the
+    file.
     """
     base = _from_file(words, config) if config else _from_words(words)
     _check_task(base.task, base.task_settings)
     if given.get("transport", "auto") not in TRANSPORTS:
         raise ValueError(f"--transport {given['transport']}: choose from {', '.join(TRANSPORTS)}.")
     strategy = _strategy(base.strategy, base.strategy_settings)
+    check_optimizer(strategy)
     crew = _crew(base, strategy, given)
+    world = world or base.world
     if world == "local":
         _check_room(crew)
     settings = {name: _plain(value) for name, value in as_dict(strategy).items() if _can_be_written(value)}
-    return msgspec.structs.replace(base, **{**given, **crew, "strategy_settings": settings})
+    return msgspec.structs.replace(base, **{**given, **crew, "world": world, "strategy_settings": settings})
 
 
 def _from_words(words: Sequence[str]) -> RunConfig:
@@ -77,6 +84,8 @@ def _from_file(words: Sequence[str], config: Path) -> RunConfig:
             "Settings (key=value) and options may be changed."
         )
     base = read_config(config)
+    if base.script:
+        raise ValueError(f"{config} is that of a script: type {command_of(msgspec.to_builtins(base))}")
     own, of_task = _split(words)
     return msgspec.structs.replace(
         base,
@@ -104,12 +113,14 @@ def _check_task(name: str, settings: Mapping[str, Any]) -> None:
             f"no task named '{name}'{_did_you_mean(name, task_names())}: "
             f"choose from {', '.join(task_names())}, or give module:name of your own."
         )
-    known = _fields_in_source(name)
+    task = read_task(name)
+    known = [setting.name for setting in task.settings]
     for setting in settings:
-        if known and setting not in known:
+        if setting not in known:
             raise ValueError(
                 f"the task {name} has no setting '{setting}'{_did_you_mean(setting, known)}: it has {', '.join(known)}."
             )
+    check_values(task, settings)
     return None
 
 
@@ -124,20 +135,6 @@ def _check_module(name: str) -> None:
     if found is None:
         hint = f" Leave out the ending: {name.replace('.py:', ':')}." if module.endswith(".py") else ""
         raise ValueError(f"no module named '{module}', neither installed nor in {os.getcwd()}.{hint}")
-
-
-def _fields_in_source(name: str) -> list[str]:
-    """The settings of a built-in task, read and not imported: importing would import torch. [] if unclear."""
-    source = Path(str(tasks.__file__)).with_name(f"{name}.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and not node.bases and _has_method(node, "evaluate"):
-            fields = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
-            return [target.id for target in fields if isinstance(target, ast.Name)]
-    return []
-
-
-def _has_method(node: ast.ClassDef, name: str) -> bool:
-    return any(isinstance(item, ast.FunctionDef) and item.name == name for item in node.body)
 
 
 # ---- the strategy, and how many it needs ----
@@ -188,6 +185,18 @@ def _alone(base: RunConfig, given: Mapping[str, Any]) -> dict[str, int]:
 
 def _with_servers() -> str:
     return " or ".join(name for name in strategy_names() if find_strategy(name)().server(1) is not None)
+
+
+# ---- a script ----
+
+
+def command_of(config: Mapping[str, Any]) -> str:
+    """What was typed, or could have been, to run a script; `config` is as read from its config.json."""
+    options = {"workers": "num_workers", "servers": "num_servers", "strategy": "strategy", "seed": "seed"}
+    words = [f"--{option} {config[field]}" for option, field in options.items() if field in config]
+    words += [f"--optimizer {name}" for name in config.get("optimizers", ())]
+    words += [assignment(name, value) for name, value in config.get("strategy_settings", {}).items()]
+    return " ".join(["rainband run", *words, shlex.join([config["script"], *config.get("arguments", ())])])
 
 
 # ---- small things ----

@@ -1,9 +1,11 @@
-"""`rainband explain`: what a strategy does and what can be set, from its own file."""
+"""`rainband explain`: what a strategy or a task does and what can be set, from its own file."""
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,33 +23,65 @@ def register(app: typer.Typer) -> None:
 
 
 def explain(
-    strategy: Annotated[
+    name: Annotated[
         str | None,
         typer.Argument(
-            metavar="STRATEGY",
-            help="Which one; none: a line about each.",
-            autocompletion=complete.strategies,
+            metavar="NAME",
+            help="A strategy or a task; none: a line about each.",
+            autocompletion=complete.strategies_and_tasks,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Say what a strategy does, with its equations and settings."""
+    """Say what a strategy or a task does, with its equations and settings."""
     from rainband.catalogue import strategy_names
+    from rainband.tasks.load import task_names
 
     with mistakes_told():
-        facts = [facts_of(name) for name in ([strategy] if strategy else strategy_names())]
+        facts = [facts_of(one) for one in ([name] if name else [*strategy_names(), *task_names()])]
     if as_json:
         import msgspec
 
-        typer.echo(msgspec.json.encode(facts[0] if strategy else facts).decode())
+        typer.echo(msgspec.json.encode(facts[0] if name else facts).decode())
         return
     width = min(110, shutil.get_terminal_size().columns)
-    for line in _one(facts[0], width) if strategy else _all(facts, width):
+    for line in _one(facts[0], width) if name else _all(facts, width):
         typer.echo(line)
 
 
 def facts_of(name: str) -> dict[str, Any]:
-    """Everything the strategy's file says about it."""
+    """Everything the file of a strategy or a task says about it."""
+    from rainband.catalogue import strategy_names
+    from rainband.tasks.load import task_names
+
+    if name in strategy_names() or ":" in name:
+        return _strategy(name)
+    if name in task_names():
+        return _task(name)
+    near = difflib.get_close_matches(name, [*strategy_names(), *task_names()], n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise ValueError(
+        f"no strategy or task named {name!r}{hint}: choose from the strategies {', '.join(strategy_names())}, "
+        f"or module:Class, and the tasks {', '.join(task_names())}."
+    )
+
+
+def _task(name: str) -> dict[str, Any]:
+    from rainband.tasks.source import read_task
+
+    task = read_task(name)
+    return {
+        "kind": "task",
+        "name": name,
+        "class": task.class_name,
+        "summary": task.text.partition("\n")[0],
+        "text": task.text,
+        "file": str(task.file),
+        "settings": [_setting(setting, "task.") for setting in task.settings],
+    }
+
+
+def _strategy(name: str) -> dict[str, Any]:
     import inspect
 
     from rainband.catalogue import find_strategy
@@ -56,6 +90,7 @@ def facts_of(name: str) -> dict[str, Any]:
     cls = find_strategy(name)
     text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or cls.__doc__ or "").strip()
     return {
+        "kind": "strategy",
         "name": name,
         "class": cls.__name__,
         "summary": text.partition("\n")[0],
@@ -65,12 +100,13 @@ def facts_of(name: str) -> dict[str, Any]:
     }
 
 
-def _setting(setting: Setting) -> dict[str, Any]:
+def _setting(setting: Setting, before: str = "") -> dict[str, Any]:
+    """A setting; `before` is what is typed before its name."""
     from dataclasses import MISSING
 
     needed = setting.default is MISSING
     return {
-        "name": setting.name,
+        "name": before + setting.name,
         "type": setting.type,
         "default": None if needed else setting.default,
         "needed": needed,
@@ -79,9 +115,21 @@ def _setting(setting: Setting) -> dict[str, Any]:
 
 
 def _all(facts: list[dict[str, Any]], width: int) -> list[str]:
-    rows = [(fact["name"], fact["summary"]) for fact in facts]
-    hint = f"More about one: rainband explain {facts[0]['name']}"
-    return [*table(rows, width=width), "", hint]
+    kinds = {kind: [fact for fact in facts if fact["kind"] == kind] for kind in ("strategy", "task")}
+    examples = [some[0]["name"] for some in kinds.values()]
+    return [
+        "Strategies:",
+        *_lines(kinds["strategy"], width),
+        "",
+        "Tasks:",
+        *_lines(kinds["task"], width),
+        "",
+        f"More about one: rainband explain {' or rainband explain '.join(examples)}",
+    ]
+
+
+def _lines(facts: Iterable[dict[str, Any]], width: int) -> list[str]:
+    return table([(fact["name"], fact["summary"]) for fact in facts], indent="  ", width=width)
 
 
 def _one(fact: dict[str, Any], width: int) -> list[str]:
@@ -93,9 +141,13 @@ def _one(fact: dict[str, Any], width: int) -> list[str]:
         "Settings:" if rows else "It has no settings.",
         *table(rows, indent="  ", width=width),
         "",
-        f"Use it:  rainband train digits {fact['name']} {example}".rstrip(),
+        f"Use it:  rainband train {_usage(fact)} {example}".rstrip(),
         f"Read it: {fact['file']}",
     ]
+
+
+def _usage(fact: dict[str, Any]) -> str:
+    return f"digits {fact['name']}" if fact["kind"] == "strategy" else f"{fact['name']} downpour"
 
 
 def _assignment(setting: dict[str, Any]) -> str:

@@ -10,12 +10,20 @@ import msgspec
 import typer
 
 from rainband.cli.charts import curve, histogram, ink_for
+from rainband.cli.configure import command_of
 from rainband.cli.sentences import crew, how_far, plan_made, user_error
 from rainband.cli.summary import results, summary
-from rainband.cli.words import assignment, duration, short, table
+from rainband.cli.words import assignment, count, duration, short, table, whole
 from rainband.history import Run, loss_curve
 
 CHART_WIDTH = 72
+MEASURES = {  # as people read them -> as programs do
+    "seconds": "seconds",
+    "of them training": "training_s",
+    "samples": "samples",
+    "samples/s": "samples_per_s",
+}
+OF_THE_TASK = ("batch_size", "epochs")  # what a task has its own of
 
 
 def to_json(value: object) -> str:
@@ -38,6 +46,8 @@ def facts(run: Run) -> dict[str, Any]:
         "config": run.config,
         "samples": so_far.samples_done,
         "seconds": ended.seconds if ended else so_far.at_s,
+        "training_s": so_far.training.seconds if ended else None,
+        "world": "sim" if so_far.is_virtual else "local",
         "samples_per_s": _rate(run),
         "metrics": ended.metrics if ended else {},
         "loss": so_far.loss,
@@ -49,13 +59,19 @@ def facts(run: Run) -> dict[str, Any]:
 
 
 def _rate(run: Run) -> float:
-    seconds = run.so_far.ended.seconds if run.so_far.ended else run.so_far.at_s
-    return run.so_far.samples_done / seconds if seconds else 0.0
+    """While it trained; of a run that says nothing of it, over all of its time."""
+    so_far, ended = run.so_far, run.so_far.ended
+    seconds = so_far.training.seconds or (ended.seconds if ended else so_far.at_s - (so_far.training.began_s or 0.0))
+    return so_far.samples_done / seconds if seconds else 0.0
 
 
-def listed(runs: list[Run]) -> list[str]:
-    """A line for each."""
-    return table([("run", "state", "crew", "samples", "time", "result"), *map(_row, runs)])
+def listed(runs: list[Run], width: int = 0) -> list[str]:
+    """A line for each; where the lines would be wider than the terminal, only what matters most."""
+    rows = [("run", "state", "crew", "samples", "time", "result"), *map(_row, runs)]
+    lines = table(rows)
+    if not width or max(map(len, lines)) <= width:
+        return lines
+    return table([(row[0], row[1], row[-1]) for row in rows], width=width)
 
 
 def _row(run: Run) -> tuple[str, ...]:
@@ -65,8 +81,8 @@ def _row(run: Run) -> tuple[str, ...]:
         run.name,
         run.state,
         f"{started.num_workers} + {started.num_servers}" if started else "",
-        f"{so_far.samples_done:,}",
-        duration(so_far.at_s),
+        whole(so_far.done) if so_far.unit == "sample" else count(so_far.done, so_far.unit),
+        duration(so_far.at_s) + (" (virtual)" if so_far.is_virtual else ""),
         _result(run),
     )
 
@@ -87,7 +103,7 @@ def shown(run: Run) -> list[str]:
     if so_far.error:
         lines += [*user_error(so_far.error), ""]
     if so_far.ended:
-        lines += summary(so_far.ended, run.directory, why_was_told=so_far.error is not None)
+        lines += summary(so_far, run.directory)
     else:
         lines += _without_end(run)
     staleness = _histogram_of(run)
@@ -106,15 +122,24 @@ def _about(run: Run) -> list[tuple[str, str]]:
         settings = " ".join(assignment(name, value) for name, value in started.settings.items())
         rows.append(("what", f"{started.task} with {started.strategy} {settings}".rstrip()))
         rows.append(("who", crew(started.num_workers, started.num_servers)))
+        if so_far.is_virtual:
+            rows.append(("time", "virtual: all seconds are those of a simulation (--world sim)"))
         if started.started_at:
             rows.append(("when", _local_time(started.started_at)))
     if so_far.plan:
         rows.append(("plan", plan_made(so_far.plan)))
     if run.unreadable:
         rows.append(("note", f"{run.unreadable} lines of events.jsonl could not be read"))
-    if (run.directory / "config.json").is_file():
-        rows.append(("again", f"rainband train --config {run.directory / 'config.json'}"))
+    if run.config:
+        rows.append(("again", _again(run)))
     return rows
+
+
+def _again(run: Run) -> str:
+    """What to type to do it again."""
+    if run.config.get("script"):
+        return command_of(run.config)
+    return f"rainband train --config {run.directory / 'config.json'}"
 
 
 def _without_end(run: Run) -> list[str]:
@@ -143,33 +168,42 @@ def _local_time(text: str) -> str:
 def compared(a: Run, b: Run) -> list[str]:
     """What came of each, side by side, and what was set otherwise."""
     settings = [row for row in _settings_rows(a, b) if row[1] != row[2]]
-    rows = [("", a.name, b.name, "second / first"), *_outcome_rows(a, b)]
-    same = ["Both were set alike."] if not settings else []
-    lines = [*table(rows), "", *same]
-    return lines + (["What was set otherwise:", *table(settings, indent="  ")] if settings else [])
+    rows = [("", "first", "second", "second / first"), *_outcome_rows(a, b)]
+    lines = [*table([("first", a.name), ("second", b.name)]), "", *table(rows), ""]
+    if not settings:
+        return [*lines, "Both were set alike."]
+    return [*lines, "What was set otherwise:", *table([("", "first", "second"), *settings], indent="  ")]
 
 
 def _settings_rows(a: Run, b: Run) -> list[tuple[str, str, str]]:
     flat_a, flat_b = _flat(a.config), _flat(b.config)
     names = [name for name in [*flat_a, *(n for n in flat_b if n not in flat_a)] if name != "directory"]
-    return [(name, _text(flat_a.get(name, "-")), _text(flat_b.get(name, "-"))) for name in names]
+    return [(name, _text(name, flat_a.get(name, "-")), _text(name, flat_b.get(name, "-"))) for name in names]
 
 
-def _text(value: object) -> str:
-    return "the task's own" if value is None else str(value)
+def _text(name: str, value: object) -> str:
+    if value is None and name in OF_THE_TASK:
+        return "the task's own"
+    return assignment(name, value).partition("=")[2]
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     """Settings of the strategy by their own name, those of the task as they are typed."""
     plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
     of_task = {f"task.{name}": value for name, value in config.get("task_settings", {}).items()}
-    return {**plain, **config.get("strategy_settings", {}), **of_task}
+    of_sim = {f"sim.{name}": value for name, value in config.get("sim", {}).items()}
+    return {
+        **plain,
+        **config.get("strategy_settings", {}),
+        **of_task,
+        **(of_sim if config.get("world") == "sim" else {}),
+    }
 
 
 def _outcome_rows(a: Run, b: Run) -> list[tuple[str, str, str, str]]:
     both = [facts(a), facts(b)]
     rows = [("state", a.state, b.state, "")]
-    rows += [_ratio(name, *(fact[name] for fact in both)) for name in ("seconds", "samples", "samples_per_s")]
+    rows += [_ratio(label, *(fact[name] for fact in both)) for label, name in MEASURES.items()]
     names = [*both[0]["metrics"], *(n for n in both[1]["metrics"] if n not in both[0]["metrics"])]
     rows += [_ratio(name, *(fact["metrics"].get(name) for fact in both)) for name in names]
     rows.append(_ratio("training loss", both[0]["loss"], both[1]["loss"]))

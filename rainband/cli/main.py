@@ -14,7 +14,20 @@ from rainband import __version__
 from rainband.cli.mistakes import EXIT_CODES
 
 # Every command is a file of this folder with a function `register(app)`. To add one, write its name here.
-COMMANDS = ("train", "run", "explain", "runs", "export", "timeline", "calibrate", "bench", "doctor")
+COMMANDS = (
+    "train",
+    "run",
+    "explain",
+    "runs",
+    "export",
+    "replay",
+    "timeline",
+    "calibrate",
+    "simtest",
+    "plan",
+    "bench",
+    "doctor",
+)
 
 
 def main() -> None:

@@ -57,13 +57,14 @@ class LiveView:
 def frame(so_far: RunSoFar, width: int, height: int, ink: Ink = BLOCKS) -> list[Text]:
     """The whole view, no line longer than `width`, no more lines than `height`."""
     width -= 1  # a full last column makes some terminals wrap
-    title = _spread(sentences.headline(so_far), duration(so_far.at_s), width, "bold")
+    clock = duration(so_far.at_s) + (" virtual" if so_far.is_virtual else "")
+    title = _spread(sentences.headline(so_far), clock, width, "bold")
     if so_far.last is None or not (so_far.samples or so_far.last.batches_done):
         return [title, Text(cut(sentences.waiting_for(so_far), width))]
     lines = [title, _how_far(so_far, width, ink), _measures(so_far, width, ink)]
     rows = height - LINES_ABOVE_WORKERS
     if rows >= 2:
-        lines += [Text(""), *_workers(so_far.workers(), width, rows, ink)]
+        lines += [Text(""), *_workers(so_far.workers(), so_far.unit, width, rows, ink)]
     return lines[: max(1, height - 1)]
 
 
@@ -95,9 +96,8 @@ def _what_next(so_far: RunSoFar) -> str:
 
 
 def _measures(so_far: RunSoFar, width: int, ink: Ink) -> Text:
-    rate = f"{short(so_far.samples_per_s)} samples/s" if so_far.samples_per_s else ""
     loss = "" if so_far.loss is None else f"loss {short(so_far.loss)}"
-    text = "   ".join(word for word in (rate, sentences.staleness(so_far), loss) if word)
+    text = "   ".join(word for word in (sentences.rate(so_far), sentences.staleness(so_far), loss) if word)
     losses = [y for _, y in loss_curve(so_far.progress)]
     room = min(MAX_SPARK, width - len(text) - 1)
     if len(losses) > 1 and room >= 5:
@@ -105,18 +105,18 @@ def _measures(so_far: RunSoFar, width: int, ink: Ink) -> Text:
     return Text(cut(text, width))
 
 
-def _workers(workers: list[WorkerNow], width: int, rows: int, ink: Ink) -> list[Text]:
+def _workers(workers: list[WorkerNow], unit: str, width: int, rows: int, ink: Ink) -> list[Text]:
     """A line for each; where they are too many, those worth looking at and a word about the rest."""
     shown, rest = _choose(workers, rows - 1)
-    fastest = max((worker.samples_per_s for worker in workers), default=0.0)
-    head = f"{'worker':>6}  {'samples/s':>9}"
+    fastest = max((worker.per_s for worker in workers), default=0.0)
+    head = f"{'worker':>6}  {f'{unit}s/s':>9}"
     room = max(0, min(MAX_BAR, width - len(head) - 2 - len(_waiting("waiting", "in all")) - NOTE_WIDTH))
     header = f"{head}  {'':<{room}}{_waiting('waiting', 'in all')}"
     lines = [Text(cut(header, width), style="dim")]
     lines += [_worker(worker, fastest, room, width, ink) for worker in shown]
     if rest:
-        mean = sum(worker.samples_per_s for worker in rest) / len(rest)
-        lines.append(Text(cut(f"   and {len(rest)} more, {short(mean)} samples/s each in the mean", width)))
+        mean = sum(worker.per_s for worker in rest) / len(rest)
+        lines.append(Text(cut(f"   and {len(rest)} more, {short(mean)} {unit}s/s each in the mean", width)))
     return lines
 
 
@@ -131,8 +131,8 @@ def _choose(workers: list[WorkerNow], rows: int) -> tuple[list[WorkerNow], list[
 def _worker(worker: WorkerNow, fastest: float, room: int, width: int, ink: Ink) -> Text:
     if worker.gone:
         return Text(cut(f"{worker.index:>6}  {'gone':>9}  {worker.gone}", width), style="red")
-    share = worker.samples_per_s / fastest if fastest else 0.0
-    rate = short(worker.samples_per_s) if worker.samples_per_s else "-"
+    share = worker.per_s / fastest if fastest else 0.0
+    rate = short(worker.per_s) if worker.per_s else "-"
     head = f"{worker.index:>6}  {rate:>9}  "
     tail = _waiting(percent(worker.waiting), duration(worker.waited_s))
     line = Text.assemble(head, (f"{bar(share, room, ink):<{room}}", "green"), tail)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli import complete
+from rainband.cli import complete, words
 from rainband.cli.mistakes import FAILED, mistakes_told
 from rainband.cli.words import count
+
+if TYPE_CHECKING:
+    from rainband.worlds.replay import Replayed, Update
 
 
 def register(app: typer.Typer) -> None:
@@ -26,42 +30,76 @@ def command(
         ),
     ] = "last",
     runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")] = Path("runs"),
-    losses: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the loss of every gradient, as CSV.")
+    until: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Of a recorded run: stop when every block has had N updates."),
     ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of a recorded run: save the parameters at the end, or at N.")
+    ] = None,
+    table: Annotated[
+        bool, typer.Option("--table", help="Show every update; of a run in virtual time, every message.")
+    ] = False,
 ) -> None:
-    """Do a run again, bit for bit: one in virtual time from its seed, a real one if it was started with --record."""
+    """Do a run again, bit for bit: one in virtual time from its seed, a real one if it was started with --record.
+
+    \b
+    rainband replay last --until 120 --table --model at_120.safetensors
+    """
     from rainband.history import find_run
     from rainband.worlds.replay import replay
 
-    noted: list[str] = ["worker,portion,batch,loss"]
-
-    def note(worker: int, portion: int, batch: int, loss: float) -> None:
-        noted.append(f"{worker},{portion},{batch},{loss!r}")
-
+    updates: list[Update] = []
     with mistakes_told():
         directory = find_run(runs, run)
         if (directory / "simulation.json").exists():
-            raise typer.Exit(_simulate_again(directory))
-        result = replay(directory, note if losses is not None else None)
-        if losses is not None:
-            losses.write_text("\n".join(noted) + "\n", encoding="utf-8")
-    typer.echo(f"{directory.name}: {count(result.pushes, 'update')} made again")
+            if until is not None or model is not None:
+                raise ValueError("--until and --model are for recorded runs; this one was in virtual time.")
+            raise typer.Exit(_simulate_again(directory, table))
+        result = replay(directory, updates.append if table else None, until, model)
+    if table:
+        typer.echo("\n".join(_rows(updates)))
+    typer.echo(f"{directory.name}: {count(result.pushes, 'update')} of blocks made again")
+    if model is not None:
+        typer.echo(f"the parameters are in {model}")
+    raise typer.Exit(_compared(result))
+
+
+def _rows(updates: Sequence[Update]) -> list[str]:
+    """What the first block was given, in its order."""
+    head = ("update", "worker", "batches", "read", "staleness", "loss", "norm of the gradient")
+    rows = [
+        (f"{u.number}", f"{u.worker}", u.batches, f"v{u.read}", f"{u.staleness}", f"{u.loss:.6g}", f"{u.norm:.6g}")
+        for u in updates
+    ]
+    return words.table([head, *rows])
+
+
+def _compared(result: Replayed) -> int:
     if result.warning:
         typer.echo(f"The bits may differ: {result.warning}.", err=True)
+    if not result.saved_hash:
+        typer.echo(f"Nothing to compare it with: a model is saved at a run's end. Its bits are {result.repeated_hash}.")
+        return 0
+    numbers = count(result.numbers, "number")
     if result.different:
-        typer.echo(f"{result.different} of {count(result.numbers, 'number')} of the model differ from the saved one.")
-        raise typer.Exit(FAILED)
-    typer.echo(f"The model is the saved one, bit for bit: {count(result.numbers, 'number')}.")
+        typer.echo(f"{result.different} of {numbers} differ: saved {result.saved_hash}, now {result.repeated_hash}.")
+        return FAILED
+    typer.echo(f"The model is the saved one, bit for bit: {numbers}, {result.saved_hash} then and now.")
+    return 0
 
 
-def _simulate_again(directory: Path) -> int:
+def _simulate_again(directory: Path, table: bool) -> int:
     import tempfile
 
+    from rainband.sim.trace import read_lines
+    from rainband.sim.trace import table as as_table
     from rainband.worlds.replay import replay_simulated, why_bits_may_differ
 
     with tempfile.TemporaryDirectory() as folder:
         then, now = replay_simulated(directory, Path(folder))
+        if table:
+            typer.echo(as_table(read_lines(Path(folder))))
     if warning := "" if then.time_only else why_bits_may_differ(then):
         typer.echo(f"The bits may differ: {warning}.", err=True)
     if then.trace_hash == now.trace_hash:

@@ -146,10 +146,8 @@ def _watched(config: RunConfig, as_json: bool, verbose: bool) -> int:
 
     with Watch(sys.stderr if as_json else sys.stdout, verbose) as watch:
         result: RunResult = local.run(config, watch, capture=True)
-    so_far = watch.so_far
-    if so_far.ended is not None:
-        for line in summary(so_far.ended, Path(config.directory), why_was_told=so_far.error is not None):
-            typer.echo(line, err=as_json)
+    for line in summary(watch.so_far, Path(config.directory)):
+        typer.echo(line, err=as_json)
     if as_json:
         typer.echo(msgspec.json.encode(result).decode())
     return result.exit_code

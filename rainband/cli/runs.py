@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -48,7 +50,7 @@ def list_them(
     if not found:
         typer.echo(f"There are no runs in {runs}. Train something: rainband train digits downpour")
         return
-    _print(listed(found))
+    _print(listed(found, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
     if len(directories) > most:
         typer.echo(f"... and {len(directories) - most} older: rainband runs -n {len(directories)}")
 

@@ -35,8 +35,8 @@ def lasting(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> list[st
         case PhaseChanged(reason=str(reason)) if reason and event.phase == "finishing" and not so_far.error:
             return [f"stopping ({reason}): workers finish what they have begun; Ctrl-C again ends it now"]
         case Printed() if so_far.error is None:  # after it, they only tell how they were ended
-            more = [f"| ... {whole(event.left_out)} more in output.log"] if event.left_out else []
-            return [*(f"| {line}" for line in event.lines), *more]
+            before = [f"| ... {count(event.left_out, 'line')} before this in output.log"] if event.left_out else []
+            return [*before, *(f"| {line}" for line in event.lines)]
         case UserError():
             return user_error(event, verbose)
     return _details(event) if verbose else []
@@ -61,7 +61,8 @@ def headline(so_far: RunSoFar) -> str:
     started = so_far.started
     if started is None:
         return ""
-    return f"{started.task} with {started.strategy}: {crew(started.num_workers, started.num_servers)}"
+    who = crew(started.num_workers, started.num_servers)
+    return f"{started.task} with {started.strategy}: {who}{', in virtual time' if so_far.is_virtual else ''}"
 
 
 def crew(num_workers: int, num_servers: int) -> str:
@@ -108,7 +109,7 @@ def how_far(so_far: RunSoFar) -> str:
         f"{duration(so_far.at_s):>9} {percent(so_far.samples_done / so_far.samples) if so_far.samples else '':>6}",
         f"{whole(so_far.samples_done)} of {count(so_far.samples, 'sample')}" if so_far.samples else done(so_far),
         "" if so_far.loss is None else f"loss {short(so_far.loss)}",
-        f"{short(so_far.samples_per_s)} samples/s" if so_far.samples_per_s else "",
+        rate(so_far),
         staleness(so_far),
         time_left(so_far),
         noteworthy(so_far),
@@ -118,16 +119,27 @@ def how_far(so_far: RunSoFar) -> str:
 
 def done(so_far: RunSoFar) -> str:
     """How much is done, where nobody has said how much there is to do."""
-    if so_far.samples_done:
-        return count(so_far.samples_done, "sample")
-    return count(so_far.last.batches_done if so_far.last else 0, "step")
+    return count(so_far.done, so_far.unit)
+
+
+def rate(so_far: RunSoFar) -> str:
+    """Of all together; nothing while it cannot be known."""
+    return f"{short(so_far.per_s)} {so_far.unit}s/s" if so_far.per_s else ""
 
 
 def staleness(so_far: RunSoFar) -> str:
     last = so_far.last
     if last is None or not (so_far.started and so_far.started.num_servers):
         return ""
-    return f"staleness {last.staleness_mean:.1f}, at most {last.staleness_max}"
+    return f"staleness {last.staleness_mean:.1f}, at most {last.staleness_max}{bound(so_far)}"
+
+
+def bound(so_far: RunSoFar) -> str:
+    """What the strategy promises, in its own unit."""
+    last = so_far.last
+    if last is None or last.staleness_bound is None:
+        return ""
+    return f" (bound {f'{last.staleness_bound:g} {last.staleness_unit}'.rstrip()})"
 
 
 def time_left(so_far: RunSoFar) -> str:

@@ -7,35 +7,50 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rainband.cli import sentences
+from rainband.cli.warn import warnings
 from rainband.cli.words import count, duration, short, table, whole
 from rainband.events import RunEnded
+from rainband.history import RunSoFar
 
 WIDTH = 100  # of the longest line, where a reason has to be wrapped
 
 
-def summary(ended: RunEnded, directory: Path, why_was_told: bool = False) -> list[str]:
-    """The lines printed at the end of `train` and by `runs show`."""
+def summary(so_far: RunSoFar, directory: Path) -> list[str]:
+    """The lines printed at the end of `train` and by `runs show`; none of a run that has no end."""
+    ended = so_far.ended
+    if ended is None:
+        return []
     model = directory / "model.safetensors"
+    why_was_told = so_far.error is not None
     rows = [
         ("why", "" if why_was_told or ended.outcome == "finished" else ended.reason),
         ("result", results(ended.metrics)),
-        *(("books" if n == 0 else "", line) for n, line in enumerate(books(ended.books))),
-        ("staleness", staleness(ended.staleness)),
+        *(("books" if n == 0 else "", line) for n, line in enumerate(books(ended.books, bool(so_far.losses)))),
+        ("staleness", staleness(ended.staleness, sentences.bound(so_far))),
         ("model", str(model)) if model.is_file() else ("run", f"{directory} (no model was saved)"),
     ]
-    return [headline(ended), *table([row for row in rows if row[1]], indent="  ", width=WIDTH)]
+    lines = table([row for row in rows if row[1]], indent="  ", width=WIDTH)
+    return [headline(ended, so_far.training.seconds, so_far.is_virtual), *lines, *warnings(so_far)]
 
 
-def headline(ended: RunEnded) -> str:
-    rate = f", {short(ended.samples / ended.seconds)} samples/s" if ended.seconds and ended.samples else ""
-    return f"{ended.outcome} after {duration(ended.seconds)}: {count(ended.samples, 'sample')}{rate}"
+def headline(ended: RunEnded, training_s: float, is_virtual: bool = False) -> str:
+    """How long it took, and how fast it was while it trained."""
+    kept: Mapping[str, Any] = ended.books
+    steps = kept.get("extras", 0)
+    done = count(steps, "step") if steps and not ended.samples else count(ended.samples, "sample")
+    after = f"{ended.outcome} after {duration(ended.seconds)}{' of virtual time' if is_virtual else ''}: {done}"
+    number, unit = (ended.samples, "samples") if ended.samples else (steps, "steps")
+    if not number or not training_s:
+        return after
+    return f"{after}, {short(number / training_s)} {unit}/s in {duration(training_s)} of training"
 
 
 def results(metrics: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'not finite' if v is None else _figure(v)}" for name, v in metrics.items())
 
 
-def books(kept: Mapping[str, Any]) -> list[str]:
+def books(kept: Mapping[str, Any], someone_was_lost: bool = True) -> list[str]:
     """Every batch was applied, or skipped with a reason; nothing was lost, nothing came twice."""
     if not kept:
         return []
@@ -52,17 +67,18 @@ def books(kept: Mapping[str, Any]) -> list[str]:
         lines.append(f"{whole(not_done)} not done: the run ended before their turn")
     if skipped := kept.get("skipped"):
         lines.append(f"{whole(sum(skipped.values()))} skipped: {_by_reason(skipped)}")
-    if again := kept.get("leased_again"):
+    # Loops that end early give portions back, which is no news.
+    if someone_was_lost and (again := kept.get("leased_again")):
         lines.append(f"{count(again, 'portion')} leased again, after a worker was lost or late")
     if refused := kept.get("refused"):
         lines.append(f"{count(sum(refused.values()), 'push')} refused: {_by_reason(refused)}")
     return lines
 
 
-def staleness(measured: Mapping[str, Any]) -> str:
+def staleness(measured: Mapping[str, Any], bound: str = "") -> str:
     if not measured.get("histogram"):
         return ""
-    return f"{short(measured['mean'])} updates in the mean, {measured['max']} at most"
+    return f"{short(measured['mean'])} updates in the mean, {measured['max']} at most{bound}"
 
 
 def _by_reason(numbers: Mapping[str, int]) -> str:

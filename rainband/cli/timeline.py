@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -13,11 +14,22 @@ from rainband.cli.mistakes import mistakes_told
 from rainband.cli.words import count
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from rainband.history import Run
     from rainband.worlds.spans import Span
 
 COLOURS = {"compute": "#2f6f9f", "wait": "#e3b23c", "push": "#b5482a", "pull": "#4c9f70", "apply": "#6a4c93"}
 HEIGHTS = {"compute": (0.3, 0.5), "wait": (0.3, 0.5), "apply": (0.3, 0.5), "push": (0.16, 0.1), "pull": (0.04, 0.1)}
 MAX_SPANS = 50_000  # more cannot be told apart in an image
+MAX_LABELS = 40  # of nodes
+ROW_INCHES, MAX_INCHES = 0.32, 14.0
+
+
+class Loss(NamedTuple):
+    at_s: float
+    samples: int
+    loss: float
 
 
 def register(app: typer.Typer) -> None:
@@ -38,7 +50,7 @@ def command(
     end: Annotated[float | None, typer.Option("--to", metavar="SECONDS", help="End here.")] = None,
 ) -> None:
     """Draw timeline.png, and write timeline.json for chrome://tracing or ui.perfetto.dev, into the run's directory."""
-    from rainband.history import find_run
+    from rainband.history import find_run, read_run
     from rainband.worlds.spans import read_spans
 
     with mistakes_told():
@@ -55,10 +67,25 @@ def command(
     json, image = directory / "timeline.json", directory / "timeline.png"
     json.write_bytes(chrome_trace(spans))
     typer.echo(f"{json}: {count(len(spans), 'span')}")
-    if draw(spans, image):
+    found = read_run(directory)
+    if draw(spans, image, title_of(found), [] if begin or end is not None else losses_of(found, _length(every))):
         typer.echo(str(image))
     else:
         typer.echo("no image: matplotlib is not installed (pip install 'rainband[plots]').", err=True)
+
+
+def title_of(run: Run) -> str:
+    started = run.so_far.started
+    if started is None:
+        return run.name
+    return f"{started.task}, {started.strategy}, {count(started.num_workers, 'worker')}"
+
+
+def losses_of(run: Run, length_s: float) -> list[Loss]:
+    """As they were told. The last is told when the workers have ended: that is where their spans end, too."""
+    known = [p for p in run.so_far.progress if p.loss is not None and math.isfinite(p.loss)]
+    began_s = known[-1].at_s - length_s if known else 0.0
+    return [Loss(max(0.0, p.at_s - began_s), p.samples_done, float(p.loss or 0.0)) for p in known]
 
 
 def within(spans: Sequence[Span], begin: float, end: float | None) -> list[Span]:
@@ -94,29 +121,89 @@ def chrome_trace(spans: Sequence[Span]) -> bytes:
     return msgspec.json.encode({"traceEvents": named, "displayTimeUnit": "ms"})
 
 
-def draw(spans: Sequence[Span], path: Path) -> bool:
-    """One line per node; False: there is nothing to draw with."""
+def draw(spans: Sequence[Span], path: Path, title: str = "", losses: Sequence[Loss] = ()) -> bool:
+    """A line per node, and above them the loss, against time and samples; False: there is nothing to draw with."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError:
         return False
     nodes = nodes_of(spans)
-    figure = Figure(figsize=(12, 1.2 + 0.35 * len(nodes)), layout="constrained")
+    top = 2.2 if len(losses) > 1 else 0.0
+    rows = max(1.0, min(ROW_INCHES * len(nodes), MAX_INCHES))
+    figure = Figure(figsize=(13, 1.4 + top + rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    shown = spans[:MAX_SPANS]
-    for what, colour in COLOURS.items():
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    if top:
+        above, axes = figure.subplots(2, 1, sharex=True, height_ratios=[top, rows])
+        _draw_loss(above, losses)
+    else:
+        axes = figure.subplots()
+    _draw_rows(axes, spans, nodes)
+    axes.set_xlim(min(span.from_s for span in spans), _length(spans))
+    figure.savefig(path, dpi=130)
+    return True
+
+
+def _draw_rows(axes: Axes, spans: Sequence[Span], nodes: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    numbers = {node: number for number, node in enumerate(nodes)}
+    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for span in _longest(spans):
+        bars.setdefault((span.node, span.what), []).append((span.from_s, span.to_s - span.from_s))
+    for number in range(0, len(nodes), 2):
+        axes.axhspan(number, number + 1, color="#f4f4f2", linewidth=0, zorder=0)
+    for (node, what), stretches in bars.items():
         low, height = HEIGHTS[what]
-        for number, node in enumerate(nodes):
-            bars = [(s.from_s, s.to_s - s.from_s) for s in shown if s.what == what and s.node == node]
-            axes.broken_barh(bars, (number + low, height), facecolors=colour, linewidth=0)
-    axes.set_yticks([number + 0.5 for number in range(len(nodes))], nodes)
+        axes.broken_barh(stretches, (numbers[node] + low, height), facecolors=COLOURS[what], linewidth=0, zorder=2)
+    few = [number for number in range(len(nodes)) if number % -(-len(nodes) // MAX_LABELS) == 0]
+    axes.set_yticks([number + 0.5 for number in few], [nodes[number] for number in few])
     axes.set_ylim(len(nodes), 0)  # the first at the top
     axes.set_xlabel("seconds")
-    seen = [what for what in COLOURS if any(span.what == what for span in shown)]
-    patches = [Patch(color=COLOURS[what], label=what) for what in seen]
-    axes.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(seen), frameon=False)
-    figure.savefig(path, dpi=120)
-    return True
+    _bare(axes)
+    seen = [what for what in COLOURS if any(span.what == what for span in spans)]
+    patches = [Patch(color=COLOURS[what], label=f"{what} {_share(spans, what)}".strip()) for what in seen]
+    axes.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(seen), frameon=False, fontsize=9)
+
+
+def _longest(spans: Sequence[Span]) -> Sequence[Span]:
+    """What can be seen: of very many spans the longest, over the whole time."""
+    if len(spans) <= MAX_SPANS:
+        return spans
+    return sorted(spans, key=lambda span: span.from_s - span.to_s)[:MAX_SPANS]
+
+
+def _share(spans: Sequence[Span], what: str) -> str:
+    """Of the time of the workers' own threads."""
+    own = {name: sum(s.to_s - s.from_s for s in spans if s.what == name) for name in ("compute", "wait")}
+    return f"{100 * own[what] / total:.0f} %" if what in own and (total := sum(own.values())) else ""
+
+
+def _draw_loss(axes: Axes, losses: Sequence[Loss]) -> None:
+    import numpy as np
+
+    at_s, samples, loss = (np.array(column) for column in zip(*losses, strict=True))
+    axes.plot(at_s, loss, color="#333333", linewidth=1.4)
+    axes.set_ylabel("training loss")
+    if loss.min() > 0 and loss.max() > 20 * loss.min():
+        axes.set_yscale("log")
+    axes.tick_params(labelbottom=False)
+    _bare(axes)
+    above = axes.secondary_xaxis(
+        "top",
+        functions=(
+            lambda seconds: np.interp(np.asarray(seconds, dtype=float), at_s, samples),
+            lambda number: np.interp(np.asarray(number, dtype=float), samples, at_s),
+        ),
+    )
+    above.set_xticks(np.linspace(samples[0], samples[-1], 6).astype(int))
+    above.set_xlabel("samples")
+    above.spines["top"].set_visible(False)
+
+
+def _bare(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6, zorder=1)
+    axes.tick_params(length=0)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rainband.cli import complete
-from rainband.cli.mistakes import EXIT_CODES, mistakes_told
+from rainband.cli.mistakes import EXIT_CODES, FAILED, give_up, mistakes_told
 
 if TYPE_CHECKING:
     from rainband.sinks import Sink
@@ -86,8 +86,13 @@ def train(
         typer.Option(metavar="FILE", help="Do an earlier run again: its config.json, or its directory."),
     ] = None,
     world: Annotated[
-        str, typer.Option(help="Who runs it: local, processes of this machine; sim, virtual time.", metavar="NAME")
-    ] = "local",
+        str | None,
+        typer.Option(
+            help="Who runs it: local, processes of this machine; sim, virtual time.",
+            metavar="NAME",
+            show_default="local",
+        ),
+    ] = None,
     network: Annotated[
         str | None,
         typer.Option(
@@ -96,6 +101,19 @@ def train(
             show_default="lan",
         ),
     ] = None,
+    time_only: Annotated[
+        bool, typer.Option("--time-only", help="With --world sim: no gradients, only messages and clocks: for scale.")
+    ] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="With --time-only: of each worker.", show_default="as the data has them"),
+    ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Note the order of everything, for rainband replay; over TCP.")
+    ] = False,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Note who did what when, for rainband timeline; sim always does.")
+    ] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Write progress.csv, too.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write for TensorBoard, too.")] = False,
     as_json: Annotated[
@@ -114,9 +132,11 @@ def train(
     import msgspec
 
     from rainband.cli.configure import configured
+    from rainband.cli.virtual import COMPUTE, in_virtual_time, noted
     from rainband.worlds.directory import new_directory
 
-    words = [word for word in (task, strategy, *(settings or [])) if word is not None]
+    typed = [word for word in (task, strategy, *(settings or [])) if word is not None]
+    words = [word for word in typed if not word.startswith(COMPUTE)]
     options = {
         "num_workers": workers,
         "num_servers": servers,
@@ -128,20 +148,16 @@ def train(
         "failure_timeout_s": failure_timeout,
     }
     with mistakes_told():
-        if world not in WORLDS:
+        if world is not None and world not in WORLDS:
             raise ValueError(f"no world named '{world}': choose from {', '.join(WORLDS)}.")
-        if network is not None and world != "sim":
-            raise ValueError("--network is for virtual time: add --world sim.")
         given = {name: value for name, value in options.items() if value is not None}
-        run_config = configured(words, config, given, world)
+        run_config = noted(configured(words, config, given, world), record, timeline)
+        run_config = in_virtual_time(run_config, network, time_only, steps, [w for w in typed if w.startswith(COMPUTE)])
         kinds = _sinks(csv, tensorboard)
         directory = new_directory(runs, run_config.task, run_config.strategy)
         run_config = msgspec.structs.replace(run_config, directory=str(directory))
-        if network is not None:
-            sim = msgspec.structs.replace(run_config.sim, model=network)
-            run_config = msgspec.structs.replace(run_config, sim=sim)
     sinks = [partial(kind, directory) for kind in kinds]
-    raise typer.Exit(_watched(WORLDS[world], run_config, sinks, as_json, verbose))
+    raise typer.Exit(_watched(WORLDS[run_config.world], run_config, sinks, as_json, verbose))
 
 
 def _sinks(csv: bool, tensorboard: bool) -> list[Callable[[Path], Sink]]:
@@ -165,14 +181,18 @@ def _watched(world: str, config: RunConfig, sinks: list[partial[Sink]], as_json:
 
     from rainband.cli.summary import summary
     from rainband.cli.watch import Watch
+    from rainband.errors import Deadlock
 
     run = importlib.import_module(world).run
-    with Watch(sys.stderr if as_json else sys.stdout, verbose, sinks) as watch:
-        result: RunResult = run(config, watch, capture=True)
-    so_far = watch.so_far
-    if so_far.ended is not None:
-        for line in summary(so_far.ended, Path(config.directory), why_was_told=so_far.error is not None):
-            typer.echo(line, err=as_json)
+    try:
+        with Watch(sys.stderr if as_json else sys.stdout, verbose, sinks) as watch:
+            result: RunResult = run(config, watch, capture=True)
+    except Deadlock as deadlock:
+        give_up(f"the run cannot go on: {deadlock}", FAILED)
+    for line in summary(watch.so_far, Path(config.directory)):
+        typer.echo(line, err=as_json)
+    if trace_hash := getattr(result, "trace_hash", ""):
+        typer.echo(f"  trace      {trace_hash}: the same seed gives the same (rainband replay)", err=as_json)
     if as_json:
         typer.echo(msgspec.json.encode(result).decode())
     return result.exit_code

@@ -26,7 +26,9 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.4 s, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    """44 ms, 0.4 s, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    if 0 < seconds < 0.095:
+        return f"{max(0.001, seconds) * 1000:.0f} ms"
     if seconds < 10:
         return f"{seconds:.1f} s"
     total = round(seconds)

@@ -4,9 +4,13 @@
 0.250 crash worker 1                          its machine ends; others hear nothing more for a long time
 0.900 start worker 1                          it comes back as a new life, or joins for the first time
 0.400 pause server 0 for 2.500                as by a signal: nothing is lost, nothing goes on
+0.300 skew coordinator by 60.000              its clock jumps ahead
+0.000 disk worker 0 by 4.000                  whatever it saves takes so much longer
 0.100 cut worker 0 > coordinator for 3.000    one direction of a partition; what was sent comes when it heals
-0.100 slow worker 0 > server 1 for 1.000 by 0.200     every message takes so much longer
+0.100 slow worker 0 > server 1 for 1.000 by 0.200     every message takes so much longer, others overtake them
 0.000 repeat worker 0 > server 1 for 9.000    messages that may come twice do
+0.000 mix worker 0 > server 1 for 9.000 by 0.300      pushes overtake each other: each takes up to so much longer
+0.200 lose worker 0 > server 1                what is under way both ways is lost: the connection breaks
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
-ON_A_NODE = ("kill", "crash", "start", "pause")
-ON_A_LINE = ("cut", "slow", "repeat")
-LASTING = ("pause", *ON_A_LINE)
+ON_A_NODE = ("kill", "crash", "start", "pause", "skew", "disk")
+ON_A_LINE = ("cut", "slow", "repeat", "mix", "lose")
+LASTING = ("pause", "cut", "slow", "repeat", "mix")
+BY_SO_MUCH = ("slow", "mix", "skew", "disk")
 LINE = re.compile(
     r"(?P<at_s>[\d.]+) (?P<what>\w+) (?P<node>\w+(?: \d+)?)(?: > (?P<to>\w+(?: \d+)?))?"
     r"(?: for (?P<for_s>[\d.]+))?(?: by (?P<by_s>[\d.]+))?"
@@ -42,13 +47,19 @@ class Fault:
         if (self.what in ON_A_LINE) != bool(self.to):
             raise ValueError(f"{self}: write  {self.what} worker 0{' > server 0' * (self.what in ON_A_LINE)}.")
         if (self.what in LASTING) != bool(self.for_s):
-            raise ValueError(f"{self}: a {self.what} lasts some time or none: pause, cut, slow and repeat need `for`.")
+            raise ValueError(f"{self}: a {self.what} lasts some time or none: {_listed(LASTING)} need `for`.")
+        if (self.what in BY_SO_MUCH) != bool(self.by_s):
+            raise ValueError(f"{self}: {_listed(BY_SO_MUCH)} need `by` so many seconds, the others do not.")
 
     def __str__(self) -> str:
         to = f" > {self.to}" if self.to else ""
         lasting = f" for {self.for_s:.3f}" if self.for_s else ""
         by = f" by {self.by_s:.3f}" if self.by_s else ""
         return f"{self.at_s:.3f} {self.what} {self.node}{to}{lasting}{by}"
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 Script = tuple[Fault, ...]
@@ -81,7 +92,7 @@ class Chances:
     length_s: float  # faults begin within this time
     timeout_s: float  # the failure timeout: pauses and partitions are around it
     most: int = 5  # faults
-    servers_die: bool = False
+    servers_die: bool = False  # and the coordinator; then the run cannot be finished
 
 
 def random_script(random: Random, num_workers: int, num_servers: int, chances: Chances) -> Script:
@@ -96,8 +107,23 @@ def _random_fault(random: Random, num_workers: int, num_servers: int, chances: C
     at_s = random.uniform(0, chances.length_s)
     lasts_s = chances.timeout_s * random.choice((0.2, 0.9, 1.5, 4.0))
     worker, server = f"worker {random.randrange(num_workers)}", f"server {random.randrange(num_servers)}"
-    kinds = ["kill", "kill", "crash", "pause", "cut", "slow", "repeat", "join", "stall"]
-    match random.choice(kinds + ["lose"] * chances.servers_die):
+    kinds = [
+        "kill",
+        "kill",
+        "crash",
+        "pause",
+        "cut",
+        "slow",
+        "repeat",
+        "join",
+        "stall",
+        "lose",
+        "skew",
+        "disk",
+        "mix",
+        "tear",
+    ]
+    match random.choice(kinds + ["end"] * chances.servers_die):
         case "kill" | "crash" as what:
             back = [Fault(at_s + lasts_s, "start", worker)] if random.random() < 0.7 else []
             return [Fault(at_s, what, worker), *back]
@@ -107,8 +133,23 @@ def _random_fault(random: Random, num_workers: int, num_servers: int, chances: C
             return [Fault(at_s, "pause", random.choice((server, "coordinator")), for_s=lasts_s)]
         case "join":
             return [Fault(at_s, "start", f"worker {num_workers}")]
+        case "end":  # one that only falls silent is noticed by nobody yet
+            ended = random.choice((server, server, "coordinator"))
+            back = [Fault(at_s + lasts_s, "start", ended)] if ended == server and random.random() < 0.5 else []
+            return [Fault(at_s, "kill", ended), *back]
+        case "skew":
+            whose = random.choice((worker, server, "coordinator", "coordinator"))
+            return [Fault(at_s, "skew", whose, by_s=lasts_s * random.choice((1, 10, 1000)))]
+        case "disk":
+            return [Fault(at_s, "disk", worker, by_s=lasts_s)]
+        case "tear":  # it dies with a push on some blocks only
+            by_s = chances.timeout_s * random.random()
+            dies_s = at_s + by_s * random.random()
+            return [Fault(at_s, "slow", worker, server, lasts_s, by_s), Fault(dies_s, "kill", worker)]
+        case "mix":
+            return [Fault(at_s, "mix", worker, server, lasts_s, chances.timeout_s * random.random())]
         case "lose":
-            return [Fault(at_s, "kill", server)]  # one that only falls silent is noticed by nobody yet
+            return [Fault(at_s, "lose", worker, server)]
         case what:
             ends = [worker, random.choice((server, "coordinator"))]
             random.shuffle(ends)

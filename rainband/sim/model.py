@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,15 @@ NETWORKS = {
 PARTS = {"network": NetworkModel, "compute": ComputeModel, "nodes": NodeModel}
 
 
-def load_model(name: str) -> ClusterModel:
-    """A cluster by the name of its network, or from a TOML file."""
+def load_model(name: str, compute: Mapping[str, Any] | None = None) -> ClusterModel:
+    """A cluster by the name of its network, or from a TOML file; with settings of its compute model on top."""
+    model = _by_name(name)
+    if not compute:
+        return model
+    return replace(model, compute=build(ComputeModel, as_dict(model.compute) | dict(compute)))
+
+
+def _by_name(name: str) -> ClusterModel:
     if name in NETWORKS:
         return ClusterModel(NETWORKS[name])
     path = Path(name)

@@ -81,6 +81,7 @@ class Parcel:
     __slots__ = ("arrived", "flow", "left_at", "num_bytes")
     idle = False  # it only keeps time: see VirtualClock.at
     is_read_late = False  # `leave` wants to be called
+    may_overtake = False
 
     def __init__(self, flow: Flow, num_bytes: int) -> None:
         self.flow = flow
@@ -98,15 +99,29 @@ class Parcel:
 class Flow:
     """One direction of a connection: first in, first out."""
 
-    __slots__ = ("crosses_racks", "cut_until", "extra_s", "repeat_until", "source", "target", "under_way")
+    __slots__ = (
+        "broken",
+        "crosses_racks",
+        "cut_until",
+        "extra_s",
+        "mix_s",
+        "mix_until",
+        "repeat_until",
+        "source",
+        "target",
+        "under_way",
+    )
 
     def __init__(self, source: Machine, target: Machine) -> None:
         self.source = source
         self.target = target
         self.crosses_racks = source.rack is not target.rack
         self.under_way: deque[Parcel] = deque()
+        self.broken = False  # nothing goes any more
         self.cut_until = 0.0  # a partition: what would arrive before comes then
         self.extra_s = 0.0  # a slow line
+        self.mix_until = 0.0  # what may overtake does, until then, and takes up to `mix_s` longer
+        self.mix_s = 0.0
         self.repeat_until = 0.0  # what may come twice does, until then
 
 
@@ -137,6 +152,8 @@ class Network:
             latency += 2 * self.model.jitter_s * self.random.random()
         if flow.crosses_racks:
             latency += self.model.uplink_latency_s
+        if parcel.may_overtake and self.clock.now < flow.mix_until:
+            latency += flow.mix_s * self.random.random()
         if num_bytes <= PACKET_BYTES:
             parcel.left_at = at_s + num_bytes / flow.source.out.bytes_per_s
             if parcel.is_read_late:
@@ -167,6 +184,9 @@ class Network:
         if self.clock.now < flow.cut_until:
             self.clock.at(flow.cut_until, partial(self._at_the_door, parcel), parcel.idle)
             return
+        if parcel.may_overtake and self.clock.now < flow.mix_until:
+            flow.under_way.remove(parcel)
+            parcel.deliver()
         parcel.arrived = True
         under_way = flow.under_way
         while under_way and under_way[0].arrived:

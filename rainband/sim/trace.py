@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 import xxhash
@@ -11,6 +12,7 @@ from rainband.messages import Ack, Lease, Load, Message, Params, Pull, Push, Ret
 from rainband.portions import Name
 
 DATA = frozenset((Push, Ack, Pull, Params, Load, Lease, Return, Revoke, Sets))
+FILE = "trace.jsonl"
 AT_ONCE = 1000  # lines are hashed together: that is faster
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -111,3 +113,12 @@ def table(lines: Iterable[Line], hide: tuple[str, ...] = ("beat", "ask", "report
         f"{at:>{widths[0]}}  {source:<{widths[1]}}  {target:<{widths[2]}}  {what}".rstrip()
         for at, source, target, what in rows
     )
+
+
+def write_lines(directory: Path, lines: Iterable[Line]) -> None:
+    (directory / FILE).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+
+def read_lines(directory: Path) -> list[Line]:
+    decoder = msgspec.json.Decoder(Line)
+    return [decoder.decode(line) for line in (directory / FILE).read_bytes().splitlines()]

@@ -103,7 +103,7 @@ def find_folder(folder: str | None, download: bool) -> Path:
         return places[0]
     raise ValueError(
         f"Fashion-MNIST is not in {' or '.join(map(str, places))} (wanted: {', '.join(SHA256)}). "
-        "Type  apt-get install dataset-fashion-mnist , or give folder=PATH, or download=true."
+        "Type  apt-get install dataset-fashion-mnist , or give task.folder=PATH of a copy, or task.download=true."
     )
 
 
@@ -122,7 +122,7 @@ def _checked(address: str, sha256: str) -> bytes:
     except OSError as error:  # no internet, no such address, time-out
         raise ValueError(
             f"could not download {address}: {error}. "
-            "Type  apt-get install dataset-fashion-mnist , or give folder=PATH of a copy."
+            "Type  apt-get install dataset-fashion-mnist , or give task.folder=PATH of a copy."
         ) from error
     found = hashlib.sha256(_unpack(packed, address)).hexdigest()
     if found != sha256:

@@ -16,7 +16,7 @@ from typing import Any, cast
 from rainband.settings import as_dict, build
 from rainband.tasks.task import Task
 
-NOT_TASKS = {"__init__", "load", "task"}  # every other file in this folder is one task
+NOT_TASKS = {"__init__", "load", "source", "task"}  # every other file in this folder is one task
 METHODS = ("model", "data", "loss", "evaluate")
 NUMBERS = ("batch_size", "epochs")
 

@@ -33,8 +33,7 @@ class Connection:
         self.out: deque[memoryview] = deque()
         self.out_bytes = 0
         self.reads: deque[Message] = deque()
-        self.ring = memoryview(bytearray())  # private copies of replies on their way
-        self.ring_at = 0
+        self.num_kept = 0  # pieces at the front of `out` that nobody else writes to
         self.fds: list[int] = []
         self.wants_out = False  # the loop waits until it can be written to again
         self.takes_fds = sock.family == socket.AF_UNIX
@@ -107,30 +106,21 @@ class Connection:
                 message, values = read_now(self.reads.popleft())
                 # Where memory is shared the reader looks at the block itself.
                 shared = self.mailbox is not None and isinstance(message, Params)
-                self.send(message, None if values is None or shared else self._private(values))
+                self.send(message, None if values is None or shared else values)
             if not self.out:
                 return False
             try:
                 sent = self.sock.sendmsg([*self.out] if len(self.out) <= 64 else [self.out[i] for i in range(64)])
             except BlockingIOError:
+                self._keep_the_rest()
                 return True
             self._sent(sent)
 
-    def _private(self, values: memoryview) -> memoryview:
-        """A copy that stays as it is until it has left; the block itself changes on.
-
-        The copies go round in one buffer. As at most ROOM_BYTES and one more reply wait to be sent, what is written
-        over has left long ago.
-        """
-        num_bytes = len(values)
-        if len(self.ring) < 2 * (ROOM_BYTES + num_bytes):
-            self.ring, self.ring_at = memoryview(bytearray(2 * (ROOM_BYTES + num_bytes))), 0
-        if self.ring_at + num_bytes > len(self.ring):
-            self.ring_at = 0
-        copy = self.ring[self.ring_at : self.ring_at + num_bytes]
-        copy[:] = values
-        self.ring_at += num_bytes
-        return copy
+    def _keep_the_rest(self) -> None:
+        """Blocks change on: of replies that could not leave at once, what is left is copied."""
+        for number in range(self.num_kept, len(self.out)):
+            self.out[number] = memoryview(bytes(self.out[number]))
+        self.num_kept = len(self.out)
 
     def _sent(self, sent: int) -> None:
         self.out_bytes -= sent
@@ -141,3 +131,4 @@ class Connection:
                 return
             sent -= len(first)
             self.out.popleft()
+            self.num_kept = max(0, self.num_kept - 1)

@@ -9,6 +9,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from rainband.errors import HandshakeFailed
@@ -57,6 +58,7 @@ class Hub:
         self.peers: dict[Peer, Connection] = {}
         self.watched: dict[int, Callable[[], None]] = {}
         self.unflushed: dict[int, Connection] = {}
+        self.spare = socket.socket()  # a descriptor for the moment when there is none
         self.closed_quietly = 0
         self.last_complaint_at = -1e9
 
@@ -113,6 +115,7 @@ class Hub:
         for listener in self.listeners.values():
             listener.close()
         self.epoll.close()
+        self.spare.close()
 
     # ---- connections -----------------------------------------------------------------------------------------------
 
@@ -130,6 +133,7 @@ class Hub:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._complain("no file descriptor is left for a new connection (see ulimit -n)")
+                self._turn_away(listener)
             return
         unknown = [c for c in self.connections.values() if c.reader is None]
         if len(unknown) >= MAX_UNKNOWN:  # one of ours says who it is in milliseconds: it is not the oldest
@@ -138,6 +142,13 @@ class Hub:
         shake = ServerHandshake(self.secret, self.run_id, self.me)
         deadline = time.monotonic() + self.handshake_timeout_s
         self._add(sock, Connection(sock, self.max_body_bytes, shake, deadline))
+
+    def _turn_away(self, listener: socket.socket) -> None:
+        """Close the connection that waits, with the descriptor kept for that: it would wake us again and again."""
+        self.spare.close()
+        with suppress(OSError):
+            listener.accept()[0].close()
+        self.spare = socket.socket()
 
     def _read(self, connection: Connection) -> None:
         was_known = connection.reader is not None

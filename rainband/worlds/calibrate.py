@@ -2,7 +2,7 @@
 
 A measuring process simulates a few steps with real gradients and takes the time of every piece: of the gradient, of
 what the worker does besides (checking, its own step, copying), of a server's work on a push, of taking a block over.
-It runs alone, and once more on every core at the same time, which shows what busy cores take from each other.
+It runs alone, and in turns on every core at the same time, which shows what busy cores take from each other.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from math import fsum
 from typing import Any
 
 import msgspec
@@ -21,17 +22,18 @@ from rainband.messages import Push
 from rainband.sim.compute import ComputeModel
 from rainband.sim.model import ClusterModel, NodeModel
 from rainband.sim.network import NetworkModel
-from rainband.sim.trace import Trace
 from rainband.worker import ModuleWorker
 from rainband.worlds.config import RunConfig
 from rainband.worlds.sim import make_play, settings_of
 from rainband.worlds.sim_nodes import ServerNode
 from rainband.worlds.sim_worker import WorkerNode
-from rainband.worlds.sim_world import World
+from rainband.worlds.sim_world import Notes, World
 from rainband.worlds.zygote import Zygote
 
 PRELOAD = ("torch", "torch._dynamo", "rainband.worlds.calibrate")
 WARM_UP = 5  # steps that are not counted: allocators, caches
+TURNS = 5  # of measuring alone and together
+ENDLESS = 1_000_000  # epochs: a measurement must not come to the end of the data
 PINGS = 2000
 INSTANT = ClusterModel(NetworkModel(latency_s=0.0), ComputeModel(kind="constant", step_s=1.0), NodeModel())
 
@@ -49,31 +51,45 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def calibrate(config: RunConfig, steps: int = 40) -> ClusterModel:
-    """Measure what a run of this task and strategy takes on this machine."""
+    """Measure what a run of this task and strategy takes on this machine.
+
+    Alone and together are measured in turns, so that a slow moment of the machine hits both.
+    """
     num_cores = len(os.sched_getaffinity(0))
     zygote = Zygote.start(PRELOAD)
+    meters = [Meter(zygote, config) for _ in range(num_cores)]
     try:
-        order = (config, steps)
-        [alone] = _measure(zygote, order, 1)
-        together = _measure(zygote, order, num_cores) if num_cores > 1 else [alone]
+        alone, together = [], []
+        for _ in range(TURNS):
+            alone.append(read_off(meters[:1], -(-steps // TURNS))[0])
+            together += read_off(meters, -(-steps // TURNS))
         latency_s, message_s = _ping(zygote)
     finally:
+        for meter in meters:
+            meter.close()
         zygote.close(1.0)
-    return assemble(alone, together, num_cores, latency_s, message_s)
+    return assemble(joined(alone), together, num_cores, latency_s, message_s)
+
+
+def joined(parts: list[Measured]) -> Measured:
+    """All pieces together."""
+    lists = ("compute_s", "push_s", "step_s", "apply_s", "take_s")
+    pieces: dict[str, list[float]] = {name: [t for part in parts for t in getattr(part, name)] for name in lists}
+    return Measured(**pieces, model_bytes=parts[0].model_bytes, num_blocks=parts[0].num_blocks)
 
 
 def assemble(
     alone: Measured, together: list[Measured], num_cores: int, latency_s: float, message_s: float
 ) -> ClusterModel:
     """From the pieces to a model: one machine with its cores, memory shared between its processes."""
-    slower = max(1.0, _median([t for one in together for t in one.compute_s]) / _median(alone.compute_s))
+    slower = max(1.0, _usual([t for one in together for t in one.compute_s]) / _usual(alone.compute_s))
     crowding = (slower - 1) / (num_cores - 1) if num_cores > 1 else 0.0
     block_bytes = alone.model_bytes / alone.num_blocks
     nodes = NodeModel(
-        apply_bytes_per_s=block_bytes / _median(alone.apply_s),
-        read_bytes_per_s=block_bytes / _median(alone.take_s),
-        push_bytes_per_s=alone.model_bytes / (_median(alone.push_s) + _median(alone.step_s)),
-        pull_bytes_per_s=block_bytes / _median(alone.take_s),
+        apply_bytes_per_s=block_bytes / _usual(alone.apply_s),
+        read_bytes_per_s=block_bytes / _usual(alone.take_s),
+        push_bytes_per_s=alone.model_bytes / (_usual(alone.push_s) + _usual(alone.step_s)),
+        pull_bytes_per_s=block_bytes / _usual(alone.take_s),
         message_s=message_s,
         shared_memory=True,
         cores=num_cores,
@@ -81,33 +97,57 @@ def assemble(
     )
     trace = tuple(round(t, 7) for t in alone.compute_s)
     network = NetworkModel(latency_s=latency_s, bytes_per_s=1e10)
-    return ClusterModel(network, ComputeModel(kind="trace", trace_s=trace, step_s=_median(alone.compute_s)), nodes)
+    return ClusterModel(network, ComputeModel(kind="trace", trace_s=trace, step_s=_usual(alone.compute_s)), nodes)
 
 
-def _median(values: list[float]) -> float:
+def _usual(values: list[float]) -> float:
+    """The mean without the fastest and the slowest tenth. (No median: the last push of a round takes longer.)"""
     ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0.0
+    middle = ordered[len(ordered) // 10 : len(ordered) - len(ordered) // 10]
+    return fsum(middle) / len(middle) if middle else 0.0
 
 
 # ---- processes ----
 
 
-def _measure(zygote: Zygote, order: tuple[RunConfig, int], copies: int) -> list[Measured]:
-    data = msgspec.msgpack.encode(order)
-    readers = []
-    for _ in range(copies):
-        reader, writer = os.pipe()
-        zygote.spawn("rainband.worlds.calibrate:measure_main", data, "rainband calibrate", [writer], 1)
-        os.close(writer)
-        readers.append(reader)
-    return [msgspec.msgpack.decode(_read_all(reader), type=Measured) for reader in readers]
+class Meter:
+    """A measuring process; it measures when asked to."""
+
+    def __init__(self, zygote: Zygote, config: RunConfig) -> None:
+        theirs_in, self.asks = os.pipe()
+        self.answers, theirs_out = os.pipe()
+        job = msgspec.msgpack.encode(config)
+        zygote.spawn("rainband.worlds.calibrate:measure_main", job, "rainband calibrate", [theirs_in, theirs_out], 1)
+        os.close(theirs_in)
+        os.close(theirs_out)
+
+    def ask(self, steps: int) -> None:
+        os.write(self.asks, steps.to_bytes(4, "little"))
+
+    def close(self) -> None:
+        """It ends when nobody can ask it any more."""
+        os.close(self.asks)
+        os.close(self.answers)
+
+    def answer(self) -> Measured:
+        length = int.from_bytes(_read(self.answers, 4), "little")
+        return msgspec.msgpack.decode(_read(self.answers, length), type=Measured)
 
 
-def _read_all(fd: int) -> bytes:
-    with open(fd, "rb") as file:
-        data = file.read()
-    if not data:
-        raise RuntimeError("a measuring process ended without a result; what it printed above says why.")
+def read_off(meters: list[Meter], steps: int) -> list[Measured]:
+    """Let them all measure at the same time."""
+    for meter in meters:
+        meter.ask(steps)
+    return [meter.answer() for meter in meters]
+
+
+def _read(fd: int, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        more = os.read(fd, length - len(data))
+        if not more:
+            raise RuntimeError("a measuring process ended without a result; what it printed above says why.")
+        data += more
     return data
 
 
@@ -134,10 +174,14 @@ def echo_main(job: bytes, fds: list[int]) -> None:
 
 def measure_main(job: bytes, fds: list[int]) -> None:
     """A measuring process."""
-    config, steps = msgspec.msgpack.decode(job, type=tuple[RunConfig, int])
     torch.set_num_threads(1)
-    with open(fds[0], "wb") as file:
-        file.write(msgspec.msgpack.encode(Stopwatch().measure(config, steps)))
+    stopwatch = Stopwatch(msgspec.msgpack.decode(job, type=RunConfig))
+    asks, answers = fds
+    with open(asks, "rb") as reader, open(answers, "wb") as writer:
+        while asked := reader.read(4):
+            data = msgspec.msgpack.encode(stopwatch.measure(int.from_bytes(asked, "little")))
+            writer.write(len(data).to_bytes(4, "little") + data)
+            writer.flush()
 
 
 # ---- taking the time ----
@@ -146,62 +190,59 @@ def measure_main(job: bytes, fds: list[int]) -> None:
 class Stopwatch:
     """Puts clocks around the pieces of a simulated run."""
 
-    def __init__(self) -> None:
-        self.compute_s: list[float] = []
-        self.push_s: list[float] = []
-        self.step_s: list[float] = []
-        self.apply_s: list[float] = []
-        self.take_s: list[float] = []
-
-    def measure(self, config: RunConfig, steps: int) -> Measured:
-        play = make_play(config)
-        world = World(play, settings_of(config, ""), INSTANT, lambda event: None, 1.0, Trace())
+    def __init__(self, config: RunConfig) -> None:
+        self._forget()
+        config = msgspec.structs.replace(config, epochs=ENDLESS)
+        self.world = world = World(make_play(config), settings_of(config, ""), INSTANT, Notes())
         world.start()
         for server in world.servers.values():
             assert isinstance(server, ServerNode)
             server.server.receive = self._timed_server(server.server.receive)  # type: ignore[method-assign]
         for worker in world.workers.values():
             self._time_worker(worker)
-        while len(self.compute_s) < steps + WARM_UP and world.coordinator.phase != "over":
-            world.run(until_s=world.clock.now + 1.0)
-        blocks = world.leader.block_bytes
-        return Measured(
-            compute_s=self.compute_s[WARM_UP:],
-            push_s=self.push_s[WARM_UP:],
-            step_s=self.step_s[WARM_UP:],
-            apply_s=self.apply_s[WARM_UP:],
-            take_s=self.take_s[WARM_UP:],
-            model_bytes=sum(blocks),
-            num_blocks=len(blocks),
-        )
+        self._run(WARM_UP)
+
+    def _forget(self) -> None:
+        self.seconds: dict[str, list[float]] = {name: [] for name in ("compute", "push", "step", "apply", "take")}
+
+    def _run(self, steps: int) -> None:
+        while len(self.seconds["compute"]) < steps:
+            self.world.run(until_s=self.world.clock.now + 1.0)
+
+    def measure(self, steps: int) -> Measured:
+        """Measure so many more steps."""
+        self._forget()
+        self._run(steps)
+        blocks = self.world.leader.block_bytes
+        pieces = {f"{name}_s": seconds for name, seconds in self.seconds.items()}
+        return Measured(**pieces, model_bytes=sum(blocks), num_blocks=len(blocks))
 
     def _time_worker(self, node: WorkerNode) -> None:
-        node.body.gradient = self._timed(node.body.gradient, self.compute_s)  # type: ignore[method-assign]
+        node.body.gradient = self._timed(node.body.gradient, "compute")  # type: ignore[method-assign]
         make_worker = node.body.worker
 
         def watched(index: int, client: Client) -> ModuleWorker:
             worker = make_worker(index, client)
-            client.take = self._timed(client.take, self.take_s)  # type: ignore[method-assign]
-            client._push = self._timed(client._push, self.push_s)  # type: ignore[method-assign]
-            worker.params.step = self._timed(worker.params.step, self.step_s)  # type: ignore[method-assign]
+            client.take = self._timed(client.take, "take")  # type: ignore[method-assign]
+            client._push = self._timed(client._push, "push")  # type: ignore[method-assign]
+            worker.params.step = self._timed(worker.params.step, "step")  # type: ignore[method-assign]
             return worker
 
         node.body.worker = watched  # type: ignore[method-assign]
 
     def _timed_server(self, receive: Callable[..., Any]) -> Callable[..., Any]:
-        timed = self._timed(receive, self.apply_s)
+        timed = self._timed(receive, "apply")
 
         def choose(sender: Any, message: Any, *rest: Any, **named: Any) -> Any:
             return (timed if isinstance(message, Push) else receive)(sender, message, *rest, **named)
 
         return choose
 
-    @staticmethod
-    def _timed(work: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def _timed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*args: Any, **named: Any) -> Any:
             began = time.perf_counter()
             result = work(*args, **named)
-            seconds.append(time.perf_counter() - began)
+            self.seconds[name].append(time.perf_counter() - began)
             return result
 
         return timed

@@ -29,6 +29,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     strategy_settings: dict[str, Any] = {}
     num_workers: int
     num_servers: int
+    world: str = "local"
     batch_size: int | None = None  # None: the task's own
     epochs: int | None = None
     seed: int = 0

@@ -15,11 +15,13 @@ import msgspec
 from rainband.events import AnyEvent, Progress, RunEnded
 from rainband.sinks import Guarded
 from rainband.sinks.sqlite import Sqlite
+from rainband.training_time import TrainingTime
 from rainband.worlds.config import RunConfig
 
 log = logging.getLogger("rainband")
 
-MAX_LINES = 10  # shown of what processes print between two looks; the rest is in output.log
+MAX_LINES = 20  # shown of what processes print between two looks: the last ones; the rest is in output.log
+CHUNK_BYTES = 1 << 20  # read at a look; what is more is for the next
 MAX_LINE_CHARS = 500
 
 
@@ -27,14 +29,16 @@ def new_directory(root: Path, task: str, strategy: str) -> Path:
     """Make a directory that nobody has: the time, what runs, and a number where that is taken."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     name = f"{stamp}-{_plain(task)}-{_plain(strategy)}"
-    root.mkdir(parents=True, exist_ok=True)
-    for number in range(1, 1000):
-        path = root / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir()
-            return path
-        except FileExistsError:
-            continue
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 1000):
+            path = root / (name if number == 1 else f"{name}-{number}")
+            with suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except OSError as error:
+        why = f"{error.strerror}, so no run can have its directory there; give another place with --runs"
+        raise OSError(error.errno, why, str(root)) from None
     raise ValueError(f"cannot make a directory for the run in {root}: clear it, or give another with --runs.")
 
 
@@ -79,9 +83,11 @@ class EventLog:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.encoder = msgspec.json.Encoder()
+        self.training = TrainingTime()
         self.metrics = Guarded(lambda: Sqlite(directory), log.warning)
 
     def write(self, event: AnyEvent) -> None:
+        self.training.absorb(event)
         self.file.write(self.encoder.encode(event) + b"\n")
         if isinstance(event, Progress | RunEnded):
             self.metrics.write(event)
@@ -114,14 +120,22 @@ class OutputLog:
                 os.close(copy)
 
     def new_lines(self, to_the_end: bool = False) -> tuple[list[str], int]:
-        """Whole lines since the last call, and how many more there were; at the end an unfinished one."""
-        data = self.rest + os.pread(self.file.fileno(), 1 << 20, self.read_to)
+        """The last whole lines since the last call, and how many came before; at the end an unfinished one."""
+        data = self.rest + self._unread(to_the_end)
         self.read_to += len(data) - len(self.rest)
         whole, newline, self.rest = data.rpartition(b"\n")
         if to_the_end or len(self.rest) > MAX_LINE_CHARS:
             whole, self.rest = whole + newline + self.rest, b""
         lines = [line for line in whole.decode(errors="replace").splitlines() if line.strip()]
-        return [line[:MAX_LINE_CHARS] for line in lines[:MAX_LINES]], max(0, len(lines) - MAX_LINES)
+        # The last ones: a traceback ends with what went wrong.
+        return [line[:MAX_LINE_CHARS] for line in lines[-MAX_LINES:]], max(0, len(lines) - MAX_LINES)
+
+    def _unread(self, to_the_end: bool) -> bytes:
+        data = chunk = os.pread(self.file.fileno(), CHUNK_BYTES, self.read_to)
+        while to_the_end and chunk:
+            chunk = os.pread(self.file.fileno(), CHUNK_BYTES, self.read_to + len(data))
+            data += chunk
+        return data
 
     def close(self) -> None:
         """Leave no empty file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,9 +24,12 @@ Indices = list[int]
 class Draws:
     """Which batches come next, which the loop has and has not stepped on, and when a pass over the data is over."""
 
-    def __init__(self, client: Client, wait: Callable[[float | None], object]) -> None:
+    def __init__(
+        self, client: Client, wait: Callable[[float | None], object], push_what_is_owed: Callable[[], bool]
+    ) -> None:
         self.client = client
         self.wait = wait
+        self.push_what_is_owed = push_what_is_owed  # steps the strategy has not pushed yet, because it gathers several
         self.passes = 0  # begun so far
         self.pass_is_over = False
         self.queue: deque[Batch] = deque()  # of the cell taken last
@@ -98,11 +102,21 @@ class Draws:
             elif not may_wait:
                 return None
             else:
-                self.wait(None)
+                self._wait_for_more()
         if client.stopping or client.plan.epoch_of(self.queue[0].portion) >= self.passes:
             self.pass_is_over = True
             return None
         return self.queue.popleft()
+
+    def _wait_for_more(self) -> None:
+        """Wait for a lease. Others may wait for what we have stepped on; if nobody pushed, nobody would get more."""
+        if self.client.dry and self.push_what_is_owed():
+            return  # a lease may have come meanwhile
+        stats, started = self.client.stats, time.monotonic()
+        stats.waiting = True
+        self.wait(None)
+        stats.waiting = False
+        stats.waited_s += time.monotonic() - started
 
 
 class InOrder:

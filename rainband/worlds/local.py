@@ -28,11 +28,14 @@ from rainband.transports.dial import listen_unix, this_machine
 from rainband.transports.hub import Hub
 from rainband.worlds.config import Job, RunConfig, encode_job
 from rainband.worlds.directory import EventLog, OutputLog, calendar_time, write_config
+from rainband.worlds.verdict import judged
 from rainband.worlds.zygote import Exited, Failed, Zygote
 
 ENTRIES = {"worker": "rainband.worlds.worker_process:main", "server": "rainband.worlds.server_process:main"}
 SCRIPT = "rainband.worlds.script_process:main"  # the entry of a worker that runs a script of the user's
-PRELOAD = ("torch", "torch._dynamo", *(entry.partition(":")[0] for entry in (*ENTRIES.values(), SCRIPT)))
+# Servers are forked first: they need no torch._dynamo, and so do not hold its 70 MB.
+SERVERS_NEED = ("torch", ENTRIES["server"].partition(":")[0])
+WORKERS_NEED = ("torch._dynamo", *(entry.partition(":")[0] for entry in (ENTRIES["worker"], SCRIPT)))
 MAX_BODY_BYTES = 1 << 28  # a worker's buffers
 GRACE_S = 1.0
 EXIT_KNOWN_S = 0.2  # a process has ended when its connections close; the zygote says how, a moment later
@@ -52,8 +55,9 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     servers: int
     samples: int
-    seconds: float
-    samples_per_s: float
+    seconds: float  # from the start of the first process to the end
+    training_s: float = 0.0  # of these, from the beginning of the first step to the end of the last
+    samples_per_s: float  # while it trained
     metrics: dict[str, float]
     books: dict[str, Any]
     staleness: dict[str, Any]
@@ -97,7 +101,7 @@ class Launcher:
         self.log = EventLog(self.directory)
         self.output = OutputLog(self.directory) if capture else None
         with self.output.inherited() if self.output else nullcontext():
-            self.zygote = Zygote.start(PRELOAD)  # before all else: its imports take the longest
+            self.zygote = Zygote.start(SERVERS_NEED)  # before all else: its imports take the longest
         self.started_at = time.monotonic()
         self.run_id, self.secret = new_run_id(), new_secret()
         self.coordinator = Coordinator(
@@ -146,26 +150,24 @@ class Launcher:
         return self._result()
 
     def _start_processes(self, address: Address) -> None:
-        roles = [("server", i) for i in range(self.config.num_servers)]
-        roles += [("worker", i) for i in range(self.config.num_workers)]
-        for role, index in roles:
-            job = Job(
-                role=role,
-                index=index,
-                run_id=self.run_id,
-                secret=self.secret,
-                coordinator=address,
-                config=self.config,
-            )
-            threads = self.config.threads if role == "worker" else 1
-            token = self.zygote.spawn(
-                self.entries[role],
-                encode_job(job),
-                f"rainband {role} {index}",
-                fds=self.fds,
-                threads=threads,
-            )
-            self.processes[token] = Peer(role, index)
+        for index in range(self.config.num_servers):
+            self._start(address, "server", index, threads=1)
+        self.zygote.preload(WORKERS_NEED)
+        for index in range(self.config.num_workers):
+            self._start(address, "worker", index, self.config.threads)
+
+    def _start(self, address: Address, role: str, index: int, threads: int | None) -> None:
+        job = Job(
+            role=role,
+            index=index,
+            run_id=self.run_id,
+            secret=self.secret,
+            coordinator=address,
+            config=self.config,
+        )
+        title = f"rainband {role} {index}"
+        token = self.zygote.spawn(self.entries[role], encode_job(job), title, fds=self.fds, threads=threads)
+        self.processes[token] = Peer(role, index)
 
     def _loop(self) -> None:
         tick_s = min(MAX_TICK_S, self.config.failure_timeout_s / 5)
@@ -315,12 +317,11 @@ class Launcher:
     def _result(self) -> RunResult:
         self._show()
         self._show_output(to_the_end=True)
-        coordinator, seconds = self.coordinator, self._now()
-        outcome, reason = coordinator.outcome, coordinator.reason
+        coordinator, seconds, training_s = self.coordinator, self._now(), self.log.training.seconds
+        books, samples = coordinator.books(), coordinator.samples_done()
+        outcome, reason = judged(coordinator.outcome, coordinator.reason, books, self.config)
         if self.interrupts > 1:
             outcome, reason = "stopped", "interrupted twice"
-        books = coordinator.books()
-        samples = coordinator.samples_done()
         result = RunResult(
             outcome=outcome,
             reason=reason,
@@ -330,7 +331,8 @@ class Launcher:
             servers=self.config.num_servers,
             samples=samples,
             seconds=seconds,
-            samples_per_s=samples / seconds,
+            training_s=training_s,
+            samples_per_s=samples / (training_s or seconds),
             metrics=coordinator.metrics,
             books=msgspec.to_builtins(books) if books else {},
             staleness=msgspec.to_builtins(coordinator.staleness(), str_keys=True),
@@ -343,6 +345,7 @@ class Launcher:
                 outcome=outcome,
                 reason=reason,
                 seconds=seconds,
+                training_s=training_s,
                 samples=samples,
                 metrics=result.metrics,
                 books=result.books,

@@ -86,7 +86,7 @@ class OwnLoop:
         self.client = self._join()
         self.member.pull_latest()
         own_random_numbers(self.index)
-        self.draws = Draws(self.client, self.member.wait)
+        self.draws = Draws(self.client, self.member.wait, lambda: self.suspended.end_cell())
         self.hooks = StepHooks(self.optimizers, self._step, self._infinite_step)
         params = LoopParameters(self.client, lambda: [settings["lr"] for settings in self.settings])
         worker = LoopWorker(self.index, self.num_workers, self.client, params, self._step_now)
@@ -256,11 +256,19 @@ class OwnLoop:
             self.suspended.end_round()
             self._see_through(batches)
 
+    def log(self, *, loss: float | Tensor) -> None:
+        """Tell the loss of the batches at hand, for those who watch. Nothing depends on it, so it may be left out."""
+        stats, plan, batch = self.client.stats, self.client.plan, self.draws.last
+        samples = plan.samples_in(batch.portion, batch.k) if self.planned and batch is not None else 1
+        stats.loss_sum += (loss.item() if isinstance(loss, Tensor) else float(loss)) * samples
+        stats.loss_samples += samples
+
     @contextmanager
     def away(self) -> Iterator[None]:
         """Inside, nobody waits for this worker: for an evaluation that takes long. Its batches go to others."""
         if self.draws.unstepped:
             raise ValueError("run.away() while a batch is open: step on it, or call run.skip(), before.")
+        self.suspended.end_cell()
         self.member.see_pushes_through()
         self.draws.forget()
         self.member.tell(Away())
@@ -293,7 +301,8 @@ class OwnLoop:
         if not self.member.knows_its_place:
             print(
                 "rainband: this loop draws from a loader of its own, so every worker sees all of the data. To share it "
-                "out use run.batches(...), or rainband.place(), which says which worker this is and of how many.",
+                "out use run.batches(...), or `from rainband.join import place`: place() says which worker this is, "
+                "and of how many.",
                 file=sys.stderr,
             )
 

@@ -6,7 +6,9 @@ follows from the plan.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +152,47 @@ def read_notes(path: Path) -> Iterator[AnyNote]:
             return
         yield decoder.decode(data[at : at + length])
         at += length
+
+
+@dataclass
+class Record:
+    """What a run's processes noted."""
+
+    began: Began
+    welcome: Welcome
+    servers: list[Assigned]
+    leases: dict[int, list[Leased]]  # worker -> in order
+    reads: dict[tuple[int, int, int], int]  # (worker, pull, block) -> version
+    order: dict[int, deque[Applied]]  # block -> what it applied, in order
+
+
+def read_record(directory: Path) -> Record:
+    """Put the notes of all processes together."""
+    workers = {int(path.stem.split("-")[2]): list(read_notes(path)) for path in directory.glob("record-worker-*.bin")}
+    servers = {int(path.stem.split("-")[2]): list(read_notes(path)) for path in directory.glob("record-server-*.bin")}
+    if not workers or not servers:
+        raise ValueError(
+            f"{directory.name} was not recorded, so it cannot be repeated: start it with --record. "
+            "(Rounds, as of sync, need no record: the same seed gives the same bits.)"
+        )
+    every = [note for notes in (*workers.values(), *servers.values()) for note in notes]
+    if refused := Counter(note.result for note in every if isinstance(note, Refused)):
+        told = ", ".join(f"{times} {result}" for result, times in refused.items())
+        raise ValueError(f"{directory.name} cannot be repeated: pushes were refused in it ({told}).")
+    order: dict[int, deque[Applied]] = {}
+    for note in every:
+        if isinstance(note, Applied):
+            order.setdefault(note.block, deque()).append(note)
+    return Record(
+        began=next(note for note in every if isinstance(note, Began)),
+        welcome=next(note.welcome for note in every if isinstance(note, Welcomed)),
+        servers=[note for i in sorted(servers) for note in servers[i] if isinstance(note, Assigned)],
+        leases={w: [note for note in notes if isinstance(note, Leased)] for w, notes in sorted(workers.items())},
+        reads={
+            (w, note.sequence, note.block): note.version
+            for w, notes in sorted(workers.items())
+            for note in notes
+            if isinstance(note, Read)
+        },
+        order=order,
+    )

@@ -6,74 +6,48 @@ again, and everyone who had read this version has read it again. Workers run as 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf, nan, sqrt
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import safetensors.torch
 import torch
+import xxhash
 from torch import Tensor
 
 from rainband.blocks import BlockSpec
 from rainband.client import Client, Handle
-from rainband.messages import Ack, Finish, Lease, Load, Message, Params, Peer, Pull, Push, Welcome
+from rainband.messages import Ack, Finish, Lease, Load, Message, Params, Peer, Pull, Push
 from rainband.server import Server
+from rainband.sim.trace import name_of
 from rainband.types import Port, ServerHalf
 from rainband.worker import Compute, ModuleWorker
 from rainband.worlds import sim
 from rainband.worlds.config import RunConfig
 from rainband.worlds.directory import read_config
-from rainband.worlds.record import Applied, Assigned, Began, Leased, Read, Refused, Welcomed, here, read_notes
+from rainband.worlds.record import Began, Record, here, read_record
 from rainband.worlds.sim import Simulated, make_play, one_thread
 from rainband.worlds.sim_body import RealBody
 from rainband.worlds.sim_nodes import publish
 from rainband.worlds.sim_worker import Body
 
-
-@dataclass
-class Record:
-    """What a run's processes noted."""
-
-    began: Began
-    welcome: Welcome
-    servers: list[Assigned]
-    leases: dict[int, list[Leased]]  # worker -> in order
-    reads: dict[tuple[int, int, int], int]  # (worker, pull, block) -> version
-    order: dict[int, deque[Applied]]  # block -> what it applied, in order
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
 
-def read_record(directory: Path) -> Record:
-    """Put the notes of all processes together."""
-    workers = {int(path.stem.split("-")[2]): list(read_notes(path)) for path in directory.glob("record-worker-*.bin")}
-    servers = {int(path.stem.split("-")[2]): list(read_notes(path)) for path in directory.glob("record-server-*.bin")}
-    if not workers or not servers:
-        raise ValueError(
-            f"{directory.name} was not recorded, so it cannot be repeated: start it with --record. "
-            "(Rounds, as of sync, need no record: the same seed gives the same bits.)"
-        )
-    every = [note for notes in (*workers.values(), *servers.values()) for note in notes]
-    if refused := Counter(note.result for note in every if isinstance(note, Refused)):
-        told = ", ".join(f"{times} {result}" for result, times in refused.items())
-        raise ValueError(f"{directory.name} cannot be repeated: pushes were refused in it ({told}).")
-    order: dict[int, deque[Applied]] = {}
-    for note in every:
-        if isinstance(note, Applied):
-            order.setdefault(note.block, deque()).append(note)
-    return Record(
-        began=next(note for note in every if isinstance(note, Began)),
-        welcome=next(note.welcome for note in every if isinstance(note, Welcomed)),
-        servers=[note for i in sorted(servers) for note in servers[i] if isinstance(note, Assigned)],
-        leases={w: [note for note in notes if isinstance(note, Leased)] for w, notes in sorted(workers.items())},
-        reads={
-            (w, note.sequence, note.block): note.version
-            for w, notes in sorted(workers.items())
-            for note in notes
-            if isinstance(note, Read)
-        },
-        order=order,
-    )
+class Update(NamedTuple):
+    """One update, as the first block had it."""
+
+    number: int  # the version it made
+    worker: int
+    batches: str  # what its gradient came from
+    read: int  # the version its gradient was computed at
+    staleness: int
+    loss: float  # of its batches
+    norm: float  # of its gradient; nan: it was skipped
 
 
 @dataclass(frozen=True)
@@ -83,18 +57,52 @@ class Replayed:
     pushes: int
     numbers: int
     different: int  # numbers that are not the same bits as those of the saved model
+    saved_hash: str  # of the saved model's bits; empty: there is none
+    repeated_hash: str
     warning: str = ""
 
 
-def replay(directory: Path, note: Callable[[int, int, int, float], None] | None = None) -> Replayed:
-    """Repeat a run and compare its model. `note` is told of every gradient: worker, portion, batch, loss."""
+def replay(
+    directory: Path,
+    note: Callable[[Update], None] | None = None,
+    until: int | None = None,
+    model: Path | None = None,
+) -> Replayed:
+    """Repeat a run and compare its model; `note` is told of every update.
+
+    With `until`, every block stops at that version. The parameters at the end are saved as `model`.
+    """
     config = read_config(directory)
     record = read_record(directory)
     with one_thread():
-        repetition = Repetition(config, record, note)
+        repetition = Repetition(config, record, note, until)
         repetition.run()
-    numbers, different = repetition.compare(directory / "model.safetensors")
-    return Replayed(repetition.pushes, numbers, different, why_bits_may_differ(record.began))
+    values = repetition.parameters()
+    if model is not None:
+        safetensors.torch.save_file(values, str(model))
+    then = directory / "model.safetensors"
+    saved = safetensors.torch.load_file(str(then)) if then.is_file() and until is None else {}
+    known = {name: value for name, value in values.items() if name in saved}  # of tied parameters only one is saved
+    return Replayed(
+        pushes=repetition.pushes,
+        numbers=sum(value.numel() for value in known.values()),
+        different=sum(int((bits(saved[name]) != bits(value)).sum()) for name, value in known.items()),
+        saved_hash=hash_of({name: saved[name] for name in known}),
+        repeated_hash=hash_of(known or values),
+        warning=why_bits_may_differ(record.began),
+    )
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Its numbers as whole numbers: a NaN is equal to itself."""
+    return tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()])
+
+
+def hash_of(tensors: dict[str, Tensor]) -> str:
+    hasher = xxhash.xxh3_64()
+    for _, tensor in sorted(tensors.items()):
+        hasher.update(bits(tensor).numpy().tobytes())
+    return hasher.hexdigest() if tensors else ""
 
 
 def why_bits_may_differ(then: Began | Simulated) -> str:
@@ -109,13 +117,19 @@ def why_bits_may_differ(then: Began | Simulated) -> str:
 
 
 def replay_simulated(directory: Path, folder: Path) -> tuple[Simulated, Simulated]:
-    """Simulate a simulated run once more, in a folder of its own; what it was then, and what it is now."""
-    config = msgspec.structs.replace(read_config(directory), directory=str(folder))
-    sim.run(config, lambda event: None)
-    then, now = (
-        msgspec.json.decode((path / "simulation.json").read_bytes(), type=Simulated) for path in (directory, folder)
-    )
-    return then, now
+    """Simulate a simulated run once more, in a folder of its own; what it was then, and what it is now.
+
+    The trace is kept there.
+    """
+    config = read_config(directory)
+    config = msgspec.structs.replace(config, directory=str(folder), sim=msgspec.structs.replace(config.sim, trace=True))
+    then = read_simulated(directory)
+    sim.run(config, lambda event: None, model=then.model)
+    return then, read_simulated(folder)
+
+
+def read_simulated(directory: Path) -> Simulated:
+    return msgspec.json.decode((directory / "simulation.json").read_bytes(), type=Simulated)
 
 
 @dataclass
@@ -135,9 +149,14 @@ class Actor:
 class Repetition:
     """All nodes, without a clock."""
 
-    def __init__(self, config: RunConfig, record: Record, note: Callable[[int, int, int, float], None] | None) -> None:
+    def __init__(
+        self, config: RunConfig, record: Record, note: Callable[[Update], None] | None, until: int | None = None
+    ) -> None:
         self.record = record
         self.note = note
+        self.until = inf if until is None else until
+        self.losses: dict[tuple[int, int], float] = {}  # (portion, batch) -> of its gradient
+        self.squares: dict[tuple[int, int], float] = {}  # (worker, sequence) -> of its gradient's norm
         self.play = make_play(config)
         half = self.play.strategy.server(config.num_workers)
         if half is None or half.rule().reads != "any":
@@ -145,7 +164,7 @@ class Repetition:
         self.pushes = 0
         self.servers: list[Server] = []
         self.owner: dict[int, Server] = {}
-        self.made: dict[tuple[int, int, int], tuple[Push, Tensor]] = {}  # (block, worker, sequence) -> a push
+        self.made: dict[tuple[int, int, int], tuple[Push, Tensor | None]] = {}  # (block, worker, sequence) -> a push
         self.actors = {index: self._actor(index) for index in record.leases}
         self._load()
         self.unread = Counter((block, version) for (_, _, block), version in record.reads.items())
@@ -183,7 +202,7 @@ class Repetition:
         while self._everyone_goes_on() | self._blocks_go_on():
             pass
         left = sum(map(len, self.record.order.values()))
-        if left:
+        if left and self.until == inf:
             raise ValueError(f"the record does not fit: {left} updates could not be made again.")
 
     def _everyone_goes_on(self) -> bool:
@@ -202,8 +221,7 @@ class Repetition:
             actor.waiting = None
             if isinstance(wanted, Compute):
                 wanted.result = actor.body.gradient(actor.worker, wanted.batch)
-                if self.note is not None:
-                    self.note(actor.index, wanted.batch.portion, wanted.batch.k, wanted.result.loss)
+                self.losses[wanted.batch.portion, wanted.batch.k] = wanted.result.loss
             else:
                 assert isinstance(wanted, Handle)
                 actor.waiting = wanted
@@ -229,15 +247,17 @@ class Repetition:
 
     def _apply_next(self, block: int) -> bool:
         order, at = self.record.order[block], self.owner[block].blocks[block]
-        if not order or self.unread[block, at.version] > 0:
+        if not order or at.version >= self.until or self.unread[block, at.version] > 0:
             return False
         key = block, order[0].worker, order[0].sequence
         if key not in self.made:
             return False
         order.popleft()
         push, payload = self.made.pop(key)
+        if self.note is not None and block == 0:
+            self.note(self._update(push, at.version))
         peer = Peer("worker", push.worker)
-        for out in self.owner[block].receive(peer, push, payload, checked=True):
+        for out in self.owner[block].receive(peer, push, payload):
             if isinstance(out.message, Ack):
                 self.actors[push.worker].client.receive(out.message)
         self.pushes += 1
@@ -248,8 +268,14 @@ class Repetition:
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def compare(self, model: Path) -> tuple[int, int]:
-        """How many numbers the saved model has, and how many of them came out differently."""
+    def _update(self, push: Push, version: int) -> Update:
+        losses = [self.losses[r.portion, k] for r in push.name for k in range(r.first, r.last)]
+        norm = sqrt(self.squares.pop((push.worker, push.sequence), nan))
+        loss = sum(losses) / len(losses) if losses else nan
+        return Update(version + 1, push.worker, name_of(push.name), push.version, version - push.version, loss, norm)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """As they are now, by name."""
         body = next(iter(self.actors.values())).body
         assert isinstance(body, RealBody)
         flat = body.memory.flat
@@ -258,13 +284,7 @@ class Repetition:
             flat.view(at.spec).copy_(at.place.of(at.version))
         body.desk.owner = None
         body.sit_down()
-        saved = safetensors.torch.load_file(str(model))
-        numbers = different = 0
-        for name, parameter in body.memory.module.named_parameters():
-            if name in saved:  # of tied parameters only one is saved
-                numbers += parameter.numel()
-                different += int((saved[name].view(-1) != parameter.detach().reshape(-1)).sum())
-        return numbers, different
+        return {name: value.detach().clone() for name, value in body.memory.module.named_parameters()}
 
 
 class ReplayPort:
@@ -279,11 +299,19 @@ class ReplayPort:
     def send(self, message: Message) -> None:
         if isinstance(message, Pull):
             self._asks(message.sequence, range(len(self.repetition.record.welcome.blocks)))
+        elif isinstance(message, Push):  # batches that were skipped
+            self._push(message, None)
 
     def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
         assert isinstance(message, Push)
         payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
         fill(payload)
+        squares, key = self.repetition.squares, (self.worker, message.sequence)
+        if self.repetition.note is not None:
+            squares[key] = squares.get(key, 0.0) + float(payload.double().square().sum())
+        self._push(message, payload)
+
+    def _push(self, message: Push, payload: Tensor | None) -> None:
         self.repetition.made[message.block, self.worker, message.sequence] = message, payload
         if message.want:
             self._asks(message.sequence, [message.block])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from rainband.blocks import BlockSpec
 from rainband.catalogue import load_strategy
@@ -36,7 +37,6 @@ from rainband.transports.hub import Hub
 from rainband.transports.shared import Mailbox, Published
 from rainband.types import ServerHalf, Strategy
 from rainband.worlds.config import Job, decode_job
-from rainband.worlds.record import Recorder
 
 MAX_BODY_BYTES = 1 << 26
 MAX_MAILBOX_BYTES = 1 << 30
@@ -50,9 +50,18 @@ def main(job: bytes, fds: list[int]) -> None:
 def serve(job: Job, strategy: Strategy | None = None) -> None:
     """Be a server; a strategy that is not handed in is the one that the configuration names."""
     torch.set_num_threads(1)  # one thread owns the blocks: no locks, and the same bits on every machine
+    leave_out_the_compiler()
     if job.config.script:  # an optimizer of the user's own may lie beside it
         sys.path.insert(0, os.path.dirname(job.config.script))
     ServerProcess(job, strategy).run()
+
+
+def leave_out_the_compiler() -> None:
+    """Torch imports its compiler, 70 MB, to keep it away from some methods of optimizers. A server compiles nothing."""
+    for wrapped in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
+        method = getattr(wrapped, "__wrapped__", None)
+        if method is not None:
+            setattr(method, "__dynamo_disable", method)  # where torch looks for what it made the first time
 
 
 class ServerProcess:
@@ -65,6 +74,8 @@ class ServerProcess:
         self.strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
         self.server = Server(self._half, self._publish)
         if config.record:
+            from rainband.worlds.record import Recorder  # it knows the workers' side too, which servers never need
+
             Recorder(config.directory, self.me).watch_server(self.server)
         self.published: Published | None = None
         self.over = False
@@ -114,9 +125,7 @@ class ServerProcess:
             payload = self._payload(connection, message, body)
         except (ValueError, RuntimeError):  # the second is torch's, of a dtype that memory cannot be viewed as
             payload = None  # the server refuses it, with a reason
-        # A worker of this machine has looked at every element before it rang; what came by the network is looked at.
-        checked = connection.mailbox is not None
-        for out in self.server.receive(connection.peer, message, payload, checked):
+        for out in self.server.receive(connection.peer, message, payload):
             target = self.hub.peers.get(out.to)
             if target is None:
                 continue

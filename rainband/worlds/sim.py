@@ -18,14 +18,12 @@ import torch
 from rainband import __version__, events
 from rainband.catalogue import load_strategy
 from rainband.coordinator import RunSettings
+from rainband.errors import Deadlock
 from rainband.flat import Flat
 from rainband.messages import Join
 from rainband.optim import build
-from rainband.settings import as_dict
-from rainband.settings import build as build_settings
-from rainband.sim.compute import ComputeModel
 from rainband.sim.model import ClusterModel, load_model
-from rainband.sim.trace import Trace
+from rainband.sim.trace import Trace, write_lines
 from rainband.tasks.load import load_task
 from rainband.tasks.task import Task, fingerprint, parameter_groups
 from rainband.types import Strategy
@@ -34,12 +32,18 @@ from rainband.worlds.directory import EventLog, write_config
 from rainband.worlds.local import RunResult, View
 from rainband.worlds.sim_body import RealBody, TimeBody
 from rainband.worlds.sim_memory import Desk
-from rainband.worlds.sim_world import Play, World
+from rainband.worlds.sim_world import Notes, Play, World
 from rainband.worlds.spans import Span, write_spans
 
-PROGRESS_POINTS = 50  # as many events tell of the progress of a run; heartbeats come as often
+PROGRESS_POINTS = 30  # as many events tell of the progress of a run; heartbeats come as often
 POINTS_IN_BULK = 8
 BULK_FROM = 10_000  # connections between workers and servers
+
+
+class SimulatedResult(RunResult, frozen=True, kw_only=True):
+    """What a simulated run came to."""
+
+    trace_hash: str  # the same for the same seed, in every process
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,13 +59,14 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     model: ClusterModel
 
 
-def run(config: RunConfig, view: View, capture: bool = False) -> RunResult:
+def run(config: RunConfig, view: View, capture: bool = False, model: ClusterModel | None = None) -> SimulatedResult:
     """Run to the end; returns also when it failed, with the reason. A run that cannot go on raises Deadlock.
 
-    There are no other processes, so there is nothing to `capture`.
+    There are no other processes, so there is nothing to `capture`. A `model` comes before the one of the
+    configuration, whose file may have changed.
     """
     with one_thread(), little_garbage():
-        return Simulation(config, view).run()
+        return Simulation(config, view, model or load_model(config.sim.model, config.sim.compute)).run()
 
 
 @contextmanager
@@ -91,12 +96,12 @@ def little_garbage() -> Iterator[None]:
 class Simulation:
     """One run and its directory."""
 
-    def __init__(self, config: RunConfig, view: View) -> None:
+    def __init__(self, config: RunConfig, view: View, model: ClusterModel) -> None:
         self.config = config
         self.view = view
         self.directory = Path(config.directory)
         self.log = EventLog(self.directory)
-        self.model = model_of(config)
+        self.model = model
         self.trace = Trace(keep=config.sim.trace)
         self.spans: list[Span] = []
         self.started_at = time.monotonic()
@@ -108,7 +113,7 @@ class Simulation:
             patient_s = max(config.failure_timeout_s, self.expected_s)
             settings = msgspec.structs.replace(settings, failure_timeout_s=patient_s)
         spans = None if in_bulk(config) else self.spans
-        self.world = World(play, settings, self.model, self._emit, self._tick_s(), self.trace, spans=spans)
+        self.world = World(play, settings, self.model, Notes(self.trace, spans, self._emit), self._tick_s())
 
     def _expected_s(self, join: Join) -> float:
         batches = -(-join.num_samples // join.batch_size) * join.epochs
@@ -120,7 +125,7 @@ class Simulation:
         between_s = max(self.expected_s / points, 1e-6)
         return between_s if in_bulk(self.config) else min(self.config.failure_timeout_s / 5, between_s)
 
-    def run(self) -> RunResult:
+    def run(self) -> SimulatedResult:
         write_config(self.directory, self.config)
         self._emit(
             events.RunStarted(
@@ -147,16 +152,21 @@ class Simulation:
             self.interrupted = True
             self.world.leader.send(self.world.coordinator.stop("stopped", "interrupted"))
             self.world.run()
+        except Deadlock as deadlock:
+            coordinator = self.world.coordinator
+            coordinator.outcome, coordinator.reason = "failed", str(deadlock)
+            self._result()
+            raise
 
     def _emit(self, event: events.AnyEvent) -> None:
         self.log.write(event)
         self.view(event)
 
-    def _result(self) -> RunResult:
+    def _result(self) -> SimulatedResult:
         coordinator, seconds = self.world.coordinator, self.world.clock.now
         books, samples = coordinator.books(), coordinator.samples_done()
         self.world.leader.send([])  # the last events
-        result = RunResult(
+        result = SimulatedResult(
             outcome=coordinator.outcome,
             reason=coordinator.reason,
             strategy=self.config.strategy,
@@ -171,8 +181,9 @@ class Simulation:
             staleness=msgspec.to_builtins(coordinator.staleness(), str_keys=True),
             directory=str(self.directory),
             exit_code=130 if self.interrupted else int(coordinator.outcome == "failed"),
+            trace_hash=self._trace_hash(),
         )
-        self._write_simulated()
+        self._write_simulated(result.trace_hash)
         self._emit(
             events.RunEnded(
                 at_s=seconds,
@@ -187,12 +198,15 @@ class Simulation:
         )
         return result
 
-    def _write_simulated(self) -> None:
+    def _trace_hash(self) -> str:
         for server in self.world.servers.values():
             for block in server.server.blocks.values():
-                self.trace.values(block.values.numpy().tobytes())
+                self.trace.values(block.values.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
+        return self.trace.digest()
+
+    def _write_simulated(self, trace_hash: str) -> None:
         simulated = Simulated(
-            trace_hash=self.trace.digest(),
+            trace_hash=trace_hash,
             time_only=self.config.sim.time_only,
             torch=str(torch.__version__),
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
@@ -204,8 +218,7 @@ class Simulation:
         if self.spans:
             write_spans(self.directory, self.spans)
         if self.trace.lines is not None:
-            lines = b"".join(msgspec.json.encode(line) + b"\n" for line in self.trace.lines)
-            (self.directory / "trace.jsonl").write_bytes(lines)
+            write_lines(self.directory, self.trace.lines)
         data = msgspec.json.format(msgspec.json.encode(simulated), indent=2)
         (self.directory / "simulation.json").write_bytes(data + b"\n")
 
@@ -226,15 +239,6 @@ def settings_of(config: RunConfig, model_path: str) -> RunSettings:
         failure_timeout_s=config.failure_timeout_s,
         model_path=model_path,
     )
-
-
-def model_of(config: RunConfig) -> ClusterModel:
-    """The models of a run: from its file or name, with what was set on top."""
-    model = load_model(config.sim.model)
-    if not config.sim.compute:
-        return model
-    compute = build_settings(ComputeModel, as_dict(model.compute) | config.sim.compute)
-    return ClusterModel(model.network, compute, model.nodes)
 
 
 def make_play(config: RunConfig) -> Play:

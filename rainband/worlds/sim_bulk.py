@@ -62,7 +62,7 @@ class BankNode(Node):
 
     def _handle(self, worker: WorkerNode, message: Message, times: Times) -> None:
         self.post.trace.message(self.clock.now, worker.name, self.name, message)
-        for out in self.server.receive(worker.peer, message, NOTHING, checked=True):
+        for out in self.server.receive(worker.peer, message, NOTHING):
             self._send(out, times)
 
     def _send(self, out: Out, times: Times) -> None:

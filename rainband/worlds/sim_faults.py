@@ -34,12 +34,22 @@ class Trouble:
                 self.deaths += 1
             case "pause":
                 world.pause(node, fault.for_s)
+            case "skew":
+                world.trace.note(now, node.name, f"its clock jumps by {fault.by_s}")
+                node.skew_s += fault.by_s
+            case "disk":
+                world.trace.note(now, node.name, f"its disk is slower by {fault.by_s}")
+                node.disk_s = fault.by_s
             case _:
                 self._on_line(fault, node, now)
 
     def _on_line(self, fault: Fault, node: Node, now: float) -> None:
         other = self._node(fault.to)
-        if other is None:
+        if other is None or not other.alive:
+            return
+        if fault.what == "lose":
+            self.world.disconnect(node, other)
+            self.deaths += 1  # a worker that cannot reach a server ends
             return
         flow = self.world.post.flow(node, other)
         self.world.trace.note(now, node.name, f"{fault.what} > {other.name} for {fault.for_s}")
@@ -48,12 +58,21 @@ class Trouble:
                 flow.cut_until = max(flow.cut_until, now + fault.for_s)
             case "repeat":
                 flow.repeat_until = max(flow.repeat_until, now + fault.for_s)
+            case "mix":
+                flow.mix_until, flow.mix_s = max(flow.mix_until, now + fault.for_s), fault.by_s
             case "slow":
                 flow.extra_s = fault.by_s
                 self.world.clock.after(fault.for_s, partial(setattr, flow, "extra_s", 0.0))
 
     def _start(self, fault: Fault) -> None:
-        index = int(fault.node.split()[1])
+        role, _, number = fault.node.partition(" ")
+        if role == "coordinator":
+            raise ValueError(f"{fault}: a run does not outlive its coordinator, so it cannot be started again.")
+        index = int(number)
+        if role == "server":
+            if not self.world.servers[index].alive:
+                self.world.add_server(index)
+            return
         known = self.world.workers.get(index)
         if known is None:
             self.world.add_worker(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -24,7 +25,7 @@ from rainband.worlds.sim_memory import NOTHING, hollow
 from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
 
 
-class Worker(Protocol):
+class Processor(Protocol):
     """Whoever does work that takes a processor's time."""
 
     def work(self, amount_s: float, then: Callable[[], None]) -> None: ...
@@ -53,17 +54,21 @@ class CoordinatorNode(Node):
         self.clock.after(tick_s, self._tick, idle=True)
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
-        self.send(self.coordinator.receive(sender, message, self.clock.now, payload))
+        self.send(self.coordinator.receive(sender, message, self._now(), payload))
 
     def lost(self, peer: Peer) -> None:
         why = "its connection closed"
         if peer.role == "worker" and peer.index not in self.coordinator.workers:
-            self.send(self.coordinator.never_comes(peer, self.clock.now, why))
-        self.send(self.coordinator.lost(peer, self.clock.now, why))
+            self.send(self.coordinator.never_comes(peer, self._now(), why))
+        self.send(self.coordinator.lost(peer, self._now(), why))
+
+    def _now(self) -> float:
+        """As its own clock has it."""
+        return self.clock.now + self.skew_s
 
     def _tick(self) -> None:
         self.clock.after(self.tick_s, self._tick, idle=True)
-        self.wake(lambda: self.send(self.coordinator.tick(self.clock.now)))
+        self.wake(lambda: self.send(self.coordinator.tick(self._now())))
 
     def send(self, outs: list[CoordinatorOut]) -> None:
         for out in outs:
@@ -110,7 +115,7 @@ class ServerNode(Node):
         machine: Machine,
         half: Callable[[int], ServerHalf],
         costs: NodeModel,
-        cores: Worker,
+        cores: Processor,
         block_bytes: Callable[[int], int],
         span: Callable[[str, str, float, float], None],
     ) -> None:
@@ -120,16 +125,16 @@ class ServerNode(Node):
         self.cores = cores
         self.block_bytes = block_bytes
         self.span = span
-        self.queue: deque[tuple[Peer, Message, Payload]] = deque()
+        self.queue: deque[tuple[Peer, Message | None, Payload]] = deque()  # None: its connection has closed
         self.busy = False
         self.began_at = 0.0
         self.assigned: Callable[[Server], None] | None = None  # who wants to know when it has its blocks
-        self.owed_s = 0.0  # work done for replies, to be paid before the next message
+        self.owed_s = 0.0  # work for replies that were just sent; the next message waits for it
 
     def join(self, coordinator: Peer) -> None:
         self.post.send(self, coordinator, ServerJoin(Address("", 0, self.name)))
 
-    def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
+    def receive(self, sender: Peer, message: Message | None, payload: Payload) -> None:
         self.queue.append((sender, message, payload))
         if not self.busy:
             self._next()
@@ -139,24 +144,36 @@ class ServerNode(Node):
             return
         self.busy = True
         sender, message, payload = self.queue.popleft()
-        amount_s, self.owed_s = self._cost_s(message, payload) + self.owed_s, 0.0
         self.began_at = self.clock.now
-        self.cores.work(amount_s, lambda: self.wake(lambda: self._handle(sender, message, payload)))
+        handle = partial(self._handle, sender, message, payload)
+        self.cores.work(self._cost_s(message, payload), lambda: self.wake(handle))
 
-    def _cost_s(self, message: Message, payload: Payload) -> float:
+    def _cost_s(self, message: Message | None, payload: Payload) -> float:
         if isinstance(message, Push | Load) and payload is not None:
             return self.costs.message_s + self.block_bytes(message.block) / self.costs.apply_bytes_per_s
         return self.costs.message_s
 
-    def _handle(self, sender: Peer, message: Message, payload: Payload) -> None:
+    def _handle(self, sender: Peer, message: Message | None, payload: Payload) -> None:
         self.busy = False
+        if message is None:
+            self.server.lost(sender)
+            self._next()
+            return
         if isinstance(message, Push):
             self.span(self.name, "apply", self.began_at, self.clock.now)
         if not isinstance(message, Bye):
-            for out in self.server.receive(sender, message, payload, checked=True):  # by the client
+            for out in self.server.receive(sender, message, payload):
                 self._send(out)
         if isinstance(message, Assign) and self.assigned is not None:
             self.assigned(self.server)
+        if self.owed_s:
+            owed_s, self.owed_s, self.busy = self.owed_s, 0.0, True
+            self.cores.work(owed_s, lambda: self.wake(self._free))
+        else:
+            self._next()
+
+    def _free(self) -> None:
+        self.busy = False
         self._next()
 
     def _send(self, out: Out) -> None:
@@ -175,7 +192,7 @@ class ServerNode(Node):
         return message, None if values is None else values.clone() if values.numel() else NOTHING
 
     def lost(self, peer: Peer) -> None:
-        self.server.lost(peer)
+        self.receive(peer, None, None)  # in its turn, after what came before
 
 
 def publish(specs: Sequence[BlockSpec], buffers: int) -> list[Place]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -29,15 +30,14 @@ from rainband.sim.model import ClusterModel, NodeModel
 from rainband.sim.network import NetworkModel
 from rainband.sim.trace import Trace
 from rainband.tasks.linear import Linear
-from rainband.tasks.task import Data
-from rainband.types import Batch
+from rainband.types import Batch, ServerHalf, Strategy, Worker
 from rainband.worker import ModuleWorker
 from rainband.worlds.sim import join_of
 from rainband.worlds.sim_body import RealBody
 from rainband.worlds.sim_faults import Trouble
 from rainband.worlds.sim_memory import Desk
 from rainband.worlds.sim_nodes import ServerNode
-from rainband.worlds.sim_world import Play, World
+from rainband.worlds.sim_world import Notes, Play, World
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,10 +53,33 @@ MODEL = ClusterModel(
     ComputeModel(kind="exponential", step_s=0.05, slow_workers=(1,), slow_factor=3.0),
     NodeModel(message_s=0.001),
 )
-STRATEGIES = {
-    "downpour": {"optimizer": "sgd", "lr": LR, "n_push": 1},
-    "downpour2": {"optimizer": "sgd", "lr": LR, "n_push": 2, "overlap": False},
-    "sync": {"optimizer": "sgd", "lr": LR},
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Downpour whose workers sum other numbers of batches in each push, as loops of their own may: nothing lines up."""
+
+    cell_batches: int = 4
+
+    async def run(self, worker: Worker) -> None:
+        await worker.server.pull()
+        async for cell in worker.cells():
+            cut = 2 + worker.index % (self.cell_batches - 1)
+            for at in range(0, len(cell.batches), cut):
+                gradients = [await worker.gradient(batch) for batch in cell.batches[at : at + cut]]
+                worker.server.push(reduce(add, gradients))
+
+    def server(self, num_workers: int) -> ServerHalf | None:
+        return load_strategy("downpour", PLAIN).server(num_workers)
+
+
+PLAIN = {"optimizer": "sgd", "lr": LR}
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "downpour": lambda: load_strategy("downpour", PLAIN),
+    "downpour2": lambda: load_strategy("downpour", PLAIN | {"n_push": 2, "overlap": False}),
+    "ragged": Ragged,
+    "sync": lambda: load_strategy("sync", PLAIN),
+    "stale_sync": lambda: load_strategy("stale_sync", PLAIN | {"bound": 1}),
 }
 
 
@@ -98,13 +121,17 @@ class Verdict:
 
 
 class Ledger:
-    """Counts what reaches the optimizer of each block, independently of marks and books."""
+    """Counts what reaches the optimizer of each block, and keeps all its versions, apart from marks and books."""
 
     def __init__(self) -> None:
+        self.blocks: dict[int, Block] = {}
+        self.versions: dict[tuple[int, int], Tensor] = {}  # (block, version) -> what it was, once it is no more
+        self.misread: list[str] = []
         self.applied: dict[int, Counter[tuple[int, int]]] = {}  # block -> batch -> times
         self.steps: dict[int, list[frozenset[tuple[int, int]]]] = {}  # block -> what each update was made of
 
     def watch(self, server: Server) -> None:
+        self.blocks |= server.blocks
         for block in server.blocks.values():
             self.applied[block.spec.index], self.steps[block.spec.index] = Counter(), []
             block.apply = self._counted(block)  # type: ignore[method-assign, assignment]
@@ -116,21 +143,35 @@ class Ledger:
             batches = [(r.portion, k) for p in pushes if not p.skip for r in p.name for k in range(r.first, r.last)]
             self.applied[number].update(batches)
             self.steps[number].append(frozenset(batches))
+            self.versions[number, block.version] = block.place.of(block.version).clone()
             apply(gradient, pushes, absent)
 
         return counted
+
+    def look_at(self, worker: ModuleWorker, batch: Batch) -> None:
+        """A gradient is about to be computed: are the parameters what they are said to be?"""
+        client, round_ = worker.client, -1
+        if worker.plan.columns:
+            round_ = worker.plan.round_of(batch.portion, batch.k)
+        for index, version in enumerate(client.versions):
+            block = self.blocks[index]
+            true = block.place.of(version) if version == block.version else self.versions.get((index, version))
+            if true is None or not torch.equal(client.views[index], true):
+                self.misread.append(f"worker {worker.index} has other parameters than version {version} of {index}")
+            if round_ not in (-1, version):
+                self.misread.append(f"worker {worker.index} computes round {round_} at version {version} of {index}")
 
 
 class CountingBody(RealBody):
     """Gradients of this task do not depend on the parameters, so each is computed once for all runs."""
 
-    def __init__(
-        self, known: dict[tuple[int, int], Tensor], desk: Desk, task: Linear, data: Data, num_workers: int
-    ) -> None:
-        super().__init__(desk, task, data, num_workers)
-        self.known = known
+    def __init__(self, stage: Stage, ledger: Ledger, num_workers: int) -> None:
+        super().__init__(stage.desk, TASK, stage.data, num_workers)
+        self.known = stage.known
+        self.ledger = ledger
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient:
+        self.ledger.look_at(worker, batch)
         key = worker.plan.seed, worker.plan.number(batch.portion, batch.k)
         if key not in self.known:
             samples = self.data.batch(worker.sampler.indices(batch))
@@ -139,16 +180,22 @@ class CountingBody(RealBody):
         return ModuleGradient([self.known[key].clone()], (batch,), worker.plan.samples_in(batch.portion, batch.k), 0.0)
 
 
-@lru_cache(maxsize=32)
-def _play(strategy: str, num_workers: int) -> Play:
-    """Built once; every run gets memory of its own."""
-    built = load_strategy(strategy.rstrip("2"), STRATEGIES[strategy])
-    data = TASK.data()
-    flat = Flat(TASK.model())
-    desk = Desk(flat)
-    join = join_of(built, flat, "", len(data), TASK.batch_size, TASK.epochs)
-    known: dict[tuple[int, int], Tensor] = {}
-    return Play(built, join, lambda: CountingBody(known, desk, TASK, data, num_workers), real=True)
+class Stage:
+    """What all runs of a strategy share; every run gets memory of its own."""
+
+    def __init__(self, strategy: str) -> None:
+        self.strategy = STRATEGIES[strategy]()
+        self.data = TASK.data()
+        flat = Flat(TASK.model())
+        self.desk = Desk(flat)
+        self.join = join_of(self.strategy, flat, "", len(self.data), TASK.batch_size, TASK.epochs)
+        self.known: dict[tuple[int, int], Tensor] = {}  # gradients that were computed before
+
+    def play(self, ledger: Ledger, num_workers: int) -> Play:
+        return Play(self.strategy, self.join, lambda: CountingBody(self, ledger, num_workers), real=True)
+
+
+stage_of = lru_cache(maxsize=32)(Stage)  # building one takes as long as a run
 
 
 def check(case: Case, keep_trace: bool = False) -> Verdict:
@@ -160,10 +207,10 @@ def check(case: Case, keep_trace: bool = False) -> Verdict:
         seed=0,  # of the plan: the same batches in every run; all else follows from the case's
         failure_timeout_s=TIMEOUT_S,
     )
-    play = _play(case.strategy, case.num_workers)
-    shuffle = Random(f"shuffle {case.seed}")
-    world = World(play, settings, MODEL, lambda event: None, TIMEOUT_S / 5, verdict.trace, shuffle, seed=case.seed)
     ledger = Ledger()
+    play = stage_of(case.strategy).play(ledger, case.num_workers)
+    shuffle = Random(f"shuffle {case.seed}")
+    world = World(play, settings, MODEL, Notes(verdict.trace), TIMEOUT_S / 5, shuffle, case.seed)
     trouble = Trouble(world, case.script, case.seed)
     world.start()
     for node in world.servers.values():
@@ -190,7 +237,7 @@ class Judge:
     trouble: Trouble
 
     def complaints(self) -> list[str]:
-        wrong = self._twice() + self._books()
+        wrong = self.ledger.misread[:1] + self._twice() + self._books() + self._bound()
         if self.world.coordinator.phase != "over":
             return [*wrong, f"not over after {self.world.clock.now:.1f} s: {self.world.who_waits()}"]
         if self.world.coordinator.outcome != "finished":
@@ -224,6 +271,17 @@ class Judge:
             wrong.append(f"the books say finished, with {books.not_done} not done and {books.skipped} skipped")
         return wrong
 
+    def _bound(self) -> list[str]:
+        """No reader missed more than its rule allows, in the rule's own unit, on any block."""
+        blocks = [block for node in self.world.servers.values() for block in node.server.blocks.values()]
+        limits = [(block.spec.index, limit) for block in blocks if (limit := block.limit()) is not None]
+        return [
+            f"{limit.exceeded} gradients of block {block} came from readers that missed up to {limit.largest:g} "
+            f"{limit.unit}: {limit.bound:g} are allowed"
+            for block, limit in limits
+            if limit.exceeded
+        ]
+
     def _rounds(self) -> list[str]:
         """Each round's update is made of the same batches on every block."""
         if self.case.strategy != "sync":
@@ -247,6 +305,7 @@ class Judge:
             ("server" in reason and any(not node.alive for node in self.world.servers.values()))
             or ("no worker is left" in reason and not self._members_alive())
             or ("ended 3 workers" in reason and self.trouble.deaths >= 3)
+            or ("the coordinator was lost" in reason and not self.world.leader.alive)
         )
         return [] if excused else [f"it failed: {reason}"]
 

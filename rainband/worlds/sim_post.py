@@ -29,6 +29,7 @@ from rainband.sim.trace import Trace
 
 HEADER_BYTES = 100  # a message without its payload, more or less
 KEEPING_TIME = (Beat, Ask, Report, Revoke, Sets)  # what ticks repeat; a run that has only these left is stuck
+MAY_OVERTAKE = (Push, Ack)
 MAY_COME_TWICE = (Push, Ack, Pull, Revoke, Sets, Ask, Report, Lease, Want, Return, Beat, Finish)
 
 Payload = Any  # a tensor, bytes, or None
@@ -46,6 +47,8 @@ class Node:
         self.alive = True
         self.killed_at = inf
         self.paused_until = 0.0
+        self.skew_s = 0.0  # its clock is so far ahead
+        self.disk_s = 0.0  # what it saves takes so much longer
         self.backlog: deque[Callable[[], None]] = deque()  # what came while it was paused
         self.flows: dict[Peer, Flow] = {}
 
@@ -77,7 +80,7 @@ class Node:
 class Letter(Parcel):
     """A message from one node to another."""
 
-    __slots__ = ("idle", "is_read_late", "lost", "message", "payload", "read", "source", "target")
+    __slots__ = ("idle", "is_read_late", "lost", "may_overtake", "message", "payload", "read", "source", "target")
 
     def __init__(
         self, flow: Flow, source: Node, target: Node, message: Message | None, payload: Payload, num_bytes: int
@@ -91,6 +94,7 @@ class Letter(Parcel):
         self.message = message  # None: the connection closes
         self.payload = payload
         self.idle = isinstance(message, KEEPING_TIME)
+        self.may_overtake = isinstance(message, MAY_OVERTAKE)
         self.is_read_late = False
         self.lost = False  # the sender's machine died with it
         self.read: Callable[[], tuple[Message, Payload]] | None = None
@@ -128,6 +132,8 @@ class Post:
         if target is None:
             return
         flow = source.flows.get(to) or self.flow(source, target)
+        if flow.broken and message is not None:
+            return
         letter = Letter(flow, source, target, message, payload, num_bytes)
         if read is not None:
             letter.is_read_late, letter.read = True, read

@@ -46,7 +46,7 @@ from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
 from rainband.worlds.spans import Watch
 
 if TYPE_CHECKING:
-    from rainband.worlds.sim_nodes import Worker as Cores
+    from rainband.worlds.sim_nodes import Processor
 
 Wanted = Compute | Handle
 FOR_THE_NODE = frozenset((Bye, Welcome, Go, Conclude, Loaded, Opened))  # the client gets the others
@@ -77,44 +77,42 @@ class Body(Protocol):
         """Evaluate, and save the model."""
 
 
-class Watcher(Protocol):
-    """Who wants to know what workers do: the picture of a run, and the search for deadlocks."""
+class Surroundings(Protocol):
+    """Where a worker lives: what is the same for all of them."""
 
-    def span(self, node: str, what: str, from_s: float, to_s: float) -> None: ...
+    post: Post
+    strategy: Strategy
+    join: Join
+    costs: NodeModel
+    cores: Processor
+    beat_s: float
+    failure_timeout_s: float
 
-    def progress(self) -> None: ...
+    def port(self, worker: WorkerNode, server: int) -> Port:
+        """Its way to a server."""
+
+    def block_bytes(self, block: int) -> int:
+        """The true size of a block."""
+
+    def kill(self, node: Node) -> None: ...
+
+    def span(self, node: str, what: str, from_s: float, to_s: float) -> None:
+        """For the picture of a run."""
+
+    def progress(self) -> None:
+        """For the search for deadlocks."""
 
 
 class WorkerNode(Node):
     """One worker's life, from its join to the last goodbye."""
 
-    def __init__(
-        self,
-        post: Post,
-        peer: Peer,
-        machine: Machine,
-        strategy: Strategy,
-        body: Body,
-        join: Join,
-        pace: Pace,
-        costs: NodeModel,
-        cores: Cores,
-        watcher: Watcher,
-        beat_s: float,
-        port: Callable[[WorkerNode, int], Port],
-        block_bytes: Callable[[int], int],
-    ) -> None:
-        super().__init__(post, peer, machine)
-        self.block_bytes = block_bytes
-        self.strategy = strategy
+    def __init__(self, world: Surroundings, peer: Peer, machine: Machine, body: Body, pace: Pace) -> None:
+        super().__init__(world.post, peer, machine)
+        self.world = world
+        self.block_bytes = world.block_bytes
+        self.costs = world.costs
         self.body = body
-        self.entry = join
         self.pace = pace
-        self.costs = costs
-        self.cores = cores
-        self.watcher = watcher
-        self.beat_s = beat_s
-        self.port = port
         self.stats = Stats()
         self.watch: Watch | None = None
         self.client: Client | None = None
@@ -133,7 +131,7 @@ class WorkerNode(Node):
         self.over = False
 
     def start(self) -> None:
-        self.clock.after(self.beat_s, self._beat, idle=True)
+        self.clock.after(self.world.beat_s, self._beat, idle=True)
         self.wake(self._go_through)
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
@@ -148,14 +146,14 @@ class WorkerNode(Node):
     def _beat(self) -> None:
         if not self.alive or self.over:
             return
-        self.clock.after(self.beat_s, self._beat, idle=True)
+        self.clock.after(self.world.beat_s, self._beat, idle=True)
         if self.clock.now >= self.paused_until:
             self.post.send(self, COORDINATOR, self.stats.beat())
 
     # ---- its life --------------------------------------------------------------------------------------------------
 
     def _live(self) -> Generator[Wanted, None, None]:
-        self.tell(self.entry)
+        self.tell(self.world.join)
         yield Until("the coordinator to welcome it", lambda: self.welcome is not None)
         client = yield from self._enter()
         worker = self.body.worker(self.peer.index, client)
@@ -163,7 +161,7 @@ class WorkerNode(Node):
             self.watch.follow(worker)
         self.in_strategy = True
         with suppress(Stop):
-            yield from self.strategy.run(worker).__await__()  # type: ignore[arg-type]
+            yield from self.world.strategy.run(worker).__await__()  # type: ignore[arg-type]
         self.in_strategy = False
         yield Until("answers to its last pushes", lambda: not client.pushes)
         client.give_all_back("stopped")
@@ -175,7 +173,7 @@ class WorkerNode(Node):
 
     def _enter(self) -> Generator[Wanted, None, Client]:
         assert self.welcome is not None
-        ports = [self.port(self, server) for server in range(len(self.welcome.servers))]
+        ports = [self.world.port(self, server) for server in range(len(self.welcome.servers))]
         self.client = client = self.body.make_client(self.peer, self.welcome, ports, self.tell)
         client.stats = self.stats
         for message in self.early:  # the run may be at its end before it has entered
@@ -196,7 +194,26 @@ class WorkerNode(Node):
         (conclude, body), self.conclude = self.conclude, None
         if self.client.blocks and self.client.ports:
             yield from self.client.pull_latest().__await__()
-        self.tell(Concluded(self.body.conclude(worker, conclude, body)))
+        metrics = self.body.conclude(worker, conclude, body)
+        if self.disk_s:
+            saved_at = self.clock.now + self.disk_s
+            self.clock.at(saved_at, lambda: self.wake(self._look_if_waiting))
+            yield Until("its disk", lambda: self.clock.now >= saved_at)
+        self.tell(Concluded(metrics))
+
+    def lost(self, peer: Peer) -> None:
+        """Without its coordinator it ends. Without a server, too, unless it soon hears that this is known."""
+        if self.over or not self.alive:
+            return
+        if peer.role == "coordinator":
+            self.world.kill(self)
+        elif peer.role == "server":
+            self.clock.after(self.world.failure_timeout_s, lambda: self.wake(partial(self._give_up, peer)))
+
+    def _give_up(self, server: Peer) -> None:
+        if not self.over:
+            self.tell(Failed(self.stats.steps, f"ServerLost: {server} was lost.", ""))
+            self.world.kill(self)
 
     # ---- being driven ----------------------------------------------------------------------------------------------
 
@@ -233,7 +250,7 @@ class WorkerNode(Node):
     def _waited(self) -> None:
         if self.clock.now > self.waiting_since:
             self.stats.waited_s += self.clock.now - self.waiting_since
-            self.watcher.span(self.name, "wait", self.waiting_since, self.clock.now)
+            self.world.span(self.name, "wait", self.waiting_since, self.clock.now)
         self.stats.waiting = False
         self.waiting = None
 
@@ -270,7 +287,7 @@ class WorkerNode(Node):
 
     def _go_through(self, error: BaseException | None = None) -> None:
         """Let the coroutine run until it wants time to pass."""
-        self.watcher.progress()
+        self.world.progress()
         self.body.sit_down()
         try:
             wanted = self.life.send(None) if error is None else self.life.throw(error)
@@ -296,7 +313,7 @@ class WorkerNode(Node):
         started = self.free_at()
         amount_s = self.pace.next_s() + started - self.clock.now
         self.computes_until = self.clock.now + amount_s
-        self.cores.work(amount_s, partial(self._computed, wanted, started))
+        self.world.cores.work(amount_s, partial(self._computed, wanted, started))
 
     def _computed(self, wanted: Compute, started: float) -> None:
         if self.clock.now < self.paused_until:
@@ -304,7 +321,7 @@ class WorkerNode(Node):
             return
         if self.over or not self.alive:
             return
-        self.watcher.span(self.name, "compute", started, self.clock.now)
+        self.world.span(self.name, "compute", started, self.clock.now)
         self.body.sit_down()
         try:
             wanted.result = self.body.gradient(wanted.worker, wanted.batch)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from random import Random
 
 import msgspec
@@ -23,7 +24,7 @@ from rainband.sim.network import Machine, Network
 from rainband.sim.trace import Trace
 from rainband.types import Port, ServerHalf, Strategy
 from rainband.worlds.sim_bulk import BankNode, BankPort, as_one_block, make_bank
-from rainband.worlds.sim_nodes import CoordinatorNode, ServerNode, as_they_are, without_elements
+from rainband.worlds.sim_nodes import CoordinatorNode, Processor, ServerNode, as_they_are, without_elements
 from rainband.worlds.sim_post import Letter, Node, Post
 from rainband.worlds.sim_worker import Body, SimPort, Until, WorkerNode
 from rainband.worlds.spans import Span, Watch
@@ -31,6 +32,23 @@ from rainband.worlds.spans import Span, Watch
 KERNEL_PATIENCE_S = 20.0  # until a connection to a machine that is gone is closed
 
 Show = Callable[[events.AnyEvent], None]
+
+
+def shown_to_nobody(event: events.AnyEvent) -> None:
+    """What happens is of no interest."""
+
+
+def all_of_it(letter: Letter) -> bool:
+    return True
+
+
+@dataclass
+class Notes:
+    """What is kept of a run."""
+
+    trace: Trace = field(default_factory=Trace)
+    spans: list[Span] | None = None  # none: nobody draws it
+    show: Show = shown_to_nobody
 
 
 @dataclass
@@ -52,32 +70,35 @@ class World:
         play: Play,
         settings: RunSettings,
         model: ClusterModel,
-        show: Show,
-        tick_s: float,
-        trace: Trace,
+        notes: Notes,
+        tick_s: float = 1.0,
         shuffle: Random | None = None,
-        spans: list[Span] | None = None,
         seed: int | None = None,
     ) -> None:
         """`seed` is that of times and faults; None: the plan's."""
         self.play = play
+        self.strategy, self.join = play.strategy, play.join
         self.settings = settings
+        self.failure_timeout_s = settings.failure_timeout_s
         self.model = model
-        self.trace = trace
-        self.spans = spans
+        self.costs = model.nodes
+        self.trace = notes.trace
+        self.spans = notes.spans
         self.tick_s = tick_s
+        # With every tick; of thousands of workers just often enough that none is given up.
+        self.beat_s = max(tick_s, 0.4 * settings.failure_timeout_s) if play.bulk else tick_s
         self.clock = VirtualClock(shuffle)
         self.seed = settings.seed if seed is None else seed
         self.network = Network(model.network, self.clock, self.seed)
-        self.post = Post(self.clock, self.network, trace)
+        self.post = Post(self.clock, self.network, self.trace)
         known = settings if not play.bulk else msgspec.structs.replace(settings, num_servers=1)
         self.coordinator = Coordinator(known)
-        nodes = model.nodes
-        self.cores: Cores | OwnCore = (
-            Cores(self.clock, nodes.cores, nodes.crowding) if nodes.cores else OwnCore(self.clock)
+        self.cores: Processor = (
+            Cores(self.clock, self.costs.cores, self.costs.crowding) if self.costs.cores else OwnCore(self.clock)
         )
         fitting = as_they_are if play.real else as_one_block if play.bulk else without_elements
-        self.leader = CoordinatorNode(self.post, COORDINATOR, self._machine(), self.coordinator, show, tick_s, fitting)
+        machine = self._machine()
+        self.leader = CoordinatorNode(self.post, COORDINATOR, machine, self.coordinator, notes.show, tick_s, fitting)
         self.post.nodes[COORDINATOR] = self.leader
         self.servers: dict[int, ServerNode | BankNode] = {}
         self.workers: dict[int, WorkerNode] = {}
@@ -103,7 +124,7 @@ class World:
             Peer("server", index),
             self._machine(),
             self._half,
-            self.model.nodes,
+            self.costs,
             self.cores,
             self.block_bytes,
             self.span,
@@ -118,37 +139,20 @@ class World:
         self.post.send(node, COORDINATOR, ServerJoin(Address("", 0, node.name)))
 
     def _half(self, num_workers: int) -> ServerHalf:
-        half = self.play.strategy.server(num_workers)
+        half = self.strategy.server(num_workers)
         assert half is not None, "a strategy without servers was given one"
         return half
 
     def add_worker(self, index: int, incarnation: int = 0) -> WorkerNode:
-        node = WorkerNode(
-            self.post,
-            Peer("worker", index, incarnation),
-            self._machine(),
-            self.play.strategy,
-            self.play.body(),
-            self.play.join,
-            Pace(self.model.compute, self.seed, index + 1_000_003 * incarnation),
-            self.model.nodes,
-            self.cores,
-            self,
-            self._beat_s(),
-            self._port,
-            self.block_bytes,
-        )
+        pace = Pace(self.model.compute, self.seed, index + 1_000_003 * incarnation)
+        node = WorkerNode(self, Peer("worker", index, incarnation), self._machine(), self.play.body(), pace)
         if self.spans is not None:
             node.watch = Watch(node.name, self.clock.now_s, self.spans.append)
         self.workers[index] = self.post.nodes[node.peer] = node
         node.start()
         return node
 
-    def _beat_s(self) -> float:
-        """With every tick; of thousands of workers just often enough that none is given up."""
-        return max(self.tick_s, 0.4 * self.settings.failure_timeout_s) if self.play.bulk else self.tick_s
-
-    def _port(self, worker: WorkerNode, server: int) -> Port:
+    def port(self, worker: WorkerNode, server: int) -> Port:
         node = self.servers[server]
         if isinstance(node, BankNode):
             return BankPort(worker, node)
@@ -167,7 +171,7 @@ class World:
 
     # ---- what happens to nodes -------------------------------------------------------------------------------------
 
-    def kill(self, node: Node, keep: Callable[[Letter], bool], silent: bool = False) -> None:
+    def kill(self, node: Node, keep: Callable[[Letter], bool] = all_of_it, silent: bool = False) -> None:
         """End a node at this moment. What it has not sent is gone; of what is under way, what `keep` keeps arrives.
 
         The others see its connections close; if `silent`, only when their kernels give the machine up.
@@ -183,6 +187,9 @@ class World:
                 assert isinstance(letter, Letter)
                 gone = gone or not keep(letter)
                 letter.lost = gone
+        if node is self.leader:
+            self.coordinator.phase, self.coordinator.outcome = "over", "failed"
+            self.coordinator.reason = "the coordinator was lost, and with it the run."
         if isinstance(node, WorkerNode):
             node.waiting = None
             with suppress(RuntimeError):  # a strategy that would not end is simply dropped
@@ -192,6 +199,17 @@ class World:
     def _close(self, node: Node) -> None:
         for other in list(self.post.nodes.values()):
             self.post.send(node, other.peer, None)
+
+    def disconnect(self, one: Node, other: Node) -> None:
+        """Break the connection of two nodes: what is under way is lost, and both see it close."""
+        self.trace.note(self.clock.now, one.name, f"lost its connection with {other.name}")
+        for flow in (self.post.flow(one, other), self.post.flow(other, one)):
+            flow.broken = True
+            for letter in flow.under_way:
+                assert isinstance(letter, Letter)
+                letter.lost = True
+        self.post.send(one, other.peer, None)
+        self.post.send(other, one.peer, None)
 
     def pause(self, node: Node, for_s: float) -> None:
         """Stop a node for a while, as by a signal: nothing is lost, nothing goes on."""
@@ -210,15 +228,12 @@ class World:
 
     def run(self, until_s: float | None = None) -> None:
         """Until the run is over, or a moment; raises Deadlock when nothing can happen any more."""
-        phase, clock, coordinator = "", self.clock, self.coordinator
-        looked_at, step = clock.now, clock.step
-        while coordinator.phase != "over":
-            if until_s is not None and clock.now >= until_s:
-                return
+        clock, coordinator = self.clock, self.coordinator
+        looked_at, step, until_s = clock.now, clock.step, inf if until_s is None else until_s
+        while (phase := coordinator.phase) != "over" and clock.now < until_s:
             if not step():
                 raise Deadlock(self.who_waits())
             if coordinator.phase != phase:
-                phase = coordinator.phase
                 self.progress()
             if not clock.working and clock.now > looked_at + self.tick_s:
                 looked_at = clock.now

@@ -102,8 +102,8 @@ class LoopServers:
     def exchange(self, gradient: ModuleGradient) -> PullHandle:
         return self.client.exchange(gradient) if _is_something(gradient) else self.client.pull()
 
-    def pull(self, round: int | None = None) -> PullHandle:
-        return self.client.pull(round)
+    def pull(self, round: int | None = None, ahead: int = 0) -> PullHandle:
+        return self.client.pull(round, ahead)
 
 
 def _is_something(gradient: ModuleGradient) -> bool:
@@ -141,6 +141,9 @@ class UsersOptimizer:
     def step(self, gradient: ModuleGradient) -> None:
         if not _is_something(gradient):
             return
+        if not gradient.is_finite:
+            self.worker.skip(gradient.batches, "not finite")
+            return
         self.worker.step_now(gradient.tensors)
         if self.worker.marks is not None:
             self.worker.marks.add(gradient.name())
@@ -167,6 +170,7 @@ class Suspended:
             return  # the run was stopped
         assert isinstance(self.wanted, NextGradient), "in rounds a step needs a batch"
         self.worker.given += 1
+        gradient.began, gradient.read = self.worker.client.clock, tuple(self.worker.client.versions)
         self.wanted.result = gradient
         self._go_on()
 
@@ -177,11 +181,13 @@ class Suspended:
             self._go_on()
         return isinstance(self.wanted, NextGradient)
 
-    def end_cell(self) -> None:
-        """Let the strategy push what it has: what is missing of the cell is nothing."""
+    def end_cell(self) -> bool:
+        """Let the strategy push what it has: what is missing of the cell is nothing. False: it has nothing."""
         nothing = ModuleGradient([None] * len(self.worker.client.flat.parameters), (), 0, 0.0)
+        owes = not self.over and isinstance(self.wanted, NextGradient) and bool(self.worker.given)
         while not self.over and isinstance(self.wanted, NextGradient) and self.worker.given:
             self.step(nothing)
+        return owes
 
     def end_round(self) -> None:
         """In rounds: the cell at hand was skipped, nothing comes of it."""

@@ -60,8 +60,10 @@ class Failed(_Message, frozen=True):
     reason: str
 
 
-class Begin(_Message, frozen=True):
-    preload: tuple[str, ...]
+class Preload(_Message, frozen=True):
+    """Import these before the next job is started; those that run already are not burdened with them."""
+
+    modules: tuple[str, ...]
 
 
 class Spawn(_Message, frozen=True):
@@ -84,7 +86,7 @@ class Close(_Message, frozen=True):
 
 
 Event = Started | Exited | Failed
-Command = Begin | Spawn | Signal | Close
+Command = Preload | Spawn | Signal | Close
 
 _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
@@ -127,12 +129,16 @@ class Zygote:
                 start_new_session=True,  # Ctrl-C in the terminal is the launcher's alone
             )
         zygote = cls(process, ours)
-        zygote._send(Begin(tuple(preload)))
+        zygote.preload(preload)
         return zygote
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Have it import more, for the jobs that are spawned from now on."""
+        self._send(Preload(tuple(modules)))
 
     def spawn(self, entry: str, job: bytes, title: str, fds: Sequence[int] = (), threads: int | None = None) -> int:
         """Queue a process that calls `entry`, "package.module:function", with (job, fds); return its token.

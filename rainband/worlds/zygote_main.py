@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
+import linecache
 import os
 import select
 import selectors
@@ -24,18 +26,17 @@ from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
-import psutil
 
 from rainband.worlds.titles import set_title
 from rainband.worlds.zygote import (
     MAX_FDS,
     MAX_MESSAGE_BYTES,
-    Begin,
     Close,
     Command,
     Event,
     Exited,
     Failed,
+    Preload,
     Signal,
     Spawn,
     Started,
@@ -69,11 +70,6 @@ def _serve(control: socket.socket) -> Job | None:
     control.set_inheritable(False)
     _set_zygote_signals()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below us become our children, so that we find them
-    begin, _ = _receive(control)
-    if not isinstance(begin, Begin) or not _preload(control, begin.preload):
-        return None
-    _keep_freed_memory()
-    gc.freeze()  # children need not walk over what was imported, and so do not copy it
     return Loop(control).run()
 
 
@@ -106,7 +102,7 @@ class Loop:
                     self._flush()
                 if mask & selectors.EVENT_READ:
                     command, fds = _receive(self.control)
-                    if command is None:
+                    if command is None or (isinstance(command, Preload) and not self._preload(command.modules)):
                         self.children.end()
                         return None
                     if (job := self._obey(command, fds)) is not None:
@@ -125,6 +121,17 @@ class Loop:
                 self.deadline = time.monotonic() + command.grace_s
                 self.children.signal_groups(signal.SIGTERM)
         return None
+
+    def _preload(self, names: Sequence[str]) -> bool:
+        def gone() -> None:
+            self.children.end()
+            os._exit(0)
+
+        if not _preload(self.control, names, gone):
+            return False
+        _give_back_freed_memory()
+        gc.freeze()  # children need not walk over what was imported, and so do not copy it
+        return True
 
     def _spawn(self, spawn: Spawn, fds: list[int]) -> Job | None:
         try:
@@ -217,6 +224,8 @@ class Children:
 
     def end(self) -> list[Exited]:
         """Kill and collect all that is left, also orphans that had left their group."""
+        import psutil  # here: what is imported before a fork weighs on every child
+
         self.signal_groups(signal.SIGKILL)
         exited: list[Exited] = []
         while left := {*self.tokens, *(child.pid for child in psutil.Process().children())}:
@@ -259,9 +268,9 @@ def _receive(control: socket.socket) -> tuple[Command | None, list[int]]:
     return (_command_decoder.decode(message) if message else None), fds
 
 
-def _preload(control: socket.socket, names: Sequence[str]) -> bool:
+def _preload(control: socket.socket, names: Sequence[str], gone: Callable[[], None]) -> bool:
     try:
-        with _ending_with(control):
+        with _ending_with(control, gone):
             for name in names:
                 _import_if_there(name)
         for stream in filter(None, (sys.stdout, sys.stderr)):
@@ -288,7 +297,7 @@ def _is_missing(name: str, error: ModuleNotFoundError) -> bool:
 
 
 @contextmanager
-def _ending_with(control: socket.socket) -> Iterator[None]:
+def _ending_with(control: socket.socket, gone: Callable[[], None]) -> Iterator[None]:
     """Importing takes seconds: if the launcher goes away meanwhile, the zygote goes at once."""
     stop_reader, stop_writer = socket.socketpair()
     poll = select.poll()
@@ -297,7 +306,7 @@ def _ending_with(control: socket.socket) -> Iterator[None]:
 
     def watch() -> None:
         if control.fileno() in dict(poll.poll()):
-            os._exit(0)
+            gone()
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -307,6 +316,16 @@ def _ending_with(control: socket.socket) -> Iterator[None]:
         stop_writer.close()
         watcher.join()  # a fork wants no other thread
         stop_reader.close()
+
+
+def _give_back_freed_memory() -> None:
+    """What importing left over counts as every child's own."""
+    linecache.clearcache()  # torch reads its own sources
+    sys.path_importer_cache.clear()  # listings of all folders that modules came from
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _keep_freed_memory() -> None:
@@ -353,6 +372,8 @@ def _do(job: Job) -> None:
         if job.spawn.threads is not None:
             _set_num_threads(job.spawn.threads)
         _seed_anew()
+        _print_by_line()
+        _keep_freed_memory()
         function = _find(job.spawn)
         function(_read(job.content_fd), job.fds)
     except BaseException:
@@ -372,6 +393,13 @@ def _seed_anew() -> None:
         torch.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
+
+
+def _print_by_line() -> None:
+    """What a job prints is seen when it prints it, in whole lines, and survives however the process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 def _find(spawn: Spawn) -> Callable[[bytes, list[int]], object]:

@@ -31,14 +31,20 @@ from rainband.worlds.drive import drive
 from tests.harness import Faults, Node, Outcome, World, run
 from tests.ledger import ELEMENTS, LR, Case
 from tests.pieces import make_plan
+from tests.storms import Softly
 
 every_strategy = pytest.mark.parametrize("name", strategy_names())
 WITH_SERVERS = [name for name in strategy_names() if load_strategy(name, {}).server(1) is not None]
 every_strategy_with_servers = pytest.mark.parametrize("name", WITH_SERVERS)
 
 
+AS_LEDGER: dict[str, Callable[[], Strategy]] = {"soft_sync": lambda: Softly(n=1)}
+
+
 def exact(name: str) -> Strategy:
-    """The strategy with plain SGD at a power of two: then its numbers are exact."""
+    """The strategy with plain SGD at a power of two, every gradient counting the same: then its numbers are exact."""
+    if name in AS_LEDGER:
+        return AS_LEDGER[name]()
     cls = find_strategy(name)
     fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return build(cls, {key: value for key, value in {"lr": LR, "optimizer": "sgd"}.items() if key in fields})

@@ -1,8 +1,4 @@
-"""When a block applies a gradient and who may read it: the servers' half of every algorithm, on one screen.
-
-A rule is pure: it is handed what has come and calls `block.apply`. Each block has a rule object of its own, which is
-saved, copied and moved with the block.
-"""
+"""Rounds: one update for all cells of a round."""
 
 from __future__ import annotations
 
@@ -15,26 +11,6 @@ if TYPE_CHECKING:
 
     from rainband.messages import Pull, Push
     from rainband.types import Block
-
-
-class ApplyOnArrival:
-    """Fully asynchronous: every gradient is applied when it comes, everyone reads what there is."""
-
-    reads: Literal["any"] = "any"
-    buffered = 0
-
-    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            block.apply(gradient, [push], push.absent)
-
-    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
-        return True  # its own pushes came before on the same connection; one that was refused ticks no clock
-
-    def forget(self, block: Block, worker: int) -> None:
-        """Nobody is waited for."""
-
-    def flush(self, block: Block) -> None:
-        """Nothing is ever buffered."""
 
 
 class MeanOfRound:

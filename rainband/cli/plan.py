@@ -1,0 +1,211 @@
+"""`rainband plan`: measure a task's model, and say which part of it should run on which machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rainband.cli import complete
+from rainband.cli.mistakes import mistakes_told
+
+if TYPE_CHECKING:
+    from rainband.pipeline.check import Costs, Facts
+    from rainband.pipeline.plan import Plan
+    from rainband.pipeline.profile import Profile, Resources
+    from rainband.pipeline.table import Table
+
+
+def register(app: typer.Typer) -> None:
+    app.command("plan")(command)
+
+
+def command(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Whose model.", autocompletion=complete.tasks)],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of the task: task.key=value.")
+    ] = None,
+    machines: Annotated[int, typer.Option(min=1, metavar="N", help="How many there are.")] = 2,
+    partitioner: Annotated[
+        str, typer.Option(metavar="NAME", help="Who plans: balanced, pipedream, straight, or module:function.")
+    ] = "pipedream",
+    batch_size: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Samples of a batch.", show_default="the task's own")
+    ] = None,
+    memory: Annotated[float, typer.Option(min=0, metavar="MB", help="Of each machine; 0: no limit.")] = 0,
+    network: Annotated[
+        str, typer.Option(metavar="NAME", help="lan, 1gbit, wan, datacentre, or a file of rainband calibrate.")
+    ] = "lan",
+    group: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Machines that are near each other; 0: all are, or a rack.")
+    ] = 0,
+    between: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The network between groups.", show_default="as inside")
+    ] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Look at this plan, edited by hand, instead.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as .json or .toml.")] = None,
+    draw: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the plan, as .png, .svg or .pdf.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Play it: gpipe, one_f_one_b, pipedream or two_buffered.")
+    ] = None,
+    microbatches: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch, for --schedule.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each unit.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="Of torch, while measuring.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.")] = False,
+) -> None:
+    """Plan how to run TASK's model on several machines.
+
+    \b
+    rainband plan digits --machines 4 --out plan.json
+    rainband plan digits --partitioner balanced --memory 1 --machines 3
+    rainband plan digits --plan plan.json --schedule one_f_one_b
+    """
+    import msgspec
+
+    from rainband.pipeline.plan import save
+
+    with mistakes_told():
+        _import_from_here()
+        resources = _resources(machines, memory, network, group, between)
+        profile = _profile(task, settings or [], batch_size, repeats, threads)
+        plan = _plan(partitioner, plan_file, profile, resources)
+        played = _played(schedule, plan, profile, microbatches, resources) if schedule else None
+        if out is not None:
+            save(plan, out)
+    if as_json:
+        typer.echo(msgspec.json.encode(plan).decode())
+        return
+    _print(plan, profile, resources, played)
+    if out is not None:
+        typer.echo(f"\nwritten to {out}")
+    if draw is not None:
+        with mistakes_told():
+            _draw(plan, profile, played, draw)
+
+
+def _import_from_here() -> None:
+    """A partitioner of the user's own is found from the folder one is in, as a task is."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _resources(machines: int, memory_mb: float, network: str, group: int, between: str | None) -> Resources:
+    from rainband.pipeline.profile import Network, Resources
+    from rainband.sim.model import load_model
+
+    near = load_model(network).network
+    if between is not None and not group:
+        raise ValueError("--between says what is between groups: say how many machines are in one (--group).")
+    far = load_model(between).network if between else near
+    racks = near.rack_size if not group and machines > near.rack_size > 0 else 0
+    kinds = Network(
+        bytes_per_s=near.bytes_per_s,
+        latency_s=near.latency_s,
+        machines_per_group=group if group < machines else 0,
+        between_bytes_per_s=far.bytes_per_s,
+        between_latency_s=far.latency_s,
+    )
+    if racks:
+        kinds = Network(
+            bytes_per_s=near.bytes_per_s,
+            latency_s=near.latency_s,
+            machines_per_group=racks,
+            between_bytes_per_s=near.uplink_bytes_per_s,
+            between_latency_s=near.latency_s + near.uplink_latency_s,
+        )
+    return Resources(num_machines=machines, memory_bytes=int(memory_mb * 1e6), network=kinds)
+
+
+def _profile(name: str, settings: Sequence[str], batch_size: int | None, repeats: int, threads: int) -> Profile:
+    import torch
+
+    from rainband.pipeline.measure import measure
+    from rainband.pipeline.of_task import cut_task
+    from rainband.settings import parse_pairs
+    from rainband.tasks.load import load_task
+
+    pairs = {key.removeprefix("task."): value for key, value in parse_pairs(settings).items()}
+    task = load_task(name, pairs)
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    cut, args, kwargs = cut_task(task, task.model(), task.data(), batch_size or task.batch_size)
+    return measure(cut, args, kwargs, model=name, repeats=repeats)
+
+
+def _plan(partitioner: str, file: Path | None, profile: Profile, resources: Resources) -> Plan:
+    from rainband.pipeline.partitioners import find_partitioner, make_plan
+    from rainband.pipeline.plan import load
+
+    if file is None:
+        return make_plan(find_partitioner(partitioner), profile, resources)
+    plan = load(file)
+    return make_plan(lambda profile, resources: plan, profile, resources)
+
+
+def _played(name: str, plan: Plan, profile: Profile, microbatches: int, resources: Resources) -> tuple[Table, Facts]:
+    from rainband.pipeline import schedules
+    from rainband.pipeline.check import check
+
+    if plan.kind != "pipeline":
+        raise ValueError("a schedule is for a pipeline, and the plan is a partition: use --partitioner pipedream.")
+    if name not in ("gpipe", "one_f_one_b", "pipedream", "two_buffered"):
+        raise ValueError(f"no schedule named '{name}' here: choose gpipe, one_f_one_b, pipedream or two_buffered.")
+    replicas = plan.replicas()
+    if name != "pipedream" and max(replicas) > 1:
+        raise ValueError(
+            f"the plan has replicas {replicas} of stages, which only the schedule pipedream knows: plan with "
+            "--partitioner straight."
+        )
+    if name == "pipedream":
+        table = schedules.pipedream(replicas, microbatches)
+    elif name == "two_buffered":
+        table = schedules.two_buffered(len(replicas), microbatches, batches=2)
+    else:
+        table = getattr(schedules, name)(len(replicas), microbatches)
+    return table, check(table, _costs(name, plan, profile, microbatches, resources))
+
+
+def _costs(name: str, plan: Plan, profile: Profile, microbatches: int, resources: Resources) -> Costs:
+    """Of a microbatch: a batch's share, except where each microbatch is a batch of its own."""
+    from rainband.pipeline.check import Costs
+    from rainband.pipeline.predict import crossings
+
+    share = 1 if name == "pipedream" else microbatches
+    units = [[profile.by_name[unit] for unit in stage.units] for stage in plan.stages]
+    largest = max((count for _, _, count in crossings(plan, profile)), default=0)
+    return Costs(
+        forward_s=tuple(sum(unit.forward_s for unit in stage) / share for stage in units),
+        backward_s=tuple(sum(unit.backward_s for unit in stage) / share for stage in units),
+        send_s=resources.network.transfer_s(largest // 2 // share, 0, 1) if largest else 0.0,
+    )
+
+
+def _print(plan: Plan, profile: Profile, resources: Resources, played: tuple[Table, Facts] | None) -> None:
+    from rainband.pipeline.show import plan_lines, profile_lines, schedule_lines
+
+    typer.echo(f"{profile.model}: {len(profile.units)} units, measured with batches of {profile.batch_size}\n")
+    for line in [*profile_lines(profile), "", *plan_lines(plan, profile, resources)]:
+        typer.echo(line)
+    if played is not None:
+        for line in ["", *schedule_lines(*played)]:
+            typer.echo(line)
+
+
+def _draw(plan: Plan, profile: Profile, played: tuple[Table, Facts] | None, path: Path) -> None:
+    from rainband.pipeline.draw import draw_plan, draw_schedule
+
+    drawn = draw_plan(plan, profile, path)
+    if drawn and played is not None:
+        timeline = path.with_name(f"{path.stem}_schedule{path.suffix}")
+        draw_schedule(*played, timeline)
+        typer.echo(f"drawn as {path} and {timeline}")
+    elif drawn:
+        typer.echo(f"drawn as {path}")
+    else:
+        typer.echo("no picture: matplotlib is not installed (pip install 'rainband[plots]').", err=True)

@@ -1,0 +1,55 @@
+"""The options of `rainband train` for virtual time and for what a run notes, checked before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from rainband.settings import parse_pairs
+from rainband.sim.model import load_model
+from rainband.worlds.config import RunConfig
+
+COMPUTE = "compute."  # before settings of how long gradients take: compute.step_s=0.05
+
+
+def in_virtual_time(
+    config: RunConfig, network: str | None, time_only: bool, steps: int | None, compute: Sequence[str]
+) -> RunConfig:
+    """The run with what was typed about virtual time; what is wrong with it is told here."""
+    typed = {
+        "--network": network is not None,
+        "--time-only": time_only,
+        "--steps": steps is not None,
+        "compute.KEY=VALUE": bool(compute),
+    }
+    if config.world != "sim":
+        if asked := [option for option, given in typed.items() if given]:
+            raise ValueError(f"{asked[0]} is for virtual time: add --world sim.")
+        return config
+    pairs = parse_pairs([word.removeprefix(COMPUTE) for word in compute])
+    sim = msgspec.structs.replace(
+        config.sim,
+        model=network or config.sim.model,
+        time_only=time_only or config.sim.time_only,
+        steps=steps or config.sim.steps,
+        compute={**config.sim.compute, **pairs},
+    )
+    if sim.steps is not None and not sim.time_only:
+        raise ValueError("--steps is for --time-only; with gradients the data says how many there are: use --epochs.")
+    if sim.time_only and config.num_servers == 0:
+        raise ValueError(f"{config.strategy} has no servers, so there are no messages to time: leave out --time-only.")
+    load_model(sim.model, sim.compute)
+    return msgspec.structs.replace(config, sim=sim)
+
+
+def noted(config: RunConfig, record: bool, timeline: bool) -> RunConfig:
+    """The run with what was typed about the notes it makes."""
+    if record and config.world == "sim":
+        raise ValueError("a run in virtual time needs no --record: rainband replay repeats it from its seed.")
+    if record and config.transport == "shm":
+        raise ValueError(
+            "--record needs reads of one version, and shared memory may change while it is read: "
+            "leave out --transport shm."
+        )
+    return msgspec.structs.replace(config, record=record or config.record, timeline=timeline or config.timeline)

@@ -1,0 +1,46 @@
+"""What to be wary of when a run has finished: one that diverged ends like any other, and its model is of no use."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from rainband.cli.words import count, percent, whole
+from rainband.history import RunSoFar
+
+NOT_FINITE = "not finite"  # the books' word for a gradient with infinities or NaN
+LOUD, WIDTH = "WARNING: ", 100
+MANY = 0.05  # of all batches; a few at the start are usual with mixed precision
+
+
+def warnings(so_far: RunSoFar) -> list[str]:
+    """Loud lines for the end of a run; none where all is well, or where its failure was told anyway."""
+    ended = so_far.ended
+    if ended is None or ended.outcome == "failed":
+        return []
+    kept: Mapping[str, Any] = ended.books
+    skipped = kept.get("skipped", {}).get(NOT_FINITE, 0)
+    batches = kept.get("batches", 0) - kept.get("not_done", 0)
+    if batches and skipped / batches >= MANY:
+        what = f"{whole(skipped)} of {count(batches, 'batch')} ({percent(skipped / batches)}) were skipped"
+        return _wrapped(f"the training diverged: {what}, because their gradients were not finite. {_advice(so_far)}")
+    unknown = [name for name, value in ended.metrics.items() if value is None or not math.isfinite(value)]
+    if unknown:
+        return _wrapped(f"the model is of no use: its {' and '.join(unknown)} is not finite. {_advice(so_far)}")
+    return []
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(f"{LOUD}{text}", WIDTH, subsequent_indent=" " * len(LOUD), break_on_hyphens=False)
+
+
+def _advice(so_far: RunSoFar) -> str:
+    settings = so_far.started.settings if so_far.started else {}
+    lr, momentum = settings.get("lr"), settings.get("momentum")
+    smaller = "a smaller learning rate"
+    if isinstance(lr, int | float) and lr:
+        smaller += f", such as lr={lr / 10:g} instead of {lr:g}"
+    without = ", or momentum=0" if momentum else ""
+    return f"Try {smaller}{without}; and see whether there is NaN in the data."

@@ -1,0 +1,1 @@
+"""One model over several machines: cutting a module, plans, partitions, splits inside a layer, pipeline schedules."""

@@ -1,0 +1,42 @@
+"""Which nodes of a placement run together: pieces that need nothing from elsewhere while they run.
+
+    level(n) = max over what n reads of ( level + 1 if it is read on any other machine, else level )
+
+A fragment is a connected piece of the nodes of one (machine, level). Whatever crosses machines raises the level, for
+those who stay at home, too. So fragments of any placement have an order, even where two machines depend on each other
+back and forth; a value leaves as soon as it is made, not when all else is done; and no fragment waits for another's
+inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+Key = tuple[int, int, int]  # level, machine, number of the piece
+
+
+def fragment_keys(reads: Mapping[str, Sequence[str]], machine: Mapping[str, int]) -> dict[str, Key]:
+    """Node -> its fragment. `reads` has the nodes in an order in which they can run, with the nodes each reads."""
+    crossing = {source for name, sources in reads.items() for source in sources if machine[source] != machine[name]}
+    level: dict[str, int] = {}
+    for name, sources in reads.items():
+        level[name] = max((level[source] + (source in crossing) for source in sources), default=0)
+    return {name: (level[name], machine[name], piece) for name, piece in _pieces(reads, machine, level).items()}
+
+
+def _pieces(reads: Mapping[str, Sequence[str]], machine: Mapping[str, int], level: Mapping[str, int]) -> dict[str, int]:
+    """Node -> the number of the first node it is connected to on its machine and level."""
+    parent = {name: number for number, name in enumerate(reads)}
+    names = list(reads)
+
+    def root(name: str) -> int:
+        while names[parent[name]] != name:
+            name = names[parent[name]]
+        return parent[name]
+
+    for name, sources in reads.items():
+        for source in sources:
+            if (machine[source], level[source]) == (machine[name], level[name]):
+                one, other = sorted((root(source), root(name)))
+                parent[names[other]] = one
+    return {name: root(name) for name in reads}

@@ -1,0 +1,184 @@
+"""One machine's half of a cut model: a state machine without I/O that runs fragments as soon as their inputs are there.
+
+Each fragment is an island of autograd: what it reads is detached, once per value and machine, and what comes back for
+a value is summed and passed on, once per value and machine. Whoever owns the part carries messages; nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from rainband.pipeline.fragments import Layout, as_module
+from rainband.pipeline.graph import Cut, tensors_in
+
+LOSS = -1  # what reads the model's outputs, as if it were a fragment
+
+
+@dataclass(frozen=True)
+class Message:
+    """A value on its way to a machine that reads it, or its gradient on the way back."""
+
+    kind: Literal["value", "gradient"]
+    value: str
+    source: int
+    destination: int
+    payload: Any  # a nest of tensors and numbers; of a gradient: one tensor or None for each tensor of the value
+    wants_gradient: tuple[bool, ...] = ()  # of a value: which of its tensors expect one
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(self.payload))
+
+
+class Part:
+    """What one machine holds and does. Parameters collect their gradients where autograd puts them."""
+
+    def __init__(self, cut: Cut, layout: Layout, machine: int) -> None:
+        self.layout = layout
+        self.machine = machine
+        self.mine = [index for index, fragment in enumerate(layout.fragments) if fragment.machine == machine]
+        self.modules = {index: as_module(cut, layout.fragments[index]) for index in self.mine}
+        self._clear()
+
+    def _clear(self) -> None:
+        self.inputs: dict[str, Any] = {}
+        self.made: dict[str, Any] = {}  # with their autograd graph
+        self.read: dict[str, Any] = {}  # detached: what fragments of this machine, and the loss, read
+        self.arrived: dict[str, dict[int, list[Tensor | None]]] = {}  # value -> gradients by machine
+        self.forward_done: set[int] = set()
+        self.backward_done: set[int] = set()
+
+    # ---- forward ----
+
+    def begin(self, inputs: Mapping[str, Any]) -> list[Message]:
+        """A new batch; every machine is given the model's inputs."""
+        self._clear()
+        self.inputs = dict(inputs)
+        return self._run_forward()
+
+    def receive(self, message: Message) -> list[Message]:
+        assert message.destination == self.machine, f"machine {self.machine} was given {message}"
+        if message.kind == "value":
+            assert message.value not in self.read, f"{message.value} came twice to machine {self.machine}"
+            self.read[message.value] = _leaves(message.payload, message.wants_gradient)
+            return self._run_forward()
+        self.arrived.setdefault(message.value, {})[message.source] = message.payload
+        return self._run_backward()
+
+    def outputs(self) -> dict[str, Any]:
+        """The model's output values, on the machine where they come together, ready for a loss."""
+        assert self.machine == self.layout.answer_machine
+        return {value: self.inputs.get(value, self.read.get(value)) for value in self.layout.outputs}
+
+    def missing(self) -> list[str]:
+        """Values that this machine still waits for, for an error message."""
+        waiting = [index for index in self.mine if index not in self.forward_done]
+        reads = [value for index in waiting for value in self.layout.fragments[index].reads]
+        return [value for value in reads if value not in self.read and value not in self.inputs]
+
+    def _run_forward(self) -> list[Message]:
+        messages: list[Message] = []
+        for index in self.mine:  # in the order of levels, so that one pass over them is enough
+            ready = all(v in self.read or v in self.inputs for v in self.layout.fragments[index].reads)
+            if ready and index not in self.forward_done:
+                messages += self._run_fragment(index)
+        return messages
+
+    def _run_fragment(self, index: int) -> list[Message]:
+        fragment = self.layout.fragments[index]
+        given = [self.read[v] if v in self.read else self.inputs[v] for v in fragment.reads]
+        results = self.modules[index](*given)
+        self.forward_done.add(index)
+        messages = []
+        for value, result in zip(fragment.makes, results, strict=True):
+            wants = tuple(tensor.requires_grad for tensor in tensors_in(result))
+            self.made[value] = result
+            if self._local_readers(value):
+                self.read[value] = _leaves(result, wants)
+            for machine in self.layout.destinations(value):
+                payload = pytree.tree_map_only(Tensor, Tensor.detach, result)
+                messages.append(Message("value", value, self.machine, machine, payload, wants))
+        return messages
+
+    def _local_readers(self, value: str) -> list[int]:
+        readers = [i for i in self.layout.readers.get(value, ()) if self.layout.fragments[i].machine == self.machine]
+        if value in self.layout.outputs and self.machine == self.layout.answer_machine:
+            readers.append(LOSS)
+        return readers
+
+    # ---- backward ----
+
+    def backward(self) -> list[Message]:
+        """Begin the way back: the loss has put gradients on `outputs()`. Other machines need not be told."""
+        self.backward_done.add(LOSS)
+        sent = [message for value in self.layout.outputs for message in self._give_back(value)]
+        return sent + self._run_backward()
+
+    def _run_backward(self) -> list[Message]:
+        messages: list[Message] = []
+        for index in reversed(self.mine):
+            if index in self.forward_done and index not in self.backward_done and self._has_all_gradients(index):
+                messages += self._backward_of(index)
+        return messages
+
+    def _has_all_gradients(self, index: int) -> bool:
+        for value in self.layout.fragments[index].makes:
+            if not any(tensor.requires_grad for tensor in tensors_in(self.made[value])):
+                continue
+            remote = set(self.layout.destinations(value)) <= self.arrived.get(value, {}).keys()
+            if not remote or not self.backward_done.issuperset(self._local_readers(value)):
+                return False
+        return True
+
+    def _backward_of(self, index: int) -> list[Message]:
+        roots: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for value in self.layout.fragments[index].makes:
+            for tensor, total in zip(tensors_in(self.made[value]), self._total(value), strict=True):
+                if total is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    gradients.append(total)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        self.backward_done.add(index)
+        return [message for value in self.layout.fragments[index].reads for message in self._give_back(value)]
+
+    def _total(self, value: str) -> list[Tensor | None]:
+        """The sum over this machine and the others, in the order of their numbers, so that bits repeat."""
+        by_machine = dict(self.arrived.get(value, {}))
+        if value in self.read:
+            by_machine[self.machine] = [tensor.grad for tensor in tensors_in(self.read[value])]
+        columns = zip(*(by_machine[machine] for machine in sorted(by_machine)), strict=True)
+        totals = [_sum([g for g in column if g is not None]) for column in columns]
+        return totals or [None] * len(tensors_in(self.made[value]))
+
+    def _give_back(self, value: str) -> list[Message]:
+        """The gradient of a received value, when the last of its readers here is done."""
+        if value in self.inputs or value in self.made or value not in self.read:
+            return []
+        tensors = tensors_in(self.read[value])
+        if not any(t.requires_grad for t in tensors) or not self.backward_done.issuperset(self._local_readers(value)):
+            return []
+        home = self.layout.fragments[self.layout.maker[value]].machine
+        return [Message("gradient", value, self.machine, home, [tensor.grad for tensor in tensors])]
+
+
+def _leaves(value: Any, wants_gradient: tuple[bool, ...]) -> Any:
+    """The same nest, cut off from what made it; integers and whatever wants no gradient stay constants."""
+    wants = iter(wants_gradient)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(next(wants)), value)
+
+
+def _sum(gradients: list[Tensor]) -> Tensor | None:
+    if not gradients:
+        return None
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total + gradient
+    return total

@@ -1,0 +1,148 @@
+r"""What a plan should take, from a profile and a network.
+
+A partition does one batch at a time: fragments in their order, each when its machine is free and what it reads is
+there.
+
+A pipeline gives a batch as often as its slowest link allows (PipeDream, Narayanan et al. 2019). For a stage
+of m machines with parameters w, and the values a that go to later stages,
+
+    stage     max( sum T_l , 2 (m - 1) |w| / B ) / m
+    between   2 a / B                                   (here: the bytes forward and backward, as measured)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from rainband.pipeline.levels import Key, fragment_keys
+from rainband.pipeline.plan import Plan, Prediction, Stage, memory
+from rainband.pipeline.profile import Network, Profile, Resources, Value
+
+
+def predicted(plan: Plan, profile: Profile, resources: Resources) -> Plan:
+    """The plan with what it should take."""
+    network = resources.network
+    if plan.kind == "pipeline":
+        batch_s = pipeline_s(plan, profile, network)
+    else:
+        batch_s = partition_s(profile, plan.placement(), network)
+    prediction = Prediction(
+        batch_s=batch_s,
+        alone_s=profile.seconds(profile.names),
+        crossing_bytes=sum(count for _, _, count in crossings(plan, profile)),
+        memory_bytes=memory(plan, profile, resources),
+    )
+    return msgspec.structs.replace(plan, predicted=prediction)
+
+
+def crossings(plan: Plan, profile: Profile) -> list[tuple[Value, int, int]]:
+    """(value, stage that reads it, bytes both ways), once per value and stage that is not its own."""
+    stage = plan.stage_of()
+    found = []
+    for value in profile.values:
+        for reader in sorted({stage[r] for r in value.readers} - {stage[value.maker]}):
+            found.append((value, reader, value.num_bytes))
+    return found
+
+
+def pipeline_s(plan: Plan, profile: Profile, network: Network) -> float:
+    """Seconds between two batches, in the steady state: the slowest stage or link."""
+    times = []
+    for number, stage in enumerate(plan.stages):
+        spread = _groups(stage, network)
+        times.append(_stage_s(stage, profile, network) / len(spread))
+        if len(spread) > 1:  # all stages of these groups share the way between them
+            sharing = [s for s in plan.stages if _groups(s, network) == spread]
+            shared = 2 * (len(spread) - 1) * sum(profile.parameter_bytes(s.units) for s in sharing)
+            times.append(shared / network.speed(False) / len(spread))
+        if number + 1 < len(plan.stages):
+            size = _crossing_bytes(plan, profile, number)
+            near = spread == _groups(plan.stages[number + 1], network)
+            times.append(size / network.speed(near) / (len(spread) if near else 1))
+    return max(times)
+
+
+def _stage_s(stage: Stage, profile: Profile, network: Network) -> float:
+    """Of the stage's machines in one group: the one that has the fewest."""
+    groups = [network.group(machine) for machine in stage.machines]
+    replicas = min(map(groups.count, groups))
+    sync_s = 2 * (replicas - 1) * profile.parameter_bytes(stage.units) / network.speed(True)
+    return max(profile.seconds(stage.units), sync_s) / replicas
+
+
+def _groups(stage: Stage, network: Network) -> tuple[int, ...]:
+    """The groups that a stage is spread over."""
+    return tuple(sorted({network.group(machine) for machine in stage.machines}))
+
+
+def _crossing_bytes(plan: Plan, profile: Profile, stage: int) -> int:
+    """Between this stage and those before it on one side, and all later ones on the other."""
+    of = plan.stage_of()
+    return sum(v.num_bytes for v in profile.values if of[v.maker] <= stage < max(of[r] for r in v.readers))
+
+
+def partition_s(profile: Profile, placement: Mapping[str, int], network: Network) -> float:
+    """Seconds of one batch, forward and backward."""
+    return PartitionClock(profile, network).batch_s(placement)
+
+
+class PartitionClock:
+    """Plays one batch of a partition; made once, because a search asks it thousands of times."""
+
+    def __init__(self, profile: Profile, network: Network) -> None:
+        self.network = network
+        self.names = profile.names
+        self.forward = {unit.name: unit.forward_s for unit in profile.units}
+        self.backward = {unit.name: unit.backward_s for unit in profile.units}
+        self.values = [(v.name, v.maker, v.readers, v.forward_bytes, v.backward_bytes) for v in profile.values]
+        self.read: dict[str, list[str]] = {name: [] for name in self.names}
+        for value in profile.values:
+            for reader in value.readers:
+                self.read[reader].append(value.maker)
+
+    def batch_s(self, placement: Mapping[str, int]) -> float:
+        key = fragment_keys(self.read, placement)
+        order = sorted(set(key.values()))
+        edges = self._edges(key)
+        forward = self._play(order, _sums(self.forward, key), edges)
+        back = {(reader, maker): (size_back, size) for (maker, reader), (size, size_back) in edges.items()}
+        return forward + self._play(order[::-1], _sums(self.backward, key), back)
+
+    def _edges(self, key: Mapping[str, Key]) -> dict[tuple[Key, Key], tuple[int, int]]:
+        """(fragment, fragment) -> bytes forward, bytes backward."""
+        edges: dict[tuple[Key, Key], tuple[int, int]] = {}
+        for _, maker, readers, size, size_back in self.values:
+            for there in {key[reader] for reader in readers} - {key[maker]}:
+                pair = (key[maker], there)
+                before = edges.get(pair, (0, 0))
+                edges[pair] = (before[0] + size, before[1] + size_back)
+        return edges
+
+    def _play(
+        self,
+        order: list[Key],
+        work_s: Mapping[Key, float],
+        edges: Mapping[tuple[Key, Key], tuple[int, int]],
+    ) -> float:
+        """When the last fragment is done, if each starts when its machine is free and what it reads is there."""
+        free: dict[int, float] = {}
+        done: dict[Key, float] = {}
+        sources: dict[Key, list[tuple[Key, int]]] = {}
+        for (source, there), (size, _) in edges.items():
+            sources.setdefault(there, []).append((source, size))
+        for fragment in order:
+            _, machine, _ = fragment
+            start = free.get(machine, 0.0)
+            for source, size in sources.get(fragment, ()):
+                start = max(start, done[source] + self.network.transfer_s(size, source[1], machine))
+            done[fragment] = free[machine] = start + work_s[fragment]
+        return max(done.values())
+
+
+def _sums(seconds: Mapping[str, float], key: Mapping[str, Key]) -> dict[Key, float]:
+    totals: dict[Key, float] = {}
+    for name, fragment in key.items():
+        totals[fragment] = totals.get(fragment, 0.0) + seconds[name]
+    return totals

@@ -1,0 +1,142 @@
+"""What each unit of a cut model costs: time, parameters, activations, and the values that may cross machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import msgspec
+
+
+class Unit(msgspec.Struct, frozen=True):
+    """A node that a plan places, with the nodes that stay with it."""
+
+    name: str
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    parameter_bytes: int = 0
+    activation_bytes: int = 0  # kept from its forward to its backward
+    what: str = ""  # Conv2d, relu, …: for people
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+class Value(msgspec.Struct, frozen=True):
+    """A tensor, or a nest of them, that goes from one unit to others."""
+
+    name: str
+    maker: str
+    readers: tuple[str, ...]
+    forward_bytes: int
+    backward_bytes: int  # of its gradient; integers have none
+
+    @property
+    def num_bytes(self) -> int:
+        return self.forward_bytes + self.backward_bytes
+
+
+class Profile(msgspec.Struct, frozen=True, dict=True):
+    """A model in numbers, measured for one batch size; units are in an order in which they can compute."""
+
+    model: str
+    batch_size: int
+    units: tuple[Unit, ...]
+    values: tuple[Value, ...]
+
+    def __post_init__(self) -> None:
+        place = {unit.name: number for number, unit in enumerate(self.units)}
+        for value in self.values:
+            if value.maker not in place or not place.keys() >= set(value.readers):
+                raise ValueError(f"value {value.name} goes from or to a unit that the profile does not have.")
+            if any(place[reader] <= place[value.maker] for reader in value.readers):
+                raise ValueError(f"value {value.name} is read before {value.maker} has made it: sort the units.")
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(unit.name for unit in self.units)
+
+    @cached_property
+    def by_name(self) -> dict[str, Unit]:
+        return {unit.name: unit for unit in self.units}
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    def crossing_bytes(self, end: int) -> int:
+        """Forward and backward, between the first `end` units and the rest; a value counts once."""
+        place = self.place
+        return sum(
+            value.num_bytes
+            for value in self.values
+            if place[value.maker] < end and any(place[reader] >= end for reader in value.readers)
+        )
+
+    def seconds(self, names: Iterable[str]) -> float:
+        return sum(self.by_name[name].seconds for name in names)
+
+    def parameter_bytes(self, names: Iterable[str]) -> int:
+        return sum(self.by_name[name].parameter_bytes for name in names)
+
+    def activation_bytes(self, names: Iterable[str]) -> int:
+        return sum(self.by_name[name].activation_bytes for name in names)
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True):
+    """Machines in groups: fast inside a group, slower between groups. One group: all machines are alike."""
+
+    bytes_per_s: float = 1e9
+    latency_s: float = 100e-6
+    machines_per_group: int = 0  # 0: there is one group
+    between_bytes_per_s: float = 0.0  # between groups; 0: as inside
+    between_latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s <= 0 or min(self.latency_s, self.between_bytes_per_s, self.between_latency_s) < 0:
+            raise ValueError("a network needs bytes_per_s above 0, and no speed or latency below 0.")
+        if self.machines_per_group < 0:
+            raise ValueError(f"machines_per_group={self.machines_per_group}: give 1 or more, or 0 for one group.")
+
+    def group(self, machine: int) -> int:
+        return machine // self.machines_per_group if self.machines_per_group else 0
+
+    def speed(self, same_group: bool) -> float:
+        """Bytes a second."""
+        return self.bytes_per_s if same_group else self.between_bytes_per_s or self.bytes_per_s
+
+    def transfer_s(self, num_bytes: int, source: int, destination: int) -> float:
+        if source == destination:
+            return 0.0
+        near = self.group(source) == self.group(destination)
+        latency_s = self.latency_s if near else self.between_latency_s or self.latency_s
+        return latency_s + num_bytes / self.speed(near)
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True):
+    """What a partitioner may use."""
+
+    num_machines: int
+    memory_bytes: int = 0  # of each machine; 0: no limit
+    network: Network = Network()
+    state_copies: int = 2  # vectors beside each version of the parameters: a gradient, and one of an optimizer
+
+    def __post_init__(self) -> None:
+        if self.num_machines < 1:
+            raise ValueError(f"a plan for {self.num_machines} machines is none: give at least 1 (--machines).")
+        if self.memory_bytes < 0 or self.state_copies < 0:
+            raise ValueError("memory_bytes and state_copies cannot be below 0.")
+        per_group = self.network.machines_per_group
+        if per_group and self.num_machines % per_group:
+            raise ValueError(
+                f"{self.num_machines} machines are not a whole number of groups of {per_group}: choose another "
+                "number of machines, or of machines in a group (--group)."
+            )
+
+    def fits(self, parameter_bytes: int, activation_bytes: int, in_flight: int) -> bool:
+        return not self.memory_bytes or self.needed(parameter_bytes, activation_bytes, in_flight) <= self.memory_bytes
+
+    def needed(self, parameter_bytes: int, activation_bytes: int, in_flight: int) -> int:
+        """Bytes of a machine: a version of its parameters and the activations for each batch on the way."""
+        return parameter_bytes * (in_flight + self.state_copies) + activation_bytes * in_flight

@@ -1,0 +1,105 @@
+r"""A linear layer in pieces that can be on different machines.
+
+    columns   W = [W_1; W_2; …] by outputs:   y = [x W_1ᵀ + b_1,  x W_2ᵀ + b_2, …]       x goes to all
+    rows      W = [W_1, W_2, …] by inputs:    y = x_1 W_1ᵀ + x_2 W_2ᵀ + … + b            sums come back
+    pair      columns, then rows:             y = sum_i f(x A_iᵀ + a_i) B_iᵀ + b          what is between never crosses
+
+Each piece is an nn.Linear of its own, so it is a node of its own when the model is cut, with its own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class ByColumns(nn.Module):
+    """Each piece makes some of the outputs."""
+
+    def __init__(self, linear: nn.Linear, ways: int) -> None:
+        super().__init__()
+        sizes = _sizes(linear.out_features, ways, "outputs")
+        self.pieces_of = nn.ModuleList()
+        biases = [None] * ways if linear.bias is None else torch.split(linear.bias.detach(), sizes)
+        for weight, bias in zip(torch.split(linear.weight.detach(), sizes), biases, strict=True):
+            self.pieces_of.append(_linear(weight, bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([piece(x) for piece in self.pieces_of], dim=-1)
+
+    def as_linear(self) -> nn.Linear:
+        """One layer with the weights of all pieces, as they are now."""
+        pieces = _pieces(self.pieces_of)
+        biases = [piece.bias.detach() for piece in pieces if piece.bias is not None]
+        return _linear(torch.cat([p.weight.detach() for p in pieces]), torch.cat(biases) if biases else None)
+
+
+class ByRows(nn.Module):
+    """Each piece takes some of the inputs; what they make is summed, in the order of the pieces."""
+
+    def __init__(self, linear: nn.Linear, ways: int) -> None:
+        super().__init__()
+        self.sizes = _sizes(linear.in_features, ways, "inputs")
+        weights = torch.split(linear.weight.detach(), self.sizes, dim=1)
+        self.pieces_of = nn.ModuleList(_linear(weight, None) for weight in weights)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.split(x, self.sizes, dim=-1)
+        total: Tensor = self.pieces_of[0](parts[0])
+        for number in range(1, len(self.sizes)):
+            total = total + self.pieces_of[number](parts[number])
+        return total if self.bias is None else total + self.bias
+
+    def as_linear(self) -> nn.Linear:
+        """One layer with the weights of all pieces, as they are now."""
+        weights = [piece.weight.detach() for piece in _pieces(self.pieces_of)]
+        return _linear(torch.cat(weights, dim=1), None if self.bias is None else self.bias.detach())
+
+
+class AsPair(nn.Module):
+    """Two layers with something elementwise between them: the first by columns, the second by rows."""
+
+    def __init__(self, first: nn.Linear, between: nn.Module, second: nn.Linear, ways: int) -> None:
+        super().__init__()
+        if first.out_features != second.in_features:
+            raise ValueError(
+                f"the first layer has {first.out_features} outputs and the second {second.in_features} inputs: "
+                "split two layers that follow each other."
+            )
+        if any(True for _ in between.parameters()):
+            raise ValueError(
+                f"{type(between).__name__} has parameters: only what works on each element can be between."
+            )
+        self.first, self.between, self.second = ByColumns(first, ways), between, ByRows(second, ways)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ways = range(len(self.second.sizes))
+        parts = [self.second.pieces_of[n](self.between(self.first.pieces_of[n](x))) for n in ways]
+        total: Tensor = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total if self.second.bias is None else total + self.second.bias
+
+
+def _sizes(features: int, ways: int, what: str) -> list[int]:
+    if not 1 <= ways <= features:
+        raise ValueError(f"cannot split {features} {what} {ways} ways: choose from 1 to {features}.")
+    return [features * (n + 1) // ways - features * n // ways for n in range(ways)]
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        if bias is not None:
+            linear.bias.copy_(bias)
+    return linear
+
+
+def _pieces(modules: nn.ModuleList) -> Sequence[nn.Linear]:
+    pieces = [module for module in modules if isinstance(module, nn.Linear)]
+    assert len(pieces) == len(modules)
+    return pieces

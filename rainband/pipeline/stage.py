@@ -1,0 +1,147 @@
+"""One stage of a pipeline on one machine: forward, backward and update of microbatches, whoever carries the values.
+
+Random numbers of a forward come from a seed of its own (run, stage, microbatch), so dropout is the same in every
+schedule and when the forward is computed a second time. Buffers, such as BatchNorm's running statistics, have no
+versions: they follow the microbatches in the order in which this machine computes them, each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from rainband.pipeline.fragments import Fragment
+from rainband.pipeline.graph import tensors_in
+from rainband.pipeline.versions import MakeOptimizer, Versions, by_object
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a forward leaves for its backward."""
+
+    given: Sequence[Any]  # what was read
+    results: Sequence[Any]  # what was made, with its graph; nothing if it is to be computed again
+    leaves: Mapping[str, Tensor]  # the parameters that it used
+
+
+class Stage:
+    """A fragment with its parameters in versions."""
+
+    def __init__(
+        self,
+        number: int,
+        fragment: Fragment,
+        module: fx.GraphModule,
+        optimizer: MakeOptimizer,
+        *,
+        own: Sequence[str] | None = None,
+        replica: int = 0,
+        seed: int = 0,
+        recompute: bool = False,
+    ) -> None:
+        """`own`: parameters whose objects live here, see Versions; None: all. Later replicas copy the buffers."""
+        self.number, self.fragment, self.module = number, fragment, module
+        self.seed, self.recompute = seed, recompute
+        parameters, self.canonical = by_object(dict(module.named_parameters(remove_duplicate=False)))
+        self.versions = Versions(parameters, optimizer, own)
+        self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        self.buffers = {name: b.clone() if replica else b for name, b in module.named_buffers()}
+        self.kept: dict[int, Kept] = {}  # by microbatch
+        self.totals: dict[int, dict[str, Tensor]] = {}  # update -> weighted sum of gradients; absent: there was none
+
+    def forward(self, micro: int, version: int, given: Sequence[Any]) -> Sequence[Any]:
+        """Run a microbatch; `given` are the values it reads, and what it makes is returned, cut off from its makers.
+
+        A tensor that is returned requires a gradient if one should come back for it.
+        """
+        leaves = self.versions.leaves(version)
+        with torch.set_grad_enabled(not self.recompute):
+            results = self._run(micro, leaves, given, self.buffers)
+        self.kept[micro] = Kept(given, () if self.recompute else results, leaves)
+        learns = bool(self.trained) or any(tensor.requires_grad for tensor in tensors_in(list(given)))
+
+        def cut_off(tensor: Tensor) -> Tensor:
+            wants = tensor.is_floating_point() and learns if self.recompute else tensor.requires_grad
+            return tensor.detach().requires_grad_(wants)
+
+        made: Sequence[Any] = pytree.tree_map_only(Tensor, cut_off, results)
+        return made
+
+    def backward(
+        self, micro: int, version: int, gradients: Sequence[Sequence[Tensor | None]], update: int, weight: float
+    ) -> list[list[Tensor | None]]:
+        """Go back with the gradients of what was made; returns those of what was read.
+
+        The parameters' gradients, times `weight`, are added to the total of `update`.
+        """
+        kept = self.kept.pop(micro)
+        results, leaves = kept.results, kept.leaves
+        if self.recompute:
+            leaves = self.versions.leaves(version)
+            copies = {name: buffer.clone() for name, buffer in self.buffers.items()}  # counted in the forward already
+            with torch.enable_grad():
+                results = self._run(micro, leaves, kept.given, copies)
+        read = tensors_in(list(kept.given))
+        found = _gradients(results, gradients, [*read, *(leaves[name] for name in self.trained)])
+        self._add(update, dict(zip(self.trained, found[len(read) :], strict=True)), weight)
+        given_back = iter(found)
+        return [[next(given_back) for _ in tensors_in(value)] for value in kept.given]
+
+    def update(self, total: Mapping[str, Tensor], overwrite: bool) -> None:
+        """Make the next version from a total of gradients."""
+        self.versions.update(total, overwrite)
+
+    def _run(
+        self, micro: int, leaves: Mapping[str, Tensor], given: Sequence[Any], buffers: Mapping[str, Tensor]
+    ) -> Sequence[Any]:
+        parameters = {name: leaves[first] for name, first in self.canonical.items()}
+        with _random_numbers_of(self.seed, self.number, micro):
+            results: Sequence[Any] = functional_call(
+                self.module, {**parameters, **buffers}, tuple(given), tie_weights=False
+            )
+        return results
+
+    def _add(self, update: int, gradients: Mapping[str, Tensor | None], weight: float) -> None:
+        total = self.totals.setdefault(update, {})
+        for name, gradient in gradients.items():
+            if gradient is None:
+                continue
+            if name in total:
+                total[name].add_(gradient, alpha=weight)
+            else:
+                total[name] = gradient if weight == 1.0 else gradient * weight
+
+
+def _gradients(
+    results: Sequence[Any], gradients: Sequence[Sequence[Tensor | None]], leaves: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """One gradient, or None, for each leaf."""
+    pairs = [
+        (tensor, gradient)
+        for value, column in zip(results, gradients, strict=True)
+        for tensor, gradient in zip(tensors_in(value) if column else (), column, strict=True)
+        if gradient is not None and tensor.requires_grad
+    ]
+    wanting = [leaf for leaf in leaves if leaf.requires_grad]
+    if not pairs or not wanting:
+        return [None] * len(leaves)
+    roots, incoming = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(roots, wanting, incoming, allow_unused=True))
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+@contextmanager
+def _random_numbers_of(seed: int, stage: int, micro: int) -> Iterator[None]:
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(((seed * 1_000_003 + micro) * 1009 + stage) % 2**63)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

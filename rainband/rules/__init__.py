@@ -1,0 +1,15 @@
+"""When a block applies a gradient and who may read it: the servers' half of every algorithm.
+
+A rule is pure: it is handed what has come and calls `block.apply`. Each block has a rule object of its own, which is
+saved, copied and moved with the block.
+"""
+
+from __future__ import annotations
+
+from rainband.rules.clocks import Clocks
+from rainband.rules.on_arrival import ApplyOnArrival
+from rainband.rules.rounds import MeanOfRound
+from rainband.rules.slowest import WaitForSlowest, WaitForTasks
+from rainband.rules.softly import MeanOfArrivals
+
+__all__ = ["ApplyOnArrival", "Clocks", "MeanOfArrivals", "MeanOfRound", "WaitForSlowest", "WaitForTasks"]

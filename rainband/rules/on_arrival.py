@@ -1,0 +1,31 @@
+"""Fully asynchronous: nobody waits, nothing is kept back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.messages import Pull, Push
+    from rainband.types import Block
+
+
+class ApplyOnArrival:
+    """Fully asynchronous: every gradient is applied when it comes, everyone reads what there is."""
+
+    reads: Literal["any"] = "any"
+    buffered = 0
+
+    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            block.apply(gradient, [push], push.absent)
+
+    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+        return True  # its own pushes came before on the same connection; one that was refused ticks no clock
+
+    def forget(self, block: Block, worker: int) -> None:
+        """Nobody is waited for."""
+
+    def flush(self, block: Block) -> None:
+        """Nothing is ever buffered."""

@@ -1,0 +1,62 @@
+"""Between the two ends: one update for so many gradients, whoever they are from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rainband.portions import num_batches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.messages import Pull, Push
+    from rainband.types import Block
+
+
+class MeanOfArrivals:
+    """One update with the mean of every `count` gradients; those that missed updates may weigh less.
+
+    The weight of a gradient is 1 / count, or 1 / (count * missed) if `by_staleness` and it has missed any. What is left
+    at the end is applied with the same weights, so that every gradient counts alike.
+    """
+
+    reads: Literal["any"] = "any"
+
+    def __init__(self, count: int, by_staleness: bool = False) -> None:
+        self.count = count
+        self.by_staleness = by_staleness
+        self._begin()
+
+    def _begin(self) -> None:
+        self.total: Tensor | None = None
+        self.pushes: list[Push] = []
+        self.absent: set[int] | None = None  # parameters without a gradient in all of them
+
+    @property
+    def buffered(self) -> int:
+        return sum(num_batches(push.name) for push in self.pushes)
+
+    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        missed = block.version - push.version
+        weight = 1 / (self.count * max(1, missed)) if self.by_staleness else 1 / self.count
+        if self.count == 1:
+            block.apply(gradient if weight == 1 else gradient * weight, [push], push.absent)
+            return
+        self.pushes.append(push)
+        self.absent = set(push.absent) if self.absent is None else self.absent & set(push.absent)
+        self.total = gradient * weight if self.total is None else self.total.add_(gradient, alpha=weight)
+        if len(self.pushes) == self.count:
+            self.flush(block)
+
+    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+        return True
+
+    def forget(self, block: Block, worker: int) -> None:
+        """Nobody is waited for; what it gave stays."""
+
+    def flush(self, block: Block) -> None:
+        if self.total is not None:
+            block.apply(self.total, self.pushes, self.absent or ())
+            self._begin()

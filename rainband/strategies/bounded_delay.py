@@ -1,0 +1,62 @@
+r"""Bounded delay: a task starts when all tasks before the last tau have finished (Li et al. 2014, Parameter Server).
+
+Every worker numbers its tasks t = 0, 1, 2, ... A task reads, computes and pushes:
+
+    w   <- server                             it waits until everyone's tasks 0 .. t - tau - 1 have finished
+    g    = gradient(w, batch of task t)       meanwhile the parameters for task t + 1 are fetched, if tau > 0
+    g   -> server
+
+The server, for every push that comes, each block by itself:
+
+    w   <- w - lr * g
+
+tau = 0 is one task after the other for everyone; tau = infinity never waits. Against stale_sync: there a worker always
+sees its own last update; here its own tasks, too, may be up to tau behind, so that reading overlaps computing. In the
+paper a scheduler sends out the tasks of all workers in one order; here each worker has its own, and the servers hold
+back its reads, so nobody stands between. tau may change during the run: it goes to tau_last as the data is done.
+
+Use it when reading takes long beside computing, and machines are about alike. Not when one is slow all the time: after
+tau tasks everyone goes at its speed (downpour, soft_sync).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from rainband.optim_spec import element_wise
+from rainband.rules import WaitForTasks
+from rainband.schedules import Schedule, Shape
+from rainband.types import ServerHalf, Worker
+
+
+@dataclass(frozen=True)
+class BoundedDelay:
+    """Asynchronous SGD with a bound on the tasks that are under way."""
+
+    tau: int = 4  # tasks that a worker may be ahead of the slowest, or of itself
+    tau_last: int | None = None  # the bound at the end of the data; none: as at the beginning
+    lr: float = 0.05  # the servers' learning rate
+    optimizer: str = "sgd"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ...
+    momentum: float = 0.0  # for sgd and rmsprop
+    weight_decay: float = 0.0
+    schedule: Shape = "constant"
+    warmup: float = 0.0  # the part of the run in which the learning rate rises
+
+    def __post_init__(self) -> None:
+        if self.tau < 0 or (self.tau_last is not None and self.tau_last < 0):
+            raise ValueError(f"tau={self.tau} tau_last={self.tau_last}: choose 0 (one after the other) or more.")
+        self.server(1)
+
+    async def run(self, worker: Worker) -> None:
+        fetch = None
+        async for cell in worker.cells():
+            await (fetch or worker.server.pull())
+            fetch = worker.server.pull(ahead=1) if self.tau and cell.more else None
+            for batch in cell.batches:
+                worker.server.push(await worker.gradient(batch))
+
+    def server(self, num_workers: int) -> ServerHalf:
+        optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
+        rule = partial(WaitForTasks, self.tau, self.tau_last)
+        return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup))

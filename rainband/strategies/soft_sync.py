@@ -1,0 +1,71 @@
+r"""Soft synchronisation: one update for every c gradients, whoever they are from (Gupta et al., Zhang et al. 2016).
+
+A worker, never waiting for the others:
+
+    w   <- server;   g = gradient(w, batch);   g -> server
+
+The server, with lambda workers, after every c = floor(lambda / n) gradients g_1 .. g_c, each block by itself:
+
+    w   <- w - 1/c * sum_l  a_l * g_l                   a_l = lr / max(1, t_l)          (scaling=staleness)
+                                                        a_l = lr / n                    (scaling=n)
+                                                        a_l = lr                        (scaling=none)
+
+where t_l is how many updates g_l has missed. It is (lambda - 1) / c in the mean, about n, whatever the speeds of the
+workers are; for one gradient it has no bound. n = 1 is close to synchronous, with nobody waiting; n = lambda is
+asynchronous, and with scaling=none it is Downpour. Delayed gradient descent is stable only for steps of about 1 / t,
+hence the division. c does not change when workers come or go: an update is always over the same number of batches.
+
+Use it when machines differ and you want fewer, better updates than downpour makes. Not when the learning rate was tuned
+for one process and scaling is none: what is stable there need not be stable here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from rainband.optim_spec import element_wise
+from rainband.rules import MeanOfArrivals
+from rainband.schedules import Schedule, Shape
+from rainband.types import ServerHalf, Worker
+
+
+@dataclass(frozen=True)
+class SoftSync:
+    """Asynchronous SGD that gathers a few gradients for each update."""
+
+    n: int = 1  # updates in the time in which every worker pushes once; c = workers / n
+    scaling: Literal["staleness", "n", "none"] = "staleness"  # what the learning rate is divided by
+    lr: float = 0.1  # of one process
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    schedule: Shape = "constant"
+    warmup: float = 0.0  # the part of the run in which the learning rate rises
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n={self.n}: choose from 1 (nearly synchronous) to the number of workers (asynchronous).")
+        self.server(1)
+        if self.scaling == "staleness" and self.optimizer != "sgd":
+            raise ValueError(
+                f"scaling=staleness divides each gradient, and {self.optimizer} does not mind how long a gradient is: "
+                "type scaling=n, which divides the learning rate, or optimizer=sgd."
+            )
+
+    def count(self, num_workers: int) -> int:
+        """Gradients of one update."""
+        return max(1, num_workers // self.n)
+
+    async def run(self, worker: Worker) -> None:
+        async for cell in worker.cells():
+            await worker.server.pull()
+            for batch in cell.batches:
+                worker.server.push(await worker.gradient(batch))
+
+    def server(self, num_workers: int) -> ServerHalf:
+        lr = self.lr / self.n if self.scaling == "n" else self.lr
+        optimizer = element_wise(self.optimizer, lr, self.momentum, self.weight_decay)
+        rule = partial(MeanOfArrivals, self.count(num_workers), self.scaling == "staleness")
+        return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup))

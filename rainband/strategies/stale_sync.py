@@ -1,0 +1,69 @@
+r"""Stale synchronous parallel: run ahead of the slowest worker, but not too far (Ho et al. 2013).
+
+A worker's clock c is the number of cells it has pushed. To go on it reads the parameters at its clock:
+
+    w   <- server, read at clock c            it waits while  c - min_i c_i > bound
+    D    = sum of n_push gradients at w
+    D   -> server;  c = c + 1
+
+so that a read at clock c contains every update of clock <= c - bound - 1 of everyone, and all its own. The server:
+
+    w   <- w - lr * D                         for every push that comes, each block by itself
+
+bound = 0 is lock-step, a large bound is fully asynchronous. The servers hold back the reply to a pull, block by block,
+so nobody stands between workers and servers. Who is dead, away, done or without work is not waited for; who comes late,
+or comes back, starts at the slowest clock. The paper keeps rows in caches on the workers; here every read goes to the
+servers, so it is as fresh as they are, and never older than the bound allows.
+
+Use it when machines are alike most of the time, and now and then one is slow for a while. Not when one is slow all the
+time: at the end of the bound everyone goes at its speed (downpour, soft_sync).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from rainband.optim_spec import element_wise
+from rainband.rules import WaitForSlowest
+from rainband.schedules import Schedule, Shape
+from rainband.types import Gradient, ServerHalf, Worker
+
+
+@dataclass(frozen=True)
+class StaleSync:
+    """Asynchronous SGD in which nobody runs too far ahead."""
+
+    bound: int = 3  # clocks that a worker may be ahead of the slowest
+    n_push: int = 1  # steps of one clock; their gradients are summed into one push
+    lr: float = 0.05  # the servers' learning rate
+    optimizer: str = "sgd"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ...
+    momentum: float = 0.0  # for sgd and rmsprop
+    weight_decay: float = 0.0
+    schedule: Shape = "constant"
+    warmup: float = 0.0  # the part of the run in which the learning rate rises
+
+    def __post_init__(self) -> None:
+        if self.bound < 0:
+            raise ValueError(f"bound={self.bound}: choose 0 (lock-step) or more.")
+        if not 1 <= self.n_push <= 64:
+            raise ValueError(f"n_push={self.n_push}: choose from 1 to 64.")
+        self.server(1)
+
+    @property
+    def cell_batches(self) -> int:
+        return self.n_push
+
+    async def run(self, worker: Worker) -> None:
+        async for cell in worker.cells():
+            await worker.server.pull()
+            owed: Gradient | None = None
+            for batch in cell.batches:
+                gradient = await worker.gradient(batch)
+                owed = gradient if owed is None else owed + gradient
+            assert owed is not None, "a cell has at least one batch"
+            worker.server.push(owed)
+
+    def server(self, num_workers: int) -> ServerHalf:
+        optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
+        return ServerHalf(partial(WaitForSlowest, self.bound), optimizer, Schedule(self.schedule, self.warmup))

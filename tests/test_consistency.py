@@ -1,0 +1,90 @@
+"""The spectrum between lock-step and fully asynchronous in virtual time: who waits for whom, for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rainband.books import Staleness, staleness_of
+from rainband.messages import Limit, Missed, Report
+from rainband.stats import Stats
+from rainband.strategies.downpour import Downpour
+from rainband.strategies.stale_sync import StaleSync
+from rainband.tasks.linear import Linear
+from tests.test_sim_world import INSTANT, world_of
+
+# Worker 1 takes 4 s for a step, worker 0 takes 1 s; nothing else takes time.
+ONE_IS_SLOW = replace(INSTANT, compute=replace(INSTANT.compute, slow_workers=(1,), slow_factor=4.0))
+TASK = Linear(dimension=48, samples=60, batch_size=1, epochs=1)
+
+
+@pytest.mark.parametrize("bound, steps_of_the_fast_one", [(0, 5), (1, 6), (2, 7), (7, 12), (100, 17)])
+def test_the_fast_one_runs_ahead_as_far_as_the_bound_goes(bound: int, steps_of_the_fast_one: int) -> None:
+    """After 17.5 s the slow one has done 4 steps; the fast one may do the one after 4 + bound, if it has the time."""
+    world = world_of(StaleSync(bound=bound, lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
+    world.start()
+    world.run(until_s=17.5)
+
+    assert world.workers[1].stats.steps == 4
+    assert world.workers[0].stats.steps == steps_of_the_fast_one
+
+
+def test_it_is_told_for_whom_and_how_long_everyone_waited() -> None:
+    world = world_of(StaleSync(bound=0, lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
+    world.start()
+    world.run(until_s=16.5)
+
+    assert dict(world.workers[0].stats.waited_for) == {1: pytest.approx(12.0)}  # 3 s of every 4
+    assert dict(world.workers[1].stats.waited_for) == {}
+
+
+def test_downpour_waits_for_nobody_and_promises_nothing() -> None:
+    world = world_of(Downpour(lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
+    world.start()
+    world.run()
+
+    assert not world.workers[0].stats.waited_for
+    assert world.coordinator.staleness().bound is None
+
+
+def test_the_run_says_who_waited_for_whom_at_its_end() -> None:
+    world = world_of(StaleSync(bound=1, lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
+    world.start()
+    world.run()
+    staleness = world.coordinator.staleness()
+
+    assert world.coordinator.outcome == "finished"
+    assert (staleness.bound, staleness.unit, staleness.largest, staleness.exceeded) == (1, "clocks", 1, 0)
+    assert set(staleness.waited_for[0]) == {1}
+
+
+# ---- the pieces ----
+
+
+def test_a_wait_is_put_down_to_whom_the_server_named() -> None:
+    stats = Stats()
+    stats.waited_s += 1.0  # for a lease, say
+    stats.held_by = 3
+    stats.waited_s += 2.0
+    stats.waited_s += 4.0  # for something else again
+
+    assert stats.beat().waited_s == 7.0 and stats.beat().waited_for == {3: 2.0}
+
+
+def test_the_most_broken_bound_of_all_servers_is_told() -> None:
+    reports = [
+        Report(0, (), 0, 0, limit=Limit(2, "clocks", 2, 0), missed=(Missed(1, 4, 6, 3),)),
+        Report(0, (), 0, 0, limit=Limit(2, "clocks", 5, 7), missed=(Missed(0, 2, 1, 1),)),
+        Report(0, (), 0, 0),
+    ]
+    staleness = staleness_of(reports)
+
+    assert (staleness.bound, staleness.largest, staleness.exceeded) == (2, 5, 7)
+    assert "may miss 2 clocks, and 7 gradients came from readers that missed up to 5" in staleness.broken
+    assert {block: (s.mean, s.max) for block, s in staleness.per_block.items()} == {0: (0.5, 1), 1: (1.5, 3)}
+
+
+def test_a_bound_that_was_kept_is_not_broken() -> None:
+    assert not Staleness(0.0, 0, {}, {}).broken
+    assert not staleness_of([Report(0, (), 0, 0, limit=Limit(2, "clocks", 2, 0))]).broken

@@ -1,0 +1,330 @@
+"""Plans as data: measured, checked, edited, saved, drawn; and the command that makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from rainband.cli.main import build_app
+from rainband.pipeline.check import check as play
+from rainband.pipeline.cut import cut
+from rainband.pipeline.draw import draw_plan, draw_schedule
+from rainband.pipeline.execute import Pipeline
+from rainband.pipeline.measure import measure
+from rainband.pipeline.of_task import cut_task, inputs_of, loss_of, micros_of
+from rainband.pipeline.partitioners import find_partitioner, make_plan
+from rainband.pipeline.pipedream import straight
+from rainband.pipeline.plan import Plan, Stage, check, from_placement, load, memory, save
+from rainband.pipeline.profile import Network, Profile, Resources, Unit, Value
+from rainband.pipeline.schedules import pipedream
+from rainband.pipeline.show import plan_lines, profile_lines
+from rainband.tasks.digits import Digits
+from rainband.tasks.task import TensorData
+from tests.pipeline_models import Recurrent, Skips, examples, floats, words
+
+PROFILE = Profile(
+    "three",
+    8,
+    (Unit("a", 1.0, 2.0, 100, 10), Unit("b", 1.0, 2.0, 200, 20), Unit("c", 1.0, 2.0, 300, 30)),
+    (Value("a", "a", ("b", "c"), 1000, 1000), Value("b", "b", ("c",), 500, 0)),
+)
+
+
+def pipeline(*stages: Stage, machines: int = 3) -> Plan:
+    return Plan(model="three", kind="pipeline", partitioner="me", num_machines=machines, stages=stages)
+
+
+GOOD = pipeline(Stage((0, 1), ("a",)), Stage((2,), ("b", "c")))
+
+
+# ---- measuring ----
+
+
+@pytest.mark.parametrize("name", ["chain", "skips", "recurrent", "transformer", "on_shapes", "tied"])
+def test_a_profile_has_every_unit_with_what_it_makes(name: str) -> None:
+    model, args = examples()[name]
+    graph = cut(model, args)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    profile = measure(graph, args, model=name, repeats=1)
+    assert sorted(profile.names) == sorted(graph.units)
+    assert all(unit.forward_s > 0 and unit.backward_s >= 0 for unit in profile.units)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    edges = {(value.name, reader) for value in profile.values for reader in value.readers}
+    assert edges == {(value, reader) for value, _, reader in graph.unit_edges()}
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).double()
+    profile = measure(cut(model, (floats(2, 8),)), (floats(2, 8),), repeats=1)
+    first, second = profile.units
+    assert (first.parameter_bytes, first.activation_bytes, first.what) == (8 * (32 + 4), 8 * 2 * 4, "Linear")
+    assert (second.parameter_bytes, second.what) == (0, "ReLU")
+    (value,) = profile.values
+    assert (value.forward_bytes, value.backward_bytes) == (64, 64)
+    assert profile.batch_size == 2
+
+
+def test_the_parts_of_a_tuple_are_told_apart() -> None:
+    graph = cut(Recurrent(), (words(3, 5),))
+    profile = measure(graph, (words(3, 5),), repeats=1)
+    sizes = {value.name: value.forward_bytes for value in profile.values if value.maker == "first"}
+    assert sorted(sizes.values()) == [2 * 4 * 3 * 8, 4 * 3 * 5 * 8]  # the state, and the outputs
+
+
+def test_a_profile_in_the_wrong_order_is_refused() -> None:
+    with pytest.raises(ValueError, match="value a is read before a has made it: sort the units"):
+        Profile("", 1, PROFILE.units[::-1], PROFILE.values[:1])
+
+
+# ---- checking ----
+
+
+def test_a_good_plan_passes() -> None:
+    check(GOOD, PROFILE, Resources(num_machines=3, memory_bytes=3000))
+    assert GOOD.replicas() == (2, 1)
+    assert GOOD.stage_of() == {"a": 0, "b": 1, "c": 1}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (pipeline(Stage((0,), ("a", "b"))), "the plan does not place c: give each unit a stage"),
+        (pipeline(Stage((0,), ("a", "b", "c", "a"))), "the plan places a more than once"),
+        (
+            pipeline(Stage((0,), ("a", "b", "c", "d"))),
+            "the plan places d, which three does not have: its units are a, b, c",
+        ),
+        (pipeline(Stage((0,), ("a",)), Stage((0,), ("b", "c"))), "machine 0 has more than one stage"),
+        (pipeline(Stage((3,), ("a", "b", "c"))), "uses machine 3 of 3: they are numbered from 0 to 2"),
+        (pipeline(Stage((), ("a", "b", "c"))), "stage 0 has no machine"),
+        (pipeline(Stage((0,), ("a", "b", "c")), Stage((1,), ())), "stage 1 has no units"),
+        (pipeline(Stage((0,), ("b",)), Stage((1,), ("a", "c"))), "b in stage 0 reads a of stage 1: in a pipeline"),
+        (msgspec.structs.replace(GOOD, kind="partition"), "stage 0 is on 2 machines: only a pipeline has replicas"),
+    ],
+)
+def test_a_wrong_plan_is_told_what_to_change(plan: Plan, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(plan, PROFILE)
+
+
+def test_a_partition_may_go_back_and_forth() -> None:
+    check(from_placement(PROFILE, {"a": 0, "b": 1, "c": 0}, "me", 2), PROFILE)
+
+
+def test_memory_counts_versions_and_activations_of_the_batches_on_the_way() -> None:
+    plan = pipeline(Stage((0,), ("a",)), Stage((1,), ("b",)), Stage((2,), ("c",)))
+    resources = Resources(num_machines=3, state_copies=1)
+    assert memory(plan, PROFILE, resources) == (100 * 4 + 10 * 3, 200 * 3 + 20 * 2, 300 * 2 + 30)
+    with pytest.raises(ValueError, match=r"stage 1 \(b\) needs 640 bytes and a machine has 639: move a unit"):
+        check(plan, PROFILE, Resources(num_machines=3, memory_bytes=639, state_copies=1))
+
+
+def test_machines_that_are_no_whole_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 machines are not a whole number of groups of 2"):
+        Resources(num_machines=5, network=Network(machines_per_group=2))
+
+
+# ---- editing, saving ----
+
+
+def test_moving_a_unit_gives_another_plan_without_a_prediction() -> None:
+    planned = make_plan(straight, PROFILE, Resources(num_machines=2))
+    moved = planned.move("b", 0)
+    assert moved.stage_of()["b"] == 0 and moved.predicted is None
+    with pytest.raises(ValueError, match="no unit 'z': it has"):
+        planned.move("z", 0)
+    with pytest.raises(ValueError, match="no stage 7"):
+        planned.move("b", 7)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "plan.toml"])
+def test_a_saved_plan_is_the_same_when_loaded(tmp_path: Path, name: str) -> None:
+    plan = make_plan(lambda profile, resources: GOOD, PROFILE, Resources(num_machines=3))
+    save(plan, tmp_path / name)
+    assert load(tmp_path / name) == plan
+    save(GOOD, tmp_path / name)  # without a prediction
+    assert load(tmp_path / name) == GOOD
+
+
+def test_a_file_that_is_no_plan_is_told(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"model": "x"}')
+    with pytest.raises(ValueError, match=r"plan.json is no plan: Object missing required field `kind`"):
+        load(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=r"ends in .json or .toml, not plan.yaml"):
+        save(GOOD, tmp_path / "plan.yaml")
+
+
+# ---- showing ----
+
+
+def test_a_plan_is_shown_with_what_crosses() -> None:
+    plan = make_plan(lambda profile, resources: GOOD, PROFILE, Resources(num_machines=3))
+    text = "\n".join(plan_lines(plan, PROFILE, Resources(num_machines=3)))
+    assert "pipeline of three on 3 machines, by me" in text
+    assert "1 values cross, 2.0 kB for each batch" in text  # a goes to stage 1 once, whatever reads it there
+    assert "alone 9000.000 ms" in text
+    assert len(profile_lines(PROFILE)) == 4
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    table = pipedream([2, 1], 4)
+    assert draw_plan(GOOD, PROFILE, tmp_path / "plan.png")
+    assert draw_schedule(table, play(table), tmp_path / "schedule.svg")
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+    assert "machine 2" in (tmp_path / "schedule.svg").read_text() or (tmp_path / "schedule.svg").stat().st_size > 1000
+
+
+# ---- partitioners of one's own ----
+
+
+def test_a_partitioner_of_ones_own_is_found_checked_and_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_partitioner.py").write_text(
+        "from rainband.pipeline.plan import from_placement\n"
+        "def first_alone(profile, resources):\n"
+        "    where = {unit: int(unit != profile.names[0]) for unit in profile.names}\n"
+        "    return from_placement(profile, where, 'first_alone', resources.num_machines)\n"
+        "def forgetful(profile, resources):\n"
+        "    return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    resources = Resources(num_machines=2, network=Network(latency_s=0.0))
+    plan = make_plan(find_partitioner("my_partitioner:first_alone"), PROFILE, resources)
+    assert plan.placement() == {"a": 0, "b": 1, "c": 1}
+    assert plan.predicted is not None and plan.predicted.crossing_bytes == 2000
+    with pytest.raises(ValueError, match="returned a NoneType: it should return a rainband.pipeline Plan"):
+        make_plan(find_partitioner("my_partitioner:forgetful"), PROFILE, resources)
+    with pytest.raises(ValueError, match="my_partitioner has no function 'x'"):
+        find_partitioner("my_partitioner:x")
+    with pytest.raises(ValueError, match="no partitioner named 'fast': choose from balanced, pipedream, straight"):
+        find_partitioner("fast")
+
+
+# ---- tasks ----
+
+
+def test_the_call_of_the_model_is_taken_out_of_a_tasks_loss() -> None:
+    task = Digits()
+    data = task.data()
+    batch = data.batch([0, 1, 2])
+    model = task.model()
+    args, kwargs = inputs_of(task, batch)
+    assert torch.equal(args[0], batch[0]) and kwargs == {}
+    assert torch.equal(loss_of(task, batch)(model(*args)), task.loss(model, batch))
+
+
+class Odd:
+    """Losses that do what cannot be done over several machines."""
+
+    batch_size, epochs = 4, 1
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        if self.way == "never":
+            return batch[0].sum()
+        if self.way == "attribute":
+            return model.special.sum()  # type: ignore[operator, union-attr]
+        y: Tensor = model(batch[0]) + model(batch[0])
+        return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [("never", "does not call the model"), ("attribute", "it may only call it"), ("twice", "calls its model twice")],
+)
+def test_a_loss_that_needs_more_than_the_models_answer_is_told(way: str, message: str) -> None:
+    task, batch = Odd(way), (torch.ones(2, 2),)
+    with pytest.raises(ValueError, match=message):
+        inputs_of(task, batch)  # type: ignore[arg-type]
+        loss_of(task, batch)(torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_digits_learn_in_a_pipeline_of_three_machines() -> None:
+    """A straight plan, weight stashing, every batch an update: as a user would put it together."""
+    task = Digits()
+    data = task.data()
+    torch.manual_seed(0)
+    model = task.model()
+    graph, args, kwargs = cut_task(task, model, data, batch_size=32)
+    profile = measure(graph, args, kwargs, model="digits", repeats=1)
+    where = {unit: min(2, place // 3) for place, unit in enumerate(profile.names)}
+    plan = pipeline_of(profile, where)
+    check(plan, profile)
+    before = task.evaluate(model)["loss"]
+    micros = micros_of(task, data, [range(first, first + 32) for first in range(0, 1280, 32)])
+    trained = Pipeline(
+        graph, plan.stage_of(), pipedream(plan.replicas(), len(micros)), lambda p: torch.optim.Adam(p, lr=3e-3)
+    )
+    losses = trained.run(micros)
+    assert len(losses) == 40 and losses[-1] < losses[0] / 2
+    assert task.evaluate(model)["loss"] < before / 2
+    assert trained.sent == 40 * 2 * 2  # two cuts, there and back
+
+
+def pipeline_of(profile: Profile, where: dict[str, int]) -> Plan:
+    stages = [Stage((m,), tuple(u for u in profile.names if where[u] == m)) for m in sorted(set(where.values()))]
+    return Plan(model="digits", kind="pipeline", partitioner="me", num_machines=3, stages=tuple(stages))
+
+
+def test_too_small_a_batch_is_told() -> None:
+    data = TensorData(torch.ones(1, 8))
+    with pytest.raises(ValueError, match="an example of at least two samples"):
+        cut_task(Odd("twice"), Skips(), data, batch_size=4)  # type: ignore[arg-type]
+
+
+# ---- the command ----
+
+
+def rainband_plan(*options: str) -> str:
+    result = CliRunner().invoke(build_app(), ["plan", "digits", "--repeats", "1", *options])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_command_plans_saves_draws_and_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of the tests' own process
+    file = tmp_path / "plan.toml"
+    options = ["--machines", "3", "--partitioner", "straight", "--out", str(file), "--draw", str(tmp_path / "plan.png")]
+    text = rainband_plan(*options, "--schedule", "one_f_one_b", "--microbatches", "6", "--network", "datacentre")
+    plan = load(file)
+    assert plan.kind == "pipeline" and set(plan.replicas()) == {1}
+    assert "digits: 9 units, measured with batches of 32" in text
+    assert f"one_f_one_b: {len(plan.stages)} stages, 6 microbatches" in text
+    assert (tmp_path / "plan_schedule.png").exists()
+
+    edited = plan.move(plan.stages[0].units[-1], 0)
+    save(edited, tmp_path / "edited.json")
+    again = rainband_plan("--machines", "3", "--plan", str(tmp_path / "edited.json"), "--json")
+    assert msgspec.json.decode(again, type=Plan).stages == edited.stages
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--partitioner", "fast"], "no partitioner named 'fast'"),
+        (["--partitioner", "balanced", "--memory", "0.01"], "does not fit on 2 machines of 10,000 bytes"),
+        (["--network", "carrier_pigeon"], "no network named 'carrier_pigeon'"),
+        (["--between", "wan"], "say how many machines are in one"),
+        (["--partitioner", "balanced", "--schedule", "gpipe"], "a schedule is for a pipeline"),
+        (["--partitioner", "straight", "--schedule", "slow"], "no schedule named 'slow' here"),
+        (["--out", "plan.yaml"], "ends in .json or .toml"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(build_app(), ["plan", "digits", "--repeats", "1", *options])
+    assert result.exit_code == 2
+    assert message in result.output and "Traceback" not in result.output
