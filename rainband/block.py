@@ -14,8 +14,8 @@ import torch
 from rainband.handover import by_segment
 from rainband.messages import Missed, Tally
 from rainband.optim import BlockOptimizer
-from rainband.place import Place
-from rainband.portions import Marks, Plan, num_batches
+from rainband.places import Place
+from rainband.portions import Marks, Name, Plan, num_batches
 from rainband.types import ClockedRule, LimitedRule
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Block:
         self, spec: BlockSpec, place: Place, plan: Plan, half: ServerHalf, groups: Sequence[dict[str, object]]
     ) -> None:
         self.spec = spec
+        self.index = spec.index
         self.place = place
         self.plan = plan
         self.rule: Rule = half.rule()
@@ -55,6 +56,7 @@ class Block:
         self.applied = 0  # batches that reached the optimizer; counted here, apart from the marks, to check them
         self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
+        self.dropped: list[Name] = []  # since the server has looked last
         self.num_extras = 0  # pushes without name that reached the optimizer
         self.first_state: dict[str, tuple[Tensor, tuple[int, ...]]] = {}  # parts that came before the values
         self.groups_of: dict[
@@ -142,10 +144,18 @@ class Block:
                 self.num_extras += not push.name
                 self.staleness[push.worker][max(0, self.version - push.version)] += 1
 
-    def skip(self, push: Push) -> None:
-        for r in push.name:
-            key = r.portion, push.skip
+    def skip(self, name: Name, reason: str) -> None:
+        for r in name:
+            key = r.portion, reason
             self.skipped[key] = self.skipped.get(key, 0) | r.mask
+
+    def drop(self, names: Sequence[Name], reason: str) -> None:
+        for name in names:
+            for r in name:  # it may have been skipped for another reason; the same one must hold on all blocks
+                for key in [key for key in self.skipped if key[0] == r.portion]:
+                    self.skipped[key] &= ~r.mask
+            self.skip(name, reason)
+        self.dropped += names
 
     def limit(self) -> Limit | None:
         """What the rule lets readers miss, if it bounds it at all."""

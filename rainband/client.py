@@ -64,6 +64,7 @@ class PushHandle(Handle):
     clock: int = 0  # of the sender, with this push
     began: int = 0  # its clock when it began to compute it
     point: int = -1  # the round
+    over: list[int] = field(default_factory=list)  # of blocks that went on without it: which round they are at
 
     def ready(self) -> bool:
         return self.left == 0
@@ -391,6 +392,8 @@ class Client:
             case "bad":  # the server's own check: the batches must not stay open on this block
                 self._skip_block(self.blocks[ack.block], handle, f"refused: {ack.reason}")
                 return
+            case "late":
+                handle.over.append(ack.version)
             case "moved" | "early":
                 raise Refused(f"block {ack.block} answered {ack.result} {ack.reason}")
         handle.left -= 1
@@ -398,6 +401,8 @@ class Client:
             del self.pushes[ack.sequence]
             self.stats.acked += 1
             self.settle(handle.name)
+            if len(handle.over) == len(self.blocks):
+                self._skip_rounds(min(handle.over) - 1)
         pull = self.pulling
         if pull is not None and pull.point < 0 and not self._must_ask(ack.block) and self._own_pushes_in(pull, ack):
             pull.arrive(ack.block, None)
@@ -512,8 +517,12 @@ class Client:
     def _round_is_over(self, pull: PullHandle) -> None:
         """Others have done this round's cells and gone on: nothing of it is ours to do any more."""
         pull.late = True
+        self._skip_rounds(pull.point)
+
+    def _skip_rounds(self, last: int) -> None:
+        """All rounds up to this one are over."""
         for lease in list(self.leases.values()):
-            over = {k for k in lease.unsettled if self.plan.round_of(lease.portion, k) <= pull.point}
+            over = {k for k in lease.unsettled if self.plan.round_of(lease.portion, k) <= last}
             lease.unsettled -= over
             lease.todo = deque(cell for cell in lease.todo if not over & set(cell))
             if not lease.unsettled:

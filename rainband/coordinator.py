@@ -37,6 +37,7 @@ from rainband.messages import (
     Join,
     Lease,
     Message,
+    Named,
     Peer,
     Planned,
     Ready,
@@ -160,6 +161,8 @@ class Coordinator:
                 return self._sets(sender, message, now)
             case Failed():
                 return self._failed(sender, message, now)
+            case Named() if sender.role == "server":
+                return [Out(s.peer, message) for s in self.servers.values() if s.peer != sender]
         worker = self.workers.get(sender.index)
         if sender.role != "worker" or worker is None or worker.peer != sender:
             return []  # not a worker of this run, or an earlier life of one
@@ -282,6 +285,12 @@ class Coordinator:
             return [Out(sender, Bye("the run is at its end: there is nothing left to do."))]
         if join.optimizer is not None and not self._may_run(join.optimizer.name):
             why = f"the servers may not import {join.optimizer.name}: allow it with --optimizer."
+            return self._turn_away(sender, now, why)
+        if join.rounds and join.cell_batches != 1:
+            why = (
+                f"a strategy with rounds pushes one batch at a time, and this one wants cells of {join.cell_batches}: "
+                "leave cell_batches at 1, and give a larger batch size instead (--batch-size)."
+            )
             return self._turn_away(sender, now, why)
         known = self.workers.get(sender.index)
         if known is not None and sender.incarnation < known.peer.incarnation:

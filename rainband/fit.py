@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +99,19 @@ def fit(
         result = local.run(config, notes, capture=True, entries=ENTRIES, fds=fds)
     if result.outcome == "failed":
         raise RainbandError(f"{result.reason}{notes.traceback} (its directory is {directory})")
+    _warn_if_diverged(result)
     return _fitted(task, config, result, notes)
+
+
+def _warn_if_diverged(result: RunResult) -> None:
+    from rainband.worlds.verdict import diverged
+
+    if many := diverged(result.books):
+        warnings.warn(
+            f"the training diverged: {many.skipped} of {many.batches} batches were skipped, because their gradients "
+            "were not finite. Try a smaller learning rate, and see whether there is NaN in the data.",
+            stacklevel=3,
+        )
 
 
 class _Notes:

@@ -372,6 +372,7 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def loss_curve(progress: Iterable[Progress]) -> list[tuple[float, float]]:
-    """(samples done, loss), where the loss is known and finite."""
-    return [(p.samples_done, p.loss) for p in progress if p.loss is not None and math.isfinite(p.loss)]
+def loss_curve(progress: Iterable[Progress], over_time: bool = False) -> list[tuple[float, float]]:
+    """(samples done, or seconds; loss), where the loss is known and finite."""
+    known = [(p, p.loss) for p in progress if p.loss is not None and math.isfinite(p.loss)]
+    return [(p.at_s if over_time else p.samples_done, loss) for p, loss in known]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from rainband.worlds.alone import Alone
     from rainband.worlds.own_loop import OwnLoop
-    from rainband.worlds.unwatched import Unwatched
 
 MEMBERSHIP = "__rainband__"  # `rainband run` leaves a script's place in the run under this name in its __main__
 
@@ -30,7 +30,7 @@ def place() -> tuple[int, int]:
     return member.index, member.num_workers
 
 
-def join(model: nn.Module, optimizer: Any) -> OwnLoop | Unwatched:
+def join(model: nn.Module, optimizer: Any) -> OwnLoop | Alone:
     """Train this model together with the other workers; in a script started by `rainband run`.
 
         with rainband.join(model, optimizer) as run:
@@ -47,10 +47,10 @@ def join(model: nn.Module, optimizer: Any) -> OwnLoop | Unwatched:
     main = sys.modules["__main__"]
     member = getattr(main, MEMBERSHIP, None)
     if member is None:
-        from rainband.worlds.unwatched import Unwatched
+        from rainband.worlds.alone import Alone
 
         _say_alone()
-        return Unwatched()
+        return Alone()
     if getattr(member, "joined", False):
         raise ValueError("this script has joined its run already: train all that is to be trained in one `with`.")
     member.joined = True

@@ -90,6 +90,13 @@ class Pull(Message, frozen=True):
     base: int = 0  # the clock at which the reader began; it has pushed nothing before
 
 
+class Named(Message, frozen=True):
+    """The owner of block 0 has chosen the cells of a round; by way of the coordinator, to all other servers."""
+
+    round: int
+    columns: tuple[int, ...]
+
+
 class Rest(Message, frozen=True):
     """A worker has nothing to do: it need not be waited for until it pulls again."""
 
@@ -404,6 +411,7 @@ AnyMessage = (
     Hello | Load | Push | Pull | Opened | Loaded | Ack | Params | ServerJoin | Assign | Ready | Revoke | Sets
     | Forget | Ask | Flush | Report | Join | Welcome | Go | Want | Lease | Return | Beat | Finish | Halt | Ended
     | Conclude | Concluded | Failed | Bye | FetchState | StatePart | Planned | Dataset | Away | Dry | Rest | Held
+    | Named
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

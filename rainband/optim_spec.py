@@ -24,6 +24,11 @@ BUILT_IN = {  # name -> class in torch.optim; any other class is named module:Cl
     "asgd": "ASGD",
     "rprop": "Rprop",
 }
+TAKERS = {  # which of them take what a strategy can set; importing torch to see it would take seconds
+    "lr": set(BUILT_IN),
+    "momentum": {"sgd", "rmsprop"},
+    "weight_decay": set(BUILT_IN) - {"rprop"},
+}
 HOW_TO_COMPUTE = {
     "foreach",
     "fused",
@@ -98,6 +103,16 @@ def _did_you_mean(wrong: str, right: Iterable[str]) -> str:
 
 
 def element_wise(name: str, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:
-    """The optimizer a strategy's plain settings describe; what is 0 is left to the optimizer's default."""
+    """The optimizer a strategy's plain settings describe. To one of torch's own, 0 is a value like any other."""
     given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    return OptimizerSpec(name, {key: value for key, value in given.items() if value or key == "lr"})
+    takes = {key for key in given if name in TAKERS[key]}
+    spec = OptimizerSpec(name, {key: value for key, value in given.items() if value or key == "lr" or key in takes})
+    for key, value in given.items():
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"{key}={value}: choose a finite number, 0 or more.")
+        if value and name in BUILT_IN and key not in takes:
+            raise ValueError(
+                f"{key}={value}: {name} has no {key}, it takes {' and '.join(k for k in given if k in takes)}. "
+                f"Leave {key} out, or choose optimizer={' or '.join(sorted(TAKERS[key])[:3])}."
+            )
+    return spec

@@ -28,6 +28,7 @@ from rainband.messages import (
     Load,
     Loaded,
     Message,
+    Named,
     Params,
     Peer,
     Planned,
@@ -41,10 +42,10 @@ from rainband.messages import (
     Skipped,
     StatePart,
 )
-from rainband.place import Place
+from rainband.places import Place
 from rainband.portions import Name, why_not
 from rainband.schedules import Schedule
-from rainband.types import ClockedRule, ServerHalf
+from rainband.types import ClockedRule, NamingRule, ServerHalf
 
 DONE_WITH = ("applied", "had", "revoked", "crossed", "late")  # whatever the answer, the sender goes on
 Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
@@ -71,10 +72,12 @@ class Server:
         self.floor: dict[int, int] = {}
         self.report_every = 1  # portions completed between two reports; more where there are very many
         self.completed = 0
+        self.unreported = False  # portions were completed of which the coordinator has not heard
         self.complete: Counter[int] = Counter()  # portion -> blocks that have all of it
         self.refused: Counter[str] = Counter()
         self.updates = 0
         self.asks = False  # readers must ask the rule, also where they could read in place
+        self.naming = False  # block 0 chooses the cells of a round
         self.lives: dict[int, int] = {}  # worker -> the incarnation whose clock counts
         self.held: dict[Peer, tuple[int, int]] = {}  # reader -> (its pull, for whom it waits), as it was told
         self.good_name: tuple[Name, int] | None = None  # checked last: a push comes as many messages with the same name
@@ -104,6 +107,8 @@ class Server:
                 return self._revoke(message)
             case Forget():
                 return self._forget(message)
+            case Named():
+                return self._named(message)
             case Ask():  # who was lost meanwhile may have been waited for
                 return [*self._admit_all(), Out(COORDINATOR, self.report())]
             case Flush():
@@ -130,10 +135,10 @@ class Server:
             self._wait(block, sender, Pull(push.sequence, push.clock, push.point))
         if block.waiting:
             outs += self._admit(block)
-        if result == "applied" and self._completes(block, push):
-            self.completed += 1
-            if self.completed % self.report_every == 0 or block.marks.low == block.plan.num_portions:
-                outs.append(Out(COORDINATOR, self.report(measured=False)))
+        if self.naming:  # before the report: others must hear of the last round before they are told to flush
+            outs += self._name(block)
+        if self.unreported:
+            outs += self._report_progress(block)
         return outs
 
     def _accept(self, sender: Peer, block: Block, push: Push, payload: Tensor | None) -> tuple[str, str]:
@@ -186,19 +191,57 @@ class Server:
 
     def _take(self, sender: Peer, block: Block, push: Push, gradient: Tensor | None) -> None:
         if push.name:
-            for portion in block.marks.add(push.name):
-                self.complete[portion] += 1
+            self._mark(block, push.name)
         else:
             block.extras[sender.index, sender.incarnation] = push.sequence
         if push.skip:
-            block.skip(push)
+            block.skip(push.name, push.skip)
         before = block.version
         block.rule.absorb(block, push, gradient)
         self.updates += block.version - before
+        if block.dropped:
+            self._drop(block)
 
-    def _completes(self, block: Block, push: Push) -> bool:
-        """Did this push complete a portion on the last block that lacked it?"""
-        return any(block.marks.is_full(r.portion) and self.complete[r.portion] == len(self.blocks) for r in push.name)
+    def _mark(self, block: Block, name: Name) -> None:
+        for portion in block.marks.add(name):
+            self.complete[portion] += 1
+            if self.complete[portion] == len(self.blocks):  # this was the last block that lacked it
+                self.completed += 1
+                self.unreported = True
+
+    def _drop(self, block: Block) -> None:
+        """The rule has done with batches that may not have come."""
+        dropped, block.dropped = block.dropped, []
+        for name in dropped:
+            self._mark(block, name)
+
+    def _report_progress(self, block: Block) -> list[Out]:
+        """Tell of portions that are complete: each, or where there are very many, every so many."""
+        due = self.completed % self.report_every == 0 or block.marks.low == block.plan.num_portions
+        if not self.unreported or not due:
+            return []
+        self.unreported = False
+        return [Out(COORDINATOR, self.report(measured=False))]
+
+    # ---- rounds in which block 0 chooses ---------------------------------------------------------------------------
+
+    def _name(self, block: Block) -> list[Out]:
+        """If block 0 has just chosen the cells of a round: tell the other blocks, here and elsewhere."""
+        if block.index or not isinstance(block.rule, NamingRule) or not block.rule.chosen:
+            return []
+        chosen, block.rule.chosen = block.rule.chosen, []
+        outs = [out for named in chosen for out in self._named(named)]
+        return [*(Out(COORDINATOR, named) for named in chosen), *outs]
+
+    def _named(self, named: Named) -> list[Out]:
+        for block in self.blocks.values():
+            if isinstance(block.rule, NamingRule):
+                before = block.version
+                block.rule.names(block, named)
+                self.updates += block.version - before
+                self._drop(block)
+        last = next(reversed(self.blocks.values()), None)
+        return self._admit_all() + ([] if last is None else self._report_progress(last))
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
@@ -286,6 +329,7 @@ class Server:
             half = replace(half, optimizer=assign.optimizer, schedule=Schedule())
         reads = half.rule().reads
         self.asks = reads == "admitted"
+        self.naming = isinstance(half.rule(), NamingRule)
         buffers = 2 if reads == "round" else 1
         places = self.publish(assign.blocks, buffers)
         self.blocks = {

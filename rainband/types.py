@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.blocks import BlockSpec
-    from rainband.messages import Limit, Load, Message, Pull, Push
+    from rainband.messages import Limit, Load, Message, Named, Pull, Push
     from rainband.optim_spec import OptimizerSpec
-    from rainband.portions import Plan
+    from rainband.portions import Name, Plan
     from rainband.schedules import Schedule
 
 
@@ -77,6 +77,15 @@ class ClockedRule(Protocol):
 
 
 @runtime_checkable
+class NamingRule(Protocol):
+    """A rule in which block 0 chooses, and all others must choose the same."""
+
+    chosen: list[Named]  # by block 0, to be told to the others
+
+    def names(self, block: Block, named: Named) -> None: ...
+
+
+@runtime_checkable
 class LimitedRule(Protocol):
     """A rule that bounds what a reader may miss, and measures it."""
 
@@ -86,6 +95,7 @@ class LimitedRule(Protocol):
 class Block(Protocol):
     """What a rule may touch of a block."""
 
+    index: int
     plan: Plan
     version: int
 
@@ -94,6 +104,9 @@ class Block(Protocol):
 
     def advance(self, pushes: Sequence[Push]) -> None:
         """Go to the next version without a step: a round in which every cell was skipped."""
+
+    def drop(self, names: Sequence[Name], reason: str) -> None:
+        """These batches come to nothing, for a reason: whether they have come or not, they are done with."""
 
 
 class Worker(Protocol):

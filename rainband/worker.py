@@ -188,6 +188,9 @@ class OwnOptimizer:
         self.base = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, gradient: ModuleGradient) -> None:
+        if not gradient.is_finite:
+            self.marks.add(gradient.name(), "not finite")
+            return
         first = gradient.batches[0]
         scale = self.schedule.scale(self.worker.plan.position(first.portion, first.k))
         for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):

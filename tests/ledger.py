@@ -18,6 +18,7 @@ from rainband.block import Block
 from rainband.blocks import BlockSpec, Layout
 from rainband.optim_spec import OptimizerSpec
 from rainband.portions import Plan, bits
+from rainband.rules.rounds import TOO_LATE
 from rainband.types import Strategy
 
 LR = 0.5
@@ -89,13 +90,14 @@ class Ledger:
             values[batch] -= LR * self.amount(block, batch)
         return values
 
-    def versions(self, block: int, columns: int) -> list[Tensor]:
-        """In rounds: every version of a block, from the first values to the last."""
+    def versions(self, block: int, columns: int, without: Collection[int] = ()) -> list[Tensor]:
+        """In rounds: every version of a block, from the first values to the last; some cells may have been dropped."""
         values = self.first(block)
         versions = [values.clone()]
         for cells in self.rounds(columns):
-            num_samples = sum(self.samples(b) for b in cells if b not in self.case.not_finite)
-            for batch in cells:
+            counted = [b for b in cells if b not in without]
+            num_samples = sum(self.samples(b) for b in counted if b not in self.case.not_finite)
+            for batch in counted:
                 weight = self.samples(batch) / num_samples if num_samples else 0.0
                 values[batch] -= LR * self.amount(block, batch) * weight
             versions.append(values.clone())
@@ -172,7 +174,9 @@ def check_block(ledger: Ledger, index: int, block: Block) -> None:
     if skipped & had != skipped or not_finite & had - skipped:
         raise Wrong(f"block {index} skipped {skipped} of {had}; not finite are {set(not_finite)}")
     if plan.columns:
-        wanted = ledger.versions(index, plan.columns)[block.version]
+        reasons = {number_of(plan, p, k): reason for (p, reason), mask in block.skipped.items() for k in bits(mask)}
+        late = [number for number, reason in reasons.items() if reason == TOO_LATE]
+        wanted = ledger.versions(index, plan.columns, late)[block.version]
     else:
         wanted = ledger.after(index, had - skipped)
     if not torch.equal(block.values, wanted.to(block.values.dtype)):

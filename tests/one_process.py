@@ -34,7 +34,7 @@ from rainband.messages import (
     decode,
     encode,
 )
-from rainband.place import Place
+from rainband.places import Place
 from rainband.server import Server
 from rainband.strategies.downpour import Downpour
 from rainband.types import ServerHalf, Strategy

@@ -12,7 +12,7 @@ from rainband.block import Block
 from rainband.blocks import BlockSpec, Entry, Layout, arrange, cut
 from rainband.messages import COORDINATOR, Ack, Assign, Load, Peer, Push
 from rainband.optim_spec import OptimizerSpec
-from rainband.place import Place
+from rainband.places import Place
 from rainband.portions import Name, Plan, Range
 from rainband.rules import ApplyOnArrival, MeanOfRound
 from rainband.schedules import Schedule

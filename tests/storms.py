@@ -92,6 +92,10 @@ def _draw_sync(r: random.Random) -> Sync:
     return Sync(lr=LR)
 
 
+def _draw_backup(r: random.Random) -> Sync:
+    return Sync(lr=LR, backup_workers=r.choice((1, 1, 2)))
+
+
 def _draw_stale_sync(r: random.Random) -> StaleSync:
     return StaleSync(bound=r.choice((0, 0, 1, 2)), n_push=r.choice((1, 1, 2)), lr=LR)
 
@@ -124,6 +128,7 @@ DRAWS: dict[str, Callable[[random.Random], Strategy]] = {
     "sync": _draw_sync,
     "stale_sync": _draw_stale_sync,
     "soft_sync": _draw_soft_sync,
+    "backup": _draw_backup,
     "bounded_delay": _draw_bounded_delay,
 }
 

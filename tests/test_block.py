@@ -12,7 +12,7 @@ from torch import Tensor
 from rainband.block import Block
 from rainband.messages import Load, Tally
 from rainband.optim_spec import OptimizerSpec
-from rainband.place import Place
+from rainband.places import Place
 from rainband.rules import MeanOfRound
 from rainband.schedules import Schedule
 from tests.pieces import (
@@ -198,7 +198,7 @@ def test_the_tally_counts_what_is_marked_applied_skipped_and_buffered() -> None:
     for push in pushes:
         block.marks.add(push.name)
         if push.skip:
-            block.skip(push)
+            block.skip(push.name, push.skip)
         block.rule.absorb(block, push, None if push.skip else full(1.0))
 
     assert block.tally() == Tally(had=4, applied=2, skipped=1, buffered=1)
@@ -207,7 +207,7 @@ def test_the_tally_counts_what_is_marked_applied_skipped_and_buffered() -> None:
 def test_the_same_batch_skipped_twice_for_one_reason_counts_once() -> None:
     block = make_block()
     for _ in range(2):
-        block.skip(make_push(named(0, 1, 3), skip="not finite"))
+        block.skip(named(0, 1, 3), "not finite")
 
     assert block.skipped == {(0, "not finite"): 0b110}
     assert block.tally().skipped == 2

@@ -25,9 +25,8 @@ from rainband.cli.configure import configured
 from rainband.cli.doctor import Finding
 from rainband.cli.look_back import listed
 from rainband.cli.main import COMMANDS, build_app
-from rainband.cli.optimizer_settings import TAKERS
 from rainband.history import read_run
-from rainband.optim_spec import BUILT_IN
+from rainband.optim_spec import BUILT_IN, TAKERS
 from rainband.settings import fields_of
 from rainband.tasks.load import load_task, task_names
 from rainband.tasks.source import read_task
@@ -428,7 +427,7 @@ def test_programs_can_read_the_explanation() -> None:
         "type": "a number",
         "default": 0.1,
         "needed": False,
-        "doc": "for the mean over all K cells",
+        "doc": "for the mean over all K cells, before scaling",
     }
     facts = Said("explain", "--json").json
     assert [fact["name"] for fact in facts if fact["kind"] == "strategy"] == strategy_names()

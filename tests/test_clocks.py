@@ -25,7 +25,7 @@ from rainband.messages import (
     Revoke,
 )
 from rainband.portions import Plan
-from rainband.rules import Clocks, WaitForSlowest
+from rainband.rules import Clocks, WaitForSlowest, WaitForTasks
 from rainband.server import Server
 from rainband.strategies.stale_sync import StaleSync
 from tests.harness import Faults, Node, World, run
@@ -129,11 +129,16 @@ class Brute:
         c = self.sent[reader]
         return self.clock_here(reader) >= c and all(self.clock_here(i) >= c - self.bound for i in self.began)
 
+    def may_start(self, reader: int, task: int) -> bool:
+        """Everyone's tasks before the last `bound` have finished, the reader's own too."""
+        return all(self.clock_here(i) >= task - self.bound for i in self.began)
+
 
 @given(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=120))
 def test_a_reader_is_admitted_exactly_when_the_definition_admits_it(bound: int, moves: list[tuple[int, int]]) -> None:
     """Random schedules: cells arrive in any order, workers come, rest and come back."""
-    rule, block, brute = WaitForSlowest(bound), Recorder(make_plan(64)), Brute(bound)
+    rule, tasks, block, brute = WaitForSlowest(bound), WaitForTasks(bound), Recorder(make_plan(64)), Brute(bound)
+    tasks.clocks = rule.clocks
     for worker, move in moves:
         if move == 0 and worker not in brute.began:
             rule.enter(block, worker, base=brute.sent.get(worker, 0))
@@ -154,6 +159,9 @@ def test_a_reader_is_admitted_exactly_when_the_definition_admits_it(bound: int, 
         for reader in brute.began:
             pull = Pull(1, clock=brute.sent[reader])
             assert rule.admits(block, pull, reader) == brute.admits(reader)
+            for ahead in (0, 1, 2):
+                task = brute.sent[reader] + ahead
+                assert tasks.admits(block, Pull(1, clock=task), reader) == brute.may_start(reader, task)
 
 
 # ---- what was missed ----
@@ -185,6 +193,25 @@ def test_it_counts_what_the_reader_had_seen_not_what_is_there_now() -> None:
     assert rule.exceeded == 1
     rule.absorb(block, make_push(named(0, 3), 1, clock=2, version=2), number(1.0))
     assert rule.exceeded == 1
+
+
+def test_a_bound_goes_from_first_to_last_as_the_data_is_done_and_each_reader_is_held_to_the_one_it_was_given() -> None:
+    rule, block = WaitForTasks(4, last=0), Recorder(make_plan(num_batches=8))
+    rule.enter(block, 0, base=0)
+    rule.enter(block, 1, base=0)
+    assert rule.admits(block, Pull(1, clock=4), reader=0)
+
+    bounds = []
+    for clock in range(1, 9):
+        push = make_push(named((clock - 1) // 4, (clock - 1) % 4), 1, clock=clock, version=block.version)
+        rule.absorb(block, push, number(1.0))
+        bounds.append(rule.bound)
+    assert bounds == [4, 3, 2, 2, 2, 1, 0, 0]
+
+    assert not rule.admits(block, Pull(2, clock=5), reader=0)
+    exceeded = rule.exceeded
+    rule.absorb(block, make_push(named(0, 0), 0, clock=5, began=4, version=0), number(1.0))
+    assert rule.exceeded == exceeded  # it was admitted under 4
 
 
 # ---- a server ----

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from rainband.books import Staleness, staleness_of
 from rainband.messages import Limit, Missed, Report
 from rainband.stats import Stats
+from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.stale_sync import StaleSync
 from rainband.tasks.linear import Linear
@@ -37,6 +39,34 @@ def test_it_is_told_for_whom_and_how_long_everyone_waited() -> None:
 
     assert dict(world.workers[0].stats.waited_for) == {1: pytest.approx(12.0)}  # 3 s of every 4
     assert dict(world.workers[1].stats.waited_for) == {}
+
+
+@pytest.mark.parametrize("tau, steps_of_the_fast_one", [(0, 5), (1, 6), (3, 8)])
+def test_with_bounded_delay_the_fast_one_has_so_many_tasks_more(tau: int, steps_of_the_fast_one: int) -> None:
+    world = world_of(BoundedDelay(tau=tau, lr=0.25), 2, ONE_IS_SLOW, task=TASK)
+    world.start()
+    world.run(until_s=17.5)
+
+    assert (world.workers[1].stats.steps, world.workers[0].stats.steps) == (4, steps_of_the_fast_one)
+
+
+@pytest.mark.parametrize("tau, seconds", [(0, 3.0), (1, 2.0)])
+def test_with_a_delay_of_1_reading_takes_no_time_beside_computing(tau: int, seconds: float) -> None:
+    """One worker, steps of 2 s, and half a second there and back for a read: 3 s each, or 2 s if they overlap."""
+    model = replace(
+        INSTANT,
+        network=replace(INSTANT.network, latency_s=0.5),
+        compute=replace(INSTANT.compute, step_s=2.0),
+    )
+    task = Linear(dimension=48, samples=64, batch_size=1, epochs=1)
+    world = world_of(BoundedDelay(tau=tau, lr=0.25), 1, model, num_servers=1, task=task)
+    world.start()
+    world.run()
+
+    assert world.spans is not None
+    computing = [span for span in world.spans if span.what == "compute"]
+    apart = [later.from_s - earlier.from_s for earlier, later in pairwise(computing)]
+    assert apart[1:8] == [pytest.approx(seconds)] * 7
 
 
 def test_downpour_waits_for_nobody_and_promises_nothing() -> None:

@@ -659,6 +659,20 @@ def test_without_copies_a_lost_server_is_the_end_and_the_reason_says_what_is_gon
     assert "server 1 was lost (killed). It held the only copy of 1 blocks" in run.coordinator.reason
 
 
+def test_rounds_of_several_batches_at_a_time_are_refused() -> None:
+    run = Run()
+    for server in (0, 1):
+        run.server_joins(server)
+    outs = run.joins(0, rounds=True, cell_batches=2)
+
+    assert [
+        m
+        for m in outs
+        if isinstance(m, Bye) and "pushes one batch at a time, and this one wants cells of 2" in m.reason
+    ]
+    assert run.coordinator.outcome == "failed"
+
+
 def test_a_stopped_run_lets_its_workers_finish_and_saves_what_there_is() -> None:
     run = running()
     run.reports(3)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 import rainband
 from rainband.errors import RainbandError
-from rainband.fit import _carried, _inherited, _named
+from rainband.fit import _carried, _inherited, _named, _warn_if_diverged
 from rainband.tasks.linear import Linear
 from rainband.tasks.task import ModuleTask
 
@@ -174,3 +175,12 @@ def test_every_strategy_can_be_had_by_its_name() -> None:
 def test_importing_does_not_import_torch() -> None:
     script = "import sys, rainband; rainband.fit, rainband.join; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
+
+
+def test_a_training_that_diverged_is_warned_of() -> None:
+    def result(skipped: int) -> Any:
+        return SimpleNamespace(books={"batches": 100, "not_done": 0, "skipped": {"not finite": skipped}})
+
+    with pytest.warns(UserWarning, match="the training diverged: 60 of 100 batches were skipped"):
+        _warn_if_diverged(result(60))
+    _warn_if_diverged(result(4))  # a warning would be an error here

@@ -26,7 +26,7 @@ class Layer(NamedTuple):
 # A new module needs a place here. Imports under `if TYPE_CHECKING:` are free, and so is rainband.__version__.
 LAYERS = {
     "words": Layer(
-        modules="types messages events errors settings schedules optim_spec blocks portions topology place stats "
+        modules="types messages events errors settings schedules optim_spec blocks portions topology places stats "
         "training_time",
         may_import="",
     ),

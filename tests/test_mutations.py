@@ -26,7 +26,7 @@ from rainband.coordinator import Coordinator
 from rainband.gradient import ModuleGradient
 from rainband.messages import Params, Push, Return
 from rainband.portions import Marks, Name
-from rainband.rules import Clocks, MeanOfRound, WaitForSlowest
+from rainband.rules import Clocks, FirstOfRound, MeanOfArrivals, MeanOfRound, WaitForSlowest
 from rainband.server import Server
 from tests import test_client, test_clocks, test_coordinator, test_rules, test_server
 from tests.harness import LinePort, replaced
@@ -206,6 +206,49 @@ def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitForSlowest, "forget", lambda rule, block, worker: None)
 
 
+def a_push_is_numbered_anew_in_its_middle(patch: pytest.MonkeyPatch) -> None:
+    """While a port waits for room, what comes may make the client ask, under the next number."""
+    true_push = LinePort.push
+
+    def push(port: LinePort, message: Any, fill: Any) -> None:
+        client = port.worker.client
+        if isinstance(message, Push) and client is not None and client.sequence != message.sequence:
+            message = replaced(message, sequence=client.sequence)
+        true_push(port, message, fill)
+
+    patch.setattr(LinePort, "push", push)
+
+
+def what_is_gathered_is_not_flushed(patch: pytest.MonkeyPatch) -> None:
+    true_flush = MeanOfArrivals.flush
+
+    def flush(rule: MeanOfArrivals, block: Block) -> None:
+        if len(rule.pushes) == rule.count:
+            true_flush(rule, block)
+
+    patch.setattr(MeanOfArrivals, "flush", flush)
+
+
+def what_the_forgotten_gave_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    def forget(rule: MeanOfArrivals, block: Block, worker: int) -> None:
+        if any(push.worker == worker for push in rule.pushes):
+            rule._begin()
+
+    patch.setattr(MeanOfArrivals, "forget", forget)
+
+
+def each_block_takes_its_own_first_cells(patch: pytest.MonkeyPatch) -> None:
+    """With backup workers each block applies the first cells that come to it."""
+
+    def absorb(rule: FirstOfRound, block: Block, push: Push, gradient: Tensor | None) -> None:
+        index, block.index = block.index, 0
+        true_absorb(rule, block, push, gradient)
+        block.index = index
+
+    true_absorb = FirstOfRound.absorb
+    patch.setattr(FirstOfRound, "absorb", absorb)
+
+
 def everyone_is_admitted(patch: pytest.MonkeyPatch) -> None:
     """The bound is not enforced, only measured."""
     patch.setattr(WaitForSlowest, "admits", lambda *_: True)
@@ -278,6 +321,11 @@ CAUGHT_BY_SCHEDULES: list[tuple[str, Mutation]] = [
     ("stale_sync", the_dead_are_waited_for),
     ("stale_sync", everyone_is_admitted),
     ("stale_sync", one_too_far_is_admitted),
+    ("bounded_delay", a_refused_push_holds_the_reader),
+    ("bounded_delay", a_push_is_numbered_anew_in_its_middle),
+    ("backup", each_block_takes_its_own_first_cells),
+    ("soft_sync", what_is_gathered_is_not_flushed),
+    ("soft_sync", what_the_forgotten_gave_is_dropped),
 ]
 
 CAUGHT_BY_AN_EXACT_TEST: list[tuple[Mutation, Callable[[], None]]] = [

@@ -47,7 +47,7 @@ from rainband.messages import (
     Want,
     Welcome,
 )
-from rainband.place import Place
+from rainband.places import Place
 from rainband.portions import Range
 from rainband.server import Server
 from rainband.strategies.downpour import Downpour

@@ -33,7 +33,6 @@ from rainband.strategies.sync import Sync
 from rainband.types import ServerHalf, Worker
 from rainband.worlds.alone import Alone
 from rainband.worlds.own_loop import OwnLoop
-from rainband.worlds.unwatched import Unwatched
 from tests.lion import Lion
 from tests.one_process import PLAIN, OneProcess, joined
 
@@ -642,7 +641,7 @@ def test_a_loop_may_tell_its_loss_to_those_who_watch() -> None:
                 assert (run.client.stats.loss_sum, run.client.stats.loss_samples) == (16.0, 16)
         beat = run.client.stats.beat()
     assert (beat.loss, beat.loss_samples) == (2.0, 24)
-    Unwatched().log(loss=1.0)  # where nobody watches
+    Alone().log(loss=1.0)  # where nobody watches
 
 
 def test_an_infinite_gradient_is_skipped_without_servers_too() -> None:

@@ -19,6 +19,7 @@ from rainband.messages import (
     Ended,
     Finish,
     Flush,
+    Forget,
     Go,
     Join,
     Lease,
@@ -137,8 +138,8 @@ def test_a_lease_that_was_not_used_is_leased_again_without_a_word() -> None:
 def test_the_run_ends_when_all_have_left_and_everyone_takes_the_result_home() -> None:
     led = Led().drawing(Dataset("data", 32, 1, 0))
     led.say(SERVER, report(had=20))
-    assert led.say(A, Ended(10)) == []
-    assert kinds(led.say(B, Ended(10))) == [(SERVER, Flush)]
+    assert kinds(led.say(A, Ended(10))) == [(SERVER, Forget)]  # nobody waits for it any more
+    assert kinds(led.say(B, Ended(10))) == [(SERVER, Forget), (SERVER, Flush)]
     outs = led.say(SERVER, report(had=20, flushed=True))
     finished = [(A, Finish), (B, Finish)]
     assert [pair for pair in kinds(outs) if pair[1] in (Finish, Conclude)] == [*finished, (A, Conclude), (B, Conclude)]
@@ -153,8 +154,8 @@ def test_the_run_ends_when_all_have_left_and_everyone_takes_the_result_home() ->
 def test_the_end_does_not_wait_for_who_is_lost_but_for_who_is_away_by_its_own_word() -> None:
     led = Led().drawing()
     led.say(B, Away())
-    assert led.say(A, Ended(10)) == []
-    assert kinds(led.say(B, Ended(0))) == [(SERVER, Flush)]
+    assert kinds(led.say(A, Ended(10))) == [(SERVER, Forget)]
+    assert kinds(led.say(B, Ended(0))) == [(SERVER, Forget), (SERVER, Flush)]
     other = Led().drawing()
     other.say(A, Ended(10))
     assert (SERVER, Flush) in kinds(other.coordinator.lost(B, now=0.0))

@@ -118,6 +118,16 @@ def test_interleaved_stages_of_a_machine_train_as_one_process_does() -> None:
     assert same(model, alone)
 
 
+def test_runs_one_after_the_other_are_one_longer_run() -> None:
+    batches = samples(12)
+    once, twice = chain_net(3), chain_net(3)
+    _, losses = trained(once, one_f_one_b(3, 4, batches=3), as_micros(batches))
+    graph = cut(twice, (batches[0][0],))
+    pipeline = Pipeline(graph, by_pairs(graph.units), one_f_one_b(3, 4), sgd)
+    assert [loss for first in (0, 4, 8) for loss in pipeline.run(as_micros(batches[first : first + 4]))] == losses
+    assert same(once, twice)
+
+
 # ---- without a flush: the delayed update, written down by hand ----
 
 
@@ -207,7 +217,7 @@ def test_replicas_of_a_stage_apply_the_mean_of_their_round_and_stay_equal() -> N
     pipeline, _ = trained(model, pipedream([2, 1], 8), as_micros(batches))
     first, second = pipeline.stages[0, 0].versions, pipeline.stages[1, 0].versions
     assert (first.newest, second.newest, pipeline.stages[2, 1].versions.newest) == (4, 4, 8)
-    for name in first.names:
+    for name in first.places:
         assert torch.equal(first.leaves(4)[name], second.leaves(4)[name])
         assert first.masters[name].data_ptr() != second.masters[name].data_ptr()
 
@@ -281,6 +291,13 @@ def test_microbatches_drop_different_units_and_the_global_generator_is_left_alon
     _, losses = trained(model, gpipe(3, 2), as_micros([(x, y), (x, y)]))
     assert losses[0] != losses[1]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_second_run_drops_other_units_than_the_first() -> None:
+    (x, y), model = samples(1)[0], with_dropout()
+    graph = cut(model, (x,))
+    pipeline = Pipeline(graph, by_pairs(graph.units), gpipe(3, 1), partial(SGD, lr=0.0))
+    assert pipeline.run(as_micros([(x, y)])) != pipeline.run(as_micros([(x, y)]))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -394,6 +411,22 @@ def test_a_plan_and_a_schedule_of_other_numbers_of_stages_are_refused() -> None:
     graph = cut(chain_net(2), (torch.randn(2, 4).double(),))
     with pytest.raises(ValueError, match="the plan has 2 stages with units and the schedule gpipe has 3"):
         Pipeline(graph, by_pairs(graph.units), gpipe(3, 2), sgd)
+
+
+def test_two_objects_over_one_memory_are_refused() -> None:
+    model = chain_net(2)
+    model[2].weight.data = model[0].weight.data
+    graph = cut(model, (torch.randn(2, 4).double(),))
+    with pytest.raises(ValueError, match="'0.weight' and '2.weight' are two objects over the same memory"):
+        Pipeline(graph, by_pairs(graph.units), gpipe(2, 2), sgd)
+
+
+def test_frozen_parameters_stay_as_they_are() -> None:
+    model = chain_net(2)
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    trained(model, one_f_one_b(2, 2), as_micros(samples(2)))
+    assert torch.equal(model[0].weight, before) and model[0].weight.grad is None
 
 
 def test_a_wrong_number_of_microbatches_is_refused() -> None:

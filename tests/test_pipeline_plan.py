@@ -125,6 +125,11 @@ def test_memory_counts_versions_and_activations_of_the_batches_on_the_way() -> N
         check(plan, PROFILE, Resources(num_machines=3, memory_bytes=639, state_copies=1))
 
 
+def test_a_partition_has_one_batch_on_the_way() -> None:
+    plan = from_placement(PROFILE, {"a": 0, "b": 0, "c": 1}, "me", 2)
+    assert memory(plan, PROFILE, Resources(num_machines=2, state_copies=1)) == (300 * 2 + 30, 300 * 2 + 30)
+
+
 def test_machines_that_are_no_whole_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="5 machines are not a whole number of groups of 2"):
         Resources(num_machines=5, network=Network(machines_per_group=2))
@@ -325,6 +330,6 @@ def test_what_is_wrong_is_told_in_one_line(
 ) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(build_app(), ["plan", "digits", "--repeats", "1", *options])
+    result = CliRunner().invoke(build_app(), ["plan", "mlp", "task.samples=64", "--repeats", "1", *options])
     assert result.exit_code == 2
     assert message in result.output and "Traceback" not in result.output

@@ -165,6 +165,14 @@ def test_a_version_that_is_not_made_yet_cannot_be_used() -> None:
         check(changed(table, 0, row))
 
 
+def test_updates_come_in_their_order() -> None:
+    table = gpipe(1, 1, batches=2)
+    forwards = [a._replace(version=0) for a in table.rows[0] if a.kind != "U"]
+    row = [*forwards, Action(0, "U", 1, 1), Action(0, "U", 0, 2)]
+    with pytest.raises(ValueError, match="0U1 makes version 1 after version 0"):
+        check(changed(table, 0, row))
+
+
 def test_without_stash_an_overwritten_version_cannot_be_used() -> None:
     with pytest.raises(ValueError, match="which was overwritten by"):
         check(replace(pipedream([1, 1], 4), stash=False))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from rainband.messages import Peer
+from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
@@ -19,7 +20,7 @@ from tests.harness import Faults, World, run
 from tests.ledger import LR, Case
 from tests.storms import Ragged, Softly, draw, run_seed
 
-KINDS = ("downpour", "ragged", "sync", "stale_sync", "soft_sync")
+KINDS = ("downpour", "ragged", "sync", "stale_sync", "soft_sync", "bounded_delay", "backup")
 FEW, MANY, CHUNK = 50, 2_000, 200
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -30,6 +31,8 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "sync": lambda: Sync(lr=LR),
     "stale_sync": lambda: StaleSync(bound=1, lr=LR),
     "soft_sync": lambda: Softly(n=1),
+    "bounded_delay": lambda: BoundedDelay(tau=1, lr=LR),
+    "sync, one backup worker": lambda: Sync(lr=LR, backup_workers=1),
 }
 every_strategy = pytest.mark.parametrize("name", list(STRATEGIES))
 every_way_to_read = pytest.mark.parametrize("direct", [False, True], ids=["asked", "in place"])

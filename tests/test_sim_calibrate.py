@@ -36,7 +36,7 @@ def app() -> Typer:
 
 def test_pieces_become_speeds() -> None:
     model = assemble(ALONE, [TOGETHER, TOGETHER], num_cores=2, latency_s=3e-5, message_s=1e-5)
-    assert model.compute.trace_s == (0.010, 0.012, 0.014) and model.compute.step_s == 0.012
+    assert model.compute.trace_s == (0.010, 0.012, 0.014) and model.compute.step_s == pytest.approx(0.012)
     assert model.nodes.push_bytes_per_s == 4_000_000 / 0.004
     assert model.nodes.apply_bytes_per_s == 1_000_000 / 0.0005
     assert model.nodes.pull_bytes_per_s == 1_000_000 / 0.00025

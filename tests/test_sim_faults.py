@@ -99,8 +99,10 @@ def test_a_worker_that_cannot_reach_a_server_leaves_and_its_work_is_done_by_othe
 def test_a_clock_that_jumps_costs_leases_and_nothing_else(by_s: float) -> None:
     """The coordinator takes everyone for late; whoever is alive comes back with its next word."""
     for strategy in STRATEGIES:
-        verdict = check(Case(3, strategy, 4, 2, parse(f"0.2 skew coordinator by {by_s}")))
+        verdict = check(Case(3, strategy, 4, 2, parse(f"0.2 skew coordinator by {by_s}")), keep_trace=True)
         assert (verdict.outcome, verdict.wrong) == ("finished", [])
+        revoked = any(line.what.startswith("revoke ") for line in verdict.trace.lines or [])
+        assert revoked == (by_s > 1)  # the failure timeout
 
 
 def test_a_slow_disk_is_waited_for() -> None:
@@ -115,8 +117,9 @@ def test_pushes_that_overtake_each_other_count_once() -> None:
         script = parse("0 mix worker 0 > server 0 for 9 by 0.9\n0 mix worker 1 > server 1 for 9 by 0.9")
         verdict = check(Case(seed, "downpour", 2, 2, script), keep_trace=True)
         assert (verdict.outcome, verdict.wrong) == ("finished", [])
-        came = [line.what for line in verdict.trace.lines or [] if line.target == "server 0" and "push" in line.what]
-        numbers = [int(what.split(" ")[1]) for what in came]
+        lines = [line for line in verdict.trace.lines or [] if (line.source, line.target) == ("worker 0", "server 0")]
+        numbers = [int(line.what.split(" ")[1]) for line in lines if line.what.startswith("push ")]
+        assert len(numbers) == len(set(numbers))  # late, not twice
         overtaken += numbers != sorted(numbers)
     assert overtaken > 0
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,9 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from rainband import events
 from rainband.catalogue import load_strategy
+from rainband.cli.main import build_app
 from rainband.coordinator import RunSettings
 from rainband.errors import Deadlock
 from rainband.flat import Flat
@@ -276,8 +282,7 @@ class Stubborn(ApplyOnArrival):
 
 
 def test_a_deadlock_names_who_waits_for_whom_and_since_when() -> None:
-    world = world_of(Downpour(), 2)
-    world.play.strategy = Stuck()
+    world = world_of(Stuck(), 2)
     world.start()
     with pytest.raises(Deadlock) as caught:
         world.run()
@@ -327,3 +332,83 @@ def test_in_bulk_the_books_are_those_of_every_server(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", "downpour", 200, sim=settings)
     result = sim.run(config, lambda event: None)
     assert (result.books["applied"], result.books["not_done"], result.books["updates"]) == (600, 0, 600)
+
+
+# ---- as it is typed ----
+
+
+def typed(*words: str) -> Any:
+    return CliRunner().invoke(build_app(), ["train", *words])
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--time-only"], "--time-only is for virtual time: add --world sim."),
+        (["--faults", "x"], "--faults is for virtual time"),
+        (["compute.step_s=1"], "compute.KEY=VALUE is for virtual time"),
+        (["--world", "sim", "--network", "moon"], "no network named 'moon': choose from lan, 1gbit, wan, datacentre"),
+        (["--world", "sim", "compute.stepp=1"], "ComputeModel has no setting 'stepp'"),
+        (["--world", "sim", "--steps", "3"], "--steps is for --time-only"),
+        (["--world", "sim", "--record"], "needs no --record"),
+        (["--record", "--transport", "shm"], "leave out --transport shm"),
+    ],
+)
+def test_what_cannot_be_is_said_before_a_directory_is_made(tmp_path: Path, words: list[str], told: str) -> None:
+    result = typed("linear", "downpour", "--runs", str(tmp_path / "runs"), *words)
+    assert result.exit_code == 2 and told in " ".join(result.output.split()), result.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_is_typed_with_its_network_its_paces_and_its_faults_and_again_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "slow.toml").write_text("[network]\nlike = 'wan'\nlatency_s = 0.5\n")
+    (tmp_path / "faults").write_text("8.2 kill worker 2\n")
+    words = ["linear", "downpour", "task.samples=64", "compute.kind=constant", "compute.step_s=1", "--batch-size", "2"]
+    options = [
+        "--workers",
+        "3",
+        "--world",
+        "sim",
+        "--network",
+        str(tmp_path / "slow.toml"),
+        "--faults",
+        str(tmp_path / "faults"),
+    ]
+    runs = ["--runs", str(tmp_path / "runs"), "--json"]
+    first = typed(*words, *options, *runs)
+    assert first.exit_code == 0, first.output
+    found = json.loads(first.output.splitlines()[-1])
+    assert found["books"]["leased_again"] >= 1 and found["books"]["lost"] == 0
+    again = typed("--config", found["directory"], *runs)  # it remembers its world, too
+    assert json.loads(again.output.splitlines()[-1])["trace_hash"] == found["trace_hash"]
+
+
+def test_the_hash_is_the_same_in_another_process_whatever_python_hashes(tmp_path: Path) -> None:
+    hashes = set()
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", "from rainband.cli.main import main; main()", "train", "linear", "downpour"]
+        options = ["--workers", "3", "--world", "sim", "--runs", str(tmp_path), "--json"]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([*command, *options], capture_output=True, env=environment, check=True, timeout=120)
+        hashes.add(json.loads(done.stdout.splitlines()[-1])["trace_hash"])
+    assert len(hashes) == 1
+
+
+def test_the_schedule_does_not_depend_on_the_values_of_gradients() -> None:
+    """Other data, the same messages at the same moments."""
+    digests = set()
+    for seed in (0, 1):
+        model = ClusterModel(NetworkModel(jitter_s=0.01), ComputeModel(), NodeModel())
+        world = world_of(Downpour(), 3, model, task=Linear(dimension=48, samples=32, batch_size=2, epochs=1, seed=seed))
+        world.start()
+        world.run()
+        digests.add((world.trace.digest(), world.clock.now))
+    assert len(digests) == 1
+
+
+def test_a_deadlock_is_told_without_a_traceback_and_written_down(tmp_path: Path) -> None:
+    result = typed("linear", f"{__name__}:Stuck", "--world", "sim", "--runs", str(tmp_path))
+    assert result.exit_code == 1 and "the run cannot go on" in result.output, result.output
+    assert "worker 0 waits for the servers" in result.output and "Traceback" not in result.output
+    [directory] = tmp_path.iterdir()
+    assert "everyone waits" in (directory / "events.jsonl").read_text().splitlines()[-1]

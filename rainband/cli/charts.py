@@ -100,7 +100,8 @@ def curve(points: Sequence[tuple[float, float]], width: int, height: int = 10, i
         f"{labels.get(row, ''):>{left}} {ink.wall}" + "".join(cells.get((row, c), " ") for c in range(room))
         for row in range(height)
     ]
-    ends = f"{whole(first)}{whole(last):>{max(1, room - len(whole(first)))}}"
+    begin, end = (whole(x) if last >= 10 else short(x) for x in (first, last))
+    ends = f"{begin}{end:>{max(1, room - len(begin))}}"
     return [
         *(line.rstrip() for line in lines),
         " " * (left + 1) + ink.corner + ink.floor * room,

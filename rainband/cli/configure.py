@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from rainband.catalogue import find_strategy, load_strategy, strategy_names
-from rainband.cli.optimizer_settings import check_optimizer
 from rainband.cli.words import assignment
 from rainband.settings import as_dict, parse_pairs
 from rainband.tasks.load import task_names
@@ -47,7 +46,6 @@ def configured(
     if given.get("transport", "auto") not in TRANSPORTS:
         raise ValueError(f"--transport {given['transport']}: choose from {', '.join(TRANSPORTS)}.")
     strategy = _strategy(base.strategy, base.strategy_settings)
-    check_optimizer(strategy)
     crew = _crew(base, strategy, given)
     world = world or base.world
     if world == "local":

@@ -113,6 +113,9 @@ def shown(run: Run) -> list[str]:
     plotted = curve(loss_curve(so_far.progress), width, ink=ink)
     if plotted:
         lines += ["", "training loss, over the samples done", *(f"  {line}" for line in plotted)]
+    if plotted and so_far.is_virtual:
+        timed = curve(loss_curve(so_far.progress, over_time=True), width, ink=ink)
+        lines += ["", "training loss, over seconds of virtual time", *(f"  {line}" for line in timed)]
     return lines
 
 

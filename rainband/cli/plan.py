@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rainband.pipeline.profile import Profile, Resources
     from rainband.pipeline.table import Table
 
+SCHEDULES = ("gpipe", "one_f_one_b", "pipedream", "two_buffered")  # interleaved has several stages on a machine
+
 
 def register(app: typer.Typer) -> None:
     app.command("plan")(command)
@@ -68,13 +70,19 @@ def command(
     """
     import msgspec
 
-    from rainband.pipeline.plan import save
+    from rainband.pipeline.partitioners import find_partitioner, make_plan
+    from rainband.pipeline.plan import check_file_name, load, save
 
-    with mistakes_told():
+    with mistakes_told():  # what can be wrong is looked at before anything is measured
         _import_from_here()
+        edited = load(plan_file) if plan_file else None
+        planner = (lambda profile, resources: edited) if edited else find_partitioner(partitioner)
+        _check_schedule(schedule, edited)
+        if out is not None:
+            check_file_name(out)
         resources = _resources(machines, memory, network, group, between)
         profile = _profile(task, settings or [], batch_size, repeats, threads)
-        plan = _plan(partitioner, plan_file, profile, resources)
+        plan = make_plan(planner, profile, resources)
         played = _played(schedule, plan, profile, microbatches, resources) if schedule else None
         if out is not None:
             save(plan, out)
@@ -138,24 +146,23 @@ def _profile(name: str, settings: Sequence[str], batch_size: int | None, repeats
     return measure(cut, args, kwargs, model=name, repeats=repeats)
 
 
-def _plan(partitioner: str, file: Path | None, profile: Profile, resources: Resources) -> Plan:
-    from rainband.pipeline.partitioners import find_partitioner, make_plan
-    from rainband.pipeline.plan import load
+def _check_schedule(name: str | None, edited: Plan | None) -> None:
+    if name is not None and name not in SCHEDULES:
+        raise ValueError(f"no schedule named '{name}' here: choose from {', '.join(SCHEDULES)}.")
+    if name is not None and edited is not None:
+        _check_kind(edited)
 
-    if file is None:
-        return make_plan(find_partitioner(partitioner), profile, resources)
-    plan = load(file)
-    return make_plan(lambda profile, resources: plan, profile, resources)
+
+def _check_kind(plan: Plan) -> None:
+    if plan.kind != "pipeline":
+        raise ValueError("a schedule is for a pipeline, and the plan is a partition: use --partitioner straight.")
 
 
 def _played(name: str, plan: Plan, profile: Profile, microbatches: int, resources: Resources) -> tuple[Table, Facts]:
     from rainband.pipeline import schedules
     from rainband.pipeline.check import check
 
-    if plan.kind != "pipeline":
-        raise ValueError("a schedule is for a pipeline, and the plan is a partition: use --partitioner pipedream.")
-    if name not in ("gpipe", "one_f_one_b", "pipedream", "two_buffered"):
-        raise ValueError(f"no schedule named '{name}' here: choose gpipe, one_f_one_b, pipedream or two_buffered.")
+    _check_kind(plan)
     replicas = plan.replicas()
     if name != "pipedream" and max(replicas) > 1:
         raise ValueError(

@@ -24,7 +24,11 @@ def command(
     ] = "0-100",
     strategy: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="downpour, downpour2 (n_push=2) or sync.", show_default="the seed's choice"),
+        typer.Option(
+            metavar="NAME",
+            help="downpour, downpour2 (n_push=2), ragged, sync or stale_sync.",
+            show_default="the seed's choice",
+        ),
     ] = None,
     faults: Annotated[
         Path | None,
@@ -33,7 +37,18 @@ def command(
     trace: Annotated[bool, typer.Option("--trace", help="Show every message.")] = False,
     shrink: Annotated[bool, typer.Option("--shrink", help="Shorten the script of a run that fails.")] = False,
 ) -> None:
-    """Run with random faults, and say whether every batch was applied exactly once."""
+    """Run in virtual time with random faults, and say whether the run kept its promises.
+
+    A small task whose gradients are whole numbers is trained while workers, servers, the coordinator and the lines
+    between them fail as a script says, which is drawn from the seed. Promised is: every batch is applied exactly once
+    on every block, the parameters are the right ones to the last bit, rounds are the same everywhere, nobody reads
+    what is too old, nobody waits for ever. A failing seed is shown with the command that runs it again.
+
+    \b
+    rainband simtest 0-1000
+    rainband simtest 17 --trace
+    rainband simtest 17 --faults script.txt --shrink
+    """
     from rainband.worlds.sim_oracle import check, shortest
 
     failed = 0
@@ -44,7 +59,7 @@ def command(
                 verdict = check(shortest(case), keep_trace=trace)
             failed += bool(verdict.wrong)
             if verdict.wrong or trace or "-" not in seeds:
-                _show(verdict)
+                _show(verdict, shrink or faults is not None)
     typer.echo(f"{failed} failed" if failed else "all kept their promises")
     raise typer.Exit(FAILED if failed else 0)
 
@@ -71,7 +86,7 @@ def _numbers(seeds: str) -> range:
         raise ValueError(f"{seeds!r} is no seed: write a number, such as 17, or two, such as 0-1000.") from None
 
 
-def _show(verdict: Verdict) -> None:
+def _show(verdict: Verdict, shortened: bool) -> None:
     from rainband.sim.faults import text
     from rainband.sim.trace import table
 
@@ -85,5 +100,8 @@ def _show(verdict: Verdict) -> None:
         typer.echo(table(verdict.trace.lines))
     for wrong in verdict.wrong:
         typer.echo(f"WRONG: {wrong}")
-    if verdict.wrong:
+    if verdict.wrong and shortened:
+        typer.echo("To see it again, write the lines of the script to a file, and type")
+        typer.echo(f"  {verdict.command} --faults FILE --trace")
+    elif verdict.wrong:
         typer.echo(f"To see it again:  {verdict.command} --trace")

@@ -24,6 +24,8 @@ HEIGHTS = {"compute": (0.3, 0.5), "wait": (0.3, 0.5), "apply": (0.3, 0.5), "push
 MAX_SPANS = 50_000  # more cannot be told apart in an image
 MAX_LABELS = 40  # of nodes
 ROW_INCHES, MAX_INCHES = 0.32, 14.0
+EDGES = {"compute": 0.5, "apply": 0.7}  # applying takes so little that without an edge it could not be seen
+MAX_EDGES = 150  # in one row
 
 
 class Loss(NamedTuple):
@@ -156,7 +158,15 @@ def _draw_rows(axes: Axes, spans: Sequence[Span], nodes: Sequence[str]) -> None:
         axes.axhspan(number, number + 1, color="#f4f4f2", linewidth=0, zorder=0)
     for (node, what), stretches in bars.items():
         low, height = HEIGHTS[what]
-        axes.broken_barh(stretches, (numbers[node] + low, height), facecolors=COLOURS[what], linewidth=0, zorder=2)
+        edge = "white" if what == "compute" and len(stretches) < MAX_EDGES else COLOURS[what]  # one step ends here
+        axes.broken_barh(
+            stretches,
+            (numbers[node] + low, height),
+            facecolors=COLOURS[what],
+            edgecolor=edge,
+            linewidth=EDGES.get(what, 0.0) if edge == "white" or what == "apply" else 0.0,
+            zorder=2,
+        )
     few = [number for number in range(len(nodes)) if number % -(-len(nodes) // MAX_LABELS) == 0]
     axes.set_yticks([number + 0.5 for number in few], [nodes[number] for number in few])
     axes.set_ylim(len(nodes), 0)  # the first at the top
@@ -182,14 +192,16 @@ def _share(spans: Sequence[Span], what: str) -> str:
 
 def _draw_loss(axes: Axes, losses: Sequence[Loss]) -> None:
     import numpy as np
+    from matplotlib.ticker import FixedLocator, MaxNLocator
 
-    at_s, samples, loss = (np.array(column) for column in zip(*losses, strict=True))
+    at_s, samples, loss = (np.array(column, dtype=float) for column in zip(*losses, strict=True))
     axes.plot(at_s, loss, color="#333333", linewidth=1.4)
     axes.set_ylabel("training loss")
     if loss.min() > 0 and loss.max() > 20 * loss.min():
         axes.set_yscale("log")
     axes.tick_params(labelbottom=False)
     _bare(axes)
+    at_s, samples, last = np.append(0.0, at_s), np.append(0.0, samples), samples[-1]
     above = axes.secondary_xaxis(
         "top",
         functions=(
@@ -197,7 +209,8 @@ def _draw_loss(axes: Axes, losses: Sequence[Loss]) -> None:
             lambda number: np.interp(np.asarray(number, dtype=float), samples, at_s),
         ),
     )
-    above.set_xticks(np.linspace(samples[0], samples[-1], 6).astype(int))
+    above.xaxis.set_major_formatter("{x:,.0f}")
+    above.xaxis.set_major_locator(FixedLocator([x for x in MaxNLocator(6).tick_values(0, last) if x <= last]))
     above.set_xlabel("samples")
     above.spines["top"].set_visible(False)
 

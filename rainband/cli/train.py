@@ -108,6 +108,10 @@ def train(
         int | None,
         typer.Option(min=1, metavar="N", help="With --time-only: of each worker.", show_default="as the data has them"),
     ] = None,
+    faults: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --world sim: what goes wrong, such as  0.25 kill worker 1."),
+    ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Note the order of everything, for rainband replay; over TCP.")
     ] = False,
@@ -136,7 +140,7 @@ def train(
     from rainband.worlds.directory import new_directory
 
     typed = [word for word in (task, strategy, *(settings or [])) if word is not None]
-    words = [word for word in typed if not word.startswith(COMPUTE)]
+    words, compute = ([word for word in typed if word.startswith(COMPUTE) is own] for own in (False, True))
     options = {
         "num_workers": workers,
         "num_servers": servers,
@@ -152,7 +156,7 @@ def train(
             raise ValueError(f"no world named '{world}': choose from {', '.join(WORLDS)}.")
         given = {name: value for name, value in options.items() if value is not None}
         run_config = noted(configured(words, config, given, world), record, timeline)
-        run_config = in_virtual_time(run_config, network, time_only, steps, [w for w in typed if w.startswith(COMPUTE)])
+        run_config = in_virtual_time(run_config, network, time_only, steps, compute, faults)
         kinds = _sinks(csv, tensorboard)
         directory = new_directory(runs, run_config.task, run_config.strategy)
         run_config = msgspec.structs.replace(run_config, directory=str(directory))

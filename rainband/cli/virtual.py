@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from rainband.settings import parse_pairs
+from rainband.sim.faults import parse
 from rainband.sim.model import load_model
 from rainband.worlds.config import RunConfig
 
@@ -14,7 +16,12 @@ COMPUTE = "compute."  # before settings of how long gradients take: compute.step
 
 
 def in_virtual_time(
-    config: RunConfig, network: str | None, time_only: bool, steps: int | None, compute: Sequence[str]
+    config: RunConfig,
+    network: str | None,
+    time_only: bool,
+    steps: int | None,
+    compute: Sequence[str],
+    faults: Path | None,
 ) -> RunConfig:
     """The run with what was typed about virtual time; what is wrong with it is told here."""
     typed = {
@@ -22,6 +29,7 @@ def in_virtual_time(
         "--time-only": time_only,
         "--steps": steps is not None,
         "compute.KEY=VALUE": bool(compute),
+        "--faults": faults is not None,
     }
     if config.world != "sim":
         if asked := [option for option, given in typed.items() if given]:
@@ -34,12 +42,15 @@ def in_virtual_time(
         time_only=time_only or config.sim.time_only,
         steps=steps or config.sim.steps,
         compute={**config.sim.compute, **pairs},
+        faults=config.sim.faults if faults is None else faults.read_text(encoding="utf-8"),
     )
     if sim.steps is not None and not sim.time_only:
         raise ValueError("--steps is for --time-only; with gradients the data says how many there are: use --epochs.")
     if sim.time_only and config.num_servers == 0:
         raise ValueError(f"{config.strategy} has no servers, so there are no messages to time: leave out --time-only.")
     load_model(sim.model, sim.compute)
+    if parse(sim.faults) and sim.time_only:
+        raise ValueError("--faults is for runs with gradients: leave out --time-only.")
     return msgspec.structs.replace(config, sim=sim)
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping
-from typing import Any
 
 from rainband.cli.words import count, percent, whole
 from rainband.history import RunSoFar
+from rainband.worlds.verdict import diverged
 
-NOT_FINITE = "not finite"  # the books' word for a gradient with infinities or NaN
 LOUD, WIDTH = "WARNING: ", 100
-MANY = 0.05  # of all batches; a few at the start are usual with mixed precision
 
 
 def warnings(so_far: RunSoFar) -> list[str]:
@@ -20,11 +17,9 @@ def warnings(so_far: RunSoFar) -> list[str]:
     ended = so_far.ended
     if ended is None or ended.outcome == "failed":
         return []
-    kept: Mapping[str, Any] = ended.books
-    skipped = kept.get("skipped", {}).get(NOT_FINITE, 0)
-    batches = kept.get("batches", 0) - kept.get("not_done", 0)
-    if batches and skipped / batches >= MANY:
-        what = f"{whole(skipped)} of {count(batches, 'batch')} ({percent(skipped / batches)}) were skipped"
+    if many := diverged(ended.books):
+        share = percent(many.skipped / many.batches)
+        what = f"{whole(many.skipped)} of {count(many.batches, 'batch')} ({share}) were skipped"
         return _wrapped(f"the training diverged: {what}, because their gradients were not finite. {_advice(so_far)}")
     unknown = [name for name, value in ended.metrics.items() if value is None or not math.isfinite(value)]
     if unknown:

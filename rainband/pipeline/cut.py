@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from rainband.pipeline.graph import COMPUTES, Cut, Written, attribute, tensors_in
 from rainband.pipeline.marks import InPieces
+from rainband.pipeline.random_numbers import random_numbers_from
 from rainband.pipeline.trace import by_export, by_fx, by_pieces, is_getitem
 
 
@@ -98,14 +99,15 @@ def _believed(
 
 
 def _compare(model: nn.Module, rough: Cut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Watch:
+    tensors = [*model.parameters(), *tensors_in((tuple(args), dict(kwargs)))]
     for seed in (0, 1):
         args_copy, kwargs_copy = pytree.tree_map(_copy, (tuple(args), dict(kwargs)))
-        torch.default_generator.manual_seed(seed)
-        expected = model(*args_copy, **kwargs_copy)
+        with random_numbers_from(seed, tensors):
+            expected = model(*args_copy, **kwargs_copy)
         watch = _Watch(rough)
         bound = rough.bind(*pytree.tree_map(_copy, (tuple(args), dict(kwargs))))
-        torch.default_generator.manual_seed(seed)
-        got = rough.answer(watch.run_all(bound))
+        with random_numbers_from(seed, tensors):
+            got = rough.answer(watch.run_all(bound))
         if not _alike(expected, got):
             raise ValueError(
                 "its graph gives other numbers than the module: something in its code is drawn or decided while "
@@ -116,8 +118,7 @@ def _compare(model: nn.Module, rough: Cut, args: Sequence[Any], kwargs: Mapping[
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Inside, run as you like: buffers and torch's random numbers are afterwards as they were."""
-    state = torch.get_rng_state()
+    """Inside, run as you like: buffers are afterwards as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with torch.no_grad():
@@ -126,7 +127,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        torch.set_rng_state(state)
 
 
 def _copy(value: Any) -> Any:

@@ -52,6 +52,7 @@ class Pipeline:
                 f"the plan has {len(self.layout.fragments)} stages with units and the schedule {table.name} has "
                 f"{table.num_stages}: make them equal."
             )
+        _refuse_shared_memory(cut)
         self.holders = _holders(cut, [fragment.nodes for fragment in self.layout.fragments])
         self._refuse_ties_without_flush()
         self.stages: dict[tuple[int, int], Stage] = {}  # (machine, stage)
@@ -63,13 +64,18 @@ class Pipeline:
                     number, fragment, module, optimizer, own=own, replica=replica, seed=seed, recompute=recompute
                 )
         self.sent = 0
+        self.played = 0
 
     def run(self, micros: Sequence[Micro]) -> list[float]:
-        """Play the table once, with these microbatches; returns their losses. The module has the newest parameters."""
+        """Play the table with these microbatches; returns their losses. The module has the newest parameters.
+
+        Every run begins and ends with an empty pipeline, and goes on where the one before it ended.
+        """
         if len(micros) != self.table.num_micros:
             raise ValueError(f"the schedule has {self.table.num_micros} microbatches and was given {len(micros)}.")
-        if any(stage.versions.newest for stage in self.stages.values()):
-            raise ValueError("a pipeline plays its table once: make another one, or a table of more batches.")
+        for stage in self.stages.values():
+            stage.begin(self.played)
+        self.played += len(micros)
         turns = Turns(self, micros)
         turns.play()
         self.sent = turns.sent
@@ -105,6 +111,19 @@ class Pipeline:
     def _with_gradients(self, stage: int, update: int) -> list[int]:
         machines = [self.table.home(stage, micro) for micro in self.table.micros_of(stage, update)]
         return list(dict.fromkeys(machines))
+
+
+def _refuse_shared_memory(cut: Cut) -> None:
+    """Two objects over one memory are one value to the user; stages would give each its own."""
+    seen: dict[tuple[str, int], str] = {}
+    for name, parameter in cut.module.named_parameters():
+        if parameter.numel():
+            first = seen.setdefault((str(parameter.device), parameter.data_ptr()), name)
+            if first != name:
+                raise ValueError(
+                    f"'{first}' and '{name}' are two objects over the same memory: assign one Parameter to both, or "
+                    "give one a copy, p.data = p.data.clone()."
+                )
 
 
 def _holders(cut: Cut, nodes: Sequence[Sequence[str]]) -> dict[int, list[int]]:

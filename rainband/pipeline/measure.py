@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from rainband.pipeline.fragments import Fragment, as_module
 from rainband.pipeline.graph import Cut, tensors_in
 from rainband.pipeline.profile import Profile, Unit, Value
+from rainband.pipeline.random_numbers import random_numbers_from
 
 
 def measure(
@@ -23,16 +24,15 @@ def measure(
 
     Buffers, gradients and torch's random numbers are left as they were.
     """
-    state = torch.get_rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in cut.module.buffers()]
+    values = cut.bind(args, kwargs)
     try:
-        values = cut.bind(args, kwargs)
-        units = [_measure_unit(cut, name, values, repeats) for name in _in_running_order(cut)]
+        with random_numbers_from(0, [*cut.module.parameters(), *tensors_in(values)]):
+            units = [_measure_unit(cut, name, values, repeats) for name in _in_running_order(cut)]
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        torch.set_rng_state(state)
     edges = [_value(cut, name, values) for name in values if name in cut.nodes]
     first = tensors_in(list(args))
     size = len(first[0]) if first and first[0].dim() else 1

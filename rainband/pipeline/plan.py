@@ -161,13 +161,13 @@ def from_placement(profile: Profile, placement: Mapping[str, int], partitioner: 
 
 
 def save(plan: Plan, path: Path) -> None:
-    _check_suffix(path)
+    check_file_name(path)
     text = _to_toml(plan) if path.suffix == ".toml" else msgspec.json.format(msgspec.json.encode(plan)).decode() + "\n"
     path.write_text(text, encoding="utf-8")
 
 
 def load(path: Path) -> Plan:
-    _check_suffix(path)
+    check_file_name(path)
     decode = msgspec.toml.decode if path.suffix == ".toml" else msgspec.json.decode
     try:
         return decode(path.read_bytes(), type=Plan)
@@ -175,7 +175,7 @@ def load(path: Path) -> Plan:
         raise ValueError(f"{path} is no plan: {error}. `rainband plan TASK --out {path.name}` writes one.") from None
 
 
-def _check_suffix(path: Path) -> None:
+def check_file_name(path: Path) -> None:
     if path.suffix not in SUFFIXES:
         raise ValueError(f"a plan is a file that ends in {' or '.join(SUFFIXES)}, not {path.name}.")
 

@@ -1,14 +1,13 @@
 """One stage of a pipeline on one machine: forward, backward and update of microbatches, whoever carries the values.
 
-Random numbers of a forward come from a seed of its own (run, stage, microbatch), so dropout is the same in every
+Random numbers of a forward come from a seed of its own (seed, stage, microbatch), so dropout is the same in every
 schedule and when the forward is computed a second time. Buffers, such as BatchNorm's running statistics, have no
 versions: they follow the microbatches in the order in which this machine computes them, each once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from rainband.pipeline.fragments import Fragment
 from rainband.pipeline.graph import tensors_in
+from rainband.pipeline.random_numbers import random_numbers_from
 from rainband.pipeline.versions import MakeOptimizer, Versions, by_object
 
 
@@ -53,6 +53,7 @@ class Stage:
         self.versions = Versions(parameters, optimizer, own)
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         self.buffers = {name: b.clone() if replica else b for name, b in module.named_buffers()}
+        self.played = 0  # microbatches of earlier runs
         self.kept: dict[int, Kept] = {}  # by microbatch
         self.totals: dict[int, dict[str, Tensor]] = {}  # update -> weighted sum of gradients; absent: there was none
 
@@ -94,6 +95,12 @@ class Stage:
         given_back = iter(found)
         return [[next(given_back) for _ in tensors_in(value)] for value in kept.given]
 
+    def begin(self, played: int) -> None:
+        """A new run of the table: the newest version is version 0 again."""
+        assert not self.kept and not self.totals
+        self.played = played
+        self.versions.restart()
+
     def update(self, total: Mapping[str, Tensor], overwrite: bool) -> None:
         """Make the next version from a total of gradients."""
         self.versions.update(total, overwrite)
@@ -102,7 +109,8 @@ class Stage:
         self, micro: int, leaves: Mapping[str, Tensor], given: Sequence[Any], buffers: Mapping[str, Tensor]
     ) -> Sequence[Any]:
         parameters = {name: leaves[first] for name, first in self.canonical.items()}
-        with _random_numbers_of(self.seed, self.number, micro):
+        seed = ((self.seed * 1_000_003 + self.played + micro) * 1009 + self.number) % 2**63
+        with random_numbers_from(seed, [*leaves.values(), *tensors_in(list(given))]):
             results: Sequence[Any] = functional_call(
                 self.module, {**parameters, **buffers}, tuple(given), tie_weights=False
             )
@@ -135,13 +143,3 @@ def _gradients(
     roots, incoming = zip(*pairs, strict=True)
     found = iter(torch.autograd.grad(roots, wanting, incoming, allow_unused=True))
     return [next(found) if leaf.requires_grad else None for leaf in leaves]
-
-
-@contextmanager
-def _random_numbers_of(seed: int, stage: int, micro: int) -> Iterator[None]:
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(((seed * 1_000_003 + micro) * 1009 + stage) % 2**63)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

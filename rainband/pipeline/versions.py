@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rainband.blocks import Entry, Layout, arrange
+from rainband.blocks import ITEM_BYTES, Entry, Layout, arrange
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -34,8 +34,9 @@ class Versions:
         self, parameters: Mapping[str, nn.Parameter], optimizer: MakeOptimizer, own: Sequence[str] | None = None
     ) -> None:
         """`own`: names whose Parameter objects live here, so that the user's module always has the newest values."""
-        self.names = list(parameters)
+        self.trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
         self.layout = _arranged(parameters)
+        self.places = {spec.name: spec for spec in self.layout.parameters}
         vectors = tuple(
             torch.zeros(v.numel, dtype=getattr(torch, v.dtype), device=v.device) for v in self.layout.vectors
         )
@@ -48,7 +49,7 @@ class Versions:
             home = self._slice(vectors, name)
             home.copy_(parameter.detach())
             mine = own is None or name in own
-            self.masters[name] = parameter if mine else nn.Parameter(home, parameter.requires_grad)
+            self.masters[name] = parameter if mine else nn.Parameter(home, name in self.trained)
         self._point_masters_at(vectors)
         trained = [master for master in self.masters.values() if master.requires_grad]
         self.optimizer = optimizer(trained) if trained else None
@@ -79,6 +80,12 @@ class Versions:
         assert version != self.newest
         self.spare.append(self.live.pop(version).vectors)
 
+    def restart(self) -> None:
+        """Count versions from 0 again, beginning with the newest; there is no other."""
+        assert len(self.live) == 1
+        self.live = {0: self.live.pop(self.newest)}
+        self.newest = 0
+
     def num_bytes(self) -> int:
         """Of all memories, in use or spare."""
         memories = [memory.vectors for memory in self.live.values()] + self.spare
@@ -94,11 +101,11 @@ class Versions:
 
     def _memory(self, vectors: tuple[Tensor, ...]) -> Memory:
         # .data: an optimizer that overwrites this memory on purpose must not be told off by autograd's counters.
-        leaves = {name: self._slice(vectors, name).data.requires_grad_() for name in self.names}
+        leaves = {name: self._slice(vectors, name).data.requires_grad_(name in self.trained) for name in self.places}
         return Memory(vectors, leaves)
 
     def _slice(self, vectors: tuple[Tensor, ...], name: str) -> Tensor:
-        spec = self.layout.parameters[self.names.index(name)]
+        spec = self.places[name]
         return vectors[spec.vector][spec.start : spec.start + spec.numel].view(spec.shape)
 
     def _point_masters_at(self, vectors: tuple[Tensor, ...]) -> None:
@@ -108,7 +115,10 @@ class Versions:
 
 def _arranged(parameters: Mapping[str, nn.Parameter]) -> Layout:
     def entry(name: str, p: nn.Parameter) -> Entry:
-        return Entry(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), str(p.device))
+        dtype = str(p.dtype).removeprefix("torch.")
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"parameter '{name}' is {dtype}, not {', '.join(ITEM_BYTES)}: make it a buffer.")
+        return Entry(name, tuple(p.shape), dtype, str(p.device))
 
     return arrange([entry(name, parameter) for name, parameter in parameters.items()])
 

@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from rainband.rules.clocks import Clocks
 from rainband.rules.on_arrival import ApplyOnArrival
-from rainband.rules.rounds import MeanOfRound
+from rainband.rules.rounds import FirstOfRound, MeanOfRound
 from rainband.rules.slowest import WaitForSlowest, WaitForTasks
 from rainband.rules.softly import MeanOfArrivals
 
-__all__ = ["ApplyOnArrival", "Clocks", "MeanOfArrivals", "MeanOfRound", "WaitForSlowest", "WaitForTasks"]
+__all__ = [
+    "ApplyOnArrival",
+    "Clocks",
+    "FirstOfRound",
+    "MeanOfArrivals",
+    "MeanOfRound",
+    "WaitForSlowest",
+    "WaitForTasks",
+]

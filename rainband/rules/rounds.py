@@ -1,16 +1,20 @@
-"""Rounds: one update for all cells of a round."""
+"""Rounds: one update for all cells of a round, or for the first so many of them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from rainband.portions import num_batches
+from rainband.messages import Named
+from rainband.portions import Range, num_batches
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.messages import Pull, Push
+    from rainband.portions import Name, Plan
     from rainband.types import Block
+
+TOO_LATE = "too late for its round"
 
 
 class MeanOfRound:
@@ -76,3 +80,64 @@ class MeanOfRound:
 
     def flush(self, block: Block) -> None:
         """A round is applied whole or not at all."""
+
+
+class FirstOfRound:
+    """Rounds with backup workers: one update with the mean of the first `needed` cells; the others are dropped.
+
+    Block 0 takes the first that come, and names them; all other blocks take the same ones, when they have been told.
+    """
+
+    reads: Literal["round"] = "round"
+
+    def __init__(self, needed: int) -> None:
+        self.needed = needed
+        self.come: dict[int, tuple[Push, Tensor | None]] = {}  # column -> of the round at hand
+        self.named: Named | None = None  # the cells of this round
+        self.chosen: list[Named] = []  # by this block, if it is block 0, and not told to the others yet
+
+    @property
+    def buffered(self) -> int:
+        return sum(num_batches(push.name) for push, _ in self.come.values() if not push.skip)
+
+    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+        column = block.plan.column_of(push.name[0].portion)
+        self.come[column] = push, None if gradient is None else gradient.clone()
+        if block.index == 0 and len(self.come) == min(self.needed, block.plan.cells_in_round(block.version)):
+            self.named = Named(block.version, tuple(sorted(self.come)))
+            self.chosen.append(self.named)
+        self._finish_if_all_are_here(block)
+
+    def names(self, block: Block, named: Named) -> None:
+        """Block 0 has named the cells of a round."""
+        if block.index and named.round == block.version:
+            self.named = named
+            self._finish_if_all_are_here(block)
+
+    def _finish_if_all_are_here(self, block: Block) -> None:
+        if self.named is None or any(column not in self.come for column in self.named.columns):
+            return
+        named, mean = self.named, MeanOfRound()
+        for column in named.columns:
+            mean._add(*self.come.pop(column))
+        late = range(block.plan.cells_in_round(named.round))
+        block.drop([_cell(block.plan, named.round, j) for j in late if j not in named.columns], TOO_LATE)
+        self.come, self.named = {}, None
+        mean._finish(block)
+
+    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+        return block.version >= pull.point
+
+    def forget(self, block: Block, worker: int) -> None:
+        """A round is made of cells, not of workers."""
+
+    def flush(self, block: Block) -> None:
+        """A round is applied whole or not at all."""
+
+
+def _cell(plan: Plan, round_: int, column: int) -> Name:
+    """The name of one cell of a round."""
+    epoch, inside = divmod(round_, plan.rounds_per_epoch)
+    group, k = divmod(inside, plan.portion_batches)
+    portion = epoch * plan.portions_per_epoch + group * plan.columns + column
+    return (Range(portion, k, k + 1, 0),)

@@ -9,15 +9,24 @@ The rule never looks at who is there: when a worker dies, those who wait for the
 the update is over the same batches at the same parameters. A block keeps version r beside r + 1, so that a cell of
 round r can still be computed while some block already has r + 1.
 
+scaling says what becomes of the learning rate of one worker: with K times the batch it may be K times as large (linear,
+Goyal et al. 2017, with a warmup) or sqrt(K) times (sqrt); with none it is taken as it is.
+
+With backup_workers = b, of K cells the first K - b that reach block 0 make the round, on every block the same; the late
+ones are dropped, and counted (Chen et al. 2016). Nobody waits for the last b, and the books say what that cost.
+
 Use it when the result must not depend on the machines. Not with slow or mixed machines: everyone waits for the last.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from rainband.optim_spec import element_wise
-from rainband.rules import MeanOfRound
+from rainband.rules import FirstOfRound, MeanOfRound
 from rainband.schedules import Schedule, Shape
 from rainband.types import ServerHalf, Worker
 
@@ -26,7 +35,9 @@ from rainband.types import ServerHalf, Worker
 class Sync:
     """Large-batch SGD over K workers, exactly."""
 
-    lr: float = 0.1  # for the mean over all K cells
+    lr: float = 0.1  # for the mean over all K cells, before scaling
+    scaling: Literal["none", "linear", "sqrt"] = "none"  # of the learning rate with the number of cells in a round
+    backup_workers: int = 0  # cells of a round that are not waited for
     optimizer: str = "sgd"
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -36,7 +47,13 @@ class Sync:
     rounds = True
 
     def __post_init__(self) -> None:
+        if self.backup_workers < 0:
+            raise ValueError(f"backup_workers={self.backup_workers}: choose 0 (wait for all) or more.")
         self.server(1)
+
+    def num_cells(self, num_workers: int) -> int:
+        """Cells that make a round."""
+        return max(1, num_workers - self.backup_workers)
 
     async def run(self, worker: Worker) -> None:
         async for cell in worker.cells():
@@ -45,5 +62,8 @@ class Sync:
                     worker.server.push(await worker.gradient(batch))
 
     def server(self, num_workers: int) -> ServerHalf:
-        optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
-        return ServerHalf(MeanOfRound, optimizer, Schedule(self.schedule, self.warmup))
+        cells = self.num_cells(num_workers)
+        factor = {"none": 1.0, "linear": float(cells), "sqrt": math.sqrt(cells)}[self.scaling]
+        optimizer = element_wise(self.optimizer, factor * self.lr, self.momentum, self.weight_decay)
+        rule = partial(FirstOfRound, cells) if self.backup_workers else MeanOfRound
+        return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rainband.blocks import BlockSpec
-from rainband.place import Place
+from rainband.places import Place
 
 PAGE = 4096
 WORD_BYTES = 64  # one cache line per version word: writers of neighbours do not disturb readers

@@ -72,6 +72,9 @@ class Alone:
     def skip(self, reason: str = "") -> None:
         """Nobody counts the batches."""
 
+    def log(self, *, loss: object) -> None:
+        """Nobody watches."""
+
     @contextmanager
     def away(self) -> Iterator[None]:
         """Nobody waits."""

@@ -17,6 +17,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     time_only: bool = False  # no gradients, only messages and clocks: for scale
     steps: int | None = None  # of each worker, time only; None: as the task's data has it
     bulk: bool | None = None  # time only: what goes to all servers is one message; None: where there are very many
+    faults: str = ""  # a script: what goes wrong when; see sim/faults.py
     trace: bool = False  # keep every message, as trace.jsonl in the run's directory
 
 

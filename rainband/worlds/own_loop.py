@@ -301,7 +301,7 @@ class OwnLoop:
         if not self.member.knows_its_place:
             print(
                 "rainband: this loop draws from a loader of its own, so every worker sees all of the data. To share it "
-                "out use run.batches(...), or `from rainband.join import place`: place() says which worker this is, "
+                "out use run.batches(...), or rainband.place(), which says which worker this is "
                 "and of how many.",
                 file=sys.stderr,
             )

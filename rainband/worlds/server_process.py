@@ -29,7 +29,7 @@ from rainband.messages import (
     ServerJoin,
     StatePart,
 )
-from rainband.place import Place
+from rainband.places import Place
 from rainband.server import Server
 from rainband.transports.connection import Connection
 from rainband.transports.dial import dial, listen_tcp, listen_unix, this_machine

@@ -22,6 +22,7 @@ from rainband.errors import Deadlock
 from rainband.flat import Flat
 from rainband.messages import Join
 from rainband.optim import build
+from rainband.sim.faults import parse
 from rainband.sim.model import ClusterModel, load_model
 from rainband.sim.trace import Trace, write_lines
 from rainband.tasks.load import load_task
@@ -31,6 +32,7 @@ from rainband.worlds.config import RunConfig
 from rainband.worlds.directory import EventLog, write_config
 from rainband.worlds.local import RunResult, View
 from rainband.worlds.sim_body import RealBody, TimeBody
+from rainband.worlds.sim_faults import Trouble
 from rainband.worlds.sim_memory import Desk
 from rainband.worlds.sim_world import Notes, Play, World
 from rainband.worlds.spans import Span, write_spans
@@ -138,6 +140,7 @@ class Simulation:
                 version=__version__,
             )
         )
+        Trouble(self.world, parse(self.config.sim.faults), self.config.seed)
         self.world.start()
         try:
             self._drive()

@@ -16,7 +16,7 @@ from rainband.blocks import BlockSpec
 from rainband.coordinator import Coordinator
 from rainband.coordinator import Out as CoordinatorOut
 from rainband.messages import Address, Assign, Bye, Load, Message, Params, Peer, Push, ServerJoin, Welcome
-from rainband.place import Place
+from rainband.places import Place
 from rainband.server import Out, Server
 from rainband.sim.model import NodeModel
 from rainband.sim.network import Machine

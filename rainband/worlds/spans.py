@@ -98,8 +98,8 @@ class WatchedServers:
         self.watch.began(handle)
         return handle
 
-    def pull(self, round: int | None = None) -> PullHandle:
-        handle = self.side.pull(round)
+    def pull(self, round: int | None = None, ahead: int = 0) -> PullHandle:
+        handle = self.side.pull(round, ahead)
         self.watch.began(handle)
         return handle
 

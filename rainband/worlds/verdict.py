@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from rainband.books import Books
 from rainband.worlds.config import RunConfig
+
+NOT_FINITE = "not finite"  # the books' word for a gradient with infinities or NaN
+MANY = 0.05  # of all batches; a few at the start are usual with mixed precision
+
+
+class Diverged(NamedTuple):
+    skipped: int
+    batches: int
+
+
+def diverged(books: Mapping[str, Any]) -> Diverged | None:
+    """How many batches were skipped because their gradients were not finite; none where these were few."""
+    skipped = books.get("skipped", {}).get(NOT_FINITE, 0)
+    batches = books.get("batches", 0) - books.get("not_done", 0)
+    return Diverged(skipped, batches) if batches and skipped / batches >= MANY else None
 
 
 class Verdict(NamedTuple):
@@ -32,4 +48,4 @@ def judged(outcome: str, reason: str, books: Books | None, config: RunConfig) ->
 
 
 def _hint(books: Books) -> str:
-    return " Try a smaller learning rate, and look for NaN in the data." if "not finite" in books.skipped else ""
+    return " Try a smaller learning rate, and look for NaN in the data." if NOT_FINITE in books.skipped else ""

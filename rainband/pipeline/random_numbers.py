@@ -1,0 +1,25 @@
+"""Random numbers fixed by a seed, on whichever devices something computes; afterwards all go on as before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def random_numbers_from(seed: int, tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, the CPU's generator and those of the tensors' devices start from this seed."""
+    devices = sorted({t.device for t in tensors if t.device.type not in ("cpu", "meta")}, key=str)
+    with ExitStack() as restored:
+        state = torch.get_rng_state()
+        restored.callback(torch.set_rng_state, state)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: that reseeds every accelerator
+        for device in devices:
+            module = torch.get_device_module(device.type)
+            restored.callback(module.set_rng_state, module.get_rng_state(device), device)
+            with module.device(device):
+                module.manual_seed(seed)
+        yield
