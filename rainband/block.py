@@ -16,7 +16,8 @@ from rainband.messages import Missed, Tally
 from rainband.optim import BlockOptimizer
 from rainband.places import Place
 from rainband.portions import Marks, Name, Plan, num_batches
-from rainband.types import ClockedRule, LimitedRule
+from rainband.types import ClockedRule, KeepingRule, LimitedRule
+from rainband.vectors import Vectors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rainband.blocks import BlockSpec
     from rainband.messages import Limit, Load, Peer, Pull, Push
     from rainband.types import Rule, ServerHalf
+    from rainband.vectors import Operation
 
 FULL_PRECISION = (torch.float32, torch.float64)
 
@@ -40,9 +42,11 @@ class Block:
         self.plan = plan
         self.rule: Rule = half.rule()
         self.clocked = self.rule if isinstance(self.rule, ClockedRule) else None
+        self.keeping = self.rule if isinstance(self.rule, KeepingRule) else None
         self.schedule = half.schedule
+        self.lr_factor = 1.0  # of the divergence guard
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        self.values = place.of(0)
+        self.values: Tensor = place.of(0)
         self.optimizer = BlockOptimizer(half.optimizer, spec, self.values, groups) if self._in_place() else None
         if self.optimizer is None or not self.optimizer.single_pass:
             # Readers may look at the published memory at any time, so it only ever goes from one value to the next.
@@ -63,6 +67,8 @@ class Block:
             int, tuple[dict[str, object], ...]
         ] = {}  # worker -> its optimizer settings, if it sends any
         self.groups: tuple[dict[str, object], ...] = ()  # the optimizer has these now
+        self.vectors = Vectors(self.values, spec.segments)  # where the coordinator leads; otherwise only the parameters
+        self.had_before = self.skipped_before = 0  # batches, in evaluations that are over
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -104,7 +110,7 @@ class Block:
     def apply(self, gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
         self._count(pushes)
         self._use_groups_of(pushes[0].worker)
-        scale = self.schedule.scale(self._position(pushes[0]))
+        scale = self.lr_factor * self.schedule.scale(self._position(pushes[0]))
         assert self.optimizer is not None
         if self.values is self.place.buffers[0]:
             self.place.begin()
@@ -124,6 +130,29 @@ class Block:
     def advance(self, pushes: Sequence[Push]) -> None:
         self._publish()
         self.version += 1
+
+    def compute(self, operations: Sequence[Operation], renewed: bool) -> list[float]:
+        """Do a command's operations; `renewed`: with them the parameters are a new version, at once for all readers."""
+        in_place = self.values is self.place.buffers[0]
+        if renewed and in_place:
+            self.place.begin()
+        results = [self.vectors.run(operation) for operation in operations]
+        if renewed and in_place:
+            self.place.end()
+        elif renewed:
+            self._publish()
+        self.version += renewed
+        return [result for result in results if result is not None]
+
+    def begin_evaluation(self) -> None:
+        """The cells of the one before are over: the same ones may come again."""
+        self.had_before += self.marks.count
+        self.skipped_before += sum(mask.bit_count() for mask in self.skipped.values())
+        self.marks, self.skipped = Marks(self.plan), {}
+
+    def accumulate(self, gradient: Tensor, push: Push) -> None:
+        self._count([push])
+        self.vectors.add(gradient)
 
     def _publish(self) -> None:
         self.place.begin()
@@ -162,8 +191,9 @@ class Block:
         return self.rule.limit() if isinstance(self.rule, LimitedRule) else None
 
     def tally(self) -> Tally:
-        skipped = sum(mask.bit_count() for mask in self.skipped.values())
-        return Tally(self.marks.count, self.applied, skipped, self.rule.buffered, self.num_extras)
+        skipped = self.skipped_before + sum(mask.bit_count() for mask in self.skipped.values())
+        had = self.had_before + self.marks.count
+        return Tally(had, self.applied, skipped, self.rule.buffered, self.num_extras)
 
     def missed(self) -> Missed:
         total: Counter[int] = Counter()

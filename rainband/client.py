@@ -20,6 +20,7 @@ from rainband.gradient import ModuleGradient
 from rainband.handover import Gathered, State
 from rainband.messages import (
     Ack,
+    Cells,
     Dry,
     FetchState,
     Finish,
@@ -168,6 +169,8 @@ class Client:
         self.borrowers = [port for port in dict.fromkeys(ports) if isinstance(port, BorrowingPort)]
         self.views = [flat.view(block) for block in blocks] if owners else []
         self.leases: dict[int, HeldLease] = {}
+        self.handed: deque[int] = deque()  # cells of the evaluation at hand
+        self.point = -1  # at which it is computed
         self.asked = False
         self.finished = False  # every batch of the run is done
         self.stopping = False
@@ -199,6 +202,8 @@ class Client:
                 self.stats.held_by = message.worker
             case Lease():
                 self._leased(message)
+            case Cells():
+                self._handed(message)
             case StatePart():
                 self._state_part(message, payload)
             case Planned():
@@ -231,6 +236,8 @@ class Client:
 
     def next_cell(self) -> Cell | None:
         """The next cell to compute, in rounds the one of the lowest round; None: there is none now."""
+        if self.plan.led:
+            return self._next_handed()
         self._ask_for_more()
         held = [lease for lease in self.leases.values() if lease.todo]
         if not held:
@@ -242,6 +249,26 @@ class Client:
         if not self._is_open(self.plan.round_of(lease.portion, lease.todo[0][0])):
             return None
         return self._cell(lease, lease.todo.popleft())
+
+    def _handed(self, cells: Cells) -> None:
+        """Cells of an evaluation; those of the one before are over."""
+        if cells.point > self.point:
+            self.point = cells.point
+            self.handed.clear()
+        if cells.point == self.point:
+            self.asked = False
+            self.handed += [cell for cell in cells.cells if cell not in self.handed]
+
+    def _next_handed(self) -> Cell | None:
+        """The next cell of the evaluation at hand; more are asked for while the last one is computed."""
+        if len(self.handed) <= 1 and not self.asked:
+            self.asked = True
+            self.tell(Want())
+        if not self.handed:
+            return None
+        cell = self.handed.popleft()
+        batches = tuple(Batch(cell, k, self.point) for k in range(self.plan.batches_in(cell)))
+        return Cell(batches, self.point, bool(self.handed))
 
     def _rest(self) -> None:
         """With nothing to do, be waited for by nobody: others might wait for us, and we for what they have."""
@@ -264,6 +291,8 @@ class Client:
 
     def settle(self, name: Name) -> None:
         """Every block has answered for these batches."""
+        if self.plan.led:
+            self.tell(Return(name[0].portion, name[0].lease, "done"))
         for r in name:
             lease = self.leases.get(r.portion)
             if lease is None or lease.number != r.lease:
@@ -332,6 +361,7 @@ class Client:
                 want=want and self._must_ask(block.index),
                 groups=self.groups,
                 began=handle.began,
+                loss=gradient.loss if self.plan.led else 0.0,
             )
             self.unanswered[block.index].append(handle.sequence)
             self.port_of[block.index].push(message, self._filler(block, gradient))
@@ -354,6 +384,8 @@ class Client:
         self.clock += 1
         name = gradient.name()
         point = self.plan.round_of(name[0].portion, name[0].first) if self.plan.columns else -1
+        if self.plan.led:
+            point = name[0].lease  # of an evaluation: a cell was handed out for it
         began = self.clock - 1 if gradient.began is None else gradient.began
         handle = PushHandle(name, len(self.blocks), self.sequence, self.clock, began, point)
         self.pushes[self.sequence] = handle

@@ -16,8 +16,11 @@ from rainband import events
 from rainband.blocks import Layout, cut, deal
 from rainband.books import Books, Staleness, balance, staleness_of
 from rainband.buffers import BufferMean
+from rainband.guard import Decision, Guard, Look
+from rainband.leader import Crew, Lead, Leader, To
 from rainband.messages import (
     Address,
+    Answer,
     Ask,
     Assign,
     Away,
@@ -28,6 +31,7 @@ from rainband.messages import (
     Dataset,
     Dry,
     Ended,
+    Evaluated,
     Failed,
     Finish,
     Flush,
@@ -46,6 +50,7 @@ from rainband.messages import (
     Revoke,
     ServerJoin,
     Sets,
+    Tune,
     Want,
     Welcome,
 )
@@ -107,8 +112,10 @@ class ServerState:
 class Coordinator:
     """Leads one run from the first join to the last goodbye."""
 
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: RunSettings, lead: Lead | None = None) -> None:
+        """`lead` is the third half of a strategy that has one."""
         self.settings = settings
+        self.leader = None if lead is None else Leader(lead)
         self.phase = "forming"  # forming, loading, running, flushing, finishing, concluding, over
         self.outcome = "finished"
         self.reason = ""
@@ -140,6 +147,10 @@ class Coordinator:
         self.last_pulls: set[int] = set()  # workers of own loops that have yet to take over the final parameters
         self.dataset: Dataset | None = None  # what own loops draw from
         self.planning: set[int] = set()  # servers that have yet to hear of it
+        self.guard = Guard()
+        self.decisions = 0
+        self.lr_factor = 1.0
+        self.seen = (0, 0)  # batches done, and of these not finite, at the guard's last look
         self.events: list[events.AnyEvent] = []
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
@@ -163,6 +174,8 @@ class Coordinator:
                 return self._failed(sender, message, now)
             case Named() if sender.role == "server":
                 return [Out(s.peer, message) for s in self.servers.values() if s.peer != sender]
+            case Answer() | Evaluated() if self.leader is not None and sender.role == "server":
+                return self._led(self.leader.receive(sender, message, now))
         worker = self.workers.get(sender.index)
         if sender.role != "worker" or worker is None or worker.peer != sender:
             return []  # not a worker of this run, or an earlier life of one
@@ -171,6 +184,8 @@ class Coordinator:
                 return self._beat(worker, message, now)
             case Want():
                 self._is_here(worker, now)
+                if self.leader is not None:
+                    return self._led(self.leader.want(sender, now))
                 self.wanting.setdefault(sender.index)
                 return self._lease(now, sender.index) or self._dry(worker)
             case Return():
@@ -255,6 +270,7 @@ class Coordinator:
                 revoke = Revoke(portion, self.numbers[portion])
                 outs += [Out(s.peer, revoke) for i, s in self.servers.items() if i not in answers]
             self.note_progress(now)
+            outs += self._guard(now)
         if self.phase == "concluding":
             outs += [Out(self.servers[index].peer, Ask()) for index in sorted(self.last_reports)]
         return outs + self._lease(now)
@@ -569,6 +585,8 @@ class Coordinator:
 
     def _returned(self, worker: WorkerState, message: Return, now: float) -> list[Out]:
         self._is_here(worker, now)
+        if self.leader is not None:
+            return self._led(self.leader.returned(worker.peer, message.portion, message.lease, now))
         if worker.leases.get(message.portion) != message.lease:
             return []  # it was taken back before
         del worker.leases[message.portion]
@@ -723,6 +741,37 @@ class Coordinator:
             "these parameters are gone, and no model was saved."
         )
         return self._over()
+
+    # ---- divergence ------------------------------------------------------------------------------------------------
+
+    def _guard(self, now: float) -> list[Out]:
+        """Let the guard look at what has come since its last look, and tell the servers what it decides."""
+        reports = self._reports()
+        if self.phase != "running" or not any(report.guard for report in reports):
+            return []
+        beats = [w.beat for w in self.workers.values() if w.beat.loss_samples]
+        samples = sum(beat.loss_samples for beat in beats)
+        done, books = self.batches_done(), balance(self._plan_so_far(), reports, 0)
+        not_finite = books.skipped.get("not finite", 0)
+        look = Look(
+            loss=sum(b.loss * b.loss_samples for b in beats) / samples if samples else None,
+            batches=done - self.seen[0],
+            not_finite=not_finite - self.seen[1],
+            staleness_mean=self.staleness().mean,
+            num_workers=self._num_live(),
+        )
+        self.seen = done, not_finite
+        bounds = [report.bound for report in reports if report.bound is not None]
+        decision = self.guard.look(look, min(bounds, default=None), reports[0].adapt)
+        return [] if decision is None else self._tune(decision, min(bounds, default=None), now)
+
+    def _tune(self, decision: Decision, bound: int | None, now: float) -> list[Out]:
+        self.decisions += 1
+        self.lr_factor *= decision.lr_factor
+        bound = bound if decision.bound is None else decision.bound
+        self.events.append(events.Guarded(at_s=now, why=decision.why, lr_factor=self.lr_factor, bound=bound))
+        tune = Tune(self.decisions, decision.lr_factor, decision.bound)
+        return [Out(s.peer, tune) for s in self.servers.values()]
 
     # ---- done ------------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,14 @@ class LeasedAgain(Event, frozen=True):
     from_worker: int
 
 
+class Guarded(Event, frozen=True):
+    """Training was about to diverge, or is well enough to loosen: what was seen, and what was changed."""
+
+    why: str
+    lr_factor: float  # on the learning rate, all changes together
+    bound: int | None  # from now on; none: the strategy has none
+
+
 class Progress(Event, frozen=True):
     """How far the run is."""
 
@@ -92,6 +100,19 @@ class Progress(Event, frozen=True):
     steps_per_s: dict[int, float] = {}  # where loops draw their own data, only steps can be counted
     staleness_bound: float | None = None  # what the strategy promises; none: it promises nothing
     staleness_unit: str = ""  # of the bound, such as clocks; staleness itself is measured in updates
+
+
+class Iterated(Event, frozen=True):
+    """An iteration of a strategy that the coordinator leads is over."""
+
+    iteration: int
+    loss: float | None
+    gradient_norm: float | None
+    step: float  # how far it went along its direction
+    evaluations: int  # of the loss, so far
+    cells: int  # of these evaluations, so far
+    backups: int  # copies of cells that someone was slow with, so far
+    end: str = ""  # it was the last one, because of this
 
 
 class Printed(Event, frozen=True):
@@ -132,7 +153,9 @@ AnyEvent = (
     | Lost
     | Returned
     | LeasedAgain
+    | Guarded
     | Progress
+    | Iterated
     | Printed
     | UserError
     | RunEnded

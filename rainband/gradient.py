@@ -45,6 +45,15 @@ class ModuleGradient:
         total.began, total.read = self.began, self.read  # the older: it has missed the most
         return total
 
+    def __mul__(self, factor: float) -> ModuleGradient:
+        """So many times the gradient. It takes over this gradient's memory: do not use it afterwards."""
+        present = [tensor for tensor in self.tensors if tensor is not None]
+        if present:
+            torch._foreach_mul_(present, factor)
+        product = ModuleGradient(self.tensors, self.batches, self.samples, self.loss)
+        product.began, product.read = self.began, self.read
+        return product
+
     def name(self) -> Name:
         """The set of batches, as ranges with their leases."""
         ordered = sorted(self.batches, key=lambda b: (b.portion, b.lease, b.k))

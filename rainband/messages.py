@@ -13,6 +13,7 @@ import msgspec
 from rainband.blocks import BlockSpec, Layout
 from rainband.optim_spec import OptimizerSpec
 from rainband.portions import Name, Plan
+from rainband.vectors import Operation
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -75,6 +76,7 @@ class Push(Message, frozen=True):
     slot: int = -1  # place in the sender's mailbox; -1: the bytes follow the header
     groups: tuple[dict[str, Any], ...] = ()  # the sender's optimizer settings, when they changed since its last push
     began: int = -1  # the sender's clock when it began to compute this
+    loss: float = 0.0  # in an evaluation: the mean over the samples; it travels with the gradient
 
 
 class FetchState(Message, frozen=True):
@@ -140,6 +142,7 @@ class Params(Message, frozen=True):
     late: bool = False  # the round asked for is over, its parameters are gone
     asks: bool = False  # readers must ask each time, also where memory is shared: the rule admits them
     clock: int = -1  # the reader's, as this block has it; if it is behind that, it was given up and begins anew
+    kept: int = -1  # the reader, if a copy is kept of what it is given
 
 
 class Held(Message, frozen=True):
@@ -219,12 +222,50 @@ class Forget(Message, frozen=True):
     worker: int
 
 
+class Tune(Message, frozen=True):
+    """Go on with another learning rate, or another bound."""
+
+    number: int  # a decision that comes twice counts once
+    lr_factor: float = 1.0  # on the rate that holds now
+    bound: int | None = None
+
+
 class Ask(Message, frozen=True):
     """Asks for a Report."""
 
 
 class Flush(Message, frozen=True):
     """Apply what is buffered; answered with a Report."""
+
+
+class Command(Message, frozen=True):
+    """Vector arithmetic on every block, and perhaps an evaluation of the loss that begins with it.
+
+    Numbered by (term, number): who gets one again answers the same again, and does nothing.
+    """
+
+    term: int  # the coordinator's
+    number: int
+    operations: tuple[Operation, ...]
+    cells: int = 0  # an evaluation of so many cells begins; the sum of its gradients becomes the vector `gradient`
+
+
+class Answer(Message, frozen=True):
+    """What came of a command on one server: a number for each dot product and the square of each norm, in order."""
+
+    term: int
+    number: int
+    results: tuple[float, ...]
+    version: int  # of every block, now
+    refused: str = ""  # why nothing was done
+
+
+class Evaluated(Message, frozen=True):
+    """Every block of a server has every cell of an evaluation."""
+
+    point: int
+    loss: float  # the sum over the samples; of the server with block 0
+    samples: int
 
 
 class Skipped(msgspec.Struct, frozen=True, array_like=True):
@@ -278,6 +319,9 @@ class Report(Message, frozen=True):
     measured: bool = True  # no: the staleness is left out, the last one told holds
     missed: tuple[Missed, ...] = ()  # by each block
     limit: Limit | None = None  # of the worst block
+    guard: bool = False  # the strategy wants the run to be guarded against divergence
+    adapt: tuple[int, int] | None = None  # from where to where its bound may be moved
+    bound: int | None = None  # that holds now
 
 
 # ---- coordinator and worker -----------------------------------------------------------------------------------------
@@ -296,6 +340,7 @@ class Join(Message, frozen=True):
     warm_batches: int = 0
     own_loop: bool = False  # a user's own loop: its data is told later, or never; it ends when the loops do
     optimizer: OptimizerSpec | None = None  # the user's, for the servers to run
+    led: bool = False  # the coordinator leads: the data is gone over as often as it asks for
 
 
 class Dataset(Message, frozen=True):
@@ -339,6 +384,13 @@ class Lease(Message, frozen=True):
     portion: int
     lease: int
     groups: tuple[tuple[int, ...], ...]
+
+
+class Cells(Message, frozen=True):
+    """Cells of an evaluation for a worker to compute, in this order; perhaps copies of what others are slow with."""
+
+    point: int  # the version of every block at which they are computed
+    cells: tuple[int, ...]
 
 
 class Return(Message, frozen=True):
@@ -411,7 +463,7 @@ AnyMessage = (
     Hello | Load | Push | Pull | Opened | Loaded | Ack | Params | ServerJoin | Assign | Ready | Revoke | Sets
     | Forget | Ask | Flush | Report | Join | Welcome | Go | Want | Lease | Return | Beat | Finish | Halt | Ended
     | Conclude | Concluded | Failed | Bye | FetchState | StatePart | Planned | Dataset | Away | Dry | Rest | Held
-    | Named
+    | Tune | Named | Command | Answer | Evaluated | Cells
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -30,6 +30,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: room 
     portion_batches: int
     cell_batches: int = 1  # batches summed into one push
     columns: int = 0  # cells of a round; 0 = no rounds
+    led: bool = False  # the coordinator asks for evaluations: each portion is one cell, done once in each of them
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "batch_size", "epochs", "portion_batches", "cell_batches"):

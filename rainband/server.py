@@ -10,17 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 from torch import Tensor
 
 from rainband.block import Block
 from rainband.blocks import BlockSpec
 from rainband.books import worst_limit
 from rainband.handover import as_parts
+from rainband.led import Led
 from rainband.messages import (
     COORDINATOR,
     Ack,
     Ask,
     Assign,
+    Command,
     FetchState,
     Flush,
     Forget,
@@ -41,11 +44,12 @@ from rainband.messages import (
     Sets,
     Skipped,
     StatePart,
+    Tune,
 )
 from rainband.places import Place
 from rainband.portions import Name, why_not
 from rainband.schedules import Schedule
-from rainband.types import ClockedRule, NamingRule, ServerHalf
+from rainband.types import ClockedRule, NamingRule, ServerHalf, TunableRule
 
 DONE_WITH = ("applied", "had", "revoked", "crossed", "late")  # whatever the answer, the sender goes on
 Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
@@ -77,7 +81,11 @@ class Server:
         self.refused: Counter[str] = Counter()
         self.updates = 0
         self.asks = False  # readers must ask the rule, also where they could read in place
+        self.guard = False
+        self.adapt: tuple[int, int] | None = None
+        self.tuned = 0  # the last decision that was taken
         self.naming = False  # block 0 chooses the cells of a round
+        self.led: Led | None = None  # what the coordinator's commands have come to
         self.lives: dict[int, int] = {}  # worker -> the incarnation whose clock counts
         self.held: dict[Peer, tuple[int, int]] = {}  # reader -> (its pull, for whom it waits), as it was told
         self.good_name: tuple[Name, int] | None = None  # checked last: a push comes as many messages with the same name
@@ -109,6 +117,10 @@ class Server:
                 return self._forget(message)
             case Named():
                 return self._named(message)
+            case Tune():
+                return self._tune(message)
+            case Command():
+                return self._command(message)
             case Ask():  # who was lost meanwhile may have been waited for
                 return [*self._admit_all(), Out(COORDINATOR, self.report())]
             case Flush():
@@ -139,6 +151,8 @@ class Server:
             outs += self._name(block)
         if self.unreported:
             outs += self._report_progress(block)
+        if self.led is not None and result == "applied":
+            outs += [Out(COORDINATOR, message) for message in self.led.evaluated()]
         return outs
 
     def _accept(self, sender: Peer, block: Block, push: Push, payload: Tensor | None) -> tuple[str, str]:
@@ -192,6 +206,8 @@ class Server:
     def _take(self, sender: Peer, block: Block, push: Push, gradient: Tensor | None) -> None:
         if push.name:
             self._mark(block, push.name)
+            if self.led is not None and block is next(iter(self.blocks.values())):
+                self.led.took(push)
         else:
             block.extras[sender.index, sender.incarnation] = push.sequence
         if push.skip:
@@ -207,7 +223,9 @@ class Server:
             self.complete[portion] += 1
             if self.complete[portion] == len(self.blocks):  # this was the last block that lacked it
                 self.completed += 1
-                self.unreported = True
+                self.unreported = self.led is None
+                if self.led is not None:
+                    self.led.complete += 1
 
     def _drop(self, block: Block) -> None:
         """The rule has done with batches that may not have come."""
@@ -275,9 +293,21 @@ class Server:
         return outs
 
     def _params(self, block: Block, pull: Pull, reader: int) -> Params:
+        if block.keeping is not None and pull.clock >= 0:
+            block.keeping.give(block, reader)
+            kept = reader
+        else:
+            kept = -1
         clock = -1 if block.clocked is None or pull.clock < 0 else block.clocked.clock_of(reader)
         return Params(
-            block.spec.index, pull.sequence, self.term, block.version, pull.point, asks=self.asks, clock=clock
+            block.spec.index,
+            pull.sequence,
+            self.term,
+            block.version,
+            pull.point,
+            asks=self.asks,
+            clock=clock,
+            kept=kept,
         )
 
     def _hold(self, block: Block, rule: ClockedRule) -> list[Out]:
@@ -293,11 +323,13 @@ class Server:
     def read(self, params: Params) -> tuple[Params, Tensor | None]:
         """A block's parameters as they are at this moment, for a reply that is about to leave."""
         block = self.blocks[params.block]
+        if block.keeping is not None and params.kept >= 0:
+            copy = block.keeping.copy_of(params.kept, params.version)
+            if copy is not None:  # otherwise the reader was given up meanwhile
+                return params, copy
         late = params.point >= 0 and block.version > params.point + 1  # version r is kept beside r + 1, not longer
         version = params.point if params.point >= 0 else block.version
-        message = Params(
-            params.block, params.sequence, self.term, version, params.point, late, params.asks, params.clock
-        )
+        message = msgspec.structs.replace(params, term=self.term, version=version, late=late)
         return message, None if late else block.place.of(version)
 
     def _fetch_state(self, sender: Peer) -> list[Out]:
@@ -330,6 +362,8 @@ class Server:
         reads = half.rule().reads
         self.asks = reads == "admitted"
         self.naming = isinstance(half.rule(), NamingRule)
+        self.guard, self.adapt = half.guard and assign.optimizer is None, half.adapt
+        self.led = Led(half.vectors) if half.vectors else None
         buffers = 2 if reads == "round" else 1
         places = self.publish(assign.blocks, buffers)
         self.blocks = {
@@ -348,7 +382,8 @@ class Server:
         block = self.blocks.get(load.block)
         wanted = None if block is None else (block.spec.dtype, block.spec.numel, block.spec.num_bytes)
         given = None if payload is None else payload.numel() * payload.element_size()
-        if block is None or payload is None or wanted != (load.dtype, load.numel, given) or block.marks.count:
+        begun = block is not None and bool(block.marks.count or block.version)
+        if block is None or payload is None or wanted != (load.dtype, load.numel, given) or begun:
             self.refused["load"] += 1
             return [] if block is None or not block.loaded else [Out(sender, Loaded(load.block, load.slot))]
         block.load(load, payload.view(block.dtype))
@@ -362,6 +397,17 @@ class Server:
             block.replan(planned.plan)
         return [Out(COORDINATOR, Ready())]
 
+    def _command(self, command: Command) -> list[Out]:
+        if self.led is None:
+            self.refused["command"] += 1
+            return []
+        before = self.led.version
+        answers = self.led.command(command, list(self.blocks.values()))
+        if self.led.version != before:
+            self.complete.clear()
+            self.updates += len(self.blocks)
+        return [*(Out(COORDINATOR, answer) for answer in answers), *self._admit_all()]
+
     def _revoke(self, revoke: Revoke) -> list[Out]:
         self.floor[revoke.portion] = max(self.floor.get(revoke.portion, 0), revoke.lease)
         masks = tuple(block.marks.of(revoke.portion) for block in self.blocks.values())
@@ -370,6 +416,16 @@ class Server:
     def _forget(self, forget: Forget) -> list[Out]:
         for block in self.blocks.values():
             block.rule.forget(block, forget.worker)
+        return self._admit_all()
+
+    def _tune(self, tune: Tune) -> list[Out]:
+        if tune.number <= self.tuned:
+            return []
+        self.tuned = tune.number
+        for block in self.blocks.values():
+            block.lr_factor *= tune.lr_factor
+            if tune.bound is not None and isinstance(block.rule, TunableRule):
+                block.rule.retune(tune.bound)
         return self._admit_all()
 
     def _rest(self, worker: Peer) -> list[Out]:
@@ -408,5 +464,8 @@ class Server:
             flushed=flushed,
             measured=measured,
             missed=tuple(block.missed() for block in blocks) if measured else (),
+            guard=self.guard,
+            adapt=self.adapt,
+            bound=next((b.rule.bound for b in blocks if isinstance(b.rule, TunableRule)), None),
             limit=worst_limit(block.limit() for block in blocks) if measured else None,
         )

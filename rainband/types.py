@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from rainband.blocks import BlockSpec
     from rainband.messages import Limit, Load, Message, Named, Pull, Push
     from rainband.optim_spec import OptimizerSpec
+    from rainband.places import Place
     from rainband.portions import Name, Plan
     from rainband.schedules import Schedule
+    from rainband.vectors import Operation
 
 
 @runtime_checkable
@@ -27,6 +29,41 @@ class Strategy(Protocol):
         """The servers' half; None when the algorithm has no servers."""
 
 
+@runtime_checkable
+class LedStrategy(Protocol):
+    """A strategy with a third half: the coordinator holds no parameters, and leads by commands to those who do."""
+
+    async def lead(self, coordinator: Leading) -> None:
+        """The paper's outer loop; when it returns, the run is done."""
+
+
+class Evaluation(NamedTuple):
+    """The loss over some cells; the sum of the gradients of all their samples is in the vector `gradient`."""
+
+    loss: float  # the mean over the samples; not finite if it is so for any cell
+    samples: int
+
+
+class Leading(Protocol):
+    """All that `lead` may touch. Operations start at the call; awaiting waits."""
+
+    @property
+    def num_cells(self) -> int:
+        """Into how many cells the data is cut."""
+
+    @property
+    def seed(self) -> int: ...
+
+    def compute(self, *operations: Operation) -> Awaitable[tuple[float, ...]]:
+        """Vector arithmetic on every block of every server; the numbers of its dot products and norms, in order."""
+
+    def evaluate(self, *operations: Operation, cells: Sequence[int] | None = None) -> Awaitable[Evaluation]:
+        """The same, and then the loss and its gradient at the parameters as they are now, over some cells or all."""
+
+    def note(self, iteration: int, loss: float, gradient_norm: float, step: float, end: str = "") -> None:
+        """An iteration is over; `end`: it was the last, because of this."""
+
+
 @dataclass(frozen=True)
 class ServerHalf:
     """What every block of a server gets: a rule of its own, an optimizer, a learning-rate schedule."""
@@ -34,6 +71,9 @@ class ServerHalf:
     rule: Callable[[], Rule]
     optimizer: OptimizerSpec
     schedule: Schedule
+    vectors: int = 0  # that the coordinator's commands may make beside the parameters; 0: it gives no commands
+    guard: bool = False  # lower the learning rate or tighten the bound when the loss runs away, and say so
+    adapt: tuple[int, int] | None = None  # from where to where the rule's bound may be moved while all is well
 
 
 class Rule(Protocol):
@@ -86,6 +126,24 @@ class NamingRule(Protocol):
 
 
 @runtime_checkable
+class KeepingRule(Protocol):
+    """A rule that keeps a copy of what each reader was given."""
+
+    def give(self, block: Block, reader: int) -> Tensor: ...
+
+    def copy_of(self, reader: int, version: int) -> Tensor | None: ...
+
+
+@runtime_checkable
+class TunableRule(Protocol):
+    """A rule whose bound may change during the run."""
+
+    bound: int
+
+    def retune(self, bound: int) -> None: ...
+
+
+@runtime_checkable
 class LimitedRule(Protocol):
     """A rule that bounds what a reader may miss, and measures it."""
 
@@ -97,6 +155,8 @@ class Block(Protocol):
 
     index: int
     plan: Plan
+    place: Place
+    values: Tensor  # the parameters, in the precision in which they are kept
     version: int
 
     def apply(self, gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
@@ -104,6 +164,9 @@ class Block(Protocol):
 
     def advance(self, pushes: Sequence[Push]) -> None:
         """Go to the next version without a step: a round in which every cell was skipped."""
+
+    def accumulate(self, gradient: Tensor, push: Push) -> None:
+        """Add to the sum of the evaluation at hand; the parameters stay as they are."""
 
     def drop(self, names: Sequence[Name], reason: str) -> None:
         """These batches come to nothing, for a reason: whether they have come or not, they are done with."""
@@ -165,6 +228,8 @@ class Gradient(Protocol):
     loss: float
 
     def __add__(self, other: Gradient) -> Gradient: ...
+
+    def __mul__(self, factor: float) -> Gradient: ...
 
 
 @dataclass(frozen=True, slots=True)

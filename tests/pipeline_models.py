@@ -1,12 +1,23 @@
-"""Small models of every shape that is cut in tests: a chain, skips, branches, ties, several inputs and outputs."""
+"""Small models of every shape that is cut in tests, and one thread to run them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of torch on busy cores wait for each other more than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Skips(nn.Module):

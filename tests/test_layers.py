@@ -43,7 +43,7 @@ LAYERS = {
     # State machines without I/O, and what they are made of.
     "nodes": Layer(
         modules="server client worker coordinator membership checkpoint "
-        "block books buffers flat gradient handover optim",
+        "block books buffers flat gradient guard handover optim",
         may_import="words rules codecs",
     ),
     "transports": Layer("transports", may_import="words"),

@@ -13,7 +13,19 @@ from rainband.pipeline.cut import CannotCut, cut
 from rainband.pipeline.fragments import as_module, by_level
 from rainband.pipeline.marks import whole
 from rainband.pipeline.partitioned import Partitioned
-from tests.pipeline_models import OnData, OnShapes, Recurrent, Skips, Tied, Transformer, chain, examples, floats, words
+from tests.pipeline_models import (
+    OnData,
+    OnShapes,
+    Recurrent,
+    Skips,
+    Tied,
+    Transformer,
+    chain,
+    examples,
+    floats,
+    one_thread,  # noqa: F401 (a fixture for all)
+    words,
+)
 
 
 @pytest.mark.parametrize(

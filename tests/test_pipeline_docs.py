@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 

@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
+from torch.utils import _pytree as pytree
 
 from rainband.pipeline.cut import cut
 from rainband.pipeline.execute import Micro, Pipeline
 from rainband.pipeline.schedules import gpipe, interleaved, one_f_one_b, pipedream, two_buffered
 from rainband.pipeline.table import Table
+from tests.pipeline_models import (
+    examples,
+    one_thread,  # noqa: F401 (a fixture for all)
+)
 
 LR = 0.5
 sgd = partial(SGD, lr=LR)
@@ -349,6 +354,34 @@ def test_skips_and_outputs_of_early_stages_reach_the_loss(table: Table, recomput
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert pipeline.sent == 4 * 2 * 3  # h to stage 1, the output to stage 2, add to stage 2; and back
+
+
+def every_output(answer: object) -> Tensor:
+    leaves = [leaf for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor)]
+    return torch.stack([(leaf * leaf).mean() for leaf in leaves]).sum()
+
+
+@pytest.mark.parametrize("name", ["branches", "several", "recurrent", "transformer", "on_shapes", "tied"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_models_of_all_shapes_train_in_stages_as_in_one_process(name: str, recompute: bool) -> None:
+    model, args = examples()[name]
+    alone = copy.deepcopy(model)
+    graph = cut(model, args)
+    stages = {unit: 3 * place // len(graph.units) for place, unit in enumerate(graph.units)}
+    micros = [Micro(args, every_output, samples=len(args[0])) for _ in range(4)]
+    pipeline = Pipeline(graph, stages, one_f_one_b(3, 2, batches=2), sgd, recompute=recompute)
+    losses = pipeline.run(micros)
+    optimizer = SGD(alone.parameters(), lr=LR)
+    expected = []
+    for _ in range(2):
+        for _ in range(2):
+            loss = every_output(alone(*args))
+            (loss / 2).backward()
+            expected.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(dict(model.named_parameters()), dict(alone.named_parameters()), rtol=1e-10, atol=1e-12)
 
 
 class Tied(nn.Module):

@@ -19,7 +19,13 @@ from rainband.pipeline.graph import Cut
 from rainband.pipeline.levels import fragment_keys
 from rainband.pipeline.part import Message, Part
 from rainband.pipeline.partitioned import Partitioned
-from tests.pipeline_models import Branches, Skips, examples, floats
+from tests.pipeline_models import (
+    Branches,
+    Skips,
+    examples,
+    floats,
+    one_thread,  # noqa: F401 (a fixture for all)
+)
 
 NAMES = ["chain", "skips", "branches", "tied", "several", "recurrent", "transformer", "on_shapes"]
 

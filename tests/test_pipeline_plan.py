@@ -25,7 +25,14 @@ from rainband.pipeline.schedules import pipedream
 from rainband.pipeline.show import plan_lines, profile_lines
 from rainband.tasks.digits import Digits
 from rainband.tasks.task import TensorData
-from tests.pipeline_models import Recurrent, Skips, examples, floats, words
+from tests.pipeline_models import (
+    Recurrent,
+    Skips,
+    examples,
+    floats,
+    one_thread,  # noqa: F401 (a fixture for all)
+    words,
+)
 
 PROFILE = Profile(
     "three",
@@ -296,8 +303,7 @@ def rainband_plan(*options: str) -> str:
     return result.output
 
 
-def test_the_command_plans_saves_draws_and_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of the tests' own process
+def test_the_command_plans_saves_draws_and_plays(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     options = ["--machines", "3", "--partitioner", "straight", "--out", str(file), "--draw", str(tmp_path / "plan.png")]
     text = rainband_plan(*options, "--schedule", "one_f_one_b", "--microbatches", "6", "--network", "datacentre")
@@ -309,7 +315,7 @@ def test_the_command_plans_saves_draws_and_plays(tmp_path: Path, monkeypatch: py
 
     edited = plan.move(plan.stages[0].units[-1], 0)
     save(edited, tmp_path / "edited.json")
-    again = rainband_plan("--machines", "3", "--plan", str(tmp_path / "edited.json"), "--json")
+    again = rainband_plan("--plan", str(tmp_path / "edited.json"), "--json")
     assert msgspec.json.decode(again, type=Plan).stages == edited.stages
 
 
@@ -328,7 +334,6 @@ def test_the_command_plans_saves_draws_and_plays(tmp_path: Path, monkeypatch: py
 def test_what_is_wrong_is_told_in_one_line(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(build_app(), ["plan", "mlp", "task.samples=64", "--repeats", "1", *options])
     assert result.exit_code == 2

@@ -18,6 +18,7 @@ from rainband.pipeline.partitioned import Partitioned
 from rainband.pipeline.regions import Window, bounds, overlaps
 from rainband.pipeline.split_linear import AsPair, ByColumns, ByRows
 from rainband.pipeline.tiles import Tiled, tile_of
+from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 
 
 def whole_numbers(module: nn.Module) -> nn.Module:

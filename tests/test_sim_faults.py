@@ -115,7 +115,7 @@ def test_pushes_that_overtake_each_other_count_once() -> None:
     overtaken = 0
     for seed in range(10):
         script = parse("0 mix worker 0 > server 0 for 9 by 0.9\n0 mix worker 1 > server 1 for 9 by 0.9")
-        verdict = check(Case(seed, "downpour", 2, 2, script), keep_trace=True)
+        verdict = check(Case(seed, "ragged", 2, 2, script), keep_trace=True)
         assert (verdict.outcome, verdict.wrong) == ("finished", [])
         lines = [line for line in verdict.trace.lines or [] if (line.source, line.target) == ("worker 0", "server 0")]
         numbers = [int(line.what.split(" ")[1]) for line in lines if line.what.startswith("push ")]

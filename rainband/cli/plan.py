@@ -80,21 +80,19 @@ def command(
         _check_schedule(schedule, edited)
         if out is not None:
             check_file_name(out)
-        resources = _resources(machines, memory, network, group, between)
+        resources = _resources(edited.num_machines if edited else machines, memory, network, group, between)
         profile = _profile(task, settings or [], batch_size, repeats, threads)
         plan = make_plan(planner, profile, resources)
         played = _played(schedule, plan, profile, microbatches, resources) if schedule else None
         if out is not None:
             save(plan, out)
+        drawn = _draw(plan, profile, played, draw) if draw is not None else []
     if as_json:
         typer.echo(msgspec.json.encode(plan).decode())
         return
     _print(plan, profile, resources, played)
-    if out is not None:
-        typer.echo(f"\nwritten to {out}")
-    if draw is not None:
-        with mistakes_told():
-            _draw(plan, profile, played, draw)
+    for path in [*([out] if out else []), *drawn]:
+        typer.echo(f"written to {path}")
 
 
 def _import_from_here() -> None:
@@ -197,22 +195,22 @@ def _print(plan: Plan, profile: Profile, resources: Resources, played: tuple[Tab
     from rainband.pipeline.show import plan_lines, profile_lines, schedule_lines
 
     typer.echo(f"{profile.model}: {len(profile.units)} units, measured with batches of {profile.batch_size}\n")
-    for line in [*profile_lines(profile), "", *plan_lines(plan, profile, resources)]:
+    for line in [*profile_lines(profile), "", *plan_lines(plan, profile, resources), ""]:
         typer.echo(line)
     if played is not None:
-        for line in ["", *schedule_lines(*played)]:
+        for line in [*schedule_lines(*played), ""]:
             typer.echo(line)
 
 
-def _draw(plan: Plan, profile: Profile, played: tuple[Table, Facts] | None, path: Path) -> None:
+def _draw(plan: Plan, profile: Profile, played: tuple[Table, Facts] | None, path: Path) -> list[Path]:
+    """The files that were drawn: the plan, and beside it the schedule."""
     from rainband.pipeline.draw import draw_plan, draw_schedule
 
-    drawn = draw_plan(plan, profile, path)
-    if drawn and played is not None:
-        timeline = path.with_name(f"{path.stem}_schedule{path.suffix}")
-        draw_schedule(*played, timeline)
-        typer.echo(f"drawn as {path} and {timeline}")
-    elif drawn:
-        typer.echo(f"drawn as {path}")
-    else:
+    if not draw_plan(plan, profile, path):
         typer.echo("no picture: matplotlib is not installed (pip install 'rainband[plots]').", err=True)
+        return []
+    if played is None:
+        return [path]
+    timeline = path.with_name(f"{path.stem}_schedule{path.suffix}")
+    draw_schedule(*played, timeline)
+    return [path, timeline]

@@ -9,6 +9,7 @@ import rainband
 from rainband.cli.words import assignment, count, cut, duration, percent, short, whole
 from rainband.events import (
     AnyEvent,
+    Guarded,
     Joined,
     LeasedAgain,
     Lost,
@@ -30,6 +31,8 @@ def lasting(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> list[st
     match event:
         case Lost():
             return [_lost(event, so_far)]
+        case Guarded():
+            return [_guarded(event)]
         case Returned():
             return [f"{event.node} works again"]
         case PhaseChanged(reason=str(reason)) if reason and event.phase == "finishing" and not so_far.error:
@@ -40,6 +43,12 @@ def lasting(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> list[st
         case UserError():
             return user_error(event, verbose)
     return _details(event) if verbose else []
+
+
+def _guarded(event: Guarded) -> str:
+    bound = "" if event.bound is None else f", the bound is {event.bound} now"
+    rate = "" if event.lr_factor == 1 else f", the learning rate is {event.lr_factor:g} of what was set"
+    return f"guard: {event.why}{bound}{rate}"
 
 
 def user_error(event: UserError, verbose: bool = False) -> list[str]:

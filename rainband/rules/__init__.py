@@ -7,6 +7,8 @@ saved, copied and moved with the block.
 from __future__ import annotations
 
 from rainband.rules.clocks import Clocks
+from rainband.rules.compensated import Compensated, compensated
+from rainband.rules.evaluation import SumOfCells
 from rainband.rules.on_arrival import ApplyOnArrival
 from rainband.rules.rounds import FirstOfRound, MeanOfRound
 from rainband.rules.slowest import WaitForSlowest, WaitForTasks
@@ -15,9 +17,12 @@ from rainband.rules.softly import MeanOfArrivals
 __all__ = [
     "ApplyOnArrival",
     "Clocks",
+    "Compensated",
     "FirstOfRound",
     "MeanOfArrivals",
     "MeanOfRound",
+    "SumOfCells",
     "WaitForSlowest",
     "WaitForTasks",
+    "compensated",
 ]

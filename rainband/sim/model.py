@@ -25,7 +25,6 @@ class NodeModel:
     shared_memory: bool = False  # all nodes on one machine: workers read the servers' parameters in place
     cores: int = 0  # of that one machine, shared by all nodes; 0: each node has a core of its own
     crowding: float = 0.0  # what each further busy core costs the others, as a part of their speed
-    mailbox_slots: int = 16  # blocks on their way to a server in shared memory; then the worker waits
 
     def __post_init__(self) -> None:
         for name in ("apply_bytes_per_s", "read_bytes_per_s", "push_bytes_per_s", "pull_bytes_per_s"):

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rainband.optim_spec import element_wise
-from rainband.rules import WaitForTasks
+from rainband.rules import WaitForTasks, compensated
 from rainband.schedules import Schedule, Shape
 from rainband.types import ServerHalf, Worker
 
@@ -36,12 +36,14 @@ class BoundedDelay:
 
     tau: int = 4  # tasks that a worker may be ahead of the slowest, or of itself
     tau_last: int | None = None  # the bound at the end of the data; none: as at the beginning
+    compensation: float = 0.0  # of what changed since a gradient was read (DC-ASGD, about 0.04 to 2); 0: none
     lr: float = 0.05  # the servers' learning rate
     optimizer: str = "sgd"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ...
     momentum: float = 0.0  # for sgd and rmsprop
     weight_decay: float = 0.0
     schedule: Shape = "constant"
     warmup: float = 0.0  # the part of the run in which the learning rate rises
+    guard: bool = True  # lower the learning rate, or tighten the bound, when the loss runs away, and say so
 
     def __post_init__(self) -> None:
         if self.tau < 0 or (self.tau_last is not None and self.tau_last < 0):
@@ -59,4 +61,6 @@ class BoundedDelay:
     def server(self, num_workers: int) -> ServerHalf:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
         rule = partial(WaitForTasks, self.tau, self.tau_last)
-        return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup))
+        return ServerHalf(
+            compensated(rule, self.compensation), optimizer, Schedule(self.schedule, self.warmup), guard=self.guard
+        )

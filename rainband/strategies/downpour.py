@@ -18,6 +18,10 @@ Adagrad is about ten times the best fixed one; so the worker's own step, which h
 Where every step fetches (n_fetch = 1) there is nothing between fetches, and we leave the own step out unless local_lr
 is given; the paper makes it all the same, and the next fetch overwrites it.
 
+With compensation > 0 the server corrects each gradient for what has changed since the worker fetched (DC-ASGD, Zheng et
+al. 2017, see rules/compensated.py):  D + compensation * D * D * (w - what the worker fetched). It keeps a copy of the
+parameters for every worker, two while it fetches ahead.
+
 Use it when machines differ, come and go, or the network is slow. Not when you need the result of one process to the
 last bit (sync), or with a large momentum: it adds to the momentum that asynchrony itself brings.
 """
@@ -27,7 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rainband.optim_spec import element_wise
-from rainband.rules import ApplyOnArrival
+from rainband.rules import ApplyOnArrival, compensated
 from rainband.schedules import Schedule, Shape
 from rainband.types import Gradient, ServerHalf, Worker
 
@@ -42,17 +46,21 @@ class Downpour:
     optimizer: str = "adagrad"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ...
     momentum: float = 0.0  # for sgd and rmsprop
     weight_decay: float = 0.0
+    compensation: float = 0.0  # of what changed since a gradient was read (DC-ASGD, about 0.04 to 2); 0: none
     local_lr: float | None = None  # of the worker's own step; none: 0 if n_fetch=1, else lr (sgd) or a tenth of it
     overlap: bool = True  # fetch while computing; no: wait for one's own push before the next step
     warm_batches: int = 0  # batches that one worker does alone before the rest are released
     schedule: Shape = "constant"
     warmup: float = 0.0  # the part of the run in which the learning rate rises
+    guard: bool = True  # lower the learning rate, or tighten the bound, when the loss runs away, and say so
 
     def __post_init__(self) -> None:
         if not 1 <= self.n_push <= 64:
             raise ValueError(f"n_push={self.n_push}: choose from 1 to 64.")
         if self.n_fetch < 1:
             raise ValueError(f"n_fetch={self.n_fetch}: choose at least 1.")
+        if self.compensation and (self.n_push > 1 or self.n_fetch > 1):
+            raise ValueError("compensation needs gradients at what was fetched: leave n_push and n_fetch at 1.")
         self.server(1)
 
     @property
@@ -88,4 +96,5 @@ class Downpour:
 
     def server(self, num_workers: int) -> ServerHalf:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
-        return ServerHalf(ApplyOnArrival, optimizer, Schedule(self.schedule, self.warmup))
+        rule = compensated(ApplyOnArrival, self.compensation)
+        return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup), guard=self.guard)

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Literal
 
 from rainband.optim_spec import element_wise
-from rainband.rules import MeanOfArrivals
+from rainband.rules import MeanOfArrivals, compensated
 from rainband.schedules import Schedule, Shape
 from rainband.types import ServerHalf, Worker
 
@@ -37,12 +37,14 @@ class SoftSync:
 
     n: int = 1  # updates in the time in which every worker pushes once; c = workers / n
     scaling: Literal["staleness", "n", "none"] = "staleness"  # what the learning rate is divided by
+    compensation: float = 0.0  # of what changed since a gradient was read (DC-ASGD, about 0.04 to 2); 0: none
     lr: float = 0.1  # of one process
     optimizer: str = "sgd"
     momentum: float = 0.0
     weight_decay: float = 0.0
     schedule: Shape = "constant"
     warmup: float = 0.0  # the part of the run in which the learning rate rises
+    guard: bool = True  # lower the learning rate, or tighten the bound, when the loss runs away, and say so
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -68,4 +70,6 @@ class SoftSync:
         lr = self.lr / self.n if self.scaling == "n" else self.lr
         optimizer = element_wise(self.optimizer, lr, self.momentum, self.weight_decay)
         rule = partial(MeanOfArrivals, self.count(num_workers), self.scaling == "staleness")
-        return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup))
+        return ServerHalf(
+            compensated(rule, self.compensation), optimizer, Schedule(self.schedule, self.warmup), guard=self.guard
+        )

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rainband.optim_spec import element_wise
-from rainband.rules import WaitForSlowest
+from rainband.rules import WaitForSlowest, compensated
 from rainband.schedules import Schedule, Shape
 from rainband.types import Gradient, ServerHalf, Worker
 
@@ -36,18 +36,22 @@ class StaleSync:
 
     bound: int = 3  # clocks that a worker may be ahead of the slowest
     n_push: int = 1  # steps of one clock; their gradients are summed into one push
+    compensation: float = 0.0  # of what changed since a gradient was read (DC-ASGD, about 0.04 to 2); 0: none
     lr: float = 0.05  # the servers' learning rate
     optimizer: str = "sgd"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ...
     momentum: float = 0.0  # for sgd and rmsprop
     weight_decay: float = 0.0
     schedule: Shape = "constant"
     warmup: float = 0.0  # the part of the run in which the learning rate rises
+    guard: bool = True  # lower the learning rate, or tighten the bound, when the loss runs away, and say so
 
     def __post_init__(self) -> None:
         if self.bound < 0:
             raise ValueError(f"bound={self.bound}: choose 0 (lock-step) or more.")
         if not 1 <= self.n_push <= 64:
             raise ValueError(f"n_push={self.n_push}: choose from 1 to 64.")
+        if self.compensation and self.n_push > 1:
+            raise ValueError("compensation is for one gradient at a time: leave n_push at 1.")
         self.server(1)
 
     @property
@@ -66,4 +70,5 @@ class StaleSync:
 
     def server(self, num_workers: int) -> ServerHalf:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
-        return ServerHalf(partial(WaitForSlowest, self.bound), optimizer, Schedule(self.schedule, self.warmup))
+        rule = compensated(partial(WaitForSlowest, self.bound), self.compensation)
+        return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup), guard=self.guard)

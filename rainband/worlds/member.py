@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from rainband.catalogue import load_strategy
 from rainband.client import Client
 from rainband.errors import CoordinatorLost, RainbandError, ServerLost
 from rainband.flat import Flat
@@ -29,7 +30,7 @@ from rainband.transports.control import Control
 from rainband.transports.dial import can_share_memory, dial
 from rainband.transports.ports import SharedPort, TcpPort
 from rainband.transports.switchboard import Switchboard
-from rainband.types import Port, Strategy
+from rainband.types import KeepingRule, Port, Strategy
 from rainband.worlds.config import Job
 
 
@@ -143,8 +144,10 @@ class Member:
 
     def _port(self, index: int, address: Address, welcome: Welcome) -> Port:
         peer = Peer("server", index)
-        # A record needs reads that have one version: memory may be written to while it is read.
-        shared = can_share_memory(address) and self.config.transport != "tcp" and not self.config.record
+        # A record, and a rule that keeps what it gave, need reads that have one version: memory may be written to
+        # while it is read.
+        one_version = self.config.record or self._reads_are_kept()
+        shared = can_share_memory(address) and self.config.transport != "tcp" and not one_version
         if self.config.transport == "shm" and not shared:
             raise ValueError(f"{peer} is not on this machine, or memory cannot be shared here: use --transport tcp.")
         specs = [welcome.blocks[b] for b, owner in enumerate(welcome.owners) if owner == index]
@@ -152,6 +155,11 @@ class Member:
         if shared:
             return SharedPort(peer, sock, key, specs, self.switchboard, self._from_server, self.stats)
         return TcpPort(peer, sock, key, specs, self.switchboard, self._from_server)
+
+    def _reads_are_kept(self) -> bool:
+        strategy = self.strategy or load_strategy(self.config.strategy, self.config.strategy_settings)
+        half = strategy.server(self.num_workers)
+        return half is not None and isinstance(half.rule(), KeepingRule)
 
     def _from_server(self, message: Message, payload: Tensor | None) -> None:
         if self.client is not None and not isinstance(message, Opened):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from rainband.client import Client
@@ -53,10 +52,6 @@ class RealBody:
         worker.module.train(was_training)
         return metrics
 
-    def final_values(self) -> bytes:
-        """The parameters as bytes, to compare runs."""
-        return b"".join(vector.view(torch.uint8).numpy().tobytes() for vector in self.memory.flat.vectors)
-
 
 class NoGradient(ModuleGradient):
     """The name of a gradient that was not computed."""
@@ -90,6 +85,3 @@ class TimeBody:
 
     def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
         return {}
-
-    def final_values(self) -> bytes:
-        return b""

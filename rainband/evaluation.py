@@ -1,0 +1,138 @@
+"""Who computes which cells of one evaluation: handed out on demand, and copied where someone is slow. Pure.
+
+A worker that asks gets cells that follow each other, many at first and one at a time towards the end. When all are
+handed out, whoever has nothing to do gets a copy of what should have come long ago. A cell is done when a worker was
+told so by every block; what a worker has not delivered is handed out again when it is lost. Which result counts is no
+question here: every block takes the first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+PARTS = 3  # a worker gets a third of its share of what is left
+OVERDUE = 2.0  # times the usual time of a cell: then a copy is worth it
+UNKNOWN_S = 1.0  # the usual time of a cell before any has come
+REMEMBERED = 64  # cells whose times make the usual one
+
+
+@dataclass
+class Pace:
+    """How long cells take, from one evaluation to the next, and where each worker began the last one."""
+
+    times_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    home: dict[int, int] = field(default_factory=dict)  # worker -> its first cell: its data may still be in a cache
+
+    @property
+    def usual_s(self) -> float | None:
+        return median(self.times_s) if self.times_s else None
+
+
+@dataclass
+class Held:
+    """What one worker has to do, in this order."""
+
+    cells: list[int] = field(default_factory=list)
+    since_s: float = 0.0  # it has worked on the first of them
+    last: int = -1  # that it was given
+
+
+class HandOut:
+    """The cells of one evaluation."""
+
+    def __init__(self, cells: Sequence[int], pace: Pace) -> None:
+        self.pace = pace
+        self.fresh = sorted(cells)
+        self.open = set(cells)  # that nobody has delivered
+        self.held: dict[int, Held] = {}
+        self.copies: dict[int, int] = {}  # cell -> workers that have it
+        self.backups = 0  # copies handed out
+        self.delivered: dict[int, int] = {}  # worker -> cells that it delivered first
+
+    def give(self, worker: int, num_workers: int, now: float) -> tuple[int, ...]:
+        """Cells for a worker that asks; none: there is nothing for it now."""
+        held = self.held.setdefault(worker, Held(since_s=now))
+        cells = self._fresh(worker, held, num_workers)
+        if not cells and not held.cells:
+            copied = self._overdue(worker, now)
+            cells = () if copied is None else (copied,)
+            self.backups += len(cells)
+        for cell in cells:
+            self.copies[cell] = self.copies.get(cell, 0) + 1
+        if cells:
+            if not held.cells:
+                held.since_s = now
+            held.cells += cells
+            held.last = cells[-1]
+        return cells
+
+    def _fresh(self, worker: int, held: Held, num_workers: int) -> tuple[int, ...]:
+        if not self.fresh:
+            return ()
+        most = max(1, len(self.fresh) // (PARTS * max(1, num_workers)))
+        if held.last < 0:
+            wanted = self.pace.home.get(worker, self.fresh[0] + worker * len(self.fresh) // max(1, num_workers))
+        else:
+            wanted = held.last + 1
+        at = bisect_left(self.fresh, wanted)
+        at = 0 if at == len(self.fresh) else at
+        cells = self.fresh[at : at + most]
+        del self.fresh[at : at + most]
+        if held.last < 0:
+            self.pace.home[worker] = cells[0]
+        return tuple(cells)
+
+    def _overdue(self, worker: int, now: float) -> int | None:
+        """What should have come long ago and fewest have; of what one worker has, the last: it gets there last."""
+        found = [
+            (self.copies[cell], -at, held.since_s, cell)
+            for other, held in self.held.items()
+            for at, cell in enumerate(held.cells)
+            if other != worker and cell in self.open and now >= self._due(held, at)
+        ]
+        return min(found)[-1] if found else None
+
+    def _due(self, held: Held, at: int) -> float:
+        """Later for each copy that there is: not everyone shall do the same."""
+        usual_s = self.pace.usual_s or UNKNOWN_S
+        return held.since_s + (at + 1) * OVERDUE * usual_s * self.copies[held.cells[at]]
+
+    def next_due(self) -> float | None:
+        """When the next cell is overdue; None: nothing is open, or there is still something fresh to do."""
+        if self.fresh:
+            return None
+        due = [
+            self._due(held, at)
+            for held in self.held.values()
+            for at, cell in enumerate(held.cells)
+            if cell in self.open
+        ]
+        return min(due, default=None)
+
+    def returned(self, worker: int, cell: int, now: float) -> None:
+        """A worker has delivered a cell to every block."""
+        held = self.held.get(worker)
+        if held is not None and cell in held.cells:
+            held.cells.remove(cell)
+            self.copies[cell] -= 1
+            self.pace.times_s.append(now - held.since_s)
+            held.since_s = now
+        if cell in self.open:
+            self.open.discard(cell)
+            self.delivered[worker] = self.delivered.get(worker, 0) + 1
+
+    def forget(self, worker: int) -> int | None:
+        """A worker is gone: what only it had is handed out again. Returns the cell it was at."""
+        held = self.held.pop(worker, None)
+        self.pace.home.pop(worker, None)
+        if held is None:
+            return None
+        for cell in held.cells:
+            self.copies[cell] -= 1
+            if cell in self.open and not self.copies[cell]:
+                insort(self.fresh, cell)
+        return held.cells[0] if held.cells else None

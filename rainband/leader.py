@@ -1,0 +1,286 @@
+"""Drives a strategy's third half, `lead`: its commands to the servers, its evaluations, its end. No I/O, no clock.
+
+The coordinator hands in what comes from servers and workers; what goes out are pairs of a node and a message. One
+command is under way at a time, and sent again until every server has answered it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from typing import Any, NamedTuple
+
+from rainband import events
+from rainband.errors import RainbandError, Stop
+from rainband.evaluation import HandOut, Pace
+from rainband.messages import Answer, Cells, Command, Evaluated, Message, Peer
+from rainband.portions import Plan
+from rainband.types import Evaluation, Leading
+from rainband.vectors import ANSWERED, Operation
+
+FATAL_DEATHS = 3  # a cell that cost so many workers their lives ends the run
+To = tuple[Peer, Message]
+Lead = Callable[[Leading], Coroutine[Any, Any, None]]
+
+
+class CommandRefused(RainbandError):
+    """A server would not do what the strategy asked for."""
+
+
+class Crew(NamedTuple):
+    """Who takes part: known when all blocks have their first values."""
+
+    plan: Plan
+    servers: tuple[Peer, ...]
+    first: Peer  # the server that has block 0, and counts the loss
+    seed: int
+
+
+class Pending:
+    """A command under way, and perhaps the evaluation that begins with it."""
+
+    def __init__(self, command: Command, servers: Sequence[Peer], first: Peer, cells: tuple[int, ...] = ()) -> None:
+        self.command = command
+        self.servers = servers
+        self.first = first
+        self.cells = cells
+        self.answers: dict[Peer, Answer] = {}
+        self.evaluated: dict[Peer, Evaluated] = {}
+        self.hand_out: HandOut | None = None
+
+    @property
+    def point(self) -> int:
+        """The version of every block, once all have answered."""
+        return next(iter(self.answers.values())).version
+
+    def refused(self) -> str:
+        return next((answer.refused for answer in self.answers.values() if answer.refused), "")
+
+    def ready(self) -> bool:
+        answered = len(self.answers) == len(self.servers)
+        return bool(self.refused()) or (answered and (not self.cells or len(self.evaluated) == len(self.servers)))
+
+    def wait(self) -> Generator[Pending, None, None]:
+        while not self.ready():
+            yield self
+        if refused := self.refused():
+            raise CommandRefused(f"a server refused a command: {refused}.")
+
+    def results(self) -> tuple[float, ...]:
+        """Summed over the servers in their order, so that they are the same each time."""
+        answers = [self.answers[server].results for server in self.servers]
+        answered = [operation.kind for operation in self.command.operations if operation.kind in ANSWERED]
+        sums = [sum(results[at] for results in answers) for at in range(len(answered))]
+        return tuple(math.sqrt(s) if kind == "norm" else s for kind, s in zip(answered, sums, strict=True))
+
+
+class Computed:
+    """The numbers that come of a command."""
+
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+
+    def __await__(self) -> Generator[Pending, None, tuple[float, ...]]:
+        yield from self.pending.wait()
+        return self.pending.results()
+
+
+class Evaluating:
+    """The loss that comes of an evaluation."""
+
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+
+    def __await__(self) -> Generator[Pending, None, Evaluation]:
+        yield from self.pending.wait()
+        told = self.pending.evaluated[self.pending.first]
+        return Evaluation(told.loss / max(1, told.samples), told.samples)
+
+
+class Leader:
+    """What a strategy's `lead` may touch, and who drives it."""
+
+    def __init__(self, lead: Lead) -> None:
+        self.lead = lead
+        self.term = 1  # the coordinator's: one that is started again would take the next
+        self.crew: Crew | None = None
+        self.coroutine: Coroutine[Any, Any, None] | None = None
+        self.pending: Pending | None = None
+        self.number = 0
+        self.pace = Pace()
+        self.wanting: dict[int, Peer] = {}  # workers that asked for cells, longest first
+        self.working: set[int] = set()  # workers that have ever asked, and are here
+        self.deaths: dict[int, int] = {}
+        self.outs: list[To] = []
+        self.notes: list[events.Iterated] = []
+        self.now = 0.0
+        self.over = False
+        self.error = ""
+        self.stopping = False
+        self.batches = self.cells = self.backups = self.evaluations = 0  # asked for so far
+
+    # ---- what a strategy may do ------------------------------------------------------------------------------------
+
+    @property
+    def num_cells(self) -> int:
+        assert self.crew is not None
+        return self.crew.plan.num_portions
+
+    @property
+    def seed(self) -> int:
+        assert self.crew is not None
+        return self.crew.seed
+
+    def compute(self, *operations: Operation) -> Awaitable[tuple[float, ...]]:
+        return Computed(self._command(operations, ()))
+
+    def evaluate(self, *operations: Operation, cells: Sequence[int] | None = None) -> Awaitable[Evaluation]:
+        assert self.crew is not None
+        if self.stopping:
+            raise Stop  # nobody is left to compute it
+        chosen = tuple(range(self.num_cells)) if cells is None else tuple(sorted(set(cells)))
+        assert chosen, "an evaluation has at least one cell"
+        self.evaluations += 1
+        self.cells += len(chosen)
+        self.batches += sum(map(self.crew.plan.batches_in, chosen))
+        return Evaluating(self._command(operations, chosen))
+
+    def note(self, iteration: int, loss: float, gradient_norm: float, step: float, end: str = "") -> None:
+        self.notes.append(
+            events.Iterated(
+                at_s=self.now,
+                iteration=iteration,
+                loss=loss,
+                gradient_norm=gradient_norm,
+                step=step,
+                evaluations=self.evaluations,
+                cells=self.cells,
+                backups=self.backups,
+                end=end,
+            )
+        )
+
+    def _command(self, operations: Sequence[Operation], cells: tuple[int, ...]) -> Pending:
+        assert self.crew is not None
+        assert self.pending is None or self.pending.ready(), "await the command before giving another"
+        self.number += 1
+        command = Command(self.term, self.number, tuple(operations), len(cells))
+        self.pending = Pending(command, self.crew.servers, self.crew.first, cells)
+        self.outs += [(server, command) for server in self.crew.servers]
+        return self.pending
+
+    # ---- driving it ------------------------------------------------------------------------------------------------
+
+    def start(self, crew: Crew, now: float) -> list[To]:
+        self.crew, self.now = crew, now
+        self.coroutine = self.lead(self)
+        return self._go_on()
+
+    def _go_on(self, thrown: BaseException | None = None) -> list[To]:
+        """Let the coroutine run until it waits for the servers."""
+        assert self.coroutine is not None
+        try:
+            if thrown is not None:
+                self.coroutine.throw(thrown)
+            while self.pending is None or self.pending.ready():
+                self.coroutine.send(None)
+        except (StopIteration, Stop):
+            self.over = True
+        except Exception as error:
+            self.over, self.error = True, f"{type(error).__name__}: {error}"
+        outs, self.outs = self.outs, []
+        return outs + self._hand_out()
+
+    def stop(self, now: float | None = None) -> list[To]:
+        """End early: the strategy may still give commands, but nobody computes for it."""
+        if self.coroutine is None or self.over or self.stopping:
+            self.over = True
+            return []
+        self.stopping = True
+        if self.pending is not None and self.pending.cells:
+            self.pending.cells = ()  # its sum is not waited for
+        return self._go_on(Stop())
+
+    # ---- what comes in ---------------------------------------------------------------------------------------------
+
+    def receive(self, sender: Peer, message: Answer | Evaluated, now: float) -> list[To]:
+        """From a server."""
+        self.now = now
+        pending = self.pending
+        if pending is None or self.over or sender not in pending.servers:
+            return []
+        match message:
+            case Answer() if (message.term, message.number) == (self.term, pending.command.number):
+                pending.answers[sender] = message
+                if pending.cells and len(pending.answers) == len(pending.servers) and pending.hand_out is None:
+                    pending.hand_out = HandOut(pending.cells, self.pace)
+            case Evaluated() if sender in pending.answers and message.point == pending.answers[sender].version:
+                pending.evaluated[sender] = message
+        if pending.ready():
+            return self._go_on()
+        return self._hand_out()
+
+    def want(self, worker: Peer, now: float) -> list[To]:
+        """A worker asks for cells."""
+        self.now = now
+        self.working.add(worker.index)
+        self.wanting[worker.index] = worker
+        return self._hand_out()
+
+    def returned(self, worker: Peer, cell: int, point: int, now: float) -> list[To]:
+        """A worker has delivered a cell."""
+        self.now = now
+        hand_out = self._open()
+        if hand_out is not None and self.pending is not None and point == self.pending.point:
+            hand_out.returned(worker.index, cell, now)
+        return self._hand_out()
+
+    def forget(self, worker: int, died: bool) -> str:
+        """A worker is gone or late; says so if what it was at has ended too many."""
+        self.wanting.pop(worker, None)
+        self.working.discard(worker)
+        hand_out = self._open()
+        cell = hand_out.forget(worker) if hand_out is not None else None
+        if cell is None or not died:
+            return ""
+        self.deaths[cell] = self.deaths.get(cell, 0) + 1
+        return f"cell {cell} ended {FATAL_DEATHS} workers" if self.deaths[cell] >= FATAL_DEATHS else ""
+
+    def tick(self, now: float) -> list[To]:
+        """Say again what was not answered."""
+        self.now = now
+        pending = self.pending
+        if pending is None or self.over or pending.ready():
+            return []
+        done = pending.evaluated if pending.cells else pending.answers
+        again: list[To] = [(server, pending.command) for server in pending.servers if server not in done]
+        return again + self._hand_out()
+
+    def look(self, now: float) -> list[To]:
+        """Someone may be overdue by now."""
+        self.now = max(self.now, now)
+        return self._hand_out()
+
+    def due_at(self) -> float | None:
+        """When to look again, because somebody who waits may get a copy of what is overdue then."""
+        hand_out = self._open()
+        if hand_out is None or not any(not hand_out.held.get(w) or not hand_out.held[w].cells for w in self.wanting):
+            return None
+        return hand_out.next_due()
+
+    def _open(self) -> HandOut | None:
+        pending = self.pending
+        return None if pending is None or self.over or pending.ready() else pending.hand_out
+
+    def _hand_out(self) -> list[To]:
+        hand_out = self._open()
+        if hand_out is None or self.pending is None:
+            return []
+        outs: list[To] = []
+        before = hand_out.backups
+        for index, peer in list(self.wanting.items()):
+            if cells := hand_out.give(index, len(self.working), self.now):
+                del self.wanting[index]
+                outs.append((peer, Cells(self.pending.point, cells)))
+        self.backups += hand_out.backups - before
+        return outs

@@ -1,0 +1,94 @@
+"""A server's half of a run that the coordinator leads: commands done once, and the sum of an evaluation.
+
+Commands are numbered by (the coordinator's term, n). One that comes again is answered the same again; one that comes
+out of order, or from a coordinator that was replaced, changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rainband.messages import Answer, Command, Evaluated, Message, Push
+from rainband.vectors import ANSWERED, GRADIENT, PARAMS, Operation, fill, why_not
+
+if TYPE_CHECKING:
+    from rainband.block import Block
+
+
+class Led:
+    """What one server remembers of its commands and of the evaluation at hand."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room  # for so many vectors beside the parameters
+        self.names = {PARAMS}
+        self.last: Answer | None = None
+        self.term = 0
+        self.version = 0  # of every block: one for each command that changes the parameters or begins an evaluation
+        self.cells = 0  # of the evaluation at hand
+        self.complete = 0  # of these, on every block
+        self.losses: dict[int, tuple[float, int]] = {}  # cell -> loss and samples, counted with the first block
+
+    # ---- commands --------------------------------------------------------------------------------------------------
+
+    def command(self, command: Command, blocks: Sequence[Block]) -> list[Message]:
+        """Do a command, unless it was done; returns what to tell the coordinator."""
+        last = self.last
+        if command.term < self.term:
+            return [self._refused(command, f"term {command.term} is over, this is term {self.term}")]
+        if last is not None and command.term == self.term:
+            if command.number == last.number:
+                return [last, *self.evaluated()]
+            if command.number < last.number:
+                return []  # it was answered, and the answer has come: there is a newer one
+            if command.number > last.number + 1:
+                return [self._refused(command, f"command {command.number} came before {last.number + 1}")]
+        operations = (*command.operations, *((fill(GRADIENT, 0.0),) if command.cells else ()))
+        if wrong := why_not(operations, self.names, self.room):
+            return [self._refused(command, wrong)]
+        self.term = command.term
+        results = self._do(operations, bool(command.cells), blocks)
+        if command.cells:
+            self._begin(command.cells, blocks)
+        self.last = Answer(command.term, command.number, results, self.version)
+        return [self.last, *self.evaluated()]
+
+    def _refused(self, command: Command, why: str) -> Answer:
+        return Answer(command.term, command.number, (), self.version, why)
+
+    def _do(self, operations: Sequence[Operation], begins: bool, blocks: Sequence[Block]) -> tuple[float, ...]:
+        """The numbers of every block are added up in the order of the blocks, so that they are the same each time."""
+        totals = [0.0 for operation in operations if operation.kind in ANSWERED]
+        renewed = begins or any(operation.writes_params for operation in operations)
+        for block in blocks:
+            for at, number in enumerate(block.compute(operations, renewed)):
+                totals[at] += number
+        self.version += renewed
+        for operation in operations:
+            if operation.kind == "drop":
+                self.names.discard(operation.target)
+            else:
+                self.names.add(operation.target)
+        return tuple(totals)
+
+    # ---- evaluations -----------------------------------------------------------------------------------------------
+
+    def _begin(self, cells: int, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            block.begin_evaluation()
+        self.cells, self.losses = cells, {}
+        self.complete = 0 if blocks else cells
+
+    def took(self, push: Push) -> None:
+        """The first block has taken a cell: with it comes the loss."""
+        self.losses[push.name[0].portion] = math.nan if push.skip else push.loss, push.samples
+
+    def evaluated(self) -> list[Message]:
+        """If every block has every cell: the loss, summed in the order of the cells."""
+        if not self.cells or self.complete < self.cells:
+            return []
+        ordered = [self.losses[cell] for cell in sorted(self.losses)]
+        finite = all(math.isfinite(loss) for loss, _ in ordered)
+        loss = math.fsum(loss * samples for loss, samples in ordered) if finite else math.nan
+        return [Evaluated(self.version, loss, sum(samples for _, samples in ordered))]

@@ -1,0 +1,74 @@
+"""Delay compensation: a rule around any other, which corrects a gradient for what has changed since it was read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.messages import Pull, Push
+    from rainband.types import Block, Rule
+
+
+class Compensated:
+    """DC-ASGD (Zheng et al. 2017): instead of a gradient g that worker m computed at w_m, the inner rule gets
+
+        g + strength * g * g * (w - w_m)              element by element
+
+    the first terms of what the gradient would be at w, with g * g for the diagonal of the Hessian. For that the block
+    keeps a copy of what it gave each worker: so much memory for every worker, twice that while it fetches ahead.
+    """
+
+    reads: Literal["admitted"] = "admitted"  # what is read must be known, so readers ask
+
+    def __init__(self, rule: Rule, strength: float) -> None:
+        self.rule = rule
+        self.strength = strength
+        self.given: dict[int, dict[int, Tensor]] = {}  # worker -> version -> what it was given
+
+    def __getattr__(self, name: str) -> Any:
+        """All that is not about copies is the inner rule's: clocks, bounds, what is buffered."""
+        return getattr(self.rule, name)
+
+    @property
+    def buffered(self) -> int:
+        return self.rule.buffered
+
+    def give(self, block: Block, reader: int) -> Tensor:
+        """A reader is admitted: it gets this copy, and computes with it."""
+        copies = self.given.setdefault(reader, {})
+        if block.version not in copies:
+            copies[block.version] = block.place.of(block.version).clone()
+        return copies[block.version]
+
+    def copy_of(self, reader: int, version: int) -> Tensor | None:
+        return self.given.get(reader, {}).get(version)
+
+    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+        copies = self.given.get(push.worker, {})
+        read = copies.get(push.version)
+        for version in [version for version in copies if version < push.version]:
+            del copies[version]  # it computes with a later one by now
+        if gradient is not None and read is not None and block.version != push.version:
+            change = block.values - read  # read may have fewer digits
+            gradient = change.mul_(gradient).mul_(gradient).mul_(self.strength).add_(gradient)
+        self.rule.absorb(block, push, gradient)
+
+    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+        return self.rule.admits(block, pull, reader)
+
+    def forget(self, block: Block, worker: int) -> None:
+        self.given.pop(worker, None)
+        self.rule.forget(block, worker)
+
+    def flush(self, block: Block) -> None:
+        self.rule.flush(block)
+
+
+def compensated(rule: Callable[[], Rule], strength: float) -> Callable[[], Rule]:
+    """The rule with delay compensation; with none, if its strength is 0."""
+    if strength < 0:
+        raise ValueError(f"compensation={strength}: choose 0 (none) or more, such as 0.04.")
+    return rule if not strength else lambda: Compensated(rule(), strength)

@@ -1,0 +1,31 @@
+"""Evaluations: cells are added up at parameters that only the coordinator's commands change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.messages import Pull, Push
+    from rainband.types import Block
+
+
+class SumOfCells:
+    """Add every cell to the block's gradient, each once, whoever delivers it first."""
+
+    reads: Literal["admitted"] = "admitted"
+    buffered = 0  # what was accepted is in the sum
+
+    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            block.accumulate(gradient, push)
+
+    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+        return block.version >= pull.point
+
+    def forget(self, block: Block, worker: int) -> None:
+        """An evaluation is made of cells, not of workers: whoever is free computes what is missing."""
+
+    def flush(self, block: Block) -> None:
+        """There is nothing to apply: commands move the parameters."""
