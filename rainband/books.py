@@ -12,6 +12,9 @@ from rainband.messages import Limit, Report
 from rainband.portions import Plan
 
 
+TOO_FAR = "not finite, at a step that was too long"  # of a line search, which then takes a shorter one
+
+
 class Staleness(msgspec.Struct, frozen=True):
     """How many updates a gradient had missed when it was applied."""
 
@@ -137,4 +140,16 @@ def balance(plan: Plan, reports: Iterable[Report], leased_again: int) -> Books:
         updates=sum(r.updates for r in reports),
         extras=min(extras),
         torn=max(extras) - min(extras),
+    )
+
+
+def balance_led(books: Books, reports: Iterable[Report], batches: int) -> Books:
+    """The books where the coordinator has asked for evaluations: so many batches in all of them together."""
+    tallies = [tally for report in reports for tally in report.blocks]
+    skipped = min((tally.skipped for tally in tallies), default=0)
+    return msgspec.structs.replace(
+        books,
+        batches=batches,
+        skipped={TOO_FAR: skipped} if skipped else {},
+        not_done=max(0, batches - books.applied - skipped - books.lost),
     )

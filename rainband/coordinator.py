@@ -14,7 +14,7 @@ import msgspec
 
 from rainband import events
 from rainband.blocks import Layout, cut, deal
-from rainband.books import Books, Staleness, balance, staleness_of
+from rainband.books import Books, Staleness, balance, balance_led, staleness_of
 from rainband.buffers import BufferMean
 from rainband.guard import Decision, Guard, Look
 from rainband.leader import Crew, Lead, Leader, To
@@ -192,7 +192,8 @@ class Coordinator:
                 return self._returned(worker, message, now)
             case Ended():
                 self._is_here(worker, now)
-                return self._forget_while_others_work(worker) + self._ended(worker, message, body)
+                others = self._forget_while_others_work(worker) + self._forget_cells_of(worker, now)
+                return others + self._ended(worker, message, body)
             case Concluded():
                 return self._concluded(worker, message)
             case Dataset():
@@ -264,7 +265,11 @@ class Coordinator:
                 del self.unconfirmed[portion]
             elif now - since > self.settings.failure_timeout_s:
                 outs += self._gather(portion)
-        if self.phase in ("running", "flushing"):
+        if self.leader is not None and self.phase in ("running", "finishing"):
+            outs += self._led(self.leader.tick(now))
+        if self.leader is not None and self.phase == "running":
+            self.note_progress(now)
+        elif self.phase in ("running", "flushing"):
             outs += [Out(s.peer, Ask()) for s in self.servers.values()] + self._forget_the_idle()
             for portion, answers in self.gathering.items():  # an answer may have been lost
                 revoke = Revoke(portion, self.numbers[portion])
@@ -283,7 +288,9 @@ class Coordinator:
         if self.phase in ("forming", "loading") or outcome == "failed":
             return self._over()  # no model comes of it: there is nothing to wait for
         self.phase = "finishing"
-        return [Out(w.peer, Halt(reason)) for w in self.workers.values() if w.connected] + self._after_loss()
+        halts = [Out(w.peer, Halt(reason)) for w in self.workers.values() if w.connected]
+        led = [] if self.leader is None else self._led(self.leader.stop())
+        return halts + led + self._after_loss()
 
     # ---- forming ---------------------------------------------------------------------------------------------------
 
@@ -375,16 +382,17 @@ class Coordinator:
             layout=join.layout.digest(),
             num_samples=data.num_samples,
             batch_size=data.batch_size,
-            epochs=data.epochs or OPEN_ENDED,
+            epochs=1 if join.led else data.epochs or OPEN_ENDED,
             seed=self.settings.seed,
-            portion_batches=16 if columns else choose_portion_batches(per_epoch, num_workers, join.cell_batches),
+            portion_batches=_portion_batches(join, columns, per_epoch, num_workers),
             cell_batches=join.cell_batches,
             columns=columns,
+            led=join.led,
         )
 
     def _note_plan(self, now: float) -> None:
         assert self.plan and self.join and self.welcome
-        known = self.dataset is None or self.dataset.epochs > 0  # otherwise what is not known is told as 0
+        known = self.leader is None and (self.dataset is None or self.dataset.epochs > 0)  # or it is told as 0
         self.events.append(
             events.PlanMade(
                 at_s=now,
@@ -442,7 +450,39 @@ class Coordinator:
         self.phase = "running"
         for worker in self.workers.values():
             worker.worked_at = now
-        return [Out(w.peer, Go()) for w in self.workers.values() if w.connected]
+        return [Out(w.peer, Go()) for w in self.workers.values() if w.connected] + self._begin_to_lead(now)
+
+    # ---- strategies that are led from here ---------------------------------------------------------------------------
+
+    def _begin_to_lead(self, now: float) -> list[Out]:
+        if self.leader is None:
+            return []
+        assert self.plan and self.welcome
+        servers = {index: self.servers[index].peer for index in sorted(self.servers)}
+        first = servers[self.welcome.owners[0]]
+        crew = Crew(self.plan, tuple(servers.values()), first, self.settings.seed)
+        return self._led(self.leader.start(crew, now))
+
+    def _led(self, led: list[To]) -> list[Out]:
+        """What the leader has to say; and when it is at its end, so is the run."""
+        assert self.leader is not None
+        self.events += self.leader.notes
+        self.leader.notes = []
+        outs = [Out(to, message) for to, message in led]
+        if not self.leader.over:
+            return outs
+        if self.phase == "running" and self.leader.error:
+            return outs + self.stop("failed", f"the strategy could not go on: {self.leader.error}")
+        if self.phase == "running":
+            return outs + self._flush()
+        return outs + (self._conclude_when_ended() if self.phase == "finishing" else [])
+
+    def due_at(self) -> float | None:
+        """When to call `look`: someone may be late by then; None: nobody waits for that."""
+        return self.leader.due_at() if self.leader is not None and self.phase == "running" else None
+
+    def look(self, now: float) -> list[Out]:
+        return [] if self.leader is None else self._led(self.leader.look(now))
 
     # ---- own loops: their data comes later, and they end when they like ----------------------------------------------
 
@@ -453,7 +493,7 @@ class Coordinator:
         return not self._is_own_loop() or (self.dataset is not None and not self.planning)
 
     def _knows_its_end(self) -> bool:
-        return self._has_data() and not (self.dataset is not None and self.dataset.epochs == 0)
+        return self._has_data() and self.leader is None and not (self.dataset is not None and self.dataset.epochs == 0)
 
     def _may_run(self, optimizer: str) -> bool:
         """What a server imports is named by who started the run, never by a message alone."""
@@ -689,7 +729,15 @@ class Coordinator:
             if self.phase == "running":
                 outs += self._gather(portion, worker.peer.index)
         worker.leases.clear()
-        return outs
+        return outs + self._forget_cells_of(worker, now)
+
+    def _forget_cells_of(self, worker: WorkerState, now: float) -> list[Out]:
+        """Where cells are handed out from here: what a worker has not delivered is for others."""
+        if self.leader is None or self.phase != "running":
+            return []
+        if fatal := self.leader.forget(worker.peer.index, died=not worker.connected):
+            return self.stop("failed", fatal)
+        return self._led(self.leader.look(now))
 
     def _forget_while_others_work(self, worker: WorkerState) -> list[Out]:
         """A worker that has come to its end is not waited for: of own loops one may end before the others."""
@@ -815,9 +863,9 @@ class Coordinator:
 
     def _check_done(self) -> list[Out]:
         assert self.plan
-        if self.phase != "running" or not self._has_data() or self.batches_done() < self.plan.num_batches:
+        if self.phase != "running" or not self._has_data() or self.leader is not None:
             return []
-        return self._flush()
+        return self._flush() if self.batches_done() >= self.plan.num_batches else []
 
     def _flush(self) -> list[Out]:
         self.phase = "flushing"
@@ -845,6 +893,8 @@ class Coordinator:
         # Those who are not here are not waited for; they are told when they come back.
         if self.phase != "finishing" or self._num_live():
             return []
+        if self.leader is not None and not self.leader.over and self.outcome != "failed":
+            return []  # it was stopped in the middle of an iteration, and goes back to where that began
         waited_for = [w for w in self.workers.values() if w.connected and (w.here or w.excused)]
         if not all(w.ended for w in waited_for):
             return []
@@ -904,6 +954,8 @@ class Coordinator:
         if self.plan is None:
             return None
         books = balance(self._plan_so_far(), self._reports(), self.leased_again)
+        if self.leader is not None:
+            return balance_led(books, self._reports(), self.leader.batches)
         return books if self._has_data() else msgspec.structs.replace(books, batches=0, not_done=0)
 
     def _plan_so_far(self) -> Plan:
@@ -922,7 +974,15 @@ class Coordinator:
     def samples_done(self) -> int:
         if not self.plan or not self._has_data():
             return 0
+        if self.leader is not None:
+            return self.leader.samples
         return min(self.batches_done() * self.plan.batch_size, self.plan.num_samples * self.plan.epochs)
+
+    def _batches_or_steps(self) -> int:
+        assert self.plan
+        if self.leader is not None:
+            return self.leader.batches
+        return self.batches_done() if self._has_data() else balance(self.plan, self._reports(), 0).extras
 
     def note_progress(self, now: float) -> None:
         """Add what is known to the events; called at every tick, and once more when the data is done."""
@@ -935,7 +995,7 @@ class Coordinator:
         self.events.append(
             events.Progress(
                 at_s=now,
-                batches_done=self.batches_done() if self._has_data() else balance(self.plan, self._reports(), 0).extras,
+                batches_done=self._batches_or_steps(),
                 batches=self.plan.num_batches if known else 0,
                 samples_done=self.samples_done(),
                 samples=self.plan.num_samples * self.plan.epochs if known else 0,
@@ -953,6 +1013,12 @@ class Coordinator:
 
 def _data_of(join: Join) -> Dataset:
     return Dataset(join.fingerprint, join.num_samples, join.batch_size, join.epochs)
+
+
+def _portion_batches(join: Join, columns: int, per_epoch: int, num_workers: int) -> int:
+    if join.led:
+        return join.cell_batches  # a portion is what is handed out: one cell
+    return 16 if columns else choose_portion_batches(per_epoch, num_workers, join.cell_batches)
 
 
 def _described(dataset: Dataset) -> str:

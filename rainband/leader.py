@@ -116,7 +116,8 @@ class Leader:
         self.now = 0.0
         self.over = False
         self.error = ""
-        self.stopping = False
+        self.stopping = self.thrown = False
+        self.samples = 0  # in evaluations that are over
         self.batches = self.cells = self.backups = self.evaluations = 0  # asked for so far
 
     # ---- what a strategy may do ------------------------------------------------------------------------------------
@@ -191,14 +192,18 @@ class Leader:
         outs, self.outs = self.outs, []
         return outs + self._hand_out()
 
-    def stop(self, now: float | None = None) -> list[To]:
+    def stop(self) -> list[To]:
         """End early: the strategy may still give commands, but nobody computes for it."""
-        if self.coroutine is None or self.over or self.stopping:
+        if self.coroutine is None:
             self.over = True
+        if self.over or self.stopping:
             return []
         self.stopping = True
-        if self.pending is not None and self.pending.cells:
-            self.pending.cells = ()  # its sum is not waited for
+        assert self.pending is not None
+        self.pending.cells = ()  # the sum of an evaluation is not waited for, only what was sent to servers
+        if not self.pending.ready():
+            return []
+        self.thrown = True
         return self._go_on(Stop())
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
@@ -216,9 +221,14 @@ class Leader:
                     pending.hand_out = HandOut(pending.cells, self.pace)
             case Evaluated() if sender in pending.answers and message.point == pending.answers[sender].version:
                 pending.evaluated[sender] = message
-        if pending.ready():
-            return self._go_on()
-        return self._hand_out()
+        if not pending.ready():
+            return self._hand_out()
+        if self.stopping and not self.thrown:
+            self.thrown = True
+            return self._go_on(Stop())
+        if pending.cells:
+            self.samples += pending.evaluated[pending.first].samples if not pending.refused() else 0
+        return self._go_on()
 
     def want(self, worker: Peer, now: float) -> list[To]:
         """A worker asks for cells."""
