@@ -16,7 +16,7 @@ from rainband.messages import Missed, Tally
 from rainband.optim import BlockOptimizer
 from rainband.places import Place
 from rainband.portions import Marks, Name, Plan, num_batches
-from rainband.types import ClockedRule, KeepingRule, LimitedRule
+from rainband.types import ClockedRule, KeepingRule, LimitedRule, TunableRule
 from rainband.vectors import Vectors
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class Block:
         self.rule: Rule = half.rule()
         self.clocked = self.rule if isinstance(self.rule, ClockedRule) else None
         self.keeping = self.rule if isinstance(self.rule, KeepingRule) else None
+        self.limited = self.rule if isinstance(self.rule, LimitedRule) else None
+        self.tunable = self.rule if isinstance(self.rule, TunableRule) else None
         self.schedule = half.schedule
         self.lr_factor = 1.0  # of the divergence guard
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -188,7 +190,7 @@ class Block:
 
     def limit(self) -> Limit | None:
         """What the rule lets readers miss, if it bounds it at all."""
-        return self.rule.limit() if isinstance(self.rule, LimitedRule) else None
+        return None if self.limited is None else self.limited.limit()
 
     def tally(self) -> Tally:
         skipped = self.skipped_before + sum(mask.bit_count() for mask in self.skipped.values())

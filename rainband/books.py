@@ -11,7 +11,6 @@ import msgspec
 from rainband.messages import Limit, Report
 from rainband.portions import Plan
 
-
 TOO_FAR = "not finite, at a step that was too long"  # of a line search, which then takes a shorter one
 
 

@@ -884,20 +884,22 @@ class Coordinator:
             self.last_pulls.add(worker.peer.index)
             return [Out(worker.peer, Conclude(""), self.buffers.mean())]
         self.buffers.add(body, message.samples)
-        waited_for = [w for w in self.workers.values() if w.connected and (w.here or w.excused)]
-        if self.phase == "running" and all(w.ended for w in waited_for):
+        if self.phase == "running" and self._all_have_ended():
             return self._flush()  # own loops end when they like; a strategy that returns early is not waited for
         return self._conclude_when_ended()
 
+    def _all_have_ended(self) -> bool:
+        """All who are waited for: those who are here, and those who are away by their own word."""
+        return not self._num_live() and all(
+            w.ended for w in self.workers.values() if w.connected and (w.here or w.excused)
+        )
+
     def _conclude_when_ended(self) -> list[Out]:
         # Those who are not here are not waited for; they are told when they come back.
-        if self.phase != "finishing" or self._num_live():
+        if self.phase != "finishing" or not self._all_have_ended():
             return []
         if self.leader is not None and not self.leader.over and self.outcome != "failed":
             return []  # it was stopped in the middle of an iteration, and goes back to where that began
-        waited_for = [w for w in self.workers.values() if w.connected and (w.here or w.excused)]
-        if not all(w.ended for w in waited_for):
-            return []
         if self.outcome == "failed":
             return self._over()
         unflushed = [s.peer for s in self.servers.values() if s.peer.role == "server" and not s.flushed]

@@ -96,7 +96,7 @@ def fit(
     with _inherited(carried) as fds:
         directory = new_directory(Path(runs), config.task, config.strategy)
         config = _in_directory(config, directory)
-        result = local.run(config, notes, capture=True, entries=ENTRIES, fds=fds)
+        result = local.run(config, notes, capture=True, entries=ENTRIES, fds=fds, strategy=None if strategy_name or isinstance(strategy, str) else strategy)
     if result.outcome == "failed":
         raise RainbandError(f"{result.reason}{notes.traceback} (its directory is {directory})")
     _warn_if_diverged(result)

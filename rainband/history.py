@@ -17,6 +17,7 @@ import msgspec
 
 from rainband.events import (
     AnyEvent,
+    Iterated,
     Joined,
     LeasedAgain,
     Lost,
@@ -64,6 +65,7 @@ class RunSoFar:
     leased_again: int = 0
     training: TrainingTime = field(default_factory=TrainingTime)
     progress: list[Progress] = field(default_factory=list)
+    iterated: Iterated | None = None  # the last iteration of a run that the coordinator leads
     error: UserError | None = None
     ended: RunEnded | None = None
 
@@ -90,6 +92,8 @@ class RunSoFar:
                 self.leased_again += 1
             case Progress():
                 self.progress.append(event)
+            case Iterated():
+                self.iterated = event
             case UserError():
                 self.error = self.error or event
             case RunEnded():
@@ -117,6 +121,8 @@ class RunSoFar:
     @property
     def loss(self) -> float | None:
         """The newest that is known."""
+        if self.iterated is not None:
+            return self.iterated.loss
         return next((p.loss for p in reversed(self.progress) if p.loss is not None), None)
 
     @property

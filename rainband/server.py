@@ -49,7 +49,7 @@ from rainband.messages import (
 from rainband.places import Place
 from rainband.portions import Name, why_not
 from rainband.schedules import Schedule
-from rainband.types import ClockedRule, NamingRule, ServerHalf, TunableRule
+from rainband.types import ClockedRule, NamingRule, ServerHalf
 
 DONE_WITH = ("applied", "had", "revoked", "crossed", "late")  # whatever the answer, the sender goes on
 Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
@@ -424,8 +424,8 @@ class Server:
         self.tuned = tune.number
         for block in self.blocks.values():
             block.lr_factor *= tune.lr_factor
-            if tune.bound is not None and isinstance(block.rule, TunableRule):
-                block.rule.retune(tune.bound)
+            if tune.bound is not None and block.tunable is not None:
+                block.tunable.retune(tune.bound)
         return self._admit_all()
 
     def _rest(self, worker: Peer) -> list[Out]:
@@ -466,6 +466,6 @@ class Server:
             missed=tuple(block.missed() for block in blocks) if measured else (),
             guard=self.guard,
             adapt=self.adapt,
-            bound=next((b.rule.bound for b in blocks if isinstance(b.rule, TunableRule)), None),
+            bound=next((b.tunable.bound for b in blocks if b.tunable is not None), None),
             limit=worst_limit(block.limit() for block in blocks) if measured else None,
         )

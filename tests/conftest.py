@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+# Tests would otherwise fight for cores, with each other and with the processes they start. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import hypothesis
 import psutil
 import pytest
 
 from tests.processes import nest  # noqa: F401 (a fixture for all)
-
-# Tests that start processes would otherwise fight for cores; set before anything imports torch.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline: a busy machine is not a bug. The same examples each time, except when one searches on purpose.
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True, max_examples=50)

@@ -27,7 +27,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "words": Layer(
         modules="types messages events errors settings schedules optim_spec blocks portions topology places stats "
-        "training_time",
+        "training_time vectors",
         may_import="",
     ),
     # Thinking without talking: tensors in, tensors out.
@@ -38,12 +38,13 @@ LAYERS = {
     "pipeline": Layer("pipeline", may_import="words layers"),
     "tasks": Layer("tasks", may_import="words"),
     "sim": Layer("sim", may_import="words"),
+    "descent": Layer("line_search descent", may_import="words"),
     # The algorithms: they know what to say, never how it travels.
-    "strategies": Layer("strategies catalogue", may_import="words rules codecs collectives pipeline"),
+    "strategies": Layer("strategies catalogue", may_import="words rules codecs collectives pipeline descent"),
     # State machines without I/O, and what they are made of.
     "nodes": Layer(
         modules="server client worker coordinator membership checkpoint "
-        "block books buffers flat gradient guard handover optim",
+        "block books buffers evaluation flat gradient guard handover leader led optim",
         may_import="words rules codecs",
     ),
     "transports": Layer("transports", may_import="words"),
@@ -51,7 +52,7 @@ LAYERS = {
     "surfaces": Layer("sinks dashboard history", may_import="words"),
     # What drives nodes and strategies; what a user touches.
     "worlds": Layer("worlds", may_import="all above"),
-    "public": Layer("__init__ join fit adapters", may_import="all above"),
+    "public": Layer("__init__ join fit minimize adapters", may_import="all above"),
     "top": Layer("cli bench", may_import="all above"),
 }
 

@@ -118,15 +118,19 @@ def test_the_search_by_moves_is_near_the_complete_one_and_never_better(
     resources = Resources(num_machines=machines, memory_bytes=600, network=Network(bytes_per_s=speed, latency_s=0.1))
     placements = [dict(zip(profile.names, p, strict=True)) for p in product(range(machines), repeat=len(profile.names))]
     plans = [from_placement(profile, placement, "", machines) for placement in placements]
-    best = min(
-        (partition_s(profile, plan.placement(), resources.network) for plan in plans if fits(plan, profile, resources)),
-        default=None,
-    )
-    if best is None:
+    times = [
+        (len(plan.stages), partition_s(profile, plan.placement(), resources.network))
+        for plan in plans
+        if fits(plan, profile, resources)
+    ]
+    if not times:
         return
+    best = min(seconds for _, seconds in times)
     complete = balanced(profile, resources)
     check(complete, profile, resources)
-    assert complete.predicted is not None and complete.predicted.batch_s == best
+    assert complete.predicted is not None
+    found = (len(complete.stages), complete.predicted.batch_s)
+    assert found == min((stages, seconds) for stages, seconds in times if seconds <= 1.05 * best)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(balanced_module, "MAX_COMPLETE", 0)
         try:
@@ -134,6 +138,13 @@ def test_the_search_by_moves_is_near_the_complete_one_and_never_better(
         except ValueError:  # no guess fitted
             return
     assert moved.predicted is not None and best <= moved.predicted.batch_s <= 2 * best
+
+
+def test_a_second_machine_for_a_gain_of_one_percent_is_not_used() -> None:
+    profile = two_branches(seconds=3.0)
+    units = (Unit("stem", 194.0, 400.0), *profile.units[1:])  # 600 s on one machine, 597 on two
+    plan = balanced(Profile("", 1, units, profile.values), Resources(num_machines=2, network=FREE))
+    assert len(plan.stages) == 1
 
 
 def fits(plan: Plan, profile: Profile, resources: Resources) -> bool:
@@ -280,6 +291,17 @@ def test_with_slow_links_between_groups_a_pipeline_stays_inside_and_groups_are_r
     plan = pipedream(profile, Resources(num_machines=4, network=network))
     assert plan.predicted is not None and plan.predicted.batch_s == pytest.approx(0.5)
     assert all(len({network.group(machine) for machine in stage.machines}) == 2 for stage in plan.stages)
+
+
+def test_replicas_in_groups_are_dealt_so_that_a_batch_stays_in_its_group() -> None:
+    """Two groups of three: 2 s on two machines, then 1 s on one, whose many parameters make replicas inside dear."""
+    profile = chain([2.0, 1.0], parameters=[1, 400], activations=[100, 100])
+    network = Network(bytes_per_s=200.0, machines_per_group=3, between_bytes_per_s=2000.0)
+    plan = pipedream(profile, Resources(num_machines=6, network=network))
+    assert [stage.machines for stage in plan.stages] == [(0, 3, 1, 4), (2, 5)]
+    for micro in range(8):
+        groups = {network.group(stage.machines[micro % len(stage.machines)]) for stage in plan.stages}
+        assert len(groups) == 1
 
 
 def test_batches_on_the_way_are_those_of_the_paper() -> None:

@@ -71,10 +71,16 @@ def test_bytes_are_those_of_the_tensors() -> None:
     profile = measure(cut(model, (floats(2, 8),)), (floats(2, 8),), repeats=1)
     first, second = profile.units
     assert (first.parameter_bytes, first.activation_bytes, first.what) == (8 * (32 + 4), 8 * 2 * 4, "Linear")
-    assert (second.parameter_bytes, second.what) == (0, "ReLU")
+    assert (second.parameter_bytes, second.activation_bytes, second.what) == (0, 64, "ReLU")
     (value,) = profile.values
     assert (value.forward_bytes, value.backward_bytes) == (64, 64)
     assert profile.batch_size == 2
+
+
+def test_views_and_work_in_place_take_no_memory() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(inplace=True), nn.Unflatten(1, (2, 2)), nn.Flatten())
+    profile = measure(cut(model, (torch.randn(2, 8),)), (torch.randn(2, 8),), repeats=1)
+    assert [unit.activation_bytes for unit in profile.units][2:] == [0, 0]
 
 
 def test_the_parts_of_a_tuple_are_told_apart() -> None:
@@ -182,6 +188,8 @@ def test_a_plan_is_shown_with_what_crosses() -> None:
     assert "1 values cross, 2.0 kB for each batch" in text  # a goes to stage 1 once, whatever reads it there
     assert "alone 9000.000 ms" in text
     assert len(profile_lines(PROFILE)) == 4
+    many = Profile("", 1, tuple(Unit(f"u{n}", float(n)) for n in range(50)), ())
+    assert profile_lines(many)[-1] == "and 10 units that take 45000.000 ms together"
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:

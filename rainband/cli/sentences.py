@@ -10,6 +10,7 @@ from rainband.cli.words import assignment, count, cut, duration, percent, short,
 from rainband.events import (
     AnyEvent,
     Guarded,
+    Iterated,
     Joined,
     LeasedAgain,
     Lost,
@@ -35,6 +36,8 @@ def lasting(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> list[st
             return [_guarded(event)]
         case Returned():
             return [f"{event.node} works again"]
+        case Iterated() if event.end:
+            return [f"done at iteration {event.iteration}: {event.end}"]
         case PhaseChanged(reason=str(reason)) if reason and event.phase == "finishing" and not so_far.error:
             return [f"stopping ({reason}): workers finish what they have begun; Ctrl-C again ends it now"]
         case Printed() if so_far.error is None:  # after it, they only tell how they were ended
@@ -118,6 +121,7 @@ def how_far(so_far: RunSoFar) -> str:
         f"{duration(so_far.at_s):>9} {percent(so_far.samples_done / so_far.samples) if so_far.samples else '':>6}",
         f"{whole(so_far.samples_done)} of {count(so_far.samples, 'sample')}" if so_far.samples else done(so_far),
         "" if so_far.loss is None else f"loss {short(so_far.loss)}",
+        iterations(so_far),
         rate(so_far),
         staleness(so_far),
         time_left(so_far),
@@ -131,6 +135,19 @@ def done(so_far: RunSoFar) -> str:
     return count(so_far.done, so_far.unit)
 
 
+def iterations(so_far: RunSoFar) -> str:
+    """How far a strategy is that goes by iterations."""
+    now = so_far.iterated
+    if now is None:
+        return ""
+    gradient = "not finite" if now.gradient_norm is None else short(now.gradient_norm)
+    backups = f", {count(now.backups, 'backup')}" if now.backups else ""
+    return (
+        f"iteration {now.iteration}  |gradient| {gradient}  step {short(now.step)}  "
+        f"{count(now.evaluations, 'evaluation')} of {count(now.cells, 'cell')}{backups}"
+    )
+
+
 def rate(so_far: RunSoFar) -> str:
     """Of all together; nothing while it cannot be known."""
     return f"{short(so_far.per_s)} {so_far.unit}s/s" if so_far.per_s else ""
@@ -138,7 +155,7 @@ def rate(so_far: RunSoFar) -> str:
 
 def staleness(so_far: RunSoFar) -> str:
     last = so_far.last
-    if last is None or not (so_far.started and so_far.started.num_servers):
+    if last is None or not (so_far.started and so_far.started.num_servers) or so_far.iterated is not None:
         return ""
     return f"staleness {last.staleness_mean:.1f}, at most {last.staleness_max}{bound(so_far)}"
 

@@ -6,7 +6,7 @@ order, each unit where it would finish first) and move one unit at a time while 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 from rainband.pipeline.coarse import along_chains
@@ -16,24 +16,25 @@ from rainband.pipeline.profile import Profile, Resources
 
 MAX_COMPLETE = 5_000  # placements that are all tried
 MAX_UNITS = 32  # more are merged along chains
+NEARLY = 1.05  # as slow as this is as good as the best, if it takes fewer machines
 MAX_ROUNDS = 20  # of moving every unit everywhere
 
 
 def balanced(profile: Profile, resources: Resources) -> Plan:
-    """The partition with the smallest predicted time that was found; fewer machines where that is no slower."""
+    """The partition of the smallest predicted time that was found, or one on fewer machines that is nearly as fast."""
     coarse = along_chains(profile, MAX_UNITS)
     search = _Search(coarse.profile, resources)
     if resources.num_machines ** max(0, len(coarse.profile.units) - 1) <= MAX_COMPLETE:
-        best = min(filter(search.fits, search.everything()), key=search.cost, default=None)
+        search.seconds_of_all(filter(search.fits, search.everything()))
     else:
-        starts = [search.improved(start) for start in search.guesses() if search.fits(start)]
-        best = min(starts, key=search.cost, default=None)
-    if best is None:
+        for start in filter(search.fits, search.guesses()):
+            search.improve(start)
+    if not search.known:
         raise ValueError(
             f"{profile.model or 'the model'} does not fit on {resources.num_machines} machines of "
             f"{resources.memory_bytes:,} bytes: use more of them (--machines), or larger ones (--memory)."
         )
-    placed = zip(coarse.profile.names, best, strict=True)
+    placed = zip(coarse.profile.names, search.choice(), strict=True)
     placement = {unit: machine for name, machine in placed for unit in coarse.members[name]}
     plan = from_placement(profile, placement, "balanced", resources.num_machines)
     return predicted(plan, profile, resources)
@@ -44,13 +45,22 @@ class _Search:
         self.profile = profile
         self.resources = resources
         self.clock = PartitionClock(profile, resources.network)
-        self.known: dict[tuple[int, ...], float] = {}
+        self.known: dict[tuple[int, ...], float] = {}  # placements that fit, and their times
 
-    def cost(self, where: tuple[int, ...]) -> tuple[float, int]:
-        """Time first, then the number of machines."""
+    def seconds(self, where: tuple[int, ...]) -> float:
         if where not in self.known:
             self.known[where] = self.clock.batch_s(dict(zip(self.profile.names, where, strict=True)))
-        return self.known[where], len(set(where))
+        return self.known[where]
+
+    def seconds_of_all(self, placements: Iterable[tuple[int, ...]]) -> None:
+        for where in placements:
+            self.seconds(where)
+
+    def choice(self) -> tuple[int, ...]:
+        """Of all that are nearly as fast as the fastest, the one on the fewest machines."""
+        enough_s = min(self.known.values()) * NEARLY
+        near = [where for where, seconds in self.known.items() if seconds <= enough_s]
+        return min(near, key=lambda where: (len(set(where)), self.known[where], where))
 
     def fits(self, where: tuple[int, ...]) -> bool:
         parameters: dict[int, int] = {}
@@ -110,12 +120,12 @@ class _Search:
             where.append(best)
         return tuple(where)
 
-    def improved(self, where: tuple[int, ...]) -> tuple[int, ...]:
+    def improve(self, where: tuple[int, ...]) -> None:
+        """Move one unit at a time to where it is best, until nothing helps."""
         for _ in range(MAX_ROUNDS):
             before = where
             for number in range(len(where)):
                 others = [where[:number] + (m,) + where[number + 1 :] for m in range(self.resources.num_machines)]
-                where = min([where, *filter(self.fits, others)], key=self.cost)
+                where = min([where, *filter(self.fits, others)], key=self.seconds)
             if where == before:
                 break
-        return where

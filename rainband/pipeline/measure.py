@@ -70,7 +70,7 @@ def _measure_unit(cut: Cut, unit: str, values: dict[str, Any], repeats: int) -> 
         forward_s=statistics.median(forward[1:]),
         backward_s=statistics.median(backward[1:]),
         parameter_bytes=sum(map(_bytes, parameters.values())),
-        activation_bytes=_kept_bytes(results),
+        activation_bytes=_kept_bytes(results, given),
         what=cut.what(unit),
     )
 
@@ -95,9 +95,11 @@ def _time_backward(results: Any, sources: Sequence[Tensor]) -> float:
     return time.perf_counter() - began
 
 
-def _kept_bytes(results: Any) -> int:
-    """The tensors of a unit, each memory once: parts of a tuple are views of it."""
-    return sum({t.untyped_storage().data_ptr(): _bytes(t) for t in tensors_in(results)}.values())
+def _kept_bytes(results: Any, given: Any) -> int:
+    """Of the memory a unit takes: what is only another view of its inputs, or of another result, is not counted."""
+    read = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(given)}
+    made = {tensor.untyped_storage().data_ptr(): _bytes(tensor) for tensor in tensors_in(results)}
+    return sum(count for memory, count in made.items() if memory not in read)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -10,16 +10,20 @@ from rainband.pipeline.predict import crossings
 from rainband.pipeline.profile import Profile, Resources
 from rainband.pipeline.table import Table
 
+MOST_UNITS = 40  # that are listed
 MOST_VALUES = 12  # crossing values that are listed; the largest
 
 
 def profile_lines(profile: Profile) -> list[str]:
-    """A row for each unit, as measured."""
+    """A row for each unit, as measured; of very many, those that take longest."""
     rows = [("unit", "what", "forward ms", "backward ms", "parameters kB", "activations kB")]
-    for unit in profile.units:
+    longest = sorted(profile.units, key=lambda unit: -unit.seconds)[:MOST_UNITS]
+    for unit in [unit for unit in profile.units if unit in longest]:
         times = (f"{unit.forward_s * 1e3:.3f}", f"{unit.backward_s * 1e3:.3f}")
         rows.append((unit.name, unit.what, *times, _kilobytes(unit.parameter_bytes), _kilobytes(unit.activation_bytes)))
-    return _columns(rows)
+    rest_s = sum(unit.seconds for unit in profile.units) - sum(unit.seconds for unit in longest)
+    rest = len(profile.units) - len(longest)
+    return _columns(rows) + ([f"and {rest} units that take {rest_s * 1e3:.3f} ms together"] if rest else [])
 
 
 def plan_lines(plan: Plan, profile: Profile, resources: Resources) -> list[str]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rainband.messages import Address
+from rainband.types import LedStrategy
+
+if TYPE_CHECKING:
+    from rainband.leader import Lead
+    from rainband.types import Strategy
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,3 +68,8 @@ def decode_job(data: bytes) -> Job:
 
 def encode_job(job: Job) -> bytes:
     return msgspec.msgpack.encode(job)
+
+
+def lead_of(strategy: Strategy) -> Lead | None:
+    """The third half of a strategy that the coordinator leads; none: it does not lead this one."""
+    return strategy.lead if isinstance(strategy, LedStrategy) else None

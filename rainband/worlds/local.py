@@ -20,13 +20,15 @@ from typing import Any
 import msgspec
 
 from rainband import __version__, events
+from rainband.catalogue import load_strategy
 from rainband.coordinator import Coordinator, Out, RunSettings
 from rainband.messages import COORDINATOR, Address, Message, Peer
 from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.connection import Connection
 from rainband.transports.dial import listen_unix, this_machine
 from rainband.transports.hub import Hub
-from rainband.worlds.config import Job, RunConfig, encode_job
+from rainband.types import Strategy
+from rainband.worlds.config import Job, RunConfig, encode_job, lead_of
 from rainband.worlds.directory import EventLog, OutputLog, calendar_time, write_config
 from rainband.worlds.verdict import judged
 from rainband.worlds.zygote import Exited, Failed, Zygote
@@ -71,13 +73,15 @@ def run(
     capture: bool = False,
     entries: Mapping[str, str] = ENTRIES,
     fds: Sequence[int] = (),
+    strategy: Strategy | None = None,
 ) -> RunResult:
     """Run to the end; returns also when it failed, with the reason.
 
     With `capture`, what the processes print comes as `Printed` events and lies in output.log. `entries` says which
-    function is a process of which role; each process gets copies of `fds`.
+    function is a process of which role; each process gets copies of `fds`. A `strategy` that has no name is handed in.
     """
-    launcher = Launcher(config, view, capture, {**entries, "worker": SCRIPT} if config.script else entries, fds)
+    entries = {**entries, "worker": SCRIPT} if config.script else entries
+    launcher = Launcher(config, view, capture, entries, fds, strategy)
     with launcher.signals():
         return launcher.run()
 
@@ -92,6 +96,7 @@ class Launcher:
         capture: bool = False,
         entries: Mapping[str, str] = ENTRIES,
         fds: Sequence[int] = (),
+        strategy: Strategy | None = None,
     ) -> None:
         self.config = config
         self.view = view
@@ -112,7 +117,8 @@ class Launcher:
                 failure_timeout_s=config.failure_timeout_s,
                 model_path=str(self.directory / "model.safetensors"),
                 optimizers=config.optimizers,
-            )
+            ),
+            lead_of(strategy or load_strategy(config.strategy, config.strategy_settings)),
         )
         self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
         self.processes: dict[int, Peer] = {}  # token -> who
@@ -173,7 +179,7 @@ class Launcher:
         tick_s = min(MAX_TICK_S, self.config.failure_timeout_s / 5)
         ticked_at = time.monotonic()
         while self.coordinator.phase != "over" and self.interrupts < 2:
-            self.hub.run_once(max(0.0, ticked_at + tick_s - time.monotonic()))
+            self.hub.run_once(max(0.0, self._look_at(ticked_at + tick_s) - time.monotonic()))
             if self.interrupts and self.coordinator.outcome == "finished":
                 self._send(self.coordinator.stop("stopped", "interrupted"))
             if time.monotonic() - ticked_at >= tick_s:
@@ -183,6 +189,16 @@ class Launcher:
                 self._show_output()
             self._show()
         self.hub.flush()
+
+    def _look_at(self, tick_at: float) -> float:
+        """Until when to wait for messages: the next tick, or when someone is overdue."""
+        due_at = self.coordinator.due_at()
+        if due_at is None:
+            return tick_at
+        if due_at <= self._now():
+            self._send(self.coordinator.look(self._now()))
+            return tick_at
+        return min(tick_at, self.started_at + due_at)
 
     def _see_scripts_out(self) -> None:
         """The run is over, but a user's script may go on to evaluate and to save: it ends by itself."""

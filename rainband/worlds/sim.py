@@ -28,7 +28,7 @@ from rainband.sim.trace import Trace, write_lines
 from rainband.tasks.load import load_task
 from rainband.tasks.task import Task, fingerprint, parameter_groups
 from rainband.types import Strategy
-from rainband.worlds.config import RunConfig
+from rainband.worlds.config import RunConfig, lead_of
 from rainband.worlds.directory import EventLog, write_config
 from rainband.worlds.local import RunResult, View
 from rainband.worlds.sim_body import RealBody, TimeBody
@@ -84,10 +84,13 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def little_garbage() -> Iterator[None]:
-    """Collecting goes through all objects of thousands of workers; what is there now is not looked at again."""
+    """Collecting goes through all objects of thousands of workers, and finds nothing: nodes make no cycles.
+
+    What is there now is not looked at again; what comes, rarely, for the sake of the user's code.
+    """
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
+    gc.set_threshold(1_000_000, 20, 100)
     try:
         yield
     finally:
@@ -118,8 +121,14 @@ class Simulation:
         self.world = World(play, settings, self.model, Notes(self.trace, spans, self._emit), self._tick_s())
 
     def _expected_s(self, join: Join) -> float:
+        """The time that computing takes, or the servers, if that is more; roughly."""
         batches = -(-join.num_samples // join.batch_size) * join.epochs
-        return batches * self.model.compute.mean_s / self.config.num_workers
+        network, nodes = self.model.network, self.model.nodes
+        share = sum(p.numel for p in join.layout.parameters) * 4 / max(1, self.config.num_servers)
+        on_server_s = 2 * nodes.message_s + share / nodes.apply_bytes_per_s + share / nodes.read_bytes_per_s
+        return batches * max(
+            self.model.compute.mean_s / self.config.num_workers, share / network.bytes_per_s, on_server_s
+        )
 
     def _tick_s(self) -> float:
         """A fifth of the failure timeout, as everywhere; less where the run would be over before."""
@@ -264,6 +273,8 @@ def make_play(config: RunConfig) -> Play:
 def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Play:
     if not config.num_servers:
         raise ValueError("where only time is simulated there must be servers: use --servers 1.")
+    if lead_of(strategy) is not None:
+        raise ValueError(f"what {config.strategy} does next depends on the loss: leave --time-only out.")
     batch_size, epochs = _sizes(config, task)
     if config.sim.steps is None:
         num_samples = len(task.data())
@@ -289,4 +300,5 @@ def join_of(strategy: Strategy, flat: Flat, mark: str, num_samples: int, batch_s
         cell_batches=getattr(strategy, "cell_batches", 1),
         rounds=getattr(strategy, "rounds", False),
         warm_batches=getattr(strategy, "warm_batches", 0),
+        led=lead_of(strategy) is not None,
     )

@@ -50,6 +50,7 @@ class CoordinatorNode(Node):
         self.tick_s = tick_s
         self.fitting = fitting  # what nodes are told of their blocks: where only time counts, these are hollow
         self.block_bytes: list[int] = []  # as they really are
+        self.looks_at: float | None = None  # at that moment someone may be overdue
         self.phase = coordinator.phase  # the last one that was told
         self.clock.after(tick_s, self._tick, idle=True)
 
@@ -77,6 +78,15 @@ class CoordinatorNode(Node):
             self.post.send(self, out.to, message, out.body, size)
         if self.coordinator.events or self.coordinator.phase != self.phase:
             self._show()
+        due_at = self.coordinator.due_at()
+        if due_at is not None and (self.looks_at is None or due_at < self.looks_at):
+            self.looks_at = due_at
+            self.clock.at(max(self.clock.now, due_at - self.skew_s), lambda: self.wake(self._look))
+
+    def _look(self) -> None:
+        """Somebody may be overdue by now."""
+        self.looks_at = None
+        self.send(self.coordinator.look(self._now()))
 
     def _show(self) -> None:
         coordinator, changed = self.coordinator, self.coordinator.phase != self.phase

@@ -23,6 +23,7 @@ from rainband.sim.model import ClusterModel
 from rainband.sim.network import Machine, Network
 from rainband.sim.trace import Trace
 from rainband.types import Port, ServerHalf, Strategy
+from rainband.worlds.config import lead_of
 from rainband.worlds.sim_bulk import BankNode, BankPort, as_one_block, make_bank
 from rainband.worlds.sim_nodes import CoordinatorNode, Processor, ServerNode, as_they_are, without_elements
 from rainband.worlds.sim_post import Letter, Node, Post
@@ -92,7 +93,7 @@ class World:
         self.network = Network(model.network, self.clock, self.seed)
         self.post = Post(self.clock, self.network, self.trace)
         known = settings if not play.bulk else msgspec.structs.replace(settings, num_servers=1)
-        self.coordinator = Coordinator(known)
+        self.coordinator = Coordinator(known, lead_of(play.strategy))
         self.cores: Processor = (
             Cores(self.clock, self.costs.cores, self.costs.crowding) if self.costs.cores else OwnCore(self.clock)
         )

@@ -20,7 +20,7 @@ from rainband.tasks.load import load_task
 from rainband.tasks.task import Task, fingerprint, parameter_groups
 from rainband.types import Strategy
 from rainband.worker import ModuleWorker
-from rainband.worlds.config import Job, decode_job
+from rainband.worlds.config import Job, decode_job, lead_of
 from rainband.worlds.drive import drive
 from rainband.worlds.member import Dismissed, Member, flush_output
 from rainband.worlds.record import Recorder
@@ -93,6 +93,7 @@ class WorkerProcess:
             cell_batches=getattr(strategy, "cell_batches", 1),
             rounds=getattr(strategy, "rounds", False),
             warm_batches=getattr(strategy, "warm_batches", 0),
+            led=lead_of(strategy) is not None,
         )
         client = self.member.enter(join, flat)
         if self.config.record and self.member.welcome is not None:

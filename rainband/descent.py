@@ -1,0 +1,118 @@
+r"""What full-batch methods share: the loss with its decay, the search along a direction, and when to stop.
+
+    f(w) = mean over the samples of the batch of  loss(w)  +  weight_decay / 2 |w|^2
+
+Everything with as many elements as the model stays on the servers; here are only names and numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple
+
+from rainband.errors import Stop
+from rainband.line_search import Search, Trial
+from rainband.vectors import GRADIENT, PARAMS, Operation, axpy, copy, dot, norm, scale
+
+if TYPE_CHECKING:
+    from rainband.types import Leading
+
+START = "start"  # the parameters where the iteration began
+
+
+class Where(NamedTuple):
+    """Where the search is: the loss and the length of its gradient, which is in the vector `gradient`."""
+
+    loss: float
+    gradient_norm: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop."""
+
+    iterations: int
+    gradient_tolerance: float
+    loss_tolerance: float
+
+    def reached(self, iteration: int, before: float, now: Where) -> str:
+        """Why this iteration is the last; "" if it is not."""
+        if not math.isfinite(now.loss):
+            return "the loss is not finite"
+        if now.gradient_norm <= self.gradient_tolerance:
+            return f"the gradient norm is at most {self.gradient_tolerance:g}"
+        if iteration and before - now.loss <= self.loss_tolerance * max(1.0, abs(before), abs(now.loss)):
+            return f"the loss changed by at most {self.loss_tolerance:g} of itself"
+        if iteration >= self.iterations:
+            return f"{self.iterations} iterations are done"
+        return ""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which cells make the batch of an iteration: all, or a part of them that keeps a part of the one before."""
+
+    part: float
+    overlap: float
+
+    @property
+    def is_whole(self) -> bool:
+        return self.part >= 1.0
+
+    def draw(self, iteration: int, seed: int, num_cells: int, before: tuple[int, ...]) -> tuple[int, ...]:
+        wanted = max(1, round(self.part * num_cells))
+        if wanted >= num_cells:
+            return tuple(range(num_cells))
+        random = Random(f"batch {seed} {iteration}")
+        kept = random.sample(before, min(len(before), round(self.overlap * wanted)))
+        others = sorted(set(range(num_cells)) - set(kept))
+        return tuple(sorted(kept + random.sample(others, min(len(others), wanted - len(kept)))))
+
+
+class Descent:
+    """The loss along the way, as the servers and workers find it."""
+
+    def __init__(self, coordinator: Leading, weight_decay: float) -> None:
+        self.coordinator = coordinator
+        self.weight_decay = weight_decay
+        self.cells: tuple[int, ...] = ()  # the batch at hand
+
+    async def evaluate(self, *first: Operation) -> Where:
+        """Do some operations, then find the loss and the mean gradient at the parameters."""
+        loss, gradient_norm, _ = await self._evaluate(first, ())
+        return Where(loss, gradient_norm)
+
+    async def _evaluate(
+        self, first: tuple[Operation, ...], then: tuple[Operation, ...]
+    ) -> tuple[float, float, tuple[float, ...]]:
+        found = await self.coordinator.evaluate(*first, cells=self.cells)
+        operations = [scale(GRADIENT, 1.0 / max(1, found.samples)), dot(PARAMS, PARAMS)]
+        if self.weight_decay:
+            operations.append(axpy(GRADIENT, self.weight_decay, PARAMS))
+        square, length, *others = await self.coordinator.compute(*operations, norm(GRADIENT), *then)
+        return found.loss + 0.5 * self.weight_decay * square, length, tuple(others)
+
+    async def search(self, direction: str, begin: Callable[[], Search]) -> tuple[Trial, Where]:
+        """Follow a line search along a direction, from `start`; afterwards parameters and gradient are those it chose.
+
+        If the run is stopped meanwhile, the parameters are again those of the start: an iteration is done or it is not.
+        """
+        search = begin()
+        step = next(search)
+        try:
+            while True:
+                moved = (copy(PARAMS, START), axpy(PARAMS, step, direction))
+                loss, length, (slope,) = await self._evaluate(moved, (dot(GRADIENT, direction),))
+                trial = Trial(step, loss if math.isfinite(loss) else math.inf, slope)
+                try:
+                    step = search.send(trial)
+                except StopIteration as done:
+                    chosen: Trial = done.value
+                    assert chosen.step == trial.step, "a search ends where it looked last"
+                    return chosen, Where(loss, length)
+        except Stop:
+            await self.coordinator.compute(copy(PARAMS, START))
+            raise

@@ -1,0 +1,59 @@
+r"""A bound that moves: begin nearly in lock-step, run further ahead while all is well, draw in when it is not.
+
+Workers and servers do what they do in stale_sync:
+
+    w   <- server, read at clock c            it waits while  c - min_i c_i > bound
+    g   -> server;  c = c + 1;  w <- w - lr * g
+
+but the bound is no constant. The coordinator looks at the run about once a second:
+
+    bound = low                               at the beginning, when gradients are large and change quickly
+    bound + 1 -> bound                        after three looks in which the loss was well and gradients not too stale
+    bound / 2 -> bound                        when the loss is three times its best, or gradients are not finite
+
+and at the lowest bound the learning rate is halved instead. Stale gradients do the most harm at the beginning, and a
+straggler costs the most when the bound is small; so neither a small nor a large bound is right for a whole run.
+
+Use it when you do not know which bound is right. Not when the run is shorter than a minute: then it stays at low.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from rainband.optim_spec import element_wise
+from rainband.rules import WaitForSlowest
+from rainband.schedules import Schedule, Shape
+from rainband.types import ServerHalf, Worker
+
+
+@dataclass(frozen=True)
+class AdaptiveBound:
+    """Stale-synchronous SGD whose bound follows the loss."""
+
+    low: int = 0  # the bound at the beginning, and the least
+    high: int = 16  # the most
+    lr: float = 0.05  # the servers' learning rate
+    optimizer: str = "sgd"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ...
+    momentum: float = 0.0  # for sgd and rmsprop
+    weight_decay: float = 0.0
+    schedule: Shape = "constant"
+    warmup: float = 0.0  # the part of the run in which the learning rate rises
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high:
+            raise ValueError(f"low={self.low} high={self.high}: choose 0 <= low <= high, such as low=0 high=16.")
+        self.server(1)
+
+    async def run(self, worker: Worker) -> None:
+        async for cell in worker.cells():
+            await worker.server.pull()
+            for batch in cell.batches:
+                worker.server.push(await worker.gradient(batch))
+
+    def server(self, num_workers: int) -> ServerHalf:
+        optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
+        rule = partial(WaitForSlowest, self.low)
+        schedule = Schedule(self.schedule, self.warmup)
+        return ServerHalf(rule, optimizer, schedule, guard=True, adapt=(self.low, self.high))

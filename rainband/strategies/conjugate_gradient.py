@@ -1,0 +1,114 @@
+r"""Non-linear conjugate gradient: full-batch, four vectors beside the parameters, no history (Polak & Ribiere 1969).
+
+Each iteration goes down the gradient g, bent by the direction of the one before:
+
+    beta = max(0, g.(g - g_before) / g_before.g_before)          0 begins anew
+    d    = -g + beta d
+    w   <- w + t d                                               t by a strong Wolfe line search with a small c2
+
+The vectors stay on the servers and the loss is evaluated as by sandblaster: cells on demand, each counted once.
+
+Use it where a model is so large that the pairs of sandblaster do not fit. Not otherwise: sandblaster needs fewer
+evaluations of the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from rainband.descent import START, Descent, Limits, Where
+from rainband.line_search import Trial, strong_wolfe
+from rainband.optim_spec import element_wise
+from rainband.rules import SumOfCells
+from rainband.schedules import Schedule
+from rainband.types import Gradient, Leading, ServerHalf, Worker
+from rainband.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
+
+DIRECTION, BEFORE = "direction", "before"  # the latter is the gradient of the iteration before
+
+
+@dataclass(frozen=True)
+class ConjugateGradient:
+    """Polak-Ribiere conjugate gradient over all the data, led by commands."""
+
+    iterations: int = 200  # at most
+    c1: float = 1e-4  # how much the loss must go down
+    c2: float = 0.1  # how much of the slope may be left: directions are conjugate only after a good search
+    first_step: float = 1.0  # length of the first trial
+    weight_decay: float = 0.0
+    gradient_tolerance: float = 1e-5  # stop when the gradient's norm is so small
+    loss_tolerance: float = 1e-7  # stop when the loss changes by no more than this part of itself
+    n_push: int = 4  # portions of the data, each one batch, that are summed into one push
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n_push <= 64:
+            raise ValueError(f"n_push={self.n_push}: choose from 1 to 64.")
+        if not 0 < self.c1 < self.c2 < 1:
+            raise ValueError(f"c1={self.c1}, c2={self.c2}: a line search needs 0 < c1 < c2 < 1, such as 1e-4 and 0.1.")
+        if self.iterations < 1 or self.first_step <= 0:
+            raise ValueError(f"iterations={self.iterations}, first_step={self.first_step}: both must be positive.")
+        if min(self.weight_decay, self.gradient_tolerance, self.loss_tolerance) < 0:
+            raise ValueError("weight_decay and both tolerances must be at least 0.")
+
+    @property
+    def cell_batches(self) -> int:
+        return self.n_push
+
+    async def run(self, worker: Worker) -> None:
+        async for cell in worker.cells():
+            if await worker.server.pull(round=cell.round):  # once in an evaluation
+                owed: Gradient | None = None
+                for batch in cell.batches:
+                    gradient = await worker.gradient(batch)
+                    weighted = gradient * gradient.samples
+                    owed = weighted if owed is None else owed + weighted
+                assert owed is not None, "a cell has at least one batch"
+                worker.server.push(owed)
+
+    def server(self, num_workers: int) -> ServerHalf:
+        return ServerHalf(SumOfCells, element_wise("sgd", 1.0), Schedule(), vectors=4)
+
+    async def lead(self, coordinator: Leading) -> None:
+        descent = Descent(coordinator, self.weight_decay)
+        limits = Limits(self.iterations, self.gradient_tolerance, self.loss_tolerance)
+        descent.cells = tuple(range(coordinator.num_cells))
+        here = await descent.evaluate()
+        await coordinator.compute(copy(DIRECTION, GRADIENT), scale(DIRECTION, -1.0))
+        step = min(1.0, self.first_step / here.gradient_norm) if here.gradient_norm else 1.0
+        slope, restarted = -(here.gradient_norm**2), True
+        iteration, end = 0, limits.reached(0, float("inf"), here)
+        coordinator.note(0, here.loss, here.gradient_norm, 0.0, end)
+        while not end:
+            iteration += 1
+            chosen, there = await self._search(descent, here, slope, step)
+            moved = there.loss < here.loss and chosen.step > 0
+            end = limits.reached(iteration, here.loss, there) if moved else ""
+            if not moved and restarted:
+                end = "no lower loss was found down the gradient"
+            before, here = slope, there
+            if not end:
+                slope, restarted = await self._turn(coordinator, anew=not moved)
+                step = chosen.step * before / slope if moved else self.first_step / here.gradient_norm
+            coordinator.note(iteration, here.loss, here.gradient_norm, chosen.step, end)
+
+    async def _search(self, descent: Descent, here: Where, slope: float, step: float) -> tuple[Trial, Where]:
+        start = Trial(0.0, here.loss, slope)
+        compute = descent.coordinator.compute
+        (length,) = await compute(copy(START, PARAMS), copy(BEFORE, GRADIENT), norm(DIRECTION))
+        begin = partial(strong_wolfe, start, step, self.c1, self.c2, length)
+        chosen = await descent.search(DIRECTION, begin)
+        await compute(drop(START))
+        return chosen
+
+    async def _turn(self, coordinator: Leading, anew: bool) -> tuple[float, bool]:
+        """The next direction; returns the slope along it, and whether it is that of the gradient alone."""
+        gg, gb, bb = await coordinator.compute(dot(GRADIENT, GRADIENT), dot(GRADIENT, BEFORE), dot(BEFORE, BEFORE))
+        beta = 0.0 if anew or not bb else max(0.0, (gg - gb) / bb)
+        turned = scale(DIRECTION, beta), axpy(DIRECTION, -1.0, GRADIENT)
+        (slope,) = await coordinator.compute(*turned, dot(GRADIENT, DIRECTION))
+        if slope < 0:
+            return slope, beta == 0.0
+        down = copy(DIRECTION, GRADIENT), scale(DIRECTION, -1.0)  # bent too far: it would go up
+        (slope,) = await coordinator.compute(*down, dot(GRADIENT, DIRECTION))
+        return slope, True

@@ -1,0 +1,174 @@
+r"""Sandblaster L-BFGS: full-batch second-order optimisation whose vectors never leave the servers (Dean et al. 2012).
+
+The coordinator holds no parameters. Each iteration k it makes a direction from the gradient g and the last m pairs
+s_i = w_{i+1} - w_i, y_i = g_{i+1} - g_i, kept on the servers, by the two-loop recursion (Nocedal 1980):
+
+    d = -g
+    newest to oldest:    a_i = s_i.d / y_i.s_i          d = d - a_i y_i
+    d = d * (s.y / y.y  of the newest pair)
+    oldest to newest:    b_i = y_i.d / y_i.s_i          d = d + (a_i - b_i) s_i
+
+then looks for a step t along it, each trial one evaluation of the loss over the batch, and goes there:
+
+    w <- w + t d          t by a strong Wolfe or an Armijo line search
+
+A pair counts only if the curvature y.s is positive beyond rounding. An evaluation is the sum of cells (n_push portions
+of the data each), which workers take on demand and deliver once; near its end idle workers do copies of what is late.
+
+Where we depart from the paper, which leaves history and line search open: m pairs take 2m + 4 vectors and no more, so
+the oldest pair goes when a search begins. With batch < 1 an iteration looks at a part of the data only, and both
+gradients of a pair are over the same part; the next part keeps `overlap` of it.
+
+Use it for small and middle-sized models that must be fitted well: physics, potentials, regression. Not when the data is
+so large that a pass over it is worth a thousand steps of downpour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+from rainband.descent import START, Descent, Limits, Sampling, Where
+from rainband.line_search import Search, Trial, armijo, strong_wolfe
+from rainband.optim_spec import element_wise
+from rainband.rules import SumOfCells
+from rainband.schedules import Schedule
+from rainband.types import Gradient, Leading, ServerHalf, Worker
+from rainband.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
+
+ROUNDING = 2.3e-16  # curvature below this part of y.y is noise
+
+
+class Pair(NamedTuple):
+    """One pair of the history: the names of its vectors, and their products."""
+
+    s: str
+    y: str
+    ys: float
+    yy: float
+
+
+@dataclass(frozen=True)
+class Sandblaster:
+    """L-BFGS over all the data, led by commands."""
+
+    iterations: int = 100  # at most
+    history: int = 10  # m pairs
+    line_search: Literal["strong_wolfe", "armijo"] = "strong_wolfe"
+    c1: float = 1e-4  # how much the loss must go down
+    c2: float = 0.9  # how much of the slope may be left
+    first_step: float = 1.0  # length of the first trial, where nothing is known of the curvature
+    weight_decay: float = 0.0
+    gradient_tolerance: float = 1e-5  # stop when the gradient's norm is so small
+    loss_tolerance: float = 1e-7  # stop when the loss changes by no more than this part of itself
+    batch: float = 1.0  # the part of the data that an iteration looks at
+    overlap: float = 0.5  # the part of it that is kept for the next, if it is not all
+    n_push: int = 4  # portions of the data, each one batch, that are summed into one push
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n_push <= 64:
+            raise ValueError(f"n_push={self.n_push}: choose from 1 to 64.")
+        if self.history < 1 or self.iterations < 1:
+            raise ValueError(f"history={self.history}, iterations={self.iterations}: choose at least 1 of each.")
+        if not 0 < self.c1 < self.c2 < 1:
+            raise ValueError(f"c1={self.c1}, c2={self.c2}: a line search needs 0 < c1 < c2 < 1, such as 1e-4 and 0.9.")
+        if not 0 < self.batch <= 1 or not 0 <= self.overlap <= 1:
+            raise ValueError(f"batch={self.batch}, overlap={self.overlap}: both are parts, from 0 to 1.")
+        if self.first_step <= 0 or min(self.weight_decay, self.gradient_tolerance, self.loss_tolerance) < 0:
+            raise ValueError("first_step must be positive, weight_decay and both tolerances at least 0.")
+
+    @property
+    def cell_batches(self) -> int:
+        return self.n_push
+
+    # ---- the workers' half -----------------------------------------------------------------------------------------
+
+    async def run(self, worker: Worker) -> None:
+        async for cell in worker.cells():
+            if await worker.server.pull(round=cell.round):  # once in an evaluation
+                owed: Gradient | None = None
+                for batch in cell.batches:
+                    gradient = await worker.gradient(batch)
+                    weighted = gradient * gradient.samples
+                    owed = weighted if owed is None else owed + weighted
+                assert owed is not None, "a cell has at least one batch"
+                worker.server.push(owed)
+
+    # ---- the servers' half -----------------------------------------------------------------------------------------
+
+    def server(self, num_workers: int) -> ServerHalf:
+        return ServerHalf(SumOfCells, element_wise("sgd", 1.0), Schedule(), vectors=2 * self.history + 3)
+
+    # ---- the coordinator's half ------------------------------------------------------------------------------------
+
+    async def lead(self, coordinator: Leading) -> None:
+        descent = Descent(coordinator, self.weight_decay)
+        limits = Limits(self.iterations, self.gradient_tolerance, self.loss_tolerance)
+        sampling = Sampling(self.batch, self.overlap)
+        descent.cells = sampling.draw(0, coordinator.seed, coordinator.num_cells, ())
+        here = await descent.evaluate()
+        pairs: list[Pair] = []
+        iteration, end = 0, limits.reached(0, float("inf"), here)
+        coordinator.note(0, here.loss, here.gradient_norm, 0.0, end)
+        while not end:
+            iteration += 1
+            before, had_history = here.loss, bool(pairs)
+            step, here = await self._iterate(descent, here, pairs)
+            if step:
+                end = limits.reached(iteration, before, here)
+            elif had_history:  # it misleads: forget it, and go down the gradient
+                await coordinator.compute(*(drop(name) for pair in pairs for name in (pair.s, pair.y)))
+                pairs.clear()
+            else:
+                end = "no lower loss was found down the gradient"
+            if not end and not sampling.is_whole:
+                descent.cells = sampling.draw(iteration, coordinator.seed, coordinator.num_cells, descent.cells)
+                here = await descent.evaluate()
+            coordinator.note(iteration, here.loss, here.gradient_norm, step, end)
+
+    async def _iterate(self, descent: Descent, here: Where, pairs: list[Pair]) -> tuple[float, Where]:
+        """One direction, one search, one new pair; returns how far it went, and where it is."""
+        compute = descent.coordinator.compute
+        used = {pair.s for pair in pairs}
+        slot = next(n for n in range(self.history + 1) if f"s{n}" not in used)
+        s, y = f"s{slot}", f"y{slot}"  # until they are a pair: the direction, and the gradient before
+        slope, length = await self._direction(descent.coordinator, s, pairs)
+        if slope >= 0:  # not down: there is more rounding than curvature in the history
+            await compute(drop(s))
+            return 0.0, here
+        first = 1.0 if pairs else min(1.0, self.first_step / here.gradient_norm)
+        oldest = [pairs.pop(0)] if len(pairs) == self.history else []  # makes room for what a search needs
+        dropped = (drop(name) for pair in oldest for name in (pair.s, pair.y))
+        await compute(*dropped, copy(START, PARAMS), copy(y, GRADIENT))
+        start = Trial(0.0, here.loss, slope)
+        chosen, there = await descent.search(s, partial(self._search, start, first, length))
+        ys, yy = await compute(
+            drop(START), scale(s, chosen.step), scale(y, -1.0), axpy(y, 1.0, GRADIENT), dot(y, s), dot(y, y)
+        )
+        if chosen.step and ys > ROUNDING * yy:
+            pairs.append(Pair(s, y, ys, yy))
+        else:
+            await compute(drop(s), drop(y))
+        return chosen.step, there
+
+    async def _direction(self, coordinator: Leading, d: str, pairs: list[Pair]) -> tuple[float, float]:
+        """The two-loop recursion; returns the slope along the direction, and its length."""
+        a: dict[str, float] = {}
+        todo = [copy(d, GRADIENT), scale(d, -1.0)]
+        for pair in reversed(pairs):
+            (sd,) = await coordinator.compute(*todo, dot(pair.s, d))
+            a[pair.s] = sd / pair.ys
+            todo = [axpy(d, -a[pair.s], pair.y)]
+        if pairs:
+            todo.append(scale(d, pairs[-1].ys / pairs[-1].yy))
+        for pair in pairs:
+            (yd,) = await coordinator.compute(*todo, dot(pair.y, d))
+            todo = [axpy(d, a[pair.s] - yd / pair.ys, pair.s)]
+        slope, length = await coordinator.compute(*todo, dot(GRADIENT, d), norm(d))
+        return slope, length
+
+    def _search(self, start: Trial, first: float, length: float) -> Search:
+        if self.line_search == "armijo":
+            return armijo(start, first, self.c1)
+        return strong_wolfe(start, first, self.c1, self.c2, length)

@@ -1,0 +1,92 @@
+"""Asynchrony acts as momentum: g workers with exponential computing times add 1 - 1/g (Hadjis et al. 2016, Omnivore).
+
+On a quadratic without noise, the mean over many runs of asynchronous SGD goes the way of SGD with momentum:
+
+    E x_{t+1} - E x_t  =  m (E x_t - E x_{t-1})  -  (1 - m) a h E x_t              with  m = 1 - 1/g
+
+Here m is fitted by least squares to runs in virtual time, with a server's own block and rule.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rainband.coordinator import RunSettings
+from rainband.flat import Flat
+from rainband.messages import Push
+from rainband.sim.compute import ComputeModel
+from rainband.sim.model import ClusterModel, NodeModel
+from rainband.sim.network import NetworkModel
+from rainband.strategies.soft_sync import SoftSync
+from rainband.tasks.quadratic import Quadratic
+from rainband.worlds.sim import join_of
+from rainband.worlds.sim_body import RealBody
+from rainband.worlds.sim_memory import Desk
+from rainband.worlds.sim_world import Notes, Play, World
+from reproduce.runs import arguments, draw, report
+
+GROUPS = (2, 4, 8)  # of one alone the path is a plain decay, to which any momentum can be fitted
+UPDATES, RUNS_PER_SEED, RATE = 60, 100, 0.05
+TASK = Quadratic(dimension=1, samples=200, batch_size=1, noise=0.0, condition=1.0, epochs=1)
+MODEL = ClusterModel(
+    NetworkModel(latency_s=0.0, bytes_per_s=float("inf")),
+    ComputeModel(kind="exponential", step_s=1.0),
+    NodeModel(message_s=0.0),
+)
+
+
+def trajectory(groups: int, seed: int) -> NDArray[np.float64]:
+    """The distance from the lowest point after each update of one run."""
+    flat, data = Flat(TASK.model()), TASK.data()
+    strategy, desk = SoftSync(n=groups, scaling="none", lr=RATE, guard=False), Desk(flat)
+    join = join_of(strategy, flat, "", len(data), TASK.batch_size, TASK.epochs)
+    play = Play(strategy, join, lambda: RealBody(desk, TASK, data, groups), real=True)
+    world = World(play, RunSettings(num_workers=groups, num_servers=1), MODEL, Notes(), seed=seed)
+    path: list[float] = []
+    world.start()
+    node = world.servers[0]
+
+    def watch() -> None:
+        (block,) = node.server.blocks.values()
+        apply = block.apply
+
+        def noted(gradient: object, pushes: list[Push], absent: object) -> None:
+            path.append(float(block.values[0]))
+            apply(gradient, pushes, absent)  # type: ignore[arg-type]
+
+        block.apply = noted  # type: ignore[method-assign, assignment]
+
+    node.assigned = lambda server: watch()  # type: ignore[union-attr]
+    world.run()
+    target = float(data.batch(np.arange(1))[0][0])
+    return np.array(path[:UPDATES]) - target
+
+
+def fitted_momentum(groups: int, seed: int) -> float:
+    mean = np.mean([trajectory(groups, seed * RUNS_PER_SEED + run) for run in range(RUNS_PER_SEED)], axis=0)
+    change = np.diff(mean)
+    before = np.stack([change[:-1], -RATE * mean[1:-1]], axis=1)
+    (momentum, _), *_ = np.linalg.lstsq(before, change[1:], rcond=None)
+    return float(momentum)
+
+
+def main() -> None:
+    asked = arguments("asynchrony_is_momentum", __doc__)
+    points, exact = [], []
+    for groups in GROUPS:
+        found = [fitted_momentum(groups, seed) for seed in range(asked.seeds)]
+        points.append((groups, float(np.mean(found)), float(np.std(found))))
+        exact.append((groups, 1 - 1 / groups, 0.0))
+        print(f"g={groups}:  fitted {points[-1][1]:.3f} ± {points[-1][2]:.3f},  1 - 1/g = {exact[-1][1]:.3f}")
+    off = max(abs(p[1] - e[1]) / max(e[1], 0.5) for p, e in zip(points, exact, strict=True))
+    report(
+        "asynchrony of g groups is a momentum of 1 - 1/g",
+        f"fitted within {100 * off:.0f} % of it for g = 2 to 8",
+        off < 0.1,
+    )
+    draw(asked.figure, "momentum of asynchrony", "g workers", "momentum", {"fitted": points, "1 - 1/g": exact})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A learning rate that grows with the workers needs a warm-up, and breaks in the end (Goyal et al. 2017).
+
+Synchronous SGD on the digits with K workers and K times the rate of one. Without a warm-up the first steps are too
+large; with one, larger K still work; and at some K both fail.
+"""
+
+from __future__ import annotations
+
+from reproduce.runs import arguments, draw, over_seeds, report, simulate
+
+WORKERS = (1, 4, 8, 16, 32)
+EPOCHS, BATCH_SIZE, LR, MOMENTUM = 8, 8, 0.03, 0.9
+WARMUPS = {"no warm-up": 0.0, "warm-up over a quarter": 0.25}
+
+
+def error(workers: int, warmup: float, seed: int) -> float:
+    done = simulate(
+        "digits",
+        "sync",
+        workers,
+        seed,
+        epochs=EPOCHS,
+        batch_size=BATCH_SIZE,
+        lr=LR,
+        momentum=MOMENTUM,
+        scaling="linear",
+        warmup=warmup,
+    )
+    return done.error
+
+
+def main() -> None:
+    asked = arguments("linear_scaling", __doc__)
+    lines: dict[str, list[tuple[float, float, float]]] = {}
+    for name, warmup in WARMUPS.items():
+        lines[name] = []
+        for workers in WORKERS:
+            mean, spread = over_seeds(range(asked.seeds), lambda s, w=workers, u=warmup: error(w, u, s))  # type: ignore[misc]
+            lines[name].append((workers, mean, spread))
+            print(f"K={workers:2}  {name:22} error {mean:5.1f} ± {spread:.1f} %")
+    without, with_warmup = lines.values()
+    gains = [a[1] - b[1] for a, b in zip(without, with_warmup, strict=True)]
+    k = WORKERS[gains.index(max(gains))]
+    report(
+        "linear scaling without warm-up is worse at large K; both break in the end",
+        f"the warm-up helps most at K = {k}: {max(gains):.0f} points fewer errors; "
+        f"at K = {WORKERS[-1]} {without[-1][1]:.0f} % and {with_warmup[-1][1]:.0f} % errors",
+        max(gains) > 3 and with_warmup[-1][1] > with_warmup[0][1] + 3,
+    )
+    draw(asked.figure, "synchronous SGD on the digits, rate times K", "workers K", "test error, %", lines, xscale="log")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Mean staleness of soft synchronisation is (workers - 1) / c; its tail depends on the machines (Gupta et al. 2016).
+
+Thirty workers, an update for every c = 30 / n gradients. The mean is exact for any distribution of computing times; that
+no gradient misses more than 2n updates holds for machines that are alike, and not for exponential times.
+"""
+
+from __future__ import annotations
+
+from reproduce.runs import arguments, draw, report, simulate
+
+WORKERS, STEPS = 30, 200
+NS = (1, 2, 5, 15, 30)
+KINDS = {"alike (10 % jitter)": {"kind": "lognormal", "spread": 0.1}, "exponential": {"kind": "exponential"}}
+
+
+def measure(n: int, compute: dict[str, object]) -> tuple[float, float, int]:
+    """The mean, the part of gradients beyond 2n in percent, and the largest."""
+    staleness = simulate("digits", "soft_sync", WORKERS, compute=compute, steps=STEPS, n=n).result.staleness
+    histogram = {int(missed): times for missed, times in staleness["histogram"].items()}
+    beyond = sum(times for missed, times in histogram.items() if missed > 2 * n)
+    return staleness["mean"], 100 * beyond / sum(histogram.values()), staleness["max"]
+
+
+def main() -> None:
+    asked = arguments("mean_staleness", __doc__)
+    lines: dict[str, list[tuple[float, float, float]]] = {"(workers - 1) / c": []}
+    worst, tails = 0.0, dict.fromkeys(KINDS, 0.0)
+    for name, compute in KINDS.items():
+        lines[name] = []
+        for n in NS:
+            mean, beyond, most = measure(n, compute)
+            exact = (WORKERS - 1) / (WORKERS // n)
+            print(
+                f"n={n:2}  {name:20} mean {mean:6.2f} (exact {exact:5.2f})  beyond 2n {beyond:5.2f} %  largest {most}"
+            )
+            lines[name].append((n, mean, 0.0))
+            worst = max(worst, abs(mean - exact) / exact)
+            tails[name] = max(tails[name], beyond)
+    lines["(workers - 1) / c"] = [(n, (WORKERS - 1) / (WORKERS // n), 0.0) for n in NS]
+    alike, exponential = tails.values()
+    report(
+        "the mean staleness is (workers - 1) / c, about n; at most 2n was measured on machines that are alike",
+        f"within {100 * worst:.1f} % of it (the ends of a run included); beyond 2n: {alike:.2f} % if alike, "
+        f"{exponential:.1f} % if exponential",
+        worst < 0.05 and alike < 0.5 and exponential > 1,
+    )
+    draw(asked.figure, "staleness of 30 workers", "n", "mean staleness, updates", lines)
+
+
+if __name__ == "__main__":
+    main()

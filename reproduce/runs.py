@@ -1,0 +1,121 @@
+"""What all reproductions share: a run in virtual time with true gradients, several seeds, a figure, and a verdict."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rainband import events
+from rainband.worlds import sim
+from rainband.worlds.config import RunConfig, SimSettings
+from rainband.worlds.sim import SimulatedResult
+
+FIGURES = Path(__file__).parent / "figures"
+
+
+@dataclass(frozen=True)
+class Done:
+    """One run: what it came to, and how the loss went, as (virtual seconds, loss)."""
+
+    result: SimulatedResult
+    losses: list[tuple[float, float]]
+    waited_s: float  # by all workers together
+
+    @property
+    def accuracy(self) -> float:
+        """In percent; what is not finite is as good as a guess."""
+        value = self.result.metrics.get("accuracy", 0.0)
+        return 100 * value if value == value else 10.0
+
+    @property
+    def error(self) -> float:
+        return 100 - self.accuracy
+
+    @property
+    def idle(self) -> float:
+        """The part of the workers' time that was spent waiting, in percent."""
+        return 100 * self.waited_s / (self.result.workers * self.result.seconds)
+
+    def seconds_to(self, loss: float) -> float | None:
+        """When the training loss, as it was shown, first fell below this one."""
+        return next((at_s for at_s, value in self.losses if value < loss), None)
+
+
+def simulate(
+    task: str,
+    strategy: str,
+    workers: int,
+    seed: int = 0,
+    *,
+    compute: dict[str, Any] | None = None,
+    batch_size: int | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    **settings: Any,
+) -> Done:
+    """Train in virtual time. With `steps` there are no gradients, only messages and clocks."""
+    seen: list[events.AnyEvent] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = RunConfig(
+            task=task,
+            strategy=strategy,
+            strategy_settings=settings,
+            num_workers=workers,
+            num_servers=1,
+            world="sim",
+            seed=seed,
+            batch_size=batch_size,
+            epochs=epochs,
+            directory=folder,
+            failure_timeout_s=1000.0,
+            sim=SimSettings(compute=compute or {}, time_only=steps is not None, steps=steps),
+        )
+        result = sim.run(config, seen.append)
+    progress = [event for event in seen if isinstance(event, events.Progress)]
+    losses = [(event.at_s, event.loss) for event in progress if event.loss is not None]
+    return Done(result, losses, sum(progress[-1].waited_s.values()) if progress else 0.0)
+
+
+def over_seeds(seeds: Iterable[int], one: Callable[[int], float]) -> tuple[float, float]:
+    """Mean and standard deviation."""
+    values = [one(seed) for seed in seeds]
+    return statistics.fmean(values), statistics.pstdev(values)
+
+
+def report(claim: str, found: str, holds: bool) -> None:
+    """The number next to the claim."""
+    print(f"claim   {claim}\nfound   {found}\n{'holds' if holds else 'MISSED'}\n")
+
+
+def arguments(name: str, about: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m reproduce.{name}", description=(about or "").split("\n\n")[0])
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
+    parser.add_argument("--figure", type=Path, default=FIGURES / f"{name}.png", help="where to draw")
+    return parser.parse_args()
+
+
+def draw(
+    path: Path, title: str, x: str, y: str, lines: dict[str, Sequence[tuple[float, float, float]]], **how: Any
+) -> None:
+    """One line per name, of points (x, mean, spread)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for name, points in lines.items():
+        xs, means, spreads = zip(*points, strict=True)
+        axes.errorbar(xs, means, yerr=spreads, label=name, marker="o", capsize=3)
+    axes.set(title=title, xlabel=x, ylabel=y, **how)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    print(f"figure  {path}")

@@ -1,0 +1,72 @@
+"""What tests of pipelines train: a small chain, its batches, and the same in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from rainband.pipeline.cut import cut
+from rainband.pipeline.execute import Micro, Pipeline
+from rainband.pipeline.table import Table
+
+LR = 0.5
+sgd = partial(SGD, lr=LR)
+
+
+def squares(answer: Tensor, target: Tensor) -> Tensor:
+    return ((answer - target) ** 2).mean()
+
+
+def chain_net(stages: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(stages):
+        layers += [nn.Linear(4, 4), nn.Tanh()]
+    return nn.Sequential(*layers).double()
+
+
+def by_pairs(units: Sequence[str]) -> dict[str, int]:
+    """A linear layer and its tanh in each stage."""
+    return {unit: place // 2 for place, unit in enumerate(units)}
+
+
+def samples(count: int, size: int = 2) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(size, 4).double(), torch.randn(size, 4).double()) for _ in range(count)]
+
+
+def as_micros(batches: Sequence[tuple[Tensor, Tensor]]) -> list[Micro]:
+    return [Micro((x,), partial(squares, target=y), samples=len(x)) for x, y in batches]
+
+
+def trained(
+    model: nn.Module,
+    table: Table,
+    micros: Sequence[Micro],
+    recompute: bool = False,
+    stages: dict[str, int] | None = None,
+) -> tuple[Pipeline, list[float]]:
+    graph = cut(model, micros[0].args)
+    pipeline = Pipeline(graph, stages or by_pairs(graph.units), table, sgd, recompute=recompute)
+    return pipeline, pipeline.run(micros)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def plainly(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], micros: int) -> list[float]:
+    """One SGD step for `micros` microbatches: their mean gradient, as accumulation gives it."""
+    optimizer, losses = SGD(model.parameters(), lr=LR), []
+    for first in range(0, len(batches), micros):
+        for x, y in batches[first : first + micros]:
+            loss = squares(model(x), y)
+            (loss / micros).backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

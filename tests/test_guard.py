@@ -1,0 +1,149 @@
+"""The divergence guard: what it takes for trouble, what it decides, and that a run is told and saved by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rainband import events
+from rainband.guard import LOOKS_TO_LOOSEN, LOOKS_TO_SETTLE, Decision, Guard, Look
+from rainband.messages import COORDINATOR, Tune
+from rainband.rules import WaitForSlowest
+from rainband.strategies.adaptive_bound import AdaptiveBound
+from rainband.worlds import sim
+from rainband.worlds.config import RunConfig, SimSettings
+from tests.pieces import make_push, make_server, named, send, value_of
+from tests.test_clocks import make_server as make_bounded_server
+
+WELL = Look(loss=1.0, batches=10, not_finite=0, staleness_mean=1.0, num_workers=4)
+
+
+def looked(
+    guard: Guard, *looks: Look, bound: int | None = None, adapt: tuple[int, int] | None = None
+) -> list[Decision]:
+    decisions = [guard.look(look, bound, adapt) for look in looks]
+    return [decision for decision in decisions if decision is not None]
+
+
+def at(loss: float) -> Look:
+    return replace(WELL, loss=loss)
+
+
+def test_a_loss_that_falls_or_wanders_is_no_trouble() -> None:
+    assert looked(Guard(), *(at(loss) for loss in (2.0, 1.0, 1.5, 0.5, 1.2, 0.6, 0.4))) == []
+
+
+def test_a_loss_of_three_times_its_best_halves_the_learning_rate() -> None:
+    decisions = looked(Guard(), at(1.0), at(1.0), at(10.0), at(10.0))
+    assert [(d.lr_factor, d.bound) for d in decisions] == [(0.5, None)]
+    assert decisions[0].why == "the loss is at 3.7, its best was 1"  # 1 + 0.3 * 9
+
+
+def test_where_there_is_a_bound_it_is_tightened_first() -> None:
+    exploded = [at(1.0), at(100.0)]
+    assert [(d.lr_factor, d.bound) for d in looked(Guard(), *exploded, bound=5)] == [(1.0, 2)]
+    assert [(d.lr_factor, d.bound) for d in looked(Guard(), *exploded, bound=0)] == [(0.5, None)]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_trouble_at_once(loss: float) -> None:
+    assert [d.why for d in looked(Guard(), at(loss))] == ["the loss is not finite"]
+
+
+def test_three_of_ten_gradients_that_are_not_finite_are_trouble_and_three_of_a_hundred_are_not() -> None:
+    few, many = replace(WELL, not_finite=3), replace(WELL, not_finite=3, batches=100)
+    assert looked(Guard(), many) == []
+    assert [d.why for d in looked(Guard(), few)] == ["3 of 10 gradients were not finite"]
+
+
+def test_after_a_decision_it_waits_to_see_what_comes_of_it() -> None:
+    assert len(looked(Guard(), *[at(math.nan)] * LOOKS_TO_SETTLE)) == 1
+    assert len(looked(Guard(), *[at(math.nan)] * (LOOKS_TO_SETTLE + 1))) == 2
+
+
+def test_only_an_adaptive_bound_is_loosened_and_only_up_to_its_end() -> None:
+    looks = [WELL] * LOOKS_TO_LOOSEN
+    assert looked(Guard(), *looks, bound=3) == []
+    assert [d.bound for d in looked(Guard(), *looks, bound=3, adapt=(0, 9))] == [4]
+    assert looked(Guard(), *looks, bound=9, adapt=(0, 9)) == []
+    stale = [replace(WELL, staleness_mean=9.0)] * LOOKS_TO_LOOSEN
+    assert looked(Guard(), *stale, bound=3, adapt=(0, 9)) == []
+
+
+def test_an_adaptive_bound_is_not_tightened_below_its_lowest() -> None:
+    assert [(d.bound, d.lr_factor) for d in looked(Guard(), at(math.nan), bound=3, adapt=(2, 9))] == [(2, 1.0)]
+    assert [(d.bound, d.lr_factor) for d in looked(Guard(), at(math.nan), bound=2, adapt=(2, 9))] == [(None, 0.5)]
+
+
+# ---- servers ----
+
+
+def test_servers_go_on_with_the_other_learning_rate_and_a_decision_counts_once() -> None:
+    server = make_server(lr=0.5)
+    for _ in range(2):
+        server.receive(COORDINATOR, Tune(number=1, lr_factor=0.5))
+    send(server, make_push(named(0, 0)), 4.0)
+    assert value_of(server.blocks[0]) == -1.0  # 0.5 * 0.5 * 4
+
+    server.receive(COORDINATOR, Tune(number=2, lr_factor=0.5))
+    send(server, make_push(named(0, 1)), 4.0)
+    assert value_of(server.blocks[0]) == -1.5
+
+
+def test_servers_go_on_with_the_other_bound() -> None:
+    server = make_bounded_server(bound=4)
+    server.receive(COORDINATOR, Tune(number=1, bound=1))
+    rule = server.blocks[0].rule
+    assert isinstance(rule, WaitForSlowest) and rule.bound == 1 and server.report().bound == 1
+
+
+# ---- runs ----
+
+
+def simulated(folder: Path, strategy: str, **settings: object) -> tuple[sim.SimulatedResult, list[events.Guarded]]:
+    seen: list[events.AnyEvent] = []
+    config = RunConfig(
+        task="quadratic",
+        strategy=strategy,
+        strategy_settings=settings,
+        num_workers=4,
+        num_servers=1,
+        epochs=6,
+        directory=str(folder),
+        world="sim",
+        sim=SimSettings(model="lan"),
+    )
+    result = sim.run(config, seen.append)
+    return result, [event for event in seen if isinstance(event, events.Guarded)]
+
+
+def test_a_run_that_would_diverge_is_told_and_saved(tmp_path: Path) -> None:
+    """Four asynchronous workers at a rate that one process bears and they do not."""
+    ends = {}
+    for guard in (False, True):
+        folder = tmp_path / str(guard)
+        folder.mkdir()
+        ends[guard] = simulated(folder, "downpour", optimizer="sgd", lr=1.2, guard=guard)
+    (wild, silent), (tame, told) = ends[False], ends[True]
+
+    assert silent == [] and told and told[-1].lr_factor < 1 and "loss" in told[0].why
+    assert tame.metrics["loss"] < 1e-3 * wild.metrics["loss"]
+
+
+def test_a_run_that_is_well_is_left_alone(tmp_path: Path) -> None:
+    _, told = simulated(tmp_path, "downpour", optimizer="sgd", lr=0.05)
+    assert told == []
+
+
+def test_an_adaptive_bound_begins_tight_and_loosens(tmp_path: Path) -> None:
+    result, told = simulated(tmp_path, "adaptive_bound", lr=0.05, high=3)
+    assert result.outcome == "finished" and result.staleness["exceeded"] == 0
+    assert [event.bound for event in told] == [1, 2, 3] and all(event.lr_factor == 1 for event in told)
+
+
+def test_wrong_settings_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="low=3 high=2: choose 0 <= low <= high"):
+        AdaptiveBound(low=3, high=2)

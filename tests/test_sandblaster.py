@@ -1,0 +1,286 @@
+"""Sandblaster and conjugate gradient: the same iterates as one process, whoever computes, dies or is slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rainband.descent import Limits, Sampling, Where
+from rainband.strategies.conjugate_gradient import ConjugateGradient
+from rainband.strategies.sandblaster import Sandblaster
+from tests.led_runs import (
+    EXACT,
+    MODEL,
+    Logistic,
+    Rosenbrock,
+    SmallNet,
+    led,
+    objective,
+    parameters,
+    plain_lbfgs,
+    with_compute,
+)
+
+TASKS = [pytest.param(Logistic(), id="logistic"), pytest.param(SmallNet(), id="net")]
+IN_TWO_CELLS = [pytest.param(Logistic(batch_size=30), id="logistic"), pytest.param(SmallNet(batch_size=30), id="net")]
+
+
+def same_iterates(ours: list[Tensor], plain: list[Tensor]) -> None:
+    assert len(ours) == len(plain)
+    for iteration, (a, b) in enumerate(zip(ours, plain, strict=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-8, msg=lambda m, n=iteration: f"iteration {n}: {m}")
+
+
+# ---- equal to one process ----
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("line_search", ["strong_wolfe", "armijo"])
+def test_the_iterates_are_those_of_a_textbook_in_one_process(task: Any, line_search: Any) -> None:
+    strategy = Sandblaster(iterations=12, history=4, line_search=line_search, n_push=2, **EXACT)
+    ran = led(strategy, task)
+    same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(task)))
+
+
+@pytest.mark.parametrize("num_workers, num_servers", [(1, 1), (3, 1), (1, 3), (5, 2)])
+def test_the_numbers_of_workers_and_servers_do_not_matter(num_workers: int, num_servers: int) -> None:
+    strategy = Sandblaster(iterations=10, history=3, n_push=2, weight_decay=0.01, **EXACT)
+    ran = led(strategy, Logistic(), num_workers, num_servers)
+    same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(Logistic(), weight_decay=0.01)))
+
+
+def test_on_a_small_problem_it_goes_where_torchs_own_lbfgs_goes() -> None:
+    f, w = objective(Logistic())
+    first = min(1.0, 1.0 / float(f(w)[1].abs().sum()))  # as torch takes it
+    ours = led(Sandblaster(iterations=8, first_step=first * float(f(w)[1].norm()), **EXACT), Logistic()).iterates
+
+    point = w.clone().requires_grad_()
+    torchs = torch.optim.LBFGS([point], max_iter=1, line_search_fn="strong_wolfe", tolerance_grad=0, tolerance_change=0)
+
+    def closure() -> float:
+        loss, point.grad = f(point.detach())
+        return loss
+
+    for ours_now in ours[1:]:
+        torchs.step(closure)
+        torch.testing.assert_close(point.detach(), ours_now, rtol=1e-6, atol=1e-7)
+
+
+THOROUGH = {"iterations": 1500, "weight_decay": 0.01, "loss_tolerance": 1e-12, "n_push": 1}
+
+
+@pytest.mark.parametrize("task", IN_TWO_CELLS)
+@pytest.mark.parametrize("strategy", [Sandblaster(**THOROUGH), ConjugateGradient(**THOROUGH)], ids=["lbfgs", "cg"])
+def test_the_final_loss_is_scipys(task: Any, strategy: Any) -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    f, w = objective(task, weight_decay=0.01)
+
+    def as_scipy_wants(v: Any) -> tuple[float, Any]:
+        loss, gradient = f(torch.from_numpy(v))
+        return loss, gradient.numpy()
+
+    options = {"maxiter": 5000, "ftol": 1e-15, "gtol": 1e-9}
+    scipys = optimize.minimize(as_scipy_wants, w.numpy(), jac=True, method="L-BFGS-B", options=options)
+    ran = led(strategy, task)
+    assert ran.iterated[-1].loss == pytest.approx(scipys.fun, abs=1e-6)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (1e3, 1e-2)], ids=["plain", "badly scaled"])
+def test_rosenbrocks_valleys_are_followed_to_their_end(scales: tuple[float, float]) -> None:
+    task = Rosenbrock(scales=scales)
+    ran = led(Sandblaster(iterations=500, gradient_tolerance=1e-9, loss_tolerance=0.0, n_push=1), task)
+    ends = parameters(ran.world).view(-1, 2) * torch.tensor(scales, dtype=torch.float64)
+    torch.testing.assert_close(ends, torch.ones_like(ends), rtol=0, atol=1e-5)
+
+
+def test_conjugate_gradient_follows_rosenbrocks_valley_too() -> None:
+    ran = led(ConjugateGradient(iterations=500, gradient_tolerance=1e-7, loss_tolerance=0.0, n_push=1), Rosenbrock())
+    torch.testing.assert_close(parameters(ran.world), torch.ones(18, dtype=torch.float64), rtol=0, atol=1e-4)
+
+
+def test_conjugate_gradient_ends_on_a_quadratic_of_n_dimensions_after_about_n_iterations() -> None:
+    """The least squares of a line through points: two parameters, two directions, and a search that is not perfect."""
+
+    class Line(Logistic):
+        def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+            loss: Tensor = ((model(batch[0])[:, 0] - batch[1]) ** 2).mean()
+            return loss
+
+    ran = led(ConjugateGradient(gradient_tolerance=1e-8, loss_tolerance=0.0), Line(dimension=1))
+    x, y = Line(dimension=1).data().tensors
+    slope, at_0 = np.polyfit(x[:, 0].numpy(), y.numpy(), 1)
+    torch.testing.assert_close(parameters(ran.world), torch.tensor([slope, at_0]), rtol=0, atol=1e-7)
+    assert ran.iterated[-1].iteration <= 8
+
+
+# ---- whatever happens to the workers ----
+
+FAULTS = {
+    "a worker dies": "0.150 kill worker 1",
+    "its machine dies": "0.150 crash worker 1",
+    "it dies and comes back": "0.150 kill worker 1\n0.400 start worker 1",
+    "it sleeps": "0.150 pause worker 1 for 3.000",
+    "pushes come twice and overtake each other": "0.000 repeat worker 0 > server 1 for 99.000\n"
+    "0.000 mix worker 0 > server 1 for 99.000 by 0.050",
+    "a server sleeps": "0.150 pause server 0 for 0.700",
+    "answers come late": "0.000 slow server 1 > coordinator for 99.000 by 0.300",
+}
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_iterates_do_not_depend_on_what_happens(faults: str, seed: int) -> None:
+    strategy = Sandblaster(iterations=4, n_push=1, **EXACT)
+    ran = led(strategy, Logistic(), num_workers=3, faults=faults, seed=seed)
+
+    assert ran.world.coordinator.outcome == "finished", ran.world.coordinator.reason
+    same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(Logistic())))
+    books = ran.world.coordinator.books()
+    assert books is not None and books.balanced and books.applied == books.batches and not books.not_done
+
+
+def test_a_worker_that_is_five_times_slower_hardly_matters() -> None:
+    """Three equal workers and one that does a fifth: 15 cells take at best 15 / 3.2 = 4.7 s, in a static split 20 s."""
+    even: dict[str, Any] = {"kind": "constant", "step_s": 1.0}
+    strategy = Sandblaster(iterations=1, n_push=1, **EXACT)
+    slow = led(strategy, Logistic(), 4, 1, with_compute(**even, slow_workers=(3,), slow_factor=5.0))
+    per_evaluation = slow.iterated[-1].at_s / slow.iterated[-1].evaluations
+
+    assert per_evaluation < 7.0
+    assert slow.iterated[-1].backups > 0
+    same_iterates(slow.iterates, plain_lbfgs(strategy, *objective(Logistic())))
+
+
+def test_equal_workers_do_no_copies() -> None:
+    ran = led(Sandblaster(iterations=3, n_push=1), Logistic(), 3, 1, with_compute(kind="constant", step_s=1.0))
+    assert ran.iterated[-1].backups == 0
+
+
+def test_every_worker_pulls_once_in_an_evaluation_and_every_cell_is_pushed_once() -> None:
+    ran = led(Sandblaster(iterations=3, n_push=2), Logistic(), 2, 2, with_compute(kind="constant", step_s=1.0))
+    evaluations, model_bytes = ran.iterated[-1].evaluations, 8 * 48  # 20 weights and a bias, each on its boundary
+    pulled = [worker.stats.pulled_bytes for worker in ran.world.workers.values()]
+    assert pulled[1] == evaluations * model_bytes
+    assert pulled[0] == (evaluations + 1) * model_bytes  # and once more to save the model
+    assert sum(w.stats.pushed_bytes for w in ran.world.workers.values()) == evaluations * 8 * model_bytes
+
+
+def test_three_deaths_at_one_cell_end_the_run() -> None:
+    kills = "\n".join(f"{at:.3f} kill worker {worker}" for worker, at in enumerate((1.5, 3.5, 5.5)))
+    ran = led(Sandblaster(n_push=64), Logistic(), 4, 1, with_compute(kind="constant", step_s=1.0), kills)
+    assert ran.world.coordinator.outcome == "failed"
+    assert ran.world.coordinator.reason == "cell 0 ended 3 workers"
+
+
+def test_a_run_that_is_stopped_in_a_search_goes_back_to_where_the_iteration_began() -> None:
+    ran = led(Sandblaster(iterations=50, n_push=1, **EXACT), Logistic(), run=False)
+    ran.world.run(until_s=1.0)
+    ran.world.leader.send(ran.world.coordinator.stop("stopped", "enough"))
+    ran.world.run()
+
+    assert ran.world.coordinator.outcome == "stopped" and len(ran.iterates) > 2
+    assert torch.equal(parameters(ran.world), ran.iterates[-1])
+
+
+# ---- what it needs ----
+
+
+@pytest.mark.parametrize("history", [1, 2, 5])
+def test_memory_is_at_most_2m_plus_4_vectors(history: int) -> None:
+    ran = led(Sandblaster(iterations=12, history=history, **EXACT), SmallNet())
+    assert 2 * history + 3 <= ran.vectors <= 2 * history + 4
+
+
+def test_losses_are_means_over_exactly_the_samples() -> None:
+    """58 samples in batches of 4: the last one has 2, which count as 2."""
+    f, w = objective(Logistic())
+    ran = led(Sandblaster(iterations=1, n_push=3), Logistic())
+    assert ran.iterated[0].loss == pytest.approx(f(w)[0], abs=1e-14)
+    assert ran.iterated[0].gradient_norm == pytest.approx(float(f(w)[1].norm()), abs=1e-14)
+
+
+def test_a_step_into_infinity_is_taken_back() -> None:
+    """The loss is exp(w) - 10 w, from -5: a first step of a thousand overflows."""
+
+    class Steep(Rosenbrock):
+        def model(self) -> Any:
+            model = torch.nn.Linear(1, 1, bias=False).double()
+            torch.nn.init.constant_(model.weight, -5.0)
+            return model
+
+        def loss(self, model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+            w = model.weight[0, 0]
+            loss: Tensor = torch.exp(w) - 10 * w + 0.0 * batch[0].sum()
+            return loss
+
+    ran = led(Sandblaster(first_step=9e9, gradient_tolerance=1e-9, loss_tolerance=0.0), Steep())
+    assert float(parameters(ran.world)) == pytest.approx(np.log(10), abs=1e-8)
+
+
+# ---- a part of the data in each iteration ----
+
+
+def test_a_part_of_the_data_lowers_the_loss_of_all_of_it() -> None:
+    task = Logistic(samples=200, batch_size=20)
+    f, w = objective(task, weight_decay=0.01)
+    ran = led(Sandblaster(iterations=12, batch=0.6, n_push=1, weight_decay=0.01, **EXACT), task)
+    best = f(plain_lbfgs(Sandblaster(iterations=30), *objective(task, weight_decay=0.01))[-1])[0]
+    assert f(parameters(ran.world))[0] - best < 0.2 * (f(w)[0] - best)
+    assert ran.iterated[-1].cells == 6 * ran.iterated[-1].evaluations
+
+
+def test_a_part_keeps_half_of_the_one_before() -> None:
+    sampling = Sampling(part=0.4, overlap=0.5)
+    first = sampling.draw(0, 7, 50, ())
+    second = sampling.draw(1, 7, 50, first)
+    assert len(first) == len(second) == 20
+    assert len(set(first) & set(second)) >= 10
+    assert second == sampling.draw(1, 7, 50, first) != sampling.draw(1, 8, 50, first)
+
+
+# ---- when to stop, and what is wrong ----
+
+
+@pytest.mark.parametrize(
+    "iteration, before, now, why",
+    [
+        (3, 2.0, Where(1.0, 0.5), ""),
+        (3, 2.0, Where(1.0, 0.1), "the gradient norm is at most 0.1"),
+        (3, 2.0, Where(1.99, 0.5), "the loss changed by at most 0.01 of itself"),
+        (9, 2.0, Where(1.0, 0.5), "9 iterations are done"),
+        (0, float("inf"), Where(1.0, 0.5), ""),
+        (3, 2.0, Where(float("nan"), 0.5), "the loss is not finite"),
+    ],
+)
+def test_when_it_stops(iteration: int, before: float, now: Where, why: str) -> None:
+    assert Limits(iterations=9, gradient_tolerance=0.1, loss_tolerance=0.01).reached(iteration, before, now) == why
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"n_push": 65}, "n_push=65: choose from 1 to 64"),
+        ({"history": 0}, "choose at least 1"),
+        ({"c1": 0.9, "c2": 0.1}, "0 < c1 < c2 < 1"),
+        ({"batch": 0.0}, "both are parts, from 0 to 1"),
+        ({"weight_decay": -1.0}, "at least 0"),
+    ],
+)
+def test_wrong_settings_are_told_at_once(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Sandblaster(**settings)
+
+
+def test_it_ends_at_once_where_the_gradient_is_zero() -> None:
+    class Flat(Rosenbrock):
+        def loss(self, model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+            loss: Tensor = 0.0 * model.w.sum()
+            return loss
+
+    for strategy in (Sandblaster(), ConjugateGradient()):
+        ran = led(strategy, Flat(), model=MODEL)
+        assert (len(ran.iterated), ran.end) == (1, "the gradient norm is at most 1e-05")
