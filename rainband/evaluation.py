@@ -46,7 +46,8 @@ class HandOut:
 
     def __init__(self, cells: Sequence[int], pace: Pace) -> None:
         self.pace = pace
-        self.fresh = sorted(cells)
+        self.cells = sorted(cells)
+        self.fresh = list(self.cells)  # that nobody was given
         self.open = set(cells)  # that nobody has delivered
         self.held: dict[int, Held] = {}
         self.copies: dict[int, int] = {}  # cell -> workers that have it
@@ -73,9 +74,10 @@ class HandOut:
     def _fresh(self, worker: int, held: Held, num_workers: int) -> tuple[int, ...]:
         if not self.fresh:
             return ()
-        most = max(1, len(self.fresh) // (PARTS * max(1, num_workers)))
+        num_workers = max(1, num_workers)
+        most = max(1, len(self.fresh) // (PARTS * num_workers))
         if held.last < 0:
-            wanted = self.pace.home.get(worker, self.fresh[0] + worker * len(self.fresh) // max(1, num_workers))
+            wanted = self.pace.home.get(worker, self.cells[worker % num_workers * len(self.cells) // num_workers])
         else:
             wanted = held.last + 1
         at = bisect_left(self.fresh, wanted)

@@ -1,7 +1,7 @@
 """Mean staleness of soft synchronisation is (workers - 1) / c; its tail depends on the machines (Gupta et al. 2016).
 
-Thirty workers, an update for every c = 30 / n gradients. The mean is exact for any distribution of computing times; that
-no gradient misses more than 2n updates holds for machines that are alike, and not for exponential times.
+Thirty workers, an update for every c = 30 / n gradients. The mean is exact for any distribution of computing times;
+that no gradient misses more than 2n updates holds for machines that are alike, and not for exponential times.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def plan_made(plan: PlanMade) -> str:
     if not plan.epochs:
         return (
             f"{count(plan.num_parameters, 'parameter')} in {count(plan.num_blocks, 'block')}, "
-            f"{count(plan.num_samples, 'sample')} in batches of {plan.batch_size}, as many passes as the loops make"
+            f"{count(plan.num_samples, 'sample')} in batches of {plan.batch_size}, as many passes as it takes"
         )
     return (
         f"{count(plan.num_parameters, 'parameter')} in {count(plan.num_blocks, 'block')}, "
@@ -144,7 +144,7 @@ def iterations(so_far: RunSoFar) -> str:
     backups = f", {count(now.backups, 'backup')}" if now.backups else ""
     return (
         f"iteration {now.iteration}  |gradient| {gradient}  step {short(now.step)}  "
-        f"{count(now.evaluations, 'evaluation')} of {count(now.cells, 'cell')}{backups}"
+        f"{count(now.evaluations, 'evaluation')}, {count(now.cells, 'cell')}{backups}"
     )
 
 

@@ -36,6 +36,7 @@ from rainband.worlds.sim_faults import Trouble
 from rainband.worlds.sim_memory import Desk
 from rainband.worlds.sim_world import Notes, Play, World
 from rainband.worlds.spans import Span, write_spans
+from rainband.worlds.verdict import judged
 
 PROGRESS_POINTS = 30  # as many events tell of the progress of a run; heartbeats come as often
 POINTS_IN_BULK = 8
@@ -178,21 +179,24 @@ class Simulation:
         coordinator, seconds = self.world.coordinator, self.world.clock.now
         books, samples = coordinator.books(), coordinator.samples_done()
         self.world.leader.send([])  # the last events
+        outcome, reason = judged(coordinator.outcome, coordinator.reason, books, self.config)
+        training_s = self.log.training.seconds
         result = SimulatedResult(
-            outcome=coordinator.outcome,
-            reason=coordinator.reason,
+            outcome=outcome,
+            reason=reason,
             strategy=self.config.strategy,
             task=self.config.task,
             workers=self.config.num_workers,
             servers=self.config.num_servers,
             samples=samples,
             seconds=seconds,
-            samples_per_s=samples / seconds if seconds else 0.0,
+            training_s=training_s,
+            samples_per_s=samples / (training_s or seconds) if seconds else 0.0,
             metrics=coordinator.metrics,
             books=msgspec.to_builtins(books) if books else {},
             staleness=msgspec.to_builtins(coordinator.staleness(), str_keys=True),
             directory=str(self.directory),
-            exit_code=130 if self.interrupted else int(coordinator.outcome == "failed"),
+            exit_code=130 if self.interrupted else int(outcome == "failed"),
             trace_hash=self._trace_hash(),
         )
         self._write_simulated(result.trace_hash)
@@ -202,6 +206,7 @@ class Simulation:
                 outcome=result.outcome,
                 reason=result.reason,
                 seconds=seconds,
+                training_s=training_s,
                 samples=samples,
                 metrics=result.metrics,
                 books=result.books,
