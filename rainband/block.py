@@ -16,7 +16,7 @@ from rainband.messages import Missed, Tally
 from rainband.optim import BlockOptimizer
 from rainband.places import Place
 from rainband.portions import Marks, Name, Plan, num_batches
-from rainband.types import ClockedRule, KeepingRule, LimitedRule, TunableRule
+from rainband.types import ClockedRule, KeepingRule, LimitedRule, NamingRule, TunableRule, offers
 from rainband.vectors import Vectors
 
 if TYPE_CHECKING:
@@ -41,10 +41,11 @@ class Block:
         self.place = place
         self.plan = plan
         self.rule: Rule = half.rule()
-        self.clocked = self.rule if isinstance(self.rule, ClockedRule) else None
-        self.keeping = self.rule if isinstance(self.rule, KeepingRule) else None
-        self.limited = self.rule if isinstance(self.rule, LimitedRule) else None
-        self.tunable = self.rule if isinstance(self.rule, TunableRule) else None
+        self.clocked = offers(self.rule, ClockedRule)
+        self.keeping = offers(self.rule, KeepingRule)
+        self.limited = offers(self.rule, LimitedRule)
+        self.naming = offers(self.rule, NamingRule)
+        self.tunable = offers(self.rule, TunableRule)
         self.schedule = half.schedule
         self.lr_factor = 1.0  # of the divergence guard
         self.dtype: torch.dtype = getattr(torch, spec.dtype)

@@ -192,7 +192,7 @@ class Coordinator:
                 return self._returned(worker, message, now)
             case Ended():
                 self._is_here(worker, now)
-                others = self._forget_while_others_work(worker) + self._forget_cells_of(worker, now)
+                others = self._forget_while_others_work(worker) + self._forget_cells_of(worker, now, ended=True)
                 return others + self._ended(worker, message, body)
             case Concluded():
                 return self._concluded(worker, message)
@@ -731,11 +731,12 @@ class Coordinator:
         worker.leases.clear()
         return outs + self._forget_cells_of(worker, now)
 
-    def _forget_cells_of(self, worker: WorkerState, now: float) -> list[Out]:
+    def _forget_cells_of(self, worker: WorkerState, now: float, ended: bool = False) -> list[Out]:
         """Where cells are handed out from here: what a worker has not delivered is for others."""
         if self.leader is None or self.phase != "running":
             return []
-        if fatal := self.leader.forget(worker.peer.index, died=not worker.connected):
+        gone = ended or not worker.connected
+        if fatal := self.leader.forget(worker.peer.index, gone, died=not worker.connected):
             return self.stop("failed", fatal)
         return self._led(self.leader.look(now))
 

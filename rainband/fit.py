@@ -65,12 +65,14 @@ def fit(
     """
     from rainband.errors import RainbandError
     from rainband.worlds import local
-    from rainband.worlds.config import RunConfig
+    from rainband.worlds.config import RunConfig, check_epochs
     from rainband.worlds.directory import new_directory
 
     task_name, task_settings = _named(task, "rainband.tasks")
     strategy_name, strategy_settings = _named(strategy, "rainband.strategies")
-    if _object(strategy, strategy_name, strategy_settings).server(1) is None:
+    made: Strategy = _object(strategy, strategy_name, strategy_settings)
+    check_epochs(made, strategy_name or type(strategy).__name__, epochs)
+    if made.server(1) is None:
         workers, servers = 1, 0
     if workers < 1 or servers < 0:
         raise ValueError(f"workers={workers}, servers={servers}: there must be at least one worker.")
@@ -96,7 +98,7 @@ def fit(
     with _inherited(carried) as fds:
         directory = new_directory(Path(runs), config.task, config.strategy)
         config = _in_directory(config, directory)
-        result = local.run(config, notes, capture=True, entries=ENTRIES, fds=fds, strategy=None if strategy_name or isinstance(strategy, str) else strategy)
+        result = local.run(config, notes, capture=True, entries=ENTRIES, fds=fds, strategy=made)
     if result.outcome == "failed":
         raise RainbandError(f"{result.reason}{notes.traceback} (its directory is {directory})")
     _warn_if_diverged(result)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-EXPLODED = 3.0  # times the best loss so far, both smoothed
+EXPLODED = 2.0  # times the way from the first loss to the best one, or to 0, above the best; all smoothed
 SMOOTHING = 0.3  # the weight of a new look
 NOT_FINITE_SHARE = 0.1  # of the gradients since the last look
 NOT_FINITE_LEAST = 3
@@ -44,6 +44,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.smoothed: float | None = None
+        self.first: float | None = None
         self.best = math.inf
         self.settling = 0  # looks before it may decide again
         self.healthy = 0  # looks without a sign of trouble
@@ -70,9 +71,11 @@ class Guard:
         if not math.isfinite(look.loss):
             return "the loss is not finite"
         self.smoothed = look.loss if self.smoothed is None else self._now() + SMOOTHING * (look.loss - self._now())
-        if self.smoothed > EXPLODED * self.best and self.smoothed > self.best + 1e-6:
-            return f"the loss is at {self.smoothed:.3g}, its best was {self.best:.3g}"
+        self.first = self.smoothed if self.first is None else self.first
         self.best = min(self.best, self.smoothed)
+        # Not a multiple of the best: near 0 every batch is that, and a loss may be negative.
+        if self.smoothed > self.best + EXPLODED * max(abs(self.first), self.first - self.best):
+            return f"the loss is at {self.smoothed:.3g}, its best was {self.best:.3g}"
         return ""
 
     def _now(self) -> float:

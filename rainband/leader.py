@@ -245,9 +245,13 @@ class Leader:
             hand_out.returned(worker.index, cell, now)
         return self._hand_out()
 
-    def forget(self, worker: int, died: bool) -> str:
-        """A worker is gone or late; says so if what it was at has ended too many."""
-        self.wanting.pop(worker, None)
+    def forget(self, worker: int, gone: bool, died: bool) -> str:
+        """A worker is late or gone; says so if what it was at has ended too many.
+
+        Who is only late has asked, and does not ask again: it still gets what is left when it is its turn.
+        """
+        if gone:
+            self.wanting.pop(worker, None)
         self.working.discard(worker)
         hand_out = self._open()
         cell = hand_out.forget(worker) if hand_out is not None else None

@@ -49,7 +49,7 @@ from rainband.messages import (
 from rainband.places import Place
 from rainband.portions import Name, why_not
 from rainband.schedules import Schedule
-from rainband.types import ClockedRule, NamingRule, ServerHalf
+from rainband.types import ClockedRule, NamingRule, ServerHalf, offers
 
 DONE_WITH = ("applied", "had", "revoked", "crossed", "late")  # whatever the answer, the sender goes on
 Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
@@ -245,17 +245,17 @@ class Server:
 
     def _name(self, block: Block) -> list[Out]:
         """If block 0 has just chosen the cells of a round: tell the other blocks, here and elsewhere."""
-        if block.index or not isinstance(block.rule, NamingRule) or not block.rule.chosen:
+        if block.index or block.naming is None or not block.naming.chosen:
             return []
-        chosen, block.rule.chosen = block.rule.chosen, []
+        chosen, block.naming.chosen = block.naming.chosen, []
         outs = [out for named in chosen for out in self._named(named)]
         return [*(Out(COORDINATOR, named) for named in chosen), *outs]
 
     def _named(self, named: Named) -> list[Out]:
         for block in self.blocks.values():
-            if isinstance(block.rule, NamingRule):
+            if block.naming is not None:
                 before = block.version
-                block.rule.names(block, named)
+                block.naming.names(block, named)
                 self.updates += block.version - before
                 self._drop(block)
         last = next(reversed(self.blocks.values()), None)
@@ -361,7 +361,7 @@ class Server:
             half = replace(half, optimizer=assign.optimizer, schedule=Schedule())
         reads = half.rule().reads
         self.asks = reads == "admitted"
-        self.naming = isinstance(half.rule(), NamingRule)
+        self.naming = offers(half.rule(), NamingRule) is not None
         self.guard, self.adapt = half.guard and assign.optimizer is None, half.adapt
         self.led = Led(half.vectors) if half.vectors else None
         buffers = 2 if reads == "round" else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rainband.portions import Name, Plan
     from rainband.schedules import Schedule
     from rainband.vectors import Operation
+
+Kind = TypeVar("Kind")
 
 
 @runtime_checkable
@@ -100,7 +102,6 @@ class Rule(Protocol):
         """Apply what is buffered: the end of the run, or other numbers."""
 
 
-@runtime_checkable
 class ClockedRule(Protocol):
     """A rule that admits readers by how far everyone has come: a clock is the number of cells a worker is done with."""
 
@@ -116,7 +117,6 @@ class ClockedRule(Protocol):
         """For whom does a reader wait that is not admitted? None: for its own pushes."""
 
 
-@runtime_checkable
 class NamingRule(Protocol):
     """A rule in which block 0 chooses, and all others must choose the same."""
 
@@ -125,7 +125,6 @@ class NamingRule(Protocol):
     def names(self, block: Block, named: Named) -> None: ...
 
 
-@runtime_checkable
 class KeepingRule(Protocol):
     """A rule that keeps a copy of what each reader was given."""
 
@@ -134,7 +133,6 @@ class KeepingRule(Protocol):
     def copy_of(self, reader: int, version: int) -> Tensor | None: ...
 
 
-@runtime_checkable
 class TunableRule(Protocol):
     """A rule whose bound may change during the run."""
 
@@ -143,11 +141,19 @@ class TunableRule(Protocol):
     def retune(self, bound: int) -> None: ...
 
 
-@runtime_checkable
 class LimitedRule(Protocol):
     """A rule that bounds what a reader may miss, and measures it."""
 
     def limit(self) -> Limit: ...
+
+
+def offers(rule: object, kind: type[Kind]) -> Kind | None:
+    """A rule as one that can do more, if it can.
+
+    Not by isinstance: since Python 3.12 that does not see what a rule hands on to another one inside it.
+    """
+    wanted = {name for name in (*vars(kind), *getattr(kind, "__annotations__", {})) if not name.startswith("_")}
+    return cast("Kind", rule) if all(hasattr(rule, name) for name in wanted) else None
 
 
 class Block(Protocol):

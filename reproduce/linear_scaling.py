@@ -9,7 +9,7 @@ from __future__ import annotations
 from reproduce.runs import arguments, draw, over_seeds, report, simulate
 
 WORKERS = (1, 4, 8, 16, 32)
-EPOCHS, BATCH_SIZE, LR = 8, 8, 0.03
+EPOCHS, BATCH_SIZE, LR, MOMENTUM = 10, 8, 0.015, 0.9
 WARMUPS = {"no warm-up": 0.0, "warm-up over a quarter": 0.25}
 
 
@@ -22,6 +22,7 @@ def error(workers: int, warmup: float, seed: int) -> float:
         epochs=EPOCHS,
         batch_size=BATCH_SIZE,
         lr=LR,
+        momentum=MOMENTUM,
         scaling="linear",
         warmup=warmup,
     )

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from reproduce.runs import Done, arguments, draw, over_seeds, report, simulate
 
-WORKERS, EPOCHS = 8, 6
+WORKERS, EPOCHS = 8, 8
 BOUNDS = (0, 1, 3, 8)
 CLUSTERS = {"no stragglers": 0.0, "stragglers": 0.05}
 
 
 def train(bound: int, chance: float, seed: int) -> Done:
     compute = {"kind": "lognormal", "spread": 0.05, "straggler_chance": chance, "straggler_factor": 10.0}
-    return simulate("digits", "stale_sync", WORKERS, seed, compute=compute, epochs=EPOCHS, bound=bound, lr=0.1)
+    return simulate("digits", "stale_sync", WORKERS, seed, compute=compute, epochs=EPOCHS, bound=bound, lr=0.03)
 
 
 def main() -> None:

@@ -36,10 +36,15 @@ def test_a_loss_that_falls_or_wanders_is_no_trouble() -> None:
     assert looked(Guard(), *(at(loss) for loss in (2.0, 1.0, 1.5, 0.5, 1.2, 0.6, 0.4))) == []
 
 
-def test_a_loss_of_three_times_its_best_halves_the_learning_rate() -> None:
+def test_a_loss_that_rises_by_more_than_twice_where_it_began_halves_the_learning_rate() -> None:
     decisions = looked(Guard(), at(1.0), at(1.0), at(10.0), at(10.0))
     assert [(d.lr_factor, d.bound) for d in decisions] == [(0.5, None)]
     assert decisions[0].why == "the loss is at 3.7, its best was 1"  # 1 + 0.3 * 9
+
+
+def test_noise_near_zero_and_a_negative_loss_are_no_trouble() -> None:
+    assert looked(Guard(), at(2.0), *[at(1e-6)] * 20, at(1e-4), at(1e-3), at(0.1)) == []
+    assert looked(Guard(), at(0.0), at(-10.0), at(-30.0), at(-20.0), at(-28.0)) == []
 
 
 def test_where_there_is_a_bound_it_is_tightened_first() -> None:

@@ -24,14 +24,14 @@ KINDS = ("downpour", "ragged", "sync", "stale_sync", "soft_sync", "bounded_delay
 FEW, MANY, CHUNK = 50, 2_000, 200
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "downpour": lambda: Downpour(lr=LR, optimizer="sgd"),
-    "downpour, in step": lambda: Downpour(lr=LR, optimizer="sgd", overlap=False),
-    "downpour, two at a time": lambda: Downpour(lr=LR, optimizer="sgd", n_push=2),
+    "downpour": lambda: Downpour(lr=LR, optimizer="sgd", guard=False),
+    "downpour, in step": lambda: Downpour(lr=LR, optimizer="sgd", overlap=False, guard=False),
+    "downpour, two at a time": lambda: Downpour(lr=LR, optimizer="sgd", n_push=2, guard=False),
     "ragged": Ragged,
     "sync": lambda: Sync(lr=LR),
-    "stale_sync": lambda: StaleSync(bound=1, lr=LR),
+    "stale_sync": lambda: StaleSync(bound=1, lr=LR, guard=False),
     "soft_sync": lambda: Softly(n=1),
-    "bounded_delay": lambda: BoundedDelay(tau=1, lr=LR),
+    "bounded_delay": lambda: BoundedDelay(tau=1, lr=LR, guard=False),
     "sync, one backup worker": lambda: Sync(lr=LR, backup_workers=1),
 }
 every_strategy = pytest.mark.parametrize("name", list(STRATEGIES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 
 from rainband.descent import Limits, Sampling, Where
+from rainband.sim.faults import Chances, random_script
 from rainband.strategies.conjugate_gradient import ConjugateGradient
 from rainband.strategies.sandblaster import Sandblaster
 from tests.led_runs import (
     EXACT,
     MODEL,
+    TIMEOUT_S,
     Logistic,
     Rosenbrock,
     SmallNet,
@@ -127,6 +130,8 @@ FAULTS = {
     "pushes come twice and overtake each other": "0.000 repeat worker 0 > server 1 for 99.000\n"
     "0.000 mix worker 0 > server 1 for 99.000 by 0.050",
     "a server sleeps": "0.150 pause server 0 for 0.700",
+    "commands and answers come twice": "0.000 repeat coordinator > server 0 for 99.000\n"
+    "0.000 repeat server 0 > coordinator for 99.000\n0.000 repeat worker 1 > coordinator for 99.000",
     "answers come late": "0.000 slow server 1 > coordinator for 99.000 by 0.300",
 }
 
@@ -141,6 +146,21 @@ def test_the_iterates_do_not_depend_on_what_happens(faults: str, seed: int) -> N
     same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(Logistic())))
     books = ran.world.coordinator.books()
     assert books is not None and books.balanced and books.applied == books.batches and not books.not_done
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_in_a_storm_it_is_the_same_result_or_there_is_a_reason(seed: int) -> None:
+    """Kills, pauses, lost lines and late messages, drawn from a seed; servers live."""
+    strategy = Sandblaster(iterations=4, n_push=1, **EXACT)
+    chances = Chances(length_s=1.5, timeout_s=TIMEOUT_S, servers_die=False)
+    script = random_script(Random(f"storm {seed}"), 3, 2, chances)
+    ran = led(strategy, Logistic(), num_workers=3, faults="\n".join(map(str, script)), seed=seed + 1)
+    coordinator = ran.world.coordinator
+
+    assert coordinator.phase == "over", ran.world.who_waits()
+    same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(Logistic()))[: len(ran.iterates)])
+    if coordinator.outcome != "finished":
+        assert any(why in coordinator.reason for why in ("no worker is left", "ended 3 workers", "was lost"))
 
 
 def test_a_worker_that_is_five_times_slower_hardly_matters() -> None:

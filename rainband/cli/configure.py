@@ -24,7 +24,7 @@ from rainband.settings import as_dict, parse_pairs
 from rainband.tasks.load import task_names
 from rainband.tasks.source import check_values, read_task
 from rainband.types import Strategy
-from rainband.worlds.config import RunConfig
+from rainband.worlds.config import RunConfig, check_epochs
 from rainband.worlds.directory import read_config
 
 WORKERS, SERVERS = 4, 2  # where none are asked for
@@ -46,6 +46,7 @@ def configured(
     if given.get("transport", "auto") not in TRANSPORTS:
         raise ValueError(f"--transport {given['transport']}: choose from {', '.join(TRANSPORTS)}.")
     strategy = _strategy(base.strategy, base.strategy_settings)
+    check_epochs(strategy, base.strategy, given.get("epochs"))
     crew = _crew(base, strategy, given)
     world = world or base.world
     if world == "local":

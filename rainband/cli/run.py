@@ -119,12 +119,14 @@ def _crew(name: str, pairs: list[str], workers: int, servers: int | None) -> tup
     """The strategy's settings, checked, and how many there are of each role."""
     from rainband.catalogue import load_strategy
     from rainband.settings import parse_pairs
+    from rainband.worlds.config import refuse_led
 
     settings = parse_pairs(pairs)
     for setting in OF_THE_SCRIPT:
         if setting in settings:
             raise ValueError(f"{setting}={settings[setting]}: the script's own optimizer says so; leave it out here.")
     strategy = load_strategy(name, settings)
+    refuse_led(strategy, name)
     if strategy.server(workers) is None:
         if servers:
             raise ValueError(f"{name} has no servers: leave --servers {servers} out.")

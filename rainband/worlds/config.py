@@ -73,3 +73,21 @@ def encode_job(job: Job) -> bytes:
 def lead_of(strategy: Strategy) -> Lead | None:
     """The third half of a strategy that the coordinator leads; none: it does not lead this one."""
     return strategy.lead if isinstance(strategy, LedStrategy) else None
+
+
+def check_epochs(strategy: Strategy, name: str, epochs: int | None) -> None:
+    """What the coordinator leads goes over the data as often as it needs."""
+    if epochs is not None and lead_of(strategy) is not None:
+        raise ValueError(
+            f"{name} counts iterations, and goes over the data as often as these need: give it iterations={epochs} "
+            "instead of epochs."
+        )
+
+
+def refuse_led(strategy: Strategy, name: str) -> None:
+    """A loop of the user's own goes over the data as it likes; such a strategy must say how often."""
+    if lead_of(strategy) is not None:
+        raise ValueError(
+            f"{name} goes over the data as often as it needs, so it has no place in a loop of your own: use "
+            f"rainband.minimize(task), or rainband train TASK {name}."
+        )

@@ -14,6 +14,7 @@ from rainband.handover import settings_of, spec_of
 from rainband.optim import why_not_blockwise
 from rainband.optim_spec import OptimizerSpec
 from rainband.types import Strategy
+from rainband.worlds.config import refuse_led
 
 
 def takes_any_optimizer(strategy: Strategy) -> bool:
@@ -40,6 +41,7 @@ def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy,
             "not shared. If another optimizer trains them, join both: rainband.join(model, [first, second]).",
             stacklevel=5,
         )
+    refuse_led(strategy, type(strategy).__name__.lower())
     if not takes_any_optimizer(strategy):
         _check_optimizer(spec_of(optimizers), optimizers, strategy, importable)
 

@@ -30,7 +30,7 @@ from rainband.transports.control import Control
 from rainband.transports.dial import can_share_memory, dial
 from rainband.transports.ports import SharedPort, TcpPort
 from rainband.transports.switchboard import Switchboard
-from rainband.types import KeepingRule, Port, Strategy
+from rainband.types import KeepingRule, Port, Strategy, offers
 from rainband.worlds.config import Job
 
 
@@ -159,7 +159,7 @@ class Member:
     def _reads_are_kept(self) -> bool:
         strategy = self.strategy or load_strategy(self.config.strategy, self.config.strategy_settings)
         half = strategy.server(self.num_workers)
-        return half is not None and isinstance(half.rule(), KeepingRule)
+        return half is not None and offers(half.rule(), KeepingRule) is not None
 
     def _from_server(self, message: Message, payload: Tensor | None) -> None:
         if self.client is not None and not isinstance(message, Opened):

@@ -9,8 +9,11 @@ from typing import Any
 
 from rainband.messages import (
     Ack,
+    Answer,
     Ask,
     Beat,
+    Command,
+    Evaluated,
     Finish,
     Lease,
     Message,
@@ -30,7 +33,10 @@ from rainband.sim.trace import Trace
 HEADER_BYTES = 100  # a message without its payload, more or less
 KEEPING_TIME = (Beat, Ask, Report, Revoke, Sets)  # what ticks repeat; a run that has only these left is stuck
 MAY_OVERTAKE = (Push, Ack)
-MAY_COME_TWICE = (Push, Ack, Pull, Revoke, Sets, Ask, Report, Lease, Want, Return, Beat, Finish)
+MAY_COME_TWICE = (
+    *(Push, Ack, Pull, Revoke, Sets, Ask, Report, Lease, Want, Return, Beat, Finish),
+    *(Command, Answer, Evaluated),
+)
 
 Payload = Any  # a tensor, bytes, or None
 

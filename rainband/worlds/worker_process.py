@@ -71,7 +71,7 @@ class WorkerProcess:
         self.config = job.config
         self.task = task
         self.strategy = strategy
-        self.member = Member(job)
+        self.member = Member(job, strategy)
 
     def run(self) -> None:
         self.member.connect()

@@ -49,7 +49,9 @@ def exact(name: str) -> Strategy:
         return AS_LEDGER[name]()
     cls = find_strategy(name)
     fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    return build(cls, {key: value for key, value in {"lr": LR, "optimizer": "sgd"}.items() if key in fields})
+    return build(
+        cls, {key: value for key, value in {"lr": LR, "optimizer": "sgd", "guard": False}.items() if key in fields}
+    )
 
 
 # ---- how it is written ----

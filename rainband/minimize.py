@@ -1,0 +1,111 @@
+"""Full-batch minimisation over many processes, called as scientific code calls it: `rainband.minimize(task)`.
+
+The loss of all samples is the function, the parameters of the task's model are its point. What comes back has the names
+that scipy.optimize.OptimizeResult has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rainband.fit import fit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from rainband.books import Books
+    from rainband.events import AnyEvent, Iterated
+    from rainband.tasks.task import Task
+
+METHODS = {"lbfgs": "sandblaster", "cg": "conjugate_gradient"}
+CONVERGED = ("the gradient norm is at most", "the loss changed by at most")
+STATUS = {"iterations are done": 1, "no lower loss": 2, "not finite": 3, "stopped": 4}
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """What was found."""
+
+    x: NDArray[Any]  # all parameters of the model as one vector, in the order of module.parameters()
+    fun: float  # the loss there
+    gradient_norm: float
+    success: bool  # it ended because a tolerance was reached
+    status: int  # 0 converged, 1 out of iterations, 2 no lower loss was found, 3 not finite, 4 stopped
+    message: str  # why it ended
+    nit: int  # iterations
+    nfev: int  # evaluations of the loss, each with its gradient
+    njev: int
+    history: list[Iterated]  # each iteration: loss, gradient norm, step, evaluations, ...
+    module: nn.Module  # with these parameters
+    metrics: dict[str, float]  # of the task's `evaluate`
+    books: Books  # what became of every batch
+    directory: Path
+
+
+def minimize(
+    task: Task | str,
+    method: str = "lbfgs",
+    workers: int = 4,
+    servers: int = 2,
+    *,
+    tol: float | None = None,
+    callback: Callable[[Iterated], None] | None = None,
+    run: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Minimum:
+    """Minimise the loss of `task` over all its samples, by "lbfgs" or "cg"; returns when it is done.
+
+    `tol` is the norm of the gradient at which to stop. `callback` is called with every iteration. `settings` are those
+    of the strategy: iterations, history, line_search, weight_decay, ...; see `rainband explain sandblaster`. In `run`
+    is what rainband.fit takes besides: batch_size, seed, threads, transport, ...
+    """
+    from rainband.catalogue import load_strategy
+    from rainband.events import Iterated
+
+    if method not in METHODS:
+        raise ValueError(f"no method named {method!r}: choose from {', '.join(METHODS)}.")
+    if tol is not None:
+        settings = {"loss_tolerance": 0.0, **settings, "gradient_tolerance": tol}
+    history: list[Iterated] = []
+
+    def note(event: AnyEvent) -> None:
+        if isinstance(event, Iterated):
+            history.append(event)
+            if callback is not None:
+                callback(event)
+
+    strategy = load_strategy(METHODS[method], settings)
+    fitted = fit(task, strategy, workers, servers, on_event=note, **(run or {}))
+    return _minimum(fitted, history)
+
+
+def _minimum(fitted: Any, history: list[Iterated]) -> Minimum:
+    from torch.nn.utils import parameters_to_vector
+
+    if not history:
+        raise ValueError("the run was stopped before the loss was known: there is no result.")
+    last = history[-1]
+    message = last.end or "stopped"
+    converged = message.startswith(CONVERGED)
+    status = 0 if converged else next(number for words, number in STATUS.items() if words in message)
+    return Minimum(
+        x=parameters_to_vector(fitted.module.parameters()).detach().numpy(),
+        fun=float("nan") if last.loss is None else last.loss,
+        gradient_norm=float("nan") if last.gradient_norm is None else last.gradient_norm,
+        success=converged,
+        status=status,
+        message=message,
+        nit=last.iteration,
+        nfev=last.evaluations,
+        njev=last.evaluations,
+        history=history,
+        module=fitted.module,
+        metrics=fitted.metrics,
+        books=fitted.books,
+        directory=fitted.directory,
+    )

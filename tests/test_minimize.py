@@ -1,0 +1,88 @@
+"""rainband.minimize: called as scientific code calls it, with real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import rainband
+from rainband.books import Books
+from rainband.events import Iterated
+from rainband.minimize import STATUS, _minimum
+from rainband.tasks.quadratic import Quadratic
+
+TASK = Quadratic(dimension=40, samples=96, condition=3.0, batch_size=8)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["lbfgs", "cg"])
+def test_the_lowest_point_of_a_bowl_is_found(method: str, tmp_path: Path) -> None:
+    seen: list[int] = []
+    found = rainband.minimize(
+        TASK, method, workers=2, servers=2, tol=1e-3, n_push=2,
+        callback=lambda now: seen.append(now.iteration), run={"runs": tmp_path},
+    )  # fmt: skip
+
+    assert found.success and found.status == 0 and "gradient norm" in found.message
+    np.testing.assert_allclose(found.x, TASK.optimum().numpy(), atol=0.01)
+    assert found.fun == pytest.approx(found.metrics["loss"], rel=1e-5)
+    assert seen == list(range(found.nit + 1)) and found.nfev >= found.nit + 1
+    assert found.books.balanced and found.books.applied == 12 * found.nfev  # every batch once in each evaluation
+
+
+@pytest.mark.processes
+def test_what_runs_out_of_iterations_is_no_success(tmp_path: Path) -> None:
+    found = rainband.minimize(TASK, workers=1, servers=1, tol=0.0, iterations=2, run={"runs": tmp_path})
+    assert (found.success, found.status, found.nit, found.message) == (False, 1, 2, "2 iterations are done")
+
+
+@pytest.mark.parametrize("message, status", [("the loss is not finite", 3), ("", 4), ("no lower loss was found", 2)])
+def test_each_end_has_a_number(message: str, status: int) -> None:
+    class Fitted:
+        module = TASK.model()
+        metrics: ClassVar[dict[str, float]] = {}
+        books = Books(0, 0, {}, 0, 0, 0, 0, {}, 0)
+        directory = Path()
+
+    last = Iterated(
+        at_s=0.0, iteration=1, loss=None, gradient_norm=1.0, step=0.0, evaluations=2, cells=2, backups=0, end=message
+    )
+    assert _minimum(Fitted(), [last]).status == status and status in STATUS.values()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ({"method": "newton"}, "no method named 'newton': choose from lbfgs, cg"),
+        ({"histroy": 3}, "histroy"),
+        ({"run": {"epochs": 3}}, "give it iterations=3 instead of epochs"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        rainband.minimize(TASK, **arguments)
+
+
+@pytest.mark.processes
+def test_a_strategy_of_ones_own_can_lead_too(tmp_path: Path) -> None:
+    """It is handed to the coordinator, the servers and the workers, without a name."""
+    from dataclasses import dataclass
+
+    from rainband.strategies.sandblaster import Sandblaster
+    from rainband.types import Leading
+    from rainband.vectors import GRADIENT, PARAMS, axpy
+
+    @dataclass(frozen=True)
+    class ThreeSteps(Sandblaster):
+        async def lead(self, coordinator: Leading) -> None:
+            for iteration in range(3):
+                found = await coordinator.evaluate()
+                await coordinator.compute(axpy(PARAMS, -1.0 / found.samples, GRADIENT))
+                coordinator.note(iteration, found.loss, 0.0, 1.0, "enough" if iteration == 2 else "")
+
+    bowl = Quadratic(dimension=4, samples=16, condition=1.0, batch_size=8)  # a step of 1 goes to its lowest point
+    fitted = rainband.fit(bowl, ThreeSteps(), workers=1, servers=1, runs=tmp_path)
+    assert fitted.metrics["distance"] < 1e-6
