@@ -21,8 +21,10 @@ train: $(READY)  ## train the digits with Downpour: four workers, two servers
 	@$(BIN)/rainband train digits downpour --workers 4 --servers 2
 
 test: $(READY)  ## run the quick tests
-	@echo "test: all but slow and gpu"
-	@$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	@echo "test: without processes"
+	@$(BIN)/python -m pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not slow and not gpu and not processes"
+	@echo "test: with processes"
+	@$(BIN)/python -m pytest -q -m "processes and not slow and not gpu"
 
 test-all: $(READY)  ## run every test, and let hypothesis search for longer
 	@echo "test: all"

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from rainband.descent import Limits, Sampling, Where
+from rainband.leader import Crew, Leader
+from rainband.messages import Answer, Cells, Command, Peer
 from rainband.sim.faults import Chances, random_script
 from rainband.strategies.conjugate_gradient import ConjugateGradient
 from rainband.strategies.sandblaster import Sandblaster
@@ -27,6 +29,7 @@ from tests.led_runs import (
     plain_lbfgs,
     with_compute,
 )
+from tests.pieces import make_plan
 
 TASKS = [pytest.param(Logistic(), id="logistic"), pytest.param(SmallNet(), id="net")]
 IN_TWO_CELLS = [pytest.param(Logistic(batch_size=30), id="logistic"), pytest.param(SmallNet(batch_size=30), id="net")]
@@ -129,6 +132,8 @@ FAULTS = {
     "it sleeps": "0.150 pause worker 1 for 3.000",
     "pushes come twice and overtake each other": "0.000 repeat worker 0 > server 1 for 99.000\n"
     "0.000 mix worker 0 > server 1 for 99.000 by 0.050",
+    "who was thought to be late idles, and the other dies": "0.442 cut worker 1 > server 0 for 1.500\n"
+    "0.759 pause coordinator for 0.900\n1.433 slow worker 2 > server 1 for 0.200 by 0.826\n1.883 kill worker 2",
     "a server sleeps": "0.150 pause server 0 for 0.700",
     "commands and answers come twice": "0.000 repeat coordinator > server 0 for 99.000\n"
     "0.000 repeat server 0 > coordinator for 99.000\n0.000 repeat worker 1 > coordinator for 99.000",
@@ -146,6 +151,17 @@ def test_the_iterates_do_not_depend_on_what_happens(faults: str, seed: int) -> N
     same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(Logistic())))
     books = ran.world.coordinator.books()
     assert books is not None and books.balanced and books.applied == books.batches and not books.not_done
+
+
+def test_who_is_only_late_gets_its_turn_without_asking_again() -> None:
+    leader = Leader(Sandblaster().lead)
+    server, slow = Peer("server", 0), Peer("worker", 0)
+    [(_, command)] = leader.start(Crew(make_plan(led=True), (server,), server, 0), now=0.0)
+    leader.want(slow, now=0.0)
+    leader.forget(0, gone=False, died=False)
+    assert isinstance(command, Command)
+    [(to, cells)] = leader.receive(server, Answer(1, command.number, (), version=1), now=1.0)
+    assert to == slow and isinstance(cells, Cells)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -239,6 +255,26 @@ def test_a_step_into_infinity_is_taken_back() -> None:
 
     ran = led(Sandblaster(first_step=9e9, gradient_tolerance=1e-9, loss_tolerance=0.0), Steep())
     assert float(parameters(ran.world)) == pytest.approx(np.log(10), abs=1e-8)
+
+
+@pytest.mark.parametrize("start, kept", [(0.1, False), (3.0, True)], ids=["bent down", "bent up"])
+def test_a_pair_counts_only_if_the_curvature_is_positive(start: float, kept: bool) -> None:
+    """The loss is cos(w): around 0 it is bent down, and a short step there tells nothing of a valley."""
+
+    class Hills(Rosenbrock):
+        def model(self) -> Any:
+            model = torch.nn.Linear(1, 1, bias=False).double()
+            torch.nn.init.constant_(model.weight, start)
+            return model
+
+        def loss(self, model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+            loss: Tensor = torch.cos(model.weight[0, 0]) + 0.0 * batch[0].sum()
+            return loss
+
+    ran = led(Sandblaster(iterations=1, line_search="armijo", first_step=0.01, **EXACT), Hills(), num_servers=1)
+    [block] = ran.world.servers[0].server.blocks.values()
+    assert ("s0" in block.vectors.named and "y0" in block.vectors.named) is kept
+    assert ran.iterated[-1].step > 0
 
 
 # ---- a part of the data in each iteration ----

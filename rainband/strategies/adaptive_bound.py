@@ -9,7 +9,7 @@ but the bound is no constant. The coordinator looks at the run about once a seco
 
     bound = low                               at the beginning, when gradients are large and change quickly
     bound + 1 -> bound                        after three looks in which the loss was well and gradients not too stale
-    bound / 2 -> bound                        when the loss is three times its best, or gradients are not finite
+    bound / 2 -> bound                        when the loss runs away, or gradients are not finite
 
 and at the lowest bound the learning rate is halved instead. Stale gradients do the most harm at the beginning, and a
 straggler costs the most when the bound is small; so neither a small nor a large bound is right for a whole run.

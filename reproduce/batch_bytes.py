@@ -1,0 +1,67 @@
+"""A batch method sends far fewer bytes for a pass over the data than an asynchronous one (Dean et al. 2012, section 4.2).
+
+Downpour pushes and fetches the model for every minibatch; Sandblaster fetches it once in an evaluation and pushes the
+sum of many minibatches. Counted on the digits: bytes to and from the servers for one pass over the data.
+"""
+
+from __future__ import annotations
+
+from rainband.catalogue import load_strategy
+from rainband.coordinator import RunSettings
+from rainband.events import AnyEvent, Iterated
+from rainband.flat import Flat
+from rainband.sim.model import load_model
+from rainband.tasks.digits import Digits
+from rainband.types import Strategy
+from rainband.worlds.sim import join_of
+from rainband.worlds.sim_body import RealBody
+from rainband.worlds.sim_memory import Desk
+from rainband.worlds.sim_world import Notes, Play, World
+from reproduce.runs import arguments, draw, over_seeds, report
+
+WORKERS, BATCH_SIZE = 2, 16
+N_PUSH = (1, 4, 16, 45)  # of the 90 minibatches in a pass; with 45 each worker pushes once
+
+
+def bytes_per_pass(strategy: Strategy, seed: int) -> float:
+    task, passes = Digits(), [1]
+    flat, data = Flat(task.model()), task.data()
+    desk = Desk(flat)
+    join = join_of(strategy, flat, "", len(data), BATCH_SIZE, epochs=1)
+    play = Play(strategy, join, lambda: RealBody(desk, task, data, WORKERS), real=True)
+
+    def show(event: AnyEvent) -> None:
+        if isinstance(event, Iterated):
+            passes[0] = event.evaluations
+
+    settings = RunSettings(num_workers=WORKERS, num_servers=1, seed=seed)
+    world = World(play, settings, load_model("lan", {"step_s": 0.01}), Notes(show=show), seed=seed)
+    world.start()
+    world.run()
+    stats = [worker.stats for worker in world.workers.values()]
+    saved = sum(4 * parameter.numel() for parameter in flat.parameters)  # the model is fetched once more at the end
+    return (sum(s.pushed_bytes + s.pulled_bytes for s in stats) - saved) / passes[0]
+
+
+def main() -> None:
+    asked = arguments("batch_bytes", __doc__)
+    seeds = range(asked.seeds)
+    downpour, _ = over_seeds(seeds, lambda seed: bytes_per_pass(load_strategy("downpour", {}), seed))
+    points, exact = [], []
+    for n_push in N_PUSH:
+        ours = load_strategy("sandblaster", {"iterations": 3, "n_push": n_push, "loss_tolerance": 0.0})
+        mean, spread = over_seeds(seeds, lambda seed, strategy=ours: downpour / bytes_per_pass(strategy, seed))  # type: ignore[misc]
+        points.append((n_push, mean, spread))
+        exact.append((n_push, 2 * 90 / (-(-90 // n_push) + WORKERS), 0.0))
+        print(f"{n_push:3} minibatches in a push:  Downpour sends {mean:.1f} times as many bytes, {exact[-1][1]:.1f} expected")
+    report(
+        "the ratio of bytes is about the number of minibatches in a batch",
+        f"with one push for 45 minibatches Downpour sends {points[-1][1]:.0f} times as many bytes as Sandblaster",
+        points[-1][1] > 0.7 * N_PUSH[-1],
+    )
+    lines = {"measured": points, "expected": exact}
+    draw(asked.figure, "Bytes for a pass over the digits", "minibatches in a push", "Downpour / Sandblaster", lines)
+
+
+if __name__ == "__main__":
+    main()
