@@ -1,6 +1,6 @@
 """Adagrad lets more replicas train one model, and a warm start helps (Dean et al. 2012, figures 4 and 5).
 
-Downpour on the digits with more and more workers. The fixed rate is the best one for few workers; with many the loss
+Downpour on the digits with more and more workers. The fixed rate was not tuned; few workers learn well with it, with many the loss
 runs away. Adagrad's steps shrink where gradients are large, so the same setting goes on working. A warm start lets one
 worker do the first batches alone.
 """
@@ -49,13 +49,16 @@ def main() -> None:
     fixed, fixed_warm, adagrad, adagrad_warm = usable.values()
     unwarmed, warmed = lines["adagrad"], lines["adagrad, warm start"]
     report(
-        "fixed-rate Downpour misses the target with many replicas, Adagrad goes further; a warm start helps",
-        f"up to {fixed} workers with a fixed rate ({fixed_warm} after a warm start), up to {adagrad} with Adagrad "
-        f"({adagrad_warm} after a warm start) stay below {USABLE:.0f} % errors; with Adagrad and {WORKERS[-2]} "
-        f"workers a warm start makes {unwarmed[-2][1]:.0f} % errors {warmed[-2][1]:.0f} %",
-        adagrad > fixed and all(warm[1] <= cold[1] for warm, cold in zip(warmed, unwarmed, strict=True)),
+        "fixed-rate Downpour misses the target with many replicas, Adagrad goes further",
+        f"below {USABLE:.0f} % errors: up to {fixed} workers with a fixed rate, up to {adagrad} with Adagrad",
+        adagrad > fixed,
     )
-    # With a fixed rate that is too large for so many workers the loss runs away after a warm start, too, only later.
+    report(
+        "a warm start helps",
+        f"below {USABLE:.0f} % errors: up to {fixed_warm} workers with a fixed rate, {adagrad_warm} with Adagrad; "
+        f"with Adagrad and {WORKERS[-2]} workers {unwarmed[-2][1]:.0f} % errors become {warmed[-2][1]:.0f} %",
+        fixed_warm > fixed or adagrad_warm > adagrad,  # more replicas are of use, not only fewer errors
+    )
     draw(asked.figure, "Downpour on the digits", "workers", "test error, %", lines, xscale="log")
 
 

@@ -2,6 +2,9 @@
 
 Synchronous SGD on the digits with K workers and K times the rate of one. Without a warm-up the first steps are too
 large; with one, larger K still work; and at some K both fail.
+
+The settings below were found by trying: with rates of 0.03 and 0.1 without momentum, and of 0.006 with it, the warm-up
+made no difference or did harm (seed 0). So on this small task the claim holds in a narrow window only, if at all.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ def main() -> None:
     k = WORKERS[gains.index(max(gains))]
     report(
         "linear scaling without warm-up is worse at large K; both break in the end",
-        f"the warm-up helps most at K = {k}: {max(gains):.0f} points fewer errors; "
+        f"the warm-up helps most at K = {k}: {max(gains):.0f} points fewer errors; at worst it adds {-min(gains):.0f}; "
         f"at K = {WORKERS[-1]} {without[-1][1]:.0f} % and {with_warmup[-1][1]:.0f} % errors",
-        max(gains) > 3 and with_warmup[-1][1] > with_warmup[0][1] + 3,
+        max(gains) > 3 and min(gains) > -3 and with_warmup[-1][1] > with_warmup[0][1] + 3,
     )
     draw(asked.figure, "synchronous SGD on the digits, rate times K", "workers K", "test error, %", lines, xscale="log")
 

@@ -53,7 +53,9 @@ def main() -> None:
         ours.append((factor, 1000 * mean_s, 1000 * spread_s))
         static.append((factor, 1000 * factor * STEP_S * -(-BATCHES // WORKERS), 0.0))
         best.append((factor, 1000 * STEP_S * BATCHES / (WORKERS - 1 + 1 / factor), 0.0))
-        print(f"{factor:4.0f} times slower:  {ours[-1][1]:5.0f} ms, static {static[-1][1]:5.0f}, at best {best[-1][1]:.0f}")
+        print(
+            f"{factor:4.0f} times slower:  {ours[-1][1]:5.0f} ms, static {static[-1][1]:5.0f}, at best {best[-1][1]:.0f}"
+        )
     slower = ours[2][1] / ours[0][1]
     report(
         "a batch with one slow worker takes less time than with a static split",

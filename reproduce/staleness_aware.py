@@ -1,7 +1,8 @@
 """Dividing by the staleness rescues soft synchronisation (Zhang et al. 2016, figure 3).
 
 Thirty workers with batches of 4 train the digits. With one learning rate for all, updates of few gradients that missed
-many (large n) fail, at about nine errors in ten; divided by what each gradient missed, the same rate works for every n.
+many (large n) fail, at about nine errors in ten; divided by what each gradient missed, the same rate learns for all n.
+That all n end alike cannot be seen after so few epochs: those with more updates are further.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def main() -> None:
     fixed, divided = (lines[name] for name in SCALINGS.values())
     report(
         "with one rate 15- and 30-softsync fail (90 % error); divided by the staleness all protocols end alike",
-        f"n=30: {fixed[-1][1]:.0f} % and {divided[-1][1]:.0f} %; divided, n=1 has {divided[0][1]:.0f} %",
-        fixed[-1][1] > 80 and fixed[-2][1] > 80 and divided[-1][1] < divided[0][1] + 5,
+        f"n=30: {fixed[-1][1]:.0f} % and {divided[-1][1]:.0f} %; divided, "
+        f"{min(p[1] for p in divided):.0f} to {max(p[1] for p in divided):.0f} % over all n",
+        fixed[-1][1] > 80 and fixed[-2][1] > 80 and max(p[1] for p in divided) - min(p[1] for p in divided) < 5,
     )
     draw(
         asked.figure,

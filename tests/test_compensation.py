@@ -11,7 +11,7 @@ from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
-from rainband.types import ClockedRule, LimitedRule, offers, Rule, Strategy
+from rainband.types import ClockedRule, LimitedRule, Rule, Strategy, offers
 from tests.harness import Faults, World
 from tests.ledger import Case
 from tests.pieces import WORKERS, full, make_half, make_place, make_plan, make_push, named, send, specs_of, value_of

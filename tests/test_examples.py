@@ -13,13 +13,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-SCRIPTS = [path for path in EXAMPLES if path.stem != "wrap_a_dataset"]  # that one starts a run of its own
+RUN_BY_THEMSELVES = ("physics_informed", "wrap_a_dataset")  # these start runs of their own
+SCRIPTS = [path for path in EXAMPLES if path.stem not in RUN_BY_THEMSELVES]
 
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
 
-def test_there_is_an_example_for_pictures_text_and_tables() -> None:
-    assert [path.stem for path in EXAMPLES] == ["char_lm", "image_classifier", "table_regression", "wrap_a_dataset"]
+def test_there_is_an_example_for_pictures_text_tables_and_equations() -> None:
+    examples = ["char_lm", "image_classifier", "physics_informed", "table_regression", "wrap_a_dataset"]
+    assert [path.stem for path in EXAMPLES] == examples
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -62,6 +64,14 @@ def test_a_module_and_a_dataset_are_trained_with_one_call(tmp_path: Path) -> Non
     done = run([sys.executable, str(script), "--tiny"], tmp_path)
     assert "45 of 45 batches applied, 0 lost, 0 twice" in done.stdout  # 1,437 samples in batches of 32
     assert "accuracy 0." in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_an_equation_is_solved_by_one_call_and_its_plot_drawn(tmp_path: Path) -> None:
+    done = run([sys.executable, str(ROOT / "examples" / "physics_informed.py"), "--tiny"], tmp_path)
+    assert "L-BFGS: 5 iterations" in done.stdout and " 0 twice" in done.stdout
+    assert (tmp_path / "physics_informed.png").is_file()
 
 
 def rainband_run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

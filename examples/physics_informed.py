@@ -1,0 +1,99 @@
+"""Solve a differential equation with a small network: L-BFGS over all points, and SGD, for the same number of passes.
+
+    python examples/physics_informed.py
+
+    -u''(x) = pi^2 (sin(pi x) + 4 sin(4 pi x)) on [-1, 1],   u(-1) = u(1) = 0,   so   u = sin(pi x) + sin(4 pi x) / 4
+
+It starts its own workers and servers, so it is not for `rainband run`. The plot is physics_informed.png.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import rainband
+
+tiny = "--tiny" in sys.argv[1:]  # a few seconds of work, to see that it runs
+PI = torch.pi
+
+
+def exact(x: Tensor) -> Tensor:
+    return torch.sin(PI * x) + torch.sin(4 * PI * x) / 4
+
+
+class Solution(nn.Module):
+    """A network that is zero at both ends, whatever its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)]
+        self.layers = nn.Sequential(*layers).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        u: Tensor = (1 - x**2) * self.layers(x)
+        return u
+
+
+@dataclass(frozen=True)
+class Equation:
+    """The loss is how far the equation is from being true, at points of the interval."""
+
+    points: int = 128 if tiny else 512
+    batch_size: int = 32
+    epochs: int = 1
+
+    def model(self) -> Solution:
+        return Solution()
+
+    def data(self) -> rainband.TensorData:
+        return rainband.TensorData(torch.linspace(-1, 1, self.points, dtype=torch.float64)[:, None])
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        x = batch[0].requires_grad_()
+        slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+        bend = torch.autograd.grad(slope.sum(), x, create_graph=True)[0]
+        residual = bend + PI**2 * (torch.sin(PI * x) + 4 * torch.sin(4 * PI * x))
+        return residual.square().mean()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        x = torch.linspace(-1, 1, 1001, dtype=torch.float64)[:, None]
+        return {"error": (model(x) - exact(x)).abs().max().item()}
+
+
+task = Equation()
+found = rainband.minimize(task, "lbfgs", workers=2, servers=1, tol=1e-4, iterations=5 if tiny else 400, n_push=2)
+sgd = rainband.fit(task, rainband.Downpour(optimizer="adam", lr=1e-3), workers=2, servers=1, epochs=found.nfev)
+
+print(
+    f"L-BFGS: {found.nit} iterations, {found.nfev} passes: largest error {found.metrics['error']:.2g} ({found.message})"
+)
+print(f"SGD:    {found.nfev} passes: largest error {sgd.metrics['error']:.2g}")
+print(f"{found.books.applied} of {found.books.batches} batches counted, {found.books.twice} twice")
+
+
+def plot(path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    left.semilogy([i.evaluations for i in found.history], [i.loss for i in found.history], label="L-BFGS")
+    done = [p for p in sgd.history if p.loss is not None and p.samples_done]
+    left.semilogy([p.samples_done / task.points for p in done], [p.loss for p in done], label="SGD (Adam)")
+    left.set(xlabel="passes over the points", ylabel="loss")
+    left.legend()
+    x = torch.linspace(-1, 1, 401, dtype=torch.float64)[:, None]
+    for name, module in (("L-BFGS", found.module), ("SGD (Adam)", sgd.module)):
+        right.semilogy(x, (module(x) - exact(x)).abs().detach() + 1e-12, label=name)
+    right.set(xlabel="x", ylabel="error of u")
+    figure.savefig(path, dpi=120)
+    print(f"plot: {path}")
+
+
+plot(Path("physics_informed.png"))

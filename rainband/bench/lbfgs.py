@@ -1,0 +1,129 @@
+"""Sandblaster with two workers on two cores: against L-BFGS in one process, and what an iteration sends to its leader.
+
+Compute-bound: the mlp with 0.7 million parameters on all of its samples. The opponent is torch.optim.LBFGS with a closure
+over the same samples in the same batches, on one thread, as our workers have. Seconds are per evaluation of the loss,
+because two searches need not look at the same points.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rainband import events
+from rainband.bench.rows import Effort, Row, at_least, at_most, median
+from rainband.coordinator import Coordinator, Out
+from rainband.messages import Answer, Beat, Cells, Command, Evaluated, Message, Peer, Return, Want, encode
+from rainband.tasks.mlp import Mlp
+from rainband.transports.frames import PREFIX_BYTES
+from rainband.worlds import local
+from rainband.worlds.config import RunConfig
+from rainband.worlds.directory import new_directory
+
+SIZES = ("0.1M", "0.7M")
+FASTER, MOST_KB = 1.7, 10.0
+LED = (Command, Answer, Evaluated, Cells, Want, Return)
+
+
+def run(effort: Effort) -> list[Row]:
+    repeats, iterations = (3, 8) if effort == "full" else (1, 4)
+    plain, ours = [], []
+    for _ in range(repeats):  # in turns, so that a slow minute of the machine hits both
+        plain.append(_plain(SIZES[-1], iterations))
+        ours.append(_sandblaster(SIZES[-1], iterations)[0])
+    ratio = median([a / b for a, b in zip(plain, ours, strict=True)])
+    traffic = [_sandblaster(size, iterations)[1] for size in SIZES]
+    name = f"Sandblaster, 2 workers, {SIZES[-1]} parameters"
+    return [
+        Row("torch.optim.LBFGS, one process", 1000 * median(plain), "ms/evaluation"),
+        Row(name, 1000 * median(ours), "ms/evaluation"),
+        at_least(name, ratio, FASTER, "one process"),
+        *(
+            at_most(f"to and from the coordinator, {size} parameters", kb, MOST_KB, "", "KB/iteration")
+            for size, kb in zip(SIZES, traffic, strict=True)
+        ),
+    ]
+
+
+def _plain(size: str, iterations: int) -> float:
+    """Seconds of one evaluation, the optimizer's own work included."""
+    task = Mlp(parameters=size)
+    torch.manual_seed(0)
+    model, data = task.model(), task.data()
+    batches = [data.batch(range(at, at + task.batch_size)) for at in range(0, task.samples, task.batch_size)]
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=iterations, line_search_fn="strong_wolfe")
+    evaluations = 0
+
+    def closure() -> float:
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in batches:
+            loss = task.loss(model, (batch[0], batch[1])) / len(batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        return total
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        closure()  # the first is slower
+        evaluations, started = 0, time.perf_counter()
+        optimizer.step(closure)
+        return (time.perf_counter() - started) / evaluations
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Weighed(Coordinator):
+    """Counts the bytes of what leading takes, as they are on the wire."""
+
+    led_bytes = 0
+
+    def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[Out]:
+        self._weigh(message)
+        return super().receive(sender, message, now, body)
+
+    def _led(self, led: list[tuple[Peer, Message]]) -> list[Out]:
+        for _, message in led:
+            self._weigh(message)
+        return super()._led(led)
+
+    def _weigh(self, message: Message) -> None:
+        if isinstance(message, LED) and not isinstance(message, Beat):
+            self.led_bytes += PREFIX_BYTES + len(encode(message))
+
+
+def _sandblaster(size: str, iterations: int) -> tuple[float, float]:
+    """Seconds of one evaluation, everything between two of them included; kilobytes of one iteration."""
+    seen: list[events.Iterated] = []
+
+    def view(event: events.AnyEvent) -> None:
+        if isinstance(event, events.Iterated):
+            seen.append(event)
+
+    with tempfile.TemporaryDirectory() as root:
+        config = RunConfig(
+            task="mlp",
+            task_settings={"parameters": size},
+            strategy="sandblaster",
+            strategy_settings={"iterations": iterations, "gradient_tolerance": 0.0, "loss_tolerance": 0.0},
+            num_workers=2,
+            num_servers=1,
+            directory=str(new_directory(Path(root), "mlp", "sandblaster")),
+        )
+        launcher = local.Launcher(config, view)
+        launcher.coordinator.__class__ = Weighed
+        with launcher.signals():
+            result = launcher.run()
+    if result.outcome != "finished" or len(seen) < 2:
+        raise RuntimeError(f"the run {result.outcome} {result.reason} after {len(seen)} iterations: nothing to measure.")
+    first, last = seen[0], seen[-1]
+    assert isinstance(launcher.coordinator, Weighed)
+    kb = launcher.coordinator.led_bytes / 1000 / last.iteration
+    return (last.at_s - first.at_s) / (last.evaluations - first.evaluations), kb
