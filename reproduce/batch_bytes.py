@@ -1,4 +1,4 @@
-"""A batch method sends far fewer bytes for a pass over the data than an asynchronous one (Dean et al. 2012, section 4.2).
+"""A batch method sends far fewer bytes for a pass over the data than an asynchronous one (Dean et al. 2012).
 
 Downpour pushes and fetches the model for every minibatch; Sandblaster fetches it once in an evaluation and pushes the
 sum of many minibatches. Counted on the digits: bytes to and from the servers for one pass over the data.
@@ -53,9 +53,7 @@ def main() -> None:
         mean, spread = over_seeds(seeds, lambda seed, strategy=ours: downpour / bytes_per_pass(strategy, seed))  # type: ignore[misc]
         points.append((n_push, mean, spread))
         exact.append((n_push, 2 * 90 / (-(-90 // n_push) + WORKERS), 0.0))
-        print(
-            f"{n_push:3} minibatches in a push:  Downpour sends {mean:.1f} times as many bytes, {exact[-1][1]:.1f} expected"
-        )
+        print(f"{n_push:3} minibatches in a push:  {mean:5.1f} times as many bytes, {exact[-1][1]:.1f} expected")
     report(
         "the ratio of bytes is about the number of minibatches in a batch",
         f"with one push for 45 minibatches Downpour sends {points[-1][1]:.0f} times as many bytes as Sandblaster",
