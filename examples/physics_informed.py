@@ -66,12 +66,11 @@ class Equation:
 
 
 task = Equation()
-found = rainband.minimize(task, "lbfgs", workers=2, servers=1, tol=1e-4, iterations=5 if tiny else 400, n_push=2)
+iterations = 5 if tiny else 800
+found = rainband.minimize(task, "lbfgs", workers=2, servers=1, iterations=iterations, history=30, tol=1e-4, n_push=2)
 sgd = rainband.fit(task, rainband.Downpour(optimizer="adam", lr=1e-3), workers=2, servers=1, epochs=found.nfev)
 
-print(
-    f"L-BFGS: {found.nit} iterations, {found.nfev} passes: largest error {found.metrics['error']:.2g} ({found.message})"
-)
+print(f"L-BFGS: {found.nit} iterations, {found.nfev} passes: largest error {found.metrics['error']:.2g}")
 print(f"SGD:    {found.nfev} passes: largest error {sgd.metrics['error']:.2g}")
 print(f"{found.books.applied} of {found.books.batches} batches counted, {found.books.twice} twice")
 

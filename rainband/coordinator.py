@@ -1010,6 +1010,7 @@ class Coordinator:
                 staleness_bound=staleness.bound,
                 staleness_unit=staleness.unit,
                 waited_s={i: w.beat.waited_s for i, w in connected.items()},
+                metrics=next((w.beat.metrics for w in connected.values() if w.beat.metrics), {}),
             )
         )
 

@@ -100,6 +100,7 @@ class Progress(Event, frozen=True):
     steps_per_s: dict[int, float] = {}  # where loops draw their own data, only steps can be counted
     staleness_bound: float | None = None  # what the strategy promises; none: it promises nothing
     staleness_unit: str = ""  # of the bound, such as clocks; staleness itself is measured in updates
+    metrics: dict[str, float] = {}  # the task's own, as last measured by a worker; none yet: empty
 
 
 class Iterated(Event, frozen=True):

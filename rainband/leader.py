@@ -282,6 +282,17 @@ class Leader:
             return None
         return hand_out.next_due()
 
+    def waits_for(self) -> str:
+        """In words, for who looks for a deadlock."""
+        pending = self.pending
+        if pending is None:
+            return "leads, and has not begun"
+        silent = [str(server) for server in pending.servers if server not in pending.answers]
+        if silent or pending.hand_out is None:
+            return f"waits for {', '.join(silent)} to answer command {pending.command.number}"
+        held = [f"{cell} (worker {w})" for w, held in pending.hand_out.held.items() for cell in held.cells]
+        return f"waits for cells {', '.join(held) or 'that nobody has'}; to be handed out: {pending.hand_out.fresh}"
+
     def _open(self) -> HandOut | None:
         pending = self.pending
         return None if pending is None or self.over or pending.ready() else pending.hand_out

@@ -415,6 +415,7 @@ class Beat(Message, frozen=True):
     pulled_bytes: int = 0
     torn_reads: int = 0
     waited_for: dict[int, float] = {}  # worker -> seconds that it was too slow for this one
+    metrics: dict[str, float] = {}  # the last that it measured
 
 
 class Finish(Message, frozen=True):

@@ -21,6 +21,7 @@ class Stats:
     pushed_bytes: int = 0
     pulled_bytes: int = 0
     torn_reads: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)  # the last that were measured
     held_by: int | None = None  # the worker that is waited for now, as a server has told
     waited_for: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # worker -> seconds
     _waited_s: float = 0.0
@@ -53,4 +54,5 @@ class Stats:
             pulled_bytes=self.pulled_bytes,
             torn_reads=self.torn_reads,
             waited_for=dict(self.waited_for),
+            metrics=self.metrics,
         )

@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import psutil
 import pytest
 
 import rainband
 from rainband.books import Books
+from rainband.catalogue import load_strategy
+from rainband.cli.configure import configured
 from rainband.events import Iterated
 from rainband.minimize import STATUS, _minimum
 from rainband.tasks.quadratic import Quadratic
+from rainband.worlds.config import RunConfig, SimSettings, refuse_led
+from rainband.worlds.sim import make_play
 
 TASK = Quadratic(dimension=40, samples=96, condition=3.0, batch_size=8)
 
@@ -86,3 +91,48 @@ def test_a_strategy_of_ones_own_can_lead_too(tmp_path: Path) -> None:
     bowl = Quadratic(dimension=4, samples=16, condition=1.0, batch_size=8)  # a step of 1 goes to its lowest point
     fitted = rainband.fit(bowl, ThreeSteps(), workers=1, servers=1, runs=tmp_path)
     assert fitted.metrics["distance"] < 1e-6
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_killed_costs_nothing_but_time(tmp_path: Path) -> None:
+    """Two iterations of one life and the rest of another: the end is that of a run in which nobody died."""
+
+    def kill_one(now: Iterated) -> None:
+        if now.iteration == 2:
+            for process in psutil.Process().children(recursive=True):
+                if process.cmdline() and "rainband worker 1" in process.cmdline()[0]:
+                    process.kill()
+
+    task = Quadratic(dimension=40, samples=2048, condition=3.0, batch_size=8)
+    settings: dict[str, Any] = {"workers": 2, "servers": 1, "tol": 0.0, "iterations": 6}
+    quiet = rainband.minimize(task, **settings, run={"runs": tmp_path})
+    stormy = rainband.minimize(task, **settings, callback=kill_one, run={"runs": tmp_path})
+
+    events = (stormy.directory / "events.jsonl").read_text(encoding="utf-8")
+    assert '"Lost"' in events and "worker 1" in events
+    assert stormy.nfev == quiet.nfev and stormy.books.applied == stormy.books.batches == 256 * stormy.nfev
+    np.testing.assert_allclose(stormy.x, quiet.x, atol=1e-4)
+
+
+# ---- where it has no place ----
+
+
+def test_a_loop_of_ones_own_cannot_be_led() -> None:
+    with pytest.raises(ValueError, match=r"no place in a loop of your own: use rainband.minimize\(task\)"):
+        refuse_led(load_strategy("sandblaster", {}), "sandblaster")
+    refuse_led(load_strategy("downpour", {}), "downpour")
+
+
+def test_epochs_are_for_strategies_that_count_them() -> None:
+    with pytest.raises(ValueError, match="sandblaster counts iterations"):
+        configured(["digits", "sandblaster"], None, {"epochs": 3})
+    assert configured(["digits", "downpour"], None, {"epochs": 3}).epochs == 3
+
+
+def test_time_alone_says_nothing_about_a_loss() -> None:
+    config = RunConfig(
+        task="quadratic", strategy="sandblaster", num_workers=2, num_servers=1, world="sim",
+        sim=SimSettings(time_only=True),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="depends on the loss: leave --time-only out"):
+        make_play(config)

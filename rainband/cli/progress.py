@@ -97,7 +97,8 @@ def _what_next(so_far: RunSoFar) -> str:
 
 def _measures(so_far: RunSoFar, width: int, ink: Ink) -> Text:
     loss = "" if so_far.loss is None else f"loss {short(so_far.loss)}"
-    words = sentences.iterations(so_far), sentences.rate(so_far), sentences.staleness(so_far), loss
+    speed = sentences.iterations(so_far), sentences.rate(so_far), sentences.staleness(so_far)
+    words = *speed, loss, sentences.measured(so_far)
     text = "   ".join(word for word in words if word)
     losses = [y for _, y in loss_curve(so_far.progress)]
     room = min(MAX_SPARK, width - len(text) - 1)

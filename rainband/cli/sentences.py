@@ -121,6 +121,7 @@ def how_far(so_far: RunSoFar) -> str:
         f"{duration(so_far.at_s):>9} {percent(so_far.samples_done / so_far.samples) if so_far.samples else '':>6}",
         f"{whole(so_far.samples_done)} of {count(so_far.samples, 'sample')}" if so_far.samples else done(so_far),
         "" if so_far.loss is None else f"loss {short(so_far.loss)}",
+        measured(so_far),
         iterations(so_far),
         rate(so_far),
         staleness(so_far),
@@ -128,6 +129,12 @@ def how_far(so_far: RunSoFar) -> str:
         noteworthy(so_far),
     ]
     return "  ".join(part for part in parts if part)
+
+
+def measured(so_far: RunSoFar) -> str:
+    """What the task measured last; its loss, which is not the one of the training, only at the end."""
+    metrics = so_far.last.metrics if so_far.last else {}
+    return ", ".join(f"{name} {short(value)}" for name, value in metrics.items() if name != "loss")
 
 
 def done(so_far: RunSoFar) -> str:

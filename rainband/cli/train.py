@@ -68,6 +68,15 @@ def train(
         str | None,
         typer.Option(help="How parameters travel: auto, tcp or shm.", metavar="NAME", show_default="auto"),
     ] = None,
+    eval_every: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="One worker measures the task's metric so often while it trains; 0: only at the end.",
+            show_default="10",
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Of torch, in each worker.", show_default="1")
     ] = None,
@@ -148,6 +157,7 @@ def train(
         "batch_size": batch_size,
         "seed": seed,
         "transport": transport,
+        "eval_every_s": eval_every,
         "threads": threads,
         "failure_timeout_s": failure_timeout,
     }

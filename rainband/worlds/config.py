@@ -40,6 +40,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     epochs: int | None = None
     seed: int = 0
     transport: str = "auto"
+    eval_every_s: float = 10.0  # one worker measures so often while it trains; 0: only at the end
     failure_timeout_s: float = 5.0
     threads: int = 1  # of torch, in each worker
     directory: str = ""

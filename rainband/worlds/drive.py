@@ -12,7 +12,13 @@ from rainband.worker import Compute, ModuleWorker
 from rainband.worlds.spans import Watch
 
 
-def drive(strategy: Strategy, worker: ModuleWorker, wait: Callable[[], object], watch: Watch | None = None) -> None:
+def drive(
+    strategy: Strategy,
+    worker: ModuleWorker,
+    wait: Callable[[], object],
+    watch: Watch | None = None,
+    before_step: Callable[[], None] | None = None,
+) -> None:
     """Run the strategy to its end. `wait` blocks until messages came, and delivers them."""
     if watch is not None:
         watch.follow(worker)
@@ -24,6 +30,8 @@ def drive(strategy: Strategy, worker: ModuleWorker, wait: Callable[[], object], 
         while True:
             started = time.monotonic()
             if isinstance(wanted, Compute):
+                if before_step is not None:
+                    before_step()
                 wanted.result = worker.compute(wanted.batch)
                 if watch is not None:
                     watch.span("compute", started)

@@ -277,6 +277,8 @@ class World:
                 return f"waits for {', '.join(late)} to end"
             case "concluding":
                 return f"waits for worker {c.concluder} to save the model"
+        if c.leader is not None and c.phase == "running":
+            return c.leader.waits_for()
         leased = [f"{p} ({w.peer})" for w in c.workers.values() for p in sorted(w.leases)]
         gathering = [str(p) for p in sorted(c.gathering)]
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rainband.types import Strategy
 from rainband.worker import ModuleWorker
 from rainband.worlds.config import Job, decode_job, lead_of
 from rainband.worlds.drive import drive
+from rainband.worlds.measuring import Measuring, measure
 from rainband.worlds.member import Dismissed, Member, flush_output
 from rainband.worlds.record import Recorder
 from rainband.worlds.save import save_model
@@ -99,8 +101,13 @@ class WorkerProcess:
         if self.config.record and self.member.welcome is not None:
             Recorder(self.config.directory, self.member.me).watch_client(client, self.member.welcome)
         worker = ModuleWorker(self.job.index, self.config.num_workers, task, data, module, client)
-        drive(strategy, worker, self.member.wait, self._watch())
+        drive(strategy, worker, self.member.wait, self._watch(), self._measuring(worker))
         self._leave(worker)
+
+    def _measuring(self, worker: ModuleWorker) -> Callable[[], None] | None:
+        if self.job.index or not self.config.eval_every_s:
+            return None
+        return Measuring(worker.task, worker.module, self.member.stats, self.config.eval_every_s).before_step
 
     def _watch(self) -> Watch | None:
         if not self.config.timeline:
@@ -129,7 +136,6 @@ class WorkerProcess:
             worker.set_buffers(body)
         module: nn.Module = worker.module
         save_model(module, conclude.path)  # first: an error in the user's measuring must not cost the model
-        module.eval()
-        metrics = {name: float(value) for name, value in worker.task.evaluate(module).items()}
+        metrics = measure(worker.task, module)
         flush_output()
         return metrics
