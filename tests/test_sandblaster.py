@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rainband.bench.lbfgs import Weighed
+from rainband.cli import sentences
 from rainband.descent import Limits, Sampling, Where
+from rainband.events import Iterated
+from rainband.history import RunSoFar
 from rainband.leader import Crew, Leader
 from rainband.messages import Answer, Cells, Command, Peer
 from rainband.sim.faults import Chances, random_script
@@ -231,6 +236,24 @@ def test_memory_is_at_most_2m_plus_4_vectors(history: int) -> None:
     assert 2 * history + 3 <= ran.vectors <= 2 * history + 4
 
 
+@pytest.mark.parametrize("dimension", [20, 2000])
+def test_an_iteration_takes_less_than_ten_kilobytes_to_and_from_the_coordinator(dimension: int) -> None:
+    """With ten pairs and two servers, whatever the model's size."""
+    ran = led(Sandblaster(iterations=14, n_push=1, **EXACT), Logistic(dimension=dimension), run=False)
+    ran.world.coordinator.__class__ = Weighed
+    after: list[int] = []
+    note = ran.world.leader.show
+
+    def show(event: Any) -> None:
+        note(event)
+        if isinstance(event, Iterated):
+            after.append(ran.world.coordinator.led_bytes)  # type: ignore[attr-defined]
+
+    ran.world.leader.show = show
+    ran.world.run()
+    assert len(after) == 15 and max(later - before for before, later in pairwise(after)) < 10_000
+
+
 def test_losses_are_means_over_exactly_the_samples() -> None:
     """58 samples in batches of 4: the last one has 2, which count as 2."""
     f, w = objective(Logistic())
@@ -340,3 +363,20 @@ def test_it_ends_at_once_where_the_gradient_is_zero() -> None:
     for strategy in (Sandblaster(), ConjugateGradient()):
         ran = led(strategy, Flat(), model=MODEL)
         assert (len(ran.iterated), ran.end) == (1, "the gradient norm is at most 1e-05")
+
+
+# ---- what the screen says ----
+
+
+def test_the_screen_tells_iteration_loss_gradient_step_evaluations_cells_and_copies() -> None:
+    ran = led(Sandblaster(iterations=2, n_push=1), Logistic())
+    so_far = RunSoFar()
+    for event in ran.iterated:
+        so_far.absorb(event)
+    now = ran.iterated[-1]
+    words = sentences.iterations(so_far)
+
+    assert words.startswith(f"iteration 2  |gradient| 0.{str(now.gradient_norm)[2:4]}")
+    assert f"{now.evaluations} evaluations, {15 * now.evaluations} cells" in words
+    assert so_far.loss == now.loss
+    assert sentences.lasting(now, so_far) == ["done at iteration 2: 2 iterations are done"]

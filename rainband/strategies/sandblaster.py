@@ -16,7 +16,8 @@ A pair counts only if the curvature y.s is positive beyond rounding. An evaluati
 of the data each), which workers take on demand and deliver once; near its end idle workers do copies of what is late.
 
 Where we depart from the paper, which leaves history and line search open: m pairs take 2m + 4 vectors and no more, so
-the oldest pair goes when a search begins. With batch < 1 an iteration looks at a part of the data only, and both
+the oldest pair goes when a search begins; and s_i.y_j are kept, so that the recursion takes three commands whatever m.
+With batch < 1 an iteration looks at a part of the data only, and both
 gradients of a pair are over the same part; the next part keeps `overlap` of it.
 
 Use it for small and middle-sized models that must be fitted well: physics, potentials, regression. Not when the data is
@@ -25,7 +26,7 @@ so large that a pass over it is worth a thousand steps of downpour.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -47,6 +48,14 @@ class Pair(NamedTuple):
     y: str
     ys: float
     yy: float
+
+
+@dataclass
+class History:
+    """The last pairs, oldest first, and s.y of every older s with every newer y: no dot product is asked for twice."""
+
+    pairs: list[Pair] = field(default_factory=list)
+    products: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,18 +117,18 @@ class Sandblaster:
         sampling = Sampling(self.batch, self.overlap)
         descent.cells = sampling.draw(0, coordinator.seed, coordinator.num_cells, ())
         here = await descent.evaluate()
-        pairs: list[Pair] = []
+        history = History()
         iteration, end = 0, limits.reached(0, float("inf"), here)
         coordinator.note(0, here.loss, here.gradient_norm, 0.0, end)
         while not end:
             iteration += 1
-            before, had_history = here.loss, bool(pairs)
-            step, here = await self._iterate(descent, here, pairs)
+            before, had_history = here.loss, bool(history.pairs)
+            step, here = await self._iterate(descent, here, history)
             if step:
                 end = limits.reached(iteration, before, here)
             elif had_history:  # it misleads: forget it, and go down the gradient
-                await coordinator.compute(*(drop(name) for pair in pairs for name in (pair.s, pair.y)))
-                pairs.clear()
+                await coordinator.compute(*(drop(name) for pair in history.pairs for name in (pair.s, pair.y)))
+                history = History()
             else:
                 end = "no lower loss was found down the gradient"
             if not end and not sampling.is_whole:
@@ -127,13 +136,13 @@ class Sandblaster:
                 here = await descent.evaluate()
             coordinator.note(iteration, here.loss, here.gradient_norm, step, end)
 
-    async def _iterate(self, descent: Descent, here: Where, pairs: list[Pair]) -> tuple[float, Where]:
+    async def _iterate(self, descent: Descent, here: Where, history: History) -> tuple[float, Where]:
         """One direction, one search, one new pair; returns how far it went, and where it is."""
-        compute = descent.coordinator.compute
+        compute, pairs = descent.coordinator.compute, history.pairs
         used = {pair.s for pair in pairs}
         slot = next(n for n in range(self.history + 1) if f"s{n}" not in used)
         s, y = f"s{slot}", f"y{slot}"  # until they are a pair: the direction, and the gradient before
-        slope, length = await self._direction(descent.coordinator, s, pairs)
+        slope, length = await self._direction(descent.coordinator, s, history)
         if slope >= 0:  # not down: there is more rounding than curvature in the history
             await compute(drop(s))
             return 0.0, here
@@ -143,28 +152,34 @@ class Sandblaster:
         await compute(*dropped, copy(START, PARAMS), copy(y, GRADIENT))
         start = Trial(0.0, here.loss, slope)
         chosen, there = await descent.search(s, partial(self._search, start, first, length))
-        ys, yy = await compute(
-            drop(START), scale(s, chosen.step), scale(y, -1.0), axpy(y, 1.0, GRADIENT), dot(y, s), dot(y, y)
-        )
+        made = drop(START), scale(s, chosen.step), scale(y, -1.0), axpy(y, 1.0, GRADIENT)
+        ys, yy, *sy = await compute(*made, dot(y, s), dot(y, y), *(dot(pair.s, y) for pair in pairs))
         if chosen.step and ys > ROUNDING * yy:
+            history.products.update({(pair.s, y): product for pair, product in zip(pairs, sy, strict=True)})
             pairs.append(Pair(s, y, ys, yy))
         else:
             await compute(drop(s), drop(y))
         return chosen.step, there
 
-    async def _direction(self, coordinator: Leading, d: str, pairs: list[Pair]) -> tuple[float, float]:
-        """The two-loop recursion; returns the slope along the direction, and its length."""
-        a: dict[str, float] = {}
+    async def _direction(self, coordinator: Leading, d: str, history: History) -> tuple[float, float]:
+        """The two-loop recursion, in three commands; returns the slope along the direction, and its length."""
+        pairs, products = history.pairs, history.products
+        sg = await coordinator.compute(*(dot(pair.s, GRADIENT) for pair in pairs)) if pairs else ()
+        a = [0.0] * len(pairs)
+        for i, pair in reversed(list(enumerate(pairs))):
+            sd = -sg[i] - sum(a[j] * products[pair.s, pairs[j].y] for j in range(i + 1, len(pairs)))
+            a[i] = sd / pair.ys
         todo = [copy(d, GRADIENT), scale(d, -1.0)]
-        for pair in reversed(pairs):
-            (sd,) = await coordinator.compute(*todo, dot(pair.s, d))
-            a[pair.s] = sd / pair.ys
-            todo = [axpy(d, -a[pair.s], pair.y)]
+        todo += [axpy(d, -a_i, pair.y) for a_i, pair in reversed(list(zip(a, pairs, strict=True)))]
+        yd: tuple[float, ...] = ()
         if pairs:
             todo.append(scale(d, pairs[-1].ys / pairs[-1].yy))
-        for pair in pairs:
-            (yd,) = await coordinator.compute(*todo, dot(pair.y, d))
-            todo = [axpy(d, a[pair.s] - yd / pair.ys, pair.s)]
+            yd = await coordinator.compute(*todo, *(dot(pair.y, d) for pair in pairs))
+            todo = []
+        c = [0.0] * len(pairs)
+        for i, pair in enumerate(pairs):
+            c[i] = a[i] - (yd[i] + sum(c[j] * products[pairs[j].s, pair.y] for j in range(i))) / pair.ys
+            todo.append(axpy(d, c[i], pair.s))
         slope, length = await coordinator.compute(*todo, dot(GRADIENT, d), norm(d))
         return slope, length
 
