@@ -130,6 +130,7 @@ print("all is well")
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_from_a_prompt_and_from_a_thread_twice_in_a_row(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-"],

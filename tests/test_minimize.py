@@ -94,6 +94,7 @@ def test_a_strategy_of_ones_own_can_lead_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_worker_that_is_killed_costs_nothing_but_time(tmp_path: Path) -> None:
     """Two iterations of one life and the rest of another: the end is that of a run in which nobody died."""
 

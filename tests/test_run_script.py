@@ -87,6 +87,7 @@ class Told:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_two_workers_in_rounds_are_one_with_batches_twice_as_large(tmp_path: Path) -> None:
     together = Told(tmp_path, ["--workers", "2", "--strategy", "sync", "train.py", "--batch", "8"])
     alone = Told(tmp_path, ["train.py", "--batch", "16"])
