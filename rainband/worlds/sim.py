@@ -68,7 +68,7 @@ def run(config: RunConfig, view: View, capture: bool = False, model: ClusterMode
     There are no other processes, so there is nothing to `capture`. A `model` comes before the one of the
     configuration, whose file may have changed.
     """
-    with one_thread(), little_garbage():
+    with one_thread(), little_garbage(none_at_all=in_bulk(config)):
         return Simulation(config, view, model or load_model(config.sim.model, config.sim.compute)).run()
 
 
@@ -84,14 +84,14 @@ def one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def little_garbage() -> Iterator[None]:
+def little_garbage(none_at_all: bool) -> Iterator[None]:
     """Collecting goes through all objects of thousands of workers, and finds nothing: nodes make no cycles.
 
-    What is there now is not looked at again; what comes, rarely, for the sake of the user's code.
+    What is there now is not looked at again; what comes, rarely, for the sake of the user's code, if any runs at all.
     """
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(1_000_000, 20, 100)
+    gc.set_threshold(0 if none_at_all else 100_000, 20, 100)
     try:
         yield
     finally:
