@@ -317,7 +317,7 @@ def _print_by_line() -> None:
     """What a job prints is seen when it prints it, in whole lines, and survives however the process ends."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)  # a line is one write, whatever was asked
 
 
 def _find(spawn: Spawn) -> Callable[[bytes, list[int]], object]:
