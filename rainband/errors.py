@@ -35,14 +35,6 @@ class Refused(RainbandError):
         self.reason = reason
 
 
-class Revoked(RainbandError):
-    """Our lease, term or incarnation was taken back: what we do under it no longer counts."""
-
-
-class PlanMismatch(RainbandError):
-    """Two nodes have different plans, so the same name would mean different data to them."""
-
-
 class HandshakeFailed(RainbandError):
     """The two ends of a connection could not agree on the protocol, the run or its secret."""
 

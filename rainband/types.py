@@ -288,11 +288,4 @@ class Settling(Protocol):
     def ready(self) -> bool: ...
 
 
-class Clock(Protocol):
-    """Wall time or virtual time."""
-
-    def now_s(self) -> float:
-        """Seconds since some fixed moment; never goes back."""
-
-
 Payload = Any  # a 1-D tensor whose bytes travel beside a message

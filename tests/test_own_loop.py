@@ -655,6 +655,22 @@ def test_an_infinite_gradient_is_skipped_without_servers_too() -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("replaced", [lambda model: model, lambda model: model[-1]], ids=["all", "one layer"])
+def test_a_model_whose_parameters_were_replaced_is_told_so(replaced: Callable[[nn.Module], nn.Module]) -> None:
+    """All of them are noticed at the next step, some of them at the fourth, which is a power of two."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(ValueError, match="other Parameter objects than at join.*without assign=True"),
+        joined(model, optimizer, OneProcess(PLAIN)) as run,
+    ):
+        for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+            if number == 2:
+                part = replaced(model)
+                part.load_state_dict({name: value.clone() for name, value in part.state_dict().items()}, assign=True)
+            train(model, optimizer, batch)
+
+
 def test_between_fetches_the_workers_own_step_follows_the_users_rates() -> None:
     """With plain SGD it leads where the servers are led by the same gradient."""
 

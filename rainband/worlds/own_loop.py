@@ -289,10 +289,18 @@ class OwnLoop:
             )
         self._note_own_loader()
         self._note_settings()
-        self.suspended.step(self._gradient(optimizer, unscale, batches))
+        gradient = self._gradient(optimizer, unscale, batches)
+        self._check_identity(gradient)
+        self.suspended.step(gradient)
         if self.draws.end_a_cell(batches):
             self.suspended.end_cell()
         self._see_through(batches)
+
+    def _check_identity(self, gradient: ModuleGradient) -> None:
+        """Are the module's parameters still those of the join? Asked where none has a gradient, and now and then."""
+        steps = self.client.stats.steps
+        if steps & (steps - 1) == 0 or all(tensor is None for tensor in gradient.tensors):
+            self.flat.check_identity()
 
     def _note_own_loader(self) -> None:
         """Said once, by one of them: each may be going over the same data."""
