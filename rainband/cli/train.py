@@ -73,7 +73,7 @@ def train(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="One worker measures the task's metric so often while it trains (not in virtual time); 0: only at the end.",
+            help="One worker measures the task's metric so often (not in virtual time); 0: only at the end.",
             show_default="10",
         ),
     ] = None,
