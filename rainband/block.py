@@ -47,6 +47,7 @@ class Block:
         self.naming = offers(self.rule, NamingRule)
         self.tunable = offers(self.rule, TunableRule)
         self.schedule = half.schedule
+        self.is_constant = half.schedule.is_constant
         self.lr_factor = 1.0  # of the divergence guard
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.values: Tensor = place.of(0)
@@ -113,7 +114,9 @@ class Block:
     def apply(self, gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
         self._count(pushes)
         self._use_groups_of(pushes[0].worker)
-        scale = self.lr_factor * self.schedule.scale(self._position(pushes[0]))
+        scale = self.lr_factor
+        if not self.is_constant:
+            scale *= self.schedule.scale(self._position(pushes[0]))
         assert self.optimizer is not None
         if self.values is self.place.buffers[0]:
             self.place.begin()
@@ -163,8 +166,6 @@ class Block:
         self.place.end()
 
     def _position(self, push: Push) -> float:
-        if self.schedule.is_constant:
-            return 0.0
         if push.name:
             return self.plan.position(push.name[0].portion, push.name[0].first)
         return min(1.0, self.marks.count / self.plan.num_batches)  # no name: as far as the data is
@@ -172,9 +173,10 @@ class Block:
     def _count(self, pushes: Sequence[Push]) -> None:
         for push in pushes:
             if not push.skip:
-                self.applied += num_batches(push.name)
+                self.applied += len(push.name[0]) if len(push.name) == 1 else num_batches(push.name)
                 self.num_extras += not push.name
-                self.staleness[push.worker][max(0, self.version - push.version)] += 1
+                missed = self.version - push.version
+                self.staleness[push.worker][missed if missed > 0 else 0] += 1
 
     def skip(self, name: Name, reason: str) -> None:
         for r in name:

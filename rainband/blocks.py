@@ -43,6 +43,7 @@ class BlockSpec(msgspec.Struct, frozen=True, array_like=True):
     start: int  # place inside the vector, in elements
     stop: int
     segments: tuple[Segment, ...]
+    part: int = 0  # of a model that several workers compute together: whose parameters these are
 
     @property
     def numel(self) -> int:
@@ -66,11 +67,12 @@ class ParameterSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VectorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One memory: all parameters of one dtype on one device."""
+    """One memory: all parameters of one part of the model, of one dtype, on one device."""
 
     dtype: str
     device: str
     numel: int
+    part: int = 0
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -100,15 +102,16 @@ class Entry(msgspec.Struct, frozen=True):
     device: str = "cpu"
     group: int = 0
     order: tuple[int, ...] | None = None  # None: contiguous
+    part: int = 0
 
 
 def arrange(entries: Iterable[Entry], groups: Sequence[Settings] = ({},)) -> Layout:
-    """Give each parameter its place: one vector per dtype and device, every start on a 64-byte boundary."""
-    vectors: dict[tuple[str, str], int] = {}
+    """Give each parameter its place: one vector per part, dtype and device, every start on a 64-byte boundary."""
+    vectors: dict[tuple[str, str, int], int] = {}
     ends: list[int] = []
     parameters = []
     for entry in entries:
-        vector = vectors.setdefault((entry.dtype, entry.device), len(vectors))
+        vector = vectors.setdefault((entry.dtype, entry.device, entry.part), len(vectors))
         if vector == len(ends):
             ends.append(0)
         numel, start = math.prod(entry.shape), ends[vector]
@@ -116,7 +119,7 @@ def arrange(entries: Iterable[Entry], groups: Sequence[Settings] = ({},)) -> Lay
         parameters.append(ParameterSpec(entry.name, entry.shape, vector, start, numel, entry.group, order))
         ends[vector] = start + _round_up(numel, max(UNIT, CACHE_LINE_BYTES // ITEM_BYTES[entry.dtype]))
     kinds = zip(vectors, ends, strict=True)
-    specs = tuple(VectorSpec(dtype, device, numel) for (dtype, device), numel in kinds)
+    specs = tuple(VectorSpec(dtype, device, numel, part) for (dtype, device, part), numel in kinds)
     return Layout(specs, tuple(parameters), tuple(groups))
 
 
@@ -136,7 +139,7 @@ def cut(layout: Layout, num_servers: int = 1, block_bytes: int = 1 << 20) -> tup
         for start, stop in pairwise(edges):
             inside = present[max(0, bisect_right(starts, start) - 1) : bisect_right(starts, stop - 1)]
             segments = tuple(_segment(i, p, start, stop) for i, p in inside if p.start + p.numel > start)
-            blocks.append(BlockSpec(len(blocks), number, vector.dtype, start, stop, segments))
+            blocks.append(BlockSpec(len(blocks), number, vector.dtype, start, stop, segments, vector.part))
     return tuple(blocks)
 
 

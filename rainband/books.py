@@ -60,7 +60,7 @@ class Books(msgspec.Struct, frozen=True):
     refused: dict[str, int]  # pushes refused, by reason
     updates: int  # applied to blocks, all together
     extras: int = 0  # pushes named by their sender, not by batches: a step without a new batch, a loader of one's own
-    torn: int = 0  # of these, pushes that reached some blocks only, because their sender ended in between
+    torn: int = 0  # pushes without a name, or writes in place, that are only partly in: their sender ended in between
 
     @property
     def balanced(self) -> bool:
@@ -138,7 +138,7 @@ def balance(plan: Plan, reports: Iterable[Report], leased_again: int) -> Books:
         refused=dict(refused),
         updates=sum(r.updates for r in reports),
         extras=min(extras),
-        torn=max(extras) - min(extras),
+        torn=max(extras) - min(extras) + sum(r.cut_short for r in reports),
     )
 
 

@@ -47,15 +47,21 @@ from rainband.types import Batch, BorrowingPort, Cell, Port
 class Handle:
     """Something under way. Awaiting it waits; a world asks `ready()` after each message."""
 
+    __slots__ = ()
+
     def ready(self) -> bool:
         raise AssertionError("each kind of handle says when it is ready")
+
+    def is_vain(self, stopping: bool) -> bool:
+        """May waiting for it never end, because the run stops and others will not do their part?"""
+        return False
 
     def _wait(self) -> Generator[Handle, None, None]:
         while not self.ready():
             yield self
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PushHandle(Handle):
     """A push on its way to every block."""
 
@@ -74,7 +80,7 @@ class PushHandle(Handle):
         return self._wait()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PullHandle(Handle):
     """Parameters on their way. They become the worker's parameters while it is awaited, block by block."""
 
@@ -82,7 +88,7 @@ class PullHandle(Handle):
     sequence: int
     point: int
     left: int  # blocks that are not taken over yet
-    arrived: deque[tuple[int, Tensor | None, int]] = field(default_factory=deque)  # block, values, their version
+    arrived: list[tuple[int, Tensor | None, int]] = field(default_factory=list)  # block, values, their version
     come: set[int] = field(default_factory=set)  # the blocks that have arrived
     asked: Pull | None = None  # what the servers were asked, where they must be
     late: bool = False
@@ -104,8 +110,11 @@ class PullHandle(Handle):
 
     def ready(self) -> bool:
         while self.arrived and not self.late:
-            self.client.take(self, *self.arrived.popleft())
+            self.client.take(self, *self.arrived.pop(0))
         return self.left == 0 or self.late
+
+    def is_vain(self, stopping: bool) -> bool:
+        return stopping
 
     def __await__(self) -> Generator[Handle, None, bool]:
         yield from self._wait()
@@ -123,7 +132,7 @@ class StateHandle(Handle):
         return self.left == 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class News(Handle):
     """Anything that may change what there is to do."""
 
@@ -136,7 +145,7 @@ class News(Handle):
         return self._wait()
 
 
-@dataclass
+@dataclass(slots=True)
 class HeldLease:
     """A portion that is ours to do."""
 
@@ -149,6 +158,14 @@ class HeldLease:
 class Client:
     """What a worker knows of the run: its leases, what is in flight, which versions it has read."""
 
+    # Many, and often looked at: beyond thirty attributes a plain object becomes slow and large.
+    __slots__ = (
+        *("asked", "asks", "base", "blocks", "borrowers", "clock", "dry", "entered", "fetching", "finished", "flat"),
+        *("groups", "handed", "leases", "me", "own_ports", "part", "plan", "point", "port_of", "ports", "pulling"),
+        *("pushes", "sequence", "specs", "stats", "stopping", "tell", "term", "unanswered", "versions", "views"),
+        *("waiting_for_news", "__dict__", "__weakref__"),
+    )
+
     def __init__(
         self,
         me: Peer,
@@ -158,14 +175,19 @@ class Client:
         owners: Sequence[int],
         ports: Sequence[Port],
         tell: Callable[[Message], None],
+        part: int = 0,
     ) -> None:
+        """`part`: of a model that several workers compute together, the one that is ours; the others' blocks are not."""
         self.me = me
         self.plan = plan
         self.flat = flat
-        self.blocks = blocks
+        self.part = part
+        self.specs = blocks  # all, by their index
+        self.blocks = blocks if not any(block.part for block in blocks) else [b for b in blocks if b.part == part]
         self.ports = ports
         self.tell = tell  # the coordinator
         self.port_of = [ports[owner] for owner in owners]
+        self.own_ports = tuple(dict.fromkeys(self.port_of[block.index] for block in self.blocks)) if owners else ()
         self.borrowers = [port for port in dict.fromkeys(ports) if isinstance(port, BorrowingPort)]
         self.views = [flat.view(block) for block in blocks] if owners else []
         self.leases: dict[int, HeldLease] = {}
@@ -182,7 +204,7 @@ class Client:
         self.term = 1
         self.versions = [0] * len(blocks)  # of each block, as read
         self.pushes: dict[int, PushHandle] = {}
-        self.unanswered: list[deque[int]] = [deque() for _ in blocks]  # sequences of pushes in flight, per block
+        self.unanswered: list[list[int]] = [[] for _ in blocks]  # sequences of pushes in flight, per block
         self.pulling: PullHandle | None = None
         self.fetching: StateHandle | None = None
         self.groups: tuple[dict[str, Any], ...] = ()  # optimizer settings that the next push must tell
@@ -214,9 +236,10 @@ class Client:
                 self.finished = True
             case Halt():
                 self.stopping = True
-        for news in self.waiting_for_news:
-            news.come = True
-        self.waiting_for_news.clear()
+        if self.waiting_for_news:
+            for news in self.waiting_for_news:
+                news.come = True
+            self.waiting_for_news.clear()
 
     def news(self) -> News:
         news = News()
@@ -238,8 +261,8 @@ class Client:
         """The next cell to compute, in rounds the one of the lowest round; None: there is none now."""
         if self.plan.led:
             return self._next_handed()
-        self._ask_for_more()
         held = [lease for lease in self.leases.values() if lease.todo]
+        self._ask_for_more(len(held))
         if not held:
             self._rest()
             return None
@@ -273,18 +296,20 @@ class Client:
     def _rest(self) -> None:
         """With nothing to do, be waited for by nobody: others might wait for us, and we for what they have."""
         if self.entered and not any(lease.unsettled for lease in self.leases.values()):
-            self.entered = False
-            for port in dict.fromkeys(self.port_of):
-                port.send(Rest())
+            self.rest()
+
+    def rest(self) -> None:
+        self.entered = False
+        for port in self.own_ports:
+            port.send(Rest())
 
     def _cell(self, lease: HeldLease, ks: tuple[int, ...]) -> Cell:
         round_ = self.plan.round_of(lease.portion, ks[0]) if self.plan.columns else -1
-        more = any(held.todo for held in self.leases.values())
-        return Cell(tuple(Batch(lease.portion, k, lease.number) for k in ks), round_, more)
+        more = bool(lease.todo) or any([held.todo for held in self.leases.values()])
+        return Cell(tuple([Batch(lease.portion, k, lease.number) for k in ks]), round_, more)
 
-    def _ask_for_more(self) -> None:
+    def _ask_for_more(self, ahead: int) -> None:
         """Keep one lease ahead; in rounds always ask, the coordinator shares the columns out."""
-        ahead = sum(1 for lease in self.leases.values() if lease.todo)
         if not self.asked and not self.finished and not self.stopping and (self.plan.columns or ahead <= 1):
             self.asked = True
             self.tell(Want())
@@ -300,6 +325,17 @@ class Client:
             lease.unsettled.difference_update(range(r.first, r.last))
             if not lease.unsettled:
                 self.give_back(r.portion, "done")
+
+    def settles_lease(self, ack: Ack) -> bool:
+        """Would a lease be done with when this answer is taken?"""
+        handle = self.pushes.get(ack.sequence)
+        if handle is None or handle.left > 1 or self.plan.led:
+            return handle is not None
+        for r in handle.name:
+            lease = self.leases.get(r.portion)
+            if lease is not None and len(lease.unsettled) <= r.last - r.first:
+                return True
+        return False
 
     def give_back(self, portion: int, reason: str) -> None:
         lease = self.leases.pop(portion)
@@ -326,7 +362,7 @@ class Client:
 
         From now on until the handle was awaited the worker's parameters change under its hands.
         """
-        asked = Pull(self.sequence + 1, self.clock + 1, base=self.base)  # by the push itself
+        asked = Pull(self.sequence + 1, self.clock + 1, base=self.base, part=self.part)  # by the push itself
         pull = self.pulling = PullHandle(self, asked.sequence, -1, len(self.blocks), asked=asked, eager=True)
         for port in self.borrowers:
             mine = [block for block in self.blocks if self.port_of[block.index] is port]
@@ -342,7 +378,7 @@ class Client:
         if not gradient.is_finite:  # before the first byte leaves: otherwise some blocks would have it
             return self.skip(gradient, "not finite", want)
         handle = self._begin(gradient)
-        absent = tuple(i for i, tensor in enumerate(gradient.tensors) if tensor is None)
+        absent = self.flat.absent(gradient.tensors)
         read = self.versions if gradient.read is None else gradient.read
         for block in self.blocks:
             message = Push(
@@ -419,10 +455,12 @@ class Client:
             return  # answered before
         unanswered.remove(ack.sequence)
         match ack.result:
+            case "applied" | "had":
+                pass
             case "revoked" | "crossed":
                 self._lose(handle.name, ack.result)
             case "bad":  # the server's own check: the batches must not stay open on this block
-                self._skip_block(self.blocks[ack.block], handle, f"refused: {ack.reason}")
+                self._skip_block(self.specs[ack.block], handle, f"refused: {ack.reason}")
                 return
             case "late":
                 handle.over.append(ack.version)
@@ -434,7 +472,7 @@ class Client:
             self.stats.acked += 1
             self.settle(handle.name)
             if len(handle.over) == len(self.blocks):
-                self._skip_rounds(min(handle.over) - 1)
+                self.skip_rounds(min(handle.over) - 1)
         pull = self.pulling
         if pull is not None and pull.point < 0 and not self._must_ask(ack.block) and self._own_pushes_in(pull, ack):
             pull.arrive(ack.block, None)
@@ -465,9 +503,9 @@ class Client:
     def _ask(self, pull: PullHandle, clock: int) -> PullHandle:
         self.sequence += 1  # a number of its own: answers to an older question are not this one's
         pull.restart(self.sequence, len(self.blocks))
-        pull.asked = Pull(self.sequence, clock, base=self.base)
+        pull.asked = Pull(self.sequence, clock, base=self.base, part=self.part)
         self.pulling, self.stats.held_by = pull, None
-        for port in dict.fromkeys(self.port_of):
+        for port in self.own_ports:
             if not port.direct or self.asks is not False:
                 port.send(pull.asked)
         self._read_in_place(pull)
@@ -492,9 +530,9 @@ class Client:
         if self.pulling is not None and self.pulling.point == round_:
             return
         self.sequence += 1  # a number of its own: answers to an older question are not this one's
-        asked = Pull(self.sequence, self.clock, round_)
+        asked = Pull(self.sequence, self.clock, round_, part=self.part)
         self.pulling = PullHandle(self, self.sequence, round_, len(self.blocks), asked=asked)
-        for port in dict.fromkeys(self.port_of):
+        for port in self.own_ports:
             port.send(asked)
 
     def _is_open(self, round_: int) -> bool:
@@ -505,8 +543,8 @@ class Client:
 
     def is_through(self, round_: int) -> bool:
         """Is this round over and in our parameters? True also if there is more to do for it here first."""
-        self._ask_for_more()
         held = [lease for lease in self.leases.values() if lease.todo]
+        self._ask_for_more(len(held))
         if any(self.plan.round_of(lease.portion, lease.todo[0][0]) <= round_ for lease in held):
             return True
         self._ask_round(round_ + 1)
@@ -535,7 +573,7 @@ class Client:
         """A block becomes the worker's parameters. Only ever called while the strategy awaits, between two steps."""
         out = self.views[block]
         if values is None:
-            read = self.port_of[block].read(self.blocks[block], pull.point, out)
+            read = self.port_of[block].read(self.specs[block], pull.point, out)
             if read is None:
                 self._round_is_over(pull)
                 return
@@ -544,14 +582,14 @@ class Client:
             out.copy_(values.view(out.dtype))
         self.versions[block] = version
         pull.left -= 1
-        self.stats.pulled_bytes += self.blocks[block].num_bytes
+        self.stats.pulled_bytes += self.specs[block].num_bytes
 
     def _round_is_over(self, pull: PullHandle) -> None:
         """Others have done this round's cells and gone on: nothing of it is ours to do any more."""
         pull.late = True
-        self._skip_rounds(pull.point)
+        self.skip_rounds(pull.point)
 
-    def _skip_rounds(self, last: int) -> None:
+    def skip_rounds(self, last: int) -> None:
         """All rounds up to this one are over."""
         for lease in list(self.leases.values()):
             over = {k for k in lease.unsettled if self.plan.round_of(lease.portion, k) <= last}
@@ -567,7 +605,7 @@ class Client:
         state = state or State()
         for block in self.blocks:
             for part, tensors in state.tensors.items():
-                absent = tuple(i for i, tensor in enumerate(tensors) if tensor is None)
+                absent = self.flat.absent(tensors)
                 message = Load(block.index, block.dtype, block.numel, part=part, absent=absent)
                 self.port_of[block.index].push(message, self._state_writer(block, tensors))
             message = Load(block.index, block.dtype, block.numel, numbers=state.numbers)
@@ -579,13 +617,13 @@ class Client:
     def fetch_state(self) -> StateHandle:
         """Ask for the state of the servers' optimizers."""
         self.fetching = StateHandle(Gathered(self.flat.parameters), len(self.blocks))
-        for port in dict.fromkeys(self.port_of):
+        for port in self.own_ports:
             port.send(FetchState())
         return self.fetching
 
     def _state_part(self, message: StatePart, payload: Tensor | None) -> None:
         assert self.fetching is not None, "nobody asked for it"
-        block, gathered = self.blocks[message.block], self.fetching.gathered
+        block, gathered = self.specs[message.block], self.fetching.gathered
         if message.part:
             assert payload is not None, "a part with a name has values"
             gathered.add(block, message.part, message.absent, payload.view(self.views[message.block].dtype))

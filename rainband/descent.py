@@ -44,7 +44,7 @@ class Limits:
             return "the loss is not finite"
         if now.gradient_norm <= self.gradient_tolerance:
             return f"the gradient norm is at most {self.gradient_tolerance:g}"
-        if iteration and before - now.loss <= self.loss_tolerance * max(1.0, abs(before), abs(now.loss)):
+        if iteration and before - now.loss <= self.loss_tolerance * max(abs(before), abs(now.loss)):
             return f"the loss changed by at most {self.loss_tolerance:g} of itself"
         if iteration >= self.iterations:
             return f"{self.iterations} iterations are done"
@@ -89,10 +89,12 @@ class Descent:
         self, first: tuple[Operation, ...], then: tuple[Operation, ...]
     ) -> tuple[float, float, tuple[float, ...]]:
         found = await self.coordinator.evaluate(*first, cells=self.cells)
-        operations = [scale(GRADIENT, 1.0 / max(1, found.samples)), dot(PARAMS, PARAMS)]
-        if self.weight_decay:
-            operations.append(axpy(GRADIENT, self.weight_decay, PARAMS))
-        square, length, *others = await self.coordinator.compute(*operations, norm(GRADIENT), *then)
+        mean = scale(GRADIENT, 1.0 / max(1, found.samples))
+        if not self.weight_decay:
+            length, *others = await self.coordinator.compute(mean, norm(GRADIENT), *then)
+            return found.loss, length, tuple(others)
+        decayed = mean, axpy(GRADIENT, self.weight_decay, PARAMS), dot(PARAMS, PARAMS)
+        square, length, *others = await self.coordinator.compute(*decayed, norm(GRADIENT), *then)
         return found.loss + 0.5 * self.weight_decay * square, length, tuple(others)
 
     async def search(self, direction: str, begin: Callable[[], Search]) -> tuple[Trial, Where]:

@@ -65,14 +65,16 @@ def fit(
     """
     from rainband.errors import RainbandError
     from rainband.worlds import local
-    from rainband.worlds.config import RunConfig, check_epochs
+    from rainband.worlds.config import RunConfig, check_epochs, is_one_memory
     from rainband.worlds.directory import new_directory
 
     task_name, task_settings = _named(task, "rainband.tasks")
     strategy_name, strategy_settings = _named(strategy, "rainband.strategies")
     made: Strategy = _object(strategy, strategy_name, strategy_settings)
     check_epochs(made, strategy_name or type(strategy).__name__, epochs)
-    if made.server(1) is None:
+    if is_one_memory(made):
+        servers = 0
+    elif made.server(1) is None:
         workers, servers = 1, 0
     if workers < 1 or servers < 0:
         raise ValueError(f"workers={workers}, servers={servers}: there must be at least one worker.")
@@ -257,8 +259,10 @@ def be_worker(job: bytes, fds: list[int]) -> None:
     from rainband.worlds.config import decode_job
     from rainband.worlds.worker_process import work
 
+    order = decode_job(job)
+    memory = fds.pop() if order.memory else None
     carried = _carried(fds)
-    work(decode_job(job), carried["task"], carried["strategy"])
+    work(order, carried["task"], carried["strategy"], memory)
 
 
 def be_server(job: bytes, fds: list[int]) -> None:

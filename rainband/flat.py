@@ -33,11 +33,20 @@ class Flat:
     could not update them; each worker's follow the batches it sees itself.
     """
 
-    def __init__(self, module: nn.Module, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        parts: Mapping[int, int] | None = None,
+        part: int = 0,
+    ) -> None:
         """`groups` as torch.optim takes them; by default one group of all parameters.
 
         A group's parameters get a place whether they require a gradient now or not: they may be unfrozen.
         Parameters in no group stay outside, as they are.
+
+        `parts`: id of a parameter -> the worker that holds it, where several compute one model together; `part` is
+        this one. The layout is the whole model's, but others' parameters have no memory here and stay as they are.
         """
         groups = [{"params": list(module.parameters())}] if groups is None else groups
         members = _members(module, groups)
@@ -48,23 +57,37 @@ class Flat:
 
         self.module = module
         self.parameters = [member.parameter for member in members]
-        self.layout = arrange(map(_entry, members), settings)
+        self.layout = arrange(
+            [_entry(member, (parts or {}).get(id(member.parameter), 0)) for member in members], settings
+        )
         self.vectors = [
-            torch.zeros(vector.numel, dtype=getattr(torch, vector.dtype), device=vector.device)
+            torch.zeros(
+                vector.numel if vector.part == part else 0, dtype=getattr(torch, vector.dtype), device=vector.device
+            )
             for vector in self.layout.vectors
         ]
-        self._homes = list(map(self._home, self.layout.parameters, self.parameters))
+        specs = self.layout.parameters
+        self.own = [number for number, spec in enumerate(specs) if self.layout.vectors[spec.vector].part == part]
+        self._homes = self._make_homes()
         self._addresses = [home.data_ptr() for home in self._homes]
         self._pieces: dict[tuple[int, int, int], list[_Piece]] = {}
-        for parameter, home in zip(self.parameters, self._homes, strict=True):
+        for parameter, home in zip(self._held(), self._homes, strict=True):
             _move_in(parameter, home)
+
+    def _held(self) -> list[nn.Parameter]:
+        return [self.parameters[number] for number in self.own]
+
+    def _make_homes(self) -> list[Tensor]:
+        return [self._home(self.layout.parameters[number], self.parameters[number]) for number in self.own]
 
     def check(self) -> None:
         """Bring back parameters that left their place, or say what to do. Cheap enough for every step."""
         assert self.vectors, "this Flat was released"
-        if [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
+        held = self._held()
+        if [parameter.data_ptr() for parameter in held] == self._addresses:
             return
-        everyone = zip(self.layout.parameters, self.parameters, self._homes, strict=True)
+        specs = [self.layout.parameters[number] for number in self.own]
+        everyone = zip(specs, held, self._homes, strict=True)
         strays = [(spec.name, p, home) for spec, p, home in everyone if p.data_ptr() != home.data_ptr()]
         for name, parameter, home in strays:
             _refuse_another_kind(name, parameter, home)
@@ -84,7 +107,15 @@ class Flat:
 
     def gradients(self) -> list[Tensor | None]:
         """Each parameter's gradient, where autograd put it; None where there is none, which is not zero."""
-        return [None if parameter.grad is None else _dense(parameter.grad) for parameter in self.parameters]
+        found: list[Tensor | None] = [None] * len(self.parameters)
+        for number in self.own:
+            gradient = self.parameters[number].grad
+            found[number] = None if gradient is None else _dense(gradient)
+        return found
+
+    def absent(self, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+        """The numbers of the parameters held here that have no tensor."""
+        return tuple(number for number in self.own if tensors[number] is None)
 
     def write(self, block: BlockSpec, tensors: Sequence[Tensor | None], out: Tensor) -> None:
         """Copy this block's piece of one tensor per parameter into `out`, 1-D and as long as the block.
@@ -133,20 +164,29 @@ class Flat:
 
     def twin(self) -> Flat:
         """Another memory for the same module, with the same values: whoever computes attaches its own first."""
+        return self.over([vector.clone() for vector in self.vectors])
+
+    def over(self, vectors: Sequence[Tensor]) -> Flat:
+        """The same module's parameters in memory that is handed in, with the values that are there."""
         other = copy.copy(self)
-        other.vectors = [vector.clone() for vector in self.vectors]
-        other._homes = list(map(other._home, self.layout.parameters, self.parameters))
+        other.vectors = list(vectors)
+        other._homes = other._make_homes()
         other._addresses = [home.data_ptr() for home in other._homes]
         return other
 
+    @property
+    def places(self) -> Sequence[Tensor]:
+        """This memory, as one tensor of the right shape for each parameter."""
+        return self._homes
+
     def attach(self) -> None:
         """Make this memory the module's parameters, without copying; between a step and the next forward only."""
-        for parameter, home in zip(self.parameters, self._homes, strict=True):
+        for parameter, home in zip(self._held(), self._homes, strict=True):
             parameter.data = home
 
     def release(self) -> None:
         """Give each parameter private memory of its own again. Afterwards this object is of no use."""
-        for parameter, address in zip(self.parameters, self._addresses, strict=True):
+        for parameter, address in zip(self._held(), self._addresses, strict=True):
             if parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()
         self.vectors, self._homes = [], []
@@ -284,9 +324,9 @@ def _params(group: Mapping[str, Any]) -> list[Tensor]:
     return [item[1] if isinstance(item, tuple) else item for item in several]
 
 
-def _entry(member: _Member) -> Entry:
+def _entry(member: _Member, part: int) -> Entry:
     p = member.parameter
-    return Entry(member.name, tuple(p.shape), _dtype(p), str(p.device), member.group, _memory_order(p))
+    return Entry(member.name, tuple(p.shape), _dtype(p), str(p.device), member.group, _memory_order(p), part)
 
 
 def _settings(number: int, group: Mapping[str, Any]) -> Settings:

@@ -100,7 +100,8 @@ class Evaluating:
 class Leader:
     """What a strategy's `lead` may touch, and who drives it."""
 
-    def __init__(self, lead: Lead) -> None:
+    def __init__(self, lead: Lead, notes: list[events.AnyEvent] | None = None) -> None:
+        """Each iteration is added to `notes`."""
         self.lead = lead
         self.term = 1  # the coordinator's: one that is started again would take the next
         self.crew: Crew | None = None
@@ -112,7 +113,7 @@ class Leader:
         self.working: set[int] = set()  # workers that have ever asked, and are here
         self.deaths: dict[int, int] = {}
         self.outs: list[To] = []
-        self.notes: list[events.Iterated] = []
+        self.notes: list[events.AnyEvent] = [] if notes is None else notes
         self.now = 0.0
         self.over = False
         self.error = ""

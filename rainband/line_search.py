@@ -7,8 +7,9 @@ slope f'(t) along the direction. It returns the trial it chose, which is always 
     strong Wolfe    Armijo, and  |f'(t)| <= c2 |f'(0)|            and the slope is nearly gone
 
 The strong Wolfe search brackets a minimum, then zooms in by cubic interpolation (Nocedal & Wright, algorithms 3.5 and
-3.6), with the safeguards of torch.optim.LBFGS: a step that hardly moves an end of the bracket is moved inside it. Where
-the loss is not a finite number, a step is too long, and the bracket is halved.
+3.6), with the safeguards of torch.optim.LBFGS: a step that hardly moves an end of the bracket is moved inside it. (That
+class lets the second trial be higher than the first; we do as the book says.) Where the loss is not a finite number, a
+step is too long, and the bracket is halved.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def strong_wolfe(
     before, asked = start, 1
     trial = yield step
     while True:
-        if _too_high(trial, start, c1) or (asked > 2 and trial.loss >= before.loss):
+        if _too_high(trial, start, c1) or (asked > 1 and trial.loss >= before.loss):
             bracket = before, trial
             break
         if abs(trial.slope) <= -c2 * start.slope:

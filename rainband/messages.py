@@ -90,6 +90,7 @@ class Pull(Message, frozen=True):
     clock: int = -1  # cells the reader has pushed; -1: it does not compute with what it reads, and waits for nobody
     point: int = -1
     base: int = 0  # the clock at which the reader began; it has pushed nothing before
+    part: int = 0  # the blocks of this part of the model
 
 
 class Named(Message, frozen=True):
@@ -159,6 +160,30 @@ class StatePart(Message, frozen=True):
     part: str
     absent: tuple[int, ...] = ()
     numbers: dict[str, dict[int, float]] = {}
+
+
+# ---- worker to worker -----------------------------------------------------------------------------------------------
+
+
+class Value(Message, frozen=True):
+    """A nest of values for another worker; the payload is its tensors, unless they lie in memory that was lent."""
+
+    tag: tuple[int | str, ...]  # what the receiver asks for it by
+    nest: bytes  # all but the tensors' contents, see transports/nests.py
+    segment: int = -1  # of the sender's; -1: the bytes follow the header
+
+
+class Lend(Message, frozen=True):
+    """Memory in which values will lie; it comes along as a file descriptor. A number used again replaces the former."""
+
+    segment: int
+    num_bytes: int
+
+
+class GiveBack(Message, frozen=True):
+    """What lay in a segment was read; its owner may write to it again."""
+
+    segment: int
 
 
 # ---- coordinator and server -----------------------------------------------------------------------------------------
@@ -322,6 +347,7 @@ class Report(Message, frozen=True):
     guard: bool = False  # the strategy wants the run to be guarded against divergence
     adapt: tuple[int, int] | None = None  # from where to where its bound may be moved
     bound: int | None = None  # that holds now
+    cut_short: int = 0  # updates that were being written, by a worker itself, when it was lost
 
 
 # ---- coordinator and worker -----------------------------------------------------------------------------------------
@@ -341,6 +367,7 @@ class Join(Message, frozen=True):
     own_loop: bool = False  # a user's own loop: its data is told later, or never; it ends when the loops do
     optimizer: OptimizerSpec | None = None  # the user's, for the servers to run
     led: bool = False  # the coordinator leads: the data is gone over as often as it asks for
+    address: Address | None = None  # where the others of its team reach it; none: it computes the whole model
 
 
 class Dataset(Message, frozen=True):
@@ -368,6 +395,7 @@ class Welcome(Message, frozen=True):
     owners: tuple[int, ...]  # server of each block
     blocks: tuple[BlockSpec, ...]
     load: bool = False  # send the servers your parameters: they are the first values
+    team: tuple[Address, ...] = ()  # of those who compute one model together, in the order of their machines
 
 
 class Go(Message, frozen=True):
@@ -464,7 +492,7 @@ AnyMessage = (
     Hello | Load | Push | Pull | Opened | Loaded | Ack | Params | ServerJoin | Assign | Ready | Revoke | Sets
     | Forget | Ask | Flush | Report | Join | Welcome | Go | Want | Lease | Return | Beat | Finish | Halt | Ended
     | Conclude | Concluded | Failed | Bye | FetchState | StatePart | Planned | Dataset | Away | Dry | Rest | Held
-    | Tune | Named | Command | Answer | Evaluated | Cells
+    | Tune | Named | Command | Answer | Evaluated | Cells | Value | Lend | GiveBack
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

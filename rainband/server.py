@@ -161,7 +161,7 @@ class Server:
         # Also if the push itself comes to nothing: the sender does not say it again.
         if push.groups and sender.index == push.worker and (unfit := block.take_groups(push.worker, push.groups)):
             return "bad", unfit
-        if any(self.floor.get(r.portion, 0) > r.lease for r in push.name):
+        if self.floor and any(self.floor.get(r.portion, 0) > r.lease for r in push.name):
             return "revoked", ""
         if sender.role != "worker" or sender.index != push.worker:
             return "bad", f"a push of worker {push.worker} came from {sender}"
@@ -175,12 +175,11 @@ class Server:
             return "bad", wrong
         if push.point >= 0 and push.point != block.version:
             return ("late", "") if push.point < block.version else ("early", f"at version {block.version}")
-        if self._has_had(sender, block, push):
-            return "had", ""
-        if block.marks.has_some(push.name):
-            return "crossed", ""
-        self._take(sender, block, push, gradient)
-        return "applied", ""
+        had = self._had(sender, block, push)
+        if not had:
+            self._take(sender, block, push, gradient)
+            return "applied", ""
+        return had, ""
 
     def _gradient(self, block: Block, push: Push, payload: Tensor | None) -> tuple[Tensor | None, str]:
         """The gradient in the block's working precision, or what is wrong with it."""
@@ -193,15 +192,22 @@ class Server:
             return None, f"block {block.spec.index} is {wanted}, the push is {push.numel} x {push.dtype}"
         if payload is None or payload.numel() * payload.element_size() != block.spec.num_bytes:
             return None, f"the payload is not the {block.spec.num_bytes} bytes of block {block.spec.index}"
-        gradient = payload.view(block.dtype)
+        gradient = payload if payload.dtype == block.dtype else payload.view(block.dtype)
         if gradient.dtype != block.master_dtype:
             gradient = gradient.to(block.master_dtype)
         return gradient, ""  # its sender has seen that it is finite, and checksums that it came as it was sent
 
-    def _has_had(self, sender: Peer, block: Block, push: Push) -> bool:
-        if push.name:
-            return block.marks.has_all(push.name)
-        return push.sequence <= block.extras.get((sender.index, sender.incarnation), -1)
+    def _had(self, sender: Peer, block: Block, push: Push) -> str:
+        """Has the block had all of these batches (had), or some (crossed)? None: ""."""
+        if not push.name:
+            return "had" if push.sequence <= block.extras.get((sender.index, sender.incarnation), -1) else ""
+        if len(push.name) == 1:
+            (only,) = push.name
+            common = block.marks.of(only.portion) & only.mask
+            return "" if not common else "had" if common == only.mask else "crossed"
+        if block.marks.has_all(push.name):
+            return "had"
+        return "crossed" if block.marks.has_some(push.name) else ""
 
     def _take(self, sender: Peer, block: Block, push: Push, gradient: Tensor | None) -> None:
         if push.name:
@@ -265,7 +271,8 @@ class Server:
 
     def _pull(self, sender: Peer, pull: Pull) -> list[Out]:
         for block in self.blocks.values():
-            self._wait(block, sender, pull)
+            if block.spec.part == pull.part:
+                self._wait(block, sender, pull)
         return self._admit_all()
 
     def _wait(self, block: Block, sender: Peer, pull: Pull) -> None:
@@ -280,11 +287,10 @@ class Server:
         return [out for block in self.blocks.values() if block.waiting for out in self._admit(block)]
 
     def _admit(self, block: Block) -> list[Out]:
-        admitted = [
-            (to, pull)
-            for to, pull in block.waiting.items()
-            if block.loaded and block.rule.admits(block, pull, to.index)
-        ]
+        if not block.loaded:
+            return []
+        admits = block.rule.admits
+        admitted = [(to, pull) for to, pull in block.waiting.items() if admits(block, pull, to.index)]
         for to, _ in admitted:
             del block.waiting[to]
         outs = [Out(to, self._params(block, pull, to.index), read=True) for to, pull in admitted]
@@ -329,8 +335,9 @@ class Server:
                 return params, copy
         late = params.point >= 0 and block.version > params.point + 1  # version r is kept beside r + 1, not longer
         version = params.point if params.point >= 0 else block.version
-        message = msgspec.structs.replace(params, term=self.term, version=version, late=late)
-        return message, None if late else block.place.of(version)
+        if late or version != params.version or self.term != params.term:
+            params = msgspec.structs.replace(params, term=self.term, version=version, late=late)
+        return params, None if late else block.place.of(version)
 
     def _fetch_state(self, sender: Peer) -> list[Out]:
         """The state of every block's optimizer: the large parts first, each read when it leaves, then the numbers."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rainband.messages import Beat
 
 
-@dataclass
+@dataclass(slots=True)
 class Stats:
     """What a worker tells in its heartbeats; written by the computing thread, read by another."""
 

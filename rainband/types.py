@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
@@ -217,6 +217,27 @@ class Parameters(Protocol):
 
     def step(self, gradient: Gradient, lr: float) -> None:
         """The worker's own step: params -= lr * gradient."""
+
+
+Tag = tuple[int | str, ...]  # what a message between workers is about
+
+
+class Peers(Protocol):
+    """The way to the other workers that compute one model together, by their machine in its plan."""
+
+    def send(self, to: int, tag: Tag, payload: Any) -> None:
+        """Send a nest of tensors and plain values; they may be overwritten when this returns."""
+
+    def recv(self, source: int, tag: Tag) -> Arrival:
+        """What that worker sends under this tag, whether it has come or not."""
+
+
+class Arrival(Protocol):
+    """A message that comes, or has come. Awaiting it gives the payload; raises PeerLost if it cannot come any more."""
+
+    def ready(self) -> bool: ...
+
+    def __await__(self) -> Generator[Any, None, Any]: ...
 
 
 class LocalOptimizer(Protocol):

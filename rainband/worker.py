@@ -20,14 +20,23 @@ from rainband.types import Batch, Cell
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import nn
+    from torch import Tensor, nn
 
     from rainband.optim_spec import OptimizerSpec
     from rainband.tasks.task import Data, Task
 
 
-class Compute:
-    """A gradient that is wanted. The world computes it, or says when it would be there."""
+class Work:
+    """Something that takes time to compute. The world performs it, or says when it would be done."""
+
+    share = 1.0  # of the time that a gradient of the whole model takes
+
+    def perform(self) -> None:
+        raise AssertionError("each kind of work says what is to be done")
+
+
+class Compute(Work):
+    """A gradient that is wanted."""
 
     def __init__(self, worker: ModuleWorker, batch: Batch) -> None:
         self.worker = worker
@@ -35,6 +44,9 @@ class Compute:
         self.result: ModuleGradient | None = None
         # While it computes, newer parameters may come for the next one.
         self.began, self.read = worker.client.clock, tuple(worker.client.versions)
+
+    def perform(self) -> None:
+        self.result = self.worker.compute(self.batch)
 
     def __await__(self) -> Generator[Compute, None, ModuleGradient]:
         while self.result is None:
@@ -109,9 +121,13 @@ class ModuleWorker:
         while not self.client.finished and not self.client.stopping:
             cell = self.client.next_cell()
             if cell is None:
+                self.idle()
                 await self.client.news()
             else:
                 yield cell
+
+    def idle(self) -> None:
+        """There is nothing to do now."""
 
     def gradient(self, batch: Batch) -> Compute:
         return Compute(self, batch)
@@ -126,9 +142,13 @@ class ModuleWorker:
         loss.backward()  # type: ignore[no-untyped-call]
         self.flat.check()
         num_samples = self.plan.samples_in(batch.portion, batch.k)
-        gradient = ModuleGradient(self.flat.gradients(), (batch,), num_samples, loss.item())
+        gradient = ModuleGradient(self.tensors(), (batch,), num_samples, loss.item())
         self._count(gradient)
         return gradient
+
+    def tensors(self) -> list[Tensor | None]:
+        """The gradients that autograd has left."""
+        return self.flat.gradients()
 
     def _seed(self, batch: Batch) -> int:
         name = f"{self.plan.seed} {batch.portion} {batch.k}"

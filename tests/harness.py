@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import rainband.block
-import rainband.coordinator
+import rainband.duties.planning
 from rainband.block import Block
 from rainband.blocks import BlockSpec, Entry, arrange
 from rainband.client import Client, Handle, PullHandle
@@ -601,7 +601,7 @@ class World:
 
     def run(self) -> Outcome:
         """To the end; raises Wrong when the run breaks a promise or does not end."""
-        with patch.object(rainband.coordinator, "choose_portion_batches", self._portion_batches):
+        with patch.object(rainband.duties.planning, "choose_portion_batches", self._portion_batches):
             while self.coordinator.phase != "over":
                 self.steps += 1
                 if self.steps > self.max_steps:
@@ -651,8 +651,8 @@ class World:
         held = {str(w.peer): dict(w.leases) for w in c.workers.values()}
         steps = "\n".join(" ".join(map(str, what)) for what in self.trace)
         return (
-            f"phase {c.phase}, {c.batches_done()} of {self.case.num_batches} batches, leases {held}, "
-            f"to do again {c.again}, asking {list(c.gathering)}, wanting {c.wanting}, "
+            f"phase {c.phase}, {c.facts.batches_done()} of {self.case.num_batches} batches, leases {held}, "
+            f"to do again {c.leases.again}, asking {list(c.leases.gathering)}, wanting {c.leases.wanting}, "
             f"here {[i for i, w in c.workers.items() if w.here]}; last steps:\n{steps}"
         )
 

@@ -63,6 +63,9 @@ class FakeFlat:
         tensor = tensors[block.index]
         out.copy_(torch.zeros(NUMEL) if tensor is None else tensor)
 
+    def absent(self, tensors: list[Tensor | None]) -> tuple[int, ...]:
+        return tuple(number for number, tensor in enumerate(tensors) if tensor is None)
+
 
 class Setting:
     """A client with two blocks on one port each, and what it told the coordinator."""

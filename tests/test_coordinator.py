@@ -250,7 +250,7 @@ def test_a_portion_is_done_when_the_marks_say_so_not_when_a_worker_does() -> Non
 
     run.returns(0, first)
     run.returns(1, second)
-    assert run.coordinator.batches_done() == 0 and run.phase == "running"
+    assert run.coordinator.facts.batches_done() == 0 and run.phase == "running"
     run.report(0, had=2, low=2)
     assert run.phase == "running"
     run.report(1, had=2, low=2)
@@ -273,7 +273,7 @@ def test_what_was_returned_as_done_and_is_not_in_the_marks_in_time_is_asked_for(
 def test_nobody_takes_a_servers_answer_from_a_worker() -> None:
     run = running(num_workers=1, num_servers=1)
     run.from_worker(0, Report(low=8, full=(), had=8, updates=8, blocks=(Tally(8, 8, 0, 0),)))
-    assert run.coordinator.batches_done() == 0
+    assert run.coordinator.facts.batches_done() == 0
 
 
 @pytest.mark.parametrize("how", ["killed", "silent", "revoked", "crossed", "stopped"])
@@ -300,7 +300,7 @@ def test_a_lease_is_taken_back_by_a_fence_and_what_is_missing_leased_again(how: 
     outs = run.from_server(1, Sets(0, 2, masks=(0b0000_0001,))) + run.wants(1)
 
     assert Lease(0, 2, ((1, 2), (3, 4, 5, 6, 7))) in outs
-    assert run.coordinator.leased_again == 1
+    assert run.coordinator.facts.leased_again == 1
     assert [(e.portion, e.batches, e.from_worker) for e in run.events(events.LeasedAgain)] == [(0, 7, 0)]
 
 
@@ -310,7 +310,7 @@ def test_answers_to_an_earlier_fence_do_not_count() -> None:
     run.returns(0, lease, "revoked")
     run.from_server(0, Sets(0, 1, masks=(0xFF,)))
     run.from_server(1, Sets(0, 1, masks=(0xFF,)))
-    assert 0 in run.coordinator.gathering
+    assert 0 in run.coordinator.leases.gathering
 
 
 def test_a_fence_that_is_not_answered_is_asked_for_again() -> None:
@@ -332,7 +332,7 @@ def test_a_portion_that_lacks_nothing_is_not_leased_again() -> None:
     for server in range(2):
         run.from_server(server, Sets(lease.portion, 2, masks=(0xFF,)))
 
-    assert run.coordinator.again == {} and run.coordinator.leased_again == 0
+    assert run.coordinator.leases.again == {} and run.coordinator.facts.leased_again == 0
 
 
 def test_a_lease_that_was_taken_back_cannot_be_returned() -> None:
@@ -343,7 +343,7 @@ def test_a_lease_that_was_taken_back_cannot_be_returned() -> None:
     run.ticks(0.0)
 
     assert run.returns(0, lease, "done") == []
-    assert run.coordinator.unconfirmed == {}
+    assert run.coordinator.leases.unconfirmed == {}
 
 
 # ---- who is here ----
@@ -362,7 +362,7 @@ def suspected(**join: Any) -> Run:
 
 def test_who_is_not_heard_of_is_given_up_and_gets_nothing() -> None:
     run = suspected()
-    run.coordinator.wanting[0] = None
+    run.coordinator.leases.wanting[0] = None
     assert [e.why for e in run.events(events.Lost)] == ["not heard of for 6.0 s"]
     assert not [m for m in run.ticks(0.0) if isinstance(m, Lease)]
 
@@ -465,7 +465,7 @@ def test_a_portion_that_was_only_leased_ahead_is_not_to_blame() -> None:
     run = running(num_samples=64)
     assert [run.wants(0)[0].portion for _ in range(2)] == [0, 1]
     run.lost("worker", 0)
-    assert run.coordinator.deaths == {0: 1}
+    assert run.coordinator.presence.deaths == {0: 1}
 
 
 def test_in_rounds_all_columns_of_the_first_group_may_be_to_blame_and_no_later_one() -> None:
@@ -477,7 +477,7 @@ def test_in_rounds_all_columns_of_the_first_group_may_be_to_blame_and_no_later_o
     run.joins(2)
     run.lost("worker", 0)
 
-    assert run.coordinator.deaths == {0: 1, 1: 1}
+    assert run.coordinator.presence.deaths == {0: 1, 1: 1}
 
 
 # ---- warm start ----
@@ -581,14 +581,14 @@ def concluding() -> Run:
     run.reports(8, low=8, flushed=True)
     for worker in (0, 1):
         run.from_worker(worker, Ended(4))
-    assert run.phase == "concluding" and run.coordinator.concluder == 0
+    assert run.phase == "concluding" and run.coordinator.ending.concluder == 0
     return run
 
 
 def test_when_the_worker_that_saves_the_model_dies_another_saves_it() -> None:
     run = concluding()
     assert Conclude("model") in run.lost("worker", 0)
-    assert run.coordinator.concluder == 1
+    assert run.coordinator.ending.concluder == 1
 
 
 def test_when_the_worker_that_saves_the_model_falls_silent_another_saves_it() -> None:
@@ -596,7 +596,7 @@ def test_when_the_worker_that_saves_the_model_falls_silent_another_saves_it() ->
     run.now += TIMEOUT_S + 1
     run.beats(1)
     assert Conclude("model") in run.ticks(0.0)
-    assert run.coordinator.concluder == 1
+    assert run.coordinator.ending.concluder == 1
 
 
 def test_when_all_that_could_save_the_model_fall_silent_one_of_them_is_asked_again() -> None:
@@ -638,7 +638,7 @@ def test_if_all_are_silent_the_run_waits_for_one_of_them() -> None:
 
     run.from_worker(1, Ended(4))
 
-    assert run.phase == "concluding" and run.coordinator.concluder == 1
+    assert run.phase == "concluding" and run.coordinator.ending.concluder == 1
 
 
 def test_without_workers_a_run_fails() -> None:

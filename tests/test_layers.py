@@ -43,10 +43,12 @@ LAYERS = {
     "strategies": Layer("strategies catalogue", may_import="words rules codecs collectives pipeline descent"),
     # State machines without I/O, and what they are made of.
     "nodes": Layer(
-        modules="server client worker coordinator membership checkpoint "
+        modules="server client worker coordinator duties membership checkpoint "
         "block books buffers evaluation flat gradient guard handover leader led optim",
         may_import="words rules codecs",
     ),
+    # Nodes that compute one model together.
+    "stages": Layer("stages", may_import="words pipeline nodes"),
     "transports": Layer("transports", may_import="words"),
     # What shows or keeps a run reads its events and nothing else.
     "surfaces": Layer("sinks dashboard history", may_import="words"),

@@ -56,6 +56,19 @@ def test_a_step_that_is_too_short_is_made_longer() -> None:
     assert looked == pytest.approx([0.1, 1.0, 3.0])
 
 
+def test_a_second_step_that_is_higher_than_the_first_has_passed_the_lowest_point() -> None:
+    """-1 at 1, where it still goes down, and only -0.5 at 2: the lowest point is between them, not behind 2."""
+
+    def hill(t: float) -> tuple[float, float]:
+        return {0.0: (0.0, -1.1), 1.0: (-1.0, -1.05)}.get(t, (-0.5, -0.1) if t > 1.0 else (-1.0, 0.0))
+
+    search = strong_wolfe(start_of(hill), 1.0, c2=0.05)
+    assert next(search) == 1.0
+    second = search.send(Trial(1.0, *hill(1.0)))
+    assert second > 1.0
+    assert 1.0 < search.send(Trial(second, *hill(second))) < second
+
+
 def test_backtracking_takes_the_lowest_point_of_the_parabola() -> None:
     """From 8, where the loss is 25 > 9: the parabola's lowest point is 3, between 0.8 and 4."""
     chosen, looked = follow(armijo(start_of(bowl), 8.0), bowl)

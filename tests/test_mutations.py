@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import rainband.coordinator
+import rainband.duties.leases
 import rainband.server
 from rainband.block import Block
 from rainband.blocks import BlockSpec
 from rainband.client import Client
-from rainband.coordinator import Coordinator
+from rainband.duties.facts import Facts
+from rainband.duties.leases import Leases
 from rainband.gradient import ModuleGradient
 from rainband.messages import Params, Push, Return
 from rainband.portions import Marks, Name
@@ -67,7 +68,7 @@ def no_groups(patch: pytest.MonkeyPatch) -> None:
         missing = [k for k in range(full.bit_length()) if not all(mask >> k & 1 for mask in masks)]
         return (tuple(range(missing[0], full.bit_length())),) if missing else ()
 
-    patch.setattr(rainband.coordinator, "groups", groups)
+    patch.setattr(rainband.duties.leases, "groups", groups)
 
 
 def forget_drops_buffer(patch: pytest.MonkeyPatch) -> None:
@@ -199,7 +200,7 @@ def a_refused_push_holds_the_reader(patch: pytest.MonkeyPatch) -> None:
 def the_idle_are_waited_for(patch: pytest.MonkeyPatch) -> None:
     """A worker that waits for work is waited for by those who have it."""
     patch.setattr(Client, "_rest", lambda client: None)
-    patch.setattr(Coordinator, "_forget_the_idle", lambda coordinator: [])
+    patch.setattr(Leases, "forget_the_idle", lambda leases: [])
 
 
 def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -279,25 +280,25 @@ def who_comes_back_starts_where_it_was(patch: pytest.MonkeyPatch) -> None:
 
 def the_lost_are_not_asked_about(patch: pytest.MonkeyPatch) -> None:
     """What a dead worker had leased is not leased again."""
-    patch.setattr(Coordinator, "_gather", lambda *_: [])
+    patch.setattr(Leases, "gather", lambda *_: [])
 
 
 def done_by_acknowledgements(patch: pytest.MonkeyPatch) -> None:
     """A portion is done when a worker says so."""
     acknowledged: set[int] = set()
 
-    def returned(coordinator: Coordinator, worker: Any, message: Return, now: float) -> Any:
+    def returned(leases: Leases, worker: Any, message: Return, now: float) -> Any:
         if message.reason == "done":
             acknowledged.add(message.portion)
-        return true_returned(coordinator, worker, message, now) + coordinator._check_done()
+        return true_returned(leases, worker, message, now) + leases.ending.when_done()
 
-    def batches_done(coordinator: Coordinator) -> int:
-        assert coordinator.plan is not None
-        return sum(map(coordinator.plan.batches_in, acknowledged))
+    def batches_done(facts: Facts) -> int:
+        assert facts.plan is not None
+        return sum(map(facts.plan.batches_in, acknowledged))
 
-    true_returned = Coordinator._returned
-    patch.setattr(Coordinator, "_returned", returned)
-    patch.setattr(Coordinator, "batches_done", batches_done)
+    true_returned = Leases.returned
+    patch.setattr(Leases, "returned", returned)
+    patch.setattr(Facts, "batches_done", batches_done)
 
 
 CAUGHT_BY_SCHEDULES: list[tuple[str, Mutation]] = [

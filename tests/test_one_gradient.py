@@ -193,7 +193,7 @@ def test_one_gradient() -> None:
 
     assert isinstance(report, Report) and (report.low, report.had) == (1, 1)
     coordinator.receive(SERVER, report, now=0.0)
-    assert coordinator.batches_done() == 1
+    assert coordinator.facts.batches_done() == 1
     books = coordinator.books()
     assert books is not None and (books.applied, books.not_done, books.lost, books.twice) == (1, 3, 0, 0)
 

@@ -132,7 +132,7 @@ def test_a_lease_that_was_not_used_is_leased_again_without_a_word() -> None:
     assert led.say(A, Return(lease.portion, lease.lease, "unused")) == []
     [again] = [out.message for out in led.say(B, Want())]
     assert again == Lease(lease.portion, lease.lease + 1, lease.groups)
-    assert led.coordinator.leased_again == 0
+    assert led.coordinator.facts.leased_again == 0
 
 
 def test_the_run_ends_when_all_have_left_and_everyone_takes_the_result_home() -> None:

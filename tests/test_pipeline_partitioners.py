@@ -164,7 +164,7 @@ def test_a_last_stage_keeps_one_version_and_may_be_larger_than_the_first() -> No
 
 
 def test_equal_units_become_equal_stages() -> None:
-    plan = pipedream(chain([1.0] * 4, parameters=[10**9] * 4), Resources(num_machines=2, network=Network()))
+    plan = pipedream(chain([1.0] * 4, parameters=[2 * 10**9] * 4), Resources(num_machines=2, network=Network()))
     assert [stage.units for stage in plan.stages] == [("u0", "u1"), ("u2", "u3")]
     assert plan.predicted is not None and plan.predicted.batch_s == pytest.approx(2.0)
 
@@ -216,7 +216,7 @@ def slowest(plan: Plan, profile: Profile, bytes_per_s: float) -> float:
     for stage in plan.stages:
         m = len(stage.machines)
         times.append(
-            max(profile.seconds(stage.units), 2 * (m - 1) * profile.parameter_bytes(stage.units) / bytes_per_s) / m
+            max(profile.seconds(stage.units), 2 * (m - 1) / m * profile.parameter_bytes(stage.units) / bytes_per_s) / m
         )
         end += len(stage.units)
         times.append(profile.crossing_bytes(end) / bytes_per_s)
@@ -260,7 +260,7 @@ def nested_best(profile: Profile, network: Network, groups: int) -> float:
                 for length, m in zip(lengths, replicas, strict=True):
                     names = profile.names[at : at + length]
                     alone = profile.seconds(names) if inner else best(at, at + length, size, network.bytes_per_s, True)
-                    times.append(max(alone, 2 * (m - 1) * profile.parameter_bytes(names) / speed) / m)
+                    times.append(max(alone, 2 * (m - 1) / m * profile.parameter_bytes(names) / speed) / m)
                     at += length
                     times.append(crossing[at] / speed if at < end else 0.0)
                 found.append(max(times))
@@ -295,7 +295,7 @@ def test_with_slow_links_between_groups_a_pipeline_stays_inside_and_groups_are_r
 
 def test_replicas_in_groups_are_dealt_so_that_a_batch_stays_in_its_group() -> None:
     """Two groups of three: 2 s on two machines, then 1 s on one, whose many parameters make replicas inside dear."""
-    profile = chain([2.0, 1.0], parameters=[1, 400], activations=[100, 100])
+    profile = chain([2.0, 1.0], parameters=[1, 1200], activations=[100, 100])
     network = Network(bytes_per_s=200.0, machines_per_group=3, between_bytes_per_s=2000.0)
     plan = pipedream(profile, Resources(num_machines=6, network=network))
     assert [stage.machines for stage in plan.stages] == [(0, 3, 1, 4), (2, 5)]
@@ -336,3 +336,21 @@ def test_a_long_chain_is_planned_through_a_short_one() -> None:
     plan = pipedream(chain([1.0] * 100, parameters=[10**9] * 100), Resources(num_machines=2))
     assert plan.predicted is not None and plan.predicted.batch_s == pytest.approx(50.0, rel=0.1)
     assert sum(len(stage.units) for stage in plan.stages) == 100
+
+
+def test_an_update_of_a_replicated_stage_costs_each_machine_the_bytes_of_a_ring() -> None:
+    """Four machines, 100 bytes: each sends 2 * 3 / 4 of them, 150, once for four batches."""
+    profile = chain([0.0], parameters=[100])
+    everywhere = Plan(model="", kind="pipeline", partitioner="", num_machines=4, stages=(Stage((0, 1, 2, 3), ("u0",)),))
+    assert pipeline_s(everywhere, profile, Network(bytes_per_s=10.0)) == 150 / 10 / 4
+    groups = Network(bytes_per_s=1e9, machines_per_group=2, between_bytes_per_s=10.0)
+    assert (
+        pipeline_s(everywhere, profile, groups) == 100 / 10 / 4
+    )  # two groups: 2 * 1 / 2 of 100, once for four batches
+
+
+def test_batches_are_dealt_to_all_replicas_alike_also_where_a_group_has_fewer() -> None:
+    """Three machines of two groups: each takes every third batch of 6 s."""
+    profile = chain([6.0])
+    plan = Plan(model="", kind="pipeline", partitioner="", num_machines=4, stages=(Stage((0, 1, 2), ("u0",)),))
+    assert pipeline_s(plan, profile, Network(machines_per_group=2)) == 2.0

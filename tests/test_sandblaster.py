@@ -330,6 +330,7 @@ def test_a_part_keeps_half_of_the_one_before() -> None:
         (3, 2.0, Where(1.0, 0.5), ""),
         (3, 2.0, Where(1.0, 0.1), "the gradient norm is at most 0.1"),
         (3, 2.0, Where(1.99, 0.5), "the loss changed by at most 0.01 of itself"),
+        (3, 2e-6, Where(1e-6, 0.5), ""),  # half of it, however small it is
         (9, 2.0, Where(1.0, 0.5), "9 iterations are done"),
         (0, float("inf"), Where(1.0, 0.5), ""),
         (3, 2.0, Where(float("nan"), 0.5), "the loss is not finite"),

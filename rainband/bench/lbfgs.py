@@ -90,12 +90,18 @@ class Weighed(Coordinator):
 
     def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[Out]:
         self._weigh(message)
-        return super().receive(sender, message, now, body)
+        return self._weighed(super().receive(sender, message, now, body))
 
-    def _led(self, led: list[tuple[Peer, Message]]) -> list[Out]:
-        for _, message in led:
-            self._weigh(message)
-        return super()._led(led)
+    def tick(self, now: float) -> list[Out]:
+        return self._weighed(super().tick(now))
+
+    def look(self, now: float) -> list[Out]:
+        return self._weighed(super().look(now))
+
+    def _weighed(self, outs: list[Out]) -> list[Out]:
+        for out in outs:
+            self._weigh(out.message)
+        return outs
 
     def _weigh(self, message: Message) -> None:
         if isinstance(message, LED):

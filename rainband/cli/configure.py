@@ -24,8 +24,9 @@ from rainband.settings import as_dict, parse_pairs
 from rainband.tasks.load import task_names
 from rainband.tasks.source import check_values, read_task
 from rainband.types import Strategy
-from rainband.worlds.config import RunConfig, check_epochs
+from rainband.worlds.config import RunConfig, check_epochs, is_one_memory
 from rainband.worlds.directory import read_config
+from rainband.worlds.teaming import check_team
 
 WORKERS, SERVERS = 4, 2  # where none are asked for
 MOST_PER_CORE = 32  # processes; more only wait for each other
@@ -34,12 +35,16 @@ EXAMPLE = "rainband train digits downpour"
 
 
 def configured(
-    words: Sequence[str], config: Path | None, given: Mapping[str, Any], world: str | None = None
+    words: Sequence[str],
+    config: Path | None,
+    given: Mapping[str, Any],
+    world: str | None = None,
+    stages: int | None = None,
 ) -> RunConfig:
     """The run that `words` (task, strategy, key=value ...) or an earlier config.json describe.
 
     `given` holds the fields of RunConfig that were given as options; they, and the world, come before those of the
-    file.
+    file. `stages`: so many workers compute one copy of the model.
     """
     base = _from_file(words, config) if config else _from_words(words)
     _check_task(base.task, base.task_settings)
@@ -47,7 +52,8 @@ def configured(
         raise ValueError(f"--transport {given['transport']}: choose from {', '.join(TRANSPORTS)}.")
     strategy = _strategy(base.strategy, base.strategy_settings)
     check_epochs(strategy, base.strategy, given.get("epochs"))
-    crew = _crew(base, strategy, given)
+    size = stages or (base.team.size if base.team else 1)
+    crew = _crew(base, strategy, given, size)
     world = world or base.world
     if world == "local":
         _check_room(crew)
@@ -147,11 +153,18 @@ def _strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
     return load_strategy(name, settings)
 
 
-def _crew(base: RunConfig, strategy: Strategy, given: Mapping[str, Any]) -> dict[str, int]:
-    workers = given.get("num_workers", base.num_workers)
+def _crew(base: RunConfig, strategy: Strategy, given: Mapping[str, Any], size: int) -> dict[str, int]:
+    """How many there are of each; `size` workers are one copy of the model."""
+    workers = given.get("num_workers", max(1, base.num_workers // size) * size)
     servers = given.get("num_servers", base.num_servers)
-    if strategy.server(workers) is None:
-        return _alone(base, given)
+    if size > 1:
+        check_team(strategy, base.strategy, workers, size)
+    if is_one_memory(strategy):
+        if given.get("num_servers"):
+            raise ValueError(f"{base.strategy} has no servers: leave out --servers {servers}, or choose downpour.")
+        return {"num_workers": workers, "num_servers": 0}
+    if strategy.server(workers // size) is None:
+        return _alone(base, given, size)
     if servers < 1:
         raise ValueError(
             f"{base.strategy} keeps the parameters on servers, and --servers {servers} leaves it none: "
@@ -171,15 +184,15 @@ def _check_room(crew: Mapping[str, int]) -> None:
             )
 
 
-def _alone(base: RunConfig, given: Mapping[str, Any]) -> dict[str, int]:
-    """A strategy without servers is one process with the whole model: nobody else knows its parameters."""
-    for field, option, right in (("num_workers", "--workers", 1), ("num_servers", "--servers", 0)):
+def _alone(base: RunConfig, given: Mapping[str, Any], size: int) -> dict[str, int]:
+    """A strategy without servers is one copy of the model: nobody else knows its parameters."""
+    for field, option, right in (("num_workers", "--workers", size), ("num_servers", "--servers", 0)):
         if given.get(field, right) != right:
             raise ValueError(
                 f"{base.strategy} is one process without servers, so {option} {given[field]} cannot be: "
                 f"leave {option} out, or choose {_with_servers()}."
             )
-    return {"num_workers": 1, "num_servers": 0}
+    return {"num_workers": size, "num_servers": 0}
 
 
 def _with_servers() -> str:

@@ -55,6 +55,23 @@ def train(
         int | None,
         typer.Option(min=0, metavar="N", help="How many share the parameters.", show_default="2, if it needs them"),
     ] = None,
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Cut the model: so many workers compute one copy together.", show_default="1"
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Cut it as this file of rainband plan says.")
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="With stages: cut each batch.", show_default="2 for each stage"),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With stages: one_f_one_b or gpipe.", show_default="one_f_one_b"),
+    ] = None,
     epochs: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Passes over the data.", show_default="the task's own"),
@@ -140,11 +157,13 @@ def train(
     \b
     rainband train digits downpour n_push=4 --workers 4 --servers 2
     rainband train mylab:mine sync --epochs 3
+    rainband train digits downpour --stages 2 --workers 4
     rainband train --config runs/NAME/config.json
     """
     import msgspec
 
     from rainband.cli.configure import configured
+    from rainband.cli.teams import in_teams, read_plan
     from rainband.cli.virtual import COMPUTE, in_virtual_time, noted
     from rainband.worlds.directory import new_directory
 
@@ -165,7 +184,10 @@ def train(
         if world is not None and world not in WORLDS:
             raise ValueError(f"no world named '{world}': choose from {', '.join(WORLDS)}.")
         given = {name: value for name, value in options.items() if value is not None}
-        run_config = noted(configured(words, config, given, world), record, timeline)
+        cut = read_plan(plan, stages)
+        size = len(cut.stages) if cut is not None else stages
+        run_config = noted(configured(words, config, given, world, size), record, timeline)
+        run_config = in_teams(run_config, stages, cut, microbatches, schedule)
         run_config = in_virtual_time(run_config, network, time_only, steps, compute, faults)
         kinds = _sinks(csv, tensorboard)
         directory = new_directory(runs, run_config.task, run_config.strategy)

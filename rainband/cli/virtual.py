@@ -56,6 +56,8 @@ def in_virtual_time(
 
 def noted(config: RunConfig, record: bool, timeline: bool) -> RunConfig:
     """The run with what was typed about the notes it makes."""
+    if record and not config.num_servers:
+        raise ValueError(f"{config.strategy} has no servers, and it is their order that is noted: leave out --record.")
     if record and config.world == "sim":
         raise ValueError("a run in virtual time needs no --record: rainband replay repeats it from its seed.")
     if record and config.transport == "shm":

@@ -6,12 +6,12 @@ a value is summed and passed on, once per value and machine. Whoever owns the pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from rainband.pipeline.fragments import Layout, as_module
@@ -39,11 +39,14 @@ class Message:
 class Part:
     """What one machine holds and does. Parameters collect their gradients where autograd puts them."""
 
-    def __init__(self, cut: Cut, layout: Layout, machine: int) -> None:
+    def __init__(
+        self, cut: Cut, layout: Layout, machine: int, modules: Mapping[int, fx.GraphModule] | None = None
+    ) -> None:
+        """`modules`: of another part of the same machine, for a second microbatch that is on its way."""
         self.layout = layout
         self.machine = machine
         self.mine = [index for index, fragment in enumerate(layout.fragments) if fragment.machine == machine]
-        self.modules = {index: as_module(cut, layout.fragments[index]) for index in self.mine}
+        self.modules = modules or {index: as_module(cut, layout.fragments[index]) for index in self.mine}
         self._clear()
 
     def _clear(self) -> None:
@@ -58,18 +61,43 @@ class Part:
 
     def begin(self, inputs: Mapping[str, Any]) -> list[Message]:
         """A new batch; every machine is given the model's inputs."""
-        self._clear()
-        self.inputs = dict(inputs)
+        self.give(inputs)
         return self._run_forward()
 
+    def give(self, inputs: Mapping[str, Any]) -> None:
+        """A new batch, of which nothing is computed yet."""
+        self._clear()
+        self.inputs = dict(inputs)
+
     def receive(self, message: Message) -> list[Message]:
+        self.take(message)
+        return self._run_forward() if message.kind == "value" else self._run_backward()
+
+    def take(self, message: Message) -> None:
+        """Keep what has come; nothing is computed yet."""
         assert message.destination == self.machine, f"machine {self.machine} was given {message}"
         if message.kind == "value":
             assert message.value not in self.read, f"{message.value} came twice to machine {self.machine}"
             self.read[message.value] = _leaves(message.payload, message.wants_gradient)
-            return self._run_forward()
-        self.arrived.setdefault(message.value, {})[message.source] = message.payload
-        return self._run_backward()
+        else:
+            self.arrived.setdefault(message.value, {})[message.source] = message.payload
+
+    def values_to_come(self) -> dict[str, int]:
+        """Values that others send to this machine, each with the machine that makes it."""
+        needed = [value for index in self.mine for value in self.layout.fragments[index].reads]
+        if self.machine == self.layout.answer_machine:
+            needed += self.layout.outputs
+        made = {v: self.layout.fragments[self.layout.maker[v]].machine for v in needed if v in self.layout.maker}
+        return {value: machine for value, machine in made.items() if machine != self.machine}
+
+    def gradients_to_come(self) -> list[tuple[str, int]]:
+        """Values made here whose gradients come back, each with the machine that sends it; known after the forward."""
+        return [
+            (value, machine)
+            for value, made in self.made.items()
+            if any(tensor.requires_grad for tensor in tensors_in(made))
+            for machine in self.layout.destinations(value)
+        ]
 
     def outputs(self) -> dict[str, Any]:
         """The model's output values, on the machine where they come together, ready for a loss."""
@@ -84,13 +112,27 @@ class Part:
 
     def _run_forward(self) -> list[Message]:
         messages: list[Message] = []
-        for index in self.mine:  # in the order of levels, so that one pass over them is enough
-            ready = all(v in self.read or v in self.inputs for v in self.layout.fragments[index].reads)
-            if ready and index not in self.forward_done:
-                messages += self._run_fragment(index)
+        while (index := self.next_forward()) is not None:
+            messages += self.forward(index)
         return messages
 
-    def _run_fragment(self, index: int) -> list[Message]:
+    def next_forward(self) -> int | None:
+        """A fragment that can run now."""
+        for index in self.mine:
+            if index not in self.forward_done and self._is_here(self.layout.fragments[index].reads):
+                return index
+        return None
+
+    def is_forward_done(self) -> bool:
+        """Has everything been computed, and is what the loss reads here?"""
+        answers = self.machine == self.layout.answer_machine
+        return len(self.forward_done) == len(self.mine) and (not answers or self._is_here(self.layout.outputs))
+
+    def _is_here(self, values: Sequence[str]) -> bool:
+        return all(value in self.read or value in self.inputs for value in values)
+
+    def forward(self, index: int) -> list[Message]:
+        """Run a fragment; returns what others need of it."""
         fragment = self.layout.fragments[index]
         given = [self.read[v] if v in self.read else self.inputs[v] for v in fragment.reads]
         results = self.modules[index](*given)
@@ -116,16 +158,28 @@ class Part:
 
     def backward(self) -> list[Message]:
         """Begin the way back: the loss has put gradients on `outputs()`. Other machines need not be told."""
+        return self.answered() + self._run_backward()
+
+    def answered(self) -> list[Message]:
+        """The loss has put gradients on `outputs()`: what goes back at once; fragments come later."""
         self.backward_done.add(LOSS)
-        sent = [message for value in self.layout.outputs for message in self._give_back(value)]
-        return sent + self._run_backward()
+        return [message for value in self.layout.outputs for message in self._give_back(value)]
 
     def _run_backward(self) -> list[Message]:
         messages: list[Message] = []
+        while (index := self.next_backward()) is not None:
+            messages += self.backward_of(index)
+        return messages
+
+    def next_backward(self) -> int | None:
+        """A fragment that can go back now."""
         for index in reversed(self.mine):
             if index in self.forward_done and index not in self.backward_done and self._has_all_gradients(index):
-                messages += self._backward_of(index)
-        return messages
+                return index
+        return None
+
+    def is_backward_done(self) -> bool:
+        return self.backward_done.issuperset(self.mine)
 
     def _has_all_gradients(self, index: int) -> bool:
         for value in self.layout.fragments[index].makes:
@@ -136,7 +190,8 @@ class Part:
                 return False
         return True
 
-    def _backward_of(self, index: int) -> list[Message]:
+    def backward_of(self, index: int) -> list[Message]:
+        """Go back through a fragment; returns the gradients that others wait for."""
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
         for value in self.layout.fragments[index].makes:

@@ -2,14 +2,14 @@ r"""PipeDream's dynamic programme: cut a chain of units into stages, and replica
 
 With the units in their order, T_l the time of unit l, w_l its parameters, a_s what crosses behind unit s,
 
-    T(i..j, m)  =  max( sum T_l , 2 (m-1) sum |w_l| / B ) / m                    one stage on m machines
+    T(i..j, m)  =  max( sum T_l , 2 (m-1)/m sum |w_l| / B ) / m                  one stage on m machines
     A(j, m)     =  min( T(0..j, m) ,  min over s, m' of max( A(s, m-m') , 2 a_s / B , T(s+1..j, m') ) )
 
 gives the time of the slowest stage or link of the best pipeline for the first j units on m machines. With groups of
 machines it runs twice: first inside a group, for all stretches i..j; then over groups, where sum T_l is replaced by A
-of the stretch inside one group.
+of the stretch inside one group, and |w_l| divided by the replicas that its stage has there.
 
-We depart from the paper in four points. 2 a_s are the bytes measured, both ways, so integers go one way only; in a
+We depart from the paper in five points. An update's bytes are those of a ring (predict.py says why). 2 a_s are the bytes measured, both ways, so integers go one way only; in a
 graph that is no chain, a_s is all values that cross. A plan may leave machines idle when that is no slower. A stage
 must fit its machines: it keeps a version of its parameters and the activations of each batch on the way,
 
@@ -27,7 +27,7 @@ from itertools import accumulate
 
 from rainband.pipeline.coarse import Coarse, along_order
 from rainband.pipeline.plan import Plan, Stage
-from rainband.pipeline.predict import predicted
+from rainband.pipeline.predict import predicted, ring_bytes
 from rainband.pipeline.profile import Profile, Resources
 
 Shape = tuple[tuple[int, int], ...]  # stages as (end, replicas): units up to `end`, on so many machines each
@@ -100,11 +100,18 @@ class _Sums:
     def stage_s(self, begin: int, end: int, replicas: int, before: int) -> float:
         if replicas > self.most_replicas or not self.fits(begin, end, replicas, before):
             return NEVER[0]
-        return self.replicated_s(self.seconds[end] - self.seconds[begin], begin, end, replicas)
-
-    def replicated_s(self, alone_s: float, begin: int, end: int, replicas: int) -> float:
-        sync_s = 2 * (replicas - 1) * (self.parameters[end] - self.parameters[begin]) / self.bytes_per_s
+        alone_s = self.seconds[end] - self.seconds[begin]
+        sync_s = ring_bytes(replicas, self.parameters[end] - self.parameters[begin]) / self.bytes_per_s
         return max(alone_s, sync_s) / replicas
+
+    def over_groups_s(self, inner: tuple[float, Shape], begin: int, groups: int) -> float:
+        """A pipeline inside one group, in several of them: an update comes once in a round of its replicas."""
+        alone_s, shape = inner
+        sync_s = 0.0
+        for end, replicas in shape:
+            sync_s += ring_bytes(groups, self.parameters[end] - self.parameters[begin]) / replicas / self.bytes_per_s
+            begin = end
+        return max(alone_s, sync_s) / groups
 
 
 def _best_from(
@@ -146,8 +153,7 @@ def _two_levels(profile: Profile, resources: Resources) -> Iterator[Placed]:
             starts: list[Callable[[int, int], tuple[float, Shape]]] = starts,
             between: _Sums = between,
         ) -> float:
-            alone_s, _ = starts[begin](end, size)
-            return between.replicated_s(alone_s, begin, end, replicas)
+            return between.over_groups_s(starts[begin](end, size), begin, replicas)
 
         seconds, outer = _best_from(between, 0, stage_s)(count, groups)
         if seconds < NEVER[0]:

@@ -6,13 +6,18 @@ there.
 A pipeline gives a batch as often as its slowest link allows (PipeDream, Narayanan et al. 2019). For a stage
 of m machines with parameters w, and the values a that go to later stages,
 
-    stage     max( sum T_l , 2 (m - 1) |w| / B ) / m
+    stage     max( sum T_l , 2 (m - 1) / m |w| / B ) / m
     between   2 a / B                                   (here: the bytes forward and backward, as measured)
+
+A round of m batches is one update, for which each machine sends 2 (m - 1) / m |w| bytes, as in a ring: B is the speed
+of a machine's own card, in each direction. (The paper's first version has twice that, for lines that send and receive
+in turn.) In a stage that is in G groups, a group sends 2 (G - 1) / G |w| to the others, once in a round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import msgspec
 
@@ -49,27 +54,37 @@ def crossings(plan: Plan, profile: Profile) -> list[tuple[Value, int, int]]:
 
 def pipeline_s(plan: Plan, profile: Profile, network: Network) -> float:
     """Seconds between two batches, in the steady state: the slowest stage or link."""
-    times = []
-    for number, stage in enumerate(plan.stages):
+    times = [_stage_s(stage, profile, network) for stage in plan.stages]
+    for number, (stage, following) in enumerate(pairwise(plan.stages)):
         spread = _groups(stage, network)
-        times.append(_stage_s(stage, profile, network) / len(spread))
-        if len(spread) > 1:  # all stages of these groups share the way between them
-            sharing = [s for s in plan.stages if _groups(s, network) == spread]
-            shared = 2 * (len(spread) - 1) * sum(profile.parameter_bytes(s.units) for s in sharing)
-            times.append(shared / network.speed(False) / len(spread))
-        if number + 1 < len(plan.stages):
-            size = _crossing_bytes(plan, profile, number)
-            near = spread == _groups(plan.stages[number + 1], network)
-            times.append(size / network.speed(near) / (len(spread) if near else 1))
-    return max(times)
+        near = spread == _groups(following, network)
+        size = _crossing_bytes(plan, profile, number)
+        times.append(size / network.speed(near) / (len(spread) if near else 1))
+    return max([*times, *_between_groups_s(plan, profile, network)])
 
 
 def _stage_s(stage: Stage, profile: Profile, network: Network) -> float:
-    """Of the stage's machines in one group: the one that has the fewest."""
+    """A batch's share of a round: batches are dealt to all machines alike, gradients summed in each group."""
     groups = [network.group(machine) for machine in stage.machines]
-    replicas = min(map(groups.count, groups))
-    sync_s = 2 * (replicas - 1) * profile.parameter_bytes(stage.units) / network.speed(True)
-    return max(profile.seconds(stage.units), sync_s) / replicas
+    together = max(map(groups.count, groups))
+    sync_s = ring_bytes(together, profile.parameter_bytes(stage.units)) / network.speed(True)
+    return max(profile.seconds(stage.units), sync_s) / len(stage.machines)
+
+
+def _between_groups_s(plan: Plan, profile: Profile, network: Network) -> list[float]:
+    """Of each group: all its stages that are in other groups, too, share the way there."""
+    used: dict[int, float] = {}
+    for stage in plan.stages:
+        spread = _groups(stage, network)
+        size = ring_bytes(len(spread), profile.parameter_bytes(stage.units)) / len(stage.machines)
+        for group in spread:
+            used[group] = used.get(group, 0.0) + size / network.speed(False)
+    return list(used.values())
+
+
+def ring_bytes(machines: int, num_bytes: int) -> float:
+    """What each of so many machines sends to sum vectors of this size."""
+    return 2 * (machines - 1) / machines * num_bytes
 
 
 def _groups(stage: Stage, network: Network) -> tuple[int, ...]:

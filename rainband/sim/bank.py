@@ -1,77 +1,147 @@
-"""The clocks of many servers at once, as vectors: one push to all of them is one event.
+"""The clocks of many servers at once: one push to all of them is one thing to compute.
 
 All servers take the messages in the same order: that of the server in the middle. So what the servers decide is the
 same everywhere, and only when they do it differs: their cards and their processors are busy at different times.
+
+A worker's card sends each server its share, one after the other: to server i after `first_i` seconds. A pull arrives
+everywhere at once. Any time at a server is the end of a chain of works that began with one or the other, and the
+longest chain counts. So among servers with shares of one size it is
+
+    time_i = max(a, b + first_i)
+
+with the same a and b for all of them: two numbers, however many servers there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
-import numpy as np
-from numpy.typing import NDArray
-
-from rainband.sim.model import ClusterModel
+from rainband.sim.model import ClusterModel, NodeModel
 from rainband.sim.network import Machine
 
-Times = NDArray[np.float64]
+Pair = tuple[float, float]  # (a, b) of some moment: see above
+Times = list[Pair]  # of all servers, in the order of `Bank.alike`
+
+
+class Alike:
+    """The servers whose shares have one size, and when they have time."""
+
+    def __init__(self, first_s: Sequence[float], num_bytes: int, num_blocks: int, transfer_s: float, nodes: NodeModel):
+        self.first_s = min(first_s)  # after which the first of them is sent its share
+        self.last_s = max(first_s)
+        self.transfer_s = transfer_s  # of one share, on any card
+        self.all_s = transfer_s * len(first_s)
+        self.apply_s = num_blocks * nodes.message_s + num_bytes / nodes.apply_bytes_per_s
+        self.reply_s = nodes.message_s + num_bytes / nodes.read_bytes_per_s
+        self.into = self.out = self.processor = (-inf, -inf)  # free from then on
 
 
 class Bank:
     """When each of the servers has time."""
 
     def __init__(self, model: ClusterModel, server_bytes: Sequence[int], server_blocks: Sequence[int]) -> None:
-        network, nodes = model.network, model.nodes
-        sizes, blocks = np.array(server_bytes, dtype=np.float64), np.array(server_blocks, dtype=np.float64)
+        network = model.network
         self.latency_s = network.latency_s
-        self.total_bytes = int(sum(server_bytes))
-        self.transfer_s = sizes / network.bytes_per_s  # of one server's share, on any card
-        self.sent_s = np.cumsum(self.transfer_s)  # when each share has left a worker's card, from the first byte on
-        self.first_s = self.sent_s - self.transfer_s
-        self.turns_s = np.arange(len(sizes)) * (self.sent_s[-1] / len(sizes))  # shares are equal, but for a few bytes
-        self.apply_s = blocks * nodes.message_s + sizes / nodes.apply_bytes_per_s
-        self.reply_s = nodes.message_s + sizes / nodes.read_bytes_per_s
-        self.middle = len(sizes) // 2  # the server whose order counts
-        self.into_free = np.zeros(len(sizes))
-        self.out_free = self.into_free if not network.duplex else np.zeros(len(sizes))
-        self.processor_free = np.zeros(len(sizes))
+        self.duplex = network.duplex
+        self.total_bytes = sum(server_bytes)
+        self.all_sent_s = self.total_bytes / network.bytes_per_s
+        sent, members = 0, dict[tuple[int, int], list[float]]()
+        self.kinds = list(zip(server_bytes, server_blocks, strict=True))
+        self.first_s = []
+        for kind in self.kinds:
+            self.first_s.append(sent / network.bytes_per_s)
+            members.setdefault(kind, []).append(self.first_s[-1])
+            sent += kind[0]
+        self.alike = [
+            Alike(first_s, num_bytes, num_blocks, num_bytes / network.bytes_per_s, model.nodes)
+            for (num_bytes, num_blocks), first_s in members.items()
+        ]
+        self.group_of = [list(members).index(kind) for kind in self.kinds]
+        middle = len(self.kinds) // 2  # the server whose order counts
+        self.middle_group, self.middle_s = self.group_of[middle], self.first_s[middle]
+
+    def of(self, times: Times, server: int) -> float:
+        a, b = times[self.group_of[server]]
+        return max(a, b + self.first_s[server])
+
+    def in_the_middle(self, times: Times) -> float:
+        """When it is so at the server whose order counts."""
+        a, b = times[self.middle_group]
+        b += self.middle_s
+        return a if a > b else b
+
+    def at_the_last(self, times: Times) -> float:
+        """When it is so at every server."""
+        last = -inf
+        for group, (a, b) in zip(self.alike, times, strict=True):
+            b += group.last_s
+            if a > last:
+                last = a
+            if b > last:
+                last = b
+        return last
+
+    def free(self) -> Times:
+        """When each processor has nothing more to do."""
+        return [group.processor for group in self.alike]
 
     def leave(self, worker: Machine, at_s: float) -> float:
         """A worker sends each server its share, one after the other; returns when the first byte leaves."""
         begin = max(at_s, worker.out.free_at)
-        worker.out.free_at = begin + float(self.sent_s[-1])
+        worker.out.free_at = begin + self.all_sent_s
         return begin
 
     def apply(self, left_at: float) -> Times:
         """A push whose first byte left then arrives everywhere; returns when each server has applied it."""
-        arrive = self.first_s + (left_at + self.latency_s)
-        np.maximum(arrive, self.into_free, out=arrive)
-        arrive += self.transfer_s
-        self.into_free[:] = arrive
-        np.maximum(arrive, self.processor_free, out=arrive)
-        arrive += self.apply_s
-        self.processor_free[:] = arrive
-        return arrive
+        arrive, times = left_at + self.latency_s, []
+        for group in self.alike:
+            a, b = group.into
+            a, b = a + group.transfer_s, (b if b > arrive else arrive) + group.transfer_s
+            group.into = a, b
+            if not self.duplex:
+                group.out = group.into
+            free_a, free_b = group.processor
+            apply_s = group.apply_s
+            group.processor = both = (a if a > free_a else free_a) + apply_s, (b if b > free_b else free_b) + apply_s
+            times.append(both)
+        return times
 
     def ask(self, now: float) -> Times:
         """A pull arrives everywhere; returns when each server has a reply ready."""
-        ready = np.maximum(self.processor_free, now)
-        ready += self.reply_s
-        self.processor_free[:] = ready
-        return ready
+        times = []
+        for group in self.alike:
+            a, b = group.processor
+            group.processor = both = (a if a > now else now) + group.reply_s, b + group.reply_s
+            times.append(both)
+        return times
 
     def reply(self, worker: Machine, ready: Times) -> tuple[float, float]:
         """Every server sends a worker its share, when it has it ready and its card is free.
 
         Returns when the share of the middle one leaves, and when the last byte of all is there.
         """
-        begin = np.maximum(ready, self.out_free)
-        np.add(begin, self.transfer_s, out=self.out_free)
-        leave = float(begin[self.middle])
-        # On the worker's card one share comes after the other:  end_i = max(arrive_i, end_{i-1}) + transfer.
-        begin.sort()
-        begin -= self.turns_s
-        slowest = float(np.maximum.reduce(begin)) + self.latency_s
-        last = max(slowest, worker.into.free_at) + float(self.sent_s[-1])
-        worker.into.free_at = last
-        return leave, last
+        begin = []
+        for group, (a, b) in zip(self.alike, ready, strict=True):
+            free_a, free_b = group.out
+            a, b = a if a > free_a else free_a, b if b > free_b else free_b
+            begin.append((a, b))
+            group.out = a + group.transfer_s, b + group.transfer_s
+            if not self.duplex:
+                group.into = group.out
+        worker.into.free_at = last = self._through_one_card(begin, worker.into.free_at)
+        return self.in_the_middle(begin), last
+
+    def _through_one_card(self, begin: Times, free_at: float) -> float:
+        """When all shares are through the worker's card, which is free from then on, if they leave at these times.
+
+        Within a group each comes at the latest when the one before is through, so the card is never idle in between.
+        """
+        through, latency_s = free_at, self.latency_s
+        starts = []
+        for group, (a, b) in zip(self.alike, begin, strict=True):
+            b += group.first_s
+            starts.append(((a if a > b else b) + latency_s, group.all_s))
+        for start, all_s in sorted(starts) if len(starts) > 1 else starts:
+            through = (start if start > through else through) + all_s
+        return through

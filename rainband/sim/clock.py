@@ -6,7 +6,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from random import Random
 
-Do = Callable[[], None]
+Do = Callable[[], object]
+Planned = tuple[float, object, Do]  # when, its turn among things of one moment, what
 
 
 class VirtualClock:
@@ -17,11 +18,21 @@ class VirtualClock:
 
     def __init__(self, shuffle: Random | None = None) -> None:
         self.now = 0.0
-        self.done = 0  # things that have happened
-        self.working = 0  # planned things that are more than keeping time: see `idle` below
+        self.progress_at = 0.0  # when somebody last got on with his work
+        self.planned: list[Planned] = []  # a heap
         self._shuffle = shuffle
-        self._planned: list[tuple[float, float, int, bool, Do]] = []
         self._number = 0
+        self._idle = 0  # planned things that only keep time: see `at`
+
+    @property
+    def done(self) -> int:
+        """How many things have happened."""
+        return self._number - len(self.planned)
+
+    @property
+    def working(self) -> int:
+        """How many planned things do more than keep time."""
+        return len(self.planned) - self._idle
 
     def now_s(self) -> float:
         return self.now
@@ -29,20 +40,26 @@ class VirtualClock:
     def at(self, time_s: float, do: Do, idle: bool = False) -> None:
         """Plan something. Idle things (heartbeats, ticks) repeat for ever and say nothing about progress."""
         assert time_s >= self.now, f"at {self.now} s nothing can be planned for {time_s} s"
-        self._number += 1
-        tie = self._shuffle.random() if self._shuffle else 0.0
-        self.working += not idle
-        heappush(self._planned, (time_s, tie, self._number, idle, do))
+        self._number = number = self._number + 1
+        turn = number if self._shuffle is None else (self._shuffle.random(), number)
+        heappush(self.planned, (time_s, turn, self._idly(do) if idle else do))
 
     def after(self, delay_s: float, do: Do, idle: bool = False) -> None:
         self.at(self.now + delay_s, do, idle)
 
+    def _idly(self, do: Do) -> Do:
+        self._idle += 1
+
+        def idly() -> None:
+            self._idle -= 1
+            do()
+
+        return idly
+
     def step(self) -> bool:
         """Do the next thing; False: there is none."""
-        if not self._planned:
+        if not self.planned:
             return False
-        self.now, _, _, idle, do = heappop(self._planned)
-        self.working -= not idle
-        self.done += 1
+        self.now, _, do = heappop(self.planned)
         do()
         return True

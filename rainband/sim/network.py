@@ -9,7 +9,6 @@ packet by packet. On one connection nothing overtakes.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -116,7 +115,7 @@ class Flow:
         self.source = source
         self.target = target
         self.crosses_racks = source.rack is not target.rack
-        self.under_way: deque[Parcel] = deque()
+        self.under_way: list[Parcel] = []
         self.broken = False  # nothing goes any more
         self.cut_until = 0.0  # a partition: what would arrive before comes then
         self.extra_s = 0.0  # a slow line
@@ -190,7 +189,7 @@ class Network:
         parcel.arrived = True
         under_way = flow.under_way
         while under_way and under_way[0].arrived:
-            under_way.popleft().deliver()
+            under_way.pop(0).deliver()
 
     def _when(self, at_s: float, do: Callable[[], None]) -> None:
         if at_s <= self.clock.now:

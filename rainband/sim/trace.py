@@ -43,15 +43,15 @@ class Trace:
     def message(self, at_s: float, source: str, target: str, message: Message) -> None:
         """A message arrived. What it measures (losses, staleness) does not count: a schedule has no values."""
         kind = type(message)
-        self.unhashed.append((at_s, source, target, message if kind in DATA else kind.__name__))
-        if len(self.unhashed) == AT_ONCE:
+        unhashed = self.unhashed
+        unhashed.append((at_s, source, target, message if kind in DATA else kind.__name__))
+        if len(unhashed) >= AT_ONCE:
             self._hash()
         if self.lines is not None:
             self.lines.append(Line(at_s, source, target, brief(message)))
 
     def _hash(self) -> None:
-        for line in self.unhashed:
-            self.hasher.update(_encode(line))
+        self.hasher.update(_encode(self.unhashed))
         self.unhashed.clear()
 
     def values(self, data: bytes) -> None:

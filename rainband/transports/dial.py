@@ -87,7 +87,11 @@ def _connect(address: Address, unix: bool, timeout_s: float) -> socket.socket:
         if unix:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(timeout_s)
-            sock.connect(b"\0" + address.unix.encode())
+            try:
+                sock.connect(b"\0" + address.unix.encode())
+            except OSError:
+                sock.close()
+                raise
             return sock
         sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

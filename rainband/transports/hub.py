@@ -218,6 +218,11 @@ class Hub:
                 connection.wants_out = left
                 self.epoll.modify(fd, wanted)
 
+    def want_room(self, connection: Connection) -> None:
+        """Wake up when this connection can be written to again, also if nothing is queued for it."""
+        connection.wants_out = True
+        self.epoll.modify(connection.sock.fileno(), select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLOUT)
+
     def queue(self, connection: Connection) -> None:
         """This connection has something to send."""
         if connection.sock.fileno() >= 0:  # or it was closed by what it sent before

@@ -37,7 +37,16 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> Segment:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return cls.settle(cls.reserve(name), num_bytes)
+
+    @staticmethod
+    def reserve(name: str) -> int:
+        """A memory file whose size is not known yet, to be handed to children."""
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+    @classmethod
+    def settle(cls, fd: int, num_bytes: int) -> Segment:
+        """Give a reserved file its size, once and for all."""
         os.ftruncate(fd, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return cls(fd, num_bytes, writable=True)

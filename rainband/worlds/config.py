@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rainband.messages import Address
+from rainband.stages.plan import TeamPlan
 from rainband.types import LedStrategy
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     timeline: bool = False  # record who computed, waited, pushed and pulled when; virtual time always does
     record: bool = False  # note the order of everything, so that the run can be repeated bit for bit
     sim: SimSettings = SimSettings()
+    team: TeamPlan | None = None  # how several workers compute one model together; none: each computes all of it
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model that are trained side by side."""
+        return self.num_workers // (self.team.size if self.team else 1)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +68,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     coordinator: Address
     config: RunConfig
+    memory: bool = False  # the last file that it inherits is to be the parameters of all workers
 
 
 def decode_job(data: bytes) -> Job:
@@ -76,6 +84,11 @@ def lead_of(strategy: Strategy) -> Lead | None:
     return strategy.lead if isinstance(strategy, LedStrategy) else None
 
 
+def is_one_memory(strategy: Strategy) -> bool:
+    """Are the parameters of all workers one memory, in which each makes its own steps?"""
+    return bool(getattr(strategy, "one_memory", False))
+
+
 def check_epochs(strategy: Strategy, name: str, epochs: int | None) -> None:
     """What the coordinator leads goes over the data as often as it needs."""
     if epochs is not None and lead_of(strategy) is not None:
@@ -86,9 +99,14 @@ def check_epochs(strategy: Strategy, name: str, epochs: int | None) -> None:
 
 
 def refuse_led(strategy: Strategy, name: str) -> None:
-    """A loop of the user's own goes over the data as it likes; such a strategy must say how often."""
+    """A loop of the user's own goes over the data as it likes, and its optimizer steps: some strategies do that."""
     if lead_of(strategy) is not None:
         raise ValueError(
             f"{name} goes over the data as often as it needs, so it has no place in a loop of your own: use "
             f"rainband.minimize(task), or rainband train TASK {name}."
+        )
+    if is_one_memory(strategy):
+        raise ValueError(
+            f"{name} makes its steps itself, in memory that all workers share, so it has no place in a loop of your own: "
+            f"use rainband train TASK {name}, or choose downpour."
         )

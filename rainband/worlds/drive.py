@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
-from rainband.client import Client, Handle, PullHandle
+from rainband.client import Client, Handle
 from rainband.errors import Stop
 from rainband.types import Strategy
-from rainband.worker import Compute, ModuleWorker
+from rainband.worker import ModuleWorker, Work
 from rainband.worlds.spans import Watch
+
+Kind = TypeVar("Kind")
 
 
 def drive(
@@ -29,10 +32,10 @@ def drive(
         wanted = coroutine.send(None)
         while True:
             started = time.monotonic()
-            if isinstance(wanted, Compute):
+            if isinstance(wanted, Work):
                 if before_step is not None:
                     before_step()
-                wanted.result = worker.compute(wanted.batch)
+                wanted.perform()
                 if watch is not None:
                     watch.span("compute", started)
             elif not wait_for(wanted, worker.client, wait, may_stop=not thrown):
@@ -51,10 +54,26 @@ def wait_for(wanted: object, client: Client, wait: Callable[[], object], may_sto
     assert isinstance(wanted, Handle), f"a strategy may only await what its worker gave, not {wanted!r}"
     started = time.monotonic()
     while not wanted.ready():
-        if client.stopping and isinstance(wanted, PullHandle) and may_stop:
+        if may_stop and wanted.is_vain(client.stopping):
             break
         client.stats.waiting = True
         wait()
     client.stats.waiting = False
     client.stats.waited_s += time.monotonic() - started
     return wanted.ready()
+
+
+def drive_to_end(coroutine: Coroutine[Any, None, Kind], wait: Callable[[], object]) -> Kind:
+    """Run something that is no strategy, while nothing else happens here; returns its result."""
+    try:
+        wanted = coroutine.send(None)
+        while True:
+            if isinstance(wanted, Work):
+                wanted.perform()
+            else:
+                while not wanted.ready():
+                    wait()
+            wanted = coroutine.send(None)
+    except StopIteration as end:
+        result: Kind = end.value
+        return result

@@ -6,6 +6,7 @@ happens; memory files and sockets have no names.
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
@@ -27,9 +28,11 @@ from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.connection import Connection
 from rainband.transports.dial import listen_unix, this_machine
 from rainband.transports.hub import Hub
+from rainband.transports.shared import Segment
 from rainband.types import Strategy
-from rainband.worlds.config import Job, RunConfig, encode_job, lead_of
+from rainband.worlds.config import Job, RunConfig, encode_job, is_one_memory, lead_of
 from rainband.worlds.directory import EventLog, OutputLog, calendar_time, write_config
+from rainband.worlds.hogwild_keeper import FROM_WORKERS, KEEPER, Keeper
 from rainband.worlds.verdict import judged
 from rainband.worlds.zygote import Exited, Failed, Zygote
 
@@ -109,17 +112,24 @@ class Launcher:
             self.zygote = Zygote.start(SERVERS_NEED)  # before all else: its imports take the longest
         self.started_at = time.monotonic()
         self.run_id, self.secret = new_run_id(), new_secret()
+        strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
+        one_memory = is_one_memory(strategy)
+        self.memory = Segment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
+        self.keeper = Keeper(self._make_room, getattr(strategy, "guard", False)) if one_memory else None
         self.coordinator = Coordinator(
             RunSettings(
                 num_workers=config.num_workers,
-                num_servers=config.num_servers,
+                num_servers=1 if self.keeper else config.num_servers,
                 seed=config.seed,
                 failure_timeout_s=config.failure_timeout_s,
                 model_path=str(self.directory / "model.safetensors"),
                 optimizers=config.optimizers,
+                team_size=config.team.size if config.team else 1,
             ),
-            lead_of(strategy or load_strategy(config.strategy, config.strategy_settings)),
+            lead_of(strategy),
         )
+        if self.keeper is not None:
+            self.keeper.join(self.coordinator)
         self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
         self.processes: dict[int, Peer] = {}  # token -> who
         self.causes: dict[Peer, str] = {}  # how processes ended
@@ -151,6 +161,8 @@ class Launcher:
         finally:
             self.hub.close()
             self.zygote.close(0.0 if self.interrupts > 1 else GRACE_S)
+            if self.memory is not None:
+                os.close(self.memory)
             for half in self.directory.glob("*.part"):  # of one that was ended while it saved
                 half.unlink()
         return self._result()
@@ -170,9 +182,11 @@ class Launcher:
             secret=self.secret,
             coordinator=address,
             config=self.config,
+            memory=self.memory is not None,
         )
         title = f"rainband {role} {index}"
-        token = self.zygote.spawn(self.entries[role], encode_job(job), title, fds=self.fds, threads=threads)
+        fds = self.fds if self.memory is None else [*self.fds, self.memory]
+        token = self.zygote.spawn(self.entries[role], encode_job(job), title, fds=fds, threads=threads)
         self.processes[token] = Peer(role, index)
 
     def _loop(self) -> None:
@@ -213,13 +227,19 @@ class Launcher:
         there = [peer for peer in workers if peer.index in known and known[peer.index].here]
         wrong = [f"{peer}: {self.causes[peer]}" for peer in there if self.causes.get(peer, FINE) != FINE]
         if wrong and not self.interrupts:
-            self.coordinator.outcome = "failed"
-            self.coordinator.reason = f"the script failed after the training ({'; '.join(wrong)})"
+            self.coordinator.failed(f"the script failed after the training ({'; '.join(wrong)})")
 
     def _now(self) -> float:
         return time.monotonic() - self.started_at
 
+    def _make_room(self, num_bytes: int) -> Any:
+        """The memory of all workers, when its size is known."""
+        assert self.memory is not None
+        return Segment.settle(self.memory, num_bytes).mapping
+
     def _send(self, outs: list[Out]) -> None:
+        if self.keeper is not None:
+            outs = self.keeper.answered(self.coordinator, outs, self._now())
         for out in outs:
             self.hub.send(out.to, out.message, out.body)
 
@@ -232,8 +252,7 @@ class Launcher:
         changed = coordinator.phase != self.phase
         if changed and coordinator.phase == "concluding":
             coordinator.note_progress(self._now())  # every worker has told its last numbers
-        pending, coordinator.events = coordinator.events, []
-        for event in pending:
+        for event in coordinator.take_events():
             self._emit(event)
         if changed:
             self.phase = coordinator.phase
@@ -249,6 +268,8 @@ class Launcher:
     # ---- the hub's handler -----------------------------------------------------------------------------------------
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
+        if self.keeper is not None and isinstance(message, FROM_WORKERS):
+            return self._send([Out(KEEPER, message)])
         self._send(self.coordinator.receive(connection.peer, message, self._now(), body))
 
     def lost(self, peer: Peer) -> None:

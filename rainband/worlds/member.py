@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from torch import Tensor
 
+from rainband.blocks import BlockSpec
 from rainband.catalogue import load_strategy
 from rainband.client import Client
 from rainband.errors import CoordinatorLost, RainbandError, ServerLost
@@ -20,9 +22,11 @@ from rainband.messages import (
     Failed,
     Go,
     Join,
+    Load,
     Message,
     Opened,
     Peer,
+    Push,
     Welcome,
 )
 from rainband.stats import Stats
@@ -43,6 +47,21 @@ def flush_output() -> None:
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError, ValueError):  # closed by the user, or nobody reads it
             stream.flush()
+
+
+class Nowhere:
+    """In the place of the way to a server that holds nothing of ours."""
+
+    direct = False
+
+    def send(self, message: Message) -> None:
+        raise AssertionError("there is nothing to say to it")
+
+    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+        raise AssertionError("it has none of our blocks")
+
+    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+        raise AssertionError("it has none of our blocks")
 
 
 class Member:
@@ -88,14 +107,30 @@ class Member:
         """Wait until something has come and deal with it; False: nothing came in time."""
         return self.switchboard.wait(timeout_s)
 
-    def enter(self, join: Join, flat: Flat, state: State | None = None) -> Client:
-        """Join, open the ways to the servers, give them their first values if asked to; returns when all is ready."""
+    def enter(
+        self,
+        join: Join,
+        flat: Flat,
+        state: State | None = None,
+        part: int = 0,
+        welcomed: Callable[[Welcome], None] | None = None,
+    ) -> Client:
+        """Join, open the ways to the servers, give them their first values if asked to; returns when all is ready.
+
+        `part`: of a model that several workers compute together; only servers that hold some of it are called.
+        """
         self.tell(join)
         while self.welcome is None:
             self.wait()
         welcome = self.welcome
-        ports = [self._port(i, address, welcome) for i, address in enumerate(welcome.servers)]
-        self.client = Client(self.me, welcome.plan, flat, welcome.blocks, welcome.owners, ports, self.tell)
+        if welcomed is not None:
+            welcomed(welcome)
+        needed = {owner for block, owner in zip(welcome.blocks, welcome.owners, strict=False) if block.part == part}
+        ports = [
+            self._port(i, address, welcome) if i in needed or not welcome.team else Nowhere()
+            for i, address in enumerate(welcome.servers)
+        ]
+        self.client = Client(self.me, welcome.plan, flat, welcome.blocks, welcome.owners, ports, self.tell, part)
         self.client.stats = self.stats
         for message in self.early:  # the run may be at its end before we have entered it
             self.client.receive(message)

@@ -28,11 +28,13 @@ from rainband.sim.trace import Trace, write_lines
 from rainband.tasks.load import load_task
 from rainband.tasks.task import Task, fingerprint, parameter_groups
 from rainband.types import Strategy
-from rainband.worlds.config import RunConfig, lead_of
+from rainband.worlds.config import RunConfig, is_one_memory, lead_of
 from rainband.worlds.directory import EventLog, write_config
+from rainband.worlds.hogwild_keeper import Keeper
 from rainband.worlds.local import RunResult, View
 from rainband.worlds.sim_body import RealBody, TimeBody
 from rainband.worlds.sim_faults import Trouble
+from rainband.worlds.sim_hogwild import MemoryBody
 from rainband.worlds.sim_memory import Desk
 from rainband.worlds.sim_world import Notes, Play, World
 from rainband.worlds.spans import Span, write_spans
@@ -166,8 +168,7 @@ class Simulation:
             self.world.leader.send(self.world.coordinator.stop("stopped", "interrupted"))
             self.world.run()
         except Deadlock as deadlock:
-            coordinator = self.world.coordinator
-            coordinator.outcome, coordinator.reason = "failed", str(deadlock)
+            self.world.coordinator.failed(str(deadlock))
             self._result()
             raise
 
@@ -219,6 +220,9 @@ class Simulation:
         for server in self.world.servers.values():
             for block in server.server.blocks.values():
                 self.trace.values(block.values.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
+        keeper = self.world.leader.keeper
+        for vector in keeper.memory.vectors if keeper is not None and keeper.memory is not None else ():
+            self.trace.values(vector.view(torch.uint8).numpy().tobytes())
         return self.trace.digest()
 
     def _write_simulated(self, trace_hash: str) -> None:
@@ -272,6 +276,11 @@ def make_play(config: RunConfig) -> Play:
     data = task.data()
     desk = Desk(flat)
     join = join_of(strategy, flat, fingerprint(data), len(data), *_sizes(config, task))
+    if is_one_memory(strategy):
+        keeper = Keeper(bytearray, getattr(strategy, "guard", False))
+        return Play(
+            strategy, join, lambda: MemoryBody(desk, task, data, config.num_workers, keeper), True, keeper=keeper
+        )
     return Play(strategy, join, lambda: RealBody(desk, task, data, config.num_workers), real=True)
 
 

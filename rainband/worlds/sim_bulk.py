@@ -8,15 +8,17 @@ times). Left out: racks' uplinks, jitter, faults, and shared memory.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from heapq import heappop, heappush
+from math import inf
 
 import msgspec
-import numpy as np
 from torch import Tensor
 
 from rainband.blocks import BlockSpec, Layout, cut, deal
-from rainband.messages import Assign, Load, Message, Params, Peer, Pull, Push, Welcome
+from rainband.messages import Ack, Assign, Load, Message, Params, Peer, Push, Welcome
 from rainband.server import Out, Server
 from rainband.sim.bank import Bank, Times
 from rainband.sim.model import ClusterModel
@@ -29,72 +31,125 @@ from rainband.worlds.sim_worker import WorkerNode
 
 REPORTS = 200  # to the coordinator about completed portions, in a whole run
 ALL = Peer("server", 0)  # the coordinator knows of one server, which is all of them
+Arriving = tuple[float, int, WorkerNode, Message, float]  # (when, a number, whose, it, when its first byte left)
 
 
 class BankNode(Node):
-    """All servers as one node."""
+    """All servers as one node, which takes no event for each message.
+
+    What happens at the servers at one moment reaches nobody else before a latency later. So messages may lie that
+    long: then all that has happened meanwhile happens at once, in the order of its time.
+    """
 
     def __init__(self, post: Post, machine: Machine, half: Callable[[int], ServerHalf], bank: Bank) -> None:
         super().__init__(post, ALL, machine)
         self.name = "servers"
         self.server = Server(half, publish)
         self.bank = bank
+        self.arriving: list[Arriving] = []  # a heap: in the order in which they begin to arrive
+        self.number = 0
+        # The server in the middle takes one after the other, and its card too: these are in the order of their time.
+        self.taken: deque[tuple[float, WorkerNode, Message, Times]] = deque()  # (handled at, whose, it, by each server)
+        self.leaving: deque[tuple[float, WorkerNode, Params, float]] = deque()  # (leaves at, for, it, arrives at)
+        self.looks_at = inf
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
         """What the coordinator says; it takes the servers no time."""
+        self._catch_up()
         if isinstance(message, Assign):
             self.server.report_every = max(1, message.plan.num_portions // REPORTS)
         for out in self.server.receive(sender, message, payload):
-            self._send(out, self.bank.processor_free)
+            self._send(out, self.bank.free(), self.clock.now)
+        self._look_again()
 
-    def take(self, worker: WorkerNode, message: Message, left_at: float) -> None:
-        """A worker's message begins to arrive; the first byte of a push left then."""
-        bank, now = self.bank, self.clock.now
+    def expect(self, arrives: float, worker: WorkerNode, message: Message, left_at: float) -> None:
+        """A worker's message will begin to arrive; the first byte of a push left then."""
+        self.number += 1
+        heappush(self.arriving, (arrives, self.number, worker, message, left_at))
+        if arrives + self.bank.latency_s < self.looks_at:
+            self._look_at(arrives + self.bank.latency_s)
+
+    def _look_at(self, at_s: float) -> None:
+        self.looks_at = at_s
+        self.clock.at(at_s, self._look)
+
+    def _look(self) -> None:
+        if self.clock.now == self.looks_at:  # otherwise something came that was earlier
+            self._catch_up()
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """A latency after the next thing happens: what comes of it arrives no earlier."""
+        heads = [queue[0][0] for queue in (self.arriving, self.taken, self.leaving) if queue]
+        self.looks_at = inf
+        if heads:
+            self._look_at(max(self.clock.now, min(heads) + self.bank.latency_s))
+
+    def _catch_up(self) -> None:
+        """Let everything happen whose time has come."""
+        arriving, taken, leaving, now = self.arriving, self.taken, self.leaving, self.clock.now
+        while True:
+            arrives = arriving[0][0] if arriving else inf
+            handled = taken[0][0] if taken else inf
+            leaves = leaving[0][0] if leaving else inf
+            if handled <= leaves and handled <= arrives:
+                if handled > now:
+                    return
+                self._handle(*taken.popleft())
+            elif leaves <= arrives:
+                if leaves > now:
+                    return
+                self._leave(*leaving.popleft())
+            elif arrives <= now:
+                self._take(*heappop(arriving))
+            else:
+                return
+
+    def _take(self, arrives: float, number: int, worker: WorkerNode, message: Message, left_at: float) -> None:
+        bank = self.bank
         if isinstance(message, Load) or (isinstance(message, Push) and not message.skip):
             times = bank.apply(left_at)
         else:
-            idle = bank.processor_free[bank.middle] <= now
-            times = bank.ask(now)
-            if idle:  # nothing can come between
-                self._handle(worker, message, times)
-                return
-        self.clock.at(float(times[bank.middle]), partial(self._handle, worker, message, times))
+            times = bank.ask(arrives)
+        self.taken.append((bank.in_the_middle(times), worker, message, times))
 
-    def _handle(self, worker: WorkerNode, message: Message, times: Times) -> None:
-        self.post.trace.message(self.clock.now, worker.name, self.name, message)
+    def _handle(self, at_s: float, worker: WorkerNode, message: Message, times: Times) -> None:
+        self.post.trace.message(at_s, worker.name, self.name, message)
         for out in self.server.receive(worker.peer, message, NOTHING):
-            self._send(out, times)
+            if out.to is worker.peer:
+                self._answer(worker, out.message, times, at_s)
+            else:
+                self._send(out, times, at_s)
 
-    def _send(self, out: Out, times: Times) -> None:
+    def _send(self, out: Out, times: Times, at_s: float) -> None:
         worker = self.post.nodes.get(out.to)
         if not isinstance(worker, WorkerNode):
-            self.post.send(self, out.to, out.message)
-        elif isinstance(out.message, Params):
-            queued = self.bank.out_free[self.bank.middle] > times[self.bank.middle]
-            leaves, arrives = self.bank.reply(worker.machine, times)
-            if queued:
-                self.clock.at(leaves, partial(self._leave, worker, out.message, arrives))
-            else:
-                self._leave(worker, out.message, arrives)
+            self.post.send(self, out.to, out.message, at_s=at_s)
         else:
-            last = max(self.clock.now, float(np.maximum.reduce(times)))
-            self._deliver_at(last + self.bank.latency_s, worker, out.message)
+            self._answer(worker, out.message, times, at_s)
 
-    def _leave(self, worker: WorkerNode, params: Params, arrives: float) -> None:
+    def _answer(self, worker: WorkerNode, message: Message, times: Times, at_s: float) -> None:
+        if isinstance(message, Params):
+            leaves, arrives = self.bank.reply(worker.machine, times)
+            self.leaving.append((leaves, worker, message, arrives))
+            return
+        last = self.bank.at_the_last(times)
+        self._deliver_at((last if last > at_s else at_s) + self.bank.latency_s, worker, message, None)
+
+    def _leave(self, at_s: float, worker: WorkerNode, params: Params, arrives: float) -> None:
         """Replies are read when they leave: what was applied while they queued is in them."""
         message, _ = self.server.read(params)
-        self._deliver_at(arrives, worker, message)
+        self._deliver_at(arrives, worker, message, NOTHING)
 
-    def _deliver_at(self, arrives: float, worker: WorkerNode, message: Message) -> None:
-        """A worker that computes looks at its messages only afterwards, so for these no event is needed."""
+    def _deliver_at(self, arrives: float, worker: WorkerNode, message: Message, payload: Payload) -> None:
+        """Who computes looks at messages only afterwards, and some can wait for the next one: these need no event."""
         if arrives <= worker.computes_until:
-            self._deliver(arrives, worker, message)
+            worker.inbox.append((message, payload))
+        elif isinstance(message, Ack) and worker.can_wait_with(message):
+            worker.later.append((arrives, message))
         else:
-            self.clock.at(arrives, partial(self._deliver, arrives, worker, message))
-
-    def _deliver(self, at_s: float, worker: WorkerNode, message: Message) -> None:
-        self.post.trace.message(at_s, self.name, worker.name, message)
-        worker.receive(self.peer, message, NOTHING if isinstance(message, Params) else None)
+            self.clock.at(max(self.clock.now, arrives), partial(worker.receive, self.peer, message, payload))
+        self.post.trace.message(arrives, self.name, worker.name, message)
 
 
 class BankPort:
@@ -108,9 +163,8 @@ class BankPort:
         self.peer = node.peer
 
     def send(self, message: Message) -> None:
-        assert isinstance(message, Pull | Push), f"{type(message).__name__} has no place in a simulation of time"
         at_s = self.worker.free_at()
-        self.worker.clock.at(at_s + self.node.bank.latency_s, partial(self.node.take, self.worker, message, at_s))
+        self.node.expect(at_s + self.node.bank.latency_s, self.worker, message, at_s)
 
     def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
         worker, bank = self.worker, self.node.bank
@@ -119,7 +173,7 @@ class BankPort:
         worker.busy_until = at_s + bank.total_bytes / worker.costs.push_bytes_per_s
         begin = bank.leave(worker.machine, at_s)
         worker.stats.pushed_bytes += bank.total_bytes
-        worker.clock.at(begin + bank.latency_s, partial(self.node.take, worker, message, begin))
+        self.node.expect(begin + bank.latency_s, worker, message, begin)
 
     def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
         raise AssertionError("parameters come with the answer, there is nothing to read in place")

@@ -84,6 +84,9 @@ class Hollow:
     def write(self, block: BlockSpec, tensors: list[Tensor | None], out: Tensor) -> None:
         """There is nothing to write."""
 
+    def absent(self, tensors: list[Tensor | None]) -> tuple[int, ...]:
+        return ()
+
     def add_(self, tensors: list[Tensor | None], alpha: float) -> None:
         """There is nothing to add to."""
 
@@ -95,4 +98,4 @@ def hollow_flat() -> Flat:
 
 def hollow(spec: BlockSpec) -> BlockSpec:
     """A block without elements: every state machine treats it like any other, and nothing is computed."""
-    return BlockSpec(spec.index, spec.vector, spec.dtype, spec.start, spec.start, ())
+    return BlockSpec(spec.index, spec.vector, spec.dtype, spec.start, spec.start, (), spec.part)

@@ -21,6 +21,7 @@ from rainband.server import Out, Server
 from rainband.sim.model import NodeModel
 from rainband.sim.network import Machine
 from rainband.types import ServerHalf
+from rainband.worlds.hogwild_keeper import FROM_WORKERS, KEEPER, Keeper
 from rainband.worlds.sim_memory import NOTHING, hollow
 from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
 
@@ -52,9 +53,12 @@ class CoordinatorNode(Node):
         self.block_bytes: list[int] = []  # as they really are
         self.looks_at: float | None = None  # at that moment someone may be overdue
         self.phase = coordinator.phase  # the last one that was told
+        self.keeper: Keeper | None = None  # of a memory that all workers share
         self.clock.after(tick_s, self._tick, idle=True)
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
+        if self.keeper is not None and isinstance(message, FROM_WORKERS):
+            return self.send([CoordinatorOut(KEEPER, message)])
         self.send(self.coordinator.receive(sender, message, self._now(), payload))
 
     def lost(self, peer: Peer) -> None:
@@ -72,6 +76,8 @@ class CoordinatorNode(Node):
         self.wake(lambda: self.send(self.coordinator.tick(self._now())))
 
     def send(self, outs: list[CoordinatorOut]) -> None:
+        if self.keeper is not None:
+            outs = self.keeper.answered(self.coordinator, outs, self._now())
         for out in outs:
             message = self._fitting(out.message)
             size = HEADER_BYTES + len(out.body or b"")
@@ -92,8 +98,7 @@ class CoordinatorNode(Node):
         coordinator, changed = self.coordinator, self.coordinator.phase != self.phase
         if changed and coordinator.phase == "concluding":
             coordinator.note_progress(self.clock.now)  # every worker has told its last numbers
-        pending, coordinator.events = coordinator.events, []
-        for event in pending:
+        for event in coordinator.take_events():
             self.show(event)
         if changed:
             self.phase = coordinator.phase
@@ -102,7 +107,7 @@ class CoordinatorNode(Node):
     def _fitting(self, message: Message) -> Message:
         if isinstance(message, Welcome):
             self.block_bytes = [block.num_bytes for block in message.blocks]
-        return self.fitting(message) if isinstance(message, Welcome | Assign) else message
+        return self.fitting(message) if isinstance(message, (Welcome, Assign)) else message
 
 
 def as_they_are(message: Message) -> Message:
@@ -111,7 +116,7 @@ def as_they_are(message: Message) -> Message:
 
 def without_elements(message: Message) -> Message:
     """Nodes are told of hollow blocks."""
-    assert isinstance(message, Welcome | Assign)
+    assert isinstance(message, (Welcome, Assign))
     return msgspec.structs.replace(message, blocks=tuple(map(hollow, message.blocks)))
 
 
@@ -159,7 +164,7 @@ class ServerNode(Node):
         self.cores.work(self._cost_s(message, payload), lambda: self.wake(handle))
 
     def _cost_s(self, message: Message | None, payload: Payload) -> float:
-        if isinstance(message, Push | Load) and payload is not None:
+        if isinstance(message, (Push, Load)) and payload is not None:
             return self.costs.message_s + self.block_bytes(message.block) / self.costs.apply_bytes_per_s
         return self.costs.message_s
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import Any
@@ -31,8 +30,8 @@ from rainband.sim.network import Flow, Machine, Network, Parcel
 from rainband.sim.trace import Trace
 
 HEADER_BYTES = 100  # a message without its payload, more or less
-KEEPING_TIME = (Beat, Ask, Report, Revoke, Sets)  # what ticks repeat; a run that has only these left is stuck
-MAY_OVERTAKE = (Push, Ack)
+KEEPING_TIME = frozenset((Beat, Ask, Report, Revoke, Sets))  # what ticks repeat; a run that has only these left is stuck
+MAY_OVERTAKE = frozenset((Push, Ack))
 MAY_COME_TWICE = (
     *(Push, Ack, Pull, Revoke, Sets, Ask, Report, Lease, Want, Return, Beat, Finish),
     *(Command, Answer, Evaluated),
@@ -43,6 +42,11 @@ Payload = Any  # a tensor, bytes, or None
 
 class Node:
     """A simulated node: may be paused and killed."""
+
+    __slots__ = (
+        *("alive", "backlog", "clock", "disk_s", "flows", "killed_at", "machine", "name", "paused_until", "peer"),
+        *("post", "skew_s", "__dict__"),
+    )
 
     def __init__(self, post: Post, peer: Peer, machine: Machine) -> None:
         self.post = post
@@ -55,7 +59,7 @@ class Node:
         self.paused_until = 0.0
         self.skew_s = 0.0  # its clock is so far ahead
         self.disk_s = 0.0  # what it saves takes so much longer
-        self.backlog: deque[Callable[[], None]] = deque()  # what came while it was paused
+        self.backlog: list[Callable[[], None]] = []  # what came while it was paused
         self.flows: dict[Peer, Flow] = {}
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
@@ -77,7 +81,7 @@ class Node:
         if self.clock.now < self.paused_until:  # paused again
             self.clock.at(self.paused_until, self._go_on)
             return
-        backlog, self.backlog = self.backlog, deque()
+        backlog, self.backlog = self.backlog, []
         for do in backlog:
             if self.alive:
                 do()
@@ -99,8 +103,8 @@ class Letter(Parcel):
         self.target = target
         self.message = message  # None: the connection closes
         self.payload = payload
-        self.idle = isinstance(message, KEEPING_TIME)
-        self.may_overtake = isinstance(message, MAY_OVERTAKE)
+        self.idle = type(message) in KEEPING_TIME
+        self.may_overtake = type(message) in MAY_OVERTAKE
         self.is_read_late = False
         self.lost = False  # the sender's machine died with it
         self.read: Callable[[], tuple[Message, Payload]] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
@@ -18,6 +17,7 @@ from rainband.errors import RainbandError, Stop
 from rainband.gradient import ModuleGradient
 from rainband.messages import (
     COORDINATOR,
+    Ack,
     Bye,
     Conclude,
     Concluded,
@@ -99,12 +99,16 @@ class Surroundings(Protocol):
     def span(self, node: str, what: str, from_s: float, to_s: float) -> None:
         """For the picture of a run."""
 
-    def progress(self) -> None:
-        """For the search for deadlocks."""
-
 
 class WorkerNode(Node):
     """One worker's life, from its join to the last goodbye."""
+
+    # There may be ten thousand: plain objects of so many attributes are large and slow.
+    __slots__ = (
+        *("block_bytes", "body", "busy_until", "client", "computes_until", "conclude", "costs", "early", "go"),
+        *("in_strategy", "inbox", "later", "life", "over", "pace", "stats", "thrown", "waiting", "waiting_since"),
+        *("watch", "welcome", "world"),
+    )
 
     def __init__(self, world: Surroundings, peer: Peer, machine: Machine, body: Body, pace: Pace) -> None:
         super().__init__(world.post, peer, machine)
@@ -120,7 +124,8 @@ class WorkerNode(Node):
         self.go = False
         self.conclude: tuple[Conclude, bytes | None] | None = None
         self.early: list[Message] = []  # that came before there was a client
-        self.inbox: deque[tuple[Message, Payload]] = deque()
+        self.inbox: list[tuple[Message, Payload]] = []
+        self.later: list[tuple[float, Message]] = []  # comes then; looked at with the next message: see below
         self.life: Generator[Wanted, None, None] = self._live()
         self.waiting: Handle | None = None
         self.waiting_since = 0.0
@@ -222,13 +227,21 @@ class WorkerNode(Node):
         if self.waiting is not None:
             self._look()
 
+    def can_wait_with(self, ack: Ack) -> bool:
+        """Would nothing come of an answer if it were looked at right when it comes? Not even a message."""
+        if self.client is None or not (self.waiting is None or isinstance(self.waiting, PullHandle)):
+            return False
+        return not self.client.settles_lease(ack)
+
     def _look(self) -> None:
         """Take what has come, and go on if that was it. Only ever called while it waits."""
         if self.clock.now < self.busy_until:
             self.clock.at(self.busy_until, lambda: self.wake(self._look_if_waiting))
             return
+        while self.later and self.later[0][0] <= self.clock.now:
+            self._take(self.later.pop(0)[1], None)
         while self.inbox and not self.over:
-            self._take(*self.inbox.popleft())
+            self._take(*self.inbox.pop(0))
         if self.over or self.waiting is None:
             return
         if self.waiting.ready():
@@ -250,7 +263,8 @@ class WorkerNode(Node):
     def _waited(self) -> None:
         if self.clock.now > self.waiting_since:
             self.stats.waited_s += self.clock.now - self.waiting_since
-            self.world.span(self.name, "wait", self.waiting_since, self.clock.now)
+            if self.watch is not None:
+                self.world.span(self.name, "wait", self.waiting_since, self.clock.now)
         self.stats.waiting = False
         self.waiting = None
 
@@ -287,7 +301,7 @@ class WorkerNode(Node):
 
     def _go_through(self, error: BaseException | None = None) -> None:
         """Let the coroutine run until it wants time to pass."""
-        self.world.progress()
+        self.clock.progress_at = self.clock.now
         self.body.sit_down()
         try:
             wanted = self.life.send(None) if error is None else self.life.throw(error)
@@ -306,6 +320,9 @@ class WorkerNode(Node):
             assert isinstance(wanted, Handle), f"a strategy may only await what its worker gave, not {wanted!r}"
             self.waiting, self.waiting_since = wanted, self.free_at()
             self.stats.waiting = True
+            if self.later and not isinstance(wanted, PullHandle):
+                for at_s, _ in self.later:
+                    self.clock.at(max(at_s, self.clock.now), self._look_if_waiting)
             if self.inbox:
                 self._look()
 
@@ -321,7 +338,8 @@ class WorkerNode(Node):
             return
         if self.over or not self.alive:
             return
-        self.world.span(self.name, "compute", started, self.clock.now)
+        if self.watch is not None:
+            self.world.span(self.name, "compute", started, self.clock.now)
         self.body.sit_down()
         try:
             wanted.result = self.body.gradient(wanted.worker, wanted.batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from heapq import heappop
 from math import inf
 from random import Random
 
@@ -24,6 +25,7 @@ from rainband.sim.network import Machine, Network
 from rainband.sim.trace import Trace
 from rainband.types import Port, ServerHalf, Strategy
 from rainband.worlds.config import lead_of
+from rainband.worlds.hogwild_keeper import Keeper
 from rainband.worlds.sim_bulk import BankNode, BankPort, as_one_block, make_bank
 from rainband.worlds.sim_nodes import CoordinatorNode, Processor, ServerNode, as_they_are, without_elements
 from rainband.worlds.sim_post import Letter, Node, Post
@@ -61,6 +63,7 @@ class Play:
     body: Callable[[], Body]
     real: bool  # with gradients, not only times
     bulk: bool = False  # all servers as one: for thousands of workers
+    keeper: Keeper | None = None  # of the one memory that all workers share, if they do
 
 
 class World:
@@ -92,7 +95,8 @@ class World:
         self.seed = settings.seed if seed is None else seed
         self.network = Network(model.network, self.clock, self.seed)
         self.post = Post(self.clock, self.network, self.trace)
-        known = settings if not play.bulk else msgspec.structs.replace(settings, num_servers=1)
+        alone = play.bulk or play.keeper is not None
+        known = msgspec.structs.replace(settings, num_servers=1) if alone else settings
         self.coordinator = Coordinator(known, lead_of(play.strategy))
         self.cores: Processor = (
             Cores(self.clock, self.costs.cores, self.costs.crowding) if self.costs.cores else OwnCore(self.clock)
@@ -101,9 +105,11 @@ class World:
         machine = self._machine()
         self.leader = CoordinatorNode(self.post, COORDINATOR, machine, self.coordinator, notes.show, tick_s, fitting)
         self.post.nodes[COORDINATOR] = self.leader
+        self.leader.keeper = play.keeper
+        if play.keeper is not None:
+            play.keeper.join(self.coordinator)
         self.servers: dict[int, ServerNode | BankNode] = {}
         self.workers: dict[int, WorkerNode] = {}
-        self.progress_at = 0.0
 
     def _machine(self) -> Machine:
         return self.network.machine()
@@ -154,7 +160,7 @@ class World:
         return node
 
     def port(self, worker: WorkerNode, server: int) -> Port:
-        node = self.servers[server]
+        node = self.servers.get(server)  # a memory's keeper is none of them
         if isinstance(node, BankNode):
             return BankPort(worker, node)
         return SimPort(worker, server, lambda: self._server(server), self.play.real)
@@ -189,8 +195,8 @@ class World:
                 gone = gone or not keep(letter)
                 letter.lost = gone
         if node is self.leader:
-            self.coordinator.phase, self.coordinator.outcome = "over", "failed"
-            self.coordinator.reason = "the coordinator was lost, and with it the run."
+            self.coordinator.failed("the coordinator was lost, and with it the run.")
+            self.coordinator.facts.phase = "over"
         if isinstance(node, WorkerNode):
             node.waiting = None
             with suppress(RuntimeError):  # a strategy that would not end is simply dropped
@@ -224,21 +230,21 @@ class World:
         if self.spans is not None:
             self.spans.append(Span(node, what, from_s, to_s))
 
-    def progress(self) -> None:
-        self.progress_at = self.clock.now
-
     def run(self, until_s: float | None = None) -> None:
         """Until the run is over, or a moment; raises Deadlock when nothing can happen any more."""
-        clock, coordinator = self.clock, self.coordinator
-        looked_at, step, until_s = clock.now, clock.step, inf if until_s is None else until_s
-        while (phase := coordinator.phase) != "over" and clock.now < until_s:
-            if not step():
+        clock, facts, planned = self.clock, self.coordinator.facts, self.clock.planned
+        look_at, until_s, phase = clock.now + self.tick_s, inf if until_s is None else until_s, facts.phase
+        while phase != "over" and clock.now < until_s:
+            if not planned:
                 raise Deadlock(self.who_waits())
-            if coordinator.phase != phase:
-                self.progress()
-            if not clock.working and clock.now > looked_at + self.tick_s:
-                looked_at = clock.now
-                if clock.now - self.progress_at > self._patience_s():
+            clock.now, _, do = heappop(planned)  # clock.step(), written out: nothing here happens more often
+            do()
+            if facts.phase != phase:
+                phase = facts.phase
+                clock.progress_at = clock.now
+            if clock.now > look_at:
+                look_at = clock.now + self.tick_s
+                if not clock.working and clock.now - clock.progress_at > self._patience_s():
                     raise Deadlock(self.who_waits())
 
     def _patience_s(self) -> float:
@@ -251,7 +257,7 @@ class World:
     def who_waits(self) -> str:
         """One line for each node that waits: for whom, for what, since when."""
         lines = [f"at {self.clock.now:.3f} s everyone waits and nothing is under way."]
-        lines.append(f"  coordinator: {self._coordinator_waits()}")
+        lines.append(f"  coordinator: {self.coordinator.waits_for()}")
         for node in self.workers.values():
             if node.alive and node.waiting is not None:
                 what = self._worker_waits(node, node.waiting)
@@ -263,29 +269,6 @@ class World:
                 at = f"its blocks are at version {', '.join(map(str, versions))}"
                 lines.append(f"  {server.name} holds back replies to {', '.join(readers)}: {at}")
         return "\n".join(lines)
-
-    def _coordinator_waits(self) -> str:
-        c = self.coordinator
-        match c.phase:
-            case "forming":
-                here = f"{len(c.servers)} of {self.settings.num_servers} servers and {len(c.workers)} workers"
-                return f"forming, {here} are here"
-            case "loading":
-                return f"waits for {', '.join(str(s.peer) for s in c.servers.values() if not s.ready)} to be loaded"
-            case "finishing":
-                late = [str(w.peer) for w in c.workers.values() if w.connected and w.here and not w.ended]
-                return f"waits for {', '.join(late)} to end"
-            case "concluding":
-                return f"waits for worker {c.concluder} to save the model"
-        if c.leader is not None and c.phase == "running":
-            return c.leader.waits_for()
-        leased = [f"{p} ({w.peer})" for w in c.workers.values() for p in sorted(w.leases)]
-        gathering = [str(p) for p in sorted(c.gathering)]
-        return (
-            f"{c.phase}, {c.batches_done()} of {c.plan.num_batches if c.plan else 0} batches done; "
-            f"leased: {', '.join(leased) or 'nothing'}; to be leased again: {', '.join(map(str, c.again)) or 'nothing'}"
-            + (f"; asked for their sets: portions {', '.join(gathering)}" if gathering else "")
-        )
 
     def _worker_waits(self, node: WorkerNode, handle: Handle) -> str:
         client = node.client

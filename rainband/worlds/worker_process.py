@@ -18,9 +18,10 @@ from rainband.flat import Flat
 from rainband.messages import Conclude, Concluded, Ended, Join
 from rainband.optim import build
 from rainband.tasks.load import load_task
-from rainband.tasks.task import Task, fingerprint, parameter_groups
+from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
 from rainband.types import Strategy
 from rainband.worker import ModuleWorker
+from rainband.worlds import hogwild_worker
 from rainband.worlds.config import Job, decode_job, lead_of
 from rainband.worlds.drive import drive
 from rainband.worlds.measuring import Measuring, measure
@@ -32,12 +33,16 @@ from rainband.worlds.spans import SpanFile, Watch
 
 def main(job: bytes, fds: list[int]) -> None:
     """The entry of a worker's process."""
-    work(decode_job(job))
+    order = decode_job(job)
+    work(order, memory=fds[-1] if order.memory else None)
 
 
-def work(job: Job, task: Task | None = None, strategy: Strategy | None = None) -> None:
-    """Be a worker; a task or strategy that is not handed in is the one that the configuration names."""
-    process = WorkerProcess(job, task, strategy)
+def work(job: Job, task: Task | None = None, strategy: Strategy | None = None, memory: int | None = None) -> None:
+    """Be a worker; a task or strategy that is not handed in is the one that the configuration names.
+
+    `memory` is a file that is to be the parameters of all workers.
+    """
+    process = make_process(job, task, strategy, memory)
     try:
         process.run()
     except Dismissed:
@@ -50,6 +55,14 @@ def work(job: Job, task: Task | None = None, strategy: Strategy | None = None) -
     except Exception as error:
         process.member.fail(error, users_traceback(error))
         sys.exit(1)
+
+
+def make_process(job: Job, task: Task | None, strategy: Strategy | None, memory: int | None) -> WorkerProcess:
+    if job.config.team is None:
+        return WorkerProcess(job, task, strategy, memory)
+    from rainband.worlds.team_process import TeamProcess  # which is made of this one
+
+    return TeamProcess(job, task, strategy)
 
 
 def users_traceback(error: BaseException) -> str:
@@ -68,8 +81,9 @@ def _without_our_frames(error: BaseException) -> tuple[Any, Any, Any]:
 class WorkerProcess:
     """One worker's life."""
 
-    def __init__(self, job: Job, task: Task | None = None, strategy: Strategy | None = None) -> None:
+    def __init__(self, job: Job, task: Task | None, strategy: Strategy | None, memory: int | None = None) -> None:
         self.job = job
+        self.memory = memory
         self.config = job.config
         self.task = task
         self.strategy = strategy
@@ -82,8 +96,8 @@ class WorkerProcess:
         torch.manual_seed(self.config.seed)
         module = task.model()
         data = task.data()
-        flat = Flat(module, parameter_groups(task, module))
-        half = strategy.server(self.config.num_workers)
+        flat = self._flat(task, module, data)
+        half = strategy.server(self.config.num_replicas)
         if half is not None:
             build(half.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
         join = Join(
@@ -97,12 +111,27 @@ class WorkerProcess:
             warm_batches=getattr(strategy, "warm_batches", 0),
             led=lead_of(strategy) is not None,
         )
+        worker = self._worker(join, flat, task, data)
+        drive(strategy, worker, self.member.wait, self._watch(), self._before_step(worker))
+        self._leave(worker)
+
+    def _flat(self, task: Task, module: nn.Module, data: Data) -> Flat:
+        return Flat(module, parameter_groups(task, module))
+
+    def _worker(self, join: Join, flat: Flat, task: Task, data: Data) -> ModuleWorker:
+        """Enter the run; returns when all is ready."""
+        index, num_workers = self.job.index, self.config.num_workers
+        if self.memory is not None:
+            shared = hogwild_worker.enter(self.member, join, flat, self.memory)
+            return hogwild_worker.MemoryWorker(index, num_workers, task, data, flat.module, shared)
         client = self.member.enter(join, flat)
         if self.config.record and self.member.welcome is not None:
             Recorder(self.config.directory, self.member.me).watch_client(client, self.member.welcome)
-        worker = ModuleWorker(self.job.index, self.config.num_workers, task, data, module, client)
-        drive(strategy, worker, self.member.wait, self._watch(), self._measuring(worker))
-        self._leave(worker)
+        return ModuleWorker(index, num_workers, task, data, flat.module, client)
+
+    def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
+        measuring = self._measuring(worker)
+        return measuring if self.memory is None else hogwild_worker.Looking(self.member.wait, measuring).before_step
 
     def _measuring(self, worker: ModuleWorker) -> Callable[[], None] | None:
         if self.job.index or not self.config.eval_every_s:

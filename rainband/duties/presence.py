@@ -1,0 +1,189 @@
+"""Who is here: heartbeats say alive, acknowledged pushes say working. Who is not is given up, and may come back."""
+
+from __future__ import annotations
+
+from rainband import events
+from rainband.duties.ending import Ending
+from rainband.duties.facts import Facts, Out, WorkerState
+from rainband.duties.leading import Leading
+from rainband.duties.leases import Leases
+from rainband.messages import Beat, Bye, Failed, Forget, Peer
+
+FATAL_DEATHS = 3  # a portion that cost so many workers their lives ends the run
+
+
+class Presence:
+    """Watches over the nodes of a run."""
+
+    def __init__(self, facts: Facts, ending: Ending, leases: Leases, leading: Leading | None) -> None:
+        self.facts = facts
+        self.ending = ending
+        self.leases = leases
+        self.leading = leading
+        self.deaths: dict[int, int] = {}  # portion -> workers that ended while they had it
+
+    # ---- signs of life ---------------------------------------------------------------------------------------------
+
+    def beat(self, worker: WorkerState, beat: Beat, now: float) -> list[Out]:
+        facts = self.facts
+        if beat.steps and not any(w.beat.steps for w in facts.workers.values()):
+            facts.events.append(events.FirstStep(at_s=now, worker=worker.peer.index))
+        works = beat.acked > worker.beat.acked
+        if works or beat.waiting or not worker.leases:
+            if worker.leases and not worker.beat.waiting:
+                worker.slowest_s = max(worker.slowest_s * 0.98, now - worker.worked_at)
+            worker.worked_at = now
+        worker.beat, worker.beat_at = beat, now
+        worker.beats = [*worker.beats[-5:], (now, beat)]
+        if not worker.here and (works or beat.waiting):
+            self.is_here(worker, now)
+            return self.leases.give(now)
+        return []
+
+    def is_here(self, worker: WorkerState, now: float) -> None:
+        worker.beat_at = worker.worked_at = now
+        worker.excused = False
+        if not worker.here:
+            worker.here, self.facts.live = True, None
+            self.facts.events.append(events.Returned(at_s=now, node=str(worker.peer)))
+
+    def away(self, worker: WorkerState, now: float) -> list[Out]:
+        """By its own word: the run does not end without it."""
+        worker.excused = True
+        return self.give_up(worker, now, "away, by its own word")
+
+    def ends(self, worker: WorkerState, now: float) -> list[Out]:
+        """A worker that has come to its end is not waited for: of own loops one may end before the others."""
+        self.is_here(worker, now)
+        servers = self.facts.servers.values() if self.facts.phase == "running" else ()
+        cells = [] if self.leading is None else self.leading.forget(worker, now, ended=True)
+        return [Out(s.peer, Forget(worker.peer.index)) for s in servers] + cells
+
+    # ---- giving up -------------------------------------------------------------------------------------------------
+
+    def give_up_the_late(self, now: float) -> list[Out]:
+        facts, ending = self.facts, self.ending
+        outs: list[Out] = []
+        for index, worker in facts.workers.items():
+            waited_for = not worker.ended or index == ending.concluder or index in ending.last_pulls
+            if worker.connected and worker.here and waited_for and facts.phase not in ("forming", "loading", "over"):
+                late = self._why_late(worker, now)
+                if late:
+                    ending.not_waited_for(index)
+                    outs += self.give_up(worker, now, late)
+                    for mate in facts.mates(index):
+                        if mate.connected and mate.here:
+                            outs += self.give_up(mate, now, f"{worker.peer}, with which it computes one model, is not")
+                    outs += ending.after_loss()
+        return outs
+
+    def _why_late(self, worker: WorkerState, now: float) -> str:
+        """A heartbeat says alive, acknowledged pushes say working; deadlines are learnt from what was seen."""
+        timeout = self.facts.settings.failure_timeout_s
+        if now - worker.beat_at > timeout:
+            return f"not heard of for {now - worker.beat_at:.1f} s"
+        idle_s = now - worker.worked_at
+        if not worker.leases or not worker.slowest_s or idle_s <= 2 * timeout:
+            return ""
+        usual = max(w.slowest_s for w in self.facts.workers.values())
+        if idle_s > 2 * timeout + 10 * usual:
+            return f"away: alive, but no push for {idle_s:.1f} s"
+        return ""
+
+    def give_up(self, worker: WorkerState, now: float, why: str) -> list[Out]:
+        """Do not wait for a worker; what it had leased is fenced, and what is missing of it leased again."""
+        facts = self.facts
+        worker.here, facts.live = False, None
+        facts.note_loss(worker.peer, now, why)
+        outs = [Out(s.peer, Forget(worker.peer.index)) for s in facts.servers.values()]
+        at_work = self._at_work(worker)
+        for portion in sorted(worker.leases):
+            if not worker.connected and portion in at_work:
+                self.deaths[portion] = self.deaths.get(portion, 0) + 1
+                if self.deaths[portion] >= FATAL_DEATHS:
+                    return outs + self.ending.stop("failed", f"portion {portion} ended {FATAL_DEATHS} workers")
+            if facts.phase == "running":
+                outs += self.leases.gather(portion, worker.peer.index)
+        worker.leases.clear()
+        return outs + ([] if self.leading is None else self.leading.forget(worker, now))
+
+    def _at_work(self, worker: WorkerState) -> set[int]:
+        """The portions a worker may have begun: the one it got first, or its columns of the first group of rounds."""
+        plan = self.facts.plan
+        if not plan or not plan.columns:
+            return set([portion for portion in worker.leases if not self.facts.is_done(portion)][:1])
+        group = min(worker.leases, default=0) // plan.columns
+        return {portion for portion in worker.leases if portion // plan.columns == group}
+
+    # ---- who is gone for good --------------------------------------------------------------------------------------
+
+    def lost(self, peer: Peer, now: float, why: str) -> list[Out]:
+        """A node's connection is gone, or its process has ended."""
+        if self.facts.phase == "over":
+            return []
+        if peer.role == "server":
+            return self._server_lost(peer, now, why)
+        worker = self.facts.workers.get(peer.index)
+        if worker is None or worker.peer != peer or not worker.connected:
+            return []
+        outs = self._gone(worker, now, why) + self._dismiss_mates(peer, now, why)
+        return outs + self.ending.after_loss()
+
+    def _gone(self, worker: WorkerState, now: float, why: str) -> list[Out]:
+        worker.connected = False
+        outs = [] if worker.ended else self.give_up(worker, now, why)
+        worker.ended, self.facts.live = True, None
+        self.ending.not_waited_for(worker.peer.index)
+        return outs
+
+    def _dismiss_mates(self, peer: Peer, now: float, why: str) -> list[Out]:
+        """Those who computed one model with a worker that is gone cannot go on; what they had is for other teams."""
+        because = f"{peer}, with which it computed one model, was lost: {why}"
+        outs: list[Out] = []
+        for mate in self.facts.mates(peer.index):
+            if mate.connected:
+                outs += [*self._gone(mate, now, because), Out(mate.peer, Bye(f"{because}."))]
+        return outs
+
+    def never_comes(self, peer: Peer, now: float, why: str) -> list[Out]:
+        """A worker's process has ended before it joined, and nobody starts it again."""
+        facts = self.facts
+        if facts.phase == "over" or peer.index in facts.workers or peer.index in facts.missing:
+            return []
+        facts.missing.add(peer.index)
+        facts.note_loss(peer, now, f"before it joined: {why}")
+        return self._dismiss_mates(peer, now, why) + self.ending.after_loss()
+
+    def failed(self, sender: Peer, failed: Failed, now: float) -> list[Out]:
+        """The user's code raised on a worker: the first time it is shown, and the run ends."""
+        facts = self.facts
+        if facts.outcome == "failed" or facts.phase == "over":
+            return []
+        if not failed.traceback:  # not the user's code: its way to a server is broken, say; the others go on
+            return self.lost(sender, now, failed.error)
+        facts.events.append(
+            events.UserError(
+                at_s=now,
+                worker=sender.index,
+                step=failed.step,
+                error=failed.error,
+                traceback=failed.traceback,
+            )
+        )
+        where = f"{sender} failed at step {failed.step}" if failed.step else f"{sender} could not start"
+        facts.outcome, facts.reason = "failed", f"{where}: {failed.error}"
+        return self.ending.over()  # at whatever point: others may be waiting for it
+
+    def _server_lost(self, peer: Peer, now: float, why: str) -> list[Out]:
+        facts = self.facts
+        server = facts.servers.pop(peer.index, None)
+        if server is None:
+            return []
+        facts.events.append(events.Lost(at_s=now, node=str(peer), why=why))
+        held = f"{len(server.report.blocks)} blocks" if server.report else "its blocks"
+        facts.outcome = "failed"
+        facts.reason = (
+            f"{peer} was lost ({why}). It held the only copy of {held}, with {facts.batches_done()} batches applied: "
+            "these parameters are gone, and no model was saved."
+        )
+        return self.ending.over()

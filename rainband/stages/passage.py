@@ -1,0 +1,184 @@
+"""One microbatch on its way through one worker's share of a model, forward and back, and what crosses to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rainband.client import Handle
+from rainband.pipeline.part import Message, Part
+from rainband.worker import Work
+
+if TYPE_CHECKING:
+    from rainband.types import Arrival, Peers, Tag
+
+
+END: Tag = ("end",)
+
+
+class Piece(Work):
+    """A piece of a gradient; awaiting gives what computing it returned."""
+
+    def __init__(self, compute: Callable[[], Any], share: float) -> None:
+        self.compute = compute
+        self.share = share
+        self.done = False
+        self.result: Any = None
+
+    def perform(self) -> None:
+        self.result = self.compute()
+        self.done = True
+
+    def __await__(self) -> Generator[Piece, None, Any]:
+        while not self.done:
+            yield self
+        return self.result
+
+
+class AnyOf(Handle):
+    """Waits until one of several messages is there."""
+
+    def __init__(self, arrivals: Sequence[Arrival], peers: Team) -> None:
+        assert arrivals, "waiting for nothing would never end"
+        self.arrivals = arrivals
+        self.peers = peers
+
+    def ready(self) -> bool:
+        return any(arrival.ready() for arrival in self.arrivals)
+
+    def is_vain(self, stopping: bool) -> bool:
+        """What one who has come to its end did not send before will not come."""
+        return self.peers.someone_ended()
+
+    def __await__(self) -> Generator[Handle, None, None]:
+        return self._wait()
+
+
+class Team:
+    """The others who compute the same model: what they send, and who of them has come to its end."""
+
+    def __init__(self, peers: Peers, machine: int, size: int) -> None:
+        self.peers = peers
+        self.machine = machine
+        self.others = [other for other in range(size) if other != machine]
+        self.ends: list[Arrival] = []
+
+    def send(self, to: int, tag: Tag, payload: Any) -> None:
+        self.peers.send(to, tag, payload)
+
+    def tell_all(self, tag: Tag, payload: Any) -> None:
+        for other in self.others:
+            self.peers.send(other, tag, payload)
+
+    def recv(self, source: int, tag: Tag) -> Arrival:
+        return self.peers.recv(source, tag)
+
+    async def receive(self, source: int, tag: Tag) -> Any:
+        arrival = self.peers.recv(source, tag)
+        await AnyOf([arrival], self)
+        return await arrival
+
+    def watch_ends(self) -> None:
+        self.ends = [self.peers.recv(other, END) for other in self.others]
+
+    def say_end(self) -> None:
+        """The strategy has come to its end here, regularly or not: nobody must wait for us."""
+        self.tell_all(END, None)
+
+    def someone_ended(self) -> bool:
+        return any(end.ready() for end in self.ends)
+
+
+@dataclass(frozen=True)
+class Micro:
+    """What every worker of a team knows of a microbatch."""
+
+    tag: Tag  # says which it is, among all that are on their way
+    inputs: Mapping[str, Any]
+    loss: Callable[[Mapping[str, Any]], Tensor]  # of the model's output values
+    weight: float  # its part of the batch's samples
+    seed: int
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the time of a whole gradient: what each fragment takes forward and back."""
+
+    forward: Mapping[int, float]
+    backward: Mapping[int, float]
+
+
+class Passage:
+    """Fragments run as soon as their inputs are there; a value goes once to each machine that reads it."""
+
+    def __init__(self, part: Part, team: Team, micro: Micro, shares: Shares) -> None:
+        self.part = part
+        self.peers = team
+        self.micro = micro
+        self.shares = shares
+        self.loss = 0.0  # where the answer is: the micro's share of the batch's mean loss
+
+    async def forward(self) -> None:
+        part = self.part
+        part.give(self.micro.inputs)
+        coming = {
+            (value, source): self.peers.recv(source, self._tag("value", value))
+            for value, source in part.values_to_come().items()
+        }
+        while not part.is_forward_done():
+            await self._take("value", coming, wait=part.next_forward() is None)
+            while (index := part.next_forward()) is not None:
+                self._send(await Piece(partial(self._run, index), self.shares.forward[index]))
+
+    def _run(self, index: int) -> list[Message]:
+        # Dropout draws the same numbers in every schedule, whoever computes this microbatch.
+        torch.default_generator.manual_seed(self.micro.seed + index)
+        return self.part.forward(index)
+
+    async def backward(self) -> None:
+        part = self.part
+        if part.machine == part.layout.answer_machine:
+            self._send(await Piece(self._answer, 0.0))
+        coming = {
+            (value, source): self.peers.recv(source, self._tag("gradient", value))
+            for value, source in part.gradients_to_come()
+        }
+        while not part.is_backward_done():
+            await self._take("gradient", coming, wait=part.next_backward() is None)
+            while (index := part.next_backward()) is not None:
+                self._send(await Piece(partial(part.backward_of, index), self.shares.backward[index]))
+        part.give({})  # what was kept for it is of no use any more
+
+    def _answer(self) -> list[Message]:
+        loss = self.micro.loss(self.part.outputs()) * self.micro.weight
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.loss = loss.item()
+        return self.part.answered()
+
+    async def _take(self, kind: str, coming: dict[tuple[str, int], Arrival], wait: bool) -> None:
+        """Hand the part what has come; wait until something has, if it can do nothing before."""
+        if wait:
+            await AnyOf(list(coming.values()), self.peers)
+        for key in [key for key, arrival in coming.items() if arrival.ready()]:
+            payload = await coming.pop(key)
+            value, source = key
+            if kind == "value":
+                nest, wants = payload
+                self.part.take(Message("value", value, source, self.part.machine, nest, tuple(wants)))
+            else:
+                self.part.take(Message("gradient", value, source, self.part.machine, payload))
+
+    def _send(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            payload = message.payload
+            if message.kind == "value":
+                payload = [message.payload, list(message.wants_gradient)]
+            self.peers.send(message.destination, self._tag(message.kind, message.value), payload)
+
+    def _tag(self, kind: str, value: str) -> Tag:
+        return (*self.micro.tag, kind, value)

@@ -1,0 +1,127 @@
+"""One worker's share of a model that a team computes together: its fragments, its parameters, what it has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rainband.flat import Flat
+from rainband.pipeline.fragments import Layout, by_level, by_stage
+from rainband.pipeline.of_task import cut_task
+from rainband.pipeline.part import Part
+from rainband.stages.passage import Shares
+
+if TYPE_CHECKING:
+    from rainband.pipeline.graph import Cut
+    from rainband.stages.plan import TeamPlan
+    from rainband.tasks.task import Data, Task
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several machines use: the first of them holds it, and gives it to the others for each batch."""
+
+    parameter: nn.Parameter
+    owner: int
+    others: tuple[int, ...]
+
+
+class Share:
+    """What one machine of a plan holds and computes."""
+
+    def __init__(self, task: Task, model: nn.Module, data: Data, plan: TeamPlan, machine: int) -> None:
+        self.plan = plan
+        self.machine = machine
+        self.model = model
+        self.cut, _, _ = cut_task(task, model, data, plan.example_size)
+        plan.check(self.cut.units)
+        self.layout = layout_of(self.cut, plan)
+        self.first = Part(self.cut, self.layout, machine)
+        self.modules = self.first.modules
+        self.module = nn.ModuleList(self.modules.values())  # what is computed here; its buffers are ours
+        users = _users(self.cut, self.layout)
+        self.owner = {id(p): min(users.get(id(p), {0})) for p in model.parameters()}
+        self.ties = [
+            Tie(p, min(users[id(p)]), tuple(sorted(users[id(p)])[1:]))
+            for p in model.parameters()
+            if len(users.get(id(p), ())) > 1
+        ]
+        self.shares = _shares(self.layout, plan)
+
+    def flat(self, groups: Sequence[Mapping[str, Any]]) -> Flat:
+        """Put the parameters that are held here in one memory, and give back that of the others."""
+        flat = Flat(self.model, groups, self.owner, self.machine)
+        needed = {id(p) for p in self.module.parameters()} | {id(flat.parameters[number]) for number in flat.own}
+        for parameter in self.model.parameters():
+            if id(parameter) not in needed:
+                parameter.data = parameter.data.new_empty(0)
+        return flat
+
+    def part(self) -> Part:
+        """Room for one more microbatch."""
+        return Part(self.cut, self.layout, self.machine, self.modules)
+
+    def held(self) -> dict[str, Tensor]:
+        """What is saved from here: parameters and buffers under the model's own names, each once."""
+        parameters = {name: p.data for name, p in self.model.named_parameters() if self.owner[id(p)] == self.machine}
+        return parameters | {name: self.model.get_buffer(name) for name in self._buffers()}
+
+    def _buffers(self) -> list[str]:
+        """Buffers that are used here; those that nobody uses are saved by the first machine."""
+        mine = {id(buffer) for buffer in self.module.buffers()}
+        used = {id(b) for index in range(len(self.layout.fragments)) for b in self._buffers_of(index)}
+        saved = self.model.state_dict(keep_vars=True)
+        return [
+            name
+            for name, buffer in self.model.named_buffers()
+            if name in saved and (id(buffer) in mine or (self.machine == 0 and id(buffer) not in used))
+        ]
+
+    def _buffers_of(self, index: int) -> list[Tensor]:
+        found: list[Tensor] = []
+        for name in self.layout.fragments[index].nodes:
+            node = self.cut.nodes[name]
+            if node.op == "call_module":
+                found += self.cut.module.get_submodule(str(node.target)).buffers()
+        return found
+
+
+def layout_of(cut: Cut, plan: TeamPlan) -> Layout:
+    stages = plan.plan.stage_of()
+    return by_stage(cut, stages) if plan.plan.kind == "pipeline" else by_level(cut, stages)
+
+
+def _users(cut: Cut, layout: Layout) -> dict[int, set[int]]:
+    """Parameter (its id) -> the machines that use it."""
+    users: dict[int, set[int]] = {}
+    for fragment in layout.fragments:
+        for parameter in cut.parameters_of(fragment.nodes).values():
+            users.setdefault(id(parameter), set()).add(fragment.machine)
+    return users
+
+
+def _shares(layout: Layout, plan: TeamPlan) -> Shares:
+    """Each fragment's share of the time of a whole gradient, as it was measured, or by the number of its nodes."""
+    whole = sum(plan.forward_s.values()) + sum(plan.backward_s.values())
+    count = sum(len(fragment.nodes) for fragment in layout.fragments)
+
+    def share(times: Mapping[str, float], nodes: Sequence[str], part: float) -> float:
+        return sum(times.get(n, 0.0) for n in nodes) / whole if whole else part * len(nodes) / count
+
+    fragments = list(enumerate(layout.fragments))
+    return Shares(
+        {index: share(plan.forward_s, fragment.nodes, 1 / 3) for index, fragment in fragments},
+        {index: share(plan.backward_s, fragment.nodes, 2 / 3) for index, fragment in fragments},
+    )
+
+
+@torch.no_grad()
+def same_on_all(tensor: Tensor, values: Tensor) -> None:
+    """Take over what its owner sends of a parameter that is held elsewhere."""
+    if tensor.shape != values.shape:
+        raise ValueError(f"a parameter of shape {tuple(tensor.shape)} came with shape {tuple(values.shape)}.")
+    tensor.data.copy_(values)

@@ -1,0 +1,247 @@
+"""A worker that computes its share of a model, with the others of its team; strategies see an ordinary worker.
+
+Every worker of a team runs the strategy's whole coroutine on the blocks of its own share. The first one leads: it has
+the leases, and tells the others which cell comes next. A gradient is computed together, and is one for all: its loss is
+told to all, and if it is not finite anywhere it is skipped everywhere. A round is read by the whole team, or by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+
+from rainband.flat import is_finite
+from rainband.gradient import ModuleGradient
+from rainband.pipeline.of_task import inputs_of, loss_of
+from rainband.stages.passage import Micro, Passage, Team
+from rainband.stages.share import Share, same_on_all
+from rainband.types import Batch, Cell
+from rainband.worker import ModuleWorker, ServerSide
+
+if TYPE_CHECKING:
+    from rainband.client import Client, PullHandle
+    from rainband.tasks.task import Data, Task
+    from rainband.types import Tag
+
+FIRST = 0  # the machine that leads
+
+
+class TeamServers(ServerSide):
+    """The servers of one worker's own blocks."""
+
+    def __init__(self, client: Client, team: Team) -> None:
+        super().__init__(client)
+        self.team = team
+
+    def pull(self, round: int | None = None, ahead: int = 0) -> Any:
+        handle = self.client.pull(round, ahead)
+        return handle if round is None else self._together(handle, round)
+
+    async def _together(self, handle: PullHandle, round_: int) -> bool:
+        """A round is still open for all of the team, or for none of it."""
+        mine = await handle
+        self.team.tell_all(("open", round_), mine)
+        theirs = [await self.team.receive(other, ("open", round_)) for other in self.team.others]
+        if mine and all(theirs):
+            return True
+        self.client.skip_rounds(round_)
+        return False
+
+
+class ShareWorker(ModuleWorker):
+    """One worker of a team."""
+
+    def __init__(
+        self, index: int, num_replicas: int, task: Task, data: Data, share: Share, client: Client, team: Team
+    ) -> None:
+        super().__init__(index, num_replicas, task, data, share.module, client)
+        self.share = share
+        self.team = team
+        self.server = TeamServers(client, team)
+        self.orders = 0
+        self.resting = False
+        self.seen = 0  # samples that went through here
+        self.before_cell: Callable[[], None] | None = None  # of the first: measures now and then
+        self.parts = [share.first]
+        team.watch_ends()
+
+    @property
+    def leads(self) -> bool:
+        return self.share.machine == FIRST
+
+    # ---- which cells -----------------------------------------------------------------------------------------------
+
+    async def cells(self) -> AsyncIterator[Cell]:
+        if not self.leads:
+            async for cell in self._told_cells():
+                yield cell
+            return
+        async for cell in super().cells():
+            if self.before_cell is not None:
+                self.before_cell()
+            batches = [[batch.portion, batch.k, batch.lease] for batch in cell.batches]
+            self.order("cell", [batches, cell.round, cell.more])
+            self.resting = False
+            yield cell
+        self.order("over", None)
+
+    def idle(self) -> None:
+        """There is no cell now. If the servers were told not to wait for us, they must not wait for the others."""
+        if self.leads and not self.client.entered and not self.resting:
+            self.resting = True
+            self.order("rest", None)
+
+    def order(self, what: str, payload: Any) -> None:
+        """The first tells the others what to do next."""
+        self.team.tell_all(("order", self.orders), [what, payload])
+        self.orders += 1
+
+    async def next_order(self) -> tuple[str, Any]:
+        what, payload = await self.team.receive(FIRST, ("order", self.orders))
+        self.orders += 1
+        return what, payload
+
+    async def _told_cells(self) -> AsyncIterator[Cell]:
+        while True:
+            what, payload = await self.next_order()
+            if what == "over":
+                return
+            if what == "rest":
+                if self.client.entered:
+                    self.client.rest()
+            elif what == "answer":
+                await self.answer(payload)
+            else:
+                batches, round_, more = payload
+                yield Cell(tuple(Batch(*batch) for batch in batches), round_, more)
+
+    # ---- a gradient ------------------------------------------------------------------------------------------------
+
+    def gradient(self, batch: Batch) -> Awaitable[ModuleGradient]:  # type: ignore[override]
+        return self._gradient(batch)
+
+    async def _gradient(self, batch: Batch) -> ModuleGradient:
+        began, read = self.client.clock, tuple(self.client.versions)
+        tag: Tag = (batch.portion, batch.k, batch.lease)
+        for parameter in self.share.model.parameters():
+            parameter.grad = None
+        await self._give_ties(tag)
+        passages = self._passages(batch, tag)
+        for action in self.share.plan.row(self.share.machine, len(passages)):
+            passage = passages[action.micro]
+            await (passage.forward() if action.kind == "F" else passage.backward())
+        await self._gather_ties(tag)
+        self.flat.check()
+        tensors = self.flat.gradients()
+        finite, loss = await self._agree(tag, is_finite(tensors), sum(passage.loss for passage in passages))
+        gradient = ModuleGradient(tensors, (batch,), self.plan.samples_in(batch.portion, batch.k), loss)
+        gradient.is_finite = finite  # on all of the team, or on none
+        gradient.began, gradient.read = began, read
+        self._count(gradient)
+        return gradient
+
+    def _passages(self, batch: Batch, tag: Tag) -> list[Passage]:
+        torch.default_generator.manual_seed(self._seed(batch))  # the same samples on all of the team
+        indices = self.sampler.indices(batch)
+        pieces = np.array_split(indices, min(self.share.plan.micros, len(indices)))
+        while len(self.parts) < len(pieces):
+            self.parts.append(self.share.part())
+        return [
+            Passage(part, self.team, self._micro(batch, tag, number, piece, len(indices)), self.share.shares)
+            for number, (part, piece) in enumerate(zip(self.parts, pieces, strict=False))
+        ]
+
+    def _micro(self, batch: Batch, tag: Tag, number: int, indices: Any, samples: int) -> Micro:
+        data = self.data.batch(indices)
+        args, kwargs = inputs_of(self.task, data)
+        loss, answer = loss_of(self.task, data), self.share.cut.answer
+        return Micro(
+            tag=(*tag, number),
+            inputs=self.share.cut.bind(args, kwargs),
+            loss=lambda outputs: loss(answer(outputs)),
+            weight=len(indices) / samples,
+            seed=xxhash.xxh3_64_intdigest(f"{self._seed(batch)} {number}".encode()) >> 2,
+        )
+
+    async def _agree(self, tag: Tag, finite: bool, loss: float) -> tuple[bool, float]:
+        """Is it finite everywhere, and what is its loss? The last machine may not know of the first one's trouble."""
+        if not self.leads:
+            self.team.send(FIRST, (*tag, "done"), [finite, loss])
+            finite, loss = await self.team.receive(FIRST, (*tag, "verdict"))
+            return finite, loss
+        for other in self.team.others:
+            theirs, lost = await self.team.receive(other, (*tag, "done"))
+            finite, loss = finite and theirs, loss + lost
+        self.team.tell_all((*tag, "verdict"), [finite, loss])
+        return finite, loss
+
+    async def _give_ties(self, tag: Tag) -> None:
+        """Parameters that several machines use are held by one, which gives them to the others."""
+        for number, tie in enumerate(self.share.ties):
+            if tie.owner == self.share.machine:
+                for other in tie.others:
+                    self.team.send(other, (*tag, "tie", number), tie.parameter.detach())
+            elif self.share.machine in tie.others:
+                same_on_all(tie.parameter, await self.team.receive(tie.owner, (*tag, "tie", number)))
+
+    async def _gather_ties(self, tag: Tag) -> None:
+        """Their gradients are summed where they are held, in the order of the machines, so that bits repeat."""
+        for number, tie in enumerate(self.share.ties):
+            if self.share.machine in tie.others:
+                self.team.send(tie.owner, (*tag, "tied", number), tie.parameter.grad)
+            elif tie.owner == self.share.machine:
+                for other in tie.others:
+                    theirs = await self.team.receive(other, (*tag, "tied", number))
+                    if theirs is not None:
+                        mine = tie.parameter.grad
+                        tie.parameter.grad = theirs if mine is None else mine + theirs
+
+    def _count(self, gradient: ModuleGradient) -> None:
+        self.seen += gradient.samples
+        if self.leads:
+            super()._count(gradient)
+        else:  # samples are counted once
+            self.client.stats.steps += 1
+
+    # ---- the model's answer, for measuring -------------------------------------------------------------------------
+
+    async def answer(self, call: Any) -> Any:
+        """Compute the model's answer together, without gradients; only the first gets it."""
+        number, training, args, kwargs = call
+        part, layout = self.share.part(), self.share.layout
+        modes = [(module, module.training) for module in self.module.modules()]
+        if not training:
+            self.module.eval()
+        with torch.no_grad():
+            nothing = Micro(("answer", number), self.share.cut.bind(args, kwargs), lambda _: torch.zeros(()), 1.0, 0)
+            await Passage(part, self.team, nothing, self.share.shares).forward()
+        for module, before in modes:
+            module.training = before
+        outputs = part.outputs() if self.share.machine == layout.answer_machine else None
+        if layout.answer_machine != FIRST:
+            if outputs is not None:
+                self.team.send(FIRST, ("answer", number), outputs)
+            elif self.leads:
+                outputs = await self.team.receive(layout.answer_machine, ("answer", number))
+        return self.share.cut.answer(outputs) if self.leads and outputs is not None else None
+
+
+class WholeModel(torch.nn.Module):
+    """Stands for the whole model on the first worker of a team: calling it has all of them compute."""
+
+    def __init__(self, worker: ShareWorker, drive: Callable[[Any], Any]) -> None:
+        """`drive` runs a coroutine of the worker to its end."""
+        super().__init__()
+        self.share = worker.module  # so that it has parameters, and a device
+        self.worker = [worker]
+        self.drive = drive
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (worker,) = self.worker
+        call = [worker.orders, self.training, list(args), kwargs]
+        worker.order("answer", call)
+        return self.drive(worker.answer(call))

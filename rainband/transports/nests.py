@@ -1,0 +1,239 @@
+"""Nests: lists, tuples and dicts of numbers, words and tensors, as a typed structure and raw bytes beside it.
+
+The structure says everything but the tensors' contents: these lie one after the other, each on a 64-byte boundary, in
+memory of whoever carries them. What comes from outside is checked before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rainband.transports.frames import BadFrame
+
+ALIGNMENT = 64
+MAX_DIMS = 64  # as many as torch allows
+MAX_NUMEL = 1 << 48
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+
+Number = None | bool | int | float | str
+
+
+class TensorNode(msgspec.Struct, frozen=True, array_like=True, tag="tensor"):
+    """A tensor: its shape in the order in which it lies in memory, slowest first, and how to get its own back."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...] = ()  # which of its own dimensions each of these is; none: they are the same
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def check(self) -> None:
+        """Refuse what is no tensor's description."""
+        if self.dtype not in DTYPES:
+            raise BadFrame(f"a tensor of the unknown dtype {self.dtype!r}.")
+        if len(self.shape) > MAX_DIMS or min(self.shape, default=0) < 0:
+            raise BadFrame(f"a tensor of the impossible shape {self.shape}.")
+        if prod(max(1, size) for size in self.shape) > MAX_NUMEL:  # also where another dimension is 0
+            raise BadFrame(f"a tensor of the shape {self.shape} has too many elements.")
+        if self.order and sorted(self.order) != list(range(len(self.shape))):
+            raise BadFrame(f"{self.order} is no order of the dimensions of {self.shape}.")
+
+
+class ListNode(msgspec.Struct, frozen=True, array_like=True, tag="list"):
+    items: tuple[Node, ...]
+
+
+class TupleNode(msgspec.Struct, frozen=True, array_like=True, tag="tuple"):
+    items: tuple[Node, ...]
+
+
+class SizeNode(msgspec.Struct, frozen=True, array_like=True, tag="size"):
+    sizes: tuple[int, ...]
+
+
+class DictNode(msgspec.Struct, frozen=True, array_like=True, tag="dict"):
+    keys: tuple[Number, ...]
+    values: tuple[Node, ...]
+
+
+Node = TensorNode | ListNode | TupleNode | SizeNode | DictNode | Number
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Node)
+
+
+class Outgoing(NamedTuple):
+    """A nest that is ready to be sent."""
+
+    structure: bytes
+    tensors: list[tuple[int, Tensor]]  # where each begins, and the tensor in the order of its memory
+    num_bytes: int  # that the tensors take
+
+    def fill(self, memory: Tensor) -> None:
+        """Copy the tensors' contents into bytes of memory."""
+        for at, tensor in self.tensors:
+            raw = memory[at : at + tensor.numel() * tensor.element_size()]
+            raw.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def copied(self) -> memoryview | None:
+        """The tensors' contents in memory of their own; none if there are none."""
+        if not self.num_bytes:
+            return None
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8)
+        self.fill(memory)
+        return memoryview(memory.numpy())  # type: ignore[arg-type]
+
+
+def as_tensor(body: memoryview | None) -> Tensor:
+    """Bytes that came, as memory to read from."""
+    return torch.empty(0, dtype=torch.uint8) if body is None else torch.frombuffer(body, dtype=torch.uint8)
+
+
+def outgoing(nest: Any) -> Outgoing:
+    """Take a nest apart; nothing of its tensors is copied yet."""
+    found: list[Tensor] = []
+    try:
+        structure = _encoder.encode(_node(nest, found))
+    except OverflowError:
+        raise ValueError("a whole number of more than 64 bits cannot be sent: make it a float or a tensor.") from None
+    except RecursionError:
+        raise ValueError("what is to be sent is nested too deep, or contains itself: send it flat.") from None
+    places, end = _places([tensor.numel() * tensor.element_size() for tensor in found])
+    return Outgoing(structure, [(at, t) for at, t in zip(places, found, strict=True) if t.numel()], end)
+
+
+def incoming(structure: bytes, memory: Tensor) -> Any:
+    """Put a nest together again, of tensors of its own; `memory` has the bytes, and may have more. Raises BadFrame."""
+    try:
+        node = _decoder.decode(structure)
+        specs: list[TensorNode] = []
+        _collect(node, specs)
+        for spec in specs:
+            spec.check()
+        places, end = _places([spec.num_bytes for spec in specs])
+        if end > len(memory):
+            raise BadFrame(f"tensors of {end} bytes are announced, and {len(memory)} have come.")
+        tensors = iter([_tensor(spec, memory, at) for spec, at in zip(specs, places, strict=True)])
+        return _nest(node, tensors)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadFrame(f"what came is no nest of values: {error}") from None
+
+
+def _places(sizes: list[int]) -> tuple[list[int], int]:
+    places, at = [], 0
+    for size in sizes:
+        places.append(at)
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    return places, at
+
+
+def _node(value: Any, found: list[Tensor]) -> Node:
+    if isinstance(value, Tensor):
+        return _tensor_node(value, found)
+    kind = type(value)  # exactly: what a subclass adds would be lost on the way
+    if kind is list:
+        return ListNode(tuple(_node(item, found) for item in value))
+    if kind is tuple:
+        return TupleNode(tuple(_node(item, found) for item in value))
+    if kind is torch.Size:
+        return SizeNode(tuple(value))
+    if kind is dict:
+        for key in value:
+            if not _is_number(key):
+                raise _refused(key, "a key of a dict")
+        return DictNode(tuple(value), tuple(_node(item, found) for item in value.values()))
+    if not _is_number(value):
+        raise _refused(value, "a value")
+    number: Number = value
+    return number
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _refused(value: Any, where: str) -> ValueError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return ValueError(
+        f"{where} of type {kind} cannot be sent to another worker: values that cross are lists, tuples and dicts of "
+        "numbers, strings, None and tensors. Cut the model elsewhere."
+    )
+
+
+def _tensor_node(tensor: Tensor, found: list[Tensor]) -> TensorNode:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+        raise ValueError(
+            f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device} cannot be sent to another worker: dense "
+            f"ones of {', '.join(DTYPES)} can. Cut the model elsewhere."
+        )
+    tensor = tensor.detach()
+    order: tuple[int, ...] = ()
+    if not tensor.is_contiguous():  # channels last, transposed: copied as it lies, and lies so again where it arrives
+        strides = tensor.stride()
+        order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+        tensor = tensor.permute(order)
+    found.append(tensor)
+    return TensorNode(name, tuple(tensor.shape), order)
+
+
+def _collect(node: Node, specs: list[TensorNode]) -> None:
+    match node:
+        case TensorNode():
+            specs.append(node)
+        case ListNode() | TupleNode():
+            for item in node.items:
+                _collect(item, specs)
+        case DictNode():
+            if len(node.keys) != len(node.values):
+                raise BadFrame(f"a dict of {len(node.keys)} keys and {len(node.values)} values.")
+            for item in node.values:
+                _collect(item, specs)
+
+
+def _tensor(spec: TensorNode, memory: Tensor, at: int) -> Tensor:
+    tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+    if tensor.numel():
+        tensor.copy_(memory[at : at + spec.num_bytes].view(tensor.dtype).view(spec.shape))
+    if not spec.order:
+        return tensor
+    return tensor.permute([spec.order.index(dim) for dim in range(len(spec.order))])
+
+
+def _nest(node: Node, tensors: Any) -> Any:
+    match node:
+        case TensorNode():
+            return next(tensors)
+        case ListNode():
+            return [_nest(item, tensors) for item in node.items]
+        case TupleNode():
+            return tuple(_nest(item, tensors) for item in node.items)
+        case SizeNode():
+            return torch.Size(node.sizes)
+        case DictNode():
+            return {key: _nest(item, tensors) for key, item in zip(node.keys, node.values, strict=True)}
+    return node

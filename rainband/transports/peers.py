@@ -1,0 +1,153 @@
+"""The links of one worker to the other workers of its run: tagged messages of tensors and numbers.
+
+On one machine they go through shared memory, otherwise by TCP; who sends or asks never knows which.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rainband.errors import HandshakeFailed, PeerLost
+from rainband.messages import Address, Peer
+from rainband.transports.dial import can_share_memory, dial, listen_tcp, listen_unix, this_machine
+from rainband.transports.nests import outgoing
+from rainband.transports.peers_inbox import Inbox, Received
+from rainband.transports.peers_shared import SharedWay
+from rainband.transports.peers_tcp import TcpWay
+from rainband.transports.switchboard import Switchboard
+from rainband.types import Tag
+
+
+class PeerLinks:
+    """Used by the thread that waits on the switchboard, and by no other."""
+
+    def __init__(
+        self,
+        me: Peer,
+        secret: bytes,
+        run_id: bytes,
+        switchboard: Switchboard,
+        transport: str = "auto",
+        timeout_s: float = 5.0,
+        on_lost: Callable[[int], None] | None = None,
+    ) -> None:
+        """`transport`: auto, shm or tcp. `on_lost` is called, while waiting, with the number of a worker that is gone.
+
+        What it raises comes out of whatever waits.
+        """
+        self.me, self.secret, self.run_id = me, secret, run_id
+        self.switchboard = switchboard
+        self.transport = transport
+        self.timeout_s = timeout_s
+        self.inbox = Inbox(on_lost)
+        self.sent_messages = 0
+        self.sent_bytes = 0  # of tensors
+        self._shared: SharedWay | None = None
+        self._tcp: TcpWay | None = None
+        _close_in_children(self)
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """Workers whose link has broken, and why."""
+        return self.inbox.lost
+
+    def listen(self, host: str = "127.0.0.1") -> Address:
+        """Where other workers of the run reach this one."""
+        port, unix = 0, ""
+        settings = self.me, self.secret, self.run_id, self.switchboard, self.inbox, self.timeout_s
+        if self.transport != "tcp":
+            unix = f"rainband-{self.run_id.hex()}-worker-{self.me.index}-{self.me.incarnation}"
+            self._shared = SharedWay(*settings)
+            self._shared.hub.listen(listen_unix(unix))
+        if self.transport != "shm":
+            sock = listen_tcp(host)
+            port = sock.getsockname()[1]
+            self._tcp = TcpWay(*settings)
+            self._tcp.hub.listen(sock)
+            self._tcp.start()
+        return Address(host, port, unix, this_machine())
+
+    def connect(self, peers: Mapping[int, Address]) -> None:
+        """Link up with these workers, who do the same: each calls those with a lower number.
+
+        Returns when all are there. Raises PeerLost, which names them, when some are not there within the timeout.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        for index in sorted(peers):
+            if index < self.me.index:
+                self._call(index, peers[index], deadline)
+        others = set(peers) - {self.me.index}
+        while missing := sorted(others - self.inbox.linked):
+            gone = [index for index in missing if index in self.inbox.lost]
+            left_s = deadline - time.monotonic()
+            if gone or left_s <= 0:
+                names = ", ".join(f"worker {index}" for index in gone or missing)
+                raise PeerLost(names, f"linking up with the other stages, for at most {self.timeout_s:g} s")
+            self.switchboard.wait(left_s)
+
+    def send(self, to: int, tag: Tag, payload: Any) -> None:
+        """Send a nest of values, which may be overwritten when this returns; serves what comes if it must wait."""
+        nest = outgoing(payload)
+        if to not in self.inbox.linked:
+            why = self.inbox.lost.get(to, "there was never a link to it")
+            raise PeerLost(f"worker {to}", f"sending to it ({why})")
+        if self._shared is not None and to in self._shared.links:
+            self._shared.send(to, tag, nest)
+        else:
+            assert self._tcp is not None
+            self._tcp.send(to, tag, nest)
+        self.sent_messages += 1
+        self.sent_bytes += nest.num_bytes
+
+    def recv(self, source: int, tag: Tag) -> Received:
+        """Ask for one message of this tag; what came before it was asked for is kept. To be awaited."""
+        return self.inbox.ask(source, tag)
+
+    def close(self) -> None:
+        """What was sent still arrives; nothing comes any more."""
+        for way in (self._shared, self._tcp):
+            if way is not None:
+                way.close()
+        self._shared = self._tcp = None
+
+    def _call(self, index: int, address: Address, deadline: float) -> None:
+        shared = self._shared is not None and can_share_memory(address)
+        way = self._shared if shared else self._tcp
+        if way is None:
+            raise ValueError(f"worker {index} is not on this machine, or memory cannot be shared: use --transport tcp.")
+        timeout_s = max(0.1, deadline - time.monotonic())
+        try:
+            sock, peer, key = dial(address, shared, self.secret, self.run_id, self.me, timeout_s)
+        except HandshakeFailed as error:
+            raise HandshakeFailed(f"worker {index}: {error}") from None
+        except PeerLost as error:
+            raise PeerLost(f"worker {index}", f"linking up with it ({error})") from None
+        if (peer.role, peer.index) != ("worker", index):
+            sock.close()
+            raise HandshakeFailed(f"{peer.role} {peer.index} answers where worker {index} should be.")
+        way.adopt(sock, peer, key)
+
+    def close_in_child(self) -> None:
+        """After a fork: these connections are the parent's, and must end when it does."""
+        for way in (self._shared, self._tcp):
+            if way is not None:
+                hub = way.hub
+                for sock in [*hub.listeners.values(), *(connection.sock for connection in hub.connections.values())]:
+                    if sock.fileno() >= 0:
+                        os.close(sock.detach())
+
+
+def _close_in_children(links: PeerLinks) -> None:
+    """A forked data loader must not keep the links open: others would learn of our death seconds later."""
+    known = weakref.ref(links)
+
+    def close() -> None:
+        alive = known()
+        if alive is not None:
+            alive.close_in_child()
+
+    os.register_at_fork(after_in_child=close)

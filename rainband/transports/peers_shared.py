@@ -1,0 +1,185 @@
+"""From worker to worker through shared memory: values lie in segments that are lent, small messages say where.
+
+Everything happens on the computing thread: it has to do the copying anyway. A segment belongs to the receiver from the
+message that names it until it is given back, never to a timer. The receiver copies on arrival, so a segment comes back
+as soon as the other side waits for anything.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+
+from rainband.errors import PeerLost
+from rainband.messages import GiveBack, Hello, Lend, Message, Peer, Value
+from rainband.transports.auth import Identity
+from rainband.transports.connection import Connection
+from rainband.transports.frames import BadFrame
+from rainband.transports.hub import Hub
+from rainband.transports.nests import Outgoing, as_tensor, incoming
+from rainband.transports.peers_inbox import Inbox
+from rainband.transports.shared import PAGE, Segment
+from rainband.transports.switchboard import Switchboard
+from rainband.types import Tag
+
+MAX_SEGMENTS = 64  # of one link, each an open file at both ends; who has lent them all waits for one to come back
+MAX_SEGMENT_BYTES = 1 << 34
+INLINE_BYTES = PAGE  # less than this follows its header: lending would cost more than copying twice
+MAX_BODY_BYTES = 1 << 16
+
+
+@dataclass
+class Link:
+    """One other worker on this machine: what it was lent, and what it has lent to us."""
+
+    connection: Connection
+    lent: dict[int, Segment] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)  # of the lent ones; the one that came back last is at the end
+    borrowed: dict[int, Segment] = field(default_factory=dict)
+
+    def best_free(self, num_bytes: int) -> int | None:
+        """The smallest that is large enough, or else the largest, of equal ones the one used last: it is in the cache.
+
+        None: all are with the other side.
+        """
+
+        def size(number: int) -> int:
+            return len(self.lent[number].bytes)
+
+        fitting = [number for number in self.free if size(number) >= num_bytes]
+        if fitting:
+            return min(reversed(fitting), key=size)
+        return max(reversed(self.free), key=size, default=None)
+
+
+class SharedWay:
+    """All links of one worker to workers on its own machine."""
+
+    def __init__(
+        self, me: Peer, secret: bytes, run_id: bytes, switchboard: Switchboard, inbox: Inbox, timeout_s: float
+    ) -> None:
+        self.switchboard = switchboard
+        self.inbox = inbox
+        self.hub = Hub(me, secret, run_id, self, MAX_BODY_BYTES, timeout_s)
+        self.links: dict[int, Link] = {}
+        # An epoll can be watched like a socket: the hub's connections are served by whoever waits.
+        switchboard.watch(self.hub.epoll.fileno(), lambda: self.hub.run_once(0.0))
+
+    def adopt(self, sock: socket.socket, peer: Identity, key: int) -> None:
+        """Take over a connection that we opened."""
+        connection = self.hub.adopt(sock, peer, key)
+        self._open(connection)
+        connection.send(Hello())  # the other side has a link with its first message
+        self._see_off(peer.index, connection)
+
+    def send(self, to: int, tag: Tag, nest: Outgoing) -> None:
+        """Send; waits for room, serving what comes meanwhile."""
+        link = self.links[to]
+        if nest.num_bytes <= INLINE_BYTES:
+            link.connection.send(Value(tag, nest.structure), nest.copied())
+        else:
+            number = self._segment(to, link, nest.num_bytes)
+            nest.fill(link.lent[number].bytes)
+            link.connection.send(Value(tag, nest.structure, number))
+        self._see_off(to, link.connection)
+
+    def close(self) -> None:
+        self.switchboard.unwatch(self.hub.epoll.fileno())
+        self.hub.close()
+        self.links.clear()
+
+    # ---- out -------------------------------------------------------------------------------------------------------
+
+    def _segment(self, to: int, link: Link, num_bytes: int) -> int:
+        """A segment to write to, which is the other side's from now on."""
+        while not link.free and len(link.lent) >= MAX_SEGMENTS:
+            self._wait(to, link.connection)
+        number = link.best_free(num_bytes)
+        if number is None:
+            number = len(link.lent)
+        else:
+            link.free.remove(number)
+        if number not in link.lent or len(link.lent[number].bytes) < num_bytes:
+            self._lend(to, link, number, max(PAGE, 1 << (num_bytes - 1).bit_length()))
+        return number
+
+    def _lend(self, to: int, link: Link, number: int, num_bytes: int) -> None:
+        segment = Segment.create("rainband values", num_bytes)
+        while True:
+            self._see_off(to, link.connection)  # a descriptor travels alone
+            try:
+                link.connection.send_with_fd(Lend(number, num_bytes), segment.fd)
+                break
+            except BlockingIOError:
+                self.hub.want_room(link.connection)
+                self._wait(to, link.connection)
+            except OSError:
+                raise PeerLost(f"worker {to}", "sending to it") from None
+        os.close(segment.fd)  # the mapping stays
+        link.lent[number] = segment
+
+    def _see_off(self, to: int, connection: Connection) -> None:
+        """Until everything has left: the computing thread may be busy for long from now on."""
+        self.hub.queue(connection)
+        self.hub.flush()
+        while connection.out:
+            self._wait(to, connection)
+
+    def _wait(self, to: int, connection: Connection) -> None:
+        if connection.sock.fileno() >= 0:
+            self.switchboard.wait()
+        if connection.sock.fileno() < 0:
+            raise PeerLost(f"worker {to}", "sending to it")
+
+    # ---- in --------------------------------------------------------------------------------------------------------
+
+    def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
+        index = connection.peer.index
+        link = self.links.get(index)
+        if link is None or link.connection is not connection:
+            return self._greet(connection, message)
+        try:
+            match message:
+                case Value():
+                    self._take(index, link, message, body)
+                case Lend():
+                    self._borrow(link, message)
+                case GiveBack() if message.segment in link.lent and message.segment not in link.free:
+                    link.free.append(message.segment)
+                case _:
+                    raise BadFrame(f"it sends {type(message).__name__}, which is not for a worker to say.")
+        except (BadFrame, ValueError) as error:
+            self.hub.refuse(connection, str(error))
+
+    def lost(self, peer: Peer) -> None:
+        link = self.links.get(peer.index)
+        if link is not None and link.connection.peer == peer:
+            del self.links[peer.index]
+            self.inbox.closed(peer.index, "its connection is gone")
+
+    def _greet(self, connection: Connection, message: Message) -> None:
+        if isinstance(message, Hello) and connection.peer.role == "worker":
+            self._open(connection)
+        else:
+            self.hub.refuse(connection, f"it is no worker that says hello, but says {type(message).__name__}")
+
+    def _open(self, connection: Connection) -> None:
+        self.links[connection.peer.index] = Link(connection)
+        self.inbox.opened(connection.peer.index)
+
+    def _take(self, index: int, link: Link, message: Value, body: memoryview | None) -> None:
+        if message.segment < 0:
+            return self.inbox.arrived(index, message.tag, incoming(message.nest, as_tensor(body)))
+        if message.segment not in link.borrowed:
+            raise BadFrame(f"it names segment {message.segment}, which it has not lent.")
+        payload = incoming(message.nest, link.borrowed[message.segment].bytes)
+        link.connection.send(GiveBack(message.segment))
+        self.hub.queue(link.connection)
+        self.inbox.arrived(index, message.tag, payload)
+
+    def _borrow(self, link: Link, message: Lend) -> None:
+        fds = link.connection.fds
+        if not fds or not 0 <= message.segment < MAX_SEGMENTS or not 0 < message.num_bytes <= MAX_SEGMENT_BYTES:
+            raise BadFrame(f"it lends segment {message.segment} of {message.num_bytes} bytes with {len(fds)} files.")
+        link.borrowed[message.segment] = Segment.open(fds.pop(0), message.num_bytes, writable=False)

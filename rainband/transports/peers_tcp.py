@@ -1,0 +1,150 @@
+"""From worker to worker by TCP: one thread moves the bytes of all links, so that traffic overlaps computing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+
+from rainband.errors import PeerLost
+from rainband.messages import Hello, Message, Peer, Value
+from rainband.transports.auth import Identity
+from rainband.transports.connection import Connection
+from rainband.transports.frames import BadFrame
+from rainband.transports.hub import Hub
+from rainband.transports.nests import Outgoing, as_tensor, incoming
+from rainband.transports.peers_inbox import Inbox
+from rainband.transports.switchboard import Switchboard
+from rainband.types import Tag
+
+MAX_BODY_BYTES = 1 << 32
+ROOM_BYTES = 64 << 20  # who sends waits while more than this has not left
+TICK_S = 1.0  # now and then, to close connections that never say who they are
+
+
+class TcpWay:
+    """All links of one worker to workers anywhere.
+
+    The hub and what belongs to it are the thread's; the computing thread leaves messages in `outbox` and rings.
+    """
+
+    def __init__(
+        self, me: Peer, secret: bytes, run_id: bytes, switchboard: Switchboard, inbox: Inbox, timeout_s: float
+    ) -> None:
+        self.switchboard = switchboard
+        self.inbox = inbox
+        self.timeout_s = timeout_s
+        self.hub = Hub(me, secret, run_id, self, MAX_BODY_BYTES, timeout_s)
+        self.connections: dict[int, Connection] = {}
+        self.outbox: deque[tuple[int, Value, memoryview | None]] = deque()
+        self.adopted: deque[tuple[socket.socket, Identity, int]] = deque()
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.hub.watch(self.bell, self._rung)
+        self.given_bytes = 0  # written by the computing thread only
+        self.taken_bytes = 0  # these two by the other one only
+        self.left_bytes = 0  # of what was taken: has left, or has nowhere to go
+        self.wants_room = False
+        self.closing_at = float("inf")
+        self.thread = threading.Thread(target=self._run, name="peers", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    # ---- the computing thread ---------------------------------------------------------------------------------------
+
+    def adopt(self, sock: socket.socket, peer: Identity, key: int) -> None:
+        """Take over a connection that we opened."""
+        self.adopted.append((sock, peer, key))
+        self._ring()
+
+    def send(self, to: int, tag: Tag, nest: Outgoing) -> None:
+        """Hand over a copy; waits for room, serving what comes meanwhile."""
+        self.wants_room = True
+        while self.given_bytes - self.left_bytes > ROOM_BYTES:
+            self.switchboard.wait()
+            if to in self.inbox.lost:
+                raise PeerLost(f"worker {to}", "sending to it")
+        self.wants_room = False
+        self.given_bytes += nest.num_bytes
+        self.outbox.append((to, Value(tag, nest.structure), nest.copied()))
+        self._ring()
+
+    def close(self) -> None:
+        """What was sent still leaves, within the timeout."""
+        self.closing_at = time.monotonic() + self.timeout_s
+        self._ring()
+        self.thread.join()
+        self.hub.close()
+        os.close(self.bell)
+
+    def _ring(self) -> None:
+        os.eventfd_write(self.bell, 1)
+
+    # ---- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while time.monotonic() < self.closing_at and not (self.closing_at < float("inf") and self._all_left()):
+                self.hub.run_once(min(TICK_S, max(0.0, self.closing_at - time.monotonic())))
+                self._count()
+        except Exception as error:
+            failure = error
+
+            def fail() -> None:
+                raise failure
+
+            self.switchboard.post(fail)
+
+    def _all_left(self) -> bool:
+        return (
+            not self.outbox
+            and self.left_bytes == self.taken_bytes
+            and not any(connection.out for connection in self.connections.values())
+        )
+
+    def _rung(self) -> None:
+        os.eventfd_read(self.bell)
+        while self.adopted:
+            connection = self.hub.adopt(*self.adopted.popleft())
+            self._open(connection)
+            self.hub.send(connection.peer, Hello())
+        while self.outbox:
+            to, message, body = self.outbox.popleft()
+            self.taken_bytes += 0 if body is None else len(body)
+            known = self.connections.get(to)
+            if known is not None:  # or it is gone, and who sent this will hear of it
+                known.send(message, body)
+                known.num_kept = len(known.out)  # copies already
+                self.hub.queue(known)
+
+    def _count(self) -> None:
+        self.left_bytes = self.taken_bytes - sum(connection.out_bytes for connection in self.connections.values())
+        if self.wants_room and self.given_bytes - self.left_bytes <= ROOM_BYTES:
+            self.switchboard.post(lambda: None)
+
+    def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
+        index = connection.peer.index
+        if self.connections.get(index) is not connection:
+            if isinstance(message, Hello) and connection.peer.role == "worker":
+                return self._open(connection)
+            return self.hub.refuse(connection, f"it is no worker that says hello, but says {type(message).__name__}")
+        try:
+            if not isinstance(message, Value) or message.segment >= 0:
+                raise BadFrame(f"it sends {type(message).__name__}, which is not for a worker to say.")
+            payload = incoming(message.nest, as_tensor(body))
+        except BadFrame as error:
+            return self.hub.refuse(connection, str(error))
+        self.switchboard.post(lambda: self.inbox.arrived(index, message.tag, payload))
+
+    def lost(self, peer: Peer) -> None:
+        connection = self.connections.get(peer.index)
+        if connection is not None and connection.peer == peer:
+            del self.connections[peer.index]
+            self.switchboard.post(lambda: self.inbox.closed(peer.index, "its connection is gone"))
+
+    def _open(self, connection: Connection) -> None:
+        index = connection.peer.index
+        self.connections[index] = connection
+        self.switchboard.post(lambda: self.inbox.opened(index))

@@ -1,0 +1,60 @@
+"""Workers that share one memory, in virtual time: a worker sees what was there when its step began.
+
+How two writes interleave is modelled step by step: a worker reads all parameters at the moment it begins to compute,
+and its addition is made whole at the moment it has computed. So gradients are as stale as they would be; but no addition
+is lost to another, and none is cut short, as happens in real memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rainband.client import Client
+from rainband.messages import Conclude, Message, Peer, Welcome
+from rainband.tasks.task import Data, Task
+from rainband.types import Batch, Port
+from rainband.worker import Compute, ModuleWorker
+from rainband.worlds.hogwild_keeper import Keeper
+from rainband.worlds.hogwild_memory import OneMemory
+from rainband.worlds.hogwild_worker import MemoryClient, MemoryWorker
+from rainband.worlds.sim_body import RealBody
+from rainband.worlds.sim_memory import Desk
+
+
+class ReadingWorker(MemoryWorker):
+    """It computes with a copy, taken when it begins."""
+
+    def gradient(self, batch: Batch) -> Compute:
+        take_over(self.client)
+        return super().gradient(batch)
+
+
+class MemoryBody(RealBody):
+    """Computes true gradients at its copy of the memory."""
+
+    def __init__(self, desk: Desk, task: Task, data: Data, num_workers: int, keeper: Keeper) -> None:
+        super().__init__(desk, task, data, num_workers)
+        self.keeper = keeper
+
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        return MemoryClient(me, welcome, self.memory.flat, self._memory(), tell)
+
+    def _memory(self) -> OneMemory:
+        assert self.keeper.memory is not None, "it was made before anyone was welcome"
+        return self.keeper.memory
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        worker = ReadingWorker(index, self.num_workers, self.task, self.data, self.memory.module, client)
+        worker.sampler = self.desk.sampler(worker.plan)
+        return worker
+
+    def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
+        assert isinstance(worker.client, MemoryClient)
+        take_over(worker.client)
+        return super().conclude(worker, conclude, body)
+
+
+def take_over(client: MemoryClient) -> None:
+    """Make what is in the memory the worker's own parameters."""
+    for own, vector in zip(client.flat.vectors, client.memory.vectors, strict=True):
+        own.copy_(vector)

@@ -1,0 +1,92 @@
+"""Before a run whose workers compute one model together: who of them gets what. Made once, and told to all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+from rainband.stages.plan import Flushing, TeamPlan
+
+if TYPE_CHECKING:
+    from rainband.pipeline.plan import Plan
+    from rainband.tasks.task import Task
+    from rainband.types import Strategy
+
+MICROS_PER_STAGE = 2  # where none are asked for: then a third to a half of the time of the first stages is not idle
+
+
+def make_team_plan(
+    task: Task,
+    name: str,
+    stages: int,
+    *,
+    plan: Plan | None = None,
+    batch_size: int | None = None,
+    micros: int | None = None,
+    schedule: str | None = None,
+    seed: int = 0,
+) -> TeamPlan:
+    """Measure the task's model and cut it into stages of about equal time; or check a plan that is given."""
+    import torch
+
+    from rainband.pipeline.measure import measure
+    from rainband.pipeline.of_task import cut_task
+    from rainband.pipeline.partitioners import make_plan
+    from rainband.pipeline.pipedream import straight
+    from rainband.pipeline.plan import check
+    from rainband.pipeline.profile import Resources
+
+    torch.manual_seed(seed)
+    size = batch_size or task.batch_size
+    graph, args, kwargs = cut_task(task, task.model(), task.data(), size)
+    profile = measure(graph, args, kwargs, model=name, repeats=3)
+    if plan is None:
+        plan = make_plan(straight, profile, Resources(num_machines=stages))
+        if len(plan.stages) < stages:
+            raise ValueError(
+                f"{name} has {len(profile.units)} units, and the best plan for {stages} stages uses only "
+                f"{len(plan.stages)}: type --stages {len(plan.stages)}, or give a plan of your own (--plan)."
+            )
+    else:
+        check(plan, profile)
+    return TeamPlan(
+        plan=plan,
+        micros=micros or _usual_micros(plan, size),
+        schedule=_schedule(plan, schedule),
+        example_size=min(size, profile.batch_size),
+        forward_s={unit.name: unit.forward_s for unit in profile.units},
+        backward_s={unit.name: unit.backward_s for unit in profile.units},
+    )
+
+
+def _usual_micros(plan: Plan, batch_size: int) -> int:
+    return 1 if plan.kind == "partition" else max(1, min(batch_size, MICROS_PER_STAGE * len(plan.stages)))
+
+
+def _schedule(plan: Plan, name: str | None) -> Flushing:
+    if name is not None and plan.kind == "partition":
+        raise ValueError("a schedule is for a pipeline, and the plan is a partition: leave out --schedule.")
+    if max(plan.replicas()) > 1:
+        raise ValueError(
+            f"the plan has stages on several machines {plan.replicas()}: here each stage is one worker; type "
+            "--workers for more copies of the whole model, or plan with --partitioner straight."
+        )
+    known = get_args(Flushing)
+    if name not in (None, *known):
+        raise ValueError(f"no schedule named '{name}' here: choose from {', '.join(known)}.")
+    return name or "one_f_one_b"  # type: ignore[return-value]
+
+
+def check_team(strategy: Strategy, name: str, workers: int, size: int) -> None:
+    """Can this strategy train so many workers in teams of this size?"""
+    from rainband.worlds.config import is_one_memory, lead_of
+
+    if workers % size:
+        right = max(1, workers // size) * size
+        raise ValueError(
+            f"--workers {workers} are no whole number of models of {size} stages each: type --workers {right} or "
+            f"{right + size}."
+        )
+    if is_one_memory(strategy) or lead_of(strategy) is not None:
+        raise ValueError(
+            f"{name} needs the whole model in each worker: leave out --stages, or choose downpour or sync."
+        )

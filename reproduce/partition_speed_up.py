@@ -1,0 +1,206 @@
+"""A fully connected net is fastest on a few machines and then slows; a locally connected one scales on (Dean et al. 2012).
+
+The speech net 440 - 4 x 2560 - 8192 has 41.8 M weights, and each machine makes an equal part of every layer's
+outputs, for which it needs all of the layer below. The image net has windows of 10 x 10, 36 channels, 21,000 classes
+and 1.7 G weights (100 x 100 pixels and three local layers are our choice), and each machine has a tile of the image: only
+rims cross. Layers are timed on one core of this machine, in the shapes that a part of the net has there, with their SGD
+step; local layers by the place, because all of them do not fit. A batch is then played over a simulated network of 1
+Gbit/s, whose cards are shared, with times that vary by a tenth.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from rainband.layers import LocallyConnected2d
+from rainband.pipeline.profile import Profile, Unit, Value
+from rainband.pipeline.regions import Window, bounds, overlaps
+from rainband.sim.compute import ComputeModel
+from rainband.sim.model import ClusterModel, load_model
+from reproduce.runs import arguments, draw, over_seeds, report
+from reproduce.virtual_partition import batch_s
+
+SPEECH = (440, 2560, 2560, 2560, 2560, 8192)
+PIXELS, CHANNELS, WINDOW, LOCAL_LAYERS, CLASSES = 100, 36, 10, 3, 21_000
+POOLED = CHANNELS * 7 * 7  # what the classes are computed from
+BATCH, FLOAT_BYTES = 32, 4
+MACHINES = (1, 2, 4, 8, 16, 32, 64)
+GRIDS = ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (5, 5), (6, 6), (8, 8), (9, 9), (12, 12))
+CORES = (1, 4)  # of a machine, each as fast as the one measured: threads work inside a part
+REPEATS = 5
+
+
+# ---- measuring ----
+
+
+@cache
+def linear_s(inputs: int, outputs: int) -> tuple[float, float]:
+    """Seconds of forward; of backward and step."""
+    return _time(nn.Linear(inputs, outputs), torch.randn(BATCH, inputs))
+
+
+@cache
+def place_s(channels: int) -> tuple[float, float]:
+    """The same for one place of a locally connected layer: a tile of ten by ten, divided by a hundred."""
+    side = 10
+    layer = LocallyConnected2d(channels, CHANNELS, WINDOW, side + WINDOW - 1)
+    forward, backward = _time(layer, torch.randn(BATCH, channels, *layer.input_size))
+    return forward / side**2, backward / side**2
+
+
+def _time(layer: nn.Module, x: torch.Tensor) -> tuple[float, float]:
+    """The least of several: other work on this machine must not count."""
+    x.requires_grad_()
+    parameters = list(layer.parameters())
+    best = [math.inf, math.inf]
+    for _ in range(1 + REPEATS):
+        began = time.perf_counter()
+        y = layer(x)
+        forward = time.perf_counter()
+        gradients = torch.autograd.grad(y, [x, *parameters], torch.ones_like(y))
+        with torch.no_grad():
+            for p, gradient in zip(parameters, gradients[1:], strict=True):
+                p.add_(gradient, alpha=-1e-6)
+        best = [min(best[0], forward - began), min(best[1], time.perf_counter() - forward)]
+    return best[0], best[1]
+
+
+# ---- the nets in parts ----
+
+
+def speech(machines: int) -> Profile:
+    """Part p of each layer on machine p; all parts of a layer go to all machines, and sums of the softmax do, too."""
+    units, values, below = [], [], []
+    for layer, (inputs, outputs) in enumerate(zip(SPEECH[:-1], SPEECH[1:], strict=True)):
+        names = [f"{layer}.{part}" for part in range(machines)]
+        times = linear_s(inputs, outputs // machines)
+        units += [Unit(name, *times, inputs * outputs // machines * FLOAT_BYTES) for name in names]
+        values += [Value(name, name, tuple(names), *_both_ways(SPEECH[layer] / machines)) for name in below]
+        below = names
+    tops = [f"softmax.{part}" for part in range(machines)]
+    units += [Unit(name) for name in tops]
+    values += [Value(name, name, tuple(tops), BATCH * FLOAT_BYTES, 0) for name in below]
+    return Profile("speech", BATCH, tuple(units), tuple(values))
+
+
+def images(rows: int, columns: int) -> Profile:
+    """Tile t of each layer on machine t; rims go to neighbours, what is pooled to all, for their share of classes."""
+    units: list[Unit] = []
+    values: list[Value] = []
+    tiles, side, channels = rows * columns, PIXELS, 3
+    for layer in range(LOCAL_LAYERS):
+        here = (bounds(side, rows), bounds(side, columns))
+        side, forward_backward = side - WINDOW + 1, place_s(channels)
+        there = (bounds(side, rows), bounds(side, columns))
+        for tile in range(tiles):
+            (top, bottom), (left, right) = _tile(there, tile, columns)
+            places = (bottom - top) * (right - left)
+            forward, backward = (seconds * places for seconds in forward_backward)
+            units.append(Unit(f"{layer}.{tile}", forward, backward, places * _weights(channels) * FLOAT_BYTES))
+            if layer:  # everyone can read the pixels itself
+                values += _rims(f"{layer - 1}.", f"{layer}.{tile}", here, ((top, bottom), (left, right)), channels)
+        channels = CHANNELS
+    tops = [f"classes.{tile}" for tile in range(tiles)]
+    units += [Unit(name, *linear_s(POOLED, -(-CLASSES // tiles)), POOLED * CLASSES // tiles * 4) for name in tops]
+    last = [f"{LOCAL_LAYERS - 1}.{tile}" for tile in range(tiles)]
+    values += [Value(f"{name} pooled", name, tuple(tops), *_both_ways(POOLED / tiles)) for name in last]
+    return Profile("images", BATCH, tuple(units), tuple(values))
+
+
+def _rims(
+    below: str, reader: str, edges: tuple[list[int], list[int]], tile: tuple[tuple[int, int], ...], channels: int
+) -> list[Value]:
+    """What a tile needs of every tile of the layer below, its own included."""
+    window = Window(kernel=WINDOW)
+    seen = [window.sees(begin, end, edge[-1]) for (begin, end), edge in zip(tile, edges, strict=True)]
+    parts = []
+    for down in overlaps(edges[0], seen[0].begin, seen[0].end):
+        for across in overlaps(edges[1], seen[1].begin, seen[1].end):
+            source = down.tile * (len(edges[1]) - 1) + across.tile
+            numbers = (down.end - down.begin) * (across.end - across.begin) * channels
+            parts.append(Value(f"{below}{source} to {reader}", f"{below}{source}", (reader,), *_both_ways(numbers)))
+    return parts
+
+
+def _tile(edges: tuple[list[int], list[int]], tile: int, columns: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    row, column = divmod(tile, columns)
+    return (edges[0][row], edges[0][row + 1]), (edges[1][column], edges[1][column + 1])
+
+
+def _weights(channels: int) -> int:
+    return WINDOW * WINDOW * channels * CHANNELS
+
+
+def _both_ways(numbers_per_sample: float) -> tuple[int, int]:
+    size = math.ceil(numbers_per_sample * BATCH * FLOAT_BYTES)
+    return size, size
+
+
+# ---- the machines ----
+
+
+def cluster() -> ClusterModel:
+    return replace(load_model("1gbit"), compute=ComputeModel(kind="lognormal", step_s=1.0, spread=0.1))
+
+
+def seconds(profile: Profile, cores: int, seed: int) -> float:
+    """Of one batch, on machines of so many cores."""
+    units = [Unit(u.name, u.forward_s / cores, u.backward_s / cores, u.parameter_bytes) for u in profile.units]
+    quick = Profile(profile.model, profile.batch_size, tuple(units), profile.values)
+    where = {unit.name: int(unit.name.rpartition(".")[2]) for unit in units}
+    return batch_s(quick, where, cluster(), seed)
+
+
+def speed_ups(profiles: dict[int, Profile], cores: int, seeds: range) -> list[tuple[float, float, float]]:
+    """(machines, times as fast as one, spread)."""
+    alone, _ = over_seeds(seeds, lambda seed: seconds(profiles[1], cores, seed))
+    points = []
+    for machines, profile in profiles.items():
+        mean, spread = over_seeds(seeds, lambda seed, p=profile: alone / seconds(p, cores, seed))  # type: ignore[misc]
+        points.append((machines, mean, spread))
+        print(
+            f"{profile.model:7} {cores} cores  {machines:3} machines:  {alone / mean * 1e3:7.0f} ms, {mean:5.2f} times"
+        )
+    return points
+
+
+def main() -> None:
+    asked = arguments("partition_speed_up", __doc__)
+    torch.set_num_threads(1)
+    nets = {"fully connected, 42 M": {m: speech(m) for m in MACHINES}}
+    nets["locally connected, 1.7 G"] = {r * c: images(r, c) for r, c in GRIDS}
+    for name, profiles in nets.items():
+        alone = profiles[1]
+        weights = sum(unit.parameter_bytes for unit in alone.units) / FLOAT_BYTES
+        print(f"{name}: {weights / 1e6:.1f} M weights, {sum(u.seconds for u in alone.units):.2f} s a batch on one core")
+    lines, peaks = {}, {}
+    for cores in CORES:
+        for name, profiles in nets.items():
+            points = speed_ups(profiles, cores, range(asked.seeds))
+            lines[f"{name}, {cores} {'core' if cores == 1 else 'cores'}"] = points
+            peaks[name, cores] = max(points, key=lambda point: point[1])
+    (full, local), last = list(nets), {name: points[-1][1] for name, points in lines.items()}
+    inner = all(peaks[full, cores][0] < MACHINES[-1] for cores in CORES)
+    slows = all(last[f"{full}, {'1 core' if c == 1 else f'{c} cores'}"] < 0.95 * peaks[full, c][1] for c in CORES)
+    further = all(peaks[local, c][0] > peaks[full, c][0] and peaks[local, c][1] > peaks[full, c][1] for c in CORES)
+    found = "; ".join(
+        f"with {c} core{'s' if c > 1 else ''} {peaks[full, c][1]:.1f} times on {peaks[full, c][0]:.0f} and "
+        f"{peaks[local, c][1]:.1f} times on {peaks[local, c][0]:.0f}"
+        for c in CORES
+    )
+    report(
+        "42 M fully connected: 2.2 times as fast on 8 machines, slower beyond; 1.7 G local: over 12 times on 81",
+        f"fastest, full and local: {found}; the fully connected net {'slows' if slows else 'does not slow'} beyond",
+        inner and slows and further,
+    )
+    draw(asked.figure, "One batch of 32 on 1 Gbit/s", "machines", "times as fast as one", lines, xscale="log")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""1F1B with a flush idles as long as GPipe and keeps fewer activations: S - s of them instead of M (Huang et al. 2019).
+
+Idle time is played against the clock for every schedule of up to 6 stages and 12 microbatches, and compared with
+(S - 1) / (M + S - 1). Memory is measured: a net of equal stages trains for one batch, and whatever autograd saves
+in a stage for its backward is counted while it lives. (1F1B with a flush: Narayanan et al. 2021.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rainband.pipeline.check import Costs, check
+from rainband.pipeline.cut import cut
+from rainband.pipeline.execute import Micro, Pipeline
+from rainband.pipeline.schedules import gpipe, one_f_one_b
+from rainband.pipeline.stage import Stage
+from rainband.pipeline.table import Table
+from reproduce.runs import arguments, draw, report
+
+SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
+SIZES = [(stages, micros) for stages in range(1, 7) for micros in range(1, 13)]
+COSTS = [(1.0, 2.0), (1.0, 1.0), (3.0, 4.0)]  # seconds of a forward and a backward
+STAGES, MICROS = 6, 12  # of the net that is measured
+WIDTH, SAMPLES = 64, 32
+
+
+class Saved:
+    """Bytes that autograd has saved in one stage and not yet freed. Parameters are not counted."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.now = self.peak = 0
+        run = stage.forward
+
+        def forward(*args: Any) -> Sequence[Any]:
+            with saved_tensors_hooks(partial(_Kept, self), _Kept.tensor_of):
+                return run(*args)
+
+        stage.forward = forward  # type: ignore[method-assign]
+
+    def add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+
+class _Kept:
+    def __init__(self, saved: Saved, tensor: Tensor) -> None:
+        self.saved, self.tensor = saved, tensor
+        is_parameter = tensor.shape[0] == WIDTH  # batches have fewer rows
+        self.num_bytes = 0 if is_parameter else tensor.numel() * tensor.element_size()
+        saved.add(self.num_bytes)
+
+    def tensor_of(self) -> Tensor:
+        return self.tensor
+
+    def __del__(self) -> None:
+        self.saved.add(-self.num_bytes)
+
+
+def peak_bytes(schedule: Callable[[int, int], Table], stages: int, micros: int) -> list[int]:
+    """The most that each stage had saved at one time, in one batch of training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)))
+    batches = [torch.randn(SAMPLES, WIDTH) for _ in range(micros)]
+    graph = cut(model, (batches[0],))
+    stage_of = {unit: int(unit.split("_")[1]) for unit in graph.units}
+    pipeline = Pipeline(graph, stage_of, schedule(stages, micros), partial(torch.optim.SGD, lr=0.1))
+    saved = {number: Saved(stage) for (_, number), stage in pipeline.stages.items()}
+    pipeline.run([Micro((x,), lambda y: (y**2).mean(), SAMPLES) for x in batches])
+    assert all(stage.now == 0 for stage in saved.values()), "something was not freed"
+    return [saved[number].peak for number in range(stages)]
+
+
+def largest_error() -> tuple[float, float]:
+    """(of the idle time from its formula, of the total times of the two schedules from each other)."""
+    from_formula = from_each_other = 0.0
+    for stages, micros in SIZES:
+        for forward_s, backward_s in COSTS:
+            costs = Costs((forward_s,), (backward_s,))
+            facts = [check(make(stages, micros), costs) for make in SCHEDULES.values()]
+            wanted = (stages - 1) / (micros + stages - 1)
+            from_formula = max(from_formula, *(abs(fact.bubble - wanted) for fact in facts))
+            from_each_other = max(from_each_other, abs(facts[0].total_s - facts[1].total_s))
+    return from_formula, from_each_other
+
+
+def main() -> None:
+    asked = arguments("same_bubble", __doc__)
+    error, apart_s = largest_error()
+    print(f"{len(SIZES) * len(COSTS)} pairs of schedules: idle time is off its formula by at most {error:.0e}\n")
+    one = peak_bytes(gpipe, 1, 1)[0]  # of one microbatch in one stage
+    lines: dict[str, Sequence[tuple[float, float, float]]] = {}
+    peaks = {}
+    for name, make in SCHEDULES.items():
+        peaks[name] = peak_bytes(make, STAGES, MICROS)
+        lines[f"{name}, measured"] = [(stage, peak / 1000, 0.0) for stage, peak in enumerate(peaks[name])]
+        print(f"{name:6} saved for backwards, kB by stage:  {', '.join(f'{p / 1000:.0f}' for p in peaks[name])}")
+    formula = [min(MICROS, STAGES - stage) * one for stage in range(STAGES)]
+    lines["(S - s) of one microbatch"] = [(stage, size / 1000, 0.0) for stage, size in enumerate(formula)]
+    report(
+        "with a flush 1F1B idles as GPipe does, and keeps activations of S - s microbatches instead of M",
+        f"the same time in all of {len(SIZES)} sizes; with {STAGES} stages and {MICROS} microbatches GPipe keeps "
+        f" {peaks['GPipe'][0] / one:g} microbatches in each stage, 1F1B "
+        f"{', '.join(f'{peak / one:g}' for peak in peaks['1F1B'])}",
+        error < 1e-9 and apart_s < 1e-9 and peaks["1F1B"] == formula and set(peaks["GPipe"]) == {MICROS * one},
+    )
+    draw(asked.figure, f"{STAGES} stages, {MICROS} microbatches", "stage", "kB saved for backwards, at most", lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Without stashed weights a pipeline that never flushes computes the gradient of nothing (Narayanan et al. 2019, 3.3).
+
+A net of four stages trains on the digits, every microbatch an update. With stashing, stage s must do exactly what plain
+SGD does with a gradient at the parameters of S - 1 - s updates ago, and with vertical sync of S - 1 updates ago in all
+stages. Both references are written out below, without a pipeline. Without stashing, a backward meets parameters that
+its forward has not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from rainband.pipeline.cut import cut
+from rainband.pipeline.execute import Micro, Pipeline
+from rainband.pipeline.schedules import pipedream
+from rainband.pipeline.table import Table
+from rainband.tasks.digits import Digits
+from reproduce.runs import arguments, draw, over_seeds, report
+
+STAGES, WIDTH = 4, 48
+MICROS, SIZE, CHUNK = 400, 16, 20  # microbatches, samples in one; parameters are compared after each chunk
+LR = 0.1
+SCHEDULES: dict[str, Callable[[int], Table]] = {
+    "stashing": partial(pipedream, [1] * STAGES),
+    "vertical sync": partial(pipedream, [1] * STAGES, vertical_sync=True),
+    "no stashing": partial(pipedream, [1] * STAGES, stash=False),
+}
+Samples = Sequence[tuple[Tensor, Tensor]]
+
+
+def net(seed: int) -> nn.Sequential:
+    """A linear layer and a tanh in each stage; the last makes the scores."""
+    torch.manual_seed(seed)
+    sizes = [64, *([WIDTH] * (STAGES - 1)), 10]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(sizes[:-1])]
+    return nn.Sequential(*layers, nn.Sequential(nn.Linear(*sizes[-2:]))).double()
+
+
+def samples(seed: int, count: int) -> Samples:
+    data = Digits().data()
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+    picked = [order[torch.arange(n * SIZE, (n + 1) * SIZE) % len(data)].tolist() for n in range(count)]
+    batches = [data.batch(indices) for indices in picked]
+    return [(x.flatten(1).double(), y) for x, y in batches]
+
+
+def by_pipeline(model: nn.Sequential, batches: Samples, table: Table) -> list[float]:
+    graph = cut(model, (batches[0][0],))
+    stages = {unit: int(unit.split("_")[1]) for unit in graph.units}  # _2_0 is in the third of the stages
+    pipeline = Pipeline(graph, stages, table, partial(torch.optim.SGD, lr=LR))
+    return pipeline.run([Micro((x,), partial(functional.cross_entropy, target=y), len(x)) for x, y in batches])
+
+
+def by_delayed_sgd(model: nn.Sequential, batches: Samples, delay_of: Callable[[int], int]) -> list[float]:
+    """W_s(t+1) = W_s(t) - lr * gradient at ( W_0(t - delay 0), W_1(t - delay 1), … ), and nothing else."""
+    names = {name: int(name.split(".")[0]) for name, _ in model.named_parameters()}  # parameter -> its stage
+    history = [{name: p.detach().clone() for name, p in model.named_parameters()}]
+    losses = []
+    for t, (x, y) in enumerate(batches):
+        seen = {name: history[max(0, t - delay_of(s))][name].requires_grad_() for name, s in names.items()}
+        loss = functional.cross_entropy(functional_call(model, seen, (x,)), y)
+        gradients = torch.autograd.grad(loss, list(seen.values()))
+        steps = dict(zip(seen, gradients, strict=True))
+        history.append({name: history[t][name].detach().add(steps[name], alpha=-LR) for name in names})
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(history[-1][name])
+    return losses
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    """Between their parameters, as a part of their length."""
+    pairs = [(a.detach(), b.detach()) for a, b in zip(one.parameters(), other.parameters(), strict=True)]
+    squares = [(float(((a - b) ** 2).sum()), float((b**2).sum())) for a, b in pairs]
+    return float((sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5)
+
+
+def apart(name: str, seed: int, micros: int) -> tuple[float, float, float]:
+    """(distance from the reference after so many microbatches, mean loss of the last ones, the reference's)."""
+    torch.set_num_threads(1)
+    batches = samples(seed, micros)
+    ours, reference = net(seed), net(seed)
+    losses = by_pipeline(ours, batches, SCHEDULES[name](micros))
+    lateness = (lambda stage: STAGES - 1) if name == "vertical sync" else (lambda stage: STAGES - 1 - stage)
+    expected = by_delayed_sgd(reference, batches, lateness)
+    last = -min(CHUNK, micros)
+    return distance(ours, reference), sum(losses[last:]) / -last, sum(expected[last:]) / -last
+
+
+def main() -> None:
+    asked = arguments("weight_stashing", __doc__)
+    seeds = range(asked.seeds)
+    lines: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SCHEDULES}
+    losses = {}
+    for name in SCHEDULES:
+        for micros in (4, 25, 50, 100, 200, MICROS):
+            runs = [apart(name, seed, micros) for seed in seeds]
+            mean, spread = over_seeds(seeds, lambda seed, runs=runs: runs[seed][0])  # type: ignore[misc]
+            lines[name].append((micros, mean, spread))
+        losses[name] = over_seeds(seeds, lambda seed, runs=runs: runs[seed][1])[0]  # type: ignore[misc]
+        delayed = over_seeds(seeds, lambda seed, runs=runs: runs[seed][2])[0]  # type: ignore[misc]
+        print(f"{name:14} after {MICROS}: distance {mean:.2g}, loss {losses[name]:.3f}, delayed SGD {delayed:.3f}")
+    largest = {name: max(point[1] for point in points) for name, points in lines.items()}
+    report(
+        "with stashing the pipeline is delayed SGD, exactly; without, it is not",
+        f"largest distance from the reference: {largest['stashing']:g} with stashing, {largest['vertical sync']:g} "
+        f"with vertical sync, {largest['no stashing']:.2g} without; the loss comes to {losses['stashing']:.3f} with and "
+        f"{losses['no stashing']:.3f} without",
+        largest["stashing"] == largest["vertical sync"] == 0.0 < largest["no stashing"],
+    )
+    draw(asked.figure, "Four stages on the digits", "microbatches", "distance from delayed SGD, relative", lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""One memory for all workers: its tables, what its keeper tells of them, and runs in virtual time and as processes."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from rainband import events
+from rainband.blocks import cut
+from rainband.catalogue import load_strategy
+from rainband.cli.configure import configured
+from rainband.flat import Flat
+from rainband.messages import Ask, Assign, Flush, Forget, Loaded, Message, Ready, Report, Revoke, Sets, Skipped, Tune
+from rainband.portions import Plan
+from rainband.tasks.clicks import Clicks
+from rainband.tasks.linear import Linear
+from rainband.tasks.task import TensorData
+from rainband.types import Batch
+from rainband.worlds import sim
+from rainband.worlds.config import RunConfig, SimSettings, refuse_led
+from rainband.worlds.hogwild_keeper import Keeper
+from rainband.worlds.hogwild_memory import STALEST, OneMemory, places_of
+from rainband.worlds.hogwild_worker import _rate, add_in_place
+from tests.pieces import make_plan
+from tests.processes import LR, Nest, exact
+
+WORKERS = 3
+PLAN = make_plan(num_samples=40, batch_size=2, epochs=1, portion_batches=8)  # portions of 8, 8 and 4 batches
+BLOCKS = cut(Flat(nn.Linear(5, 3)).layout)
+
+
+def assign(plan: Plan = PLAN) -> Assign:
+    return Assign(plan, BLOCKS, ({},), WORKERS)
+
+
+def kept() -> tuple[Keeper, OneMemory]:
+    keeper = Keeper(bytearray, guard=True)
+    assert keeper.receive(assign()) == []
+    assert keeper.memory is not None
+    return keeper, keeper.memory
+
+
+def reported(keeper: Keeper, message: Message | None = None) -> Report:
+    (report,) = keeper.receive(message or Ask())
+    assert isinstance(report, Report)
+    return report
+
+
+def write(memory: OneMemory, worker: int, batch: Batch, missed: int = 0) -> None:
+    memory.begin(worker, batch)
+    memory.wrote(worker, batch, missed)
+
+
+# ---- the memory ----
+
+
+def test_parameters_and_tables_lie_beside_each_other_on_lines_of_their_own() -> None:
+    places = places_of(BLOCKS, PLAN, WORKERS)
+    own, staleness, fences, done, skipped = places[:5]
+    ((dtype, numel, vector),) = places.vectors
+
+    assert (own, staleness - own) == (64, 3 * 64)
+    assert fences - staleness >= 3 * (STALEST + 1) * 8
+    assert done - fences == skipped - done == vector - skipped == 64  # three words each
+    assert (dtype, numel) == ("float32", 32) and places.num_bytes == vector + 128
+    assert all(place % 64 == 0 for place in (*places[:5], vector))
+
+
+def test_two_who_map_the_same_bytes_see_the_same() -> None:
+    buffer = bytearray(places_of(BLOCKS, PLAN, WORKERS).num_bytes)
+    mine, yours = (OneMemory(buffer, BLOCKS, PLAN, WORKERS) for _ in range(2))
+
+    mine.vectors[0][7] = 2.5
+    write(mine, 1, Batch(0, 3, 1))
+    assert yours.vectors[0][7] == 2.5
+    assert yours.marks(0) == 0b1000 and yours.version == 1
+
+
+def test_the_version_is_what_all_workers_have_written_and_each_counts_for_itself() -> None:
+    _, memory = kept()
+    for number in range(5):
+        write(memory, number % 2, Batch(0, number, 1), missed=number)
+
+    assert memory.version == 5
+    assert memory.staleness() == {0: Counter({0: 1, 2: 1, 4: 1}), 1: Counter({1: 1, 3: 1})}
+
+
+def test_who_missed_more_than_can_be_counted_is_counted_with_the_most() -> None:
+    _, memory = kept()
+    write(memory, 2, Batch(0, 0, 1), missed=10**6)
+    assert memory.staleness() == {2: Counter({STALEST: 1})}
+
+
+def test_a_fence_holds_for_smaller_lease_numbers_and_never_falls() -> None:
+    _, memory = kept()
+    memory.fence(1, 3)
+    memory.fence(1, 2)
+
+    assert [memory.is_fenced(Batch(1, 0, lease)) for lease in (1, 2, 3, 4)] == [True, True, False, False]
+    assert not memory.is_fenced(Batch(0, 0, 1))
+
+
+def test_what_was_written_under_a_lease_that_was_taken_back_is_counted_and_not_marked() -> None:
+    """The books say so: it was applied once more than it is marked."""
+    keeper, memory = kept()
+    batch = Batch(1, 2, 1)
+    memory.begin(0, batch)
+    memory.fence(1, 2)
+    memory.wrote(0, batch, 0)
+
+    assert memory.marks(1) == 0 and memory.version == 1
+    (tally,) = reported(keeper).blocks
+    assert (tally.had, tally.applied) == (0, 1)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_whether_a_worker_was_writing_when_it_was_lost_is_seen(finished: bool) -> None:
+    keeper, memory = kept()
+    memory.begin(2, Batch(1, 0, 1))
+    if finished:
+        memory.wrote(2, Batch(1, 0, 1), 0)
+
+    assert memory.is_writing(2) is not finished and not memory.is_writing(0)
+    keeper.receive(Forget(2))
+    write(memory, 0, Batch(1, 0, 2))  # another does it again
+    assert reported(keeper).cut_short == (0 if finished else 1)
+
+
+# ---- its keeper ----
+
+
+def test_the_run_may_begin_when_the_first_values_are_in() -> None:
+    keeper, _ = kept()
+    assert keeper.receive(Loaded(0)) == [Ready()]
+
+
+def test_before_the_size_is_known_there_is_nothing_to_say() -> None:
+    assert Keeper(bytearray).receive(Ask()) == []
+
+
+def test_a_portion_taken_back_is_fenced_and_its_marks_are_told() -> None:
+    keeper, memory = kept()
+    write(memory, 0, Batch(2, 1, 1))
+    memory.skip(Batch(2, 3, 1))
+
+    assert keeper.receive(Revoke(2, 2)) == [Sets(2, 2, (0b1010,))]
+    assert memory.is_fenced(Batch(2, 0, 1))
+
+
+def test_the_guard_lowers_the_learning_rate_once_for_every_decision() -> None:
+    keeper, memory = kept()
+    assert memory.lr_factor == 1.0
+    for number in (1, 1, 2):
+        keeper.receive(Tune(number, 0.5))
+    assert memory.lr_factor == 0.25
+
+
+def test_a_report_says_what_is_complete_what_is_skipped_and_what_was_missed() -> None:
+    keeper, memory = kept()
+    for k in range(8):
+        write(memory, 0, Batch(0, k, 1), missed=2)
+    for k in range(3):
+        write(memory, 1, Batch(2, k, 1), missed=0)
+    memory.skip(Batch(2, 3, 1))
+    memory.refuse(1)
+    report = reported(keeper, Flush())
+
+    assert (report.low, report.full, report.had, report.updates) == (1, (2,), 12, 11)
+    assert report.skipped == (Skipped(2, 0b1000, "not finite"),)
+    assert report.refused == {"revoked": 1} and report.flushed and report.guard
+    (missed,) = report.missed
+    assert (missed.pushes, missed.total, missed.most) == (11, 16, 2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 7), st.booleans()), max_size=30))
+def test_marks_are_a_set_however_often_and_by_whom_they_are_made(made: list[tuple[int, int, bool]]) -> None:
+    keeper, memory = kept()
+    inside = [(p, k, skipped) for p, k, skipped in made if k < PLAN.batches_in(p)]
+    for number, (portion, k, skipped) in enumerate(inside):
+        if skipped:
+            memory.skip(Batch(portion, k, 1))
+        else:
+            write(memory, number % WORKERS, Batch(portion, k, 1))
+    report, done = reported(keeper), {(p, k) for p, k, _ in inside}
+
+    assert report.had == len(done)
+    complete = [p for p in range(3) if all((p, k) in done for k in range(PLAN.batches_in(p)))]
+    assert sorted({*range(report.low), *report.full}) == complete
+    assert report.blocks[0].applied == sum(not skipped for *_, skipped in inside)
+
+
+# ---- a step ----
+
+SIGNALLING = 0x7FA00000  # a NaN that becomes another one when anything is added to it
+
+
+def test_a_sparse_step_writes_the_rows_it_touches_and_no_others() -> None:
+    """Reading a row and writing it back with nothing added would make a quiet NaN of a signalling one."""
+    table = torch.full((6, 2), SIGNALLING, dtype=torch.int32).view(torch.float32)
+    table[1] = table[4] = 10.0
+    rows = torch.tensor([[1, 4]])
+    gradient = torch.sparse_coo_tensor(rows, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (6, 2), check_invariants=True)
+
+    add_in_place(table, gradient.coalesce(), -2.0)
+    assert table[[1, 4]].tolist() == [[8.0, 6.0], [4.0, 2.0]]
+    assert (table.view(torch.int32)[[0, 2, 3, 5]] == SIGNALLING).all()
+
+    add_in_place(table, torch.zeros(6, 2), 1.0)  # as a dense one would
+    assert not (table.view(torch.int32) == SIGNALLING).any()
+
+
+def test_parameter_groups_may_have_a_rate_of_their_own_and_nothing_else() -> None:
+    assert [_rate(0, {}, 0.5), _rate(1, {"lr": 0.25}, 0.5), _rate(2, {"weight_decay": 0.0}, 0.5)] == [0.5, 0.25, 0.5]
+    with pytest.raises(ValueError, match="parameter group 1 has momentum=0.9"):
+        _rate(1, {"momentum": 0.9}, 0.5)
+
+
+# ---- the strategy ----
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_an_optimizer_that_remembers_is_refused_with_the_reason(optimizer: str) -> None:
+    with pytest.raises(ValueError, match="each process would remember only its own: leave it at sgd"):
+        load_strategy("hogwild", {"optimizer": optimizer})
+
+
+def test_it_needs_no_servers_and_takes_none() -> None:
+    config = configured(["digits", "hogwild"], None, {"num_workers": 2})
+    assert (config.num_workers, config.num_servers) == (2, 0)
+    with pytest.raises(ValueError, match="hogwild has no servers: leave out --servers 2"):
+        configured(["digits", "hogwild"], None, {"num_servers": 2})
+
+
+def test_it_has_no_place_in_a_loop_of_ones_own() -> None:
+    with pytest.raises(ValueError, match="in memory that all workers share"):
+        refuse_led(load_strategy("hogwild", {}), "hogwild")
+
+
+# ---- in virtual time ----
+
+
+def simulated(path: Path, task: str = "linear", workers: int = 3, faults: str = "", **settings: Any) -> Any:
+    path.mkdir(exist_ok=True)
+    seen: list[events.AnyEvent] = []
+    config = RunConfig(
+        task=task,
+        task_settings=settings,
+        strategy="hogwild",
+        strategy_settings={"lr": LR, "guard": False},
+        num_workers=workers,
+        num_servers=0,
+        world="sim",
+        directory=str(path),
+        failure_timeout_s=0.1,
+        sim=SimSettings(compute={"kind": "lognormal", "spread": 0.3}, faults=faults),
+    )
+    result = sim.run(config, seen.append)
+    return result, seen
+
+
+def weights(path: Path) -> Tensor:
+    import safetensors.torch
+
+    return safetensors.torch.load_file(path / "model.safetensors")["weight"].flatten()
+
+
+SMALL = {"dimension": 16, "samples": 256, "batch_size": 4, "epochs": 2}  # 128 batches
+
+
+def test_every_batch_is_added_once_and_what_a_gradient_missed_is_what_the_others_wrote(tmp_path: Path) -> None:
+    result, _ = simulated(tmp_path, **SMALL)
+
+    assert result.outcome == "finished" and (result.workers, result.servers) == (3, 0)
+    assert torch.equal(weights(tmp_path), Linear(**SMALL).after(LR))
+    books = result.books
+    assert (books["applied"], books["lost"], books["twice"], books["torn"]) == (128, 0, 0, 0)
+    assert result.staleness["mean"] == pytest.approx(2, abs=0.1)  # two others, at the same pace
+
+
+def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
+    first, second = (simulated(tmp_path / name, "quadratic")[0] for name in ("a", "b"))
+    assert first.trace_hash == second.trace_hash
+
+
+@pytest.mark.parametrize("faults", ["0.120 kill worker 1", "0.120 kill worker 1\n0.300 start worker 1"])
+def test_a_worker_killed_costs_nothing_but_time(tmp_path: Path, faults: str) -> None:
+    result, seen = simulated(tmp_path, faults=faults, **SMALL)
+
+    assert [event.node for event in seen if isinstance(event, events.Lost)] == ["worker 1"]
+    assert any(isinstance(event, events.LeasedAgain) and event.from_worker == 1 for event in seen)
+    assert result.outcome == "finished"
+    assert torch.equal(weights(tmp_path), Linear(**SMALL).after(LR))
+
+
+def test_one_that_sleeps_through_the_loss_of_its_lease_does_not_write_when_it_wakes(tmp_path: Path) -> None:
+    result, _ = simulated(tmp_path, faults="0.120 pause worker 1 for 0.150", **SMALL)
+
+    assert result.books["refused"] == {"revoked": 2}  # the first batch of each portion that it had
+    assert result.books["twice"] == 0
+    assert torch.equal(weights(tmp_path), Linear(**SMALL).after(LR))
+
+
+def test_nobody_joins_as_a_server(tmp_path: Path) -> None:
+    _, seen = simulated(tmp_path, **SMALL)
+    assert {event.node for event in seen if isinstance(event, events.Joined)} == {"worker 0", "worker 1", "worker 2"}
+
+
+# ---- as processes ----
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sample i adds i + 1 to row i: no two batches ever touch the same row."""
+
+    samples: int = 4096
+    batch_size: int = 4
+    epochs: int = 1
+
+    def model(self) -> nn.Module:
+        table = nn.Embedding(self.samples, 16, sparse=True)
+        nn.init.zeros_(table.weight)
+        return table
+
+    def data(self) -> TensorData:
+        return TensorData(torch.arange(self.samples))
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        (rows,) = batch
+        picked: Tensor = model(rows)
+        return (picked * (rows + 1)[:, None]).sum()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {}
+
+
+@pytest.mark.processes
+def test_of_rows_that_no_two_workers_touch_no_addition_is_lost(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, "hogwild", workers=3, servers=0, task="tests.test_hogwild:Rows", gated=False) as run:
+        assert run.ended() == 0
+        wanted = -LR * torch.arange(1.0, 4097.0)[:, None].expand(4096, 16)
+        assert torch.equal(run.parameters()["weight"], wanted)
+        books = run.result().books
+        assert (books["applied"], books["lost"], books["twice"], books["torn"]) == (1024, 0, 0, 0)
+
+
+@pytest.mark.processes
+def test_a_worker_killed_at_work_is_not_missed(nest: Nest, tmp_path: Path) -> None:
+    """Here one batch passes at a time, so that no addition can be lost to another."""
+    with nest.run(tmp_path, "hogwild", workers=2, servers=0, samples=256) as run:
+        run.under_way()
+        run.gate.let(1)
+        run.worker(1).kill()
+        run.first(events.Lost, node="worker 1")
+        run.drip()
+        assert run.result().outcome == "finished"
+        assert run.result().books["torn"] == 0
+        assert exact(run)
+
+
+@pytest.mark.processes
+def test_ctrl_c_is_heard_between_two_steps(nest: Nest, tmp_path: Path) -> None:
+    with nest.run(tmp_path, "hogwild", workers=2, servers=0) as run:
+        run.under_way()
+        run.signal(signal.SIGINT)
+        run.first(events.PhaseChanged, phase="finishing", reason="interrupted")
+        run.gate.open()
+        assert run.ended() == 130
+        assert run.result().books["lost"] == 0
+        assert (run.directory / "model.safetensors").exists()
+
+
+# ---- the sparse task ----
+
+
+def test_the_gradient_of_a_click_has_rows_for_its_features_only() -> None:
+    task = Clicks(features=50, active=3, samples=64)
+    model = task.model()
+    task.loss(model, task.data().batch([5, 6])).backward()  # type: ignore[no-untyped-call]
+    gradient = model.of.weight.grad
+    assert gradient is not None and gradient.is_sparse
+
+    touched = set(gradient.coalesce().indices()[0].tolist())
+    assert touched == set(task.data().tensors[0][5:7].flatten().tolist())
+
+
+def test_clicks_are_learnt() -> None:
+    torch.manual_seed(0)
+    task = Clicks(features=200, active=5, samples=2048, epochs=1)
+    model, data = task.model(), task.data()
+    before = task.evaluate(model)["loss"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
+    for start in range(0, 2048, 32):
+        optimizer.zero_grad()
+        task.loss(model, data.batch(range(start, start + 32))).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    after = task.evaluate(model)
+    assert before == pytest.approx(0.693, abs=1e-3) and after["loss"] < 0.5 and after["accuracy"] > 0.75
+
+
+@pytest.mark.parametrize("settings", [{"features": 0}, {"active": 0}, {"samples": 0}, {"skew": -1.0}])
+def test_clicks_of_nothing_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Clicks(**settings)
