@@ -5,7 +5,7 @@ Blocks share nothing, so one can be copied, saved, restored and moved by itself.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from rainband.messages import Missed, Tally
 from rainband.optim import BlockOptimizer
 from rainband.places import Place
 from rainband.portions import Marks, Name, Plan, num_batches
-from rainband.types import ClockedRule, KeepingRule, LimitedRule, NamingRule, TunableRule, offers
+from rainband.types import ClockedRule, GatheringRule, KeepingRule, LimitedRule, NamingRule, TunableRule, offers
 from rainband.vectors import Vectors
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Block:
         self, spec: BlockSpec, place: Place, plan: Plan, half: ServerHalf, groups: Sequence[dict[str, object]]
     ) -> None:
         self.spec = spec
-        self.index = spec.index
+        self.index, self.numel, self.num_bytes = spec.index, spec.numel, spec.num_bytes
         self.place = place
         self.plan = plan
         self.rule: Rule = half.rule()
@@ -46,6 +46,7 @@ class Block:
         self.limited = offers(self.rule, LimitedRule)
         self.naming = offers(self.rule, NamingRule)
         self.tunable = offers(self.rule, TunableRule)
+        self.gathering = offers(self.rule, GatheringRule)
         self.schedule = half.schedule
         self.is_constant = half.schedule.is_constant
         self.lr_factor = 1.0  # of the divergence guard
@@ -63,7 +64,8 @@ class Block:
         self.waiting: dict[Peer, Pull] = {}  # readers that are not admitted yet, longest first
         self.applied = 0  # batches that reached the optimizer; counted here, apart from the marks, to check them
         self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask
-        self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
+        self.staleness: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # worker -> missed -> times
+        self.num_pushes = self.total_missed = self.most_missed = 0  # of all workers together
         self.dropped: list[Name] = []  # since the server has looked last
         self.num_extras = 0  # pushes without name that reached the optimizer
         self.first_state: dict[str, tuple[Tensor, tuple[int, ...]]] = {}  # parts that came before the values
@@ -175,8 +177,12 @@ class Block:
             if not push.skip:
                 self.applied += len(push.name[0]) if len(push.name) == 1 else num_batches(push.name)
                 self.num_extras += not push.name
-                missed = self.version - push.version
-                self.staleness[push.worker][missed if missed > 0 else 0] += 1
+                missed = self.version - push.version if self.version > push.version else 0
+                self.staleness[push.worker][missed] += 1
+                self.num_pushes += 1
+                self.total_missed += missed
+                if missed > self.most_missed:
+                    self.most_missed = missed
 
     def skip(self, name: Name, reason: str) -> None:
         for r in name:
@@ -201,8 +207,4 @@ class Block:
         return Tally(had, self.applied, skipped, self.rule.buffered, self.num_extras)
 
     def missed(self) -> Missed:
-        total: Counter[int] = Counter()
-        for counts in self.staleness.values():
-            total.update(counts)
-        updates = sum(missed * times for missed, times in total.items())
-        return Missed(self.spec.index, total.total(), updates, max(total, default=0))
+        return Missed(self.spec.index, self.num_pushes, self.total_missed, self.most_missed)

@@ -76,15 +76,26 @@ def worst_limit(limits: Iterable[Limit | None]) -> Limit | None:
     return Limit(worst.bound, worst.unit, worst.largest, sum(limit.exceeded for limit in known))
 
 
+def merge(into: dict[int, dict[int, int]], counted: Mapping[int, Mapping[int, int]]) -> None:
+    """Add histograms of staleness, by worker."""
+    for worker, histogram in counted.items():
+        known = into.get(worker)
+        if known is None:
+            into[worker] = dict(histogram)
+            continue
+        for missed, times in histogram.items():
+            known[missed] = known.get(missed, 0) + times
+
+
 def staleness_of(reports: Iterable[Report]) -> Staleness:
     reports = list(reports)
-    per_worker: dict[int, Counter[int]] = {}
+    per_worker: dict[int, dict[int, int]] = {}
     for report in reports:
-        for worker, histogram in report.staleness.items():
-            per_worker.setdefault(worker, Counter()).update(histogram)
-    total: Counter[int] = Counter()
+        merge(per_worker, report.staleness)
+    total: dict[int, int] = {}
     for counts in per_worker.values():
-        total.update(counts)
+        for missed, times in counts.items():
+            total[missed] = total.get(missed, 0) + times
     return Staleness(
         mean=_mean(total),
         max=max(total, default=0),
@@ -107,7 +118,7 @@ def _promise(limit: Limit | None) -> dict[str, Any]:
 
 def _mean(counts: Mapping[int, int]) -> float:
     number = sum(counts.values())
-    return sum(value * times for value, times in counts.items()) / number if number else 0.0
+    return sum([value * times for value, times in counts.items()]) / number if number else 0.0
 
 
 def balance(plan: Plan, reports: Iterable[Report], leased_again: int) -> Books:

@@ -17,10 +17,12 @@ from rainband.blocks import BlockSpec
 from rainband.errors import Refused
 from rainband.flat import Flat
 from rainband.gradient import ModuleGradient
+from rainband.handed import Handed
 from rainband.handover import Gathered, State
 from rainband.messages import (
     Ack,
     Cells,
+    Delivered,
     Dry,
     FetchState,
     Finish,
@@ -145,6 +147,22 @@ class News(Handle):
         return self._wait()
 
 
+@dataclass(eq=False, slots=True)
+class StillWanted(Handle):
+    """Looks at what has come, without waiting for more: is a cell that was begun still ours to do?"""
+
+    handed: Handed
+    cell: Cell
+    looked: bool = False  # the world has
+
+    def ready(self) -> bool:
+        return self.looked
+
+    def __await__(self) -> Generator[Handle, None, bool]:
+        yield from self._wait()
+        return self.handed.wants(self.cell)
+
+
 @dataclass(slots=True)
 class HeldLease:
     """A portion that is ours to do."""
@@ -161,7 +179,19 @@ class Client:
     # Many, and often looked at: beyond thirty attributes a plain object becomes slow and large.
     __slots__ = (
         *("asked", "asks", "base", "blocks", "borrowers", "clock", "dry", "entered", "fetching", "finished", "flat"),
-        *("groups", "handed", "leases", "me", "own_ports", "part", "plan", "point", "port_of", "ports", "pulling"),
+        *(
+            "groups",
+            "handed",
+            "leases",
+            "me",
+            "num_bytes",
+            "own_ports",
+            "part",
+            "plan",
+            "port_of",
+            "ports",
+            "pulling",
+        ),
         *("pushes", "sequence", "specs", "stats", "stopping", "tell", "term", "unanswered", "versions", "views"),
         *("waiting_for_news", "__dict__", "__weakref__"),
     )
@@ -183,7 +213,8 @@ class Client:
         self.flat = flat
         self.part = part
         self.specs = blocks  # all, by their index
-        self.blocks = blocks if not any(block.part for block in blocks) else [b for b in blocks if b.part == part]
+        self.num_bytes = [block.num_bytes for block in blocks]
+        self.blocks = [block for block in blocks if block.part == part]
         self.ports = ports
         self.tell = tell  # the coordinator
         self.port_of = [ports[owner] for owner in owners]
@@ -191,8 +222,7 @@ class Client:
         self.borrowers = [port for port in dict.fromkeys(ports) if isinstance(port, BorrowingPort)]
         self.views = [flat.view(block) for block in blocks] if owners else []
         self.leases: dict[int, HeldLease] = {}
-        self.handed: deque[int] = deque()  # cells of the evaluation at hand
-        self.point = -1  # at which it is computed
+        self.handed = Handed(tell)
         self.asked = False
         self.finished = False  # every batch of the run is done
         self.stopping = False
@@ -225,7 +255,9 @@ class Client:
             case Lease():
                 self._leased(message)
             case Cells():
-                self._handed(message)
+                self.handed.take(message)
+            case Delivered():
+                self.handed.leave_off(message)
             case StatePart():
                 self._state_part(message, payload)
             case Planned():
@@ -260,7 +292,7 @@ class Client:
     def next_cell(self) -> Cell | None:
         """The next cell to compute, in rounds the one of the lowest round; None: there is none now."""
         if self.plan.led:
-            return self._next_handed()
+            return self.handed.next(self.plan)
         held = [lease for lease in self.leases.values() if lease.todo]
         self._ask_for_more(len(held))
         if not held:
@@ -273,25 +305,9 @@ class Client:
             return None
         return self._cell(lease, lease.todo.popleft())
 
-    def _handed(self, cells: Cells) -> None:
-        """Cells of an evaluation; those of the one before are over."""
-        if cells.point > self.point:
-            self.point = cells.point
-            self.handed.clear()
-        if cells.point == self.point:
-            self.asked = False
-            self.handed += [cell for cell in cells.cells if cell not in self.handed]
-
-    def _next_handed(self) -> Cell | None:
-        """The next cell of the evaluation at hand; more are asked for while the last one is computed."""
-        if len(self.handed) <= 1 and not self.asked:
-            self.asked = True
-            self.tell(Want())
-        if not self.handed:
-            return None
-        cell = self.handed.popleft()
-        batches = tuple(Batch(cell, k, self.point) for k in range(self.plan.batches_in(cell)))
-        return Cell(batches, self.point, bool(self.handed))
+    def still_wants(self, cell: Cell) -> StillWanted:
+        """Look whether others have delivered a cell meanwhile, or its evaluation is over."""
+        return StillWanted(self.handed, cell)
 
     def _rest(self) -> None:
         """With nothing to do, be waited for by nobody: others might wait for us, and we for what they have."""
@@ -305,7 +321,7 @@ class Client:
 
     def _cell(self, lease: HeldLease, ks: tuple[int, ...]) -> Cell:
         round_ = self.plan.round_of(lease.portion, ks[0]) if self.plan.columns else -1
-        more = bool(lease.todo) or any([held.todo for held in self.leases.values()])
+        more = bool(lease.todo) or any(held.todo for held in self.leases.values())
         return Cell(tuple([Batch(lease.portion, k, lease.number) for k in ks]), round_, more)
 
     def _ask_for_more(self, ahead: int) -> None:
@@ -401,7 +417,7 @@ class Client:
             )
             self.unanswered[block.index].append(handle.sequence)
             self.port_of[block.index].push(message, self._filler(block, gradient))
-            self.stats.pushed_bytes += block.num_bytes
+            self.stats.pushed_bytes += self.num_bytes[block.index]
         self.groups = ()
         return handle
 
@@ -424,7 +440,11 @@ class Client:
             point = name[0].lease  # of an evaluation: a cell was handed out for it
         began = self.clock - 1 if gradient.began is None else gradient.began
         handle = PushHandle(name, len(self.blocks), self.sequence, self.clock, began, point)
-        self.pushes[self.sequence] = handle
+        if self.blocks:
+            self.pushes[self.sequence] = handle
+        else:  # a share of a model without parameters: there is nobody to answer
+            self.stats.acked += 1
+            self.settle(name)
         return handle
 
     def _skip_block(self, block: BlockSpec, handle: PushHandle, reason: str, want: bool = False) -> None:
@@ -582,7 +602,7 @@ class Client:
             out.copy_(values.view(out.dtype))
         self.versions[block] = version
         pull.left -= 1
-        self.stats.pulled_bytes += self.specs[block].num_bytes
+        self.stats.pulled_bytes += self.num_bytes[block]
 
     def _round_is_over(self, pull: PullHandle) -> None:
         """Others have done this round's cells and gone on: nothing of it is ours to do any more."""

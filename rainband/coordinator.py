@@ -20,7 +20,7 @@ from rainband.duties.leading import Leading
 from rainband.duties.leases import Leases
 from rainband.duties.planning import Planning
 from rainband.duties.presence import Presence
-from rainband.events import AnyEvent
+from rainband.events import AnyEvent, Regrouped
 from rainband.leader import Lead, Leader
 from rainband.messages import (
     Address,
@@ -102,7 +102,7 @@ class Coordinator:
             case Want():
                 self.presence.is_here(worker, now)
                 if self.leading is not None:
-                    return self.leading.wants(worker.peer, now)
+                    return self.leading.wants(worker.peer, message, now)
                 return self.leases.wants(worker, now)
             case Return():
                 self.presence.is_here(worker, now)
@@ -130,6 +130,9 @@ class Coordinator:
         if not report.measured and server.report is not None:
             last = server.report
             report = msgspec.structs.replace(report, staleness=last.staleness, missed=last.missed, limit=last.limit)
+        before = server.report and server.report.gathers
+        if before and report.gathers and before != report.gathers and sender.index == min(facts.servers):
+            facts.events.append(Regrouped(at_s=now, gradients=report.gathers))  # it stands for all servers
         server.report, server.full = report, frozenset(report.full)
         server.flushed |= report.flushed  # kept here: a report that was asked for meanwhile does not say so
         if report.flushed and facts.phase in ("flushing", "finishing"):

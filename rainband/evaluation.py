@@ -1,9 +1,10 @@
 """Who computes which cells of one evaluation: handed out on demand, and copied where someone is slow. Pure.
 
-A worker that asks gets cells that follow each other, many at first and one at a time towards the end. When all are
-handed out, whoever has nothing to do gets a copy of what should have come long ago. A cell is done when a worker was
-told so by every block; what a worker has not delivered is handed out again when it is lost. Which result counts is no
-question here: every block takes the first.
+A worker that asks gets cells that follow each other, many at first and one at a time towards the end; the last ones go
+to those who have nothing to do, not ahead to those who are still at work. When all are handed out, whoever is idle gets
+a copy of what should have come long ago. A cell is done when a worker was told so by every block; others that have it
+leave off. What a worker has not delivered is handed out again when it is lost. Which result counts is no question here:
+every block takes the first.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ class HandOut:
         self.backups = 0  # copies handed out
         self.delivered: dict[int, int] = {}  # worker -> cells that it delivered first
 
-    def give(self, worker: int, num_workers: int, now: float) -> tuple[int, ...]:
-        """Cells for a worker that asks; none: there is nothing for it now."""
+    def give(self, worker: int, num_workers: int, now: float, idle: bool = True) -> tuple[int, ...]:
+        """Cells for a worker that asks; none: there is nothing for it now. `idle`: it has computed what it has."""
         held = self.held.setdefault(worker, Held(since_s=now))
-        cells = self._fresh(worker, held, num_workers)
-        if not cells and not held.cells:
+        idle = idle or not held.cells
+        cells = self._fresh(worker, held, num_workers) if idle or len(self.fresh) > num_workers else ()
+        if not cells and idle:
             copied = self._overdue(worker, now)
             cells = () if copied is None else (copied,)
             self.backups += len(cells)
@@ -103,6 +105,10 @@ class HandOut:
         usual_s = self.pace.usual_s or UNKNOWN_S
         return held.since_s + (at + 1) * OVERDUE * usual_s * self.copies[held.cells[at]]
 
+    def has(self, worker: int) -> bool:
+        """Is there something that it has not delivered yet?"""
+        return worker in self.held and bool(self.held[worker].cells)
+
     def next_due(self) -> float | None:
         """When the next cell is overdue; None: nothing is open, or there is still something fresh to do."""
         if self.fresh:
@@ -115,17 +121,30 @@ class HandOut:
         ]
         return min(due, default=None)
 
-    def returned(self, worker: int, cell: int, now: float) -> None:
-        """A worker has delivered a cell to every block."""
+    def returned(self, worker: int, cell: int, now: float) -> list[int]:
+        """A worker has delivered a cell to every block; returns the others that have it, who may leave off."""
         held = self.held.get(worker)
         if held is not None and cell in held.cells:
-            held.cells.remove(cell)
-            self.copies[cell] -= 1
             self.pace.times_s.append(now - held.since_s)
-            held.since_s = now
+            self._take_away(held, cell, now)
         if cell in self.open:
             self.open.discard(cell)
             self.delivered[worker] = self.delivered.get(worker, 0) + 1
+        others = [other for other, theirs in self.held.items() if cell in theirs.cells]
+        for other in others:
+            self._take_away(self.held[other], cell, now)
+        return others
+
+    def _take_away(self, held: Held, cell: int, now: float) -> None:
+        if held.cells[0] == cell:
+            held.since_s = now
+        held.cells.remove(cell)
+        self.copies[cell] -= 1
+
+    def copied(self) -> dict[int, tuple[int, ...]]:
+        """Who has what others have, too, as far as is known: when all is done, they may leave off."""
+        twice = {cell for cell, copies in self.copies.items() if copies > 1}
+        return {worker: found for worker, held in self.held.items() if (found := tuple(twice & set(held.cells)))}
 
     def forget(self, worker: int) -> int | None:
         """A worker is gone: what only it had is handed out again. Returns the cell it was at."""

@@ -85,6 +85,12 @@ class Guarded(Event, frozen=True):
     bound: int | None  # from now on; none: the strategy has none
 
 
+class Regrouped(Event, frozen=True):
+    """Workers have come or gone, and so an update is made of another number of gradients from now on."""
+
+    gradients: int
+
+
 class Progress(Event, frozen=True):
     """How far the run is."""
 
@@ -155,6 +161,7 @@ AnyEvent = (
     | Returned
     | LeasedAgain
     | Guarded
+    | Regrouped
     | Progress
     | Iterated
     | Printed

@@ -35,10 +35,15 @@ class ModuleGradient:
 
     def __add__(self, other: ModuleGradient) -> ModuleGradient:
         """The sum. It takes over this gradient's memory: do not use the summands afterwards."""
+        return self.plus(other)
+
+    def plus(self, other: ModuleGradient, times: float = 1.0) -> ModuleGradient:
+        """Add so many times another one. It takes over this gradient's memory: do not use the summands afterwards."""
         both = [(a, b) for a, b in zip(self.tensors, other.tensors, strict=True) if a is not None and b is not None]
         if both:
-            torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-        tensors = [b if a is None else a for a, b in zip(self.tensors, other.tensors, strict=True)]
+            torch._foreach_add_([a for a, _ in both], [b for _, b in both], alpha=times)
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        tensors = [(None if b is None else b.mul_(times)) if a is None else a for a, b in pairs]
         samples = self.samples + other.samples
         loss = (self.loss * self.samples + other.loss * other.samples) / max(1, samples)
         total = ModuleGradient(tensors, self.batches + other.batches, samples, loss)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rainband import events
 from rainband.errors import RainbandError, Stop
 from rainband.evaluation import HandOut, Pace
-from rainband.messages import Answer, Cells, Command, Evaluated, Message, Peer
+from rainband.messages import Answer, Cells, Command, Delivered, Evaluated, Message, Peer
 from rainband.portions import Plan
 from rainband.types import Evaluation, Leading
 from rainband.vectors import ANSWERED, Operation
@@ -110,7 +110,8 @@ class Leader:
         self.number = 0
         self.pace = Pace()
         self.wanting: dict[int, Peer] = {}  # workers that asked for cells, longest first
-        self.working: set[int] = set()  # workers that have ever asked, and are here
+        self.idle: set[int] = set()  # of these, who has nothing to do
+        self.working: dict[int, Peer] = {}  # workers that have ever asked, and are here
         self.deaths: dict[int, int] = {}
         self.outs: list[To] = []
         self.notes: list[events.AnyEvent] = [] if notes is None else notes
@@ -229,22 +230,30 @@ class Leader:
             return self._go_on(Stop())
         if pending.cells:
             self.samples += pending.evaluated[pending.first].samples if not pending.refused() else 0
-        return self._go_on()
+        return self._call_off(pending) + self._go_on()
 
-    def want(self, worker: Peer, now: float) -> list[To]:
-        """A worker asks for cells."""
+    def _call_off(self, pending: Pending) -> list[To]:
+        """An evaluation is over: who still computes what others have delivered may leave off."""
+        copied = pending.hand_out.copied() if pending.hand_out is not None else {}
+        return [(self.working[w], Delivered(pending.point, cells)) for w, cells in copied.items() if w in self.working]
+
+    def want(self, worker: Peer, now: float, idle: bool = True) -> list[To]:
+        """A worker asks for cells; unless it is idle, while it computes its last one."""
         self.now = now
-        self.working.add(worker.index)
-        self.wanting[worker.index] = worker
+        self.working[worker.index] = self.wanting[worker.index] = worker
+        if idle:
+            self.idle.add(worker.index)
         return self._hand_out()
 
     def returned(self, worker: Peer, cell: int, point: int, now: float) -> list[To]:
         """A worker has delivered a cell."""
         self.now = now
         hand_out = self._open()
+        outs: list[To] = []
         if hand_out is not None and self.pending is not None and point == self.pending.point:
-            hand_out.returned(worker.index, cell, now)
-        return self._hand_out()
+            others = hand_out.returned(worker.index, cell, now)
+            outs += [(self.working[other], Delivered(point, (cell,))) for other in others if other in self.working]
+        return outs + self._hand_out()
 
     def forget(self, worker: int, gone: bool, died: bool) -> str:
         """A worker is late or gone; says so if what it was at has ended too many.
@@ -253,7 +262,8 @@ class Leader:
         """
         if gone:
             self.wanting.pop(worker, None)
-        self.working.discard(worker)
+            self.idle.discard(worker)
+        self.working.pop(worker, None)
         hand_out = self._open()
         cell = hand_out.forget(worker) if hand_out is not None else None
         if cell is None or not died:
@@ -279,9 +289,8 @@ class Leader:
     def due_at(self) -> float | None:
         """When to look again, because somebody who waits may get a copy of what is overdue then."""
         hand_out = self._open()
-        if hand_out is None or not any(not hand_out.held.get(w) or not hand_out.held[w].cells for w in self.wanting):
-            return None
-        return hand_out.next_due()
+        idle = [w for w in self.wanting if w in self.idle or not hand_out or not hand_out.has(w)]
+        return hand_out.next_due() if hand_out is not None and idle else None
 
     def waits_for(self) -> str:
         """In words, for who looks for a deadlock."""
@@ -305,8 +314,9 @@ class Leader:
         outs: list[To] = []
         before = hand_out.backups
         for index, peer in list(self.wanting.items()):
-            if cells := hand_out.give(index, len(self.working), self.now):
+            if cells := hand_out.give(index, len(self.working), self.now, index in self.idle):
                 del self.wanting[index]
+                self.idle.discard(index)
                 outs.append((peer, Cells(self.pending.point, cells)))
         self.backups += hand_out.backups - before
         return outs

@@ -347,6 +347,7 @@ class Report(Message, frozen=True):
     guard: bool = False  # the strategy wants the run to be guarded against divergence
     adapt: tuple[int, int] | None = None  # from where to where its bound may be moved
     bound: int | None = None  # that holds now
+    gathers: int | None = None  # gradients that make one update now; none: each rule has its own way
     cut_short: int = 0  # updates that were being written, by a worker itself, when it was lost
 
 
@@ -405,6 +406,8 @@ class Go(Message, frozen=True):
 class Want(Message, frozen=True):
     """A worker asks for a lease."""
 
+    idle: bool = False  # it has nothing to do until it gets one
+
 
 class Lease(Message, frozen=True):
     """A portion, or what is missing of it, is this worker's to do."""
@@ -418,6 +421,13 @@ class Cells(Message, frozen=True):
     """Cells of an evaluation for a worker to compute, in this order; perhaps copies of what others are slow with."""
 
     point: int  # the version of every block at which they are computed
+    cells: tuple[int, ...]
+
+
+class Delivered(Message, frozen=True):
+    """Others have delivered these cells: a worker that has them, too, may leave off."""
+
+    point: int
     cells: tuple[int, ...]
 
 
@@ -492,7 +502,7 @@ AnyMessage = (
     Hello | Load | Push | Pull | Opened | Loaded | Ack | Params | ServerJoin | Assign | Ready | Revoke | Sets
     | Forget | Ask | Flush | Report | Join | Welcome | Go | Want | Lease | Return | Beat | Finish | Halt | Ended
     | Conclude | Concluded | Failed | Bye | FetchState | StatePart | Planned | Dataset | Away | Dry | Rest | Held
-    | Tune | Named | Command | Answer | Evaluated | Cells | Value | Lend | GiveBack
+    | Tune | Named | Command | Answer | Evaluated | Cells | Delivered | Value | Lend | GiveBack
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -505,5 +515,8 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes | memoryview) -> Message:
     """Raises msgspec.DecodeError for anything that is not one of our messages."""
-    message: Message = _decoder.decode(data)
+    try:
+        message: Message = _decoder.decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"a word is no text: {error}") from None
     return message

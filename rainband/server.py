@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rainband.block import Block
 from rainband.blocks import BlockSpec
-from rainband.books import worst_limit
+from rainband.books import merge, worst_limit
 from rainband.handover import as_parts
 from rainband.led import Led
 from rainband.messages import (
@@ -187,10 +187,10 @@ class Server:
             return None, ""
         if push.samples < 1:
             return None, f"a gradient of {push.samples} samples has no weight"
-        if push.dtype != block.spec.dtype or push.numel != block.spec.numel:
+        if push.numel != block.numel or push.dtype != block.spec.dtype:
             wanted = f"{block.spec.numel} x {block.spec.dtype}"
             return None, f"block {block.spec.index} is {wanted}, the push is {push.numel} x {push.dtype}"
-        if payload is None or payload.numel() * payload.element_size() != block.spec.num_bytes:
+        if payload is None or payload.numel() * payload.element_size() != block.num_bytes:
             return None, f"the payload is not the {block.spec.num_bytes} bytes of block {block.spec.index}"
         gradient = payload if payload.dtype == block.dtype else payload.view(block.dtype)
         if gradient.dtype != block.master_dtype:
@@ -453,12 +453,12 @@ class Server:
         self.floor = {portion: lease for portion, lease in self.floor.items() if portion >= low}
         self.complete = Counter({portion: n for portion, n in self.complete.items() if portion >= low})
         skipped: dict[tuple[int, str], int] = {}
-        staleness: dict[int, Counter[int]] = {}
+        staleness: dict[int, dict[int, int]] = {}
         for block in blocks:
             for key, mask in block.skipped.items():
                 skipped[key] = skipped.get(key, 0) | mask
-            for worker, histogram in block.staleness.items() if measured else ():
-                staleness.setdefault(worker, Counter()).update(histogram)
+            if measured:
+                merge(staleness, block.staleness)
         return Report(
             low=low,
             full=tuple(sorted(p for p, n in self.complete.items() if n == len(blocks))),
@@ -467,12 +467,13 @@ class Server:
             blocks=tuple(b.tally() for b in blocks),
             skipped=tuple(Skipped(p, mask, reason) for (p, reason), mask in sorted(skipped.items())),
             refused=dict(self.refused),
-            staleness={worker: dict(histogram) for worker, histogram in staleness.items()},
+            staleness=staleness,
             flushed=flushed,
             measured=measured,
             missed=tuple(block.missed() for block in blocks) if measured else (),
             guard=self.guard,
             adapt=self.adapt,
             bound=next((b.tunable.bound for b in blocks if b.tunable is not None), None),
+            gathers=next((b.gathering.count for b in blocks if b.gathering is not None), None),
             limit=worst_limit(block.limit() for block in blocks) if measured else None,
         )

@@ -141,6 +141,12 @@ class TunableRule(Protocol):
     def retune(self, bound: int) -> None: ...
 
 
+class GatheringRule(Protocol):
+    """A rule that makes one update of several gradients."""
+
+    count: int  # of the update at hand
+
+
 class LimitedRule(Protocol):
     """A rule that bounds what a reader may miss, and measures it."""
 
@@ -188,6 +194,9 @@ class Worker(Protocol):
 
     def cells(self) -> AsyncIterator[Cell]:
         """The cells leased to this worker, until the run's data is done; in rounds, each when its round is open."""
+
+    def still_wants(self, cell: Cell) -> Awaitable[bool]:
+        """Is a cell that was begun still this worker's to do? Looks at what has come; others may have delivered it."""
 
     def gradient(self, batch: Batch) -> Awaitable[Gradient]:
         """The gradient of a batch's mean loss at the worker's parameters, computed now."""
@@ -257,6 +266,9 @@ class Gradient(Protocol):
     def __add__(self, other: Gradient) -> Gradient: ...
 
     def __mul__(self, factor: float) -> Gradient: ...
+
+    def plus(self, other: Gradient, times: float) -> Gradient:
+        """Add so many times another one. It takes over this gradient's memory: do not use the summands afterwards."""
 
 
 @dataclass(frozen=True, slots=True)

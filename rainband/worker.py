@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from rainband.client import Client, PullHandle, PushHandle
+from rainband.client import Client, PullHandle, PushHandle, StillWanted
 from rainband.flat import Flat
 from rainband.gradient import ModuleGradient
 from rainband.messages import Report, Skipped, Tally
@@ -126,8 +126,16 @@ class ModuleWorker:
             else:
                 yield cell
 
+    def still_wants(self, cell: Cell) -> StillWanted:
+        return self.client.still_wants(cell)
+
     def idle(self) -> None:
         """There is nothing to do now."""
+
+    @property
+    def seen(self) -> int:
+        """Samples that its buffers have followed."""
+        return self.client.stats.samples
 
     def gradient(self, batch: Batch) -> Compute:
         return Compute(self, batch)

@@ -1,11 +1,11 @@
-"""A fully connected net is fastest on a few machines and then slows; a locally connected one scales on (Dean et al. 2012).
+"""A fully connected net is fastest on a few machines, then slows; a locally connected one goes on (Dean et al. 2012).
 
 The speech net 440 - 4 x 2560 - 8192 has 41.8 M weights, and each machine makes an equal part of every layer's
 outputs, for which it needs all of the layer below. The image net has windows of 10 x 10, 36 channels, 21,000 classes
-and 1.7 G weights (100 x 100 pixels and three local layers are our choice), and each machine has a tile of the image: only
-rims cross. Layers are timed on one core of this machine, in the shapes that a part of the net has there, with their SGD
-step; local layers by the place, because all of them do not fit. A batch is then played over a simulated network of 1
-Gbit/s, whose cards are shared, with times that vary by a tenth.
+and 1.7 G weights (100 x 100 pixels and three local layers are our choice), and each machine has a tile of the image:
+only rims cross. Layers are timed on one core of this machine, in the shapes that a part of the net has there, with
+their SGD step; local layers by the place, because all of them do not fit. A batch is then played over a simulated
+network of 1 Gbit/s, whose cards are shared, with times that vary by a tenth and a cost of every message.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import time
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from rainband.layers import LocallyConnected2d
 from rainband.pipeline.profile import Profile, Unit, Value
 from rainband.pipeline.regions import Window, bounds, overlaps
 from rainband.sim.compute import ComputeModel
-from rainband.sim.model import ClusterModel, load_model
+from rainband.sim.model import ClusterModel, NodeModel, load_model
 from reproduce.runs import arguments, draw, over_seeds, report
 from reproduce.virtual_partition import batch_s
 
@@ -33,7 +34,8 @@ BATCH, FLOAT_BYTES = 32, 4
 MACHINES = (1, 2, 4, 8, 16, 32, 64)
 GRIDS = ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (5, 5), (6, 6), (8, 8), (9, 9), (12, 12))
 CORES = (1, 4)  # of a machine, each as fast as the one measured: threads work inside a part
-REPEATS = 5
+MESSAGE_S = 37e-6  # of a machine's time, at either end: what `rainband calibrate` found on two cores
+REPEATS = 10
 
 
 # ---- measuring ----
@@ -77,7 +79,7 @@ def _time(layer: nn.Module, x: torch.Tensor) -> tuple[float, float]:
 def speech(machines: int) -> Profile:
     """Part p of each layer on machine p; all parts of a layer go to all machines, and sums of the softmax do, too."""
     units, values, below = [], [], []
-    for layer, (inputs, outputs) in enumerate(zip(SPEECH[:-1], SPEECH[1:], strict=True)):
+    for layer, (inputs, outputs) in enumerate(pairwise(SPEECH)):
         names = [f"{layer}.{part}" for part in range(machines)]
         times = linear_s(inputs, outputs // machines)
         units += [Unit(name, *times, inputs * outputs // machines * FLOAT_BYTES) for name in names]
@@ -146,7 +148,8 @@ def _both_ways(numbers_per_sample: float) -> tuple[int, int]:
 
 
 def cluster() -> ClusterModel:
-    return replace(load_model("1gbit"), compute=ComputeModel(kind="lognormal", step_s=1.0, spread=0.1))
+    compute = ComputeModel(kind="lognormal", step_s=1.0, spread=0.1)
+    return replace(load_model("1gbit"), compute=compute, nodes=NodeModel(message_s=MESSAGE_S))
 
 
 def seconds(profile: Profile, cores: int, seed: int) -> float:
@@ -199,7 +202,8 @@ def main() -> None:
         f"fastest, full and local: {found}; the fully connected net {'slows' if slows else 'does not slow'} beyond",
         inner and slows and further,
     )
-    draw(asked.figure, "One batch of 32 on 1 Gbit/s", "machines", "times as fast as one", lines, xscale="log")
+    how = {"xscale": "log", "yscale": "log"}
+    draw(asked.figure, "One batch of 32 on 1 Gbit/s", "machines", "times as fast as one", lines, **how)
 
 
 if __name__ == "__main__":

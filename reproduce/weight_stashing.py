@@ -112,8 +112,8 @@ def main() -> None:
     report(
         "with stashing the pipeline is delayed SGD, exactly; without, it is not",
         f"largest distance from the reference: {largest['stashing']:g} with stashing, {largest['vertical sync']:g} "
-        f"with vertical sync, {largest['no stashing']:.2g} without; the loss comes to {losses['stashing']:.3f} with and "
-        f"{losses['no stashing']:.3f} without",
+        f"with vertical sync, {largest['no stashing']:.2g} without; the loss comes to {losses['stashing']:.3f} with "
+        f"and {losses['no stashing']:.3f} without",
         largest["stashing"] == largest["vertical sync"] == 0.0 < largest["no stashing"],
     )
     draw(asked.figure, "Four stages on the digits", "microbatches", "distance from delayed SGD, relative", lines)

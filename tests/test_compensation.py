@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from rainband.messages import COORDINATOR, Assign, Forget, Load, Params, Pull
 from rainband.rules import ApplyOnArrival, Compensated, MeanOfArrivals, WaitForSlowest, compensated
@@ -23,6 +24,7 @@ STRATEGIES: list[Strategy] = [
     SoftSync(n=2, lr=0.05, compensation=0.5),
     StaleSync(bound=1, lr=0.05, compensation=0.5),
     BoundedDelay(tau=2, lr=0.05, compensation=0.5),
+    Downpour(lr=0.05, optimizer="sgd", compensation=2.0, compensation_memory=0.95),
 ]
 
 
@@ -53,6 +55,49 @@ def test_a_gradient_of_2_that_missed_a_step_of_minus_1_counts_as_0_with_strength
     send(server, make_push(named(0, 1), worker=1), 2.0)
 
     assert value_of(server.blocks[0]) == -1.0  # 2 + 0.5 * 2 * 2 * (-1 - 0) = 0
+
+
+def test_with_a_memory_the_correction_is_divided_by_the_root_of_the_mean_square() -> None:
+    """m = 3/4. First g = 4: s = 4. Then g = 2: s = 3/4 * 4 + 1/4 * 4 = 4, its root is 2."""
+    server = make_server(Compensated(ApplyOnArrival(), strength=0.5, memory=0.75))
+    for worker in (0, 1):
+        pull(server, worker)
+
+    send(server, make_push(named(0, 0), worker=0), 4.0)
+    assert value_of(server.blocks[0]) == -2.0  # it has missed nothing
+    send(server, make_push(named(0, 1), worker=1), 2.0)
+
+    # 2 + 0.5 / 2 * 2 * 2 * (-2 - 0) = 0, but for the 1e-7 under the root
+    assert value_of(server.blocks[0]) == pytest.approx(-2.0, abs=1e-6)
+
+
+def test_elements_with_large_gradients_are_corrected_less() -> None:
+    """After gradients (1, 3), and the same again: s = g * g * (1 - m * m), so the strength of the second is a third."""
+    rule = Compensated(ApplyOnArrival(), strength=1.0, memory=0.5)
+    rule._remember(torch.tensor([1.0, 3.0]))
+    rule._remember(torch.tensor([1.0, 3.0]))
+
+    once, thrice = rule._scaled(torch.ones(2)).tolist()
+    assert once == pytest.approx(1 / 0.75**0.5, rel=1e-6) and once == pytest.approx(3 * thrice, rel=1e-6)
+
+
+def test_each_block_remembers_for_itself() -> None:
+    make = compensated(ApplyOnArrival, 1.0, 0.5)
+    first, second = make(), make()
+    first._remember(torch.ones(1))  # type: ignore[attr-defined]
+    assert second.mean_square is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"compensation": 1.0, "compensation_memory": 1.0}, "compensation_memory=1.0: choose 0 .* below 1"),
+        ({"compensation_memory": 0.95}, "there is none: add one, such as compensation=2"),
+    ],
+)
+def test_a_memory_of_nothing_or_for_ever_is_refused(settings: dict[str, float], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        StaleSync(**settings)  # type: ignore[arg-type]
 
 
 def test_it_is_what_the_worker_was_given_that_counts_not_what_it_was_given_last() -> None:

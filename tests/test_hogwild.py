@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,8 +24,10 @@ from rainband.messages import Ask, Assign, Flush, Forget, Loaded, Message, Ready
 from rainband.portions import Plan
 from rainband.tasks.clicks import Clicks
 from rainband.tasks.linear import Linear
+from rainband.tasks.quadratic import Quadratic
 from rainband.tasks.task import TensorData
 from rainband.types import Batch
+from rainband.worker import Sampler
 from rainband.worlds import sim
 from rainband.worlds.config import RunConfig, SimSettings, refuse_led
 from rainband.worlds.hogwild_keeper import Keeper
@@ -268,12 +271,11 @@ def simulated(path: Path, task: str = "linear", workers: int = 3, faults: str = 
 
 
 def weights(path: Path) -> Tensor:
-    import safetensors.torch
-
     return safetensors.torch.load_file(path / "model.safetensors")["weight"].flatten()
 
 
-SMALL = {"dimension": 16, "samples": 256, "batch_size": 4, "epochs": 2}  # 128 batches
+BOWL: Any = {"dimension": 5, "samples": 50, "batch_size": 8, "epochs": 2}  # gradients depend on the parameters
+SMALL: Any = {"dimension": 16, "samples": 256, "batch_size": 4, "epochs": 2}  # 128 batches
 
 
 def test_every_batch_is_added_once_and_what_a_gradient_missed_is_what_the_others_wrote(tmp_path: Path) -> None:
@@ -284,6 +286,22 @@ def test_every_batch_is_added_once_and_what_a_gradient_missed_is_what_the_others
     books = result.books
     assert (books["applied"], books["lost"], books["twice"], books["torn"]) == (128, 0, 0, 0)
     assert result.staleness["mean"] == pytest.approx(2, abs=0.1)  # two others, at the same pace
+
+
+def test_one_worker_alone_is_plain_sgd_to_the_last_bit(tmp_path: Path) -> None:
+    simulated(tmp_path, "quadratic", workers=1, **BOWL)
+
+    task = Quadratic(**BOWL)
+    module, data = task.model(), task.data()
+    plain = torch.optim.SGD(module.parameters(), lr=LR, foreach=False)
+    plan = make_plan(num_samples=50, batch_size=8, epochs=2, portion_batches=1)
+    sampler = Sampler(plan)
+    for portion in range(plan.num_portions):
+        plain.zero_grad()
+        task.loss(module, data.batch(sampler.indices(Batch(portion, 0, 1)))).backward()  # type: ignore[no-untyped-call]
+        plain.step()
+    (trained,) = safetensors.torch.load_file(tmp_path / "model.safetensors").values()
+    assert torch.equal(trained, next(module.parameters()))
 
 
 def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:

@@ -37,11 +37,7 @@ def carried(nest: Any) -> Any:
 def same(a: Any, b: Any) -> bool:
     """Equal to the last bit, in type and order of memory."""
     if isinstance(a, Tensor):
-        return (
-            type(b) is Tensor
-            and (a.dtype, a.shape) == (b.dtype, b.shape)
-            and a.contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8))
-        )
+        return type(b) is Tensor and (a.dtype, a.shape) == (b.dtype, b.shape) and raw(a).equal(raw(b))
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):
@@ -49,6 +45,10 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return list(a) == list(b) and all(map(same, a.values(), b.values()))
     return bool(a == b) or a != a  # a NaN is one also when it arrives
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 # ---- laws ------------------------------------------------------------------------------------------------------------

@@ -464,6 +464,7 @@ def frame(message: Message, key: int, body: bytes = b"") -> bytes:
 BAD: Sequence[tuple[str, Any]] = [
     ("no frame at all", lambda key: b"GET / HTTP/1.1\r\n\r\n" + bytes(100)),
     ("another connection's frame", lambda key: frame(forged(), key ^ 1)),
+    ("a word that is no text", lambda key: pack(encode(forged()).replace(b"x", b"\xff"), None, key)),
     ("a structure that is none", lambda key: frame(forged(b"\xc1"), key)),
     ("a tensor without its bytes", lambda key: frame(forged(outgoing(PAGES).structure), key)),
     ("a segment that was never lent", lambda key: frame(forged(outgoing(PAGES).structure, 3), key)),

@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband.sim.bank import Bank
+from rainband.sim.bank import Bank, Times
 from rainband.sim.clock import VirtualClock
 from rainband.sim.compute import ComputeModel, Pace
 from rainband.sim.cores import Cores
@@ -173,6 +172,73 @@ def test_nothing_overtakes_on_a_connection_and_no_card_carries_more_than_it_can(
 # ---- many servers at once ----
 
 
+def times_of(bank: Bank, times: Times) -> list[float]:
+    return [bank.of(times, server) for server in range(len(bank.first_s))]
+
+
+class EachByItself:
+    """The same as a bank, with a clock for every card and processor of every server."""
+
+    def __init__(self, model: ClusterModel, sizes: list[int]) -> None:
+        self.sizes, self.network, self.nodes = sizes, model.network, model.nodes
+        self.into, self.out, self.processor = ([0.0] * len(sizes) for _ in range(3))
+        if not self.network.duplex:
+            self.out = self.into
+
+    def apply(self, left_at: float) -> list[float]:
+        at = left_at + self.network.latency_s
+        for i, size in enumerate(self.sizes):
+            self.into[i] = max(at, self.into[i]) + size / self.network.bytes_per_s
+            self.processor[i] = max(self.into[i], self.processor[i]) + size / self.nodes.apply_bytes_per_s
+            at += size / self.network.bytes_per_s
+        return list(self.processor)
+
+    def ask(self, now: float) -> list[float]:
+        for i, size in enumerate(self.sizes):
+            self.processor[i] = max(now, self.processor[i]) + size / self.nodes.read_bytes_per_s
+        return list(self.processor)
+
+    def reply(self, ready: list[float], card_free_at: float) -> float:
+        begin = [max(ready[i], self.out[i]) for i in range(len(self.sizes))]
+        for i, size in sorted(enumerate(self.sizes), key=lambda share: begin[share[0]]):
+            self.out[i] = begin[i] + size / self.network.bytes_per_s
+            arrives = begin[i] + self.network.latency_s
+            card_free_at = max(arrives, card_free_at) + size / self.network.bytes_per_s
+        return card_free_at
+
+
+@given(
+    sizes=st.lists(st.sampled_from([2 * MB, 3 * MB, 7 * MB]), min_size=1, max_size=7),
+    doings=st.lists(st.tuples(st.sampled_from(["push", "pull"]), st.floats(0, 0.5)), max_size=12),
+    duplex=st.booleans(),
+)
+def test_two_numbers_stand_for_any_number_of_servers_with_equal_shares(
+    sizes: list[int], doings: list[tuple[str, float]], duplex: bool
+) -> None:
+    model = ClusterModel(
+        NetworkModel(latency_s=0.25, bytes_per_s=10 * MB, duplex=duplex),
+        nodes=NodeModel(apply_bytes_per_s=16 * MB, read_bytes_per_s=32 * MB, message_s=0.0),
+    )
+    bank, each, worker, now = (
+        Bank(model, sizes, [1] * len(sizes)),
+        EachByItself(model, sizes),
+        Machine(model.network),
+        0.0,
+    )
+    for what, after_s in doings:
+        now += after_s
+        if what == "push":
+            times, expected = bank.apply(now), each.apply(now)
+        else:
+            times, expected = bank.ask(now), each.ask(now)
+        assert times_of(bank, times) == pytest.approx(expected)
+        assert bank.at_the_last(times) == pytest.approx(max(expected))
+        assert bank.in_the_middle(times) == pytest.approx(expected[len(sizes) // 2])
+        if what == "pull":
+            free_at = worker.into.free_at
+            assert bank.reply(worker, times)[1] == pytest.approx(each.reply(expected, free_at))
+
+
 def test_a_bank_of_servers_keeps_the_times_of_each() -> None:
     model = ClusterModel(
         NetworkModel(latency_s=0.1, bytes_per_s=10 * MB), nodes=NodeModel(apply_bytes_per_s=10 * MB, message_s=0.0)
@@ -180,9 +246,9 @@ def test_a_bank_of_servers_keeps_the_times_of_each() -> None:
     bank = Bank(model, [5 * MB, 5 * MB], [1, 1])
     worker = Machine(model.network)
     assert bank.leave(worker, 0.0) == 0.0
-    np.testing.assert_allclose(bank.apply(0.0), [0.1 + 0.5 + 0.5, 0.1 + 1.0 + 0.5])
+    assert times_of(bank, bank.apply(0.0)) == pytest.approx([0.1 + 0.5 + 0.5, 0.1 + 1.0 + 0.5])
     # A second worker at the same time: its shares wait for the cards, then for the processors.
-    np.testing.assert_allclose(bank.apply(0.0), [0.1 + 1.0 + 0.6 - 0.1, 0.1 + 1.5 + 0.5])
+    assert times_of(bank, bank.apply(0.0)) == pytest.approx([0.1 + 1.0 + 0.6 - 0.1, 0.1 + 1.5 + 0.5])
     assert bank.leave(worker, 0.5) == 1.0  # its card is busy with both shares until then
 
 
@@ -191,8 +257,8 @@ def test_pushes_of_two_workers_queue_at_the_cards_of_a_bank() -> None:
         NetworkModel(latency_s=0.1, bytes_per_s=10 * MB), nodes=NodeModel(apply_bytes_per_s=math.inf, message_s=0.0)
     )
     bank = Bank(model, [5 * MB, 5 * MB], [1, 1])
-    np.testing.assert_allclose(bank.apply(0.0), [0.6, 1.1])
-    np.testing.assert_allclose(bank.apply(0.0), [1.1, 1.6])
+    assert times_of(bank, bank.apply(0.0)) == pytest.approx([0.6, 1.1])
+    assert times_of(bank, bank.apply(0.0)) == pytest.approx([1.1, 1.6])
 
 
 def test_replies_of_a_bank_share_the_workers_card() -> None:

@@ -346,7 +346,6 @@ def typed(*words: str) -> Any:
     [
         (["--time-only"], "--time-only is for virtual time: add --world sim."),
         (["--faults", "x"], "--faults is for virtual time"),
-        (["compute.step_s=1"], "compute.KEY=VALUE is for virtual time"),
         (["--world", "sim", "--network", "moon"], "no network named 'moon': choose from lan, 1gbit, wan, datacentre"),
         (["--world", "sim", "compute.stepp=1"], "ComputeModel has no setting 'stepp'"),
         (["--world", "sim", "--steps", "3"], "--steps is for --time-only"),

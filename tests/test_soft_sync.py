@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rainband import events
 from rainband.rules import MeanOfArrivals
 from rainband.strategies.soft_sync import SoftSync
 from rainband.tasks.linear import Linear
@@ -82,6 +83,85 @@ def test_thirty_workers_and_n_3_make_updates_of_10(
 
 def test_with_fewer_workers_than_n_every_gradient_is_an_update() -> None:
     assert SoftSync(n=8).count(num_workers=5) == 1
+
+
+# ---- workers come and go ----
+
+
+def four_workers_two_updates() -> tuple[MeanOfArrivals, Recorder]:
+    rule = SoftSync(n=2, scaling="none").server(num_workers=4).rule()
+    assert isinstance(rule, MeanOfArrivals)
+    return rule, Recorder(make_plan())
+
+
+def test_when_two_of_four_workers_are_lost_an_update_is_of_one_gradient() -> None:
+    rule, block = four_workers_two_updates()
+    for worker in (3, 2):
+        rule.forget(block, worker)
+    rule.absorb(block, make_push(named(0, 0), worker=0), number(5.0))
+    assert block.numbers() == [5.0]
+
+
+def test_the_update_at_hand_is_finished_as_it_was_begun_and_the_next_one_is_smaller() -> None:
+    rule, block = four_workers_two_updates()
+    rule.absorb(block, make_push(named(0, 0), worker=3), number(4.0))
+    for worker in (3, 2):
+        rule.forget(block, worker)
+
+    assert block.numbers() == [] and rule.buffered == 1
+    rule.absorb(block, make_push(named(0, 1), worker=0), number(8.0))
+    rule.absorb(block, make_push(named(0, 2), worker=1), number(7.0))
+    assert block.numbers() == [6.0, 7.0]
+
+
+def test_who_comes_back_or_is_new_counts_from_its_first_push_on() -> None:
+    rule, block = four_workers_two_updates()
+    for worker in (3, 2):
+        rule.forget(block, worker)
+    for worker, gradient in ((2, 1.0), (9, 3.0), (0, 5.0), (1, 7.0)):
+        rule.absorb(block, make_push(named(0, 0), worker=worker), number(gradient))
+
+    assert block.numbers() == [1.0, 4.0] and rule.buffered == 1  # three workers: 1; four: 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=60), st.integers(1, 4))
+def test_every_update_is_of_so_many_gradients_as_the_workers_at_its_beginning_say(
+    story: list[tuple[int, bool]], n: int
+) -> None:
+    strategy, block = SoftSync(n=n, scaling="none"), Recorder(make_plan())
+    rule = strategy.server(num_workers=5).rule()
+    there, left = set(range(5)), 0  # of the update at hand, none: it has not begun
+    for worker, pushes in story:
+        if not pushes:
+            rule.forget(block, worker)
+            there.discard(worker)
+            continue
+        there.add(worker)
+        left = (left or strategy.count(len(there))) - 1
+        before = block.version
+        rule.absorb(block, make_push(named(0, 0), worker=worker), number(1.0))
+        assert (block.version > before) is (left == 0)
+
+
+def test_in_a_run_with_a_kill_c_follows_and_an_event_says_so() -> None:
+    """Six workers and n = 2: updates of 3. Two are lost: updates of 2, and the mean staleness is that of four."""
+    seen: list[events.AnyEvent] = []
+    task = Linear(dimension=16, samples=1200, batch_size=1, epochs=1)
+    world = world_of(SoftSync(n=2, lr=0.25), 6, INSTANT, num_servers=1, task=task)
+    world.leader.show = seen.append
+    world.start()
+    world.run(until_s=40.25)
+    (block,) = world.servers[0].server.blocks.values()
+    before = block.version
+    assert block.gathering is not None and block.gathering.count == 3 and before == 80  # 40 s of 6 gradients
+
+    for worker in (1, 4):
+        world.kill(world.workers[worker])
+    world.run()
+    assert block.gathering.count == 2
+    assert [event.gradients for event in seen if isinstance(event, events.Regrouped)] == [2]
+    books = world.coordinator.books()
+    assert books is not None and books.balanced and books.applied == 1200
 
 
 def test_wrong_settings_are_told_at_once() -> None:

@@ -734,7 +734,7 @@ def test_a_task_of_ones_own_is_a_class_an_instance_or_a_function_in_the_current_
         (
             "digit",
             {},
-            r"no task named 'digit' \(did you mean digits\?\): choose from digits, fashion.*module:name",
+            r"no task named 'digit' \(did you mean digits\?\): choose from clicks, digits, fashion.*module:name",
         ),
         ("zzz", {}, "no task named 'zzz': choose from"),
         ("task", {}, "no task named 'task'"),

@@ -17,7 +17,7 @@ import torch
 from rainband import events
 from rainband.bench.rows import Effort, Row, at_least, at_most, median
 from rainband.coordinator import Coordinator, Out
-from rainband.messages import Answer, Cells, Command, Evaluated, Message, Peer, Return, Want, encode
+from rainband.messages import Answer, Cells, Command, Delivered, Evaluated, Message, Peer, Return, Want, encode
 from rainband.tasks.mlp import Mlp
 from rainband.transports.frames import PREFIX_BYTES
 from rainband.worlds import local
@@ -29,7 +29,7 @@ SAMPLES = 16384
 FULL_HISTORY = 14  # iterations, until each direction has all its pairs
 NEVER_CONVERGES = {"n_push": 16, "gradient_tolerance": 0.0, "loss_tolerance": 0.0}
 FASTER, MOST_KB = 1.7, 10.0
-LED = (Command, Answer, Evaluated, Cells, Want, Return)
+LED = (Command, Answer, Evaluated, Cells, Delivered, Want, Return)
 
 
 def run(effort: Effort) -> list[Row]:

@@ -45,8 +45,8 @@ def gloo_main(job: bytes, fds: list[int]) -> None:
     _report(fds[0], seconds)
 
 
-def _join_gloo(rank: int, port: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def _join_gloo(rank: int, port: int, num_ranks: int = 2) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
 
 
 class SocketOrder(msgspec.Struct, frozen=True):
@@ -150,6 +150,58 @@ def _all_say_enough(order: TrainOrder, seconds: float) -> bool:
     if order.port:
         dist.broadcast(enough, 0)  # a tiny message: the ranks must stop at the same step
     return bool(enough)
+
+
+class PacedOrder(msgspec.Struct, frozen=True):
+    """DDP on the digits, each step on a device that takes so long, until the accuracy is there."""
+
+    rank: int
+    num_ranks: int
+    port: int
+    step_s: float  # of this rank
+    lr: float
+    accuracy: float
+    look_every: int = 4  # steps between two measurements, by the first rank
+    most_steps: int = 400
+
+
+def paced_main(job: bytes, fds: list[int]) -> None:
+    """Reports samples per second of all ranks together, and the seconds to the accuracy (0: it was not reached)."""
+    from rainband.tasks.digits import Digits
+
+    order = msgspec.msgpack.decode(job, type=PacedOrder)
+    _join_gloo(order.rank, order.port, order.num_ranks)
+    task, size = Digits(), order.num_ranks
+    torch.manual_seed(0)
+    plain = task.model()
+    model = nn.parallel.DistributedDataParallel(plain)
+    data, optimizer = task.data(), torch.optim.SGD(model.parameters(), lr=order.lr)
+    steps_per_epoch = len(data) // (task.batch_size * size)
+    dist.barrier()
+    started = time.perf_counter()
+    reached_s, step = 0.0, 0
+    while step < order.most_steps and not reached_s:
+        inside, epoch = step % steps_per_epoch, step // steps_per_epoch
+        order_of_epoch = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch)).numpy()
+        first = (inside * size + order.rank) * task.batch_size
+        done_at = time.perf_counter() + order.step_s
+        optimizer.zero_grad()
+        loss = task.loss(model, data.batch(order_of_epoch[first : first + task.batch_size]))  # type: ignore[arg-type]
+        time.sleep(max(0.0, done_at - time.perf_counter()))  # before backward: that is when the ranks wait
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        step += 1
+        if step % order.look_every == 0:
+            there = order.rank == 0 and task.evaluate(plain)["accuracy"] >= order.accuracy
+            if _first_rank_says(there):
+                reached_s = time.perf_counter() - started
+    _report(fds[0], [step * task.batch_size * size / (time.perf_counter() - started), reached_s])
+
+
+def _first_rank_says(so: bool) -> bool:
+    told = torch.tensor(float(so))
+    dist.broadcast(told, 0)
+    return bool(told)
 
 
 def _report(fd: int, seconds: list[float]) -> None:

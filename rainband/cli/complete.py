@@ -19,6 +19,12 @@ def strategies(incomplete: str) -> list[str]:
     return _beginning(incomplete, strategy_names())
 
 
+def pipeline_schedules(incomplete: str) -> list[str]:
+    from rainband.pipeline.schedules import SCHEDULES
+
+    return _beginning(incomplete, [*SCHEDULES, "all"])
+
+
 def strategies_and_tasks(incomplete: str) -> list[str]:
     return strategies(incomplete) + tasks(incomplete)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,12 +14,12 @@ from rainband.cli import complete
 from rainband.cli.mistakes import mistakes_told
 
 if TYPE_CHECKING:
-    from rainband.pipeline.check import Costs, Facts
+    from rainband.pipeline.partitioners import Partitioner
     from rainband.pipeline.plan import Plan
     from rainband.pipeline.profile import Profile, Resources
-    from rainband.pipeline.table import Table
+    from rainband.pipeline.rates import Played
 
-SCHEDULES = ("gpipe", "one_f_one_b", "pipedream", "two_buffered")  # interleaved has several stages on a machine
+ALL = "all"  # every schedule
 
 
 def register(app: typer.Typer) -> None:
@@ -33,8 +33,13 @@ def command(
     ] = None,
     machines: Annotated[int, typer.Option(min=1, metavar="N", help="How many there are.")] = 2,
     partitioner: Annotated[
-        str, typer.Option(metavar="NAME", help="Who plans: balanced, pipedream, straight, or module:function.")
-    ] = "pipedream",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Who plans: balanced, interleaved, pipedream, straight, or module:function.",
+            show_default="as the schedule needs it, else pipedream",
+        ),
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Samples of a batch.", show_default="the task's own")
     ] = None,
@@ -54,9 +59,15 @@ def command(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as .json or .toml.")] = None,
     draw: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the plan, as .png, .svg or .pdf.")] = None,
     schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Play it: gpipe, one_f_one_b, pipedream or two_buffered.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Play it: gpipe, one_f_one_b, interleaved, pipedream or two_buffered; all: compare them.",
+            autocompletion=complete.pipeline_schedules,
+        ),
     ] = None,
     microbatches: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch, for --schedule.")] = 8,
+    chunks: Annotated[int, typer.Option(min=1, metavar="N", help="Stages on each machine, if interleaved.")] = 2,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each unit.")] = 5,
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="Of torch, while measuring.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.")] = False,
@@ -66,33 +77,53 @@ def command(
     \b
     rainband plan digits --machines 4 --out plan.json
     rainband plan digits --partitioner balanced --memory 1 --machines 3
-    rainband plan digits --plan plan.json --schedule one_f_one_b
+    rainband plan digits --machines 3 --schedule all
+    rainband plan digits --plan plan.json --schedule one_f_one_b --draw plan.png
     """
     import msgspec
 
-    from rainband.pipeline.partitioners import find_partitioner, make_plan
+    from rainband.pipeline.partitioners import make_plan
     from rainband.pipeline.plan import check_file_name, load, save
+    from rainband.pipeline.rates import check_schedule, every_schedule, played
 
     with mistakes_told():  # what can be wrong is looked at before anything is measured
         _import_from_here()
         edited = load(plan_file) if plan_file else None
-        planner = (lambda profile, resources: edited) if edited else find_partitioner(partitioner)
-        _check_schedule(schedule, edited)
+        if schedule is not None and schedule != ALL:
+            check_schedule(schedule, edited)
+        planner = _planner(edited, partitioner, schedule, chunks)
         if out is not None:
             check_file_name(out)
+        if draw is not None:
+            _check_picture(draw)
         resources = _resources(edited.num_machines if edited else machines, memory, network, group, between)
         profile = _profile(task, settings or [], batch_size, repeats, threads)
         plan = make_plan(planner, profile, resources)
-        played = _played(schedule, plan, profile, microbatches, resources) if schedule else None
+        compared = every_schedule(profile, resources, microbatches, chunks) if schedule == ALL else None
+        one = schedule is not None and schedule != ALL
+        play = played(schedule or "", plan, profile, resources, microbatches) if one else None
         if out is not None:
             save(plan, out)
-        drawn = _draw(plan, profile, played, draw) if draw is not None else []
+        drawn = _draw(plan, profile, play, draw) if draw is not None else []
     if as_json:
         typer.echo(msgspec.json.encode(plan).decode())
         return
-    _print(plan, profile, resources, played)
+    _print(plan, profile, resources, play, compared)
     for path in [*([out] if out else []), *drawn]:
         typer.echo(f"written to {path}")
+
+
+def _planner(edited: Plan | None, partitioner: str | None, schedule: str | None, chunks: int) -> Partitioner:
+    from functools import partial
+
+    from rainband.pipeline.partitioners import find_partitioner
+    from rainband.pipeline.pipedream import interleaved
+    from rainband.pipeline.rates import partitioner_for
+
+    if edited is not None:
+        return lambda profile, resources: edited
+    planner = find_partitioner(partitioner) if partitioner else partitioner_for(None if schedule == ALL else schedule)
+    return partial(interleaved, chunks=chunks) if planner is interleaved else planner
 
 
 def _import_from_here() -> None:
@@ -144,73 +175,44 @@ def _profile(name: str, settings: Sequence[str], batch_size: int | None, repeats
     return measure(cut, args, kwargs, model=name, repeats=repeats)
 
 
-def _check_schedule(name: str | None, edited: Plan | None) -> None:
-    if name is not None and name not in SCHEDULES:
-        raise ValueError(f"no schedule named '{name}' here: choose from {', '.join(SCHEDULES)}.")
-    if name is not None and edited is not None:
-        _check_kind(edited)
+def _check_picture(path: Path) -> None:
+    """A picture that cannot be written should be told before minutes of measuring."""
+    kinds = (".png", ".svg", ".pdf")
+    if path.suffix not in kinds:
+        raise ValueError(f"a picture is a file that ends in {', '.join(kinds)}, not {path.name}.")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} for the picture: make it first (mkdir -p {path.parent}).")
 
 
-def _check_kind(plan: Plan) -> None:
-    if plan.kind != "pipeline":
-        raise ValueError("a schedule is for a pipeline, and the plan is a partition: use --partitioner straight.")
-
-
-def _played(name: str, plan: Plan, profile: Profile, microbatches: int, resources: Resources) -> tuple[Table, Facts]:
-    from rainband.pipeline import schedules
-    from rainband.pipeline.check import check
-
-    _check_kind(plan)
-    replicas = plan.replicas()
-    if name != "pipedream" and max(replicas) > 1:
-        raise ValueError(
-            f"the plan has replicas {replicas} of stages, which only the schedule pipedream knows: plan with "
-            "--partitioner straight."
-        )
-    if name == "pipedream":
-        table = schedules.pipedream(replicas, microbatches)
-    elif name == "two_buffered":
-        table = schedules.two_buffered(len(replicas), microbatches, batches=2)
-    else:
-        table = getattr(schedules, name)(len(replicas), microbatches)
-    return table, check(table, _costs(name, plan, profile, microbatches, resources))
-
-
-def _costs(name: str, plan: Plan, profile: Profile, microbatches: int, resources: Resources) -> Costs:
-    """Of a microbatch: a batch's share, except where each microbatch is a batch of its own."""
-    from rainband.pipeline.check import Costs
-    from rainband.pipeline.predict import crossings
-
-    share = 1 if name == "pipedream" else microbatches
-    units = [[profile.by_name[unit] for unit in stage.units] for stage in plan.stages]
-    largest = max((count for _, _, count in crossings(plan, profile)), default=0)
-    return Costs(
-        forward_s=tuple(sum(unit.forward_s for unit in stage) / share for stage in units),
-        backward_s=tuple(sum(unit.backward_s for unit in stage) / share for stage in units),
-        send_s=resources.network.transfer_s(largest // 2 // share, 0, 1) if largest else 0.0,
-    )
-
-
-def _print(plan: Plan, profile: Profile, resources: Resources, played: tuple[Table, Facts] | None) -> None:
-    from rainband.pipeline.show import plan_lines, profile_lines, schedule_lines
+def _print(
+    plan: Plan,
+    profile: Profile,
+    resources: Resources,
+    play: Played | None,
+    compared: Mapping[str, Played | ValueError] | None,
+) -> None:
+    from rainband.pipeline.show import compared_lines, plan_lines, profile_lines, schedule_lines
 
     typer.echo(f"{profile.model}: {len(profile.units)} units, measured with batches of {profile.batch_size}\n")
     for line in [*profile_lines(profile), "", *plan_lines(plan, profile, resources), ""]:
         typer.echo(line)
-    if played is not None:
-        for line in [*schedule_lines(*played), ""]:
+    if play is not None:
+        for line in [*schedule_lines(play, profile), ""]:
+            typer.echo(line)
+    if compared is not None:
+        for line in [*compared_lines(compared, profile), ""]:
             typer.echo(line)
 
 
-def _draw(plan: Plan, profile: Profile, played: tuple[Table, Facts] | None, path: Path) -> list[Path]:
+def _draw(plan: Plan, profile: Profile, play: Played | None, path: Path) -> list[Path]:
     """The files that were drawn: the plan, and beside it the schedule."""
     from rainband.pipeline.draw import draw_plan, draw_schedule
 
     if not draw_plan(plan, profile, path):
         typer.echo("no picture: matplotlib is not installed (pip install 'rainband[plots]').", err=True)
         return []
-    if played is None:
+    if play is None:
         return [path]
     timeline = path.with_name(f"{path.stem}_schedule{path.suffix}")
-    draw_schedule(*played, timeline)
+    draw_schedule(play.table, play.facts, timeline)
     return [path, timeline]

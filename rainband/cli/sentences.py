@@ -17,6 +17,7 @@ from rainband.events import (
     PhaseChanged,
     PlanMade,
     Printed,
+    Regrouped,
     Returned,
     RunStarted,
     UserError,
@@ -32,6 +33,8 @@ def lasting(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> list[st
     match event:
         case Lost():
             return [_lost(event, so_far)]
+        case Regrouped():
+            return [f"workers have come or gone: one update is the mean of {count(event.gradients, 'gradient')} now"]
         case Guarded():
             return [_guarded(event)]
         case Returned():

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from rainband.settings import parse_pairs
+from rainband.settings import build, parse_pairs
+from rainband.sim.compute import ComputeModel
 from rainband.sim.faults import parse
 from rainband.sim.model import load_model
 from rainband.worlds.config import RunConfig
@@ -28,14 +29,13 @@ def in_virtual_time(
         "--network": network is not None,
         "--time-only": time_only,
         "--steps": steps is not None,
-        "compute.KEY=VALUE": bool(compute),
         "--faults": faults is not None,
     }
+    pairs = parse_pairs([word.removeprefix(COMPUTE) for word in compute])
     if config.world != "sim":
         if asked := [option for option, given in typed.items() if given]:
             raise ValueError(f"{asked[0]} is for virtual time: add --world sim.")
-        return config
-    pairs = parse_pairs([word.removeprefix(COMPUTE) for word in compute])
+        return _at_a_pace(config, pairs)
     sim = msgspec.structs.replace(
         config.sim,
         model=network or config.sim.model,
@@ -52,6 +52,15 @@ def in_virtual_time(
     if parse(sim.faults) and sim.time_only:
         raise ValueError("--faults is for runs with gradients: leave out --time-only.")
     return msgspec.structs.replace(config, sim=sim)
+
+
+def _at_a_pace(config: RunConfig, pairs: dict[str, str]) -> RunConfig:
+    """Real steps that take as long as was typed, at least: as on a slower device, or with one slow worker."""
+    if not pairs:
+        return config
+    settings = {**config.sim.compute, **pairs}
+    build(ComputeModel, settings)  # what is wrong with them is told here
+    return msgspec.structs.replace(config, sim=msgspec.structs.replace(config.sim, compute=settings))
 
 
 def noted(config: RunConfig, record: bool, timeline: bool) -> RunConfig:

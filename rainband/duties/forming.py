@@ -50,7 +50,9 @@ class Forming:
             outs = [] if known.ended else self.presence.give_up(known, now, "it was started again")
             self.presence.leases.wanting.pop(sender.index, None)
         if known is None or known.peer != sender:
-            facts.workers[sender.index] = WorkerState(sender, join.address, beat_at=now, worked_at=now)
+            # Who waits for the others of its team is not waited for itself.
+            here = facts.settings.team_size == 1
+            facts.workers[sender.index] = WorkerState(sender, join.address, beat_at=now, worked_at=now, here=here)
         facts.events.append(events.Joined(at_s=now, node=str(sender)))
         self.waiting.append((sender, join))
         return outs + self._form(now)
@@ -99,6 +101,7 @@ class Forming:
         differs = self._difference(join)
         if differs:
             return self._turn_away(sender, now, f"{sender} does not fit this run: {differs}.")
+        facts.workers[sender.index].here, facts.live = True, None
         first = sender.index - facts.place(sender.index)
         founder = facts.phase == "loading" and not any(w.peer.index < first for w in facts.connected())
         welcome = msgspec.structs.replace(facts.welcome, load=founder, team=facts.addresses(sender.index))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rainband.duties.ending import Ending
 from rainband.duties.facts import Facts, Out, WorkerState
 from rainband.leader import Crew, Leader, To
-from rainband.messages import Answer, Evaluated, Peer, Return
+from rainband.messages import Answer, Evaluated, Peer, Return, Want
 
 
 class Leading:
@@ -27,8 +27,8 @@ class Leading:
     def answered(self, server: Peer, message: Answer | Evaluated, now: float) -> list[Out]:
         return self._said(self.leader.receive(server, message, now))
 
-    def wants(self, worker: Peer, now: float) -> list[Out]:
-        return self._said(self.leader.want(worker, now))
+    def wants(self, worker: Peer, message: Want, now: float) -> list[Out]:
+        return self._said(self.leader.want(worker, now, message.idle))
 
     def delivered(self, worker: Peer, message: Return, now: float) -> list[Out]:
         return self._said(self.leader.returned(worker, message.portion, message.lease, now))

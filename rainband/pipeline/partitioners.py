@@ -6,13 +6,18 @@ import importlib
 from collections.abc import Callable
 
 from rainband.pipeline.balanced import balanced
-from rainband.pipeline.pipedream import pipedream, straight
+from rainband.pipeline.pipedream import interleaved, pipedream, straight
 from rainband.pipeline.plan import Plan, check
 from rainband.pipeline.predict import predicted
 from rainband.pipeline.profile import Profile, Resources
 
 Partitioner = Callable[[Profile, Resources], Plan]
-PARTITIONERS: dict[str, Partitioner] = {"balanced": balanced, "pipedream": pipedream, "straight": straight}
+PARTITIONERS: dict[str, Partitioner] = {
+    "balanced": balanced,
+    "interleaved": interleaved,
+    "pipedream": pipedream,
+    "straight": straight,
+}
 
 
 def find_partitioner(name: str) -> Partitioner:

@@ -9,9 +9,10 @@ gives the time of the slowest stage or link of the best pipeline for the first j
 machines it runs twice: first inside a group, for all stretches i..j; then over groups, where sum T_l is replaced by A
 of the stretch inside one group, and |w_l| divided by the replicas that its stage has there.
 
-We depart from the paper in five points. An update's bytes are those of a ring (predict.py says why). 2 a_s are the bytes measured, both ways, so integers go one way only; in a
-graph that is no chain, a_s is all values that cross. A plan may leave machines idle when that is no slower. A stage
-must fit its machines: it keeps a version of its parameters and the activations of each batch on the way,
+We depart from the paper in five points. An update's bytes are those of a ring (predict.py says why). 2 a_s are the
+bytes measured, both ways, so integers go one way only; in a graph that is no chain, a_s is all values that cross. A
+plan may leave machines idle when that is no slower. A stage must fit its machines: it keeps a version of its
+parameters and the activations of each batch on the way,
 
     in flight  =  floor( (R - 1 - machines before it) / m' ) + 1                 R machines in all
 
@@ -44,6 +45,39 @@ def pipedream(profile: Profile, resources: Resources) -> Plan:
 def straight(profile: Profile, resources: Resources) -> Plan:
     """The same without replicas, one machine for each stage, as schedules that flush need it."""
     return _best_plan(profile, resources, "straight", 1)
+
+
+def in_stages(profile: Profile, resources: Resources) -> Plan:
+    """As many stages as there are machines, no fewer, also where fewer would be faster."""
+    coarse = along_order(profile, MAX_UNITS)
+    stages = resources.num_machines
+    sums = _Sums(coarse.profile, resources.network.bytes_per_s, resources, stages, exact=True)
+    sums.most_replicas = 1
+    found = _best_from(sums, 0, sums.stage_s)(len(coarse.profile.units), stages)
+    if found == NEVER:
+        raise ValueError(
+            f"{profile.model or 'the model'} has {len(profile.units)} units, which make no {stages} stages: ask for "
+            "fewer, or mark smaller pieces."
+        )
+    return predicted(_plan(profile, coarse, resources, _consecutive(found[1]), "straight"), profile, resources)
+
+
+def interleaved(profile: Profile, resources: Resources, chunks: int = 2) -> Plan:
+    """Several stages on each machine, dealt in turn, as the schedule of that name needs it: no stage is replicated."""
+    if resources.num_machines == 1:
+        return straight(profile, resources)
+    stages = chunks * resources.num_machines
+    if len(profile.units) < stages:
+        raise ValueError(
+            f"{profile.model or 'the model'} has {len(profile.units)} units, and {chunks} stages on each of "
+            f"{resources.num_machines} machines are {stages}: use fewer machines (--machines) or stages (--chunks)."
+        )
+    coarse = along_order(profile, max(MAX_UNITS, stages))
+    sums = _Sums(coarse.profile, resources.network.bytes_per_s, Resources(num_machines=stages), stages, exact=True)
+    sums.most_replicas = 1
+    _, shape = _best_from(sums, 0, sums.stage_s)(len(coarse.profile.units), stages)
+    placed: Placed = [(end, (number % resources.num_machines,)) for number, (end, _) in enumerate(shape)]
+    return predicted(_plan(profile, coarse, resources, placed, "interleaved"), profile, resources)
 
 
 def _best_plan(profile: Profile, resources: Resources, name: str, most_replicas: int) -> Plan:

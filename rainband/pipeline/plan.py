@@ -34,6 +34,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     partition   one batch at a time; any unit may be anywhere, and every stage is one machine
     pipeline    many batches on the way; values go from earlier stages to later ones only
+
+    A pipeline's stage may be on several machines (replicas), or a machine may have several stages, dealt in turn.
     """
 
     model: str
@@ -65,6 +67,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             for n, s in enumerate(self.stages)
         ]
         return msgspec.structs.replace(self, stages=tuple(stages), predicted=None)
+
+
+def is_interleaved(plan: Plan) -> bool:
+    """Has a machine several stages?"""
+    return len({stage.machines for stage in plan.stages}) < len(plan.stages)
 
 
 def in_flight(replicas: tuple[int, ...], stage: int) -> int:
@@ -104,13 +111,25 @@ def _check_machines(plan: Plan) -> None:
             raise ValueError(f"stage {number} has no units: give it one, or remove it.")
         if plan.kind == "partition" and len(stage.machines) > 1:
             raise ValueError(f"stage {number} is on {len(stage.machines)} machines: only a pipeline has replicas.")
-    if twice := sorted({machine for machine in used if used.count(machine) > 1}):
-        raise ValueError(f"machine {twice[0]} has more than one stage: put their units into one.")
+    twice = sorted({machine for machine in used if used.count(machine) > 1})
+    if twice and (plan.kind == "partition" or not _are_dealt_in_turn(plan)):
+        raise ValueError(
+            f"machine {twice[0]} has more than one stage: put their units into one, or deal the stages of a pipeline "
+            "to all its machines in turn (0, 1, 0, 1)."
+        )
     if outside := [machine for machine in used if not 0 <= machine < plan.num_machines]:
         raise ValueError(
             f"the plan uses machine {outside[0]} of {plan.num_machines}: they are numbered from 0 "
             f"to {plan.num_machines - 1}."
         )
+
+
+def _are_dealt_in_turn(plan: Plan) -> bool:
+    """Stage s is on machine s mod P, and all machines have equally many."""
+    homes = [stage.machines for stage in plan.stages]
+    count = len(set(homes))
+    rounds = len(homes) // count
+    return max(map(len, homes)) == 1 and count > 1 and homes == homes[:count] * rounds
 
 
 def _check_direction(plan: Plan, profile: Profile) -> None:
@@ -125,23 +144,30 @@ def _check_direction(plan: Plan, profile: Profile) -> None:
 
 
 def _check_memory(plan: Plan, profile: Profile, resources: Resources) -> None:
+    of_machine: dict[int, int] = {}
     for number, (stage, needed) in enumerate(zip(plan.stages, memory(plan, profile, resources), strict=True)):
-        if resources.memory_bytes and needed > resources.memory_bytes:
+        home = stage.machines[0]
+        of_machine[home] = of_machine.get(home, 0) + needed
+        if resources.memory_bytes and of_machine[home] > resources.memory_bytes:
             raise ValueError(
                 f"stage {number} ({', '.join(stage.units[:3])}{', …' if len(stage.units) > 3 else ''}) needs "
-                f"{needed:,} bytes and a machine has {resources.memory_bytes:,}: move a unit to another stage, or use "
-                "more machines."
+                f"{of_machine[home]:,} bytes and a machine has {resources.memory_bytes:,}: move a unit to another "
+                "stage, or use more machines."
             )
 
 
 def memory(plan: Plan, profile: Profile, resources: Resources) -> tuple[int, ...]:
-    """Bytes that a machine of each stage needs."""
-    replicas = plan.replicas()
+    """Bytes that a machine of each stage needs for it.
+
+    In a pipeline that is as much as a schedule without a flush takes: a version and activations for each batch on the
+    way. Stages that share a machine are for a schedule that flushes: one version, the activations of one batch.
+    """
+    replicas, one_batch = plan.replicas(), plan.kind == "partition" or is_interleaved(plan)
     return tuple(
         resources.needed(
             profile.parameter_bytes(stage.units),
             profile.activation_bytes(stage.units),
-            in_flight(replicas, number) if plan.kind == "pipeline" else 1,
+            1 if one_batch else in_flight(replicas, number),
         )
         for number, stage in enumerate(plan.stages)
     )

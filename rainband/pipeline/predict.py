@@ -17,7 +17,6 @@ in turn.) In a stage that is in G groups, a group sends 2 (G - 1) / G |w| to the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 import msgspec
 
@@ -53,14 +52,18 @@ def crossings(plan: Plan, profile: Profile) -> list[tuple[Value, int, int]]:
 
 
 def pipeline_s(plan: Plan, profile: Profile, network: Network) -> float:
-    """Seconds between two batches, in the steady state: the slowest stage or link."""
-    times = [_stage_s(stage, profile, network) for stage in plan.stages]
-    for number, (stage, following) in enumerate(pairwise(plan.stages)):
-        spread = _groups(stage, network)
-        near = spread == _groups(following, network)
-        size = _crossing_bytes(plan, profile, number)
-        times.append(size / network.speed(near) / (len(spread) if near else 1))
-    return max([*times, *_between_groups_s(plan, profile, network)])
+    """Seconds between two batches, in the steady state: the slowest machine or link."""
+    machines: dict[tuple[int, ...], float] = {}
+    links: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+    for number, stage in enumerate(plan.stages):
+        machines[stage.machines] = machines.get(stage.machines, 0.0) + _stage_s(stage, profile, network)
+        if number and (before := plan.stages[number - 1]).machines != stage.machines:
+            spread = _groups(before, network)
+            near = spread == _groups(stage, network)
+            size = _crossing_bytes(plan, profile, number - 1)
+            link = (before.machines, stage.machines)
+            links[link] = links.get(link, 0.0) + size / network.speed(near) / (len(spread) if near else 1)
+    return max([*machines.values(), *links.values(), *_between_groups_s(plan, profile, network)])
 
 
 def _stage_s(stage: Stage, profile: Profile, network: Network) -> float:

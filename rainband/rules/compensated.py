@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from rainband.types import Block, Rule
 
 
+TINY = 1e-7  # added to a mean of squares before its root is divided by
+
+
 class Compensated:
     """DC-ASGD (Zheng et al. 2017): instead of a gradient g that worker m computed at w_m, the inner rule gets
 
@@ -19,13 +22,21 @@ class Compensated:
 
     the first terms of what the gradient would be at w, with g * g for the diagonal of the Hessian. For that the block
     keeps a copy of what it gave each worker: so much memory for every worker, twice that while it fetches ahead.
+
+    How large g * g is beside the Hessian changes during a training. With a memory m > 0 the strength of each element
+    follows (DC-ASGD-a): where gradients have been large it is small,
+
+        s <- m * s + (1 - m) * g * g                  from 0, with every gradient that comes
+        strength / sqrt(s + 1e-7)                     instead of strength
     """
 
     reads: Literal["admitted"] = "admitted"  # what is read must be known, so readers ask
 
-    def __init__(self, rule: Rule, strength: float) -> None:
+    def __init__(self, rule: Rule, strength: float, memory: float = 0.0) -> None:
         self.rule = rule
         self.strength = strength
+        self.memory = memory
+        self.mean_square: Tensor | None = None  # of the gradients so far, each less than the one after it
         self.given: dict[int, dict[int, Tensor]] = {}  # worker -> version -> what it was given
 
     def __getattr__(self, name: str) -> Any:
@@ -51,10 +62,23 @@ class Compensated:
         read = copies.get(push.version)
         for version in [version for version in copies if version < push.version]:
             del copies[version]  # it computes with a later one by now
+        if gradient is not None and self.memory:
+            self._remember(gradient)
         if gradient is not None and read is not None and block.version != push.version:
             change = block.values - read  # read may have fewer digits
-            gradient = change.mul_(gradient).mul_(gradient).mul_(self.strength).add_(gradient)
+            gradient = self._scaled(change.mul_(gradient).mul_(gradient)).add_(gradient)
         self.rule.absorb(block, push, gradient)
+
+    def _remember(self, gradient: Tensor) -> None:
+        if self.mean_square is None:
+            self.mean_square = gradient.new_zeros(gradient.shape)
+        self.mean_square.mul_(self.memory).addcmul_(gradient, gradient, value=1 - self.memory)
+
+    def _scaled(self, correction: Tensor) -> Tensor:
+        """So strong as the correction is to be."""
+        if self.mean_square is None:
+            return correction.mul_(self.strength)
+        return correction.mul_(self.strength).div_((self.mean_square + TINY).sqrt_())
 
     def admits(self, block: Block, pull: Pull, reader: int) -> bool:
         return self.rule.admits(block, pull, reader)
@@ -67,8 +91,14 @@ class Compensated:
         self.rule.flush(block)
 
 
-def compensated(rule: Callable[[], Rule], strength: float) -> Callable[[], Rule]:
+def compensated(rule: Callable[[], Rule], strength: float, memory: float = 0.0) -> Callable[[], Rule]:
     """The rule with delay compensation; with none, if its strength is 0."""
     if strength < 0:
         raise ValueError(f"compensation={strength}: choose 0 (none) or more, such as 0.04.")
-    return rule if not strength else lambda: Compensated(rule(), strength)
+    if not 0 <= memory < 1:
+        raise ValueError(f"compensation_memory={memory}: choose 0 (always as strong) or more, below 1, such as 0.95.")
+    if memory and not strength:
+        raise ValueError(
+            f"compensation_memory={memory} is for a compensation, and there is none: add one, such as compensation=2."
+        )
+    return rule if not strength else lambda: Compensated(rule(), strength, memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from rainband.portions import num_batches
@@ -18,16 +19,29 @@ class MeanOfArrivals:
 
     The weight of a gradient is 1 / count, or 1 / (count * missed) if `by_staleness` and it has missed any. What is left
     at the end is applied with the same weights, so that every gradient counts alike.
+
+    With `count_for`, the count is that of the workers which are there: it follows when one is lost, comes back or is
+    new, from the next update on.
     """
 
     reads: Literal["any"] = "any"
 
-    def __init__(self, count: int, by_staleness: bool = False) -> None:
+    def __init__(
+        self,
+        count: int,
+        by_staleness: bool = False,
+        num_workers: int = 0,
+        count_for: Callable[[int], int] | None = None,
+    ) -> None:
         self.count = count
         self.by_staleness = by_staleness
+        self.members = set(range(num_workers))
+        self.count_for = count_for
         self._begin()
 
     def _begin(self) -> None:
+        if self.count_for is not None and self.members:
+            self.count = self.count_for(len(self.members))
         self.total: Tensor | None = None
         self.pushes: list[Push] = []
         self.absent: set[int] | None = None  # parameters without a gradient in all of them
@@ -37,6 +51,7 @@ class MeanOfArrivals:
         return sum(num_batches(push.name) for push in self.pushes)
 
     def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+        self._is_there(push.worker)
         if gradient is None:
             return
         missed = block.version - push.version
@@ -54,7 +69,16 @@ class MeanOfArrivals:
         return True
 
     def forget(self, block: Block, worker: int) -> None:
-        """Nobody is waited for; what it gave stays."""
+        """Nobody is waited for, and what it gave stays; but an update needs fewer gradients now."""
+        self.members.discard(worker)
+        if not self.pushes:
+            self._begin()
+
+    def _is_there(self, worker: int) -> None:
+        if worker not in self.members:
+            self.members.add(worker)
+            if not self.pushes:
+                self._begin()
 
     def flush(self, block: Block) -> None:
         if self.total is not None:

@@ -5,7 +5,7 @@ same everywhere, and only when they do it differs: their cards and their process
 
 A worker's card sends each server its share, one after the other: to server i after `first_i` seconds. A pull arrives
 everywhere at once. Any time at a server is the end of a chain of works that began with one or the other, and the
-longest chain counts. So among servers with shares of one size it is
+longest chain counts. So among neighbours with shares of one size it is
 
     time_i = max(a, b + first_i)
 
@@ -15,6 +15,7 @@ with the same a and b for all of them: two numbers, however many servers there a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from math import inf
 
 from rainband.sim.model import ClusterModel, NodeModel
@@ -25,7 +26,7 @@ Times = list[Pair]  # of all servers, in the order of `Bank.alike`
 
 
 class Alike:
-    """The servers whose shares have one size, and when they have time."""
+    """Servers one after the other whose shares have one size, and when they have time."""
 
     def __init__(self, first_s: Sequence[float], num_bytes: int, num_blocks: int, transfer_s: float, nodes: NodeModel):
         self.first_s = min(first_s)  # after which the first of them is sent its share
@@ -46,19 +47,19 @@ class Bank:
         self.duplex = network.duplex
         self.total_bytes = sum(server_bytes)
         self.all_sent_s = self.total_bytes / network.bytes_per_s
-        sent, members = 0, dict[tuple[int, int], list[float]]()
-        self.kinds = list(zip(server_bytes, server_blocks, strict=True))
-        self.first_s = []
-        for kind in self.kinds:
-            self.first_s.append(sent / network.bytes_per_s)
-            members.setdefault(kind, []).append(self.first_s[-1])
-            sent += kind[0]
-        self.alike = [
-            Alike(first_s, num_bytes, num_blocks, num_bytes / network.bytes_per_s, model.nodes)
-            for (num_bytes, num_blocks), first_s in members.items()
-        ]
-        self.group_of = [list(members).index(kind) for kind in self.kinds]
-        middle = len(self.kinds) // 2  # the server whose order counts
+        self.first_s: list[float] = []
+        self.group_of: list[int] = []
+        self.alike: list[Alike] = []
+        sent = 0
+        for (num_bytes, num_blocks), run in groupby(zip(server_bytes, server_blocks, strict=True)):
+            size = len(list(run))
+            first_s = [(sent + i * num_bytes) / network.bytes_per_s for i in range(size)]
+            sent += size * num_bytes
+            self.first_s += first_s
+            self.group_of += [len(self.alike)] * size
+            transfer_s = num_bytes / network.bytes_per_s
+            self.alike.append(Alike(first_s, num_bytes, num_blocks, transfer_s, model.nodes))
+        middle = len(self.first_s) // 2  # the server whose order counts
         self.middle_group, self.middle_s = self.group_of[middle], self.first_s[middle]
 
     def of(self, times: Times, server: int) -> float:
@@ -88,7 +89,8 @@ class Bank:
 
     def leave(self, worker: Machine, at_s: float) -> float:
         """A worker sends each server its share, one after the other; returns when the first byte leaves."""
-        begin = max(at_s, worker.out.free_at)
+        free_at = worker.out.free_at
+        begin = at_s if at_s > free_at else free_at
         worker.out.free_at = begin + self.all_sent_s
         return begin
 

@@ -67,4 +67,4 @@ class OwnCore:
         self.clock = clock
 
     def work(self, amount_s: float, then: Do) -> None:
-        self.clock.after(amount_s, then)
+        self.clock.at(self.clock.now + amount_s, then)

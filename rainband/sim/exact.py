@@ -17,9 +17,12 @@ def exp(x: float) -> float:
     """e to the power x: seven terms of the series for x / 64, squared six times. Relative error below 1e-12."""
     y = x / 64
     power = 1 + y * (1 + y / 2 * (1 + y / 3 * (1 + y / 4 * (1 + y / 5 * (1 + y / 6 * (1 + y / 7))))))
-    for _ in range(6):
-        power *= power
-    return power
+    power *= power
+    power *= power
+    power *= power
+    power *= power
+    power *= power
+    return power * power
 
 
 def log(x: float) -> float:

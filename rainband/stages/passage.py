@@ -133,7 +133,7 @@ class Passage:
         while not part.is_forward_done():
             await self._take("value", coming, wait=part.next_forward() is None)
             while (index := part.next_forward()) is not None:
-                self._send(await Piece(partial(self._run, index), self.shares.forward[index]))
+                self._send(await Piece(partial(self._run, index), self.micro.weight * self.shares.forward[index]))
 
     def _run(self, index: int) -> list[Message]:
         # Dropout draws the same numbers in every schedule, whoever computes this microbatch.
@@ -151,7 +151,9 @@ class Passage:
         while not part.is_backward_done():
             await self._take("gradient", coming, wait=part.next_backward() is None)
             while (index := part.next_backward()) is not None:
-                self._send(await Piece(partial(part.backward_of, index), self.shares.backward[index]))
+                self._send(
+                    await Piece(partial(part.backward_of, index), self.micro.weight * self.shares.backward[index])
+                )
         part.give({})  # what was kept for it is of no use any more
 
     def _answer(self) -> list[Message]:

@@ -7,7 +7,7 @@ told to all, and if it is not finite anywhere it is skipped everywhere. A round 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,11 +39,26 @@ class TeamServers(ServerSide):
 
     def pull(self, round: int | None = None, ahead: int = 0) -> Any:
         handle = self.client.pull(round, ahead)
-        return handle if round is None else self._together(handle, round)
+        return handle if round is None else PullTogether(handle, self.team)
 
-    async def _together(self, handle: PullHandle, round_: int) -> bool:
-        """A round is still open for all of the team, or for none of it."""
-        mine = await handle
+
+class PullTogether:
+    """A round's parameters: it is still open for all of the team, or for none of it."""
+
+    def __init__(self, handle: PullHandle, team: Team) -> None:
+        self.handle = handle
+        self.client, self.come = handle.client, handle.come  # as far as those who watch a worker look at it
+        self.team = team
+
+    @property
+    def late(self) -> bool:
+        return self.handle.late
+
+    def __await__(self) -> Generator[Any, None, bool]:
+        return self._together().__await__()
+
+    async def _together(self) -> bool:
+        round_, mine = self.handle.point, await self.handle
         self.team.tell_all(("open", round_), mine)
         theirs = [await self.team.receive(other, ("open", round_)) for other in self.team.others]
         if mine and all(theirs):
@@ -64,10 +79,14 @@ class ShareWorker(ModuleWorker):
         self.server = TeamServers(client, team)
         self.orders = 0
         self.resting = False
-        self.seen = 0  # samples that went through here
+        self.gone_through = 0  # samples
         self.before_cell: Callable[[], None] | None = None  # of the first: measures now and then
         self.parts = [share.first]
         team.watch_ends()
+
+    @property
+    def seen(self) -> int:
+        return self.gone_through
 
     @property
     def leads(self) -> bool:
@@ -201,7 +220,7 @@ class ShareWorker(ModuleWorker):
                         tie.parameter.grad = theirs if mine is None else mine + theirs
 
     def _count(self, gradient: ModuleGradient) -> None:
-        self.seen += gradient.samples
+        self.gone_through += gradient.samples
         if self.leads:
             super()._count(gradient)
         else:  # samples are counted once

@@ -37,6 +37,7 @@ class BoundedDelay:
     tau: int = 4  # tasks that a worker may be ahead of the slowest, or of itself
     tau_last: int | None = None  # the bound at the end of the data; none: as at the beginning
     compensation: float = 0.0  # of what changed since a gradient was read (DC-ASGD, about 0.04 to 2); 0: none
+    compensation_memory: float = 0.0  # 0.95: weaker where gradients have been large (DC-ASGD-a); 0: alike everywhere
     lr: float = 0.05  # the servers' learning rate
     optimizer: str = "sgd"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ...
     momentum: float = 0.0  # for sgd and rmsprop
@@ -62,5 +63,8 @@ class BoundedDelay:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
         rule = partial(WaitForTasks, self.tau, self.tau_last)
         return ServerHalf(
-            compensated(rule, self.compensation), optimizer, Schedule(self.schedule, self.warmup), guard=self.guard
+            compensated(rule, self.compensation, self.compensation_memory),
+            optimizer,
+            Schedule(self.schedule, self.warmup),
+            guard=self.guard,
         )

@@ -47,6 +47,7 @@ class Downpour:
     momentum: float = 0.0  # for sgd and rmsprop
     weight_decay: float = 0.0
     compensation: float = 0.0  # of what changed since a gradient was read (DC-ASGD, about 0.04 to 2); 0: none
+    compensation_memory: float = 0.0  # 0.95: weaker where gradients have been large (DC-ASGD-a); 0: alike everywhere
     local_lr: float | None = None  # of the worker's own step; none: 0 if n_fetch=1, else lr (sgd) or a tenth of it
     overlap: bool = True  # fetch while computing; no: wait for one's own push before the next step
     warm_batches: int = 0  # batches that one worker does alone before the rest are released
@@ -96,5 +97,5 @@ class Downpour:
 
     def server(self, num_workers: int) -> ServerHalf:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
-        rule = compensated(ApplyOnArrival, self.compensation)
+        rule = compensated(ApplyOnArrival, self.compensation, self.compensation_memory)
         return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup), guard=self.guard)

@@ -7,19 +7,19 @@ The parameters w of all workers are one memory of one machine. Each worker, over
 
 An addition is a read and a write. If two workers add to one component at the same moment, one addition can be lost, and
 nobody knows; the smaller the part of the components that a batch touches, the rarer that is. A sparse gradient
-(nn.Embedding and nn.EmbeddingBag with sparse=True) touches its own rows only, and no others are written. The paper writes
-one component at a time, chosen at random, or all that a sample touches: here it is all. It adds one sample's gradient;
-here it is a batch's mean.
+(nn.Embedding and nn.EmbeddingBag with sparse=True) touches its own rows only, and no others are written. The paper
+writes one component at a time, chosen at random, or all that a sample touches: here it is all. It adds one sample's
+gradient; here it is a batch's mean.
 
-Only plain SGD: it remembers nothing. A momentum, or Adagrad's sums, would be kept by each process for itself, and none of
-them would be the right one.
+Only plain SGD: it remembers nothing. A momentum, or Adagrad's sums, would be kept by each process for itself, and none
+of them would be the right one.
 
 What is known: a batch is marked in the same memory when its addition has been made, so each is done once, and one whose
 worker died is leased again, except that the one addition it was making may be partly in; those are counted (cut short).
 Staleness is the number of updates that others have written since the worker began to compute.
 
-Use it when all workers are on one machine and gradients are sparse, or steps so short that a server would be in the way.
-Not when there is more than one machine, or every update must count.
+Use it when all workers are on one machine and gradients are sparse, or steps so short that a server would be in the
+way. Not when there is more than one machine, or every update must count.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Hogwild:
         spec = element_wise(self.optimizer, self.lr)
         if self.optimizer != "sgd":
             raise ValueError(
-                f"optimizer={self.optimizer} remembers past gradients, and in shared memory each process would remember "
-                "only its own: leave it at sgd, or choose downpour, whose servers remember for all."
+                f"optimizer={self.optimizer} remembers past gradients, and in shared memory each process would "
+                "remember only its own: leave it at sgd, or choose downpour, whose servers remember for all."
             )
         return spec
 

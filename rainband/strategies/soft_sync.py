@@ -13,7 +13,8 @@ The server, with lambda workers, after every c = floor(lambda / n) gradients g_1
 where t_l is how many updates g_l has missed. It is (lambda - 1) / c in the mean, about n, whatever the speeds of the
 workers are; for one gradient it has no bound. n = 1 is close to synchronous, with nobody waiting; n = lambda is
 asynchronous, and with scaling=none it is Downpour. Delayed gradient descent is stable only for steps of about 1 / t,
-hence the division. c does not change when workers come or go: an update is always over the same number of batches.
+hence the division. lambda is the number of workers that are there: when one is lost, comes back or is new, c follows
+with the next update of each block.
 
 Use it when machines differ and you want fewer, better updates than downpour makes. Not when the learning rate was tuned
 for one process and scaling is none: what is stable there need not be stable here.
@@ -38,6 +39,7 @@ class SoftSync:
     n: int = 1  # updates in the time in which every worker pushes once; c = workers / n
     scaling: Literal["staleness", "n", "none"] = "staleness"  # what the learning rate is divided by
     compensation: float = 0.0  # of what changed since a gradient was read (DC-ASGD, about 0.04 to 2); 0: none
+    compensation_memory: float = 0.0  # 0.95: weaker where gradients have been large (DC-ASGD-a); 0: alike everywhere
     lr: float = 0.1  # of one process
     optimizer: str = "sgd"
     momentum: float = 0.0
@@ -69,7 +71,11 @@ class SoftSync:
     def server(self, num_workers: int) -> ServerHalf:
         lr = self.lr / self.n if self.scaling == "n" else self.lr
         optimizer = element_wise(self.optimizer, lr, self.momentum, self.weight_decay)
-        rule = partial(MeanOfArrivals, self.count(num_workers), self.scaling == "staleness")
+        by_staleness = self.scaling == "staleness"
+        rule = partial(MeanOfArrivals, self.count(num_workers), by_staleness, num_workers, self.count)
         return ServerHalf(
-            compensated(rule, self.compensation), optimizer, Schedule(self.schedule, self.warmup), guard=self.guard
+            compensated(rule, self.compensation, self.compensation_memory),
+            optimizer,
+            Schedule(self.schedule, self.warmup),
+            guard=self.guard,
         )

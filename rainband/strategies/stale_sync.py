@@ -37,6 +37,7 @@ class StaleSync:
     bound: int = 3  # clocks that a worker may be ahead of the slowest
     n_push: int = 1  # steps of one clock; their gradients are summed into one push
     compensation: float = 0.0  # of what changed since a gradient was read (DC-ASGD, about 0.04 to 2); 0: none
+    compensation_memory: float = 0.0  # 0.95: weaker where gradients have been large (DC-ASGD-a); 0: alike everywhere
     lr: float = 0.05  # the servers' learning rate
     optimizer: str = "sgd"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ...
     momentum: float = 0.0  # for sgd and rmsprop
@@ -70,5 +71,5 @@ class StaleSync:
 
     def server(self, num_workers: int) -> ServerHalf:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
-        rule = compensated(partial(WaitForSlowest, self.bound), self.compensation)
+        rule = compensated(partial(WaitForSlowest, self.bound), self.compensation, self.compensation_memory)
         return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup), guard=self.guard)

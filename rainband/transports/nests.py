@@ -139,7 +139,7 @@ def incoming(structure: bytes, memory: Tensor) -> Any:
             raise BadFrame(f"tensors of {end} bytes are announced, and {len(memory)} have come.")
         tensors = iter([_tensor(spec, memory, at) for spec, at in zip(specs, places, strict=True)])
         return _nest(node, tensors)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"what came is no nest of values: {error}") from None
 
 

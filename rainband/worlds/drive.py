@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from rainband.client import Client, Handle
+from rainband.client import Client, Handle, StillWanted
 from rainband.errors import Stop
 from rainband.types import Strategy
 from rainband.worker import ModuleWorker, Work
@@ -18,11 +18,11 @@ Kind = TypeVar("Kind")
 def drive(
     strategy: Strategy,
     worker: ModuleWorker,
-    wait: Callable[[], object],
+    wait: Callable[..., object],
     watch: Watch | None = None,
     before_step: Callable[[], None] | None = None,
 ) -> None:
-    """Run the strategy to its end. `wait` blocks until messages came, and delivers them."""
+    """Run the strategy to its end. `wait` blocks until messages came, or for so many seconds, and delivers them."""
     if watch is not None:
         watch.follow(worker)
         wait = watch.looking(wait)
@@ -38,6 +38,9 @@ def drive(
                 wanted.perform()
                 if watch is not None:
                     watch.span("compute", started)
+            elif isinstance(wanted, StillWanted):
+                wait(0.0)
+                wanted.looked = True
             elif not wait_for(wanted, worker.client, wait, may_stop=not thrown):
                 thrown = True
                 wanted = coroutine.throw(Stop())

@@ -20,13 +20,14 @@ from rainband.catalogue import load_strategy
 from rainband.coordinator import RunSettings
 from rainband.errors import Deadlock
 from rainband.flat import Flat
-from rainband.messages import Join
+from rainband.messages import Address, Join
 from rainband.optim import build
 from rainband.sim.faults import parse
 from rainband.sim.model import ClusterModel, load_model
 from rainband.sim.trace import Trace, write_lines
+from rainband.stages.plan import TeamPlan
 from rainband.tasks.load import load_task
-from rainband.tasks.task import Task, fingerprint, parameter_groups
+from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
 from rainband.types import Strategy
 from rainband.worlds.config import RunConfig, is_one_memory, lead_of
 from rainband.worlds.directory import EventLog, write_config
@@ -36,6 +37,7 @@ from rainband.worlds.sim_body import RealBody, TimeBody
 from rainband.worlds.sim_faults import Trouble
 from rainband.worlds.sim_hogwild import MemoryBody
 from rainband.worlds.sim_memory import Desk
+from rainband.worlds.sim_team import TeamBody
 from rainband.worlds.sim_world import Notes, Play, World
 from rainband.worlds.spans import Span, write_spans
 from rainband.worlds.verdict import judged
@@ -259,6 +261,7 @@ def settings_of(config: RunConfig, model_path: str) -> RunSettings:
         seed=config.seed,
         failure_timeout_s=config.failure_timeout_s,
         model_path=model_path,
+        team_size=config.team.size if config.team else 1,
     )
 
 
@@ -268,12 +271,16 @@ def make_play(config: RunConfig) -> Play:
     task = load_task(config.task, config.task_settings)
     torch.manual_seed(config.seed)
     flat = Flat(module := task.model(), parameter_groups(task, module))
-    half = strategy.server(config.num_workers)
+    half = strategy.server(config.num_replicas)
     if half is not None:
         build(half.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
     if config.sim.time_only:
+        if config.team is not None:
+            raise ValueError("times of stages alone are told by rainband plan --schedule: leave --time-only out.")
         return _time_only(config, strategy, task, flat)
     data = task.data()
+    if config.team is not None:
+        return _in_teams(config, config.team, strategy, task, data)
     desk = Desk(flat)
     join = join_of(strategy, flat, fingerprint(data), len(data), *_sizes(config, task))
     if is_one_memory(strategy):
@@ -282,6 +289,14 @@ def make_play(config: RunConfig) -> Play:
             strategy, join, lambda: MemoryBody(desk, task, data, config.num_workers, keeper), True, keeper=keeper
         )
     return Play(strategy, join, lambda: RealBody(desk, task, data, config.num_workers), real=True)
+
+
+def _in_teams(config: RunConfig, plan: TeamPlan, strategy: Strategy, task: Task, data: Data) -> Play:
+    def body(index: int) -> TeamBody:
+        return TeamBody(task, data, plan, index % plan.size, config.num_replicas, config.seed)
+
+    join = join_of(strategy, body(0).flat, fingerprint(data), len(data), *_sizes(config, task))
+    return Play(strategy, msgspec.structs.replace(join, address=Address("", 0)), lambda: body(0), real=True, team=body)
 
 
 def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Play:

@@ -163,8 +163,11 @@ class BankPort:
         self.peer = node.peer
 
     def send(self, message: Message) -> None:
-        at_s = self.worker.free_at()
-        self.node.expect(at_s + self.node.bank.latency_s, self.worker, message, at_s)
+        worker, node = self.worker, self.node
+        now, at_s = node.clock.now, worker.busy_until  # free_at(), written out
+        if at_s < now:
+            at_s = now
+        node.expect(at_s + node.bank.latency_s, worker, message, at_s)
 
     def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
         worker, bank = self.worker, self.node.bank

@@ -105,9 +105,14 @@ class CoordinatorNode(Node):
             self.show(events.PhaseChanged(at_s=self.clock.now, phase=self.phase, reason=coordinator.reason))
 
     def _fitting(self, message: Message) -> Message:
-        if isinstance(message, Welcome):
-            self.block_bytes = [block.num_bytes for block in message.blocks]
-        return self.fitting(message) if isinstance(message, (Welcome, Assign)) else message
+        if not isinstance(message, (Welcome, Assign)):
+            return message
+        fitted = self.fitting(message)
+        if isinstance(message, Welcome) and not self.block_bytes:
+            sizes = [block.num_bytes for block in message.blocks]
+            assert isinstance(fitted, Welcome)
+            self.block_bytes = sizes if len(fitted.blocks) == len(sizes) else [sum(sizes)]  # one for all of them
+        return fitted
 
 
 def as_they_are(message: Message) -> Message:

@@ -30,7 +30,9 @@ from rainband.sim.network import Flow, Machine, Network, Parcel
 from rainband.sim.trace import Trace
 
 HEADER_BYTES = 100  # a message without its payload, more or less
-KEEPING_TIME = frozenset((Beat, Ask, Report, Revoke, Sets))  # what ticks repeat; a run that has only these left is stuck
+KEEPING_TIME = frozenset(
+    (Beat, Ask, Report, Revoke, Sets)
+)  # what ticks repeat; a run that has only these left is stuck
 MAY_OVERTAKE = frozenset((Push, Ack))
 MAY_COME_TWICE = (
     *(Push, Ack, Pull, Revoke, Sets, Ask, Report, Lease, Want, Return, Beat, Finish),

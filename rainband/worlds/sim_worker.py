@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rainband.blocks import BlockSpec
-from rainband.client import Client, Handle, PullHandle
+from rainband.client import Client, Handle, PullHandle, StillWanted
 from rainband.errors import RainbandError, Stop
 from rainband.gradient import ModuleGradient
 from rainband.messages import (
@@ -40,7 +40,7 @@ from rainband.sim.model import NodeModel
 from rainband.sim.network import Machine
 from rainband.stats import Stats
 from rainband.types import Batch, Port, Strategy
-from rainband.worker import Compute, ModuleWorker
+from rainband.worker import Compute, ModuleWorker, Work
 from rainband.worlds.sim_memory import NOTHING
 from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
 from rainband.worlds.spans import Watch
@@ -48,7 +48,7 @@ from rainband.worlds.spans import Watch
 if TYPE_CHECKING:
     from rainband.worlds.sim_nodes import Processor
 
-Wanted = Compute | Handle
+Wanted = Work | Handle
 FOR_THE_NODE = frozenset((Bye, Welcome, Go, Conclude, Loaded, Opened))  # the client gets the others
 
 
@@ -168,13 +168,17 @@ class WorkerNode(Node):
         with suppress(Stop):
             yield from self.world.strategy.run(worker).__await__()  # type: ignore[arg-type]
         self.in_strategy = False
+        self.strategy_is_over(worker)
         yield Until("answers to its last pushes", lambda: not client.pushes)
         client.give_all_back("stopped")
         self.tell(self.stats.beat())
-        self.tell(Ended(self.stats.samples), worker.buffers())
+        self.tell(Ended(worker.seen), worker.buffers())
         while True:
             yield Until("the others to end", lambda: self.conclude is not None)
             yield from self._conclude(worker)
+
+    def strategy_is_over(self, worker: ModuleWorker) -> None:
+        """It has come to its end, regularly or not."""
 
     def _enter(self) -> Generator[Wanted, None, Client]:
         assert self.welcome is not None
@@ -238,10 +242,7 @@ class WorkerNode(Node):
         if self.clock.now < self.busy_until:
             self.clock.at(self.busy_until, lambda: self.wake(self._look_if_waiting))
             return
-        while self.later and self.later[0][0] <= self.clock.now:
-            self._take(self.later.pop(0)[1], None)
-        while self.inbox and not self.over:
-            self._take(*self.inbox.pop(0))
+        self._take_all()
         if self.over or self.waiting is None:
             return
         if self.waiting.ready():
@@ -252,13 +253,20 @@ class WorkerNode(Node):
             self._waited()
             self._go_through(Stop())
 
+    def _take_all(self) -> None:
+        while self.later and self.later[0][0] <= self.clock.now:
+            self._take(self.later.pop(0)[1], None)
+        while self.inbox and not self.over:
+            self._take(*self.inbox.pop(0))
+
     def _look_if_waiting(self) -> None:
         if self.waiting is not None:
             self._look()
 
     def _must_stop(self) -> bool:
-        stopping = self.in_strategy and self.client is not None and self.client.stopping
-        return stopping and not self.thrown and isinstance(self.waiting, PullHandle)
+        if not self.in_strategy or self.thrown or self.client is None or self.waiting is None:
+            return False
+        return self.waiting.is_vain(self.client.stopping)
 
     def _waited(self) -> None:
         if self.clock.now > self.waiting_since:
@@ -296,8 +304,8 @@ class WorkerNode(Node):
 
     def copies(self, block: int) -> None:
         """It takes a block over, which takes time."""
-        num_bytes = self.block_bytes(block)
-        self.busy_until = self.free_at() + num_bytes / self.costs.pull_bytes_per_s
+        now, free_at = self.clock.now, self.busy_until
+        self.busy_until = (now if now > free_at else free_at) + self.block_bytes(block) / self.costs.pull_bytes_per_s
 
     def _go_through(self, error: BaseException | None = None) -> None:
         """Let the coroutine run until it wants time to pass."""
@@ -305,8 +313,8 @@ class WorkerNode(Node):
         self.body.sit_down()
         try:
             wanted = self.life.send(None) if error is None else self.life.throw(error)
-            while isinstance(wanted, Handle) and wanted.ready():
-                wanted = self.life.send(None)
+            while isinstance(wanted, Handle) and type(wanted) is not PullHandle and self._is_ready(wanted):
+                wanted = self.life.send(None)  # a pull is only waited for when it is not ready
         except StopIteration:
             raise AssertionError("a worker's life ends with a goodbye") from None
         except Exception as raised:
@@ -314,10 +322,12 @@ class WorkerNode(Node):
             return
         if self.watch is not None:
             self.watch.look()
-        if isinstance(wanted, Compute):
+        if isinstance(wanted, Work):
             self._compute(wanted)
         else:
             assert isinstance(wanted, Handle), f"a strategy may only await what its worker gave, not {wanted!r}"
+            if self.over:  # it has looked, and found a goodbye
+                return
             self.waiting, self.waiting_since = wanted, self.free_at()
             self.stats.waiting = True
             if self.later and not isinstance(wanted, PullHandle):
@@ -326,13 +336,21 @@ class WorkerNode(Node):
             if self.inbox:
                 self._look()
 
-    def _compute(self, wanted: Compute) -> None:
-        started = self.free_at()
-        amount_s = self.pace.next_s() + started - self.clock.now
-        self.computes_until = self.clock.now + amount_s
+    def _is_ready(self, wanted: Handle) -> bool:
+        if isinstance(wanted, StillWanted):
+            self._take_all()
+            wanted.looked = not self.over
+        return wanted.ready()
+
+    def _compute(self, wanted: Work) -> None:
+        now, started = self.clock.now, self.busy_until
+        if started < now:
+            started = now
+        amount_s = wanted.share * self.pace.next_s() + started - now
+        self.computes_until = now + amount_s
         self.world.cores.work(amount_s, partial(self._computed, wanted, started))
 
-    def _computed(self, wanted: Compute, started: float) -> None:
+    def _computed(self, wanted: Work, started: float) -> None:
         if self.clock.now < self.paused_until:
             self.wake(partial(self._computed, wanted, started))
             return
@@ -342,7 +360,10 @@ class WorkerNode(Node):
             self.world.span(self.name, "compute", started, self.clock.now)
         self.body.sit_down()
         try:
-            wanted.result = self.body.gradient(wanted.worker, wanted.batch)
+            if isinstance(wanted, Compute):
+                wanted.result = self.body.gradient(wanted.worker, wanted.batch)
+            else:
+                wanted.perform()
         except Exception as raised:
             self._fail(raised)
             return

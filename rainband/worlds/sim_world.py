@@ -29,6 +29,7 @@ from rainband.worlds.hogwild_keeper import Keeper
 from rainband.worlds.sim_bulk import BankNode, BankPort, as_one_block, make_bank
 from rainband.worlds.sim_nodes import CoordinatorNode, Processor, ServerNode, as_they_are, without_elements
 from rainband.worlds.sim_post import Letter, Node, Post
+from rainband.worlds.sim_team import TeamBody, TeamNode
 from rainband.worlds.sim_worker import Body, SimPort, Until, WorkerNode
 from rainband.worlds.spans import Span, Watch
 
@@ -64,6 +65,7 @@ class Play:
     real: bool  # with gradients, not only times
     bulk: bool = False  # all servers as one: for thousands of workers
     keeper: Keeper | None = None  # of the one memory that all workers share, if they do
+    team: Callable[[int], TeamBody] | None = None  # the share of a worker, where several compute one model together
 
 
 class World:
@@ -152,7 +154,12 @@ class World:
 
     def add_worker(self, index: int, incarnation: int = 0) -> WorkerNode:
         pace = Pace(self.model.compute, self.seed, index + 1_000_003 * incarnation)
-        node = WorkerNode(self, Peer("worker", index, incarnation), self._machine(), self.play.body(), pace)
+        peer = Peer("worker", index, incarnation)
+        node = (
+            WorkerNode(self, peer, self._machine(), self.play.body(), pace)
+            if self.play.team is None
+            else TeamNode(self, peer, self._machine(), self.play.team(index), pace)
+        )
         if self.spans is not None:
             node.watch = Watch(node.name, self.clock.now_s, self.spans.append)
         self.workers[index] = self.post.nodes[node.peer] = node
@@ -170,10 +177,6 @@ class World:
 
     def block_bytes(self, block: int) -> int:
         """The true size of a block, also where nodes were given hollow ones."""
-        if self.play.bulk:
-            node = self.servers[0]
-            assert isinstance(node, BankNode)
-            return node.bank.total_bytes
         return self.leader.block_bytes[block]
 
     # ---- what happens to nodes -------------------------------------------------------------------------------------

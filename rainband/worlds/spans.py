@@ -48,11 +48,11 @@ class Watch:
         """It has done something since then."""
         self.emit(Span(self.node, what, from_s, self.now()))
 
-    def looking(self, wait: Callable[[], object]) -> Callable[[], object]:
+    def looking(self, wait: Callable[..., object]) -> Callable[..., object]:
         """The same waiting, with a look at what has come."""
 
-        def wait_and_look() -> object:
-            result = wait()
+        def wait_and_look(*timeout_s: float) -> object:
+            result = wait(*timeout_s)
             self.look()
             return result
 

@@ -31,7 +31,7 @@ def make_team_plan(
     from rainband.pipeline.measure import measure
     from rainband.pipeline.of_task import cut_task
     from rainband.pipeline.partitioners import make_plan
-    from rainband.pipeline.pipedream import straight
+    from rainband.pipeline.pipedream import in_stages
     from rainband.pipeline.plan import check
     from rainband.pipeline.profile import Resources
 
@@ -40,12 +40,7 @@ def make_team_plan(
     graph, args, kwargs = cut_task(task, task.model(), task.data(), size)
     profile = measure(graph, args, kwargs, model=name, repeats=3)
     if plan is None:
-        plan = make_plan(straight, profile, Resources(num_machines=stages))
-        if len(plan.stages) < stages:
-            raise ValueError(
-                f"{name} has {len(profile.units)} units, and the best plan for {stages} stages uses only "
-                f"{len(plan.stages)}: type --stages {len(plan.stages)}, or give a plan of your own (--plan)."
-            )
+        plan = make_plan(in_stages, profile, Resources(num_machines=stages))
     else:
         check(plan, profile)
     return TeamPlan(

@@ -26,6 +26,7 @@ from rainband.worlds.config import Job, decode_job, lead_of
 from rainband.worlds.drive import drive
 from rainband.worlds.measuring import Measuring, measure
 from rainband.worlds.member import Dismissed, Member, flush_output
+from rainband.worlds.paced import at_its_pace
 from rainband.worlds.record import Recorder
 from rainband.worlds.save import save_model
 from rainband.worlds.spans import SpanFile, Watch
@@ -112,6 +113,7 @@ class WorkerProcess:
             led=lead_of(strategy) is not None,
         )
         worker = self._worker(join, flat, task, data)
+        at_its_pace(worker, self.config)
         drive(strategy, worker, self.member.wait, self._watch(), self._before_step(worker))
         self._leave(worker)
 
@@ -151,7 +153,7 @@ class WorkerProcess:
         worker.client.give_all_back("stopped")
         flush_output()
         member.tell(member.stats.beat())
-        member.tell(Ended(member.stats.samples), worker.buffers())
+        member.tell(Ended(worker.seen), worker.buffers())
         while True:
             if member.conclude is not None:
                 conclude, body = member.conclude

@@ -1,0 +1,130 @@
+"""How often a schedule gives a batch: its table is made for a plan, and played with the times of a profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from rainband.pipeline import schedules
+from rainband.pipeline.check import Costs, Facts, check
+from rainband.pipeline.partitioners import Partitioner, make_plan
+from rainband.pipeline.pipedream import interleaved, pipedream, straight
+from rainband.pipeline.plan import Plan, is_interleaved
+from rainband.pipeline.predict import crossings
+from rainband.pipeline.profile import Profile, Resources
+from rainband.pipeline.schedules import SCHEDULES
+from rainband.pipeline.table import Table, need
+
+FLUSHES = ("gpipe", "one_f_one_b", "interleaved")  # they train as one process does on the whole batch
+PLAN_WITH: dict[str, Partitioner] = {"pipedream": pipedream, "interleaved": interleaved}  # the others: straight
+
+
+@dataclass(frozen=True)
+class Played:
+    """A schedule of a plan."""
+
+    plan: Plan
+    table: Table
+    facts: Facts
+    batch_s: float  # between two batches, once it runs
+    late: int  # updates between the parameters a gradient was computed at and those it is applied to, at most
+
+
+def partitioner_for(schedule: str | None) -> Partitioner:
+    """Who plans for a schedule, if nobody says otherwise."""
+    return pipedream if schedule is None else PLAN_WITH.get(schedule, straight)
+
+
+def check_schedule(name: str, plan: Plan | None = None) -> None:
+    """Raise ValueError if there is no such schedule, or not for this plan; it says what to type."""
+    need(name in SCHEDULES, f"no schedule named '{name}': choose from {', '.join(SCHEDULES)}, or all.")
+    if plan is None:
+        return
+    need(
+        plan.kind == "pipeline",
+        "a schedule is for a pipeline, and the plan is a partition: leave --partitioner out, or use straight.",
+    )
+    replicas = plan.replicas()
+    need(
+        name == "pipedream" or max(replicas) == 1,
+        f"the plan has replicas {replicas} of stages, which only the schedule pipedream knows: leave --partitioner "
+        "out, or use straight.",
+    )
+    several = is_interleaved(plan)
+    need(
+        name != "interleaved" or several or len(replicas) == 1,
+        "interleaved needs several stages on each machine, and the plan has one: plan anew, without --partitioner and "
+        "--plan.",
+    )
+    need(
+        name == "interleaved" or not several,
+        f"the plan has several stages on a machine, which only the schedule interleaved knows, not {name}.",
+    )
+
+
+def played(name: str, plan: Plan, profile: Profile, resources: Resources, micros: int) -> Played:
+    """Play a schedule with the plan's stages; a batch has so many microbatches."""
+    check_schedule(name, plan)
+    costs = _costs(name, plan, profile, resources, micros)
+    table = _table(name, plan, micros, batches=1)
+    once, twice = (check(_table(name, plan, micros, batches), costs) for batches in (2, 4))
+    updates = 2 * micros if name == "pipedream" else 2  # between these two, in the steady state
+    batch_s = (twice.total_s - once.total_s) / updates
+    if name == "pipedream" and plan.predicted is not None:  # replicas' updates take time, too
+        batch_s = max(batch_s, plan.predicted.batch_s)
+    return Played(plan, table, check(table, costs), batch_s, _late(table))
+
+
+def every_schedule(
+    profile: Profile, resources: Resources, micros: int, chunks: int = 2
+) -> dict[str, Played | ValueError]:
+    """Each schedule with the plan that suits it; where there is none, why."""
+    found: dict[str, Played | ValueError] = {}
+    for name in SCHEDULES:
+        try:
+            planner = partitioner_for(name)
+            planner = partial(interleaved, chunks=chunks) if planner is interleaved else planner
+            plan = make_plan(planner, profile, resources)
+            found[name] = played(name, plan, profile, resources, micros)
+        except ValueError as error:
+            found[name] = error
+    return found
+
+
+def _table(name: str, plan: Plan, micros: int, batches: int) -> Table:
+    stages = len(plan.stages)
+    match name:
+        case "gpipe":
+            return schedules.gpipe(stages, micros, batches)
+        case "one_f_one_b":
+            return schedules.one_f_one_b(stages, micros, batches)
+        case "interleaved":
+            machines = len({stage.machines for stage in plan.stages})
+            return schedules.interleaved(machines, stages // machines, micros, batches)
+        case "two_buffered":
+            return schedules.two_buffered(stages, micros, max(2, batches))
+        case _:
+            return schedules.pipedream(plan.replicas(), micros * batches)
+
+
+def _costs(name: str, plan: Plan, profile: Profile, resources: Resources, micros: int) -> Costs:
+    """Of a microbatch: a batch's share, except where each microbatch is a batch of its own."""
+    share = 1 if name == "pipedream" else micros
+    units = [[profile.by_name[unit] for unit in stage.units] for stage in plan.stages]
+    largest = max((count for _, _, count in crossings(plan, profile)), default=0)
+    return Costs(
+        forward_s=tuple(sum(unit.forward_s for unit in stage) / share for stage in units),
+        backward_s=tuple(sum(unit.backward_s for unit in stage) / share for stage in units),
+        send_s=resources.network.transfer_s(largest // 2 // share, 0, 1) if largest else 0.0,
+    )
+
+
+def _late(table: Table) -> int:
+    """An update makes version v + 1 of version v: how old is the oldest gradient in it?"""
+    late = 0
+    for row in table.rows:
+        for action in row:
+            if action.kind == "B":
+                update = action.micro // table.micros_per_update[action.stage]
+                late = max(late, update - action.version)
+    return late

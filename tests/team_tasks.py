@@ -1,0 +1,155 @@
+"""Tasks over models of every shape, and a team of workers inside one process to compute them."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rainband.client import Client
+from rainband.gradient import ModuleGradient
+from rainband.messages import Peer
+from rainband.pipeline.cut import cut
+from rainband.pipeline.plan import Plan, Stage
+from rainband.portions import Plan as DataPlan
+from rainband.stages.passage import Team
+from rainband.stages.plan import TeamPlan
+from rainband.stages.share import Share
+from rainband.stages.worker import ShareWorker
+from rainband.tasks.task import TensorData, parameter_groups
+from rainband.transports.peers_inbox import Inbox
+from rainband.types import Batch, Tag
+from rainband.worker import ModuleWorker, Work
+from tests.pipeline_models import examples
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """One of the models in pipeline_models.py, with samples of its own kind; the loss is the mean over samples."""
+
+    name: str = "chain"
+    batch_size: int = 4
+    epochs: int = 1
+    samples: int = 16
+
+    def model(self) -> nn.Module:
+        return examples()[self.name][0]
+
+    def data(self) -> TensorData:
+        args = examples()[self.name][1]
+        torch.manual_seed(1)
+        return TensorData(*(_more(tensor, self.samples) for tensor in args))
+
+    def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        leaves = [leaf for leaf in pytree.tree_leaves(model(*batch)) if isinstance(leaf, Tensor)]
+        return torch.stack([(leaf * leaf).mean() for leaf in leaves]).sum()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        with torch.no_grad():
+            return {"loss": float(self.loss(model, self.data().batch(range(self.samples))))}
+
+
+def _more(tensor: Tensor, samples: int) -> Tensor:
+    shape = (samples, *tensor.shape[1:])
+    return torch.randn(shape, dtype=tensor.dtype) if tensor.is_floating_point() else torch.randint(0, 11, shape)
+
+
+def planned(task: Shaped, placement: dict[str, int] | int, kind: str = "pipeline", **settings: Any) -> TeamPlan:
+    """A plan by hand: unit -> machine; or so many stages of about as many units each."""
+    graph = cut(task.model(), task.data().batch(range(2)))
+    if isinstance(placement, int):
+        share = -(-len(graph.units) // placement)
+        placement = {unit: number // share for number, unit in enumerate(graph.units)}
+    size = max(placement.values()) + 1
+    stages = [Stage((m,), tuple(u for u in graph.units if placement[u] == m)) for m in range(size)]
+    plan = Plan(model=task.name, kind=cast(Any, kind), partitioner="hand", num_machines=size, stages=tuple(stages))
+    return TeamPlan(plan=plan, example_size=2, **settings)
+
+
+class Room:
+    """Where a team's messages lie until they are asked for."""
+
+    def __init__(self, size: int) -> None:
+        self.inboxes = [Inbox() for _ in range(size)]
+        for inbox in self.inboxes:
+            for machine in range(size):
+                inbox.opened(machine)
+        self.sent: list[tuple[int, int, Tag]] = []
+
+
+class RoomPeers:
+    """One machine's way to the others."""
+
+    def __init__(self, room: Room, machine: int) -> None:
+        self.room, self.machine = room, machine
+
+    def send(self, to: int, tag: Tag, payload: Any) -> None:
+        self.room.sent.append((self.machine, to, tag))
+        copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), payload)
+        self.room.inboxes[to].arrived(self.machine, tag, copied)
+
+    def recv(self, source: int, tag: Tag) -> Any:
+        return self.room.inboxes[self.machine].ask(source, tag)
+
+
+def worker_of(task: Shaped, plan: TeamPlan, machine: int, room: Room) -> ShareWorker:
+    model = task.model()
+    share = Share(task, model, task.data(), plan, machine)
+    flat = share.flat(parameter_groups(task, model))
+    client = Client(Peer("worker", machine), data_plan(task), flat, (), (), (), lambda message: None, machine)
+    team = Team(RoomPeers(room, machine), machine, plan.size)
+    return ShareWorker(machine, 1, task, task.data(), share, client, team)
+
+
+def data_plan(task: Shaped) -> DataPlan:
+    return DataPlan(
+        fingerprint="",
+        layout="",
+        num_samples=task.samples,
+        batch_size=task.batch_size,
+        epochs=1,
+        seed=0,
+        portion_batches=4,
+    )
+
+
+def together(coroutines: Sequence[Any], order: Sequence[int] | None = None) -> list[Any]:
+    """Drive several workers in turns, each as far as it can go; returns their results."""
+    lives: list[Generator[Any, None, Any]] = [coroutine.__await__() for coroutine in coroutines]
+    results: dict[int, Any] = {}
+    wanted: dict[int, Any] = {}
+    waiting = deque(order or range(len(lives)))
+    stuck = 0
+    while waiting:
+        assert stuck <= len(waiting), f"everyone waits: {wanted}"
+        number = waiting.popleft()
+        want = wanted.get(number)
+        if want is not None and not isinstance(want, Work) and not want.ready():
+            waiting.append(number)
+            stuck += 1
+            continue
+        stuck = 0
+        if isinstance(want, Work):
+            want.perform()
+        try:
+            wanted[number] = lives[number].send(None)
+            waiting.append(number)
+        except StopIteration as end:
+            results[number] = end.value
+            wanted.pop(number, None)
+    return [results[number] for number in range(len(lives))]
+
+
+def whole_gradient(task: Shaped, batch: Batch) -> ModuleGradient:
+    from rainband.flat import Flat
+
+    model = task.model()
+    flat = Flat(model, parameter_groups(task, model))
+    client = Client(Peer("worker", 0), data_plan(task), flat, (), (), (), lambda message: None)
+    return copy.copy(ModuleWorker(0, 1, task, task.data(), model, client).compute(batch))

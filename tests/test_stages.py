@@ -1,0 +1,132 @@
+"""Several workers that compute one model together have its gradient, its loss and its fate in common."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rainband.pipeline.cut import cut
+from rainband.stages.plan import TeamPlan
+from rainband.types import Batch
+from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
+from tests.team_tasks import Room, Shaped, planned, together, whole_gradient, worker_of
+
+NAMES = ["chain", "skips", "branches", "tied", "several", "recurrent", "transformer", "on_shapes"]
+BY_SAMPLE = ["chain", "branches", "tied", "several", "transformer"]  # the others mix the samples of a batch
+BATCH = Batch(0, 1, 7)
+
+
+def team_gradient(task: Shaped, plan: TeamPlan, order: list[int] | None = None) -> tuple[list[Any], Room]:
+    room = Room(plan.size)
+    workers = [worker_of(task, plan, machine, room) for machine in range(plan.size)]
+    gradients = together([worker.gradient(BATCH) for worker in workers], order)
+    return gradients, room
+
+
+def assert_same(task: Shaped, gradients: list[Any]) -> None:
+    """Each parameter's gradient is on exactly one of the workers, and is the whole model's."""
+    whole = whole_gradient(task, BATCH)
+    for number, expected in enumerate(whole.tensors):
+        held = [gradient.tensors[number] for gradient in gradients if gradient.tensors[number] is not None]
+        assert len(held) == (expected is not None)
+        if expected is not None:
+            torch.testing.assert_close(held[0], expected, rtol=1e-9, atol=1e-12)
+    for gradient in gradients:
+        assert gradient.loss == pytest.approx(whole.loss, rel=1e-9)
+        assert (gradient.samples, gradient.batches, gradient.is_finite) == (whole.samples, whole.batches, True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_team_has_the_gradient_and_loss_of_the_whole_model(name: str, stages: int) -> None:
+    task = Shaped(name)
+    gradients, _ = team_gradient(task, planned(task, stages))
+    assert_same(task, gradients)
+
+
+@pytest.mark.parametrize("name", BY_SAMPLE)
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("micros", [2, 3, 9])
+def test_a_batch_in_microbatches_has_the_same_gradient(name: str, schedule: str, micros: int) -> None:
+    task = Shaped(name)  # three of four samples are of unequal size, and nine are more than there are
+    gradients, _ = team_gradient(task, planned(task, 2, micros=micros, schedule=schedule))
+    assert_same(task, gradients)
+
+
+@given(st.sampled_from(NAMES), st.integers(2, 3), st.integers(0, 10_000), st.permutations(range(3)))
+@settings(max_examples=15)
+def test_units_may_be_anywhere_and_workers_may_be_slow(
+    name: str, machines: int, seed: int, order: list[int]
+) -> None:
+    task = Shaped(name)
+    dice = random.Random(seed)
+    units = cut(task.model(), task.data().batch(range(2))).units
+    placement = {unit: dice.randrange(machines) for unit in units}
+    first, last = units[0], units[-1]
+    placement |= {first: 0, last: machines - 1, units[len(units) // 2]: 1 % machines}
+    plan = planned(task, placement, kind="partition")
+    gradients, _ = team_gradient(task, plan, [machine for machine in order if machine < plan.size])
+    assert_same(task, gradients)
+
+
+def test_a_value_crosses_once_for_each_machine_and_microbatch() -> None:
+    task = Shaped("branches")
+    units = cut(task.model(), task.data().batch(range(2))).units
+    right = {"right", "sigmoid"}
+    plan = planned(task, {unit: int(unit in right) for unit in units}, kind="partition", micros=2)
+    _, room = team_gradient(task, plan)
+    crossing = [(to, tag[3:]) for _, to, tag in room.sent if tag[-2] in ("value", "gradient")]
+    there = [(1, (micro, "value", "tanh")) for micro in range(2)] + [(0, (m, "value", "sigmoid")) for m in range(2)]
+    back = [(0, (m, "gradient", "tanh")) for m in range(2)] + [(1, (m, "gradient", "sigmoid")) for m in range(2)]
+    assert sorted(crossing) == sorted(there + back)
+
+
+def test_parameters_are_held_by_one_worker_each() -> None:
+    task = Shaped("chain")
+    plan = planned(task, 2)
+    workers = [worker_of(task, plan, machine, Room(2)) for machine in range(2)]
+    memory = [sum(vector.numel() for vector in worker.flat.vectors) for worker in workers]
+    names = [set(worker.share.held()) for worker in workers]
+    assert names[0] == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert names[1] == {"4.weight", "4.bias"}
+    assert memory == [2 * (64 + 16), 32 + 16]  # each parameter begins at a multiple of 16 elements
+    emptied = [p.numel() for worker in workers for p in worker.share.model.parameters()]
+    assert emptied == [64, 8, 64, 8, 0, 0, 0, 0, 0, 0, 24, 3]
+
+
+def test_a_tied_weight_is_held_by_the_first_who_uses_it_and_given_to_the_others() -> None:
+    task = Shaped("tied")
+    plan = planned(task, {"embed": 0, "hidden": 1, "tanh": 1, "out": 2})
+    room = Room(3)
+    workers = [worker_of(task, plan, machine, room) for machine in range(3)]
+    with torch.no_grad():  # what the others have is not believed
+        workers[2].share.ties[0].parameter.fill_(7)
+    gradients = together([worker.gradient(BATCH) for worker in workers])
+    assert_same(task, gradients)
+    assert [sum(t is not None for t in gradient.tensors) for gradient in gradients] == [1, 2, 0]
+
+
+def test_what_is_not_finite_on_one_worker_is_skipped_by_all() -> None:
+    task = Shaped("chain")
+    plan = planned(task, 2)
+    room = Room(2)
+    workers = [worker_of(task, plan, machine, room) for machine in range(2)]
+    module = workers[0].share.model.get_submodule("0")
+    assert isinstance(module, nn.Linear)
+    module.weight.register_hook(lambda gradient: gradient * float("nan"))
+    mine, theirs = together([worker.gradient(BATCH) for worker in workers])
+    assert mine.is_finite is False
+    assert theirs.is_finite is False
+    assert all(t is None or bool(t.isfinite().all()) for t in theirs.tensors)  # of itself it would not have known
+
+
+def test_a_plan_for_another_model_is_refused_with_what_to_do() -> None:
+    plan = planned(Shaped("chain"), 2)
+    with pytest.raises(ValueError, match="make a new one with rainband plan"):
+        worker_of(Shaped("branches"), plan, 0, Room(2))

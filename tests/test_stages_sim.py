@@ -1,0 +1,106 @@
+"""Replicas that are teams of stages, in virtual time: the same results as whole models, and teams that lose a stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rainband import events
+from rainband.worlds.config import RunConfig, SimSettings
+from rainband.worlds.sim import SimulatedResult, run
+from tests.team_tasks import Shaped, planned
+
+SGD = {"optimizer": "sgd", "lr": 0.01}
+
+
+class Seen(list[events.AnyEvent]):
+    def __call__(self, event: events.AnyEvent) -> None:
+        self.append(event)
+
+
+def simulated(
+    folder: Path, name: str, strategy: str, stages: int, replicas: int, faults: str = "", **settings: Any
+) -> tuple[SimulatedResult, Seen]:
+    folder.mkdir(parents=True, exist_ok=True)
+    task = Shaped(name, samples=48)
+    seen = Seen()
+    config = RunConfig(
+        task="tests.team_tasks:Shaped",
+        task_settings={"name": name, "samples": 48},
+        strategy=strategy,
+        strategy_settings=settings,
+        num_workers=stages * replicas,
+        num_servers=2 if strategy != "single" else 0,
+        world="sim",
+        epochs=2,
+        directory=str(folder),
+        sim=SimSettings(faults=faults),
+        team=planned(task, stages) if stages > 1 else None,
+    )
+    return run(config, seen), seen
+
+
+@pytest.mark.parametrize("name", ["chain", "tied", "branches"])
+def test_synchronous_training_of_stages_is_that_of_whole_models(tmp_path: Path, name: str) -> None:
+    whole, _ = simulated(tmp_path / "whole", name, "sync", stages=1, replicas=2, lr=0.05)
+    parts, _ = simulated(tmp_path / "parts", name, "sync", stages=2, replicas=2, lr=0.05)
+    assert (whole.outcome, parts.outcome) == ("finished", "finished")
+    one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "parts"))
+    assert one.keys() == other.keys()
+    for key in one:
+        torch.testing.assert_close(one[key], other[key], rtol=1e-9, atol=1e-12)
+    assert parts.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-9)
+    assert parts.books["applied"] == whole.books["applied"] == 24
+
+
+def test_one_replica_without_servers_is_plain_training(tmp_path: Path) -> None:
+    whole, _ = simulated(tmp_path / "whole", "chain", "single", stages=1, replicas=1, lr=0.05)
+    parts, _ = simulated(tmp_path / "parts", "chain", "single", stages=3, replicas=1, lr=0.05)
+    assert parts.outcome == "finished"
+    assert parts.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-9)
+    assert parts.books["applied"] == 24
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "stale_sync", "bounded_delay", "soft_sync", "sync"])
+def test_every_batch_is_applied_once_to_the_blocks_of_every_stage(tmp_path: Path, strategy: str) -> None:
+    result, _ = simulated(tmp_path, "chain", strategy, stages=2, replicas=3)
+    assert result.outcome == "finished"
+    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (24, 0, 0)
+    again, _ = simulated(tmp_path / "again", "chain", strategy, stages=2, replicas=3)
+    assert again.trace_hash == result.trace_hash
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "stale_sync", "sync"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_replica_that_loses_a_stage_stops_and_the_others_do_its_work(
+    tmp_path: Path, strategy: str, stage: int
+) -> None:
+    calm, _ = simulated(tmp_path / "calm", "chain", strategy, stages=3, replicas=2)
+    faults = f"{0.4 * calm.seconds:.9f} kill worker {3 + stage}"
+    result, seen = simulated(tmp_path, "chain", strategy, stages=3, replicas=2, faults=faults)
+    assert result.outcome == "finished"
+    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (24, 0, 0)
+    lost = {event.node for event in seen if isinstance(event, events.Lost)}
+    assert lost == {"worker 3", "worker 4", "worker 5"}
+
+
+def test_the_only_replica_that_loses_a_stage_ends_the_run_and_says_why(tmp_path: Path) -> None:
+    calm, _ = simulated(tmp_path / "calm", "chain", "downpour", stages=2, replicas=1)
+    result, _ = simulated(
+        tmp_path, "chain", "downpour", stages=2, replicas=1, faults=f"{0.5 * calm.seconds:.9f} kill worker 1"
+    )
+    assert result.outcome == "failed"
+    assert "no worker is left: worker 0 was the last" in result.reason
+    assert "worker 1, with which it computed one model, was lost" in result.reason
+
+
+def test_a_stage_that_pauses_is_waited_for_or_its_work_is_done_by_others(tmp_path: Path) -> None:
+    calm, _ = simulated(tmp_path / "calm", "chain", "stale_sync", stages=2, replicas=2)
+    faults = f"{0.3 * calm.seconds:.9f} pause worker 3 for 30"
+    result, _ = simulated(tmp_path, "chain", "stale_sync", stages=2, replicas=2, faults=faults)
+    assert result.outcome == "finished"
+    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (24, 0, 0)
