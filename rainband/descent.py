@@ -18,7 +18,7 @@ from rainband.line_search import Search, Trial
 from rainband.vectors import GRADIENT, PARAMS, Operation, axpy, copy, dot, norm, scale
 
 if TYPE_CHECKING:
-    from rainband.types import Leading
+    from rainband.types import Gradient, Leading, Worker
 
 START = "start"  # the parameters where the iteration began
 
@@ -28,6 +28,55 @@ class Where(NamedTuple):
 
     loss: float
     gradient_norm: float
+
+
+@dataclass(frozen=True)
+class FullBatch:
+    """What can be set of every full-batch method."""
+
+    iterations: int = 100  # at most
+    c1: float = 1e-4  # how much the loss must go down
+    c2: float = 0.9  # how much of the slope may be left
+    first_step: float = 1.0  # length of the first trial, where nothing is known of the curvature
+    weight_decay: float = 0.0
+    gradient_tolerance: float = 1e-5  # stop when the gradient's norm is so small
+    loss_tolerance: float = 1e-7  # stop when the loss changes by no more than this part of itself
+    n_push: int = 4  # portions of the data, each one batch, that are summed into one push
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n_push <= 64:
+            raise ValueError(f"n_push={self.n_push}: choose from 1 to 64.")
+        if self.iterations < 1 or self.first_step <= 0:
+            raise ValueError(f"iterations={self.iterations}, first_step={self.first_step}: both must be positive.")
+        if not 0 < self.c1 < self.c2 < 1:
+            raise ValueError(f"c1={self.c1}, c2={self.c2}: a line search needs 0 < c1 < c2 < 1, such as 1e-4 and 0.9.")
+        if min(self.weight_decay, self.gradient_tolerance, self.loss_tolerance) < 0:
+            raise ValueError("weight_decay and both tolerances must be at least 0.")
+
+    @property
+    def cell_batches(self) -> int:
+        return self.n_push
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.iterations, self.gradient_tolerance, self.loss_tolerance)
+
+
+async def deliver_cells(worker: Worker) -> None:
+    """The workers' half of every full-batch method: sum each cell's gradients, and push the sum once."""
+    async for cell in worker.cells():
+        if not await worker.server.pull(round=cell.round):  # once in an evaluation
+            continue  # which is over
+        owed: Gradient | None = None
+        for batch in cell.batches:
+            if not await worker.still_wants(cell):
+                break
+            gradient = await worker.gradient(batch)
+            times = gradient.samples
+            owed = gradient * times if owed is None else owed.plus(gradient, times)
+        else:
+            assert owed is not None, "a cell has at least one batch"
+            worker.server.push(owed)
 
 
 @dataclass(frozen=True)

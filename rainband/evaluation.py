@@ -58,6 +58,8 @@ class HandOut:
     def give(self, worker: int, num_workers: int, now: float, idle: bool = True) -> tuple[int, ...]:
         """Cells for a worker that asks; none: there is nothing for it now. `idle`: it has computed what it has."""
         held = self.held.setdefault(worker, Held(since_s=now))
+        if idle and held.cells and not self.pace.times_s:  # computed, though not delivered: a first idea of the time
+            self.pace.times_s.append((now - held.since_s) / len(held.cells))
         idle = idle or not held.cells
         cells = self._fresh(worker, held, num_workers) if idle or len(self.fresh) > num_workers else ()
         if not cells and idle:
@@ -109,15 +111,15 @@ class HandOut:
         """Is there something that it has not delivered yet?"""
         return worker in self.held and bool(self.held[worker].cells)
 
-    def next_due(self) -> float | None:
-        """When the next cell is overdue; None: nothing is open, or there is still something fresh to do."""
+    def next_due(self, idle: Sequence[int]) -> float | None:
+        """When one of those who are idle may get a copy; None: nothing is open, or there is something fresh to do."""
         if self.fresh:
             return None
         due = [
             self._due(held, at)
-            for held in self.held.values()
+            for other, held in self.held.items()
             for at, cell in enumerate(held.cells)
-            if cell in self.open
+            if cell in self.open and any(worker != other for worker in idle)
         ]
         return min(due, default=None)
 

@@ -67,6 +67,7 @@ def fit(
     from rainband.worlds import local
     from rainband.worlds.config import RunConfig, check_epochs, is_one_memory
     from rainband.worlds.directory import new_directory
+    from rainband.worlds.foresight import foreseen
 
     task_name, task_settings = _named(task, "rainband.tasks")
     strategy_name, strategy_settings = _named(strategy, "rainband.strategies")
@@ -92,6 +93,8 @@ def fit(
         transport=transport,
         failure_timeout_s=failure_timeout_s,
     )
+    for text in foreseen(made, workers):
+        warnings.warn(text, stacklevel=2)
     notes = _Notes(on_event)
     carried = {
         "task": None if task_name else task,
@@ -257,7 +260,7 @@ def _carried(fds: list[int]) -> dict[str, Any]:
 def be_worker(job: bytes, fds: list[int]) -> None:
     """The entry of a worker's process."""
     from rainband.worlds.config import decode_job
-    from rainband.worlds.worker_process import work
+    from rainband.worlds.work import work
 
     order = decode_job(job)
     memory = fds.pop() if order.memory else None

@@ -1,4 +1,4 @@
-"""The cells of an evaluation that a worker has in hand: what to compute next, and what others have delivered meanwhile."""
+"""The cells of an evaluation that a worker has in hand: which is next, and which others have delivered meanwhile."""
 
 from __future__ import annotations
 
@@ -53,6 +53,12 @@ class Handed:
         cell = self.cells.popleft()
         batches = tuple(Batch(cell, k, self.point) for k in range(plan.batches_in(cell)))
         return Cell(batches, self.point, bool(self.cells))
+
+    def after(self, batch: Batch, plan: Plan) -> Batch | None:
+        """What will be computed after this batch, as far as is known."""
+        if batch.k + 1 < plan.batches_in(batch.portion):
+            return Batch(batch.portion, batch.k + 1, batch.lease)
+        return Batch(self.cells[0], 0, self.point) if self.cells else None
 
     def wants(self, cell: Cell) -> bool:
         """Is it worth going on with a cell that was begun?"""

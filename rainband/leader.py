@@ -290,7 +290,7 @@ class Leader:
         """When to look again, because somebody who waits may get a copy of what is overdue then."""
         hand_out = self._open()
         idle = [w for w in self.wanting if w in self.idle or not hand_out or not hand_out.has(w)]
-        return hand_out.next_due() if hand_out is not None and idle else None
+        return hand_out.next_due(idle) if hand_out is not None and idle else None
 
     def waits_for(self) -> str:
         """In words, for who looks for a deadlock."""

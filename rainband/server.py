@@ -77,6 +77,7 @@ class Server:
         self.report_every = 1  # portions completed between two reports; more where there are very many
         self.completed = 0
         self.unreported = False  # portions were completed of which the coordinator has not heard
+        self.low = 0  # every portion below was complete at the last report
         self.complete: Counter[int] = Counter()  # portion -> blocks that have all of it
         self.refused: Counter[str] = Counter()
         self.updates = 0
@@ -175,11 +176,12 @@ class Server:
             return "bad", wrong
         if push.point >= 0 and push.point != block.version:
             return ("late", "") if push.point < block.version else ("early", f"at version {block.version}")
-        had = self._had(sender, block, push)
-        if not had:
-            self._take(sender, block, push, gradient)
-            return "applied", ""
-        return had, ""
+        if self._has_had(sender, block, push):
+            return "had", ""
+        if block.marks.has_some(push.name):
+            return "crossed", ""
+        self._take(sender, block, push, gradient)
+        return "applied", ""
 
     def _gradient(self, block: Block, push: Push, payload: Tensor | None) -> tuple[Tensor | None, str]:
         """The gradient in the block's working precision, or what is wrong with it."""
@@ -197,17 +199,10 @@ class Server:
             gradient = gradient.to(block.master_dtype)
         return gradient, ""  # its sender has seen that it is finite, and checksums that it came as it was sent
 
-    def _had(self, sender: Peer, block: Block, push: Push) -> str:
-        """Has the block had all of these batches (had), or some (crossed)? None: ""."""
-        if not push.name:
-            return "had" if push.sequence <= block.extras.get((sender.index, sender.incarnation), -1) else ""
-        if len(push.name) == 1:
-            (only,) = push.name
-            common = block.marks.of(only.portion) & only.mask
-            return "" if not common else "had" if common == only.mask else "crossed"
-        if block.marks.has_all(push.name):
-            return "had"
-        return "crossed" if block.marks.has_some(push.name) else ""
+    def _has_had(self, sender: Peer, block: Block, push: Push) -> bool:
+        if push.name:
+            return block.marks.has_all(push.name)
+        return push.sequence <= block.extras.get((sender.index, sender.incarnation), -1)
 
     def _take(self, sender: Peer, block: Block, push: Push, gradient: Tensor | None) -> None:
         if push.name:
@@ -450,8 +445,11 @@ class Server:
         """The marks; the measurements, which take longer, only when asked for."""
         blocks = list(self.blocks.values())
         low = min((b.marks.low for b in blocks), default=0)
-        self.floor = {portion: lease for portion, lease in self.floor.items() if portion >= low}
-        self.complete = Counter({portion: n for portion, n in self.complete.items() if portion >= low})
+        if low != self.low:  # of portions below that nobody will ask again
+            self.low = low
+            self.floor = {portion: lease for portion, lease in self.floor.items() if portion >= low}
+            for portion in [portion for portion in self.complete if portion < low]:
+                del self.complete[portion]
         skipped: dict[tuple[int, str], int] = {}
         staleness: dict[int, dict[int, int]] = {}
         for block in blocks:

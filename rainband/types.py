@@ -204,6 +204,40 @@ class Worker(Protocol):
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> LocalOptimizer:
         """An optimizer that runs on this worker, on its own parameters."""
 
+    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> StageOfPipeline:
+        """The stage that this worker is, where several compute one model together."""
+
+
+class Turn:
+    """A batch on its way through a stage."""
+
+
+@dataclass(frozen=True)
+class Stashes:
+    """How a stage deals with the versions of its parameters."""
+
+    stash: bool = True  # a backward uses those of its forward
+    vertical_sync: bool = False  # a batch uses one version in all stages
+    recompute: bool = False  # keep what is read, and run the forward again before the backward
+
+
+class StageOfPipeline(Protocol):
+    """A worker's own stage of a pipeline that is never flushed."""
+
+    ahead: int  # forwards before the first backward
+
+    def turn(self, batch: Batch) -> Turn | None:
+        """The next batch, numbered; None: it goes through another replica of this stage."""
+
+    def forward(self, turn: Turn) -> Awaitable[None]:
+        """With the newest parameters, which are kept for its backward."""
+
+    def backward(self, turn: Turn) -> Awaitable[None]:
+        """With the parameters of its forward; and then a step."""
+
+    def settle(self) -> Awaitable[None]:
+        """All have come home; the last update may be of other replicas alone."""
+
 
 class Servers(Protocol):
     """The way to the servers. Operations start at the call; awaiting the handle waits."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rainband.optim_spec import OptimizerSpec
     from rainband.tasks.task import Data, Task
+    from rainband.types import StageOfPipeline, Stashes
 
 
 class Work:
@@ -143,7 +144,7 @@ class ModuleWorker:
     def compute(self, batch: Batch) -> ModuleGradient:
         """The gradient of the mean loss of a batch: a function of the parameters and the batch's name alone."""
         torch.default_generator.manual_seed(self._seed(batch))
-        samples = self.data.batch(self.sampler.indices(batch))
+        samples = self.fetch(batch)
         for parameter in self.flat.parameters:
             parameter.grad = None
         loss = self.task.loss(self.module, samples)
@@ -153,6 +154,10 @@ class ModuleWorker:
         gradient = ModuleGradient(self.tensors(), (batch,), num_samples, loss.item())
         self._count(gradient)
         return gradient
+
+    def fetch(self, batch: Batch) -> Any:
+        """The samples of a batch; a world may have them prepared ahead."""
+        return self.data.batch(self.sampler.indices(batch))
 
     def tensors(self) -> list[Tensor | None]:
         """The gradients that autograd has left."""
@@ -173,6 +178,9 @@ class ModuleWorker:
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> OwnOptimizer:
         return OwnOptimizer(self, spec, schedule)
+
+    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> StageOfPipeline:
+        raise ValueError("this worker computes the whole model: a pipeline needs stages, for example --stages 2.")
 
     # ---- what is no function of gradients: BatchNorm's statistics --------------------------------------------------
 

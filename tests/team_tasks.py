@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from rainband.client import Client
 from rainband.gradient import ModuleGradient
-from rainband.messages import Peer
+from rainband.messages import Finish, Lease, Message, Peer, Report
 from rainband.pipeline.cut import cut
 from rainband.pipeline.plan import Plan, Stage
 from rainband.portions import Plan as DataPlan
@@ -60,15 +61,25 @@ def _more(tensor: Tensor, samples: int) -> Tensor:
     return torch.randn(shape, dtype=tensor.dtype) if tensor.is_floating_point() else torch.randint(0, 11, shape)
 
 
-def planned(task: Shaped, placement: dict[str, int] | int, kind: str = "pipeline", **settings: Any) -> TeamPlan:
+def planned(
+    task: Shaped,
+    placement: dict[str, int] | int,
+    kind: str = "pipeline",
+    replicas: Sequence[int] | None = None,
+    **settings: Any,
+) -> TeamPlan:
     """A plan by hand: unit -> machine; or so many stages of about as many units each."""
     graph = cut(task.model(), task.data().batch(range(2)))
     if isinstance(placement, int):
-        share = -(-len(graph.units) // placement)
-        placement = {unit: number // share for number, unit in enumerate(graph.units)}
+        placement = {unit: number * placement // len(graph.units) for number, unit in enumerate(graph.units)}
     size = max(placement.values()) + 1
-    stages = [Stage((m,), tuple(u for u in graph.units if placement[u] == m)) for m in range(size)]
-    plan = Plan(model=task.name, kind=cast(Any, kind), partitioner="hand", num_machines=size, stages=tuple(stages))
+    counts = list(replicas or [1] * size)
+    stages = [
+        Stage(tuple(range(sum(counts[:m]), sum(counts[: m + 1]))), tuple(u for u in graph.units if placement[u] == m))
+        for m in range(size)
+    ]
+    machines = sum(counts)
+    plan = Plan(model=task.name, kind=cast(Any, kind), partitioner="hand", num_machines=machines, stages=tuple(stages))
     return TeamPlan(plan=plan, example_size=2, **settings)
 
 
@@ -98,13 +109,34 @@ class RoomPeers:
         return self.room.inboxes[self.machine].ask(source, tag)
 
 
-def worker_of(task: Shaped, plan: TeamPlan, machine: int, room: Room) -> ShareWorker:
+def worker_of(
+    task: Shaped, plan: TeamPlan, place: int, room: Room, tell: Callable[[Message], None] = lambda message: None
+) -> ShareWorker:
     model = task.model()
-    share = Share(task, model, task.data(), plan, machine)
+    share = Share(task, model, task.data(), plan, place)
     flat = share.flat(parameter_groups(task, model))
-    client = Client(Peer("worker", machine), data_plan(task), flat, (), (), (), lambda message: None, machine)
-    team = Team(RoomPeers(room, machine), machine, plan.size)
-    return ShareWorker(machine, 1, task, task.data(), share, client, team)
+    client = Client(Peer("worker", place), data_plan(task), flat, (), (), (), tell, share.machine)
+    team = Team(RoomPeers(room, place), place, plan.size)
+    return ShareWorker(place, 1, task, task.data(), share, client, team)
+
+
+def trained_team(task: Shaped, plan: TeamPlan, strategy: Any, order: Sequence[int] | None = None) -> list[ShareWorker]:
+    """A team without servers, from the first batch of the plan to the last."""
+    room = Room(plan.size)
+    reports: dict[int, int] = {}
+
+    def told(place: int, message: Message) -> None:
+        if isinstance(message, Report):
+            reports[place] = message.had
+        if len(reports) == plan.size and min(reports.values()) == data_plan(task).num_batches:
+            workers[0].client.receive(Finish())
+
+    workers = [worker_of(task, plan, place, room, partial(told, place)) for place in range(plan.size)]
+    whole = data_plan(task)
+    for portion in range(whole.num_portions):
+        workers[0].client.receive(Lease(portion, 1, (tuple(range(whole.batches_in(portion))),)))
+    together([strategy.run(worker) for worker in workers], order)
+    return workers
 
 
 def data_plan(task: Shaped) -> DataPlan:

@@ -416,6 +416,51 @@ def test_who_beats_and_pushes_nothing_is_away() -> None:
     assert "away: alive, but no push for 21.0 s" in [e.why for e in run.events(events.Lost)]
 
 
+def test_who_hangs_before_its_first_push_is_away_after_ten_times_what_the_first_one_of_others_took() -> None:
+    run = running(num_samples=64)
+    run.wants(0)
+    run.wants(1)
+    run.now += 2.0
+    run.beats(0, acked=1)
+    for acked in range(2, 40):  # from then on it is quick, and only its first one counts
+        run.beats(1, acked=0)
+        run.beats(0, acked=acked)
+        run.ticks(1.0)
+        late = run.now > 2 * TIMEOUT_S + 10 * 2.0
+        assert run.coordinator.workers[1].here is not late
+    assert run.coordinator.workers[0].here
+
+
+def test_nobody_is_away_before_anyone_has_pushed() -> None:
+    run = running(num_samples=64)
+    run.wants(0)
+    run.wants(1)
+    for _ in range(100):
+        run.beats(0, acked=0)
+        run.beats(1, acked=0)
+        run.ticks()
+    assert run.coordinator.workers[0].here and run.coordinator.workers[1].here
+
+
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_a_loop_that_hangs_in_a_loader_of_its_own_is_away_when_others_wait_for_it(waited_for: bool) -> None:
+    """It has no leases, so only who waits can say that it is missed."""
+    run = running(own_loop=True)
+    for acked in range(1, 4):
+        run.now += 1.0
+        run.beats(0, acked=acked)
+        run.beats(1, acked=acked)
+    for _ in range(int(2 * TIMEOUT_S + 10) + 2):
+        run.beats(0, acked=3)
+        run.beats(1, acked=3, waiting=waited_for)
+        run.ticks()
+
+    assert run.coordinator.workers[0].here is not waited_for
+    assert run.coordinator.workers[1].here
+    run.beats(0, acked=4)
+    assert run.coordinator.workers[0].here
+
+
 def test_who_waits_for_others_is_not_to_blame() -> None:
     run = running(num_samples=64)
     run.wants(0)

@@ -24,6 +24,8 @@ def test_cells_that_follow_each_other_go_to_one_worker_many_at_first() -> None:
 
 def test_the_last_cells_are_given_one_at_a_time() -> None:
     hand_out = HandOut(range(4), Pace())
+    assert [hand_out.give(0, 1, now=0.0, idle=False) for _ in range(3)] == [(0,), (1,), (2,)]
+    hand_out = HandOut(range(4), Pace())
     assert [hand_out.give(0, 2, now=0.0) for _ in range(5)] == [(0,), (1,), (2,), (3,), ()]
 
 
@@ -41,9 +43,35 @@ def test_an_idle_worker_gets_a_copy_only_of_what_is_late() -> None:
     hand_out = HandOut(range(2), pace)
     hand_out.give(0, 2, now=0.0)
     done(hand_out, 1, hand_out.give(1, 2, now=0.0), 1.0)
-    assert hand_out.give(1, 2, now=1.9) == () and hand_out.next_due() == 2.0
+    assert hand_out.give(1, 2, now=1.9) == () and hand_out.next_due([1]) == 2.0
     assert hand_out.give(1, 2, now=2.0) == (0,)
     assert hand_out.backups == 1
+
+
+def test_nobody_waits_for_a_copy_of_what_it_has_itself() -> None:
+    hand_out = HandOut([0], Pace())
+    hand_out.give(0, 1, now=0.0)
+    assert hand_out.next_due([0]) is None and hand_out.next_due([0, 1]) is not None
+
+
+def test_the_last_cells_are_not_given_ahead_to_those_who_are_at_work() -> None:
+    """Two workers, three cells: whoever is done first gets the third, not who asks first."""
+    hand_out = HandOut(range(3), Pace())
+    assert hand_out.give(0, 2, now=0.0, idle=False) == (0,)
+    assert hand_out.give(1, 2, now=0.0, idle=False) == (1,)
+    assert hand_out.give(0, 2, now=0.1, idle=False) == ()
+    assert hand_out.give(1, 2, now=1.0, idle=True) == (2,)  # it has computed the first; that it came is not known yet
+
+
+def test_who_has_a_copy_is_told_when_it_is_not_needed_any_more() -> None:
+    pace = Pace()
+    pace.times_s.append(1.0)
+    hand_out = HandOut([0], pace)
+    for worker in (0, 1):
+        assert hand_out.give(worker, 2, now=2.0 * worker) == (0,)
+    assert hand_out.copied() == {0: (0,), 1: (0,)}
+    assert hand_out.returned(1, 0, 3.0) == [0]
+    assert not hand_out.has(0) and hand_out.copied() == {} and list(pace.times_s) == [1.0, 1.0]
 
 
 def test_a_second_copy_waits_twice_as_long() -> None:

@@ -255,7 +255,7 @@ def test_the_terminal_shows_a_crash_once_from_the_users_own_line_on(nest: Nest, 
         shown = run.printed()
         assert shown.count("Traceback") == shown.count("one too many\n") == 1
         assert "tests/gated.py" in shown
-        assert "worker_process.py" not in shown
+        assert "work.py" not in shown
 
 
 def test_a_terminal_that_was_closed_does_not_end_the_training(nest: Nest, tmp_path: Path) -> None:

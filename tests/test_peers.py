@@ -195,6 +195,21 @@ def test_two_who_send_to_each_other_never_wait_for_each_other(transport: str, mo
         at_once(lambda: talk(first, 1), lambda: talk(second, 0))
 
 
+@both_ways
+def test_who_waits_for_room_goes_on_when_there_is_some(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes from the other side that would wake the sender up by the way."""
+    monkeypatch.setattr(peers_shared, "MAX_SEGMENTS", 2)
+    monkeypatch.setattr(peers_tcp, "ROOM_BYTES", 1 << 16)
+    value, number = torch.zeros(1 << 20), 20
+
+    def send(me: PeerLinks) -> None:
+        for turn in range(number):
+            me.send(1, (turn,), value)
+
+    with linked(2, transport) as (first, second):
+        at_once(lambda: send(first), lambda: [get(second, 0, turn) for turn in range(number)])
+
+
 def test_small_messages_in_both_directions_never_block_either() -> None:
     """So many that no socket's buffer holds them: 2,000 of 5 kB each way."""
     number, value = 2000, "x" * 5000

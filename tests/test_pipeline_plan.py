@@ -224,7 +224,7 @@ def test_a_partitioner_of_ones_own_is_found_checked_and_predicted(
         make_plan(find_partitioner("my_partitioner:forgetful"), PROFILE, resources)
     with pytest.raises(ValueError, match="my_partitioner has no function 'x'"):
         find_partitioner("my_partitioner:x")
-    with pytest.raises(ValueError, match="no partitioner named 'fast': choose from balanced, pipedream, straight"):
+    with pytest.raises(ValueError, match="no partitioner named 'fast': choose from balanced, interleaved, pipedream, straight"):
         find_partitioner("fast")
 
 
@@ -335,7 +335,7 @@ def test_the_command_plans_saves_draws_and_plays(tmp_path: Path) -> None:
         (["--network", "carrier_pigeon"], "no network named 'carrier_pigeon'"),
         (["--between", "wan"], "say how many machines are in one"),
         (["--partitioner", "balanced", "--schedule", "gpipe"], "a schedule is for a pipeline"),
-        (["--partitioner", "straight", "--schedule", "slow"], "no schedule named 'slow' here"),
+        (["--partitioner", "straight", "--schedule", "slow"], "no schedule named 'slow': choose from gpipe, one_f_one_b, interleaved"),
         (["--out", "plan.yaml"], "ends in .json or .toml"),
     ],
 )

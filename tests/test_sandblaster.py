@@ -196,6 +196,17 @@ def test_a_worker_that_is_five_times_slower_hardly_matters() -> None:
     same_iterates(slow.iterates, plain_lbfgs(strategy, *objective(Logistic())))
 
 
+def test_who_computes_what_another_has_delivered_leaves_off_between_two_batches() -> None:
+    """Two cells of four batches. Worker 1 takes 10 s for each batch of its cell; at 8 s the other begins a copy."""
+    steps = with_compute(kind="constant", step_s=1.0, slow_workers=(1,), slow_factor=10.0)
+    ran = led(Sandblaster(n_push=4, **EXACT), Logistic(samples=32), 2, 1, steps, run=False)
+    ran.world.run(until_s=12.5)
+    assert ran.iterated[0].backups == 1 and ran.iterated[0].at_s == pytest.approx(12.0, abs=0.2)
+    ran.world.run(until_s=29.5)
+    assert ran.world.workers[1].stats.steps == 2  # until 20 s; the next one is of the next evaluation
+    assert ran.world.workers[1].stats.acked == 0
+
+
 def test_equal_workers_do_no_copies() -> None:
     ran = led(Sandblaster(iterations=3, n_push=1), Logistic(), 3, 1, with_compute(kind="constant", step_s=1.0))
     assert ran.iterated[-1].backups == 0

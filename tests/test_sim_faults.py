@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rainband.block import Block
-from rainband.coordinator import Coordinator
+from rainband.duties.presence import Presence
 from rainband.messages import Push
 from rainband.rules import WaitForSlowest
 from rainband.sim.faults import ON_A_LINE, ON_A_NODE, Chances, Fault, Script, parse, random_script, shrink, text
@@ -204,7 +204,7 @@ def a_batch_applied_but_not_in_the_parameters(patch: pytest.MonkeyPatch) -> None
 
 
 def nobody_is_given_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Coordinator, "_why_late", lambda *_: "")
+    patch.setattr(Presence, "_why_late", lambda *_: "")
 
 
 def anyone_may_read(patch: pytest.MonkeyPatch) -> None:

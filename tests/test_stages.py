@@ -61,9 +61,7 @@ def test_a_batch_in_microbatches_has_the_same_gradient(name: str, schedule: str,
 
 @given(st.sampled_from(NAMES), st.integers(2, 3), st.integers(0, 10_000), st.permutations(range(3)))
 @settings(max_examples=15)
-def test_units_may_be_anywhere_and_workers_may_be_slow(
-    name: str, machines: int, seed: int, order: list[int]
-) -> None:
+def test_units_may_be_anywhere_and_workers_may_be_slow(name: str, machines: int, seed: int, order: list[int]) -> None:
     task = Shaped(name)
     dice = random.Random(seed)
     units = cut(task.model(), task.data().batch(range(2))).units

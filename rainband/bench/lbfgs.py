@@ -1,8 +1,9 @@
 """Sandblaster with two workers on two cores: against L-BFGS in one process, and what an iteration sends to its leader.
 
 Compute-bound: the mlp with 0.7 million parameters on 16,384 samples. The opponent is torch.optim.LBFGS with a closure
-over the same samples in the same batches, on one thread, as our workers have. Seconds are per evaluation of the loss,
-because two searches need not look at the same points.
+over the same samples in the same batches: on one thread, as each of our workers has, and on two, as many as we have
+cores. The bar is against the first; both are printed. Seconds are per evaluation of the loss, because two searches need
+not look at the same points.
 """
 
 from __future__ import annotations
@@ -27,24 +28,30 @@ from rainband.worlds.directory import new_directory
 SIZES = ("0.1M", "0.7M")
 SAMPLES = 16384
 FULL_HISTORY = 14  # iterations, until each direction has all its pairs
-NEVER_CONVERGES = {"n_push": 16, "gradient_tolerance": 0.0, "loss_tolerance": 0.0}
+SETTINGS = {"n_push": 8, "gradient_tolerance": 0.0, "loss_tolerance": 0.0}  # it never converges
 FASTER, MOST_KB = 1.7, 10.0
 LED = (Command, Answer, Evaluated, Cells, Delivered, Want, Return)
 
 
 def run(effort: Effort) -> list[Row]:
-    repeats, iterations = (3, 6) if effort == "full" else (1, 3)
-    plain, ours = [], []
-    for _ in range(repeats):  # in turns, so that a slow minute of the machine hits both
-        plain.append(_plain(SIZES[-1], iterations))
+    repeats, iterations = (5, 6) if effort == "full" else (1, 3)
+    plain: dict[int, list[float]] = {1: [], 2: []}  # threads -> seconds
+    ours = []
+    for _ in range(repeats):  # in turns, so that a slow minute of the machine hits all
+        for threads, seconds in plain.items():
+            seconds.append(_plain(SIZES[-1], iterations, threads))
         ours.append(_sandblaster(SIZES[-1], iterations)[0])
-    ratio = median([a / b for a, b in zip(plain, ours, strict=True)])
-    traffic = [_sandblaster(size, FULL_HISTORY, num_servers=2)[1] for size in SIZES]
+    traffic = [_sandblaster(size, FULL_HISTORY)[1] for size in SIZES]
     name = f"Sandblaster, 2 workers, {SIZES[-1]} parameters"
+    faster = {
+        threads: median([a / b for a, b in zip(seconds, ours, strict=True)]) for threads, seconds in plain.items()
+    }
     return [
-        Row("torch.optim.LBFGS, one process", 1000 * median(plain), "ms/evaluation"),
+        Row("torch.optim.LBFGS, one process, one thread", 1000 * median(plain[1]), "ms/evaluation"),
+        Row("torch.optim.LBFGS, one process, two threads", 1000 * median(plain[2]), "ms/evaluation"),
         Row(name, 1000 * median(ours), "ms/evaluation"),
-        at_least(name, ratio, FASTER, "one process"),
+        at_least(name, faster[1], FASTER, "one process, one thread"),
+        Row(name, faster[2], "x", "one process, two threads"),
         *(
             at_most(f"to and from the coordinator, 2 servers, {size} parameters", kb, MOST_KB, "", "KB/iteration")
             for size, kb in zip(SIZES, traffic, strict=True)
@@ -52,7 +59,7 @@ def run(effort: Effort) -> list[Row]:
     ]
 
 
-def _plain(size: str, iterations: int) -> float:
+def _plain(size: str, iterations: int, num_threads: int) -> float:
     """Seconds of one evaluation, the optimizer's own work included."""
     task = Mlp(parameters=size, samples=SAMPLES)
     torch.manual_seed(0)
@@ -73,7 +80,7 @@ def _plain(size: str, iterations: int) -> float:
         return total
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     try:
         closure()  # the first is slower
         evaluations, started = 0, time.perf_counter()
@@ -108,7 +115,7 @@ class Weighed(Coordinator):
             self.led_bytes += PREFIX_BYTES + len(encode(message))
 
 
-def _sandblaster(size: str, iterations: int, num_servers: int = 1) -> tuple[float, float]:
+def _sandblaster(size: str, iterations: int) -> tuple[float, float]:
     """Seconds of one evaluation, everything between two of them included; kilobytes of the last iteration."""
     seen: list[events.Iterated] = []
     weighed: list[int] = []  # so far, after each iteration
@@ -124,14 +131,9 @@ def _sandblaster(size: str, iterations: int, num_servers: int = 1) -> tuple[floa
             task="mlp",
             task_settings={"parameters": size, "samples": SAMPLES},
             strategy="sandblaster",
-            strategy_settings={
-                "iterations": iterations,
-                "n_push": 16,
-                "gradient_tolerance": 0.0,
-                "loss_tolerance": 0.0,
-            },
+            strategy_settings={"iterations": iterations, **SETTINGS},
             num_workers=2,
-            num_servers=num_servers,
+            num_servers=2,
             directory=str(new_directory(Path(root), "mlp", "sandblaster")),
         )
         launcher = local.Launcher(config, view)

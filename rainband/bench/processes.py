@@ -15,7 +15,7 @@ from rainband.worlds.zygote import Zygote
 PRELOAD = (
     "torch",
     "torch._dynamo",
-    "rainband.worlds.worker_process",
+    "rainband.worlds.work",
     "rainband.worlds.server_process",
     "rainband.bench.opponents",
 )

@@ -23,7 +23,7 @@ from rainband.worlds.directory import new_directory
 from rainband.worlds.zygote import Zygote
 
 NUM_WORKERS, SLOW, FACTOR = 4, 3, 5.0  # worker 0 measures the accuracy, so it is not the slow one
-STEP_S = 0.05  # of a device; computing a gradient of the digits takes a few ms
+STEP_S = 0.08  # of a device; computing a gradient of the digits takes a few ms
 ACCURACY = 0.95
 DDP_LR = 0.4
 THROUGHPUT_BAR, SOONER_BAR = 0.9, 2.0

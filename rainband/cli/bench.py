@@ -15,7 +15,17 @@ from rainband.cli.words import short, table
 if TYPE_CHECKING:
     from rainband.bench.rows import Row
 
-NOT_BENCHMARKS = {"__init__", "rows", "rig", "limit", "opponents", "processes"}
+NOT_BENCHMARKS = {
+    "__init__",
+    "limit",
+    "models",
+    "opponents",
+    "processes",
+    "rig",
+    "rows",
+    "stage_opponents",
+    "team_runs",
+}
 
 
 def register(app: typer.Typer) -> None:

@@ -157,8 +157,7 @@ def _crew(base: RunConfig, strategy: Strategy, given: Mapping[str, Any], size: i
     """How many there are of each; `size` workers are one copy of the model."""
     workers = given.get("num_workers", max(1, base.num_workers // size) * size)
     servers = given.get("num_servers", base.num_servers)
-    if size > 1:
-        check_team(strategy, base.strategy, workers, size)
+    check_team(strategy, base.strategy, workers, size)
     if is_one_memory(strategy):
         if given.get("num_servers"):
             raise ValueError(f"{base.strategy} has no servers: leave out --servers {servers}, or choose downpour.")

@@ -31,6 +31,15 @@ def explain(
             autocompletion=complete.strategies_and_tasks,
         ),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Settings of the strategy, to see what is to be expected of them.",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="The same, with so many workers.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Say what a strategy or a task does, with its equations and settings."""
@@ -39,6 +48,8 @@ def explain(
 
     with mistakes_told():
         facts = [facts_of(one) for one in ([name] if name else [*strategy_names(), *task_names()])]
+        if name and facts[0]["kind"] == "strategy":
+            facts[0]["expected"] = _expected(name, settings or [], workers)
     if as_json:
         import msgspec
 
@@ -100,6 +111,27 @@ def _strategy(name: str) -> dict[str, Any]:
     }
 
 
+def _expected(name: str, pairs: list[str], workers: int) -> list[str]:
+    """What is known beforehand of these settings: how stale gradients will be, and what is likely to go badly."""
+    from dataclasses import MISSING
+
+    from rainband.catalogue import find_strategy, load_strategy
+    from rainband.settings import fields_of, parse_pairs
+    from rainband.worlds.config import lead_of
+    from rainband.worlds.foresight import foreseen, waits_for_nobody
+
+    needed = [field.name for field in fields_of(find_strategy(name)) if field.default is MISSING]
+    given = parse_pairs(pairs)
+    if not given and needed:
+        return []
+    strategy = load_strategy(name, given)
+    if lead_of(strategy) is not None:
+        return []
+    missed = waits_for_nobody(strategy, workers)
+    known = [] if missed is None else [f"with {workers} workers a gradient misses {missed:.3g} updates in the mean."]
+    return known + foreseen(strategy, workers)
+
+
 def _setting(setting: Setting, before: str = "") -> dict[str, Any]:
     """A setting; `before` is what is typed before its name."""
     from dataclasses import MISSING
@@ -141,9 +173,15 @@ def _one(fact: dict[str, Any], width: int) -> list[str]:
         "Settings:" if rows else "It has no settings.",
         *table(rows, indent="  ", width=width),
         "",
+        *_told("Expect:  ", fact.get("expected", ()), width),
         f"Use it:  rainband train {_usage(fact)} {example}".rstrip(),
         f"Read it: {fact['file']}",
     ]
+
+
+def _told(head: str, sentences: Iterable[str], width: int) -> list[str]:
+    rows = [(head if number == 0 else "", text) for number, text in enumerate(sentences)]
+    return table(rows, gap="", width=width)
 
 
 def _usage(fact: dict[str, Any]) -> str:

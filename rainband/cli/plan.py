@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -171,8 +174,21 @@ def _profile(name: str, settings: Sequence[str], batch_size: int | None, repeats
     task = load_task(name, pairs)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    cut, args, kwargs = cut_task(task, task.model(), task.data(), batch_size or task.batch_size)
+    model, data = task.model(), task.data()
+    with _quiet():
+        cut, args, kwargs = cut_task(task, model, data, batch_size or task.batch_size)
     return measure(cut, args, kwargs, model=name, repeats=repeats)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Tracing tools log and print pages when they fail; what matters of it is in the error that follows."""
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _check_picture(path: Path) -> None:
@@ -191,13 +207,13 @@ def _print(
     play: Played | None,
     compared: Mapping[str, Played | ValueError] | None,
 ) -> None:
-    from rainband.pipeline.show import compared_lines, plan_lines, profile_lines, schedule_lines
+    from rainband.pipeline.show import compared_lines, plan_lines, profile_lines, rate_lines, schedule_lines
 
     typer.echo(f"{profile.model}: {len(profile.units)} units, measured with batches of {profile.batch_size}\n")
     for line in [*profile_lines(profile), "", *plan_lines(plan, profile, resources), ""]:
         typer.echo(line)
     if play is not None:
-        for line in [*schedule_lines(play, profile), ""]:
+        for line in [*schedule_lines(play.table, play.facts), *rate_lines(play, profile), ""]:
             typer.echo(line)
     if compared is not None:
         for line in [*compared_lines(compared, profile), ""]:

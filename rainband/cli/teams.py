@@ -31,13 +31,16 @@ def in_teams(
     config: RunConfig, stages: int | None, plan: Plan | None, micros: int | None, schedule: str | None
 ) -> RunConfig:
     """The run, with the plan by which its workers compute one model together."""
+    from rainband.catalogue import load_strategy
+
     size = len(plan.stages) if plan is not None else stages or 1
+    strategy = load_strategy(config.strategy, config.strategy_settings)
     if size == 1:
         if (micros or schedule) and config.team is None:
             raise ValueError("--microbatches and --schedule are for a model in several stages: type --stages 2, too.")
         return config
     from rainband.tasks.load import load_task
-    from rainband.worlds.teaming import make_team_plan
+    from rainband.worlds.teaming import check_plan, make_team_plan
 
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -52,7 +55,9 @@ def in_teams(
         schedule=schedule,
         seed=config.seed,
     )
+    check_plan(strategy, config.strategy, team.plan, micros, schedule)
     for number, stage in enumerate(team.plan.stages):
         units = ", ".join(stage.units[:6]) + (f" and {len(stage.units) - 6} more" if len(stage.units) > 6 else "")
-        typer.echo(f"  stage {number}: {units}", err=True)
+        copies = f" (on {len(stage.machines)} workers in turn)" if len(stage.machines) > 1 else ""
+        typer.echo(f"  stage {number}{copies}: {units}", err=True)
     return msgspec.structs.replace(config, team=team)

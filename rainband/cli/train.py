@@ -165,6 +165,7 @@ def train(
     from rainband.cli.configure import configured
     from rainband.cli.teams import in_teams, read_plan
     from rainband.cli.virtual import COMPUTE, in_virtual_time, noted
+    from rainband.cli.warn import before
     from rainband.worlds.directory import new_directory
 
     typed = [word for word in (task, strategy, *(settings or [])) if word is not None]
@@ -185,11 +186,13 @@ def train(
             raise ValueError(f"no world named '{world}': choose from {', '.join(WORLDS)}.")
         given = {name: value for name, value in options.items() if value is not None}
         cut = read_plan(plan, stages)
-        size = len(cut.stages) if cut is not None else stages
+        size = sum(cut.replicas()) if cut is not None else stages
         run_config = noted(configured(words, config, given, world, size), record, timeline)
         run_config = in_teams(run_config, stages, cut, microbatches, schedule)
         run_config = in_virtual_time(run_config, network, time_only, steps, compute, faults)
         kinds = _sinks(csv, tensorboard)
+        for line in before(run_config, runs):
+            typer.echo(line, err=True)
         directory = new_directory(runs, run_config.task, run_config.strategy)
         run_config = msgspec.structs.replace(run_config, directory=str(directory))
     sinks = [partial(kind, directory) for kind in kinds]

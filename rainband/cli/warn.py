@@ -1,15 +1,51 @@
-"""What to be wary of when a run has finished: one that diverged ends like any other, and its model is of no use."""
+"""What to be wary of: before a run, settings that are likely to go badly; after it, that it diverged.
+
+A run that diverged ends like any other, and its model is of no use.
+"""
 
 from __future__ import annotations
 
 import math
 import textwrap
+from pathlib import Path
+from statistics import median
 
+from rainband.catalogue import load_strategy
 from rainband.cli.words import count, percent, whole
-from rainband.history import RunSoFar
+from rainband.history import RunSoFar, is_run, read_run
+from rainband.worlds.config import RunConfig
+from rainband.worlds.foresight import Straggler, foreseen, straggler_among, straggler_of
 from rainband.worlds.verdict import diverged
 
 LOUD, WIDTH = "WARNING: ", 100
+LOOKED_BACK = 5  # runs that are looked at for one like this
+LONG_BYTES = 1 << 22  # of a file of events
+
+
+def before(config: RunConfig, runs: Path) -> list[str]:
+    """Loud lines for the beginning of a run; `runs` is where earlier ones may have shown who is slow."""
+    strategy = load_strategy(config.strategy, config.strategy_settings)
+    straggler = straggler_of(config) or (last_straggler(config, runs) if config.world == "local" else None)
+    return [line for text in foreseen(strategy, config.num_workers, straggler) for line in _wrapped(text)]
+
+
+def last_straggler(config: RunConfig, runs: Path) -> Straggler | None:
+    """Who was slow when the same task was last trained here by as many workers."""
+    newest = sorted(runs.iterdir(), reverse=True) if runs.is_dir() else []  # their names begin with the time
+    for directory in [path for path in newest if is_run(path)][:LOOKED_BACK]:
+        if (directory / "events.jsonl").stat().st_size > LONG_BYTES:
+            continue  # reading it would take longer than a warning is worth
+        run = read_run(directory)
+        told = (run.config.get("task"), run.config.get("num_workers"), run.config.get("world"))
+        if told != (config.task, config.num_workers, "local") or run.config.get("sim", {}).get("compute"):
+            continue
+        seen: dict[int, list[float]] = {}
+        for progress in run.so_far.progress:
+            for worker, rate in progress.samples_per_s.items():
+                seen.setdefault(worker, []).append(rate)
+        rates = {worker: median(rates) for worker, rates in seen.items()}
+        return straggler_among(rates, f"in the run {run.name}")
+    return None
 
 
 def warnings(so_far: RunSoFar) -> list[str]:

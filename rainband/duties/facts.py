@@ -49,6 +49,7 @@ class WorkerState:
     beat_at: float = 0.0
     worked_at: float = 0.0  # when its acknowledged pushes last grew
     slowest_s: float = 0.0  # the longest it took between two, while it worked
+    first_s: float = 0.0  # how long it took to the first; 0: it has not come to that
     connected: bool = True
     here: bool = True  # alive and working in time; otherwise it is not waited for
     ended: bool = False

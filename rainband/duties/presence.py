@@ -29,9 +29,11 @@ class Presence:
         if beat.steps and not any(w.beat.steps for w in facts.workers.values()):
             facts.events.append(events.FirstStep(at_s=now, worker=worker.peer.index))
         works = beat.acked > worker.beat.acked
-        if works or beat.waiting or not worker.leases:
-            if worker.leases and not worker.beat.waiting:
+        at_work = self._has_work(worker)
+        if works or beat.waiting or not at_work:
+            if at_work and not worker.beat.waiting:
                 worker.slowest_s = max(worker.slowest_s * 0.98, now - worker.worked_at)
+                worker.first_s = worker.first_s or worker.slowest_s
             worker.worked_at = now
         worker.beat, worker.beat_at = beat, now
         worker.beats = [*worker.beats[-5:], (now, beat)]
@@ -83,12 +85,27 @@ class Presence:
         if now - worker.beat_at > timeout:
             return f"not heard of for {now - worker.beat_at:.1f} s"
         idle_s = now - worker.worked_at
-        if not worker.leases or not worker.slowest_s or idle_s <= 2 * timeout:
+        if idle_s <= 2 * timeout or not self._is_missed(worker):
             return ""
-        usual = max(w.slowest_s for w in self.facts.workers.values())
-        if idle_s > 2 * timeout + 10 * usual:
+        everyone = self.facts.workers.values()
+        # The first push takes longest: things are loaded and compiled. Until there is one, others' first ones count.
+        usual = max(w.slowest_s if worker.slowest_s else w.first_s for w in everyone)
+        if usual and idle_s > 2 * timeout + 10 * usual:
             return f"away: alive, but no push for {idle_s:.1f} s"
         return ""
+
+    def _has_work(self, worker: WorkerState) -> bool:
+        """It has leases, or a loop of the user's own goes over a loader of its own, and has begun to."""
+        facts = self.facts
+        own_loader = facts.is_own_loop() and not facts.has_data() and facts.phase == "running"
+        return bool(worker.leases) or (own_loader and worker.beat.acked > 0 and not worker.ended)
+
+    def _is_missed(self, worker: WorkerState) -> bool:
+        """Is there work that it alone can do? Of loaders of their own nobody knows; but others may wait for it."""
+        if worker.leases:
+            return True
+        others = [w for w in self.facts.workers.values() if w is not worker and w.connected and w.here and not w.ended]
+        return self._has_work(worker) and any(other.beat.waiting for other in others)
 
     def give_up(self, worker: WorkerState, now: float, why: str) -> list[Out]:
         """Do not wait for a worker; what it had leased is fenced, and what is missing of it leased again."""

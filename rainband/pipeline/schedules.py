@@ -68,7 +68,7 @@ def interleaved(machines: int, chunks: int, micros: int, batches: int = 1) -> Ta
     need(
         micros % machines == 0,
         f"interleaved deals microbatches in rounds of one per machine: {micros} are not a multiple of {machines}. "
-        f"Choose {-(-micros // machines) * machines}.",
+        f"Choose {-(-micros // machines) * machines} (--microbatches).",
     )
     rows = []
     for machine in range(machines):
@@ -162,7 +162,7 @@ def two_buffered(stages: int, micros: int, batches: int) -> Table:
     need(
         micros >= stages,
         f"two_buffered needs at least as many microbatches as stages, not {micros} for {stages}: the version of one "
-        "batch ago must be ready when a batch begins.",
+        "batch ago must be ready when a batch begins (--microbatches).",
     )
     rows = []
     for stage in range(stages):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rainband.pipeline.check import Span
+from rainband.pipeline.check import Facts, Span
 from rainband.pipeline.plan import Plan, memory
 from rainband.pipeline.predict import crossings
 from rainband.pipeline.profile import Profile, Resources
 from rainband.pipeline.rates import Played
+from rainband.pipeline.table import Table
 
 MOST_UNITS = 40  # that are listed
 MOST_VALUES = 12  # crossing values that are listed; the largest
@@ -60,22 +61,26 @@ def _predicted_lines(plan: Plan) -> list[str]:
     return ["", f"predicted: a batch every {batch_ms:.3f} ms, alone {alone_ms:.3f} ms: {faster:.2f} times as fast"]
 
 
-def schedule_lines(play: Played, profile: Profile, width: int = 100) -> list[str]:
+def schedule_lines(table: Table, facts: Facts, width: int = 100) -> list[str]:
     """A timeline with a line for each machine, and what the schedule needs."""
-    table, facts = play.table, play.facts
     lines = timeline(facts.spans, len(table.rows), facts.total_s, width)
     kept = ", ".join(map(str, facts.peak_activations))
     versions = ", ".join(map(str, facts.peak_versions))
-    late = f"gradients are late by up to {_count(play.late, 'update')}" if play.late else "no gradient is late"
     return [
-        f"{table.name}: {_count(table.num_stages, 'stage')}, {_count(table.num_micros, 'microbatch', 'es')}",
+        f"{table.name}: {table.num_stages} stages, {table.num_micros} microbatches",
         "",
         *lines,
         "",
-        f"idle {facts.bubble:.1%} of this time; each machine keeps activations of {kept} microbatches",
-        f"and {versions} versions of its parameters; {late}",
-        f"predicted: {_rate(play, profile)}",
+        f"idle {facts.bubble:.1%} of the time; each machine keeps activations of {kept} microbatches",
+        f"and {versions} versions of its parameters",
     ]
+
+
+def rate_lines(play: Played, profile: Profile) -> list[str]:
+    """What a schedule should give, and how late its gradients are."""
+    ms, rate, faster = _figures(play, profile)
+    late = f"gradients are up to {play.late} update{'s' * (play.late > 1)} late" if play.late else "no gradient is late"
+    return [late, f"predicted: a batch every {ms} ms, {rate} samples/s, {faster} times as fast as alone"]
 
 
 def compared_lines(compared: Mapping[str, Played | ValueError], profile: Profile) -> list[str]:
@@ -84,7 +89,7 @@ def compared_lines(compared: Mapping[str, Played | ValueError], profile: Profile
     reasons = []
     for name, play in compared.items():
         if isinstance(play, ValueError):
-            reasons.append(f"{name}: {play}")
+            reasons.append(f"no {name}: {play}")
             continue
         facts = play.facts
         shape = "-".join(map(str, play.plan.replicas()))
@@ -102,15 +107,6 @@ def _figures(play: Played, profile: Profile) -> tuple[str, str, str]:
     alone_s = profile.seconds(profile.names)
     rate, faster = (profile.batch_size / play.batch_s, alone_s / play.batch_s) if play.batch_s else (0.0, 1.0)
     return f"{play.batch_s * 1e3:.3f}", f"{rate:,.0f}", f"{faster:.2f}"
-
-
-def _rate(play: Played, profile: Profile) -> str:
-    ms, rate, faster = _figures(play, profile)
-    return f"a batch every {ms} ms, {rate} samples/s, {faster} times as fast as alone"
-
-
-def _count(number: int, word: str, plural: str = "s") -> str:
-    return f"{number} {word}{'' if number == 1 else plural}"
 
 
 def timeline(spans: Sequence[Span], machines: int, total_s: float, width: int) -> list[str]:

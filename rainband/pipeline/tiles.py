@@ -29,6 +29,8 @@ class Tiled(nn.Module):
         super().__init__()
         self.shape = (rows, columns)
         self.num_layers = len(layers)
+        self.places: dict[str, list[int]] = {}  # of a piece of a locally connected layer: the layer's places it has
+        self._blank = [copy.deepcopy(layer).to("meta") for layer in layers]  # what layers there were, without numbers
         height, width = input_size
         above, across = bounds(height, rows), bounds(width, columns)
         self._cut_input(above, across)
@@ -44,7 +46,9 @@ class Tiled(nn.Module):
                 )
                 self._add_halo(tile, number, seen, above, across)
                 here = (below[r], below[r + 1], right[c], right[c + 1])
-                self.add_module(f"tile{tile}_layer{number}", _piece(layer, here, right[-1]))
+                name = f"tile{tile}_layer{number}"
+                self.places[name] = _places(here, right[-1])
+                self.add_module(name, _piece(layer, here, self.places[name]))
             above, across = below, right
         self.output_size = (above[-1], across[-1])
 
@@ -55,6 +59,22 @@ class Tiled(nn.Module):
             values = [self._next(tile, number, values) for tile in range(rows * columns)]
         lines = [torch.cat(values[r * columns : (r + 1) * columns], dim=3) for r in range(rows)]
         return torch.cat(lines, dim=2)
+
+    def as_layers(self) -> nn.Sequential:
+        """The layers as they were before, with the numbers that the tiles have now."""
+        layers = []
+        for number, blank in enumerate(self._blank):
+            pieces = [self.get_submodule(f"tile{tile}_layer{number}") for tile in range(self.shape[0] * self.shape[1])]
+            if isinstance(blank, LocallyConnected2d):
+                places = [self.places[f"tile{tile}_layer{number}"] for tile in range(len(pieces))]
+                layers.append(_whole_again(blank, [p for p in pieces if isinstance(p, LocallyConnected2d)], places))
+            elif isinstance(blank, nn.Conv2d):
+                layer = copy.deepcopy(blank)
+                layer.weight, layer.bias = pieces[0].weight, pieces[0].bias  # type: ignore[assignment]
+                layers.append(layer)
+            else:
+                layers.append(copy.deepcopy(blank))
+        return nn.Sequential(*layers)
 
     def _next(self, tile: int, number: int, values: Sequence[Tensor]) -> Any:
         halo = self.get_submodule(f"tile{tile}_layer{number}_halo")
@@ -162,19 +182,25 @@ def _is_plain(layer: nn.MaxPool2d | nn.AvgPool2d) -> bool:
     return _pair(layer.padding) == (0, 0) and not layer.ceil_mode and not dilated
 
 
-def _piece(layer: nn.Module, here: tuple[int, int, int, int], width: int) -> nn.Module:
-    """What computes one tile of a layer: output rows and columns `here`, of an output of this width."""
+def _places(here: tuple[int, int, int, int], width: int) -> list[int]:
+    """The numbers of output rows and columns `here`, of an output of this width, row by row."""
+    top, bottom, left, right = here
+    return [row * width + column for row in range(top, bottom) for column in range(left, right)]
+
+
+def _piece(layer: nn.Module, here: tuple[int, int, int, int], places: list[int]) -> nn.Module:
+    """What computes one tile of a layer: output rows and columns `here`."""
     if isinstance(layer, nn.Conv2d):
         return ConvolutionPiece(layer)
     if isinstance(layer, LocallyConnected2d):
-        return _local_piece(layer, here, width)
+        return _local_piece(layer, here, places)
     return copy.deepcopy(layer)  # has no parameters, and works on any part; a copy, to be a node of its own
 
 
-def _local_piece(layer: LocallyConnected2d, here: tuple[int, int, int, int], width: int) -> LocallyConnected2d:
+def _local_piece(layer: LocallyConnected2d, here: tuple[int, int, int, int], places: list[int]) -> LocallyConnected2d:
     top, bottom, left, right = here
     pairs = zip(layer.kernel_size, layer.stride, (bottom - top, right - left), strict=True)
-    height_in, width_in = [(places - 1) * stride + kernel for kernel, stride, places in pairs]
+    height_in, width_in = [(count - 1) * stride + kernel for kernel, stride, count in pairs]
     piece = LocallyConnected2d(
         layer.in_channels,
         layer.out_channels,
@@ -183,12 +209,24 @@ def _local_piece(layer: LocallyConnected2d, here: tuple[int, int, int, int], wid
         layer.stride,
         bias=layer.bias is not None,
     ).to(layer.weight)
-    places = [row * width + column for row in range(top, bottom) for column in range(left, right)]
     with torch.no_grad():
         piece.weight.copy_(layer.weight[places])
         if piece.bias is not None and layer.bias is not None:
             piece.bias.copy_(layer.bias[:, top:bottom, left:right])
     return piece
+
+
+def _whole_again(
+    blank: nn.Module, pieces: Sequence[LocallyConnected2d], places: Sequence[list[int]]
+) -> LocallyConnected2d:
+    layer = copy.deepcopy(blank).to_empty(device=pieces[0].weight.device)
+    assert isinstance(layer, LocallyConnected2d)
+    with torch.no_grad():
+        for piece, numbers in zip(pieces, places, strict=True):
+            layer.weight[numbers] = piece.weight
+            if layer.bias is not None and piece.bias is not None:
+                layer.bias.flatten(1)[:, numbers] = piece.bias.flatten(1)
+    return layer
 
 
 def _pair(value: Any) -> tuple[int, int]:

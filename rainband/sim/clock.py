@@ -22,17 +22,12 @@ class VirtualClock:
         self.planned: list[Planned] = []  # a heap
         self._shuffle = shuffle
         self._number = 0
-        self._idle = 0  # planned things that only keep time: see `at`
+        self.idle = 0  # planned things that only keep time: see `at`
 
     @property
     def done(self) -> int:
         """How many things have happened."""
         return self._number - len(self.planned)
-
-    @property
-    def working(self) -> int:
-        """How many planned things do more than keep time."""
-        return len(self.planned) - self._idle
 
     def now_s(self) -> float:
         return self.now
@@ -48,10 +43,10 @@ class VirtualClock:
         self.at(self.now + delay_s, do, idle)
 
     def _idly(self, do: Do) -> Do:
-        self._idle += 1
+        self.idle += 1
 
         def idly() -> None:
-            self._idle -= 1
+            self.idle -= 1
             do()
 
         return idly

@@ -62,10 +62,9 @@ class AnyOf(Handle):
 class Team:
     """The others who compute the same model: what they send, and who of them has come to its end."""
 
-    def __init__(self, peers: Peers, machine: int, size: int) -> None:
+    def __init__(self, peers: Peers, place: int, size: int) -> None:
         self.peers = peers
-        self.machine = machine
-        self.others = [other for other in range(size) if other != machine]
+        self.others = [other for other in range(size) if other != place]
         self.ends: list[Arrival] = []
 
     def send(self, to: int, tag: Tag, payload: Any) -> None:
@@ -116,9 +115,11 @@ class Shares:
 class Passage:
     """Fragments run as soon as their inputs are there; a value goes once to each machine that reads it."""
 
-    def __init__(self, part: Part, team: Team, micro: Micro, shares: Shares) -> None:
+    def __init__(self, part: Part, team: Team, home: Callable[[int], int], micro: Micro, shares: Shares) -> None:
+        """`home`: the place in the team of a machine of the plan."""
         self.part = part
-        self.peers = team
+        self.team = team
+        self.home = home
         self.micro = micro
         self.shares = shares
         self.loss = 0.0  # where the answer is: the micro's share of the batch's mean loss
@@ -127,7 +128,7 @@ class Passage:
         part = self.part
         part.give(self.micro.inputs)
         coming = {
-            (value, source): self.peers.recv(source, self._tag("value", value))
+            (value, source): self.team.recv(self.home(source), self._tag("value", value))
             for value, source in part.values_to_come().items()
         }
         while not part.is_forward_done():
@@ -145,7 +146,7 @@ class Passage:
         if part.machine == part.layout.answer_machine:
             self._send(await Piece(self._answer, 0.0))
         coming = {
-            (value, source): self.peers.recv(source, self._tag("gradient", value))
+            (value, source): self.team.recv(self.home(source), self._tag("gradient", value))
             for value, source in part.gradients_to_come()
         }
         while not part.is_backward_done():
@@ -165,7 +166,7 @@ class Passage:
     async def _take(self, kind: str, coming: dict[tuple[str, int], Arrival], wait: bool) -> None:
         """Hand the part what has come; wait until something has, if it can do nothing before."""
         if wait:
-            await AnyOf(list(coming.values()), self.peers)
+            await AnyOf(list(coming.values()), self.team)
         for key in [key for key, arrival in coming.items() if arrival.ready()]:
             payload = await coming.pop(key)
             value, source = key
@@ -180,7 +181,7 @@ class Passage:
             payload = message.payload
             if message.kind == "value":
                 payload = [message.payload, list(message.wants_gradient)]
-            self.peers.send(message.destination, self._tag(message.kind, message.value), payload)
+            self.team.send(self.home(message.destination), self._tag(message.kind, message.value), payload)
 
     def _tag(self, kind: str, value: str) -> Tag:
         return (*self.micro.tag, kind, value)

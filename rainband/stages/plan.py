@@ -27,14 +27,27 @@ class TeamPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size(self) -> int:
         """Workers that compute one model together."""
-        return len(self.plan.stages)
+        return sum(self.plan.replicas())
+
+    def seat(self, place: int) -> tuple[int, int]:
+        """The stage of a team's worker, and which of its replicas it is: those of a stage come one after the other."""
+        for stage, replicas in enumerate(self.plan.replicas()):
+            if place < replicas:
+                return stage, place
+            place -= replicas
+        raise AssertionError(f"there are only {self.size} places")
+
+    def home(self, stage: int, number: int = 0) -> int:
+        """The place of the worker that takes a batch of this number through a stage: they take turns."""
+        replicas = self.plan.replicas()
+        return sum(replicas[:stage]) + number % replicas[stage]
 
     def row(self, machine: int, micros: int) -> tuple[Action, ...]:
         """What a machine does for one batch, in order."""
         if self.plan.kind == "partition":
             return tuple(Action(machine, kind, micro, 0) for micro in range(micros) for kind in ("F", "B"))
         make = gpipe if self.schedule == "gpipe" else one_f_one_b
-        return tuple(action for action in make(self.size, micros).rows[machine] if action.kind != "U")
+        return tuple(action for action in make(len(self.plan.stages), micros).rows[machine] if action.kind != "U")
 
     def check(self, units: Sequence[str]) -> None:
         """Refuse a plan for another model."""

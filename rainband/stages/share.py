@@ -33,14 +33,16 @@ class Tie:
 class Share:
     """What one machine of a plan holds and computes."""
 
-    def __init__(self, task: Task, model: nn.Module, data: Data, plan: TeamPlan, machine: int) -> None:
+    def __init__(self, task: Task, model: nn.Module, data: Data, plan: TeamPlan, place: int) -> None:
+        """`place`: of the worker in its team; where a stage has no replicas, that is its machine in the plan."""
         self.plan = plan
-        self.machine = machine
+        self.place = place
+        self.machine, self.replica = plan.seat(place)
         self.model = model
         self.cut, _, _ = cut_task(task, model, data, plan.example_size)
         plan.check(self.cut.units)
         self.layout = layout_of(self.cut, plan)
-        self.first = Part(self.cut, self.layout, machine)
+        self.first = Part(self.cut, self.layout, self.machine)
         self.modules = self.first.modules
         self.module = nn.ModuleList(self.modules.values())  # what is computed here; its buffers are ours
         users = _users(self.cut, self.layout)
@@ -67,6 +69,8 @@ class Share:
 
     def held(self) -> dict[str, Tensor]:
         """What is saved from here: parameters and buffers under the model's own names, each once."""
+        if self.replica:
+            return {}
         parameters = {name: p.data for name, p in self.model.named_parameters() if self.owner[id(p)] == self.machine}
         return parameters | {name: self.model.get_buffer(name) for name in self._buffers()}
 

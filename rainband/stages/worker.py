@@ -7,6 +7,7 @@ told to all, and if it is not finite anywhere it is skipped everywhere. A round 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +18,21 @@ import xxhash
 from rainband.flat import is_finite
 from rainband.gradient import ModuleGradient
 from rainband.pipeline.of_task import inputs_of, loss_of
+from rainband.pipeline.part import Part
 from rainband.stages.passage import Micro, Passage, Team
 from rainband.stages.share import Share, same_on_all
+from rainband.stages.stashing import Stashing
 from rainband.types import Batch, Cell
 from rainband.worker import ModuleWorker, ServerSide
 
 if TYPE_CHECKING:
     from rainband.client import Client, PullHandle
+    from rainband.optim_spec import OptimizerSpec
+    from rainband.schedules import Schedule
     from rainband.tasks.task import Data, Task
-    from rainband.types import Tag
+    from rainband.types import Stashes, Tag
 
-FIRST = 0  # the machine that leads
+FIRST = 0  # the place of the worker that leads
 
 
 class TeamServers(ServerSide):
@@ -78,6 +83,7 @@ class ShareWorker(ModuleWorker):
         self.team = team
         self.server = TeamServers(client, team)
         self.orders = 0
+        self.lookahead = 0  # cells that the others are told of before the first begins them
         self.resting = False
         self.gone_through = 0  # samples
         self.before_cell: Callable[[], None] | None = None  # of the first: measures now and then
@@ -90,7 +96,7 @@ class ShareWorker(ModuleWorker):
 
     @property
     def leads(self) -> bool:
-        return self.share.machine == FIRST
+        return self.share.place == FIRST
 
     # ---- which cells -----------------------------------------------------------------------------------------------
 
@@ -99,14 +105,27 @@ class ShareWorker(ModuleWorker):
             async for cell in self._told_cells():
                 yield cell
             return
-        async for cell in super().cells():
-            if self.before_cell is not None:
+        announced: deque[Cell] = deque()
+        async for cell in self._announced(announced):
+            if self.before_cell is not None and not announced:
                 self.before_cell()
-            batches = [[batch.portion, batch.k, batch.lease] for batch in cell.batches]
-            self.order("cell", [batches, cell.round, cell.more])
-            self.resting = False
             yield cell
         self.order("over", None)
+
+    async def _announced(self, announced: deque[Cell]) -> AsyncIterator[Cell]:
+        """The cells of the first worker; the others are told of them, a few ahead of its own if they need that."""
+        client = self.client
+        while not client.finished and not client.stopping:
+            while len(announced) <= self.lookahead and (cell := client.next_cell()) is not None:
+                announced.append(cell)
+                batches = [[batch.portion, batch.k, batch.lease] for batch in cell.batches]
+                self.order("cell", [batches, cell.round, cell.more])
+                self.resting = False
+            if announced:
+                yield announced.popleft()
+            else:
+                self.idle()
+                await client.news()
 
     def idle(self) -> None:
         """There is no cell now. If the servers were told not to wait for us, they must not wait for the others."""
@@ -170,9 +189,12 @@ class ShareWorker(ModuleWorker):
         while len(self.parts) < len(pieces):
             self.parts.append(self.share.part())
         return [
-            Passage(part, self.team, self._micro(batch, tag, number, piece, len(indices)), self.share.shares)
+            self._passage(part, self._micro(batch, tag, number, piece, len(indices)))
             for number, (part, piece) in enumerate(zip(self.parts, pieces, strict=False))
         ]
+
+    def _passage(self, part: Part, micro: Micro) -> Passage:
+        return Passage(part, self.team, self.share.plan.home, micro, self.share.shares)
 
     def _micro(self, batch: Batch, tag: Tag, number: int, indices: Any, samples: int) -> Micro:
         data = self.data.batch(indices)
@@ -226,10 +248,36 @@ class ShareWorker(ModuleWorker):
         else:  # samples are counted once
             self.client.stats.steps += 1
 
+    # ---- a stage of a pipeline that is never flushed -----------------------------------------------------------------
+
+    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> Stashing:
+        return Stashing(self, spec, schedule, how)
+
+    def seed_of(self, batch: Batch) -> int:
+        return self._seed(batch)
+
+    def count_loss(self, batch: Batch, loss: float) -> None:
+        """Told by the worker that has the answer."""
+        samples = self.plan.samples_in(batch.portion, batch.k)
+        self.client.stats.loss_sum += loss * samples
+        self.client.stats.loss_samples += samples
+
+    def count_samples(self, samples: int) -> None:
+        """Counted once, by the workers of the first stage."""
+        stats = self.client.stats
+        stats.steps += 1
+        self.gone_through += samples
+        if self.share.machine == 0:
+            stats.samples += samples
+        if stats.steps == 1:
+            self.client.tell(stats.beat())
+
     # ---- the model's answer, for measuring -------------------------------------------------------------------------
 
     async def answer(self, call: Any) -> Any:
         """Compute the model's answer together, without gradients; only the first gets it."""
+        if self.share.replica:
+            return None  # the first of each stage is enough
         number, training, args, kwargs = call
         part, layout = self.share.part(), self.share.layout
         modes = [(module, module.training) for module in self.module.modules()]
@@ -237,7 +285,7 @@ class ShareWorker(ModuleWorker):
             self.module.eval()
         with torch.no_grad():
             nothing = Micro(("answer", number), self.share.cut.bind(args, kwargs), lambda _: torch.zeros(()), 1.0, 0)
-            await Passage(part, self.team, nothing, self.share.shares).forward()
+            await self._passage(part, nothing).forward()
         for module, before in modes:
             module.training = before
         outputs = part.outputs() if self.share.machine == layout.answer_machine else None
@@ -245,7 +293,7 @@ class ShareWorker(ModuleWorker):
             if outputs is not None:
                 self.team.send(FIRST, ("answer", number), outputs)
             elif self.leads:
-                outputs = await self.team.receive(layout.answer_machine, ("answer", number))
+                outputs = await self.team.receive(self.share.plan.home(layout.answer_machine), ("answer", number))
         return self.share.cut.answer(outputs) if self.leads and outputs is not None else None
 
 

@@ -17,61 +17,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from rainband.descent import START, Descent, Limits, Where
+from rainband.descent import START, Descent, FullBatch, Where, deliver_cells
 from rainband.line_search import Trial, strong_wolfe
 from rainband.optim_spec import element_wise
 from rainband.rules import SumOfCells
 from rainband.schedules import Schedule
-from rainband.types import Gradient, Leading, ServerHalf, Worker
+from rainband.types import Leading, ServerHalf, Worker
 from rainband.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
 
 DIRECTION, BEFORE = "direction", "before"  # the latter is the gradient of the iteration before
 
 
 @dataclass(frozen=True)
-class ConjugateGradient:
+class ConjugateGradient(FullBatch):
     """Polak-Ribiere conjugate gradient over all the data, led by commands."""
 
     iterations: int = 200  # at most
-    c1: float = 1e-4  # how much the loss must go down
     c2: float = 0.1  # how much of the slope may be left: directions are conjugate only after a good search
-    first_step: float = 1.0  # length of the first trial
-    weight_decay: float = 0.0
-    gradient_tolerance: float = 1e-5  # stop when the gradient's norm is so small
-    loss_tolerance: float = 1e-7  # stop when the loss changes by no more than this part of itself
-    n_push: int = 4  # portions of the data, each one batch, that are summed into one push
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.n_push <= 64:
-            raise ValueError(f"n_push={self.n_push}: choose from 1 to 64.")
-        if not 0 < self.c1 < self.c2 < 1:
-            raise ValueError(f"c1={self.c1}, c2={self.c2}: a line search needs 0 < c1 < c2 < 1, such as 1e-4 and 0.1.")
-        if self.iterations < 1 or self.first_step <= 0:
-            raise ValueError(f"iterations={self.iterations}, first_step={self.first_step}: both must be positive.")
-        if min(self.weight_decay, self.gradient_tolerance, self.loss_tolerance) < 0:
-            raise ValueError("weight_decay and both tolerances must be at least 0.")
-
-    @property
-    def cell_batches(self) -> int:
-        return self.n_push
 
     async def run(self, worker: Worker) -> None:
-        async for cell in worker.cells():
-            if await worker.server.pull(round=cell.round):  # once in an evaluation
-                owed: Gradient | None = None
-                for batch in cell.batches:
-                    gradient = await worker.gradient(batch)
-                    weighted = gradient * gradient.samples
-                    owed = weighted if owed is None else owed + weighted
-                assert owed is not None, "a cell has at least one batch"
-                worker.server.push(owed)
+        await deliver_cells(worker)
 
     def server(self, num_workers: int) -> ServerHalf:
         return ServerHalf(SumOfCells, element_wise("sgd", 1.0), Schedule(), vectors=4)
 
     async def lead(self, coordinator: Leading) -> None:
         descent = Descent(coordinator, self.weight_decay)
-        limits = Limits(self.iterations, self.gradient_tolerance, self.loss_tolerance)
+        limits = self.limits
         descent.cells = tuple(range(coordinator.num_cells))
         here = await descent.evaluate()
         await coordinator.compute(copy(DIRECTION, GRADIENT), scale(DIRECTION, -1.0))

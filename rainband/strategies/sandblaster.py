@@ -30,12 +30,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
-from rainband.descent import START, Descent, Limits, Sampling, Where
+from rainband.descent import START, Descent, FullBatch, Sampling, Where, deliver_cells
 from rainband.line_search import Search, Trial, armijo, strong_wolfe
 from rainband.optim_spec import element_wise
 from rainband.rules import SumOfCells
 from rainband.schedules import Schedule
-from rainband.types import Gradient, Leading, ServerHalf, Worker
+from rainband.types import Leading, ServerHalf, Worker
 from rainband.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
 
 ROUNDING = 2.3e-16  # curvature below this part of y.y is noise
@@ -59,50 +59,25 @@ class History:
 
 
 @dataclass(frozen=True)
-class Sandblaster:
+class Sandblaster(FullBatch):
     """L-BFGS over all the data, led by commands."""
 
-    iterations: int = 100  # at most
     history: int = 10  # m pairs
     line_search: Literal["strong_wolfe", "armijo"] = "strong_wolfe"
-    c1: float = 1e-4  # how much the loss must go down
-    c2: float = 0.9  # how much of the slope may be left
-    first_step: float = 1.0  # length of the first trial, where nothing is known of the curvature
-    weight_decay: float = 0.0
-    gradient_tolerance: float = 1e-5  # stop when the gradient's norm is so small
-    loss_tolerance: float = 1e-7  # stop when the loss changes by no more than this part of itself
     batch: float = 1.0  # the part of the data that an iteration looks at
     overlap: float = 0.5  # the part of it that is kept for the next, if it is not all
-    n_push: int = 4  # portions of the data, each one batch, that are summed into one push
 
     def __post_init__(self) -> None:
-        if not 1 <= self.n_push <= 64:
-            raise ValueError(f"n_push={self.n_push}: choose from 1 to 64.")
-        if self.history < 1 or self.iterations < 1:
-            raise ValueError(f"history={self.history}, iterations={self.iterations}: choose at least 1 of each.")
-        if not 0 < self.c1 < self.c2 < 1:
-            raise ValueError(f"c1={self.c1}, c2={self.c2}: a line search needs 0 < c1 < c2 < 1, such as 1e-4 and 0.9.")
+        super().__post_init__()
+        if self.history < 1:
+            raise ValueError(f"history={self.history}: choose at least 1.")
         if not 0 < self.batch <= 1 or not 0 <= self.overlap <= 1:
             raise ValueError(f"batch={self.batch}, overlap={self.overlap}: both are parts, from 0 to 1.")
-        if self.first_step <= 0 or min(self.weight_decay, self.gradient_tolerance, self.loss_tolerance) < 0:
-            raise ValueError("first_step must be positive, weight_decay and both tolerances at least 0.")
-
-    @property
-    def cell_batches(self) -> int:
-        return self.n_push
 
     # ---- the workers' half -----------------------------------------------------------------------------------------
 
     async def run(self, worker: Worker) -> None:
-        async for cell in worker.cells():
-            if await worker.server.pull(round=cell.round):  # once in an evaluation
-                owed: Gradient | None = None
-                for batch in cell.batches:
-                    gradient = await worker.gradient(batch)
-                    weighted = gradient * gradient.samples
-                    owed = weighted if owed is None else owed + weighted
-                assert owed is not None, "a cell has at least one batch"
-                worker.server.push(owed)
+        await deliver_cells(worker)
 
     # ---- the servers' half -----------------------------------------------------------------------------------------
 
@@ -113,7 +88,7 @@ class Sandblaster:
 
     async def lead(self, coordinator: Leading) -> None:
         descent = Descent(coordinator, self.weight_decay)
-        limits = Limits(self.iterations, self.gradient_tolerance, self.loss_tolerance)
+        limits = self.limits
         sampling = Sampling(self.batch, self.overlap)
         descent.cells = sampling.draw(0, coordinator.seed, coordinator.num_cells, ())
         here = await descent.evaluate()

@@ -19,7 +19,11 @@ CHUNK = 1000  # samples evaluated at once
 
 
 class Data(Protocol):
-    """The training samples, numbered from 0."""
+    """The training samples, numbered from 0.
+
+    With `prefetch = True` a full-batch method calls `batch` ahead, on a thread of its own: for data that is read from
+    files, say. Then `batch` must not draw random numbers from torch's global generator, which other threads use.
+    """
 
     def __len__(self) -> int: ...
 
@@ -98,6 +102,10 @@ class DatasetData:
             )
         self.dataset = dataset
         self.collate = collate
+
+    @property
+    def prefetch(self) -> bool:
+        return bool(getattr(self.dataset, "prefetch", False))
 
     def __len__(self) -> int:
         return len(self.dataset)

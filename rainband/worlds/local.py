@@ -36,7 +36,7 @@ from rainband.worlds.hogwild_keeper import FROM_WORKERS, KEEPER, Keeper
 from rainband.worlds.verdict import judged
 from rainband.worlds.zygote import Exited, Failed, Zygote
 
-ENTRIES = {"worker": "rainband.worlds.worker_process:main", "server": "rainband.worlds.server_process:main"}
+ENTRIES = {"worker": "rainband.worlds.work:main", "server": "rainband.worlds.server_process:main"}
 SCRIPT = "rainband.worlds.script_process:main"  # the entry of a worker that runs a script of the user's
 # Servers are forked first: they need no torch._dynamo, and so do not hold its 70 MB.
 SERVERS_NEED = ("torch", ENTRIES["server"].partition(":")[0])

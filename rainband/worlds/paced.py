@@ -21,7 +21,7 @@ def at_its_pace(worker: ModuleWorker, config: RunConfig) -> None:
     """Have the worker's steps take as long as the configuration says, if it says so."""
     if config.sim.compute:
         pace = Pace(build(ComputeModel, config.sim.compute), config.seed, worker.index)
-        worker.compute = paced(worker.compute, pace)  # type: ignore[method-assign]
+        worker.compute = paced(worker.compute, pace)  # type: ignore[method-assign, assignment]
 
 
 def paced(

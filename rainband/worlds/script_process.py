@@ -13,7 +13,7 @@ from rainband.worlds import own_loop  # noqa: F401  imported in the zygote, for 
 from rainband.worlds.config import decode_job
 from rainband.worlds.member import Dismissed, Member
 from rainband.worlds.own_random import same_random_numbers
-from rainband.worlds.worker_process import users_traceback
+from rainband.worlds.work import users_traceback
 
 
 def main(job: bytes, fds: list[int]) -> None:

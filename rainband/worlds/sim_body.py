@@ -16,7 +16,7 @@ from rainband.tasks.task import Data, Task
 from rainband.types import Batch, Port
 from rainband.worker import ModuleWorker
 from rainband.worlds.save import save_model
-from rainband.worlds.sim_memory import Desk, hollow_flat
+from rainband.worlds.sim_memory import Desk, DeskClient, WrittenGradient, hollow_flat
 
 
 class RealBody:
@@ -30,7 +30,7 @@ class RealBody:
         self.memory = desk.memory()
 
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
-        return Client(me, welcome.plan, self.memory.flat, welcome.blocks, welcome.owners, ports, tell)
+        return DeskClient(me, welcome.plan, self.memory.flat, welcome.blocks, welcome.owners, ports, tell)
 
     def worker(self, index: int, client: Client) -> ModuleWorker:
         worker = ModuleWorker(index, self.num_workers, self.task, self.data, self.memory.module, client)
@@ -41,7 +41,7 @@ class RealBody:
         self.desk.seat(self.memory)
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient:
-        return worker.compute(batch)
+        return WrittenGradient(worker.compute(batch), self.memory.flat, self.desk.wholes)
 
     def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
         if body is not None:

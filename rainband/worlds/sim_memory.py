@@ -5,13 +5,18 @@ Forward and backward happen in one event, so nobody else's parameters come betwe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import isfinite
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
-from rainband.blocks import BlockSpec
-from rainband.flat import Flat
+from rainband.blocks import BlockSpec, cut
+from rainband.client import Client
+from rainband.flat import Flat, is_finite
+from rainband.gradient import ModuleGradient
 from rainband.portions import Plan
 from rainband.types import Batch
 from rainband.worker import Sampler
@@ -40,6 +45,7 @@ class Desk:
         self.flat = flat
         self.buffers = list(flat.module.buffers())
         self.first_buffers = [buffer.clone() for buffer in self.buffers]
+        self.wholes = cut(flat.layout, block_bytes=1 << 60)  # every vector as one block
         self.owner: Memory | None = None
         self.samplers: dict[Plan, SharedSampler] = {}
 
@@ -58,6 +64,45 @@ class Desk:
 
     def sampler(self, plan: Plan) -> SharedSampler:
         return self.samplers.setdefault(plan, SharedSampler(plan))
+
+
+class WrittenGradient(ModuleGradient):
+    """A gradient that is written once, where it is sent from: blocks of it are pieces of that, not copies."""
+
+    def __init__(self, gradient: ModuleGradient, flat: Flat, wholes: Sequence[BlockSpec]) -> None:
+        super().__init__(gradient.tensors, gradient.batches, gradient.samples, gradient.loss)
+        self.flat = flat
+        self.wholes = wholes
+
+    @cached_property
+    def vectors(self) -> list[Tensor]:
+        vectors = [torch.empty(whole.numel, dtype=getattr(torch, whole.dtype)) for whole in self.wholes]
+        for whole, vector in zip(self.wholes, vectors, strict=True):
+            self.flat.write(whole, self.tensors, vector)
+        return vectors
+
+    @cached_property
+    def is_finite(self) -> bool:
+        return all(isfinite(vector.sum().item()) for vector in self.vectors) or is_finite(self.tensors)
+
+
+class DeskClient(Client):
+    """A client whose gradients may be written already."""
+
+    def _filler(self, block: BlockSpec, gradient: ModuleGradient) -> Callable[[Tensor], None]:
+        if isinstance(gradient, WrittenGradient):
+            return Written(gradient.vectors[block.vector][block.start : block.stop])
+        return super()._filler(block, gradient)
+
+
+class Written:
+    """Fills memory with what is written elsewhere; who can do without a copy takes that."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __call__(self, out: Tensor) -> None:
+        out.copy_(self.values)
 
 
 class SharedSampler(Sampler):

@@ -39,12 +39,12 @@ SAVED: Tag = ("saved",)
 class TeamBody:
     """A share of the model, with a module of its own: forward and backward are apart, and others compute between."""
 
-    def __init__(self, task: Task, data: Data, plan: TeamPlan, machine: int, num_replicas: int, seed: int) -> None:
+    def __init__(self, task: Task, data: Data, plan: TeamPlan, place: int, num_replicas: int, seed: int) -> None:
         torch.manual_seed(seed)
         model = task.model()
         self.task, self.data = task, data
         self.num_replicas = num_replicas
-        self.share = Share(task, model, data, plan, machine)
+        self.share = Share(task, model, data, plan, place)
         self.flat: Flat = self.share.flat(parameter_groups(task, model))
         self.team: Team | None = None
 
@@ -74,7 +74,7 @@ class TeamNode(WorkerNode):
     def __init__(self, world: Surroundings, peer: Peer, machine: Machine, body: TeamBody, pace: Pace) -> None:
         super().__init__(world, peer, machine, body, pace)
         self.share_body = body
-        self.place = body.share.machine
+        self.place = body.share.place
         self.team_size = body.share.plan.size
         self.incoming = Inbox()
         for other in range(self.team_size):

@@ -41,7 +41,7 @@ from rainband.sim.network import Machine
 from rainband.stats import Stats
 from rainband.types import Batch, Port, Strategy
 from rainband.worker import Compute, ModuleWorker, Work
-from rainband.worlds.sim_memory import NOTHING
+from rainband.worlds.sim_memory import NOTHING, Written
 from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
 from rainband.worlds.spans import Watch
 
@@ -392,7 +392,9 @@ class SimPort:
 
     def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
         payload = NOTHING
-        if self.real:
+        if isinstance(fill, Written):
+            payload = fill.values
+        elif self.real:
             payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
             fill(payload)
         worker = self.worker

@@ -245,9 +245,9 @@ class World:
             if facts.phase != phase:
                 phase = facts.phase
                 clock.progress_at = clock.now
-            if clock.now > look_at:
+            if clock.now > look_at and len(planned) == clock.idle:
                 look_at = clock.now + self.tick_s
-                if not clock.working and clock.now - clock.progress_at > self._patience_s():
+                if clock.now - clock.progress_at > self._patience_s():
                     raise Deadlock(self.who_waits())
 
     def _patience_s(self) -> float:

@@ -50,24 +50,24 @@ class TeamProcess(WorkerProcess):
         super().__init__(job, task, strategy)
         assert self.config.team is not None
         self.plan = self.config.team
-        self.machine = job.index % self.plan.size
+        self.place = job.index % self.plan.size
         member = self.member
         timeout_s = self.config.failure_timeout_s
         self.links = PeerLinks(member.me, job.secret, job.run_id, member.switchboard, self.config.transport, timeout_s)
-        self.first = job.index - self.machine
+        self.first = job.index - self.place
 
     def _flat(self, task: Task, module: nn.Module, data: Data) -> Flat:
-        self.share = Share(task, module, data, self.plan, self.machine)
+        self.share = Share(task, module, data, self.plan, self.place)
         return self.share.flat(parameter_groups(task, module))
 
     def _worker(self, join: Join, flat: Flat, task: Task, data: Data) -> ModuleWorker:
         join = msgspec.structs.replace(join, address=self.links.listen())
-        client = self.member.enter(join, flat, part=self.machine, welcomed=self._link_up)
-        team = Team(TeamLinks(self.links, self.first), self.machine, self.plan.size)
+        client = self.member.enter(join, flat, part=self.share.machine, welcomed=self._link_up)
+        team = Team(TeamLinks(self.links, self.first), self.place, self.plan.size)
         return ShareWorker(self.job.index, self.config.num_replicas, task, data, self.share, client, team)
 
     def _link_up(self, welcome: Welcome) -> None:
-        self.links.connect({self.first + machine: address for machine, address in enumerate(welcome.team)})
+        self.links.connect({self.first + place: address for place, address in enumerate(welcome.team)})
 
     def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
         """Measuring comes between two cells, not before each piece of work: all of the team must take part."""
@@ -123,7 +123,7 @@ class TeamProcess(WorkerProcess):
         member.pull_latest()
         if body is not None:
             worker.set_buffers(body)
-        path = save_part(self.share.held(), conclude.path, self.machine)
+        path = save_part(self.share.held(), conclude.path, self.place)
         if not worker.leads:
             worker.team.send(0, SAVED, path)
             return

@@ -60,20 +60,39 @@ def _usual_micros(plan: Plan, batch_size: int) -> int:
 def _schedule(plan: Plan, name: str | None) -> Flushing:
     if name is not None and plan.kind == "partition":
         raise ValueError("a schedule is for a pipeline, and the plan is a partition: leave out --schedule.")
-    if max(plan.replicas()) > 1:
-        raise ValueError(
-            f"the plan has stages on several machines {plan.replicas()}: here each stage is one worker; type "
-            "--workers for more copies of the whole model, or plan with --partitioner straight."
-        )
     known = get_args(Flushing)
     if name not in (None, *known):
         raise ValueError(f"no schedule named '{name}' here: choose from {', '.join(known)}.")
     return name or "one_f_one_b"  # type: ignore[return-value]
 
 
+def check_plan(strategy: Strategy, name: str, plan: Plan, micros: int | None, schedule: str | None) -> None:
+    """Does the plan fit the strategy?"""
+    if is_pipeline(strategy):
+        if plan.kind != "pipeline":
+            raise ValueError(f"{name} is a pipeline, and the plan is a partition: plan with --partitioner pipedream.")
+        if micros or schedule:
+            raise ValueError(f"{name} has a schedule of its own: leave out --microbatches and --schedule.")
+    elif max(plan.replicas()) > 1:
+        raise ValueError(
+            f"the plan has stages on several machines {plan.replicas()}, which only pipedream knows: plan with "
+            "--partitioner straight, and type --workers for more copies of the whole model."
+        )
+
+
+def is_pipeline(strategy: Strategy) -> bool:
+    """Is it made of stages that are never flushed?"""
+    return bool(getattr(strategy, "stages", False))
+
+
 def check_team(strategy: Strategy, name: str, workers: int, size: int) -> None:
     """Can this strategy train so many workers in teams of this size?"""
     from rainband.worlds.config import is_one_memory, lead_of
+
+    if size == 1:
+        if is_pipeline(strategy):
+            raise ValueError(f"{name} is a pipeline of stages: say how many, for example --stages 2.")
+        return
 
     if workers % size:
         right = max(1, workers // size) * size

@@ -1,19 +1,15 @@
-"""A worker as a process: builds the task, joins the run, drives the strategy, and says goodbye."""
+"""One worker's life in a process: builds the task, joins the run, drives the strategy, and says goodbye."""
 
 from __future__ import annotations
 
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from rainband.catalogue import load_strategy
-from rainband.errors import CoordinatorLost, RainbandError
 from rainband.flat import Flat
 from rainband.messages import Conclude, Concluded, Ended, Join
 from rainband.optim import build
@@ -22,61 +18,15 @@ from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
 from rainband.types import Strategy
 from rainband.worker import ModuleWorker
 from rainband.worlds import hogwild_worker
-from rainband.worlds.config import Job, decode_job, lead_of
+from rainband.worlds.config import Job, lead_of
 from rainband.worlds.drive import drive
 from rainband.worlds.measuring import Measuring, measure
-from rainband.worlds.member import Dismissed, Member, flush_output
+from rainband.worlds.member import Member, flush_output
 from rainband.worlds.paced import at_its_pace
+from rainband.worlds.prefetch import prefetched
 from rainband.worlds.record import Recorder
 from rainband.worlds.save import save_model
 from rainband.worlds.spans import SpanFile, Watch
-
-
-def main(job: bytes, fds: list[int]) -> None:
-    """The entry of a worker's process."""
-    order = decode_job(job)
-    work(order, memory=fds[-1] if order.memory else None)
-
-
-def work(job: Job, task: Task | None = None, strategy: Strategy | None = None, memory: int | None = None) -> None:
-    """Be a worker; a task or strategy that is not handed in is the one that the configuration names.
-
-    `memory` is a file that is to be the parameters of all workers.
-    """
-    process = make_process(job, task, strategy, memory)
-    try:
-        process.run()
-    except Dismissed:
-        return
-    except CoordinatorLost:
-        sys.exit(1)  # the launcher is gone, and with it whoever would read a message
-    except RainbandError as error:
-        process.member.fail(error, "")
-        sys.exit(1)
-    except Exception as error:
-        process.member.fail(error, users_traceback(error))
-        sys.exit(1)
-
-
-def make_process(job: Job, task: Task | None, strategy: Strategy | None, memory: int | None) -> WorkerProcess:
-    if job.config.team is None:
-        return WorkerProcess(job, task, strategy, memory)
-    from rainband.worlds.team_process import TeamProcess  # which is made of this one
-
-    return TeamProcess(job, task, strategy)
-
-
-def users_traceback(error: BaseException) -> str:
-    """The traceback from the user's own code on, where there is any."""
-    return "".join(traceback.format_exception(*_without_our_frames(error)))
-
-
-def _without_our_frames(error: BaseException) -> tuple[Any, Any, Any]:
-    trace = error.__traceback__
-    inside = trace
-    while inside is not None and "rainband" in inside.tb_frame.f_code.co_filename.replace("\\", "/").split("/"):
-        inside = inside.tb_next
-    return type(error), error, inside or trace
 
 
 class WorkerProcess:
@@ -114,6 +64,7 @@ class WorkerProcess:
         )
         worker = self._worker(join, flat, task, data)
         at_its_pace(worker, self.config)
+        prefetched(worker)
         drive(strategy, worker, self.member.wait, self._watch(), self._before_step(worker))
         self._leave(worker)
 

@@ -1,0 +1,73 @@
+"""Two stages on two cores, one torch thread in each process: GPipe, 1F1B and PipeDream against one plain process, and
+against torch.distributed.pipelining (gloo) with the same stages, microbatches and schedule.
+
+The model is a chain of equal layers, cut in the middle. Ours and torch's both keep the optimizer in the stage.
+PipeDream updates after every microbatch, so it is held against one process that does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rainband.bench.models import Chain
+from rainband.bench.processes import PRELOAD
+from rainband.bench.rows import Effort, Row, at_least, median
+from rainband.bench.team_runs import alone, in_halves, together, torch_pipelining
+from rainband.stages.plan import TeamPlan
+from rainband.worlds.zygote import Zygote
+
+MICROS = 8
+TORCH = "torch.distributed.pipelining"
+
+
+class Flushing(NamedTuple):
+    """A schedule that flushes, as we and as torch call it; and what it is to reach, against one process."""
+
+    name: str
+    torch_name: str
+    bar: float | None
+
+
+SCHEDULES = (Flushing("gpipe", "ScheduleGPipe", 1.4), Flushing("one_f_one_b", "Schedule1F1B", None))
+
+
+def run(effort: Effort) -> list[Row]:
+    repeats, seconds = (3, 6.0) if effort == "full" else (1, 4.0)
+    task = Chain()
+    rates: dict[str, list[float]] = {}
+    zygote = Zygote.start(PRELOAD)
+    try:
+        for _ in range(repeats):  # in turns, so that a slow minute of the machine hits all
+            for name, rate in _once(zygote, task, seconds).items():
+                rates.setdefault(name, []).append(rate)
+    finally:
+        zygote.close(1.0)
+    return _rows(rates, task)
+
+
+def _once(zygote: Zygote, task: Chain, seconds: float) -> dict[str, float]:
+    plan = in_halves(task)
+    rates = {"alone": alone(zygote, task, task.batch_size, seconds)}
+    for schedule in SCHEDULES:
+        team = TeamPlan(plan=plan, micros=MICROS, schedule=schedule.name)  # type: ignore[arg-type]
+        rates[schedule.name] = together(task, team, seconds)
+        rates[schedule.torch_name] = torch_pipelining(zygote, schedule.torch_name, MICROS, seconds)
+    return rates
+
+
+def _rows(rates: dict[str, list[float]], task: Chain) -> list[Row]:
+    def ratio(name: str, against: str) -> float:
+        return median([a / b for a, b in zip(rates[name], rates[against], strict=True)])
+
+    rows = [Row(f"one plain process, batches of {task.batch_size}", median(rates["alone"]), "samples/s")]
+    for schedule in SCHEDULES:
+        name = f"{schedule.name}, 2 stages, {MICROS} microbatches"
+        rows.append(Row(f"{TORCH}, {schedule.torch_name}", median(rates[schedule.torch_name]), "samples/s"))
+        rows.append(Row(name, median(rates[schedule.name]), "samples/s"))
+        against_one = ratio(schedule.name, "alone")
+        if schedule.bar is None:
+            rows.append(Row(name, against_one, "x", "one plain process"))
+        else:
+            rows.append(at_least(name, against_one, schedule.bar, "one plain process"))
+        rows.append(at_least(name, ratio(schedule.name, schedule.torch_name), 1.0, TORCH))
+    return rows

@@ -1,0 +1,97 @@
+"""Runs in which two workers compute one model together, as their samples per second."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rainband import events
+from rainband.bench.models import Branches, Chain
+from rainband.bench.processes import Process, free_port
+from rainband.bench.stage_opponents import AloneOrder, PipeliningOrder
+from rainband.pipeline.of_task import cut_task
+from rainband.pipeline.plan import Plan, Stage
+from rainband.stages.plan import TeamPlan
+from rainband.training_time import TrainingTime
+from rainband.worlds import local
+from rainband.worlds.config import RunConfig
+from rainband.worlds.directory import new_directory
+from rainband.worlds.zygote import Zygote
+
+MODELS = "rainband.bench.models:"
+OPPONENTS = "rainband.bench.stage_opponents:"
+SAMPLES_PER_S = 2500  # about: only to choose how long a run is
+
+
+def alone(zygote: Zygote, task: Chain, batch_size: int, seconds: float) -> float:
+    """One plain process with this batch size."""
+    order = AloneOrder(_name(task), seconds, batch_size)
+    return float(Process(zygote, f"{OPPONENTS}alone_main", order, "alone").result()[0])
+
+
+def torch_pipelining(zygote: Zygote, schedule: str, micros: int, seconds: float) -> float:
+    """torch.distributed.pipelining over gloo, with the same two stages."""
+    port = free_port()
+    ranks = [
+        Process(
+            zygote,
+            f"{OPPONENTS}pipelining_main",
+            PipeliningOrder(rank, port, schedule, micros, seconds),
+            f"rank {rank}",
+        )
+        for rank in range(2)
+    ]
+    return min(float(rank.result()[0]) for rank in ranks)
+
+
+def in_halves(task: Chain) -> Plan:
+    """Half of the chain's layers for each of two machines; of the branches one each."""
+    cut, _, _ = cut_task(task, task.model(), task.data(), 2)
+    if isinstance(task, Branches):
+        right = {unit for unit in cut.units if unit.startswith("right")}
+        parts = [unit for unit in cut.units if unit not in right], sorted(right, key=cut.units.index)
+    else:
+        parts = list(cut.units[: task.layers]), list(cut.units[task.layers :])
+    return Plan(
+        model=_name(task),
+        kind="partition" if isinstance(task, Branches) else "pipeline",
+        partitioner="halves",
+        num_machines=2,
+        stages=tuple(Stage((machine,), tuple(units)) for machine, units in enumerate(parts)),
+    )
+
+
+def together(
+    task: Chain, team: TeamPlan, seconds: float, strategy: str = "single", batch_size: int | None = None
+) -> float:
+    """Two workers, a share each: from the end of the first step, which warms up, to the end of the last."""
+    training, first_s, first_samples = TrainingTime(), [], batch_size or task.batch_size
+
+    def view(event: events.AnyEvent) -> None:
+        training.absorb(event)
+        if isinstance(event, events.FirstStep):
+            first_s.append(event.at_s)
+
+    settings: dict[str, Any] = {
+        "task": _name(task),
+        "strategy": strategy,
+        "strategy_settings": {"lr": 1e-3},
+        "num_workers": 2,
+        "num_servers": 0,
+        "epochs": max(1, round(seconds * SAMPLES_PER_S / task.samples)),
+        "eval_every_s": 0.0,
+        "failure_timeout_s": 1.0,
+        "batch_size": batch_size,
+        "team": team,
+    }
+    with tempfile.TemporaryDirectory() as root:
+        directory = str(new_directory(Path(root), "bench", strategy))
+        result = local.run(RunConfig(**settings, directory=directory), view)
+    if result.outcome != "finished" or training.ended_s is None:
+        raise RuntimeError(f"the run {result.outcome}: {result.reason}")
+    return (result.samples - first_samples) / (training.ended_s - first_s[0])
+
+
+def _name(task: Chain) -> str:
+    return MODELS + type(task).__name__

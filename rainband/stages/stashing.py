@@ -1,0 +1,317 @@
+"""One worker's stage of a pipeline that is never flushed: every batch goes back through the parameters it came by."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rainband.flat import is_finite
+from rainband.optim import build
+from rainband.pipeline.graph import tensors_in
+from rainband.pipeline.of_task import inputs_of, loss_of
+from rainband.pipeline.stage import Stage
+from rainband.portions import ranges
+from rainband.stages.passage import Piece
+from rainband.types import Turn
+from rainband.worker import OwnMarks
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from rainband.optim_spec import OptimizerSpec
+    from rainband.schedules import Schedule
+    from rainband.stages.worker import ShareWorker
+    from rainband.types import Batch, Stashes, Tag
+
+Gradients = list[Tensor | None]  # of the tensors of one value
+
+
+@dataclass
+class Passing(Turn):
+    """A batch on its way."""
+
+    number: int  # counted through the run, the same on all of the team
+    place: int  # counted from when the pipeline was empty last: says which replicas it goes through
+    update: int  # that it is part of
+    batch: Batch
+    version: int = 0  # of the parameters of its forward
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)  # values that came from other stages, as leaves
+    made: dict[str, Any] = field(default_factory=dict)  # values made here: which of them want a gradient
+    loss: Any = None  # of the model's answer
+
+
+class Stashing:
+    """Forward, backward and update of a stage, in whatever order its strategy has."""
+
+    def __init__(self, worker: ShareWorker, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> None:
+        share = worker.share
+        self.worker, self.share, self.team = worker, share, worker.team
+        self.schedule, self.how = schedule, how
+        self.layout = share.layout
+        self.replicas = share.plan.plan.replicas()
+        self.count = self.replicas[share.machine]
+        self.ahead = (sum(self.replicas) - 1 - sum(self.replicas[: share.machine])) // self.count
+        if share.ties:
+            raise ValueError(
+                f"a parameter is used in stages {(share.ties[0].owner, *share.ties[0].others)}, which update it at "
+                "different times: put its units into one stage (--plan), or choose sync or single."
+            )
+        worker.lookahead = share.plan.size  # replicas wait for each other's batches, which come later
+        worker.flat.release()  # versions are kept in memory of their own
+        index = share.first.mine[0]
+        self.fragment = self.layout.fragments[index]
+        self.stage = Stage(
+            share.machine,
+            self.fragment,
+            share.modules[index],
+            partial(self._optimizer, spec),
+            seed=worker.plan.seed,
+            recompute=how.recompute,
+        )
+        self.base = [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+        self.marks = OwnMarks(worker.client)
+        self.batches: deque[tuple[int, Batch]] = deque()  # with their updates; by any replica, and not marked yet
+        self.marked = 0
+        self.updates = 0
+        self.skipped: dict[int, str] = {}  # update -> why it was none
+        self.empty_at = 0, 0  # batches and updates when the pipeline was empty last
+        self.in_use: dict[int, int] = {}  # batch number -> the version it goes back through
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self.stage.versions.optimizer
+
+    def _optimizer(self, spec: OptimizerSpec, parameters: list[nn.Parameter]) -> Optimizer:
+        """In the user's parameter groups, as far as they are held here."""
+        flat = self.worker.flat
+        group_of = {id(p): s.group for p, s in zip(flat.parameters, flat.layout.parameters, strict=True)}
+        groups: list[dict[str, Any]] = [{"params": [], **settings} for settings in flat.layout.groups]
+        for parameter in parameters:
+            groups[group_of.get(id(parameter), 0)]["params"].append(parameter)
+        return build(spec, [group for group in groups if group["params"]])
+
+    # ---- which batches ---------------------------------------------------------------------------------------------
+
+    def turn(self, batch: Batch) -> Passing | None:
+        """Number the next batch; None: it goes through another replica of this stage."""
+        number, place = self.marked + len(self.batches), self._next_place()
+        update = self.empty_at[1] + place // self.count
+        self.batches.append((update, batch))
+        self._mark()  # the others of its round may have been faster, and have made the update with it
+        return Passing(number, place, update, batch) if place % self.count == self.share.replica else None
+
+    def _next_place(self) -> int:
+        return self.marked + len(self.batches) - self.empty_at[0]
+
+    def _home(self, stage: int, passing: Passing) -> int:
+        return self.share.plan.home(stage, passing.place)
+
+    def _readers(self, value: str) -> list[int]:
+        """Stages that read a value, beside its own; the loss is in the last stage."""
+        last = [len(self.replicas) - 1] if value in self.layout.outputs else []
+        readers = {self.layout.fragments[index].machine for index in self.layout.readers.get(value, ())} | set(last)
+        return sorted(readers - {self.share.machine})
+
+    def _maker(self, value: str) -> int:
+        return self.layout.fragments[self.layout.maker[value]].machine
+
+    # ---- forward ---------------------------------------------------------------------------------------------------
+
+    async def forward(self, turn: Turn) -> None:
+        assert isinstance(turn, Passing)
+        passing = turn
+        self._read(passing)
+        passing.version = self._version(passing.place)
+        for value in self._needed():
+            home = self._home(self._maker(value), passing)
+            nest, wants = await self.team.receive(home, (passing.number, "value", value))
+            passing.given[value] = _leaves(nest, wants)
+        self.in_use[passing.number] = passing.version
+        share = self.share.shares.forward[self.share.first.mine[0]]
+        results = await Piece(partial(self._run, passing), share)
+        for value, result in zip(self.fragment.makes, results, strict=True):
+            passing.made[value] = result
+            payload = [pytree.tree_map_only(Tensor, Tensor.detach, result), _wants(result)]
+            for reader in self._readers(value):
+                self.team.send(self._home(reader, passing), (passing.number, "value", value), payload)
+
+    def _read(self, passing: Passing) -> None:
+        worker = self.worker
+        torch.default_generator.manual_seed(worker.seed_of(passing.batch))  # the same samples on all of the team
+        data = worker.data.batch(worker.sampler.indices(passing.batch))
+        args, kwargs = inputs_of(worker.task, data)
+        passing.inputs, passing.loss = self.share.cut.bind(args, kwargs), loss_of(worker.task, data)
+
+    def _version(self, place: int) -> int:
+        """The newest; or the one that the first stage has, which is that of S - 1 updates ago."""
+        if not self.how.vertical_sync:
+            return self.stage.versions.newest
+        return self.empty_at[1] + max(0, place - len(self.replicas) + 1)
+
+    def _needed(self) -> list[str]:
+        """Values made elsewhere that are read here, by the stage or by the loss."""
+        reads = [value for value in self.fragment.reads if value in self.layout.maker]
+        if self.share.machine == len(self.replicas) - 1:
+            reads += [value for value in self.layout.outputs if value in self.layout.maker]
+        return [value for value in dict.fromkeys(reads) if self._maker(value) != self.share.machine]
+
+    def _run(self, passing: Passing) -> Sequence[Any]:
+        given = [passing.given[v] if v in passing.given else passing.inputs[v] for v in self.fragment.reads]
+        return self.stage.forward(passing.number, passing.version, given)
+
+    # ---- backward --------------------------------------------------------------------------------------------------
+
+    async def backward(self, turn: Turn) -> None:
+        assert isinstance(turn, Passing)
+        passing, number = turn, turn.number
+        incoming: dict[str, list[Gradients]] = {value: [] for value in self.fragment.makes}
+        of_loss: dict[str, Gradients] = {}  # gradients of outputs that were made elsewhere
+        if self.share.machine == len(self.replicas) - 1:
+            for value, gradients in (await Piece(partial(self._answer, passing), 0.0)).items():
+                if value in incoming:
+                    incoming[value].append(gradients)
+                else:
+                    of_loss[value] = gradients
+        for value in self.fragment.makes:
+            if any(_wants(passing.made[value])):
+                for reader in self._readers(value):
+                    tag: Tag = (number, "gradient", value)
+                    incoming[value].append(await self.team.receive(self._home(reader, passing), tag))
+        share = self.share.shares.backward[self.share.first.mine[0]]
+        found = await Piece(partial(self._go_back, passing, incoming), share)
+        self._give_back(passing, found, of_loss)
+        await self._update(passing.update, passing)
+
+    def _answer(self, passing: Passing) -> dict[str, Gradients]:
+        """The loss of the model's answer, and the gradients of the outputs, wherever they were made."""
+        known = {**passing.inputs, **passing.given, **passing.made}
+        leaves = {v: _leaves(known[v], _wants(known[v])) for v in self.layout.outputs}
+        with torch.enable_grad():
+            loss = passing.loss(self.share.cut.answer(leaves))
+        wanting = [tensor for tensor in tensors_in(leaves) if tensor.requires_grad]
+        found = iter(torch.autograd.grad(loss, wanting, allow_unused=True) if wanting else ())
+        self.worker.count_loss(passing.batch, loss.item())
+        return {
+            value: [next(found) if tensor.requires_grad else None for tensor in tensors_in(leaf)]
+            for value, leaf in leaves.items()
+            if value in self.layout.maker
+        }
+
+    def _go_back(self, passing: Passing, incoming: Mapping[str, list[Gradients]]) -> list[Gradients]:
+        gradients = [_sums(incoming[value]) for value in self.fragment.makes]
+        version = passing.version if self.how.stash else self.stage.versions.newest
+        return self.stage.backward(passing.number, version, gradients, passing.update, 1.0)
+
+    def _give_back(self, passing: Passing, found: list[Gradients], of_loss: dict[str, Gradients]) -> None:
+        back = dict(zip(self.fragment.reads, found, strict=True))
+        for value in passing.given:
+            columns = [gradients for gradients in (of_loss.get(value), back.get(value)) if gradients is not None]
+            if any(_wants(passing.given[value])):
+                home = self._home(self._maker(value), passing)
+                self.team.send(home, (passing.number, "gradient", value), _sums(columns))
+
+    # ---- update ----------------------------------------------------------------------------------------------------
+
+    async def _update(self, update: int, passing: Passing | None) -> None:
+        """One step with the gradients of a round, which are exchanged among the replicas of this stage."""
+        total = self.stage.totals.pop(update, {})
+        batch = None if passing is None else passing.batch
+        samples = 0 if batch is None else self.worker.plan.samples_in(batch.portion, batch.k)
+        if self.count > 1:
+            total = await self._exchanged(update, total, samples)
+        first = next(b for u, b in self.batches if u == update)
+        finite = is_finite(list(total.values()))
+        if passing is not None:
+            del self.in_use[passing.number]
+        self._release()  # first: its memory serves the next version
+        self._step(total if finite else {}, first)
+        self.updates += 1
+        if not finite:
+            self.skipped[update] = "not finite"
+        self._mark()
+        if batch is not None:
+            self.worker.count_samples(samples)
+
+    async def _exchanged(self, update: int, total: dict[str, Tensor], samples: int) -> dict[str, Tensor]:
+        """The mean over the round's samples, summed in the order of the replicas, so that bits repeat."""
+        stage, replica = self.share.machine, self.share.replica
+        mates = [other for other in range(self.count) if other != replica]
+        for other in mates:
+            self.team.send(self.share.plan.home(stage, other), (update, "round"), [samples, total])
+        parts: dict[int, tuple[int, dict[str, Tensor]]] = {replica: (samples, total)}
+        for other in mates:
+            parts[other] = tuple(await self.team.receive(self.share.plan.home(stage, other), (update, "round")))
+        weight = sum(count for count, _ in parts.values())
+        sums: dict[str, Tensor] = {}
+        for number in sorted(parts):
+            count, gradients = parts[number]
+            for name, gradient in gradients.items():
+                share = gradient * (count / weight)
+                sums[name] = sums[name] + share if name in sums else share
+        return sums
+
+    def _step(self, total: Mapping[str, Tensor], batch: Batch) -> None:
+        """In the same memory where nobody needs the version that is there."""
+        versions = self.stage.versions
+        if self.optimizer is not None:
+            scale = self.schedule.scale(self.worker.plan.position(batch.portion, batch.k))
+            for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
+                group["lr"] = lr * scale
+        needed = versions.newest in self.in_use.values() or self.how.vertical_sync
+        overwrite = not self.how.stash or not needed
+        versions.update(total, overwrite)
+
+    def _release(self) -> None:
+        versions = self.stage.versions
+        coming = self._version(self._next_place())  # what the next forward would take
+        needed = {*self.in_use.values(), versions.newest}
+        for version in sorted(versions.live):
+            if version not in needed and version < coming:
+                versions.release(version)
+
+    def _mark(self) -> None:
+        """What is in an update is done: the batches of the other replicas, too."""
+        while self.batches and self.batches[0][0] < self.updates:
+            update, batch = self.batches.popleft()
+            self.marked += 1
+            self.marks.add(ranges(batch.portion, [batch.k], batch.lease), self.skipped.get(update, ""))
+
+    async def settle(self) -> None:
+        """The last round may have no batch for this replica; its update is made all the same."""
+        if self.batches:
+            await self._update(self.updates, None)
+        self.empty_at = self.marked, self.updates
+
+
+def _wants(value: Any) -> list[bool]:
+    return [tensor.requires_grad for tensor in tensors_in(value)]
+
+
+def _leaves(value: Any, wants_gradient: Sequence[bool]) -> Any:
+    """The same nest, cut off from what made it."""
+    wants = iter(wants_gradient)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(next(wants)), value)
+
+
+def _sums(columns: Sequence[Gradients]) -> Gradients:
+    """Of several readers, in the order given; empty: nobody has any."""
+    if not columns:
+        return []
+    return [_sum([gradient for gradient in column if gradient is not None]) for column in zip(*columns, strict=True)]
+
+
+def _sum(gradients: Sequence[Tensor]) -> Tensor | None:
+    if not gradients:
+        return None
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total + gradient
+    return total

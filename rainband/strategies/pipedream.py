@@ -1,0 +1,75 @@
+r"""PipeDream: stages that never wait for each other's updates (Narayanan et al. 2019).
+
+The model is cut into S stages, each on a worker of its own, and several batches are on their way at once. Stage s, with
+S - s - 1 forwards ahead at the start, then one forward and one backward in turn:
+
+    forward  of batch m      at w_s, its newest parameters, which are kept: v = version of w_s
+    backward of batch m      at w_s of version v, the same that its forward used
+    w_s  <-  w_s - lr * gradient                             right away, on this stage alone
+
+So stage s computes its gradients at parameters that are S - 1 - s updates old. Keeping the versions on the way
+("weight stashing") makes each a true gradient of the stage; with stash=no a backward meets newer parameters than its
+forward, and the result is a gradient of nothing. With vertical_sync all stages use one version for a batch, that of
+S - 1 updates ago. There are no servers: each stage steps its own parameters.
+
+A stage may have replicas (a plan of `rainband plan` says so): batches go to them in turn, and the r gradients of a
+round, weighted by their samples, make one update, the same on all of them.
+
+Use it when a model is too large or too slow for one machine, and its stages take about as long. Not when the result
+must be that of one process (single, sync with --stages), or when workers may be lost: each holds what nobody else has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from rainband.optim_spec import OptimizerSpec, element_wise
+from rainband.schedules import Schedule, Shape
+from rainband.types import ServerHalf, Stashes, Turn, Worker
+
+
+@dataclass(frozen=True)
+class PipeDream:
+    """A pipeline that is never flushed, with weight stashing."""
+
+    lr: float = 0.1
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    stash: bool = True  # go back through the parameters of the forward; no: through whatever is there, to compare
+    vertical_sync: bool = False  # one version for a batch in all stages
+    recompute: bool = False  # run the forward again before the backward: less memory, more time
+    schedule: Shape = "constant"
+    warmup: float = 0.0
+
+    stages = True  # it is made of stages
+
+    def __post_init__(self) -> None:
+        self.spec()
+        if self.vertical_sync and not self.stash:
+            raise ValueError("vertical_sync keeps versions, and stash=no keeps none: leave one of them out.")
+
+    async def run(self, worker: Worker) -> None:
+        how = Stashes(self.stash, self.vertical_sync, self.recompute)
+        stage = worker.stage(self.spec(), Schedule(self.schedule, self.warmup), how)
+        on_the_way: deque[Turn] = deque()
+        async for cell in worker.cells():
+            for batch in cell.batches:
+                turn = stage.turn(batch)
+                if turn is None:
+                    continue  # it is another replica's
+                await stage.forward(turn)
+                on_the_way.append(turn)
+                if len(on_the_way) > stage.ahead:
+                    await stage.backward(on_the_way.popleft())
+            if not cell.more:  # there may be no next one: let all come home
+                while on_the_way:
+                    await stage.backward(on_the_way.popleft())
+                await stage.settle()
+
+    def spec(self) -> OptimizerSpec:
+        return element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
+
+    def server(self, num_workers: int) -> ServerHalf | None:
+        return None

@@ -1,0 +1,139 @@
+"""What a worker has in hand: it asks in time, says when it idles, and leaves off what others have delivered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rainband.handed import Handed
+from rainband.messages import Cells, Delivered, Message, Want
+from rainband.tasks.task import DatasetData
+from rainband.types import Batch
+from rainband.worker import Sampler
+from rainband.worlds.prefetch import Prefetch, prefetched
+from tests.pieces import make_plan
+
+PLAN = make_plan(portion_batches=2, cell_batches=2, led=True)  # four cells of two batches
+
+
+def hand() -> tuple[Handed, list[Message]]:
+    told: list[Message] = []
+    return Handed(told.append), told
+
+
+def test_it_asks_while_it_computes_the_last_cell_and_says_when_it_has_none() -> None:
+    handed, told = hand()
+    assert handed.next(PLAN) is None and told == [Want(idle=True)]
+    handed.take(Cells(1, (0, 1)))
+    assert handed.next(PLAN) is not None and told == [Want(idle=True)]
+    assert handed.next(PLAN) is not None and told == [Want(idle=True), Want()]
+    assert handed.next(PLAN) is None and told == [Want(idle=True), Want(), Want(idle=True)]
+    assert handed.next(PLAN) is None and len(told) == 3  # once
+
+
+def test_a_cell_is_its_batches_at_the_point_of_the_evaluation() -> None:
+    handed, _ = hand()
+    handed.take(Cells(7, (3,)))
+    cell = handed.next(PLAN)
+    assert cell is not None and cell.round == 7 and cell.batches == (Batch(3, 0, 7), Batch(3, 1, 7))
+
+
+def test_what_others_have_delivered_is_neither_begun_nor_ended() -> None:
+    handed, _ = hand()
+    handed.take(Cells(1, (0, 1, 2)))
+    begun = handed.next(PLAN)
+    assert begun is not None and handed.wants(begun)
+    handed.leave_off(Delivered(1, (0, 1)))
+    assert not handed.wants(begun)
+    following = handed.next(PLAN)
+    assert following is not None and following.batches[0].portion == 2 and handed.wants(following)
+
+
+def test_cells_of_the_next_evaluation_end_those_of_this_one() -> None:
+    handed, _ = hand()
+    handed.take(Cells(1, (0, 1)))
+    begun = handed.next(PLAN)
+    handed.take(Cells(2, (0,)))
+    assert begun is not None and not handed.wants(begun)
+    following = handed.next(PLAN)
+    assert following is not None and (following.round, handed.next(PLAN)) == (2, None)
+
+
+def test_words_of_an_evaluation_that_is_over_change_nothing() -> None:
+    handed, _ = hand()
+    handed.take(Cells(2, (0,)))
+    handed.take(Cells(1, (3,)))
+    handed.leave_off(Delivered(1, (0,)))
+    assert list(handed.cells) == [0]
+
+
+def test_what_comes_next_is_the_rest_of_the_cell_and_then_the_next_one() -> None:
+    handed, _ = hand()
+    handed.take(Cells(1, (0, 2)))
+    handed.next(PLAN)
+    assert handed.after(Batch(0, 0, 1), PLAN) == Batch(0, 1, 1)
+    assert handed.after(Batch(0, 1, 1), PLAN) == Batch(2, 0, 1)
+    handed.next(PLAN)
+    assert handed.after(Batch(2, 1, 1), PLAN) is None
+
+
+# ---- data prepared ahead ----
+
+
+class Files:
+    """Data that notes who reads what."""
+
+    prefetch = True
+
+    def __init__(self) -> None:
+        self.read: list[tuple[str, list[int]]] = []
+        self.second = threading.Event()  # the second batch is being read
+
+    def __len__(self) -> int:
+        return 8
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Any:
+        self.read.append((threading.current_thread().name, [int(i) for i in indices]))
+        if len(self.read) == 2:
+            self.second.set()
+        return [int(i) for i in indices]
+
+
+def reader(data: Any, *cells: int) -> Any:
+    handed, _ = hand()
+    handed.take(Cells(1, cells))
+    handed.next(PLAN)
+    worker = SimpleNamespace(
+        plan=PLAN, data=data, sampler=Sampler(PLAN), client=SimpleNamespace(handed=handed), fetch=None
+    )
+    prefetched(worker)  # type: ignore[arg-type]
+    return worker
+
+
+def test_the_next_batch_is_read_while_nobody_has_asked_for_it_yet() -> None:
+    files = Files()
+    worker = reader(files, 0)
+    order = [int(i) for k in range(8) for i in Sampler(PLAN).indices(Batch(k // 2, k % 2, 1))]
+    assert worker.fetch(Batch(0, 0, 1)) == order[:1]
+    assert files.second.wait(10)  # without being asked
+    assert worker.fetch(Batch(0, 1, 1)) == order[1:2]
+    assert [indices for _, indices in files.read] == [order[:1], order[1:2]]
+    assert {name.partition("_")[0] for name, _ in files.read} == {"prefetch"}
+
+
+def test_a_batch_that_was_not_foreseen_is_read_all_the_same() -> None:
+    worker = reader(Files(), 0)
+    order = [int(i) for k in range(8) for i in Sampler(PLAN).indices(Batch(k // 2, k % 2, 1))]
+    worker.fetch(Batch(0, 0, 1))
+    assert worker.fetch(Batch(3, 0, 2)) == order[6:7]
+
+
+def test_data_is_prepared_ahead_only_if_it_says_that_it_may_be() -> None:
+    plain = DatasetData([0, 1, 2])
+    assert reader(plain, 0).fetch is None
+    plain.dataset = Files()  # type: ignore[assignment]
+    assert isinstance(reader(plain, 0).fetch, Prefetch)

@@ -1,0 +1,111 @@
+"""Real workers at a chosen pace, and what the benchmark of stragglers reads out of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rainband import events
+from rainband.bench.stragglers import CONTENDERS, Found, _times_sooner, found_in
+from rainband.catalogue import load_strategy
+from rainband.cli.configure import configured
+from rainband.cli.main import build_app
+from rainband.cli.virtual import in_virtual_time
+from rainband.sim.compute import ComputeModel, Pace
+from rainband.types import Batch
+from rainband.worlds.paced import paced
+
+BATCH = Batch(0, 0, 1)
+
+
+class Time:
+    """A clock that goes on only while someone computes or sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept: list[float] = []
+
+    def now(self) -> float:
+        return self.now_s
+
+    def pass_(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.pass_(seconds)
+
+
+def steps(compute_s: float, worker: int) -> Time:
+    """Two steps of a worker; worker 1 is five times slower than 2 s."""
+    time = Time()
+
+    def compute(batch: Batch) -> Any:
+        time.pass_(compute_s)
+        return batch
+
+    model = ComputeModel(kind="constant", step_s=2.0, slow_workers=(1,), slow_factor=5.0)
+    at_pace = paced(compute, Pace(model, seed=0, worker=worker), time.now, time.sleep)
+    assert [at_pace(BATCH), at_pace(BATCH)] == [BATCH, BATCH]
+    return time
+
+
+def test_a_step_takes_as_long_as_it_should_whatever_computing_takes_of_it() -> None:
+    assert steps(0.5, worker=0).slept == [1.5, 1.5]
+    assert steps(0.5, worker=1).slept == [9.5, 9.5]
+
+
+def test_a_step_that_takes_longer_by_itself_is_not_made_longer() -> None:
+    time = steps(3.0, worker=0)
+    assert time.slept == [0.0, 0.0] and time.now_s == 6.0
+
+
+def test_a_pace_can_be_typed_for_real_workers_and_what_is_wrong_with_it_is_told() -> None:
+    config = configured(["digits", "downpour"], None, {})
+    words = ["compute.step_s=0.02", "compute.slow_workers=3"]
+    paced_config = in_virtual_time(config, None, False, None, words, None)
+    assert paced_config.sim.compute == {"step_s": "0.02", "slow_workers": "3"}
+
+    told = CliRunner().invoke(build_app(), ["train", "digits", "downpour", "compute.speed=2"])
+    assert told.exit_code == 2 and "ComputeModel has no setting 'speed'" in told.output
+
+
+def progress(at_s: float, samples: int, accuracy: float | None = None) -> events.Progress:
+    return events.Progress(
+        at_s=at_s,
+        batches_done=samples // 10,
+        batches=100,
+        samples_done=samples,
+        samples=1000,
+        loss=None,
+        samples_per_s={},
+        steps_per_s={},
+        staleness_mean=0.0,
+        staleness_max=0,
+        waited_s={},
+        metrics={} if accuracy is None else {"accuracy": accuracy},
+    )
+
+
+def test_the_rate_leaves_out_the_start_and_the_end_and_the_time_counts_from_the_first_step() -> None:
+    seen: list[events.AnyEvent] = [
+        events.FirstStep(at_s=2.0, worker=0),
+        progress(2.5, 0),
+        progress(3.0, 100),
+        progress(4.0, 400, 0.9),
+        progress(5.0, 700, 0.96),
+        progress(9.0, 1000, 0.97),  # the slow one had the last batch
+    ]
+    assert found_in(seen) == Found(samples_per_s=300.0, reached_s=3.0)
+
+
+def test_what_never_reached_the_accuracy_is_not_sooner() -> None:
+    assert _times_sooner(Found(1.0, 12.0), Found(1.0, 4.0)) == 3.0
+    assert _times_sooner(Found(1.0, 12.0), Found(1.0, None)) == 0.0
+
+
+@pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
+def test_every_contender_can_be_made(contender: Any) -> None:
+    assert load_strategy(contender.strategy, contender.settings)
