@@ -305,6 +305,13 @@ class Client:
             return None
         return self._cell(lease, lease.todo.popleft())
 
+    def ask_again(self) -> None:
+        """The coordinator was started again: what we had asked the one before for was lost with it."""
+        self.handed.ask_again()
+        for news in self.waiting_for_news:
+            news.come = True
+        self.waiting_for_news.clear()
+
     def still_wants(self, cell: Cell) -> StillWanted:
         """Look whether others have delivered a cell meanwhile, or its evaluation is over."""
         return StillWanted(self.handed, cell)

@@ -21,6 +21,7 @@ from rainband.duties.leases import Leases
 from rainband.duties.planning import Planning
 from rainband.duties.presence import Presence
 from rainband.events import AnyEvent, Regrouped
+from rainband.journal import Journal
 from rainband.leader import Lead, Leader
 from rainband.messages import (
     Address,
@@ -52,14 +53,14 @@ __all__ = ["Coordinator", "Out", "RunSettings"]
 class Coordinator:
     """Brings what comes in to the duty that it concerns."""
 
-    def __init__(self, settings: RunSettings, lead: Lead | None = None) -> None:
-        """`lead` is the third half of a strategy that has one."""
+    def __init__(self, settings: RunSettings, lead: Lead | None = None, journal: Journal | None = None) -> None:
+        """`lead` is the third half of a strategy that has one; `journal` is that of a coordinator that came before."""
         self.facts = facts = Facts(settings)
         self.accounts = Accounts(facts)
         self.ending = Ending(facts, self.accounts)
         self.leading: Leading | None = None
         if lead is not None:
-            facts.leader = Leader(lead, facts.events)
+            facts.leader = Leader(lead, facts.events, journal)
             self.leading = Leading(facts, facts.leader, self.ending)
         self.leases = Leases(facts, self.ending)
         self.presence = Presence(facts, self.ending, self.leases, self.leading)
@@ -174,6 +175,19 @@ class Coordinator:
 
     def look(self, now: float) -> list[Out]:
         return [] if self.leading is None else self.leading.look(now)
+
+    @property
+    def journal(self) -> Journal | None:
+        """With this another coordinator can take the run up, if it leads and has begun to; None: nobody can."""
+        leader = self.facts.leader
+        if leader is None or not leader.journal.has_begun or self.facts.phase != "running":
+            return None
+        return leader.journal
+
+    def take_up(self, now: float) -> list[Out]:
+        """Go on where the coordinator that came before has left its journal; workers join again."""
+        assert self.leading is not None, "a journal is kept only where the coordinator leads"
+        return self.leading.take_up(now)
 
     def stop(self, outcome: str, reason: str) -> list[Out]:
         """End early: workers finish the cell at hand and give their leases back."""

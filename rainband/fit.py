@@ -56,17 +56,20 @@ def fit(
     failure_timeout_s: float = 5.0,
     runs: str | Path = "runs",
     on_event: Callable[[AnyEvent], None] | None = None,
+    world: str = "local",
+    network: str = "lan",
 ) -> Fitted:
     """Train `task` with `workers` processes and `servers` parameter servers; returns when it is done.
 
     `task` is any object with model(), data(), loss(), evaluate(), batch_size and epochs, or the name of a built-in
     one; rainband.ModuleTask makes one of a module and a dataset. `strategy` is one of rainband's, such as
     rainband.Downpour(n_push=4), or one of your own. `on_event` is called with every event of the run.
+
+    With world="sim" the run is simulated, in virtual time and in this process, over a `network` (lan, 1gbit, wan,
+    datacentre, or a TOML file); its seconds are virtual, its gradients true.
     """
     from rainband.errors import RainbandError
-    from rainband.worlds import local
-    from rainband.worlds.config import RunConfig, check_epochs, is_one_memory
-    from rainband.worlds.directory import new_directory
+    from rainband.worlds.config import RunConfig, SimSettings, check_epochs, is_one_memory
     from rainband.worlds.foresight import foreseen
 
     task_name, task_settings = _named(task, "rainband.tasks")
@@ -77,6 +80,8 @@ def fit(
         servers = 0
     elif made.server(1) is None:
         workers, servers = 1, 0
+    if world not in ("local", "sim"):
+        raise ValueError(f"no world named {world!r}: choose local (processes on this machine) or sim (virtual time).")
     if workers < 1 or servers < 0:
         raise ValueError(f"workers={workers}, servers={servers}: there must be at least one worker.")
     config = RunConfig(
@@ -92,22 +97,29 @@ def fit(
         threads=threads,
         transport=transport,
         failure_timeout_s=failure_timeout_s,
+        world=world,
+        sim=SimSettings(model=network),
     )
     for text in foreseen(made, workers):
         warnings.warn(text, stacklevel=2)
     notes = _Notes(on_event)
-    carried = {
-        "task": None if task_name else task,
-        "strategy": None if strategy_name else strategy,
-    }
-    with _inherited(carried) as fds:
-        directory = new_directory(Path(runs), config.task, config.strategy)
-        config = _in_directory(config, directory)
-        result = local.run(config, notes, capture=True, entries=ENTRIES, fds=fds, strategy=made)
+    carried = {"task": None if task_name else task, "strategy": None if strategy_name else strategy}
+    with _inherited(carried if world == "local" else {}) as fds:
+        config = _in_directory(config, Path(runs))
+        result = _train(config, task, made, notes, fds)
     if result.outcome == "failed":
-        raise RainbandError(f"{result.reason}{notes.traceback} (its directory is {directory})")
+        raise RainbandError(f"{result.reason}{notes.traceback} (its directory is {config.directory})")
     _warn_if_diverged(result)
     return _fitted(task, config, result, notes)
+
+
+def _train(config: RunConfig, task: Task | str, strategy: Strategy, notes: _Notes, fds: list[int]) -> RunResult:
+    from rainband.worlds import local, sim
+
+    if config.world == "sim":
+        made: Task = _object(task, config.task, config.task_settings)
+        return sim.run(config, notes, task=made, strategy=strategy)
+    return local.run(config, notes, capture=True, entries=ENTRIES, fds=fds, strategy=strategy)
 
 
 def _warn_if_diverged(result: RunResult) -> None:
@@ -143,10 +155,12 @@ class _Notes:
             self.on_event(event)
 
 
-def _in_directory(config: RunConfig, directory: Path) -> RunConfig:
+def _in_directory(config: RunConfig, runs: Path) -> RunConfig:
     import msgspec
 
-    return msgspec.structs.replace(config, directory=str(directory))
+    from rainband.worlds.directory import new_directory
+
+    return msgspec.structs.replace(config, directory=str(new_directory(runs, config.task, config.strategy)))
 
 
 def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Notes) -> Fitted:

@@ -36,6 +36,9 @@ class Handed:
             self.spare.update(message.cells)
             self.cells = deque(cell for cell in self.cells if cell not in self.spare)
 
+    def ask_again(self) -> None:
+        self.asked = self.said_idle = False
+
     def _go_on_to(self, point: int) -> None:
         if point > self.point:
             self.point = point

@@ -1,7 +1,8 @@
 """Drives a strategy's third half, `lead`: its commands to the servers, its evaluations, its end. No I/O, no clock.
 
 The coordinator hands in what comes from servers and workers; what goes out are pairs of a node and a message. One
-command is under way at a time, and sent again until every server has answered it.
+command is under way at a time, and sent again until every server has answered it. What came of it is in the journal
+before the next one leaves: `lead` can be run again from there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from rainband import events
 from rainband.errors import RainbandError, Stop
 from rainband.evaluation import HandOut, Pace
+from rainband.journal import Entry, Journal, digest
 from rainband.messages import Answer, Cells, Command, Delivered, Evaluated, Message, Peer
 from rainband.portions import Plan
 from rainband.types import Evaluation, Leading
@@ -47,6 +49,7 @@ class Pending:
         self.answers: dict[Peer, Answer] = {}
         self.evaluated: dict[Peer, Evaluated] = {}
         self.hand_out: HandOut | None = None
+        self.known: Entry | None = None  # what came of it, from the journal
 
     @property
     def point(self) -> int:
@@ -57,6 +60,8 @@ class Pending:
         return next((answer.refused for answer in self.answers.values() if answer.refused), "")
 
     def ready(self) -> bool:
+        if self.known is not None:
+            return True
         answered = len(self.answers) == len(self.servers)
         return bool(self.refused()) or (answered and (not self.cells or len(self.evaluated) == len(self.servers)))
 
@@ -66,8 +71,18 @@ class Pending:
         if refused := self.refused():
             raise CommandRefused(f"a server refused a command: {refused}.")
 
+    def entry(self) -> Entry:
+        """What came of it."""
+        told = self.evaluated.get(self.first)
+        if told is None:
+            return Entry(digest(self.command), self.results())
+        loss = told.loss if math.isfinite(told.loss) else None
+        return Entry(digest(self.command), self.results(), loss, told.samples)
+
     def results(self) -> tuple[float, ...]:
         """Summed over the servers in their order, so that they are the same each time."""
+        if self.known is not None:
+            return self.known.results
         answers = [self.answers[server].results for server in self.servers]
         answered = [operation.kind for operation in self.command.operations if operation.kind in ANSWERED]
         sums = [sum(results[at] for results in answers) for at in range(len(answered))]
@@ -93,17 +108,20 @@ class Evaluating:
 
     def __await__(self) -> Generator[Pending, None, Evaluation]:
         yield from self.pending.wait()
-        told = self.pending.evaluated[self.pending.first]
-        return Evaluation(told.loss / max(1, told.samples), told.samples)
+        found = self.pending.known or self.pending.entry()
+        loss = math.nan if found.loss is None else found.loss
+        return Evaluation(loss / max(1, found.samples), found.samples)
 
 
 class Leader:
     """What a strategy's `lead` may touch, and who drives it."""
 
-    def __init__(self, lead: Lead, notes: list[events.AnyEvent] | None = None) -> None:
-        """Each iteration is added to `notes`."""
+    def __init__(self, lead: Lead, notes: list[events.AnyEvent] | None = None, journal: Journal | None = None) -> None:
+        """Each iteration is added to `notes`. `journal`: that of a coordinator that came before."""
         self.lead = lead
-        self.term = 1  # the coordinator's: one that is started again would take the next
+        self.journal = journal or Journal()
+        self.term = self.journal.term
+        self.found = len(self.journal.entries)  # answers to commands of the coordinator that came before
         self.crew: Crew | None = None
         self.coroutine: Coroutine[Any, Any, None] | None = None
         self.pending: Pending | None = None
@@ -120,7 +138,8 @@ class Leader:
         self.error = ""
         self.stopping = self.thrown = False
         self.samples = 0  # in evaluations that are over
-        self.batches = self.cells = self.backups = self.evaluations = 0  # asked for so far
+        self.batches = self.cells = self.evaluations = 0  # asked for so far
+        self.backups = self.journal.backups
 
     # ---- what a strategy may do ------------------------------------------------------------------------------------
 
@@ -149,6 +168,8 @@ class Leader:
         return Evaluating(self._command(operations, chosen))
 
     def note(self, iteration: int, loss: float, gradient_norm: float, step: float, end: str = "") -> None:
+        if self.number <= self.found:
+            return  # it was told by the coordinator that came before
         self.notes.append(
             events.Iterated(
                 at_s=self.now,
@@ -169,8 +190,21 @@ class Leader:
         self.number += 1
         command = Command(self.term, self.number, tuple(operations), len(cells))
         self.pending = Pending(command, self.crew.servers, self.crew.first, cells)
-        self.outs += [(server, command) for server in self.crew.servers]
+        if self.number <= self.found:
+            self._look_up(self.pending)
+        else:
+            self.outs += [(server, command) for server in self.crew.servers]
         return self.pending
+
+    def _look_up(self, pending: Pending) -> None:
+        known = self.journal.entries[self.number - 1]
+        if known.asked != digest(pending.command):
+            raise RainbandError(
+                f"the coordinator was started again, and lead asked for another command {self.number} than before: "
+                "it must depend on nothing but its settings, the seed and what it is answered."
+            )
+        pending.known = known
+        self.samples += known.samples
 
     # ---- driving it ------------------------------------------------------------------------------------------------
 
@@ -228,8 +262,9 @@ class Leader:
         if self.stopping and not self.thrown:
             self.thrown = True
             return self._go_on(Stop())
-        if pending.cells:
-            self.samples += pending.evaluated[pending.first].samples if not pending.refused() else 0
+        if not pending.refused():
+            self.journal.entries.append(pending.entry())
+            self.samples += self.journal.entries[-1].samples
         return self._call_off(pending) + self._go_on()
 
     def _call_off(self, pending: Pending) -> list[To]:
@@ -319,4 +354,5 @@ class Leader:
                 self.idle.discard(index)
                 outs.append((peer, Cells(self.pending.point, cells)))
         self.backups += hand_out.backups - before
+        self.journal.backups = self.backups
         return outs

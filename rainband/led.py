@@ -1,7 +1,8 @@
 """A server's half of a run that the coordinator leads: commands done once, and the sum of an evaluation.
 
-Commands are numbered by (the coordinator's term, n). One that comes again is answered the same again; one that comes
-out of order, or from a coordinator that was replaced, changes nothing.
+Commands are numbered by (the coordinator's term, n), and n goes on from term to term. One that comes again is answered
+the same again, also to a coordinator that was started anew; one that comes out of order, or from a coordinator that was
+replaced, changes nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from rainband.messages import Answer, Command, Evaluated, Message, Push
 from rainband.vectors import ANSWERED, GRADIENT, PARAMS, Operation, fill, why_not
@@ -24,6 +27,7 @@ class Led:
         self.room = room  # for so many vectors beside the parameters
         self.names = {PARAMS}
         self.last: Answer | None = None
+        self.done: Command | None = None  # what it answers
         self.term = 0
         self.version = 0  # of every block: one for each command that changes the parameters or begins an evaluation
         self.cells = 0  # of the evaluation at hand
@@ -34,16 +38,15 @@ class Led:
 
     def command(self, command: Command, blocks: Sequence[Block]) -> list[Message]:
         """Do a command, unless it was done; returns what to tell the coordinator."""
-        last = self.last
         if command.term < self.term:
             return [self._refused(command, f"term {command.term} is over, this is term {self.term}")]
-        if last is not None and command.term == self.term:
-            if command.number == last.number:
-                return [last, *self.evaluated()]
-            if command.number < last.number:
-                return []  # it was answered, and the answer has come: there is a newer one
-            if command.number > last.number + 1:
-                return [self._refused(command, f"command {command.number} came before {last.number + 1}")]
+        number = 0 if self.last is None else self.last.number
+        if command.number == number:
+            return self._again(command)
+        if command.number < number and command.term == self.term:
+            return []  # it was answered, and the answer has come: there is a newer one
+        if command.number != number + 1:
+            return [self._refused(command, f"command {command.number} came when {number + 1} was expected")]
         operations = (*command.operations, *((fill(GRADIENT, 0.0),) if command.cells else ()))
         if wrong := why_not(operations, self.names, self.room):
             return [self._refused(command, wrong)]
@@ -51,7 +54,16 @@ class Led:
         results = self._do(operations, bool(command.cells), blocks)
         if command.cells:
             self._begin(command.cells, blocks)
-        self.last = Answer(command.term, command.number, results, self.version)
+        self.last, self.done = Answer(command.term, command.number, results, self.version), command
+        return [self.last, *self.evaluated()]
+
+    def _again(self, command: Command) -> list[Message]:
+        """What was done is answered the same; to a new coordinator, which does not know the answer, under its term."""
+        assert self.last is not None and self.done is not None
+        if (command.operations, command.cells) != (self.done.operations, self.done.cells):
+            return [self._refused(command, f"another command {command.number} was done")]
+        self.term = command.term
+        self.last = msgspec.structs.replace(self.last, term=command.term)
         return [self.last, *self.evaluated()]
 
     def _refused(self, command: Command, why: str) -> Answer:

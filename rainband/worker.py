@@ -122,16 +122,12 @@ class ModuleWorker:
         while not self.client.finished and not self.client.stopping:
             cell = self.client.next_cell()
             if cell is None:
-                self.idle()
                 await self.client.news()
             else:
                 yield cell
 
     def still_wants(self, cell: Cell) -> StillWanted:
         return self.client.still_wants(cell)
-
-    def idle(self) -> None:
-        """There is nothing to do now."""
 
     @property
     def seen(self) -> int:

@@ -1,8 +1,9 @@
 """A learning rate that grows with the workers needs a warm-up, and breaks in the end (Goyal et al. 2017).
 
 Synchronous SGD on the digits with K workers and K times the rate of one. Without a warm-up the first steps are too
-large; with one, larger K still work; and at some K both fail. As in the paper there is a momentum of 0.9, the warm-up is
-a small part of the training (5 of 90 epochs there), and the rate falls afterwards (in steps there, along a cosine here).
+large; with one, larger K still work; and at some K both fail. As in the paper there is a momentum of 0.9, the warm-up
+is a small part of the training (5 of 90 epochs there), and the rate falls afterwards (there in steps, here along a
+cosine).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from reproduce.runs import arguments, draw, over_seeds, report, simulate
 
 WORKERS = (1, 4, 8, 16, 32)
-EPOCHS, BATCH_SIZE, LR, MOMENTUM = 20, 8, 0.01, 0.9
+EPOCHS, BATCH_SIZE, LR, MOMENTUM = 15, 16, 0.02, 0.9
 WARMUPS = {"no warm-up": 0.0, "warm-up over a tenth": 0.1}
 
 

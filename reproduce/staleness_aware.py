@@ -1,8 +1,8 @@
 """Dividing by the staleness rescues soft synchronisation (Zhang et al. 2016, figure 3).
 
-Thirty workers with batches of 4 train the digits until they have learnt them. With one learning rate for all, updates of
-few gradients that missed many (large n) fail, at about nine errors in ten; divided by what each gradient missed, the same
-rate learns for all n. The paper trains CIFAR-10 for 140 epochs, with a momentum of 0.9, which is left out here.
+Thirty workers with batches of 4 train the digits until they have learnt them. With one learning rate for all, updates
+of few gradients that missed many (large n) fail, at about nine errors in ten; divided by what each gradient missed, the
+same rate learns for all n. The paper trains CIFAR-10 for 140 epochs, with a momentum of 0.9, which is left out here.
 """
 
 from __future__ import annotations

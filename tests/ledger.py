@@ -151,6 +151,9 @@ class Memory:
     def view(self, block: BlockSpec) -> Tensor:
         return self.vectors[block.vector][block.start : block.stop]
 
+    def absent(self, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+        return tuple(number for number, tensor in enumerate(tensors) if tensor is None)
+
     def write(self, block: BlockSpec, tensors: Sequence[Tensor | None], out: Tensor) -> None:
         out.zero_()
         for s in block.segments:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rainband import events
 from rainband.cli import main as cli
+from rainband.stages.plan import TeamPlan
 from rainband.worlds import local, zygote_main
 from rainband.worlds.config import RunConfig
 from rainband.worlds.local import SERVERS_NEED, WORKERS_NEED, RunResult
@@ -178,6 +179,7 @@ class Nest:
         timeout_s: float = 5.0,
         optimizer: str = "sgd",
         gated: bool = True,
+        team: TeamPlan | None = None,
         **settings: Any,
     ) -> Iterator[Run]:
         """Start a run; afterwards see that nothing is left of it, whatever happened to it."""
@@ -194,6 +196,7 @@ class Nest:
             transport=transport,
             failure_timeout_s=timeout_s,
             directory=str(directory),
+            team=team,
         )
         with self._launched(Order(str(path / "launcher"), config), directory, gate) as run:
             yield run

@@ -156,7 +156,15 @@ def together(coroutines: Sequence[Any], order: Sequence[int] | None = None) -> l
     lives: list[Generator[Any, None, Any]] = [coroutine.__await__() for coroutine in coroutines]
     results: dict[int, Any] = {}
     wanted: dict[int, Any] = {}
-    waiting = deque(order or range(len(lives)))
+    try:
+        _take_turns(lives, deque(order or range(len(lives))), wanted, results)
+    finally:
+        for life in lives:
+            life.close()
+    return [results[number] for number in range(len(lives))]
+
+
+def _take_turns(lives: list[Any], waiting: deque[int], wanted: dict[int, Any], results: dict[int, Any]) -> None:
     stuck = 0
     while waiting:
         assert stuck <= len(waiting), f"everyone waits: {wanted}"
@@ -175,7 +183,6 @@ def together(coroutines: Sequence[Any], order: Sequence[int] | None = None) -> l
         except StopIteration as end:
             results[number] = end.value
             wanted.pop(number, None)
-    return [results[number] for number in range(len(lives))]
 
 
 def whole_gradient(task: Shaped, batch: Batch) -> ModuleGradient:

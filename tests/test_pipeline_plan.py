@@ -224,7 +224,7 @@ def test_a_partitioner_of_ones_own_is_found_checked_and_predicted(
         make_plan(find_partitioner("my_partitioner:forgetful"), PROFILE, resources)
     with pytest.raises(ValueError, match="my_partitioner has no function 'x'"):
         find_partitioner("my_partitioner:x")
-    with pytest.raises(ValueError, match="no partitioner named 'fast': choose from balanced, interleaved, pipedream, straight"):
+    with pytest.raises(ValueError, match="no partitioner named 'fast': choose from balanced, interleaved, pieces, pipedream"):
         find_partitioner("fast")
 
 

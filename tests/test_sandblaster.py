@@ -21,6 +21,8 @@ from rainband.messages import Answer, Cells, Command, Peer
 from rainband.sim.faults import Chances, random_script
 from rainband.strategies.conjugate_gradient import ConjugateGradient
 from rainband.strategies.sandblaster import Sandblaster
+from rainband.types import Leading
+from rainband.vectors import PARAMS, norm, scale
 from tests.led_runs import (
     EXACT,
     MODEL,
@@ -143,6 +145,11 @@ FAULTS = {
     "commands and answers come twice": "0.000 repeat coordinator > server 0 for 99.000\n"
     "0.000 repeat server 0 > coordinator for 99.000\n0.000 repeat worker 1 > coordinator for 99.000",
     "answers come late": "0.000 slow server 1 > coordinator for 99.000 by 0.300",
+    "the coordinator is started again": "0.150 kill coordinator\n0.200 start coordinator",
+    "the coordinator is started again and again": "0.100 kill coordinator\n0.200 start coordinator\n"
+    "0.230 kill coordinator\n0.400 start coordinator\n0.700 crash coordinator\n0.750 start coordinator",
+    "a worker dies while there is no coordinator": "0.150 kill coordinator\n0.160 kill worker 1\n"
+    "0.400 start coordinator\n0.600 start worker 1",
 }
 
 
@@ -156,6 +163,50 @@ def test_the_iterates_do_not_depend_on_what_happens(faults: str, seed: int) -> N
     same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(Logistic())))
     books = ran.world.coordinator.books()
     assert books is not None and books.balanced and books.applied == books.batches and not books.not_done
+
+
+@pytest.mark.parametrize("ms", range(60, 460, 25))
+def test_the_coordinator_may_be_lost_at_any_moment(ms: int) -> None:
+    """Some of what it said last is lost with it. Iterates, searches and the history are what they would have been."""
+    strategy = Sandblaster(iterations=3, n_push=2, **EXACT)
+    faults = f"{ms / 1000:.3f} kill coordinator\n{ms / 1000 + 0.1:.3f} start coordinator"
+    ran, undisturbed = led(strategy, Logistic(), faults=faults, seed=ms), led(strategy, Logistic())
+
+    assert ran.world.coordinator.outcome == "finished", ran.world.coordinator.reason
+    assert ran.world.coordinator.facts.leader is not None and ran.world.coordinator.facts.leader.term == 2
+    same_iterates(ran.iterates, undisturbed.iterates)
+    assert [(e.iteration, e.evaluations, e.cells) for e in ran.iterated] == [
+        (e.iteration, e.evaluations, e.cells) for e in undisturbed.iterated
+    ]
+    books = ran.world.coordinator.books()
+    assert books is not None and books.balanced and books.applied == books.batches and not books.not_done
+
+
+def test_a_lead_that_asks_for_something_else_the_second_time_is_told_so() -> None:
+    times = iter((1.0, 2.0))
+
+    async def lead(coordinator: Leading) -> None:
+        await coordinator.compute(scale(PARAMS, next(times)))
+        await coordinator.compute(norm(PARAMS))
+
+    server = Peer("server", 0)
+    crew = Crew(make_plan(led=True), (server,), server, 0)
+    first = Leader(lead)
+    first.start(crew, now=0.0)
+    first.receive(server, Answer(1, 1, (), version=1), now=0.0)
+    second = Leader(lead, journal=first.journal.taken_up())
+    second.start(crew, now=0.0)
+    assert second.over and "lead asked for another command 1 than before" in second.error
+
+
+def test_without_its_servers_or_before_it_has_begun_a_run_does_not_outlive_its_coordinator() -> None:
+    early = led(Sandblaster(), Logistic(), faults="0.001 kill coordinator\n0.100 start coordinator")
+    assert early.world.coordinator.reason == "the coordinator was lost, and with it the run."
+    faults = "0.150 kill coordinator\n0.160 kill server 1\n0.300 start coordinator"
+    lost = led(Sandblaster(), Logistic(), faults=faults)
+    assert (
+        "server 1 was lost" in lost.world.coordinator.reason and "parameters are gone" in lost.world.coordinator.reason
+    )
 
 
 def test_who_is_only_late_gets_its_turn_without_asking_again() -> None:

@@ -12,7 +12,7 @@ from rainband.pipeline.execute import Pipeline
 from rainband.pipeline.of_task import micros_of
 from rainband.pipeline.schedules import pipedream
 from rainband.stages.stashing import Stashing
-from rainband.strategies.pipedream import PipeDream
+from rainband.strategies.pipedream import Pipedream
 from rainband.types import Batch
 from rainband.worker import Sampler
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
@@ -42,7 +42,7 @@ def by_table(task: Shaped, stages: int, replicas: list[int], **how: bool) -> nn.
 @pytest.mark.parametrize("name", ["chain", "branches", "skips", "several", "recurrent", "transformer"])
 def test_stages_in_workers_train_exactly_as_the_table_says(name: str) -> None:
     task = Shaped(name, samples=38)
-    workers = trained_team(task, planned(task, 3), PipeDream(lr=LR))
+    workers = trained_team(task, planned(task, 3), Pipedream(lr=LR))
     expected = dict(by_table(task, 3, [1, 1, 1]).named_parameters())
     found = parameters(workers)
     for key, value in expected.items():
@@ -51,7 +51,7 @@ def test_stages_in_workers_train_exactly_as_the_table_says(name: str) -> None:
 
 @pytest.mark.parametrize("replicas", [[2, 1], [1, 2], [3, 2]])
 def test_replicas_of_a_stage_share_an_update(replicas: list[int]) -> None:
-    workers = trained_team(TASK, planned(TASK, 2, replicas=replicas), PipeDream(lr=LR))
+    workers = trained_team(TASK, planned(TASK, 2, replicas=replicas), Pipedream(lr=LR))
     expected = dict(by_table(TASK, 2, replicas).named_parameters())
     found = parameters(workers)
     for key, value in expected.items():
@@ -63,15 +63,15 @@ def test_replicas_of_a_stage_share_an_update(replicas: list[int]) -> None:
 
 
 def test_vertical_sync_uses_one_version_in_all_stages() -> None:
-    workers = trained_team(TASK, planned(TASK, 3), PipeDream(lr=LR, vertical_sync=True))
+    workers = trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR, vertical_sync=True))
     expected = dict(by_table(TASK, 3, [1, 1, 1], vertical_sync=True).named_parameters())
     for key, value in expected.items():
         torch.testing.assert_close(parameters(workers)[key], value.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_without_stash_it_is_something_else() -> None:
-    with_stash = parameters(trained_team(TASK, planned(TASK, 3), PipeDream(lr=LR)))
-    without = parameters(trained_team(TASK, planned(TASK, 3), PipeDream(lr=LR, stash=False)))
+    with_stash = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR)))
+    without = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR, stash=False)))
     expected = dict(by_table(TASK, 3, [1, 1, 1], stash=False).named_parameters())
     for key, value in expected.items():
         torch.testing.assert_close(without[key], value.detach(), rtol=1e-12, atol=1e-12)
@@ -79,8 +79,8 @@ def test_without_stash_it_is_something_else() -> None:
 
 
 def test_recomputing_changes_nothing() -> None:
-    kept = parameters(trained_team(TASK, planned(TASK, 3), PipeDream(lr=LR)))
-    again = parameters(trained_team(TASK, planned(TASK, 3), PipeDream(lr=LR, recompute=True)))
+    kept = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR)))
+    again = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR, recompute=True)))
     for key, value in kept.items():
         assert torch.equal(value, again[key])
 
@@ -97,7 +97,7 @@ def test_a_stage_keeps_as_many_versions_as_batches_are_on_their_way(
         made.append(self)
 
     monkeypatch.setattr(Stashing, "__init__", note)
-    trained_team(TASK, planned(TASK, 3), PipeDream(lr=LR), order)
+    trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR), order)
     made.sort(key=lambda stage: stage.share.machine)
     assert [stage.ahead for stage in made] == [2, 1, 0]
     assert [stage.stage.versions.peak for stage in made] == [3, 2, 1]
@@ -109,4 +109,4 @@ def test_a_stage_keeps_as_many_versions_as_batches_are_on_their_way(
 def test_a_weight_in_two_stages_is_refused() -> None:
     task = Shaped("tied")
     with pytest.raises(ValueError, match="put its units into one stage"):
-        trained_team(task, planned(task, {"embed": 0, "hidden": 1, "tanh": 1, "out": 2}), PipeDream(lr=LR))
+        trained_team(task, planned(task, {"embed": 0, "hidden": 1, "tanh": 1, "out": 2}), Pipedream(lr=LR))

@@ -186,20 +186,29 @@ def test_a_command_that_comes_again_is_answered_the_same_and_not_done_again() ->
 
 def test_commands_out_of_order_or_of_a_term_that_is_over_change_nothing() -> None:
     rig = Rig()
-    rig.command(5, scale(PARAMS, 2.0), term=2)
-    assert rig.command(4, scale(PARAMS, 3.0), term=2) == []
-    assert rig.command(7, scale(PARAMS, 3.0), term=2)[0].refused == "command 7 came before 6"
-    assert rig.command(6, scale(PARAMS, 3.0), term=1)[0].refused == "term 1 is over, this is term 2"
+    rig.command(1, norm(PARAMS))
+    rig.command(2, scale(PARAMS, 2.0), term=2)
+    assert rig.command(1, scale(PARAMS, 3.0), term=2) == []
+    assert rig.command(4, scale(PARAMS, 3.0), term=2)[0].refused == "command 4 came when 3 was expected"
+    assert rig.command(3, scale(PARAMS, 3.0), term=1)[0].refused == "term 1 is over, this is term 2"
     assert torch.equal(rig.values(), 2 * torch.arange(48.0))
 
 
-def test_a_coordinator_that_was_started_again_begins_to_count_anew() -> None:
-    """Its command 5 is not the command 5 of the one before."""
+def test_a_coordinator_that_was_started_again_hears_what_came_of_the_command_under_way() -> None:
+    """It is done once: by the servers that had heard of it before, and by the others now."""
     rig = Rig()
-    rig.command(5, scale(PARAMS, 2.0), term=1)
-    (answer,) = rig.command(5, scale(PARAMS, 0.5), norm(PARAMS), term=2)
-    assert (answer.term, answer.number, answer.refused) == (2, 5, "")
-    assert torch.equal(rig.values(), torch.arange(48.0))
+    rig.command(1, scale(PARAMS, 2.0), dot(PARAMS, PARAMS))
+    (answer,) = rig.command(1, scale(PARAMS, 2.0), dot(PARAMS, PARAMS), term=2)
+    assert answer == Answer(2, 1, (4.0 * sum(i * i for i in range(48)),), version=1)
+    assert rig.command(1, scale(PARAMS, 2.0), dot(PARAMS, PARAMS))[0].refused == "term 1 is over, this is term 2"
+    assert torch.equal(rig.values(), 2 * torch.arange(48.0))
+
+
+def test_who_asks_for_something_else_under_the_number_of_what_was_done_is_refused() -> None:
+    rig = Rig()
+    rig.command(1, scale(PARAMS, 2.0))
+    assert rig.command(1, scale(PARAMS, 0.5), term=2)[0].refused == "another command 1 was done"
+    assert torch.equal(rig.values(), 2 * torch.arange(48.0))
 
 
 def test_of_a_refused_program_nothing_is_done() -> None:

@@ -47,7 +47,10 @@ def run(effort: Effort) -> list[Row]:
 
 def _once(zygote: Zygote, task: Chain, seconds: float) -> dict[str, float]:
     plan = in_halves(task)
+    small = task.batch_size // MICROS
     rates = {"alone": alone(zygote, task, task.batch_size, seconds)}
+    rates["alone, small"] = alone(zygote, task, small, seconds)
+    rates["pipedream"] = together(task, TeamPlan(plan=plan), seconds, "pipedream", small)
     for schedule in SCHEDULES:
         team = TeamPlan(plan=plan, micros=MICROS, schedule=schedule.name)  # type: ignore[arg-type]
         rates[schedule.name] = together(task, team, seconds)
@@ -59,7 +62,13 @@ def _rows(rates: dict[str, list[float]], task: Chain) -> list[Row]:
     def ratio(name: str, against: str) -> float:
         return median([a / b for a, b in zip(rates[name], rates[against], strict=True)])
 
-    rows = [Row(f"one plain process, batches of {task.batch_size}", median(rates["alone"]), "samples/s")]
+    small = task.batch_size // MICROS
+    rows = [
+        Row(f"one plain process, batches of {small}", median(rates["alone, small"]), "samples/s"),
+        Row(f"pipedream, 2 stages, batches of {small}", median(rates["pipedream"]), "samples/s"),
+        at_least("pipedream, 2 stages", ratio("pipedream", "alone, small"), 1.6, "one plain process"),
+        Row(f"one plain process, batches of {task.batch_size}", median(rates["alone"]), "samples/s"),
+    ]
     for schedule in SCHEDULES:
         name = f"{schedule.name}, 2 stages, {MICROS} microbatches"
         rows.append(Row(f"{TORCH}, {schedule.torch_name}", median(rates[schedule.torch_name]), "samples/s"))

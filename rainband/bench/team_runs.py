@@ -81,7 +81,6 @@ def together(
         "num_servers": 0,
         "epochs": max(1, round(seconds * SAMPLES_PER_S / task.samples)),
         "eval_every_s": 0.0,
-        "failure_timeout_s": 1.0,
         "batch_size": batch_size,
         "team": team,
     }

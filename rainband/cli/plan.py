@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,8 +40,14 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Who plans: balanced, interleaved, pipedream, straight, or module:function.",
+            help="Who plans: balanced, interleaved, pieces, pipedream, straight, or module:function.",
             show_default="as the schedule needs it, else pipedream",
+        ),
+    ] = None,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LAYER=HOW", help="A layer in pieces: fc1=2, fc1=rows:2, mlp=pair:2, conv=2x2; repeat it."
         ),
     ] = None,
     batch_size: Annotated[
@@ -100,7 +107,8 @@ def command(
         if draw is not None:
             _check_picture(draw)
         resources = _resources(edited.num_machines if edited else machines, memory, network, group, between)
-        profile = _profile(task, settings or [], batch_size, repeats, threads)
+        model = _Model(task, settings or [], split or [], batch_size)
+        profile = _profile(model, repeats, threads)
         plan = make_plan(planner, profile, resources)
         compared = every_schedule(profile, resources, microbatches, chunks) if schedule == ALL else None
         one = schedule is not None and schedule != ALL
@@ -162,22 +170,38 @@ def _resources(machines: int, memory_mb: float, network: str, group: int, betwee
     return Resources(num_machines=machines, memory_bytes=int(memory_mb * 1e6), network=kinds)
 
 
-def _profile(name: str, settings: Sequence[str], batch_size: int | None, repeats: int, threads: int) -> Profile:
+@dataclass(frozen=True)
+class _Model:
+    """Which model, as it was typed."""
+
+    task: str
+    settings: Sequence[str]
+    splits: Sequence[str]
+    batch_size: int | None
+
+
+def _profile(asked: _Model, repeats: int, threads: int) -> Profile:
     import torch
 
     from rainband.pipeline.measure import measure
-    from rainband.pipeline.of_task import cut_task
+    from rainband.pipeline.of_task import cut_task, inputs_of
+    from rainband.pipeline.split import read_split
+    from rainband.pipeline.split import split as split_model
     from rainband.settings import parse_pairs
     from rainband.tasks.load import load_task
 
-    pairs = {key.removeprefix("task."): value for key, value in parse_pairs(settings).items()}
-    task = load_task(name, pairs)
+    pairs = {key.removeprefix("task."): value for key, value in parse_pairs(asked.settings).items()}
+    splits = dict(map(read_split, asked.splits))
+    task = load_task(asked.task, pairs)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model, data = task.model(), task.data()
+    size = asked.batch_size or task.batch_size
     with _quiet():
-        cut, args, kwargs = cut_task(task, model, data, batch_size or task.batch_size)
-    return measure(cut, args, kwargs, model=name, repeats=repeats)
+        if splits:
+            split_model(model, splits, *inputs_of(task, data.batch(range(min(2, len(data))))))
+        cut, args, kwargs = cut_task(task, model, data, size)
+    return measure(cut, args, kwargs, model=asked.task, repeats=repeats)
 
 
 @contextmanager

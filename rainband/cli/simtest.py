@@ -11,7 +11,8 @@ import typer
 from rainband.cli.mistakes import FAILED, mistakes_told
 
 if TYPE_CHECKING:
-    from rainband.worlds.sim_oracle import Case, Verdict
+    from rainband.worlds.sim_cases import Case
+    from rainband.worlds.sim_oracle import Verdict
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +27,8 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="downpour, downpour2 (n_push=2), ragged, sync or stale_sync.",
+            help="downpour, downpour2 (n_push=2), corrected (with compensation), ragged, sync, backup (with a backup "
+            "worker), stale_sync, adaptive_bound, bounded_delay, soft_sync, sandblaster or conjugate_gradient.",
             show_default="the seed's choice",
         ),
     ] = None,
@@ -42,7 +44,8 @@ def command(
     A small task whose gradients are whole numbers is trained while workers, servers, the coordinator and the lines
     between them fail as a script says, which is drawn from the seed. Promised is: every batch is applied exactly once
     on every block, the parameters are the right ones to the last bit, rounds are the same everywhere, nobody reads
-    what is too old, nobody waits for ever. A failing seed is shown with the command that runs it again.
+    what is too old, nobody waits for ever. What the coordinator leads comes to the same as without faults. A failing
+    seed is shown with the command that runs it again.
 
     \b
     rainband simtest 0-1000
@@ -68,10 +71,10 @@ def _cases(seeds: str, strategy: str | None, faults: Path | None) -> Iterator[Ca
     from dataclasses import replace
 
     from rainband.sim.faults import parse
-    from rainband.worlds.sim_oracle import STRATEGIES, random_case
+    from rainband.worlds.sim_cases import KINDS, random_case
 
-    if strategy is not None and strategy not in STRATEGIES:
-        raise ValueError(f"no test of a strategy {strategy!r}: choose from {', '.join(STRATEGIES)}.")
+    if strategy is not None and strategy not in KINDS:
+        raise ValueError(f"no test of a strategy {strategy!r}: choose from {', '.join(KINDS)}.")
     script = None if faults is None else parse(faults.read_text(encoding="utf-8"))
     for seed in _numbers(seeds):
         case = random_case(seed, strategy)

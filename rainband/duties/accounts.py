@@ -73,6 +73,8 @@ class Accounts:
         staleness = self.staleness()
         known = self.facts.knows_its_end()  # otherwise how much there is to do is told as 0
         connected = {i: w for i, w in sorted(self.facts.workers.items()) if w.connected}
+        # Of a team that computes one model together, those count samples who see them first.
+        counting = {i: w for i, w in connected.items() if not self.facts.place(i) or w.beat.samples}
         self.facts.events.append(
             events.Progress(
                 at_s=now,
@@ -81,8 +83,8 @@ class Accounts:
                 samples_done=self.samples_done(),
                 samples=plan.num_samples * plan.epochs if known else 0,
                 loss=self.loss(),
-                samples_per_s={i: _rate([(t, b.samples) for t, b in w.beats], now) for i, w in connected.items()},
-                steps_per_s={i: _rate([(t, b.steps) for t, b in w.beats], now) for i, w in connected.items()},
+                samples_per_s={i: _rate([(t, b.samples) for t, b in w.beats], now) for i, w in counting.items()},
+                steps_per_s={i: _rate([(t, b.steps) for t, b in w.beats], now) for i, w in counting.items()},
                 staleness_mean=staleness.mean,
                 staleness_max=staleness.max,
                 staleness_bound=staleness.bound,

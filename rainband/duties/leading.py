@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from rainband import events
 from rainband.duties.ending import Ending
-from rainband.duties.facts import Facts, Out, WorkerState
+from rainband.duties.facts import Facts, Out, ServerState, WorkerState
 from rainband.leader import Crew, Leader, To
 from rainband.messages import Answer, Evaluated, Peer, Return, Want
 
@@ -20,9 +21,25 @@ class Leading:
         """All blocks have their first values."""
         facts = self.facts
         assert facts.plan and facts.welcome
-        servers = {index: facts.servers[index].peer for index in sorted(facts.servers)}
-        first = servers[facts.welcome.owners[0]]
-        return self._said(self.leader.start(Crew(facts.plan, tuple(servers.values()), first, facts.settings.seed), now))
+        servers = [facts.servers[index] for index in sorted(facts.servers)]
+        journal = self.leader.journal
+        journal.join, journal.plan, journal.welcome = facts.join, facts.plan, facts.welcome
+        journal.servers = tuple(server.address for server in servers)
+        peers = tuple(server.peer for server in servers)
+        first = peers[facts.welcome.owners[0]]
+        return self._said(self.leader.start(Crew(facts.plan, peers, first, facts.settings.seed), now))
+
+    def take_up(self, now: float) -> list[Out]:
+        """Go on where the coordinator that came before has left its journal: the servers have the parameters."""
+        facts, journal = self.facts, self.leader.journal
+        facts.join, facts.plan, facts.welcome = journal.join, journal.plan, journal.welcome
+        facts.servers = {
+            index: ServerState(Peer("server", index), address, ready=True)
+            for index, address in enumerate(journal.servers)
+        }
+        facts.phase = "running"
+        facts.events.append(events.Returned(at_s=now, node="coordinator"))
+        return self.begin(now)
 
     def answered(self, server: Peer, message: Answer | Evaluated, now: float) -> list[Out]:
         return self._said(self.leader.receive(server, message, now))

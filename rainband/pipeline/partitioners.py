@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 
 from rainband.pipeline.balanced import balanced
+from rainband.pipeline.pieces import pieces
 from rainband.pipeline.pipedream import interleaved, pipedream, straight
 from rainband.pipeline.plan import Plan, check
 from rainband.pipeline.predict import predicted
@@ -15,6 +16,7 @@ Partitioner = Callable[[Profile, Resources], Plan]
 PARTITIONERS: dict[str, Partitioner] = {
     "balanced": balanced,
     "interleaved": interleaved,
+    "pieces": pieces,
     "pipedream": pipedream,
     "straight": straight,
 }

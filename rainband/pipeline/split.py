@@ -11,6 +11,7 @@ A name is that of a submodule, or of some children of an nn.Sequential one after
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,8 @@ class Tiles:
 
 
 How = Columns | Rows | Pair | Tiles
-WORDS = {"columns": Columns, "rows": Rows, "pair": Pair}
+NAMES = "_rainband_split_names"  # the attribute of pieces that says which children they stand for
+WORDS: dict[str, type[Columns | Rows | Pair]] = {"columns": Columns, "rows": Rows, "pair": Pair}
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,14 @@ class _Target:
     keys: tuple[str, ...]
 
     @property
-    def layers(self) -> list[nn.Module]:
-        """What is there; a Sequential that was named as a whole is what it consists of."""
-        found = [self.parent.get_submodule(key) for key in self.keys]
-        return list(found[0]) if len(found) == 1 and isinstance(found[0], nn.Sequential) else found
+    def named(self) -> dict[str, nn.Module]:
+        """What is there, by its names; a Sequential that was named as a whole is what it consists of."""
+        found = {key: self.parent.get_submodule(key) for key in self.keys}
+        first = found[self.keys[0]]
+        return dict(first.named_children()) if len(found) == 1 and isinstance(first, nn.Sequential) else found
 
     def replace(self, module: nn.Module) -> None:
+        setattr(module, NAMES, (len(self.keys), tuple(self.named)))
         setattr(self.parent, self.keys[0], module)
         for key in self.keys[1:]:
             delattr(self.parent, key)
@@ -87,16 +91,37 @@ def split(
 
 
 def joined(model: nn.Module) -> nn.Module:
-    """The opposite: pieces become ordinary layers again, with the numbers they have now."""
+    """The opposite: pieces become ordinary layers again, under their old names and with the numbers they have now."""
     for parent in list(model.modules()):
         for key, child in list(parent.named_children()):
-            if isinstance(child, ByColumns | ByRows):
-                setattr(parent, key, child.as_linear())
-            elif isinstance(child, AsPair):
-                setattr(parent, key, nn.Sequential(child.first.as_linear(), child.between, child.second.as_linear()))
-            elif isinstance(child, Tiled):
-                setattr(parent, key, child.as_layers())
+            layers = _whole_layers(child)
+            if layers is None:
+                continue
+            count, names = getattr(child, NAMES, (1, tuple(map(str, range(len(layers))))))
+            if count > 1:  # they were some of the parent's children
+                _put_back(parent, key, dict(zip(names, layers, strict=True)))
+            elif isinstance(child, ByColumns | ByRows):
+                setattr(parent, key, layers[0])
+            else:
+                setattr(parent, key, nn.Sequential(OrderedDict(zip(names, layers, strict=True))))
     return model
+
+
+def _whole_layers(module: nn.Module) -> list[nn.Module] | None:
+    if isinstance(module, ByColumns | ByRows):
+        return [module.as_linear()]
+    if isinstance(module, AsPair):
+        return [module.first.as_linear(), module.between, module.second.as_linear()]
+    return list(module.as_layers()) if isinstance(module, Tiled) else None
+
+
+def _put_back(parent: nn.Module, key: str, layers: Mapping[str, nn.Module]) -> None:
+    """In the place of one child, in the order in which an nn.Sequential runs them."""
+    after = dict(list(parent.named_children())[1 + [name for name, _ in parent.named_children()].index(key) :])
+    for name in [key, *after]:
+        delattr(parent, name)
+    for name, module in {**layers, **after}.items():
+        parent.add_module(name, module)
 
 
 def read_split(words: str) -> tuple[str, How]:
@@ -107,8 +132,8 @@ def read_split(words: str) -> tuple[str, How]:
     found = re.fullmatch(r"(?:(\w+):)?(\d+)", how)
     if not equals or not name or not found or (found[1] or "columns") not in WORDS:
         raise ValueError(
-            f"'{words}' says no split: type fc1=2 or fc1=columns:2 (outputs of a linear layer), fc1=rows:2 (its inputs), "
-            "mlp=pair:2 (two linear layers) or conv=2x2 (tiles), with the name of a layer."
+            f"'{words}' says no split: type fc1=2 or fc1=columns:2 (outputs of a linear layer), fc1=rows:2 (its "
+            "inputs), mlp=pair:2 (two linear layers) or conv=2x2 (tiles), with the name of a layer."
         )
     return name, WORDS[found[1] or "columns"](int(found[2]))
 
@@ -131,7 +156,7 @@ def _find(model: nn.Module, name: str) -> _Target:
 
 
 def _pieces(target: _Target, how: How, image_size: tuple[int, int] | None) -> nn.Module:
-    layers = target.layers
+    layers = list(target.named.values())
     kinds = ", ".join(type(layer).__name__ for layer in layers)
     if isinstance(how, Tiles):
         size = how.input_size or image_size
@@ -148,8 +173,7 @@ def _pieces(target: _Target, how: How, image_size: tuple[int, int] | None) -> nn
     if len(layers) == 1 and isinstance(layers[0], nn.Linear):
         return ByColumns(layers[0], how.ways) if isinstance(how, Columns) else ByRows(layers[0], how.ways)
     raise ValueError(
-        f"'{target.name}' is {kinds}: only an nn.Linear is split by {'columns' if isinstance(how, Columns) else 'rows'}; "
-        "convolutions are by tiles (=2x2)."
+        f"'{target.name}' is {kinds}: only an nn.Linear is split by columns or rows; convolutions are by tiles (=2x2)."
     )
 
 

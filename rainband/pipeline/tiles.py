@@ -62,15 +62,15 @@ class Tiled(nn.Module):
 
     def as_layers(self) -> nn.Sequential:
         """The layers as they were before, with the numbers that the tiles have now."""
-        layers = []
+        layers: list[nn.Module] = []
         for number, blank in enumerate(self._blank):
             pieces = [self.get_submodule(f"tile{tile}_layer{number}") for tile in range(self.shape[0] * self.shape[1])]
             if isinstance(blank, LocallyConnected2d):
                 places = [self.places[f"tile{tile}_layer{number}"] for tile in range(len(pieces))]
                 layers.append(_whole_again(blank, [p for p in pieces if isinstance(p, LocallyConnected2d)], places))
-            elif isinstance(blank, nn.Conv2d):
+            elif isinstance(blank, nn.Conv2d) and isinstance(pieces[0], ConvolutionPiece):
                 layer = copy.deepcopy(blank)
-                layer.weight, layer.bias = pieces[0].weight, pieces[0].bias  # type: ignore[assignment]
+                layer.weight, layer.bias = pieces[0].weight, pieces[0].bias
                 layers.append(layer)
             else:
                 layers.append(copy.deepcopy(blank))

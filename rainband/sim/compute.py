@@ -21,10 +21,13 @@ class ComputeModel:
     slow_factor: float = 4.0  # how many times longer they take
     straggler_chance: float = 0.0  # of any one step to take longer
     straggler_factor: float = 10.0
+    measure_s: float = 0.0  # that measuring the model takes the one worker which does it
 
     def __post_init__(self) -> None:
         if self.step_s < 0 or self.spread < 0:
             raise ValueError(f"step_s={self.step_s} spread={self.spread}: times cannot be below 0.")
+        if self.measure_s < 0:
+            raise ValueError(f"measure_s={self.measure_s}: choose 0, so that measuring takes no time, or more.")
         if self.kind == "trace" and not self.trace_s:
             raise ValueError("compute kind=trace needs measured steps: trace_s=[0.010, 0.012].")
         if not 0 <= self.straggler_chance <= 1:

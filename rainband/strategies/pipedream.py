@@ -30,7 +30,7 @@ from rainband.types import ServerHalf, Stashes, Turn, Worker
 
 
 @dataclass(frozen=True)
-class PipeDream:
+class Pipedream:
     """A pipeline that is never flushed, with weight stashing."""
 
     lr: float = 0.1

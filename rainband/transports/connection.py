@@ -12,7 +12,7 @@ import msgspec
 from rainband.errors import HandshakeFailed
 from rainband.messages import Message, Params, Peer, decode, encode
 from rainband.transports.auth import Handshake, Identity
-from rainband.transports.frames import BadFrame, FrameReader, pack
+from rainband.transports.frames import BadFrame, BodyMemory, FrameReader, pack
 
 ROOM_BYTES = 4 << 20  # replies wait for their turn while more than this is queued
 
@@ -22,9 +22,17 @@ ReadNow = Callable[[Message], tuple[Message, memoryview | None]]
 class Connection:
     """A peer at the other end of a socket."""
 
-    def __init__(self, sock: socket.socket, max_body_bytes: int, shake: Handshake | None, deadline: float) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        max_body_bytes: int,
+        shake: Handshake | None,
+        deadline: float,
+        body_memory: BodyMemory | None = None,
+    ) -> None:
         self.sock = sock
         self.max_body_bytes = max_body_bytes
+        self.body_memory = body_memory
         self.shake = shake
         self.deadline = deadline  # the handshake must be done by then
         self.peer = Peer("unknown", -1)
@@ -42,7 +50,7 @@ class Connection:
     def opened(self, peer: Identity, key: int) -> None:
         self.peer = Peer(peer.role, peer.index, peer.incarnation)
         self.key = key
-        self.reader = FrameReader(self.max_body_bytes, key)
+        self.reader = FrameReader(self.max_body_bytes, key, self.body_memory)
 
     # ---- in --------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from rainband.errors import HandshakeFailed
 from rainband.messages import Message, Peer
 from rainband.transports.auth import Identity, ServerHandshake
 from rainband.transports.connection import Connection, ReadNow
-from rainband.transports.frames import BadFrame
+from rainband.transports.frames import BadFrame, BodyMemory
 
 log = logging.getLogger("rainband")
 
@@ -44,7 +44,9 @@ class Hub:
         max_body_bytes: int,
         handshake_timeout_s: float = 5.0,
         read_now: ReadNow | None = None,
+        body_memory: BodyMemory | None = None,
     ) -> None:
+        """`body_memory`: where bodies of these headers and lengths are received; they are handed over in it."""
         self.me = Identity(me.role, me.index, me.incarnation)
         self.secret = secret
         self.run_id = run_id
@@ -52,6 +54,7 @@ class Hub:
         self.max_body_bytes = max_body_bytes
         self.handshake_timeout_s = handshake_timeout_s
         self.read_now = read_now
+        self.body_memory = body_memory
         self.epoll = select.epoll()
         self.listeners: dict[int, socket.socket] = {}
         self.connections: dict[int, Connection] = {}
@@ -69,7 +72,7 @@ class Hub:
 
     def adopt(self, sock: socket.socket, peer: Identity, key: int) -> Connection:
         """Take over a connection that this node opened itself."""
-        connection = self._add(sock, Connection(sock, self.max_body_bytes, None, float("inf")))
+        connection = self._add(sock, Connection(sock, self.max_body_bytes, None, float("inf"), self.body_memory))
         connection.opened(peer, key)
         self.peers[connection.peer] = connection
         return connection
@@ -141,7 +144,7 @@ class Hub:
             self._drop(unknown[0])
         shake = ServerHandshake(self.secret, self.run_id, self.me)
         deadline = time.monotonic() + self.handshake_timeout_s
-        self._add(sock, Connection(sock, self.max_body_bytes, shake, deadline))
+        self._add(sock, Connection(sock, self.max_body_bytes, shake, deadline, self.body_memory))
 
     def _turn_away(self, listener: socket.socket) -> None:
         """Close the connection that waits, with the descriptor kept for that: it would wake us again and again."""

@@ -103,14 +103,19 @@ class Outgoing(NamedTuple):
         """The tensors' contents in memory of their own; none if there are none."""
         if not self.num_bytes:
             return None
-        memory = torch.empty(self.num_bytes, dtype=torch.uint8)
-        self.fill(memory)
-        return memoryview(memory.numpy())  # type: ignore[arg-type]
+        memory = fresh_memory(self.num_bytes)
+        self.fill(as_tensor(memory))
+        return memory
 
 
 def as_tensor(body: memoryview | None) -> Tensor:
     """Bytes that came, as memory to read from."""
     return torch.empty(0, dtype=torch.uint8) if body is None else torch.frombuffer(body, dtype=torch.uint8)
+
+
+def fresh_memory(num_bytes: int) -> memoryview:
+    """Memory of nobody else, on a boundary that suits every dtype."""
+    return memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def outgoing(nest: Any) -> Outgoing:
@@ -126,8 +131,11 @@ def outgoing(nest: Any) -> Outgoing:
     return Outgoing(structure, [(at, t) for at, t in zip(places, found, strict=True) if t.numel()], end)
 
 
-def incoming(structure: bytes, memory: Tensor) -> Any:
-    """Put a nest together again, of tensors of its own; `memory` has the bytes, and may have more. Raises BadFrame."""
+def incoming(structure: bytes, memory: Tensor, copy: bool = True) -> Any:
+    """Put a nest together again; `memory` has the bytes, and may have more. Raises BadFrame.
+
+    Its tensors are its own, or, without `copy`, lie in that memory, which nobody else may use any more.
+    """
     try:
         node = _decoder.decode(structure)
         specs: list[TensorNode] = []
@@ -135,9 +143,9 @@ def incoming(structure: bytes, memory: Tensor) -> Any:
         for spec in specs:
             spec.check()
         places, end = _places([spec.num_bytes for spec in specs])
-        if end > len(memory):
-            raise BadFrame(f"tensors of {end} bytes are announced, and {len(memory)} have come.")
-        tensors = iter([_tensor(spec, memory, at) for spec, at in zip(specs, places, strict=True)])
+        if end > memory.numel():
+            raise BadFrame(f"tensors of {end} bytes are announced, and {memory.numel()} have come.")
+        tensors = iter([_tensor(spec, memory, at, copy) for spec, at in zip(specs, places, strict=True)])
         return _nest(node, tensors)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"what came is no nest of values: {error}") from None
@@ -215,10 +223,13 @@ def _collect(node: Node, specs: list[TensorNode]) -> None:
                 _collect(item, specs)
 
 
-def _tensor(spec: TensorNode, memory: Tensor, at: int) -> Tensor:
-    tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
-    if tensor.numel():
-        tensor.copy_(memory[at : at + spec.num_bytes].view(tensor.dtype).view(spec.shape))
+def _tensor(spec: TensorNode, memory: Tensor, at: int, copy: bool) -> Tensor:
+    dtype = DTYPES[spec.dtype]
+    if not prod(spec.shape):
+        tensor = torch.empty(spec.shape, dtype=dtype)
+    else:
+        tensor = memory[at : at + spec.num_bytes].view(dtype).view(spec.shape)
+        tensor = tensor.clone() if copy else tensor
     if not spec.order:
         return tensor
     return tensor.permute([spec.order.index(dim) for dim in range(len(spec.order))])

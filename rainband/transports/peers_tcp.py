@@ -14,7 +14,7 @@ from rainband.transports.auth import Identity
 from rainband.transports.connection import Connection
 from rainband.transports.frames import BadFrame
 from rainband.transports.hub import Hub
-from rainband.transports.nests import Outgoing, as_tensor, incoming
+from rainband.transports.nests import Outgoing, as_tensor, fresh_memory, incoming
 from rainband.transports.peers_inbox import Inbox
 from rainband.transports.switchboard import Switchboard
 from rainband.types import Tag
@@ -36,7 +36,8 @@ class TcpWay:
         self.switchboard = switchboard
         self.inbox = inbox
         self.timeout_s = timeout_s
-        self.hub = Hub(me, secret, run_id, self, MAX_BODY_BYTES, timeout_s)
+        # Values arrive where they stay: nothing is copied again.
+        self.hub = Hub(me, secret, run_id, self, MAX_BODY_BYTES, timeout_s, body_memory=lambda _, n: fresh_memory(n))
         self.connections: dict[int, Connection] = {}
         self.outbox: deque[tuple[int, Value, memoryview | None]] = deque()
         self.adopted: deque[tuple[socket.socket, Identity, int]] = deque()
@@ -133,7 +134,7 @@ class TcpWay:
         try:
             if not isinstance(message, Value) or message.segment >= 0:
                 raise BadFrame(f"it sends {type(message).__name__}, which is not for a worker to say.")
-            payload = incoming(message.nest, as_tensor(body))
+            payload = incoming(message.nest, as_tensor(body), copy=False)
         except BadFrame as error:
             return self.hub.refuse(connection, str(error))
         self.switchboard.post(lambda: self.inbox.arrived(index, message.tag, payload))

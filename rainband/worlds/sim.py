@@ -66,14 +66,22 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     model: ClusterModel
 
 
-def run(config: RunConfig, view: View, capture: bool = False, model: ClusterModel | None = None) -> SimulatedResult:
+def run(
+    config: RunConfig,
+    view: View,
+    capture: bool = False,
+    model: ClusterModel | None = None,
+    task: Task | None = None,
+    strategy: Strategy | None = None,
+) -> SimulatedResult:
     """Run to the end; returns also when it failed, with the reason. A run that cannot go on raises Deadlock.
 
     There are no other processes, so there is nothing to `capture`. A `model` comes before the one of the
-    configuration, whose file may have changed.
+    configuration, whose file may have changed; so do a task and a strategy that have no name to be found by.
     """
     with one_thread(), little_garbage(none_at_all=in_bulk(config)):
-        return Simulation(config, view, model or load_model(config.sim.model, config.sim.compute)).run()
+        model = model or load_model(config.sim.model, config.sim.compute)
+        return Simulation(config, view, model, make_play(config, task, strategy)).run()
 
 
 @contextmanager
@@ -106,7 +114,7 @@ def little_garbage(none_at_all: bool) -> Iterator[None]:
 class Simulation:
     """One run and its directory."""
 
-    def __init__(self, config: RunConfig, view: View, model: ClusterModel) -> None:
+    def __init__(self, config: RunConfig, view: View, model: ClusterModel, play: Play) -> None:
         self.config = config
         self.view = view
         self.directory = Path(config.directory)
@@ -116,7 +124,7 @@ class Simulation:
         self.spans: list[Span] = []
         self.started_at = time.monotonic()
         self.interrupted = False
-        play = make_play(config)
+        play.eval_every_s = config.eval_every_s
         self.expected_s = self._expected_s(play.join)
         settings = settings_of(config, str(self.directory / "model.safetensors"))
         if in_bulk(config):  # nothing fails there, and with thousands of workers nobody is asked often how he is
@@ -265,10 +273,10 @@ def settings_of(config: RunConfig, model_path: str) -> RunSettings:
     )
 
 
-def make_play(config: RunConfig) -> Play:
-    """Build the strategy, the task and its one module."""
-    strategy = load_strategy(config.strategy, config.strategy_settings)
-    task = load_task(config.task, config.task_settings)
+def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | None = None) -> Play:
+    """Build the strategy, the task and its one module; an object that is given comes before its name."""
+    strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
+    task = task or load_task(config.task, config.task_settings)
     torch.manual_seed(config.seed)
     flat = Flat(module := task.model(), parameter_groups(task, module))
     half = strategy.server(config.num_replicas)

@@ -6,6 +6,7 @@ from functools import partial
 from random import Random
 
 from rainband.sim.faults import Fault, Script
+from rainband.worlds.config import lead_of
 from rainband.worlds.sim_post import Letter, Node
 from rainband.worlds.sim_world import World
 
@@ -17,6 +18,7 @@ class Trouble:
         self.world = world
         self.random = Random(f"trouble {seed}")
         self.deaths = 0
+        self._count_comebacks(script)
         for fault in script:
             world.clock.at(fault.at_s, partial(self._strike, fault))
 
@@ -67,7 +69,8 @@ class Trouble:
     def _start(self, fault: Fault) -> None:
         role, _, number = fault.node.partition(" ")
         if role == "coordinator":
-            raise ValueError(f"{fault}: a run does not outlive its coordinator, so it cannot be started again.")
+            self.world.start_coordinator()
+            return
         index = int(number)
         if role == "server":
             if not self.world.servers[index].alive:
@@ -78,6 +81,16 @@ class Trouble:
             self.world.add_worker(index)
         elif not known.alive:
             self.world.add_worker(index, known.peer.incarnation + 1)
+
+    def _count_comebacks(self, script: Script) -> None:
+        """Only where the coordinator leads it keeps a journal, and can be started again."""
+        comebacks = [fault for fault in script if fault.what == "start" and fault.node == "coordinator"]
+        if comebacks and lead_of(self.world.strategy) is None:
+            raise ValueError(
+                f"{comebacks[0]}: this run does not outlive its coordinator. Only one that its coordinator leads "
+                "does: choose sandblaster or conjugate_gradient."
+            )
+        self.world.comebacks = len(comebacks)
 
     def _survives(self, letter: Letter) -> bool:
         """Of what a dying node had sent, a part may be lost with it."""

@@ -1,107 +1,41 @@
 """Random schedules with faults, and the oracle that says whether a run kept its promises.
 
-The task counts: its gradients are whole numbers that do not depend on the parameters, so with plain SGD the final
-parameters are known to the last bit. Beside the books, which are the run's own, every batch that reaches a block's
-optimizer is counted here, apart from any name that was remembered.
+Most runs are of a task that counts: its gradients are whole numbers that do not depend on the parameters, so with plain
+SGD the final parameters are known to the last bit. What the coordinator leads is compared with the same run without
+faults. Beside the books, which are the run's own, every batch that reaches a block's optimizer is counted, apart from
+any name that was remembered.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
-from operator import add
+from functools import lru_cache
 from random import Random
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from rainband.catalogue import load_strategy
 from rainband.coordinator import RunSettings
 from rainband.errors import Deadlock
-from rainband.flat import Flat
-from rainband.gradient import ModuleGradient
-from rainband.messages import Push
-from rainband.server import Server
+from rainband.portions import bits
+from rainband.rules.rounds import TOO_LATE
 from rainband.sim.compute import ComputeModel
-from rainband.sim.faults import Chances, Script, random_script, shrink
+from rainband.sim.faults import shrink
 from rainband.sim.model import ClusterModel, NodeModel
 from rainband.sim.network import NetworkModel
 from rainband.sim.trace import Trace
-from rainband.tasks.linear import Linear
-from rainband.types import Batch, ServerHalf, Strategy, Worker
-from rainband.worker import ModuleWorker
-from rainband.worlds.sim import join_of
-from rainband.worlds.sim_body import RealBody
+from rainband.worlds.sim_cases import LR, TASK, TIMEOUT_S, Case, stage_of
 from rainband.worlds.sim_faults import Trouble
-from rainband.worlds.sim_memory import Desk
+from rainband.worlds.sim_ledger import Ledger
 from rainband.worlds.sim_nodes import ServerNode
-from rainband.worlds.sim_world import Notes, Play, World
+from rainband.worlds.sim_world import Notes, World
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rainband.block import Block
-
-LR = 0.25  # a power of two: every sum of updates is exact
-TIMEOUT_S = 1.0
 LIMIT_S = 600.0  # of virtual time: a run that takes longer goes round in circles
-TASK = Linear(dimension=48, samples=32, batch_size=2, epochs=1)
 MODEL = ClusterModel(
     NetworkModel(latency_s=0.002, bytes_per_s=1e8, jitter_s=0.01),
     ComputeModel(kind="exponential", step_s=0.05, slow_workers=(1,), slow_factor=3.0),
     NodeModel(message_s=0.001),
 )
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """Downpour whose workers sum other numbers of batches in each push, as loops of their own may: nothing lines up."""
-
-    cell_batches: int = 4
-
-    async def run(self, worker: Worker) -> None:
-        await worker.server.pull()
-        async for cell in worker.cells():
-            cut = 2 + worker.index % (self.cell_batches - 1)
-            for at in range(0, len(cell.batches), cut):
-                gradients = [await worker.gradient(batch) for batch in cell.batches[at : at + cut]]
-                worker.server.push(reduce(add, gradients))
-
-    def server(self, num_workers: int) -> ServerHalf | None:
-        return load_strategy("downpour", PLAIN).server(num_workers)
-
-
-PLAIN = {"optimizer": "sgd", "lr": LR}
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "downpour": lambda: load_strategy("downpour", PLAIN),
-    "downpour2": lambda: load_strategy("downpour", PLAIN | {"n_push": 2, "overlap": False}),
-    "ragged": Ragged,
-    "sync": lambda: load_strategy("sync", PLAIN),
-    "stale_sync": lambda: load_strategy("stale_sync", PLAIN | {"bound": 1}),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run with faults."""
-
-    seed: int
-    strategy: str
-    num_workers: int
-    num_servers: int
-    script: Script
-
-
-def random_case(seed: int, strategy: str | None = None) -> Case:
-    """Everything about a run follows from its seed."""
-    random = Random(f"case {seed}")
-    drawn = random.choice(list(STRATEGIES))
-    num_workers, num_servers = random.choice((2, 4)), random.choice((1, 2, 3))
-    chances = Chances(length_s=1.5, timeout_s=TIMEOUT_S, servers_die=random.random() < 0.1)
-    script = random_script(random, num_workers, num_servers, chances)
-    return Case(seed, strategy or drawn, num_workers, num_servers, script)
 
 
 @dataclass
@@ -120,86 +54,20 @@ class Verdict:
         return f"rainband simtest {self.case.seed} --strategy {self.case.strategy}"
 
 
-class Ledger:
-    """Counts what reaches the optimizer of each block, and keeps all its versions, apart from marks and books."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[int, Block] = {}
-        self.versions: dict[tuple[int, int], Tensor] = {}  # (block, version) -> what it was, once it is no more
-        self.misread: list[str] = []
-        self.applied: dict[int, Counter[tuple[int, int]]] = {}  # block -> batch -> times
-        self.steps: dict[int, list[frozenset[tuple[int, int]]]] = {}  # block -> what each update was made of
-
-    def watch(self, server: Server) -> None:
-        self.blocks |= server.blocks
-        for block in server.blocks.values():
-            self.applied[block.spec.index], self.steps[block.spec.index] = Counter(), []
-            block.apply = self._counted(block)  # type: ignore[method-assign, assignment]
-
-    def _counted(self, block: Block) -> Callable[[Tensor, Sequence[Push], Collection[int]], None]:
-        apply, number = block.apply, block.spec.index
-
-        def counted(gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
-            batches = [(r.portion, k) for p in pushes if not p.skip for r in p.name for k in range(r.first, r.last)]
-            self.applied[number].update(batches)
-            self.steps[number].append(frozenset(batches))
-            self.versions[number, block.version] = block.place.of(block.version).clone()
-            apply(gradient, pushes, absent)
-
-        return counted
-
-    def look_at(self, worker: ModuleWorker, batch: Batch) -> None:
-        """A gradient is about to be computed: are the parameters what they are said to be?"""
-        client, round_ = worker.client, -1
-        if worker.plan.columns:
-            round_ = worker.plan.round_of(batch.portion, batch.k)
-        for index, version in enumerate(client.versions):
-            block = self.blocks[index]
-            true = block.place.of(version) if version == block.version else self.versions.get((index, version))
-            if true is None or not torch.equal(client.views[index], true):
-                self.misread.append(f"worker {worker.index} has other parameters than version {version} of {index}")
-            if round_ not in (-1, version):
-                self.misread.append(f"worker {worker.index} computes round {round_} at version {version} of {index}")
-
-
-class CountingBody(RealBody):
-    """Gradients of this task do not depend on the parameters, so each is computed once for all runs."""
-
-    def __init__(self, stage: Stage, ledger: Ledger, num_workers: int) -> None:
-        super().__init__(stage.desk, TASK, stage.data, num_workers)
-        self.known = stage.known
-        self.ledger = ledger
-
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient:
-        self.ledger.look_at(worker, batch)
-        key = worker.plan.seed, worker.plan.number(batch.portion, batch.k)
-        if key not in self.known:
-            samples = self.data.batch(worker.sampler.indices(batch))
-            self.known[key] = samples[0].mean(0, keepdim=True)
-        worker.client.stats.steps += 1
-        return ModuleGradient([self.known[key].clone()], (batch,), worker.plan.samples_in(batch.portion, batch.k), 0.0)
-
-
-class Stage:
-    """What all runs of a strategy share; every run gets memory of its own."""
-
-    def __init__(self, strategy: str) -> None:
-        self.strategy = STRATEGIES[strategy]()
-        self.data = TASK.data()
-        flat = Flat(TASK.model())
-        self.desk = Desk(flat)
-        self.join = join_of(self.strategy, flat, "", len(self.data), TASK.batch_size, TASK.epochs)
-        self.known: dict[tuple[int, int], Tensor] = {}  # gradients that were computed before
-
-    def play(self, ledger: Ledger, num_workers: int) -> Play:
-        return Play(self.strategy, self.join, lambda: CountingBody(self, ledger, num_workers), real=True)
-
-
-stage_of = lru_cache(maxsize=32)(Stage)  # building one takes as long as a run
-
-
 def check(case: Case, keep_trace: bool = False) -> Verdict:
     """Run a case and judge it."""
+    return _play(case, keep_trace)[0]
+
+
+@lru_cache(maxsize=32)
+def without_faults(case: Case) -> Tensor:
+    """The parameters at the end, if nothing goes wrong."""
+    verdict, world = _play(case, keep_trace=False, judge=False)
+    assert verdict.outcome == "finished", f"{case} without faults: {verdict.outcome} {verdict.wrong}"
+    return parameters(world)
+
+
+def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[Verdict, World]:
     verdict = Verdict(case, trace=Trace(keep_trace))
     settings = RunSettings(
         num_workers=case.num_workers,
@@ -207,8 +75,8 @@ def check(case: Case, keep_trace: bool = False) -> Verdict:
         seed=0,  # of the plan: the same batches in every run; all else follows from the case's
         failure_timeout_s=TIMEOUT_S,
     )
-    ledger = Ledger()
-    play = stage_of(case.strategy).play(ledger, case.num_workers)
+    ledger = Ledger(stage_of(case.strategy))
+    play = ledger.stage.play(ledger, case.num_workers)
     shuffle = Random(f"shuffle {case.seed}")
     world = World(play, settings, MODEL, Notes(verdict.trace), TIMEOUT_S / 5, shuffle, case.seed)
     trouble = Trouble(world, case.script, case.seed)
@@ -221,10 +89,17 @@ def check(case: Case, keep_trace: bool = False) -> Verdict:
     except Deadlock as deadlock:
         verdict.wrong.append(f"deadlock: {deadlock}")
         verdict.outcome = "stuck"
-        return verdict
+        return verdict, world
     verdict.outcome, verdict.seconds = world.coordinator.outcome, world.clock.now
-    verdict.wrong += Judge(case, world, ledger, trouble).complaints()
-    return verdict
+    if judge:
+        verdict.wrong += Judge(case, world, ledger, trouble).complaints()
+    return verdict, world
+
+
+def parameters(world: World) -> Tensor:
+    """All parameters, as the servers have them."""
+    blocks = [block for node in world.servers.values() for block in node.server.blocks.values()]
+    return torch.cat([block.place.of(block.version) for block in sorted(blocks, key=lambda block: block.index)])
 
 
 @dataclass
@@ -237,11 +112,13 @@ class Judge:
     trouble: Trouble
 
     def complaints(self) -> list[str]:
-        wrong = self.ledger.misread[:1] + self._twice() + self._books() + self._bound()
+        wrong = self.ledger.wrong[:1] + self._twice() + self._books() + self._bound()
         if self.world.coordinator.phase != "over":
             return [*wrong, f"not over after {self.world.clock.now:.1f} s: {self.world.who_waits()}"]
         if self.world.coordinator.outcome != "finished":
             return wrong + self._excuses()
+        if self.case.known == "led":
+            return wrong + self._same_as_without_faults()
         return wrong + self._missing() + self._rounds() + self._parameters()
 
     def _twice(self) -> list[str]:
@@ -257,17 +134,22 @@ class Judge:
         assert plan is not None
         every = {(p, k) for p in range(plan.num_portions) for k in range(plan.batches_in(p))}
         return [
-            f"batch {k} of portion {portion} never reached block {block}"
+            f"batch {k} of portion {portion} never reached block {block}, nor was it dropped"
             for block, applied in self.ledger.applied.items()
-            for portion, k in sorted(every - set(applied))
+            for portion, k in sorted(every - set(applied) - self._dropped(block))
         ]
+
+    def _dropped(self, block: int) -> set[tuple[int, int]]:
+        skipped = self.ledger.blocks[block].skipped
+        return {(portion, k) for (portion, _), mask in skipped.items() for k in bits(mask)}
 
     def _books(self) -> list[str]:
         books = self.world.coordinator.books()
         if books is None:
             return []
         wrong = [] if books.balanced else [f"the books are not balanced: lost {books.lost}, twice {books.twice}"]
-        if self.world.coordinator.outcome == "finished" and (books.not_done or books.skipped):
+        may_skip = {TOO_LATE} if self.case.known == "first" else set()
+        if self.world.coordinator.outcome == "finished" and (books.not_done or books.skipped.keys() - may_skip):
             wrong.append(f"the books say finished, with {books.not_done} not done and {books.skipped} skipped")
         return wrong
 
@@ -283,20 +165,44 @@ class Judge:
         ]
 
     def _rounds(self) -> list[str]:
-        """Each round's update is made of the same batches on every block."""
-        if self.case.strategy != "sync":
+        """Each round's update is made of the same batches on every block; whoever is dropped, as many as are needed."""
+        if self.case.known not in ("rounds", "first"):
             return []
-        different = len({tuple(steps) for steps in self.ledger.steps.values()}) > 1
-        return ["the blocks have made rounds of different batches"] if different else []
+        if len({tuple(updates) for updates in self.ledger.updates.values()}) > 1:
+            return ["the blocks have made rounds of different batches"]
+        needed = self.case.num_workers - (self.case.known == "first")
+        sizes = {len(update.batches) for updates in self.ledger.updates.values() for update in updates}
+        return [] if sizes == {needed} else [f"rounds are of {sorted(sizes)} batches, not of {needed}"]
 
     def _parameters(self) -> list[str]:
-        share = 1 if self.case.strategy != "sync" else self.case.num_workers  # a round is the mean of its cells
-        expected = TASK.after(LR / share)
-        got = torch.zeros(TASK.dimension)
-        for node in self.world.servers.values():
-            for block in node.server.blocks.values():
-                got[block.spec.start : block.spec.stop] = block.place.of(block.version)[: TASK.dimension]
+        got = parameters(self.world)[: TASK.dimension]
+        match self.case.known:
+            case "sum":
+                expected = TASK.after(LR)
+            case "rounds":
+                expected = TASK.after(LR / self.case.num_workers)  # a round is the mean of its cells
+            case "corrected":
+                return []  # each correction was looked at by itself
+            case _:
+                expected = self._after_its_updates()
+                return [] if torch.allclose(got, expected, rtol=1e-5) else [f"the parameters differ: {got - expected}"]
         return [] if torch.equal(got, expected) else [f"the parameters differ: {got - expected}"]
+
+    def _after_its_updates(self) -> Tensor:
+        """What the updates come to that were made, whatever they were made of: nothing else moved a parameter."""
+        expected = torch.zeros(TASK.dimension, dtype=torch.float64)
+        for index, updates in self.ledger.updates.items():
+            block = self.ledger.blocks[index]
+            piece = expected[block.spec.start : block.spec.stop]
+            for update in updates:
+                for batch in update.batches:
+                    piece -= LR / update.divisor * self.ledger.gradient(block, batch)
+        return expected.float()
+
+    def _same_as_without_faults(self) -> list[str]:
+        got, expected = parameters(self.world), without_faults(replace(self.case, seed=0, script=()))
+        same = torch.allclose(got, expected, rtol=1e-6, atol=1e-9)
+        return [] if same else [f"the parameters are not those without faults: {got - expected}"]
 
     def _excuses(self) -> list[str]:
         """A run may only fail for what was done to it."""

@@ -41,6 +41,7 @@ from rainband.sim.network import Machine
 from rainband.stats import Stats
 from rainband.types import Batch, Port, Strategy
 from rainband.worker import Compute, ModuleWorker, Work
+from rainband.worlds.measuring import Measuring
 from rainband.worlds.sim_memory import NOTHING, Written
 from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
 from rainband.worlds.spans import Watch
@@ -87,6 +88,7 @@ class Surroundings(Protocol):
     cores: Processor
     beat_s: float
     failure_timeout_s: float
+    measure_s: float  # that one worker takes to measure
 
     def port(self, worker: WorkerNode, server: int) -> Port:
         """Its way to a server."""
@@ -105,8 +107,31 @@ class WorkerNode(Node):
 
     # There may be ten thousand: plain objects of so many attributes are large and slow.
     __slots__ = (
-        *("block_bytes", "body", "busy_until", "client", "computes_until", "conclude", "costs", "early", "go"),
-        *("in_strategy", "inbox", "later", "life", "over", "pace", "stats", "thrown", "waiting", "waiting_since"),
+        *(
+            "block_bytes",
+            "body",
+            "busy_until",
+            "client",
+            "computes_until",
+            "conclude",
+            "costs",
+            "early",
+            "eval_every_s",
+            "go",
+        ),
+        *(
+            "in_strategy",
+            "inbox",
+            "later",
+            "life",
+            "measuring",
+            "over",
+            "pace",
+            "stats",
+            "thrown",
+            "waiting",
+            "waiting_since",
+        ),
         *("watch", "welcome", "world"),
     )
 
@@ -119,6 +144,8 @@ class WorkerNode(Node):
         self.pace = pace
         self.stats = Stats()
         self.watch: Watch | None = None
+        self.eval_every_s = 0.0  # it measures so often; 0: not it, or only at the end
+        self.measuring: Measuring | None = None
         self.client: Client | None = None
         self.welcome: Welcome | None = None
         self.go = False
@@ -164,6 +191,8 @@ class WorkerNode(Node):
         worker = self.body.worker(self.peer.index, client)
         if self.watch is not None:
             self.watch.follow(worker)
+        if self.eval_every_s:
+            self.measuring = Measuring(worker.task, worker.module, self.stats, self.eval_every_s, self.clock.now_s)
         self.in_strategy = True
         with suppress(Stop):
             yield from self.world.strategy.run(worker).__await__()  # type: ignore[arg-type]
@@ -209,6 +238,13 @@ class WorkerNode(Node):
             self.clock.at(saved_at, lambda: self.wake(self._look_if_waiting))
             yield Until("its disk", lambda: self.clock.now >= saved_at)
         self.tell(Concluded(metrics))
+
+    def join_again(self) -> None:
+        """The coordinator was started again, and knows nobody."""
+        self.tell(self.world.join)
+        if self.client is not None:
+            self.client.ask_again()
+        self._look_if_waiting()
 
     def lost(self, peer: Peer) -> None:
         """Without its coordinator it ends. Without a server, too, unless it soon hears that this is known."""
@@ -347,6 +383,10 @@ class WorkerNode(Node):
         if started < now:
             started = now
         amount_s = wanted.share * self.pace.next_s() + started - now
+        if self.measuring is not None:
+            before = self.stats.metrics
+            self.measuring.before_step()
+            amount_s += 0.0 if self.stats.metrics is before else self.world.measure_s
         self.computes_until = now + amount_s
         self.world.cores.work(amount_s, partial(self._computed, wanted, started))
 

@@ -64,6 +64,7 @@ class Play:
     body: Callable[[], Body]
     real: bool  # with gradients, not only times
     bulk: bool = False  # all servers as one: for thousands of workers
+    eval_every_s: float = 0.0  # one worker measures so often, where there are gradients; 0: only at the end
     keeper: Keeper | None = None  # of the one memory that all workers share, if they do
     team: Callable[[int], TeamBody] | None = None  # the share of a worker, where several compute one model together
 
@@ -88,6 +89,7 @@ class World:
         self.failure_timeout_s = settings.failure_timeout_s
         self.model = model
         self.costs = model.nodes
+        self.measure_s = model.compute.measure_s
         self.trace = notes.trace
         self.spans = notes.spans
         self.tick_s = tick_s
@@ -112,6 +114,7 @@ class World:
             play.keeper.join(self.coordinator)
         self.servers: dict[int, ServerNode | BankNode] = {}
         self.workers: dict[int, WorkerNode] = {}
+        self.comebacks = 0  # of the coordinator, that are still to come
 
     def _machine(self) -> Machine:
         return self.network.machine()
@@ -162,6 +165,8 @@ class World:
         )
         if self.spans is not None:
             node.watch = Watch(node.name, self.clock.now_s, self.spans.append)
+        if index == 0 and self.play.real and self.play.team is None:
+            node.eval_every_s = self.play.eval_every_s
         self.workers[index] = self.post.nodes[node.peer] = node
         node.start()
         return node
@@ -197,6 +202,9 @@ class World:
                 assert isinstance(letter, Letter)
                 gone = gone or not keep(letter)
                 letter.lost = gone
+        if node is self.leader and self.coordinator.journal is not None and self.comebacks:
+            self.leader.show(events.Lost(at_s=self.clock.now, node=node.name, why="killed"))
+            return  # the others wait for the next one
         if node is self.leader:
             self.coordinator.failed("the coordinator was lost, and with it the run.")
             self.coordinator.facts.phase = "over"
@@ -205,6 +213,27 @@ class World:
             with suppress(RuntimeError):  # a strategy that would not end is simply dropped
                 node.life.close()
         self.clock.after(KERNEL_PATIENCE_S if silent else 0.0, lambda: self._close(node))
+
+    def start_coordinator(self) -> None:
+        """Start the coordinator again, with the journal of the one before; the others call it."""
+        before, self.comebacks = self.leader, self.comebacks - 1
+        journal = self.coordinator.journal
+        if before.alive or journal is None:
+            return
+        self.trace.note(self.clock.now, before.name, "started again")
+        self.coordinator.facts.phase = "replaced"
+        self.coordinator = Coordinator(self.coordinator.facts.settings, lead_of(self.strategy), journal.taken_up())
+        self.leader = CoordinatorNode(
+            self.post, COORDINATOR, before.machine, self.coordinator, before.show, self.tick_s, before.fitting
+        )
+        self.leader.block_bytes = before.block_bytes
+        self.post.nodes[COORDINATOR] = self.leader
+        self.leader.send(self.coordinator.take_up(self.clock.now))
+        for node in [*self.servers.values(), *self.workers.values()]:
+            if not node.alive:
+                self.leader.lost(node.peer)
+            elif isinstance(node, WorkerNode):
+                node.wake(node.join_again)
 
     def _close(self, node: Node) -> None:
         for other in list(self.post.nodes.values()):
@@ -243,6 +272,7 @@ class World:
             clock.now, _, do = heappop(planned)  # clock.step(), written out: nothing here happens more often
             do()
             if facts.phase != phase:
+                facts = self.coordinator.facts  # another one's, if it was started again
                 phase = facts.phase
                 clock.progress_at = clock.now
             if clock.now > look_at and len(planned) == clock.idle:

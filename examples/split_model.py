@@ -1,0 +1,78 @@
+"""Train a model whose parameters and optimizer state are split so that no process holds them all.
+
+    python examples/split_model.py                                     # starts the line below, and weighs its processes
+    cd examples; rainband train split_model:Writer sync optimizer=adam --stages 4 --workers 4 --servers 4
+
+Each worker has a quarter of the layers, each server a quarter of the parameters and of Adam's two moments.
+A model of your own needs nothing but layers that can be told apart: here an nn.Sequential of blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rainband
+from rainband.pipeline.marks import whole
+
+CONTEXT, LETTERS = 32, 128
+
+
+class Embed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.letters, self.places = nn.Embedding(LETTERS, width), nn.Embedding(CONTEXT, width)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x: Tensor = self.letters(text) + self.places(torch.arange(text.shape[1]))
+        return x
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a small net for each letter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(self.first(x)).chunk(3, dim=-1)
+        x = x + self.out(functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+        y: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
+        return y
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Which letter comes next, in the source of a Python module?"""
+
+    width: int = 512
+    blocks: int = 12
+    samples: int = 128
+    batch_size: int = 16
+    epochs: int = 1
+
+    def model(self) -> nn.Module:
+        blocks = [whole(Block(self.width)) for _ in range(self.blocks)]  # a block is not cut
+        return nn.Sequential(whole(Embed(self.width)), *blocks, nn.Linear(self.width, LETTERS))
+
+    def data(self) -> rainband.TensorData:
+        text = torch.tensor([ord(c) % LETTERS for c in Path(argparse.__file__).read_text(encoding="utf-8")])
+        windows = text[: self.samples * (CONTEXT + 1)].view(self.samples, CONTEXT + 1)
+        return rainband.TensorData(windows[:, :-1], windows[:, 1:])
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {}

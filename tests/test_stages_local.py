@@ -1,0 +1,94 @@
+"""Stages as real processes: values cross between them, replicas lose stages, and the model is put together again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rainband import events
+from rainband.worlds.config import RunConfig
+from rainband.worlds.sim import run as simulate
+from tests.processes import LR, Nest
+from tests.team_tasks import Shaped, planned
+
+pytestmark = pytest.mark.processes
+
+STAGED = {"task": "tests.team_tasks:Shaped", "optimizer": "sgd", "gated": False}
+
+
+def simulated(folder: Path, strategy: str, name: str, workers: int, **options: object) -> dict[str, torch.Tensor]:
+    """The same in virtual time, by whole models where `team` is not given."""
+    folder.mkdir()
+    settings = {"lr": LR, "optimizer": "sgd"}
+    config = RunConfig(
+        task="tests.team_tasks:Shaped",
+        task_settings={"name": name, "samples": 40},
+        strategy=strategy,
+        strategy_settings=settings,
+        num_workers=workers,
+        num_servers=2 if strategy == "sync" else 0,
+        world="sim",
+        directory=str(folder),
+        **options,  # type: ignore[arg-type]
+    )
+    assert simulate(config, lambda event: None).outcome == "finished"
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name, transport", [("skips", "shm"), ("tied", "tcp")])
+def test_stages_as_processes_train_as_whole_models_do(nest: Nest, tmp_path: Path, name: str, transport: str) -> None:
+    team = planned(Shaped(name), 2)
+    with nest.run(tmp_path, "sync", workers=4, transport=transport, team=team, name=name, samples=40, **STAGED) as run:
+        result = run.result()
+    assert (result.outcome, result.books["applied"]) == ("finished", 10), result.reason
+    assert result.metrics["loss"] > 0
+    expected = simulated(tmp_path / "whole", "sync", name, workers=2)
+    found = load_file(tmp_path / "run" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if not key.startswith("norm.running") and not key.startswith("norm.num"):  # of a replica's own batches
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+    assert not list((tmp_path / "run").glob("*.part"))
+
+
+def test_a_pipeline_that_is_never_flushed_gives_the_same_in_processes(nest: Nest, tmp_path: Path) -> None:
+    team = planned(Shaped("chain"), 2, replicas=[2, 1])
+    with nest.run(tmp_path, "pipedream", workers=3, servers=0, team=team, name="chain", samples=40, **STAGED) as run:
+        result = run.result()
+    assert (result.outcome, result.books["applied"]) == ("finished", 10), result.reason
+    expected = simulated(tmp_path / "sim", "pipedream", "chain", workers=3, team=team)
+    found = load_file(tmp_path / "run" / "model.safetensors")
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(nest: Nest, tmp_path: Path) -> None:
+    team = planned(Shaped("chain"), 2)
+    with nest.run(
+        tmp_path, "downpour", workers=4, team=team, name="chain", samples=6000, timeout_s=2.0, **STAGED
+    ) as run:
+        run.first(events.FirstStep)
+        run.remember()
+        run.worker(3).kill()
+        result = run.result()
+    assert result.outcome == "finished", result.reason
+    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (1500, 0, 0)
+    lost = {event.node: event.why for event in run.all(events.Lost)}
+    assert lost.keys() == {"worker 2", "worker 3"}
+    assert "worker 3, with which it computed one model, was lost" in lost["worker 2"] or "PeerLost" in lost["worker 2"]
+
+
+def test_the_only_replica_ends_with_the_reason(nest: Nest, tmp_path: Path) -> None:
+    team = planned(Shaped("chain"), 2)
+    with nest.run(
+        tmp_path, "downpour", workers=2, team=team, name="chain", samples=6000, timeout_s=2.0, **STAGED
+    ) as run:
+        run.first(events.FirstStep)
+        run.remember()
+        run.worker(1).kill()
+        result = run.result()
+    assert result.outcome == "failed"
+    assert "worker 1, with which it computed one model, was lost: killed by signal 9" in result.reason
