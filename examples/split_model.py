@@ -1,16 +1,16 @@
 """Train a model whose parameters and optimizer state are split so that no process holds them all.
 
-    python examples/split_model.py                                     # starts the line below, and weighs its processes
-    cd examples; rainband train split_model:Writer sync optimizer=adam --stages 4 --workers 4 --servers 4
+    python examples/split_model.py
 
-Each worker has a quarter of the layers, each server a quarter of the parameters and of Adam's two moments.
-A model of your own needs nothing but layers that can be told apart: here an nn.Sequential of blocks.
+starts `rainband train split_model:Writer sync optimizer=adam --stages 4 --workers 4 --servers 4` and weighs its
+processes. Each worker has a quarter of the layers, each server a quarter of the parameters and of Adam's two moments.
+A model of your own needs nothing but layers that can be told apart: here, blocks in an nn.Sequential.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
+import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +24,6 @@ import rainband
 from rainband.pipeline.marks import whole
 
 CONTEXT, LETTERS = 32, 128
-
-
-class Embed(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.letters, self.places = nn.Embedding(LETTERS, width), nn.Embedding(CONTEXT, width)
-
-    def forward(self, text: Tensor) -> Tensor:
-        x: Tensor = self.letters(text) + self.places(torch.arange(text.shape[1]))
-        return x
 
 
 class Block(nn.Module):
@@ -56,15 +46,15 @@ class Block(nn.Module):
 class Writer:
     """Which letter comes next, in the source of a Python module?"""
 
-    width: int = 512
+    width: int = 384
     blocks: int = 12
-    samples: int = 128
+    samples: int = 320
     batch_size: int = 16
     epochs: int = 1
 
     def model(self) -> nn.Module:
         blocks = [whole(Block(self.width)) for _ in range(self.blocks)]  # a block is not cut
-        return nn.Sequential(whole(Embed(self.width)), *blocks, nn.Linear(self.width, LETTERS))
+        return nn.Sequential(nn.Embedding(LETTERS, self.width), *blocks, nn.Linear(self.width, LETTERS))
 
     def data(self) -> rainband.TensorData:
         text = torch.tensor([ord(c) % LETTERS for c in Path(argparse.__file__).read_text(encoding="utf-8")])
@@ -76,3 +66,29 @@ class Writer:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {}
+
+
+def weigh(program: psutil.Popen) -> dict[str, list[float]]:
+    """MB of every worker and server, again and again until the program ends; what is shared counts by parts."""
+    seen: dict[str, list[float]] = {}
+    while program.poll() is None:
+        for process in program.children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it may end just now
+                title = " ".join(" ".join(process.cmdline()).split())
+                if title.startswith(("rainband worker", "rainband server")):
+                    seen.setdefault(title, []).append(process.memory_full_info().pss / 1e6)
+        with contextlib.suppress(psutil.TimeoutExpired):
+            program.wait(timeout=0.3)
+    return seen
+
+
+if __name__ == "__main__":
+    size = ["task.width=32", "task.blocks=4", "task.samples=32"] if "--tiny" in sys.argv[1:] else []
+    words = ["split_model:Writer", "sync", "optimizer=adam", "lr=0.0003", *size, "--runs", str(Path.cwd() / "runs")]
+    start = [sys.executable, "-c", "from rainband.cli.main import main; main()", "train"]
+    counts = ["--stages", "4", "--workers", "4", "--servers", "4"]
+    program = psutil.Popen([*start, *words, *counts], cwd=Path(__file__).parent)
+    for name, values in sorted(weigh(program).items()):
+        settled = sorted(values[len(values) // 2 :])
+        print(f"{name}: {settled[len(settled) // 2]:.0f} MB, at most {max(values):.0f} MB")
+    sys.exit(program.returncode)

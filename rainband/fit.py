@@ -48,6 +48,8 @@ def fit(
     workers: int = 4,
     servers: int = 2,
     *,
+    stages: int = 1,
+    microbatches: int | None = None,
     epochs: int | None = None,
     batch_size: int | None = None,
     seed: int = 0,
@@ -65,12 +67,18 @@ def fit(
     one; rainband.ModuleTask makes one of a module and a dataset. `strategy` is one of rainband's, such as
     rainband.Downpour(n_push=4), or one of your own. `on_event` is called with every event of the run.
 
+    With stages=2 the model is cut in two, and every two workers compute one copy of it together; a batch is cut into
+    `microbatches`, so that both have something to do.
+
     With world="sim" the run is simulated, in virtual time and in this process, over a `network` (lan, 1gbit, wan,
     datacentre, or a TOML file); its seconds are virtual, its gradients true.
     """
+    import msgspec
+
     from rainband.errors import RainbandError
     from rainband.worlds.config import RunConfig, SimSettings, check_epochs, is_one_memory
     from rainband.worlds.foresight import foreseen
+    from rainband.worlds.teaming import check_team, make_team_plan
 
     task_name, task_settings = _named(task, "rainband.tasks")
     strategy_name, strategy_settings = _named(strategy, "rainband.strategies")
@@ -79,7 +87,8 @@ def fit(
     if is_one_memory(made):
         servers = 0
     elif made.server(1) is None:
-        workers, servers = 1, 0
+        workers, servers = stages, 0
+    check_team(made, strategy_name or type(strategy).__name__, workers, stages)
     if world not in ("local", "sim"):
         raise ValueError(f"no world named {world!r}: choose local (processes on this machine) or sim (virtual time).")
     if workers < 1 or servers < 0:
@@ -100,6 +109,10 @@ def fit(
         world=world,
         sim=SimSettings(model=network),
     )
+    if stages > 1:
+        whole: Task = _object(task, task_name, task_settings)
+        team = make_team_plan(whole, config.task, stages, batch_size=batch_size, micros=microbatches, seed=seed)
+        config = msgspec.structs.replace(config, team=team)
     for text in foreseen(made, workers):
         warnings.warn(text, stacklevel=2)
     notes = _Notes(on_event)

@@ -52,7 +52,8 @@ class Flat:
         members = _members(module, groups)
         settings = [_settings(number, group) for number, group in enumerate(groups)]
         for member in members:
-            _refuse_what_cannot_be_flat(member)
+            if (parts or {}).get(id(member.parameter), part) == part:
+                _refuse_what_cannot_be_flat(member)
         _refuse_shared_memory(module, {member.name for member in members})
 
         self.module = module

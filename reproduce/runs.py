@@ -25,6 +25,7 @@ class Done:
     result: SimulatedResult
     losses: list[tuple[float, float]]
     waited_s: float  # by all workers together
+    staleness: list[tuple[float, float]]  # the part of the data that is done, and the mean over all updates until then
 
     @property
     def accuracy(self) -> float:
@@ -78,7 +79,8 @@ def simulate(
         result = sim.run(config, seen.append)
     progress = [event for event in seen if isinstance(event, events.Progress)]
     losses = [(event.at_s, event.loss) for event in progress if event.loss is not None]
-    return Done(result, losses, sum(progress[-1].waited_s.values()) if progress else 0.0)
+    staleness = [(event.batches_done / event.batches, event.staleness_mean) for event in progress]
+    return Done(result, losses, sum(progress[-1].waited_s.values()) if progress else 0.0, staleness)
 
 
 def over_seeds(seeds: Iterable[int], one: Callable[[int], float]) -> tuple[float, float]:

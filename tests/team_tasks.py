@@ -17,6 +17,7 @@ from rainband.client import Client
 from rainband.gradient import ModuleGradient
 from rainband.messages import Finish, Lease, Message, Peer, Report
 from rainband.pipeline.cut import cut
+from rainband.pipeline.of_task import build_model
 from rainband.pipeline.plan import Plan, Stage
 from rainband.portions import Plan as DataPlan
 from rainband.stages.passage import Team
@@ -69,7 +70,7 @@ def planned(
     **settings: Any,
 ) -> TeamPlan:
     """A plan by hand: unit -> machine; or so many stages of about as many units each."""
-    graph = cut(task.model(), task.data().batch(range(2)))
+    graph = cut(build_model(task), task.data().batch(range(2)))
     if isinstance(placement, int):
         placement = {unit: number * placement // len(graph.units) for number, unit in enumerate(graph.units)}
     size = max(placement.values()) + 1
@@ -112,7 +113,7 @@ class RoomPeers:
 def worker_of(
     task: Shaped, plan: TeamPlan, place: int, room: Room, tell: Callable[[Message], None] = lambda message: None
 ) -> ShareWorker:
-    model = task.model()
+    model = build_model(task)
     share = Share(task, model, task.data(), plan, place)
     flat = share.flat(parameter_groups(task, model))
     client = Client(Peer("worker", place), data_plan(task), flat, (), (), (), tell, share.machine)

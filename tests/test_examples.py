@@ -13,14 +13,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-RUN_BY_THEMSELVES = ("physics_informed", "wrap_a_dataset")  # these start runs of their own
+RUN_BY_THEMSELVES = ("physics_informed", "split_model", "wrap_a_dataset")  # these start runs of their own
 SCRIPTS = [path for path in EXAMPLES if path.stem not in RUN_BY_THEMSELVES]
 
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
 
-def test_there_is_an_example_for_pictures_text_tables_and_equations() -> None:
-    examples = ["char_lm", "image_classifier", "physics_informed", "table_regression", "wrap_a_dataset"]
+def test_there_is_an_example_for_pictures_text_tables_equations_and_large_models() -> None:
+    examples = ["char_lm", "image_classifier", "physics_informed", "split_model", "table_regression", "wrap_a_dataset"]
     assert [path.stem for path in EXAMPLES] == examples
 
 
@@ -72,6 +72,18 @@ def test_an_equation_is_solved_by_one_call_and_its_plot_drawn(tmp_path: Path) ->
     done = run([sys.executable, str(ROOT / "examples" / "physics_informed.py"), "--tiny"], tmp_path)
     assert "L-BFGS: 5 iterations" in done.stdout and " 0 twice" in done.stdout
     assert (tmp_path / "physics_informed.png").is_file()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_model_is_trained_of_which_no_process_holds_all(tmp_path: Path) -> None:
+    done = run([sys.executable, str(ROOT / "examples" / "split_model.py"), "--tiny"], tmp_path)
+    assert "2 of 2 batches applied to every block, 0 lost, 0 twice" in done.stdout
+    weighed = [line for line in done.stdout.splitlines() if " MB, at most " in line]
+    assert [line.partition(":")[0] for line in weighed] == [
+        *(f"rainband server {n}" for n in range(4)),
+        *(f"rainband worker {n}" for n in range(4)),
+    ]
 
 
 def rainband_run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -251,12 +252,12 @@ def test_it_has_no_place_in_a_loop_of_ones_own() -> None:
 # ---- in virtual time ----
 
 
-def simulated(path: Path, task: str = "linear", workers: int = 3, faults: str = "", **settings: Any) -> Any:
+def simulated(path: Path, task: str = "linear", workers: int = 3, faults: str = "", **of_task: Any) -> Any:
     path.mkdir(exist_ok=True)
     seen: list[events.AnyEvent] = []
     config = RunConfig(
         task=task,
-        task_settings=settings,
+        task_settings=of_task,
         strategy="hogwild",
         strategy_settings={"lr": LR, "guard": False},
         num_workers=workers,
@@ -325,6 +326,25 @@ def test_one_that_sleeps_through_the_loss_of_its_lease_does_not_write_when_it_wa
     assert result.books["refused"] == {"revoked": 2}  # the first batch of each portion that it had
     assert result.books["twice"] == 0
     assert torch.equal(weights(tmp_path), Linear(**SMALL).after(LR))
+
+
+TROUBLE = st.one_of(
+    st.builds(lambda w: f"kill worker {w}", st.integers(1, 2)),
+    st.builds(lambda w: f"start worker {w}", st.integers(1, 2)),
+    st.builds(lambda w, s: f"pause worker {w} for {s:.3f}", st.integers(0, 2), st.floats(0.01, 0.3)),
+    st.builds(lambda w, s: f"cut worker {w} > coordinator for {s:.3f}", st.integers(1, 2), st.floats(0.01, 0.3)),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 400), TROUBLE), max_size=5))
+def test_whatever_happens_to_workers_every_batch_is_added_exactly_once(story: list[tuple[int, str]]) -> None:
+    script = "\n".join(f"{at_ms / 1000:.3f} {what}" for at_ms, what in sorted(story))
+    with tempfile.TemporaryDirectory() as folder:
+        result, _ = simulated(Path(folder), faults=script, **SMALL)
+        assert result.outcome == "finished", (script, result.reason)
+        assert torch.equal(weights(Path(folder)), Linear(**SMALL).after(LR)), script
+    assert (result.books["lost"], result.books["twice"], result.books["not_done"]) == (0, 0, 0)
 
 
 def test_nobody_joins_as_a_server(tmp_path: Path) -> None:
@@ -424,7 +444,7 @@ def test_clicks_are_learnt() -> None:
     assert before == pytest.approx(0.693, abs=1e-3) and after["loss"] < 0.5 and after["accuracy"] > 0.75
 
 
-@pytest.mark.parametrize("settings", [{"features": 0}, {"active": 0}, {"samples": 0}, {"skew": -1.0}])
-def test_clicks_of_nothing_are_refused(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [{"features": 0}, {"active": 0}, {"samples": 0}, {"skew": -1.0}])
+def test_clicks_of_nothing_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        Clicks(**settings)
+        Clicks(**wrong)

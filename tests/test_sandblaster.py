@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rainband.bench.lbfgs import Weighed
 from rainband.cli import sentences
+from rainband.cli.words import short
 from rainband.descent import Limits, Sampling, Where
 from rainband.events import Iterated
 from rainband.history import RunSoFar
@@ -437,9 +438,10 @@ def test_the_screen_tells_iteration_loss_gradient_step_evaluations_cells_and_cop
     for event in ran.iterated:
         so_far.absorb(event)
     now = ran.iterated[-1]
-    words = sentences.iterations(so_far)
 
-    assert words.startswith(f"iteration 2  |gradient| 0.{str(now.gradient_norm)[2:4]}")
-    assert f"{now.evaluations} evaluations, {15 * now.evaluations} cells" in words
+    assert sentences.iteration(so_far) == (
+        f"iteration 2  loss {short(now.loss)}  |gradient| {short(now.gradient_norm)}  step {short(now.step)}"
+    )
+    assert f"{now.evaluations} evaluations, {15 * now.evaluations} cells" in sentences.evaluations(so_far)
     assert so_far.loss == now.loss
     assert sentences.lasting(now, so_far) == ["done at iteration 2: 2 iterations are done"]

@@ -307,6 +307,38 @@ def test_a_long_step_is_no_deadlock() -> None:
     assert world.coordinator.outcome == "finished"
 
 
+# ---- measuring while it trains ----
+
+
+def measured_at(directory: Path, **given: Any) -> tuple[float, list[float]]:
+    """When the run was over, and the virtual moments at which another measurement had come."""
+    seen: dict[float, float] = {}
+
+    def view(event: events.AnyEvent) -> None:
+        if isinstance(event, events.Progress) and event.metrics:
+            seen.setdefault(event.metrics["loss"], event.at_s)
+
+    compute = {"kind": "constant", "step_s": 1.0, **given.pop("compute", {})}
+    config = config_of(directory, "downpour", 2, epochs=2, batch_size=64, sim=SimSettings(compute=compute), **given)
+    result = sim.run(config, view)
+    assert result.outcome == "finished"
+    return result.seconds, sorted(seen.values())
+
+
+def test_a_simulated_run_measures_every_so_many_virtual_seconds_and_that_takes_no_time(tmp_path: Path) -> None:
+    """1024 samples in batches of 64, twice, by 2 workers: 16 steps of a second each."""
+    never_s, never = measured_at(tmp_path / "never", eval_every_s=0.0)
+    often_s, often = measured_at(tmp_path / "often", eval_every_s=4.0)
+    assert never == [] and len(often) == 3
+    assert often_s == never_s  # to the last bit: nothing came earlier or later
+
+
+def test_measuring_takes_the_time_that_the_model_says(tmp_path: Path) -> None:
+    free_s, _ = measured_at(tmp_path / "free", eval_every_s=4.0)
+    dear_s, _ = measured_at(tmp_path / "dear", eval_every_s=4.0, compute={"measure_s": 2.0})
+    assert free_s < dear_s < free_s + 3 * 2.0  # the other worker goes on meanwhile
+
+
 # ---- in bulk ----
 
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from rainband.pipeline.cut import cut
+from rainband.pipeline.of_task import build_model
 from rainband.stages.plan import TeamPlan
+from rainband.stages.share import Share
+from rainband.tasks.task import parameter_groups
 from rainband.types import Batch
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.team_tasks import Room, Shaped, planned, together, whole_gradient, worker_of
@@ -128,3 +131,62 @@ def test_a_plan_for_another_model_is_refused_with_what_to_do() -> None:
     plan = planned(Shaped("chain"), 2)
     with pytest.raises(ValueError, match="make a new one with rainband plan"):
         worker_of(Shaped("branches"), plan, 0, Room(2))
+
+
+# ---- models that are built without values ----
+
+
+class Deferred(Shaped):
+    deferred = True
+
+
+def built(task: Shaped, places: int) -> list[Any]:
+    plan = planned(task, places)
+    shares = []
+    for place in range(places):
+        model = build_model(task)
+        share = Share(task, model, task.data(), plan, place)
+        share.flat(parameter_groups(task, model))
+        shares.append(share)
+    return shares
+
+
+def test_a_deferred_model_has_values_only_where_they_are_used() -> None:
+    shares = built(Deferred("chain"), 2)
+    there = [[name for name, p in share.model.named_parameters() if not p.is_meta] for share in shares]
+    assert there == [["0.weight", "0.bias", "2.weight", "2.bias"], ["4.weight", "4.bias"]]
+
+
+def test_first_values_are_a_function_of_the_name_and_the_seed() -> None:
+    one, other = built(Deferred("chain"), 2), built(Deferred("chain"), 3)
+    values = [{key: v for share in shares for key, v in share.held().items()} for shares in (one, other)]
+    assert values[0].keys() == values[1].keys() == dict(Shaped("chain").model().named_parameters()).keys()
+    for key, value in values[0].items():
+        assert torch.equal(value, values[1][key])
+    assert not torch.equal(values[0]["0.weight"], values[0]["2.weight"])
+
+
+def test_a_deferred_model_trains_like_any_other() -> None:
+    task = Deferred("transformer")
+    gradients, _ = team_gradient(task, planned(task, 2))
+    assert all(gradient.is_finite for gradient in gradients)
+    assert sum(t is not None for gradient in gradients for t in gradient.tensors) == len(
+        list(task.model().parameters())
+    )
+
+
+def test_a_layer_that_cannot_make_its_own_values_is_told() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    class WithScale(Deferred):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(8, 8), Scale()).double()
+
+    with pytest.raises(ValueError, match=r"'1' \(Scale\) has parameters .* and no reset_parameters\(\)"):
+        built(WithScale("chain"), 2)

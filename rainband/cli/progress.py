@@ -75,7 +75,8 @@ def _spread(left: str, right: str, width: int, style: str = "") -> Text:
 
 def _how_far(so_far: RunSoFar, width: int, ink: Ink) -> Text:
     if not so_far.samples:
-        return Text(cut(f"{sentences.done(so_far)}  {_what_next(so_far)}", width))
+        far = sentences.iteration(so_far) or sentences.done(so_far)
+        return Text(cut(f"{far}  {_what_next(so_far)}", width))
     share = so_far.samples_done / so_far.samples
     total = count(so_far.samples, "sample")
     done = whole(so_far.samples_done).rjust(len(whole(so_far.samples)))
@@ -96,9 +97,12 @@ def _what_next(so_far: RunSoFar) -> str:
 
 
 def _measures(so_far: RunSoFar, width: int, ink: Ink) -> Text:
-    loss = "" if so_far.loss is None else f"loss {short(so_far.loss)}"
-    speed = sentences.iterations(so_far), sentences.rate(so_far), sentences.staleness(so_far)
-    words = *speed, loss, sentences.measured(so_far)
+    if so_far.iterated is not None:  # the loss is told with the iteration
+        taken = sentences.evaluations(so_far), sentences.done(so_far), sentences.rate(so_far)
+    else:
+        loss = "" if so_far.loss is None else f"loss {short(so_far.loss)}"
+        taken = sentences.rate(so_far), sentences.staleness(so_far), loss
+    words = *taken, sentences.measured(so_far)
     text = "   ".join(word for word in words if word)
     losses = [y for _, y in loss_curve(so_far.progress)]
     room = min(MAX_SPARK, width - len(text) - 1)

@@ -123,9 +123,9 @@ def how_far(so_far: RunSoFar) -> str:
     parts = [
         f"{duration(so_far.at_s):>9} {percent(so_far.samples_done / so_far.samples) if so_far.samples else '':>6}",
         f"{whole(so_far.samples_done)} of {count(so_far.samples, 'sample')}" if so_far.samples else done(so_far),
-        "" if so_far.loss is None else f"loss {short(so_far.loss)}",
+        iteration(so_far) or ("" if so_far.loss is None else f"loss {short(so_far.loss)}"),
         measured(so_far),
-        iterations(so_far),
+        evaluations(so_far),
         rate(so_far),
         staleness(so_far),
         time_left(so_far),
@@ -145,17 +145,22 @@ def done(so_far: RunSoFar) -> str:
     return count(so_far.done, so_far.unit)
 
 
-def iterations(so_far: RunSoFar) -> str:
-    """How far a strategy is that goes by iterations."""
+def iteration(so_far: RunSoFar) -> str:
+    """Where a strategy is that goes by iterations."""
     now = so_far.iterated
     if now is None:
         return ""
-    gradient = "not finite" if now.gradient_norm is None else short(now.gradient_norm)
+    loss, gradient = ("not finite" if x is None else short(x) for x in (now.loss, now.gradient_norm))
+    return f"iteration {now.iteration}  loss {loss}  |gradient| {gradient}  step {short(now.step)}"
+
+
+def evaluations(so_far: RunSoFar) -> str:
+    """What the iterations have taken."""
+    now = so_far.iterated
+    if now is None:
+        return ""
     backups = f", {count(now.backups, 'backup')}" if now.backups else ""
-    return (
-        f"iteration {now.iteration}  |gradient| {gradient}  step {short(now.step)}  "
-        f"{count(now.evaluations, 'evaluation')}, {count(now.cells, 'cell')}{backups}"
-    )
+    return f"{count(now.evaluations, 'evaluation')}, {count(now.cells, 'cell')}{backups}"
 
 
 def rate(so_far: RunSoFar) -> str:

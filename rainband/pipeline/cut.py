@@ -8,7 +8,7 @@ that was frozen. The same run notes which nodes write into their inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ class CannotCut(ValueError):
 def cut(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Cut:
     """Cut a module; `args` and `kwargs` are an example of its inputs, with a batch of at least two samples.
 
-    A cut holds for the mode (train or eval) the module is in, as far as its own code asks for it.
+    A cut holds for the mode (train or eval) the module is in, as far as its own code asks for it. Of a model without
+    values (device meta) only shapes are compared.
     """
-    kwargs = dict(kwargs or {})
+    args, kwargs = _where_it_is(model, (tuple(args), dict(kwargs or {})))
     reasons = []
     for how, make in _ways(model, args, kwargs):
         try:
@@ -44,6 +45,18 @@ def cut(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None 
         "Give it a method pieces() that returns modules to run one after the other, make it an nn.Sequential, or mark "
         "the submodule in question with rainband.pipeline.marks.whole."
     )
+
+
+def _where_it_is(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """The inputs of a model that has no values need none, either."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return call
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), call)
+
+
+def _device_of(model: nn.Module) -> AbstractContextManager[object]:
+    """What a model without values makes in its forward has none, either."""
+    return torch.device("meta") if any(p.is_meta for p in model.parameters()) else nullcontext()
 
 
 def _ways(
@@ -91,7 +104,7 @@ def _believed(
     if not any(node.op in COMPUTES for node in module.graph.nodes):
         raise ValueError("the graph has no nodes")
     rough = Cut(module, how, {node.name: node.name for node in module.graph.nodes}, {}, guards)
-    with untouched(model):
+    with untouched(model), _device_of(model):
         seen = _compare(model, rough, args, kwargs)
     writers = _redirect_readers(module, seen.writes)
     module.recompile()
@@ -139,7 +152,7 @@ def _alike(expected: Any, got: Any) -> bool:
     if len(wanted) != len(given) or wanted_spec.num_leaves != given_spec.num_leaves:
         return False
     return all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
+        a.shape == b.shape and (a.is_meta or torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True))
         if isinstance(a, Tensor) and isinstance(b, Tensor)
         else a == b
         for a, b in zip(wanted, given, strict=True)

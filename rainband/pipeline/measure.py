@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from rainband.pipeline.fragments import Fragment, as_module
 from rainband.pipeline.graph import Cut, tensors_in
 from rainband.pipeline.profile import Profile, Unit, Value
 from rainband.pipeline.random_numbers import random_numbers_from
+
+MULTIPLICATIONS_PER_S = 1e10  # of a model that cannot be run
 
 
 def measure(
@@ -22,9 +25,12 @@ def measure(
 ) -> Profile:
     """Run the cut unit by unit; times are medians of `repeats`, after one that does not count.
 
-    Buffers, gradients and torch's random numbers are left as they were.
+    Buffers, gradients and torch's random numbers are left as they were. Where the model has no values (device meta)
+    nothing can be measured, and times are its multiplications at a speed of 10 billion a second.
     """
     buffers = [(buffer, buffer.clone()) for buffer in cut.module.buffers()]
+    if any(parameter.is_meta for parameter in cut.module.parameters()):
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (tuple(args), dict(kwargs or {})))
     values = cut.bind(args, kwargs)
     try:
         with random_numbers_from(0, [*cut.module.parameters(), *tensors_in(values)]):
@@ -57,12 +63,13 @@ def _measure_unit(cut: Cut, unit: str, values: dict[str, Any], repeats: int) -> 
     reads = tuple(dict.fromkeys(v for name in members for v in cut.reads(name) if v not in members))
     module = as_module(cut, Fragment(0, 0, members, reads, members))
     forward, backward = [], []
+    counted = any(tensor.is_meta for tensor in [*tensors_in([values[value] for value in reads]), *module.parameters()])
     for _ in range(1 + repeats):
         given = [_fresh(values[value]) for value in reads]
-        began = time.perf_counter()
-        results = module(*given)
-        forward.append(time.perf_counter() - began)
-        backward.append(_time_backward(results, [*tensors_in(given), *module.parameters()]))
+        results, seconds = _timed(lambda given=given: module(*given), counted)  # type: ignore[misc]
+        forward.append(seconds)
+        sources = [*tensors_in(given), *module.parameters()]
+        backward.append(_time_backward(results, sources, counted))
     values.update(zip(members, pytree.tree_map_only(Tensor, Tensor.detach, results), strict=True))
     parameters = {id(parameter): parameter for parameter in cut.parameters_of(members).values()}
     return Unit(
@@ -84,15 +91,24 @@ def _fresh(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, leaf, value)
 
 
-def _time_backward(results: Any, sources: Sequence[Tensor]) -> float:
+def _timed(run: Callable[[], Any], counted: bool) -> tuple[Any, float]:
+    """The result, and the seconds it took; where only shapes are known, what its multiplications would take."""
+    if not counted:
+        began = time.perf_counter()
+        result = run()
+        return result, time.perf_counter() - began
+    with FlopCounterMode(display=False) as counter, torch.device("meta"):
+        result = run()
+    return result, counter.get_total_flops() / 2 / MULTIPLICATIONS_PER_S
+
+
+def _time_backward(results: Any, sources: Sequence[Tensor], counted: bool) -> float:
     roots = [tensor for tensor in tensors_in(results) if tensor.grad_fn is not None]
     leaves = [tensor for tensor in sources if tensor.requires_grad]
     if not roots or not leaves:
         return 0.0
     gradients = [torch.ones_like(root) for root in roots]
-    began = time.perf_counter()
-    torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
-    return time.perf_counter() - began
+    return _timed(lambda: torch.autograd.grad(roots, leaves, gradients, allow_unused=True), counted)[1]
 
 
 def _kept_bytes(results: Any, given: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from rainband.pipeline.cut import cut
@@ -55,6 +56,14 @@ def inputs_of(task: Task, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def loss_of(task: Task, batch: Any) -> Callable[[Any], Tensor]:
     """The task's loss as a function of the model's answer."""
     return lambda answer: task.loss(_Answering(answer), batch)
+
+
+def build_model(task: Task) -> nn.Module:
+    """The task's model; without values if the task is `deferred`: then each machine makes those of its own part."""
+    if not getattr(task, "deferred", False):
+        return task.model()
+    with torch.device("meta"):
+        return task.model()
 
 
 def cut_task(task: Task, model: nn.Module, data: Data, batch_size: int) -> tuple[Cut, tuple[Any, ...], dict[str, Any]]:

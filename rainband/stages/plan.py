@@ -21,6 +21,7 @@ class TeamPlan(msgspec.Struct, frozen=True, kw_only=True):
     micros: int = 1  # into so many parts each batch is cut
     schedule: Flushing = "one_f_one_b"
     example_size: int = 4  # samples with which the model is cut
+    seed: int = 0  # of the first values, where each machine makes its own
     forward_s: dict[str, float] = {}  # of each unit, as measured: how long its share takes in virtual time
     backward_s: dict[str, float] = {}
 

@@ -13,6 +13,7 @@ from rainband.flat import Flat
 from rainband.pipeline.fragments import Layout, by_level, by_stage
 from rainband.pipeline.of_task import cut_task
 from rainband.pipeline.part import Part
+from rainband.stages.fill import fill
 from rainband.stages.passage import Shares
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Share:
         self.cut, _, _ = cut_task(task, model, data, plan.example_size)
         plan.check(self.cut.units)
         self.layout = layout_of(self.cut, plan)
+        fill(model, self.cut, self.layout, self.machine, plan.seed)
         self.first = Part(self.cut, self.layout, self.machine)
         self.modules = self.first.modules
         self.module = nn.ModuleList(self.modules.values())  # what is computed here; its buffers are ours
@@ -59,7 +61,7 @@ class Share:
         flat = Flat(self.model, groups, self.owner, self.machine)
         needed = {id(p) for p in self.module.parameters()} | {id(flat.parameters[number]) for number in flat.own}
         for parameter in self.model.parameters():
-            if id(parameter) not in needed:
+            if id(parameter) not in needed and not parameter.is_meta:
                 parameter.data = parameter.data.new_empty(0)
         return flat
 

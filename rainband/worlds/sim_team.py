@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from rainband.client import Client
 from rainband.flat import Flat
 from rainband.messages import Conclude, Concluded, Message, Peer, Value, Welcome
+from rainband.pipeline.of_task import build_model
 from rainband.stages.passage import Team
 from rainband.stages.share import Share
 from rainband.stages.worker import ShareWorker
@@ -41,7 +42,7 @@ class TeamBody:
 
     def __init__(self, task: Task, data: Data, plan: TeamPlan, place: int, num_replicas: int, seed: int) -> None:
         torch.manual_seed(seed)
-        model = task.model()
+        model = build_model(task)
         self.task, self.data = task, data
         self.num_replicas = num_replicas
         self.share = Share(task, model, data, plan, place)

@@ -12,6 +12,7 @@ from torch import nn
 from rainband.errors import PeerLost
 from rainband.flat import Flat
 from rainband.messages import Concluded, Ended, Join, Welcome
+from rainband.pipeline.of_task import build_model
 from rainband.stages.passage import Team
 from rainband.stages.share import Share
 from rainband.stages.worker import ShareWorker, WholeModel
@@ -55,6 +56,9 @@ class TeamProcess(WorkerProcess):
         timeout_s = self.config.failure_timeout_s
         self.links = PeerLinks(member.me, job.secret, job.run_id, member.switchboard, self.config.transport, timeout_s)
         self.first = job.index - self.place
+
+    def _model(self, task: Task) -> nn.Module:
+        return build_model(task)
 
     def _flat(self, task: Task, module: nn.Module, data: Data) -> Flat:
         self.share = Share(task, module, data, self.plan, self.place)

@@ -29,7 +29,7 @@ def make_team_plan(
     import torch
 
     from rainband.pipeline.measure import measure
-    from rainband.pipeline.of_task import cut_task
+    from rainband.pipeline.of_task import build_model, cut_task
     from rainband.pipeline.partitioners import make_plan
     from rainband.pipeline.pipedream import in_stages
     from rainband.pipeline.plan import check
@@ -37,7 +37,8 @@ def make_team_plan(
 
     torch.manual_seed(seed)
     size = batch_size or task.batch_size
-    graph, args, kwargs = cut_task(task, task.model(), task.data(), size)
+    model = build_model(task)
+    graph, args, kwargs = cut_task(task, model, task.data(), size)
     profile = measure(graph, args, kwargs, model=name, repeats=3)
     if plan is None:
         plan = make_plan(in_stages, profile, Resources(num_machines=stages))
@@ -48,6 +49,7 @@ def make_team_plan(
         micros=micros or _usual_micros(plan, size),
         schedule=_schedule(plan, schedule),
         example_size=min(size, profile.batch_size),
+        seed=seed,
         forward_s={unit.name: unit.forward_s for unit in profile.units},
         backward_s={unit.name: unit.backward_s for unit in profile.units},
     )

@@ -45,7 +45,7 @@ class WorkerProcess:
         strategy = self.strategy or load_strategy(self.config.strategy, self.config.strategy_settings)
         task = self.task or load_task(self.config.task, self.config.task_settings)
         torch.manual_seed(self.config.seed)
-        module = task.model()
+        module = self._model(task)
         data = task.data()
         flat = self._flat(task, module, data)
         half = strategy.server(self.config.num_replicas)
@@ -67,6 +67,9 @@ class WorkerProcess:
         prefetched(worker)
         drive(strategy, worker, self.member.wait, self._watch(), self._before_step(worker))
         self._leave(worker)
+
+    def _model(self, task: Task) -> nn.Module:
+        return task.model()
 
     def _flat(self, task: Task, module: nn.Module, data: Data) -> Flat:
         return Flat(module, parameter_groups(task, module))

@@ -1,0 +1,80 @@
+"""The benchmarks of cut models: that both sides of a comparison compute the same, and what the figures come to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rainband.bench import partition, pipeline
+from rainband.bench.models import Branches, Chain
+from rainband.bench.rows import Effort, Row
+from rainband.bench.team_runs import in_halves
+from rainband.pipeline.of_task import cut_task
+from rainband.pipeline.partitioned import Partitioned
+
+SMALL = {"layers": 4, "width": 8, "samples": 32, "batch_size": 16}
+
+
+def test_torchs_stages_are_those_of_our_plan() -> None:
+    task = Chain(**SMALL)
+    torch.manual_seed(0)
+    model = task.model()
+    torch.manual_seed(0)
+    first, second = task.halves()
+    inputs, _ = task.data().batch(range(4))
+    assert second(first(inputs)).equal(model(inputs))
+    cut, _, _ = cut_task(task, model, task.data(), 4)
+    for stage, half in zip(in_halves(task).stages, (first, second), strict=True):
+        ours = cut.parameters_of(stage.units).values()
+        assert [p.shape for p in ours] == [p.shape for p in half.parameters()]
+
+
+def test_each_half_of_a_chain_has_half_of_its_layers() -> None:
+    """Four layers and what comes after each, four of them for each machine; and the last one for the classes."""
+    plan = in_halves(Chain(**SMALL))
+    assert (plan.kind, [len(stage.units) for stage in plan.stages]) == ("pipeline", [4, 5])
+
+
+def test_of_two_branches_one_value_crosses_and_its_gradient_comes_back() -> None:
+    task = Branches(**SMALL)
+    model = task.model()
+    cut, args, _ = cut_task(task, model, task.data(), 4)
+    plan = in_halves(task)
+    parts = Partitioned(cut, plan.stage_of())
+    parts.loss_and_gradients(lambda answer: answer.sum(), args)
+    assert plan.kind == "partition"
+    assert [(m.kind, m.source, m.destination) for m in parts.messages] == [("value", 1, 0), ("gradient", 0, 1)]
+
+
+def shown(rows: list[Row]) -> list[tuple[str, float, float | None, bool | None]]:
+    return [(row.against, row.value, row.bar, row.met) for row in rows if row.against]
+
+
+def test_each_schedule_is_held_against_one_process_and_against_torchs_own() -> None:
+    """Ratios are taken within each turn: 2 and 3 and 2 times give 2, however fast the machine was."""
+    rates = {
+        "alone": [10.0, 100.0, 10.0],
+        "alone, small": [10.0, 100.0, 10.0],
+        "pipedream": [20.0, 300.0, 20.0],
+        "gpipe": [13.0, 130.0, 13.0],
+        "ScheduleGPipe": [10.0, 100.0, 10.0],
+        "one_f_one_b": [9.0, 90.0, 9.0],
+        "Schedule1F1B": [10.0, 100.0, 10.0],
+    }
+    assert shown(pipeline._rows(rates, Chain())) == [
+        ("one plain process", 2.0, 1.6, True),
+        ("one plain process", 1.3, 1.4, False),
+        ("torch.distributed.pipelining", 1.3, 1.0, True),
+        ("one plain process", 0.9, None, None),
+        ("torch.distributed.pipelining", 0.9, 1.0, False),
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("bench", [pipeline, partition])
+def test_a_benchmark_measures_everything_it_names(bench: object) -> None:
+    effort: Effort = "quick"
+    rows = bench.run(effort)  # type: ignore[attr-defined]
+    assert all(row.value > 0 for row in rows)
