@@ -51,6 +51,7 @@ class Writer:
     samples: int = 320
     batch_size: int = 16
     epochs: int = 1
+    deferred: bool = True  # built without values: each worker makes those of its own layers, by reset_parameters
 
     def model(self) -> nn.Module:
         blocks = [whole(Block(self.width)) for _ in range(self.blocks)]  # a block is not cut

@@ -207,7 +207,7 @@ class Client:
         tell: Callable[[Message], None],
         part: int = 0,
     ) -> None:
-        """`part`: of a model that several workers compute together, the one that is ours; the others' blocks are not."""
+        """`part`: of a model that several workers compute together, which is ours; only its blocks are."""
         self.me = me
         self.plan = plan
         self.flat = flat
@@ -240,6 +240,7 @@ class Client:
         self.groups: tuple[dict[str, Any], ...] = ()  # optimizer settings that the next push must tell
         self.dry = False  # the coordinator had nothing to lease when it was asked last
         self.waiting_for_news: list[News] = []
+        self.others_have_opened: Callable[[int], bool] | None = None  # of those who compute one model with us
         self.stats = Stats()
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
@@ -517,7 +518,7 @@ class Client:
         `ahead`: for the cell after so many that are not pushed yet.
         """
         if round_ is not None:
-            self._ask_round(round_)
+            self.ask_round(round_)
             assert self.pulling is not None
             return self.pulling
         assert self.pulling is None or self.pulling.ready(), "await the pull before starting another"
@@ -526,6 +527,13 @@ class Client:
     def pull_latest(self) -> PullHandle:
         """The parameters as they are, whatever was asked for before: nobody computes with them."""
         return self._ask(PullHandle(self, 0, -1, 0), clock=-1)
+
+    def pull_final(self) -> Generator[Handle, None, None]:
+        """The parameters at the end of a run; where that came within a round, of the last that all blocks have."""
+        yield from self.pull_latest().__await__()
+        versions = {self.versions[block.index] for block in self.blocks}
+        if self.plan.columns and len(versions) > 1:  # by one: a block keeps a version until the next round begins
+            yield from self.pull(min(versions)).__await__()
 
     def _ask(self, pull: PullHandle, clock: int) -> PullHandle:
         self.sequence += 1  # a number of its own: answers to an older question are not this one's
@@ -553,7 +561,7 @@ class Client:
         """Must the server of this block be asked for it? Not where it can be read in place, and the rule lets us."""
         return not self.port_of[block].direct or self.asks is not False
 
-    def _ask_round(self, round_: int) -> None:
+    def ask_round(self, round_: int) -> None:
         if self.pulling is not None and self.pulling.point == round_:
             return
         self.sequence += 1  # a number of its own: answers to an older question are not this one's
@@ -564,7 +572,11 @@ class Client:
 
     def _is_open(self, round_: int) -> bool:
         """Have all blocks the version of this round? Asks them, if they have not been asked."""
-        self._ask_round(round_)
+        self.ask_round(round_)
+        return self.has_opened() and (self.others_have_opened is None or self.others_have_opened(round_))
+
+    def has_opened(self) -> bool:
+        """Have all blocks the version that was asked for, or gone beyond it?"""
         assert self.pulling is not None
         return len(self.pulling.come) == len(self.blocks) or self.pulling.late
 
@@ -574,7 +586,7 @@ class Client:
         self._ask_for_more(len(held))
         if any(self.plan.round_of(lease.portion, lease.todo[0][0]) <= round_ for lease in held):
             return True
-        self._ask_round(round_ + 1)
+        self.ask_round(round_ + 1)
         assert self.pulling is not None
         return self.pulling.ready()
 

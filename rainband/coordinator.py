@@ -74,6 +74,8 @@ class Coordinator:
         """Take one message; returns what to send."""
         if not isinstance(message, Beat | Want | Return | Report | Ended):
             self.facts.live = None
+        if sender.role == "server":
+            self.presence.hears_of(sender, now)
         match message:
             case ServerJoin():
                 return self.forming.server_joins(sender, message, now)
@@ -156,7 +158,7 @@ class Coordinator:
         """Called about every fifth of the failure timeout."""
         facts = self.facts
         facts.live = None
-        outs = self.presence.give_up_the_late(now) + self.leases.confirm(now)
+        outs = self.presence.give_up_the_late(now) + self.leases.confirm(now) + self.presence.look_after_servers(now)
         if self.leading is not None:
             outs += self.leading.tick(now)
         if self.leading is not None and facts.phase == "running":

@@ -73,7 +73,7 @@ class Pending:
 
     def entry(self) -> Entry:
         """What came of it."""
-        told = self.evaluated.get(self.first)
+        told = self.evaluated.get(self.first) if self.cells else None
         if told is None:
             return Entry(digest(self.command), self.results())
         loss = told.loss if math.isfinite(told.loss) else None

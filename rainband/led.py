@@ -55,7 +55,7 @@ class Led:
         if command.cells:
             self._begin(command.cells, blocks)
         self.last, self.done = Answer(command.term, command.number, results, self.version), command
-        return [self.last, *self.evaluated()]
+        return [self.last, *(self.evaluated() if command.cells else ())]
 
     def _again(self, command: Command) -> list[Message]:
         """What was done is answered the same; to a new coordinator, which does not know the answer, under its term."""
@@ -64,7 +64,7 @@ class Led:
             return [self._refused(command, f"another command {command.number} was done")]
         self.term = command.term
         self.last = msgspec.structs.replace(self.last, term=command.term)
-        return [self.last, *self.evaluated()]
+        return [self.last, *(self.evaluated() if command.cells else ())]
 
     def _refused(self, command: Command, why: str) -> Answer:
         return Answer(command.term, command.number, (), self.version, why)

@@ -45,7 +45,7 @@ def main() -> None:
     alike, exponential = tails.values()
     report(
         "the mean staleness is (workers - 1) / c, about n; at most 2n was measured on machines that are alike",
-        f"within {100 * worst:.1f} % of it (the ends of a run included); beyond 2n: {alike:.2f} % if alike, "
+        f"within {100 * worst:.1f} % of it while all compute; beyond 2n: {alike:.2f} % if alike, "
         f"{exponential:.1f} % if exponential",
         worst < 0.01 and alike < 0.5 and exponential > 1,  # the ends of a run weigh more with exponential times
     )

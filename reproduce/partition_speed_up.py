@@ -57,19 +57,19 @@ def place_s(channels: int) -> tuple[float, float]:
 
 
 def _time(layer: nn.Module, x: torch.Tensor) -> tuple[float, float]:
-    """The least of several: other work on this machine must not count."""
+    """The least of several, of this process's own time: other work on the machine must not count."""
     x.requires_grad_()
     parameters = list(layer.parameters())
     best = [math.inf, math.inf]
     for _ in range(1 + REPEATS):
-        began = time.perf_counter()
+        began = time.process_time()
         y = layer(x)
-        forward = time.perf_counter()
+        forward = time.process_time()
         gradients = torch.autograd.grad(y, [x, *parameters], torch.ones_like(y))
         with torch.no_grad():
             for p, gradient in zip(parameters, gradients[1:], strict=True):
                 p.add_(gradient, alpha=-1e-6)
-        best = [min(best[0], forward - began), min(best[1], time.perf_counter() - forward)]
+        best = [min(best[0], forward - began), min(best[1], time.process_time() - forward)]
     return best[0], best[1]
 
 

@@ -115,6 +115,12 @@ class OneProcess:
             while not pull.ready():
                 self.wait()
 
+    def pull_final(self) -> None:
+        assert self.client is not None
+        for pull in self.client.pull_final() if self.client.ports else ():
+            while not pull.ready():
+                self.wait()
+
     # ---- the post ----
 
     def post(self, sender: Peer, to: Peer, message: Message, payload: Any = None) -> None:

@@ -63,6 +63,7 @@ def test_each_schedule_is_held_against_one_process_and_against_torchs_own() -> N
     }
     assert shown(pipeline._rows(rates, Chain())) == [
         ("one plain process", 2.0, 1.6, True),
+        ("one plain process, batches of 1024", 2.0, None, None),
         ("one plain process", 1.3, 1.4, False),
         ("torch.distributed.pipelining", 1.3, 1.0, True),
         ("one plain process", 0.9, None, None),

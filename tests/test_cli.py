@@ -415,7 +415,7 @@ def test_what_is_read_from_a_tasks_file_is_what_importing_it_gives(name: str) ->
 def test_a_strategy_is_explained_by_its_own_file() -> None:
     said = Said("explain", "downpour")
     assert "w  -= lr * D " in said.out
-    assert "  n_push=1           steps between two pushes; a whole number" in said.out.splitlines()
+    assert "  n_push=1                 steps between two pushes; a whole number" in said.out.splitlines()
     assert "  overlap=true " in said.out
     assert "Use it:  rainband train digits downpour" in said.out
 

@@ -525,6 +525,42 @@ def test_in_rounds_all_columns_of_the_first_group_may_be_to_blame_and_no_later_o
     assert run.coordinator.presence.deaths == {0: 1, 1: 1}
 
 
+# ---- servers that fall silent ----
+
+
+def test_a_server_that_falls_silent_is_asked_and_told_of_once_and_again_when_it_is_heard_of() -> None:
+    run = running(num_samples=64)
+    for _ in range(8):
+        run.ticks()
+        run.report(0, had=0)
+        for worker in (0, 1):
+            run.beats(worker)
+    assert [(e.node, e.why) for e in run.events(events.Lost)] == [
+        ("server 1", "not heard of for 6.0 s; all wait for it")
+    ]
+    run.report(1, had=0)
+    assert [e.node for e in run.events(events.Returned)] == ["server 1"] and run.phase == "running"
+
+
+def test_a_server_that_is_silent_for_ten_times_the_timeout_ends_the_run() -> None:
+    run = running(num_samples=64)
+    for _ in range(51):
+        assert run.phase == "running"
+        run.ticks()
+        run.report(0, had=0)
+        for worker in (0, 1):
+            run.beats(worker)
+    assert (run.phase, run.coordinator.outcome) == ("over", "failed")
+    assert run.coordinator.reason.startswith("server 1 was lost (not heard of for 51 s). It held the only copy of")
+
+
+def test_a_clock_that_jumps_ends_no_run() -> None:
+    run = running(num_samples=64)
+    for _ in range(3):
+        run.ticks(1000.0)
+    assert run.phase == "running"
+
+
 # ---- warm start ----
 
 

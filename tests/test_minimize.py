@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 import rainband
 from rainband.books import Books
 from rainband.catalogue import load_strategy
 from rainband.cli.configure import configured
+from rainband.cli.main import build_app
 from rainband.events import Iterated
 from rainband.minimize import STATUS, _minimum
 from rainband.tasks.quadratic import Quadratic
@@ -128,6 +130,18 @@ def test_epochs_are_for_strategies_that_count_them() -> None:
     with pytest.raises(ValueError, match="sandblaster counts iterations"):
         configured(["digits", "sandblaster"], None, {"epochs": 3})
     assert configured(["digits", "downpour"], None, {"epochs": 3}).epochs == 3
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--world", "sim", "--time-only"], "what sandblaster does next depends on the loss: leave out --time-only."),
+        (["--record"], "--record is for asynchronous runs, and sandblaster goes by iterations: run it in virtual time"),
+    ],
+)
+def test_what_has_no_meaning_for_it_is_told_on_the_command_line(options: list[str], says: str) -> None:
+    result = CliRunner().invoke(build_app(), ["train", "digits", "sandblaster", *options])
+    assert result.exit_code == 2 and says in " ".join(result.output.split())
 
 
 def test_time_alone_says_nothing_about_a_loss() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,31 @@ def test_a_stage_that_pauses_is_waited_for_or_its_work_is_done_by_others(tmp_pat
     result, _ = simulated(tmp_path, "chain", "stale_sync", stages=2, replicas=2, faults=faults)
     assert result.outcome == "finished"
     assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (24, 0, 0)
+
+
+CALM: dict[object, float] = {}  # how long each kind of run takes when nothing happens
+
+
+@pytest.mark.parametrize(
+    "seed", [119, *range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))]
+)
+def test_teams_survive_what_happens_or_say_that_nobody_is_left(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    strategy = dice.choice(["downpour", "stale_sync", "sync", "bounded_delay", "soft_sync", "adaptive_bound"])
+    stages, replicas = dice.choice([2, 3]), dice.choice([1, 2, 3])
+    backup = strategy == "sync" and dice.random() < 0.4 and replicas > 1
+    settings = {"backup_workers": 1} if backup else {}
+    kind = strategy, stages, replicas, backup
+    if kind not in CALM:
+        CALM[kind] = simulated(tmp_path / "calm", "chain", strategy, stages, replicas, **settings)[0].seconds
+    faults = []
+    for _ in range(dice.randint(1, 3)):
+        at_s, worker = dice.uniform(0, 1.1) * CALM[kind], dice.randrange(stages * replicas)
+        what = dice.choice(["kill", "kill", "pause"])
+        long = f" for {dice.choice([0.01, 1, 7, 30])}" if what == "pause" else ""
+        faults.append(f"{at_s:.9f} {what} worker {worker}{long}")
+    result, _ = simulated(tmp_path, "chain", strategy, stages, replicas, "\n".join(faults), **settings)
+    books = result.books
+    accounted = books["applied"] + sum(books["skipped"].values()) + books["not_done"]
+    assert (books["lost"], books["twice"], accounted) == (0, 0, books["batches"])
+    assert (result.outcome == "finished" and books["not_done"] == 0) or "no worker is left" in result.reason

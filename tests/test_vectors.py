@@ -270,6 +270,13 @@ def test_who_asks_again_after_an_evaluation_hears_its_end_again() -> None:
     assert rig.command(1, cells=1) == [Answer(1, 1, (), version=1), end]
 
 
+def test_the_end_of_an_evaluation_is_told_once_not_with_every_command_after_it() -> None:
+    rig = Rig()
+    rig.command(1, cells=1)
+    rig.push(0, point=1)
+    assert rig.command(2, scale("gradient", 0.5)) == [Answer(1, 2, (), version=1)]
+
+
 def test_a_cell_whose_gradient_is_not_finite_makes_the_loss_not_finite() -> None:
     rig = Rig()
     rig.command(1, cells=1)

@@ -29,6 +29,7 @@ SIZES = ("0.7M", "5.8M", "20M")
 STRATEGIES = ("downpour", "sync")
 BAR = 0.15
 SAMPLES = {"0.7M": 16384, "5.8M": 4096, "20M": 2048}
+EPOCHS = {"0.7M": 4, "5.8M": 3, "20M": 2}  # some seconds: a rate over one second is that of its beginning
 STEPS = {"0.7M": 100, "5.8M": 40, "20M": 20}  # for a calibration
 MANY = 30
 
@@ -85,7 +86,10 @@ def _between(before: ClusterModel, after: ClusterModel) -> ClusterModel:
         trace_s=before.compute.trace_s + after.compute.trace_s,
         step_s=(before.compute.step_s + after.compute.step_s) / 2,
     )
-    speeds = ("apply_bytes_per_s", "read_bytes_per_s", "push_bytes_per_s", "pull_bytes_per_s", "message_s", "crowding")
+    speeds = (
+        *("apply_bytes_per_s", "read_bytes_per_s", "push_bytes_per_s", "pull_bytes_per_s"),
+        *("message_s", "worker_message_s", "crowding"),
+    )
     nodes = replace(
         before.nodes, **{name: (getattr(before.nodes, name) + getattr(after.nodes, name)) / 2 for name in speeds}
     )
@@ -98,6 +102,7 @@ def _config(size: str, strategy: str, num_workers: int, directory: Path) -> RunC
         task="mlp",
         task_settings={"parameters": size, "samples": SAMPLES[size]},
         strategy=strategy,
+        epochs=EPOCHS[size],
         strategy_settings={"optimizer": "sgd", "lr": 1e-3},
         num_workers=num_workers,
         num_servers=1,

@@ -184,7 +184,7 @@ def _profile(asked: _Model, repeats: int, threads: int) -> Profile:
     import torch
 
     from rainband.pipeline.measure import measure
-    from rainband.pipeline.of_task import cut_task, inputs_of
+    from rainband.pipeline.of_task import build_model, cut_task, inputs_of
     from rainband.pipeline.split import read_split
     from rainband.pipeline.split import split as split_model
     from rainband.settings import parse_pairs
@@ -195,12 +195,14 @@ def _profile(asked: _Model, repeats: int, threads: int) -> Profile:
     task = load_task(asked.task, pairs)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    model, data = task.model(), task.data()
+    model, data = build_model(task), task.data()
     size = asked.batch_size or task.batch_size
     with _quiet():
         if splits:
             split_model(model, splits, *inputs_of(task, data.batch(range(min(2, len(data))))))
         cut, args, kwargs = cut_task(task, model, data, size)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        typer.echo("the model is built without values: its times are those of its multiplications, at 10 G/s", err=True)
     return measure(cut, args, kwargs, model=asked.task, repeats=repeats)
 
 

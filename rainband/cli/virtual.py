@@ -7,11 +7,12 @@ from pathlib import Path
 
 import msgspec
 
+from rainband.catalogue import load_strategy
 from rainband.settings import build, parse_pairs
 from rainband.sim.compute import ComputeModel
 from rainband.sim.faults import parse
 from rainband.sim.model import load_model
-from rainband.worlds.config import RunConfig
+from rainband.worlds.config import RunConfig, lead_of
 
 COMPUTE = "compute."  # before settings of how long gradients take: compute.step_s=0.05
 
@@ -48,10 +49,16 @@ def in_virtual_time(
         raise ValueError("--steps is for --time-only; with gradients the data says how many there are: use --epochs.")
     if sim.time_only and config.num_servers == 0:
         raise ValueError(f"{config.strategy} has no servers, so there are no messages to time: leave out --time-only.")
+    if sim.time_only and _is_led(config):
+        raise ValueError(f"what {config.strategy} does next depends on the loss: leave out --time-only.")
     load_model(sim.model, sim.compute)
     if parse(sim.faults) and sim.time_only:
         raise ValueError("--faults is for runs with gradients: leave out --time-only.")
     return msgspec.structs.replace(config, sim=sim)
+
+
+def _is_led(config: RunConfig) -> bool:
+    return lead_of(load_strategy(config.strategy, config.strategy_settings)) is not None
 
 
 def _at_a_pace(config: RunConfig, pairs: dict[str, str]) -> RunConfig:
@@ -69,6 +76,11 @@ def noted(config: RunConfig, record: bool, timeline: bool) -> RunConfig:
         raise ValueError(f"{config.strategy} has no servers, and it is their order that is noted: leave out --record.")
     if record and config.world == "sim":
         raise ValueError("a run in virtual time needs no --record: rainband replay repeats it from its seed.")
+    if record and _is_led(config):
+        raise ValueError(
+            f"--record is for asynchronous runs, and {config.strategy} goes by iterations: run it in virtual time "
+            "(--world sim), and rainband replay repeats it bit for bit."
+        )
     if record and config.transport == "shm":
         raise ValueError(
             "--record needs reads of one version, and shared memory may change while it is read: "

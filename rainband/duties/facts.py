@@ -68,6 +68,7 @@ class ServerState:
     flushed: bool = False
     report: Report | None = None
     full: frozenset[int] = frozenset()  # of the report
+    silent_ticks: int = 0  # since it was heard of
 
 
 class Facts:

@@ -7,9 +7,11 @@ from rainband.duties.ending import Ending
 from rainband.duties.facts import Facts, Out, WorkerState
 from rainband.duties.leading import Leading
 from rainband.duties.leases import Leases
-from rainband.messages import Beat, Bye, Failed, Forget, Peer
+from rainband.messages import Ask, Beat, Bye, Failed, Forget, Peer
 
 FATAL_DEATHS = 3  # a portion that cost so many workers their lives ends the run
+# Of servers that fall silent, in ticks, each a fifth of the failure timeout. A clock that jumps makes no tick.
+ASKED_AFTER, TOLD_AFTER, ENDED_AFTER = 2, 5, 50
 
 
 class Presence:
@@ -131,6 +133,33 @@ class Presence:
             return set([portion for portion in worker.leases if not self.facts.is_done(portion)][:1])
         group = min(worker.leases, default=0) // plan.columns
         return {portion for portion in worker.leases if portion // plan.columns == group}
+
+    # ---- servers, which nobody can replace ---------------------------------------------------------------------------
+
+    def hears_of(self, server: Peer, now: float) -> None:
+        known = self.facts.servers.get(server.index)
+        if known is None or known.peer != server or not known.silent_ticks:
+            return
+        if known.silent_ticks > TOLD_AFTER:
+            self.facts.events.append(events.Returned(at_s=now, node=str(server)))
+        known.silent_ticks = 0
+
+    def look_after_servers(self, now: float) -> list[Out]:
+        """One that is stopped, or whose machine is gone, holds everyone up: that is said, and after a while the end."""
+        facts, outs = self.facts, list[Out]()
+        if facts.phase in ("forming", "loading", "over"):
+            return []
+        for server in [s for s in facts.servers.values() if s.peer.role == "server"]:
+            server.silent_ticks += 1
+            silent_s = server.silent_ticks * facts.settings.failure_timeout_s / 5
+            if server.silent_ticks > ENDED_AFTER:
+                return outs + self._server_lost(server.peer, now, f"not heard of for {silent_s:.0f} s")
+            if server.silent_ticks == TOLD_AFTER + 1:
+                why = f"not heard of for {silent_s:.1f} s; all wait for it"
+                facts.events.append(events.Lost(at_s=now, node=str(server.peer), why=why))
+            if server.silent_ticks > ASKED_AFTER:
+                outs.append(Out(server.peer, Ask()))
+        return outs
 
     # ---- who is gone for good --------------------------------------------------------------------------------------
 

@@ -111,7 +111,7 @@ def draw_schedule(table: Table, facts: Facts, path: Path) -> bool:
     if figure is None:
         return False
     scale, unit = _time_unit(facts.total_s)
-    narrow = facts.total_s * scale / 140  # bars in which a number does not fit
+    narrow = facts.total_s * scale / 160  # bars in which a digit does not fit
     for span in facts.spans:
         _draw_action(axes, span, table, scale, narrow if len(facts.spans) <= MOST_MARKED else float("inf"))
     axes.set_yticks([n + 0.5 for n in range(len(table.rows))], [f"machine {n}" for n in range(len(table.rows))])
@@ -143,7 +143,7 @@ def _draw_action(axes: Any, span: Span, table: Table, scale: float, narrow: floa
     axes.broken_barh(
         [(begin, end - begin)], (span.machine + 0.1, 0.8), facecolors=colour, edgecolor=INK, linewidth=0.4, **style
     )
-    if end - begin > narrow:
+    if end - begin > narrow * len(str(action.micro)):
         several = table.num_stages > len(table.rows)  # then a microbatch passes a machine more than once
         text = f"{action.micro}\n{'abcdefgh'[action.stage // len(table.rows) % 8]}" if several else str(action.micro)
         axes.text((begin + end) / 2, span.machine + 0.5, text, ha="center", va="center", fontsize=7, linespacing=0.9)

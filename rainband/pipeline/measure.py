@@ -113,9 +113,15 @@ def _time_backward(results: Any, sources: Sequence[Tensor], counted: bool) -> fl
 
 def _kept_bytes(results: Any, given: Any) -> int:
     """Of the memory a unit takes: what is only another view of its inputs, or of another result, is not counted."""
-    read = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(given)}
-    made = {tensor.untyped_storage().data_ptr(): _bytes(tensor) for tensor in tensors_in(results)}
+    read = {_memory(tensor) for tensor in tensors_in(given)}
+    made = {_memory(tensor): _bytes(tensor) for tensor in tensors_in(results)}
     return sum(count for memory, count in made.items() if memory not in read)
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for tensors over the same memory, also where there is none: all of meta is at address 0."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or int(storage._cdata)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from rainband.pipeline.split_linear import AsPair, ByColumns, ByRows
 from rainband.pipeline.tiles import Tiled
@@ -192,9 +193,11 @@ def _image_sizes(
 
         hooks.append(target.parent.get_submodule(target.keys[0]).register_forward_pre_hook(note))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = next((p.device for p in model.parameters()), None)  # meta, where the model has no values
+    args, words = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (tuple(example), dict(kwargs or {})))
     try:
         with torch.no_grad():
-            model(*example, **dict(kwargs or {}))
+            model(*args, **words)
             for buffer, before in buffers:
                 buffer.copy_(before)
     finally:

@@ -21,7 +21,8 @@ class NodeModel:
     read_bytes_per_s: float = 8e9  # of parameters that a server copies for a reply
     push_bytes_per_s: float = 6e9  # of gradients that a worker copies to where they are sent from
     pull_bytes_per_s: float = 8e9  # of parameters that a worker takes over
-    message_s: float = 10e-6  # what any message costs a server
+    message_s: float = 10e-6  # what any message costs a server, with its answer
+    worker_message_s: float = 0.0  # and a worker, each that it sends or takes
     shared_memory: bool = False  # all nodes on one machine: workers read the servers' parameters in place
     cores: int = 0  # of that one machine, shared by all nodes; 0: each node has a core of its own
     crowding: float = 0.0  # what each further busy core costs the others, as a part of their speed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,10 +40,16 @@ class Piece(Work):
         return self.result
 
 
-class AnyOf(Handle):
-    """Waits until one of several messages is there."""
+class Happens(Protocol):
+    """A message, or anything else that is there or not."""
 
-    def __init__(self, arrivals: Sequence[Arrival], peers: Team) -> None:
+    def ready(self) -> bool: ...
+
+
+class AnyOf(Handle):
+    """Waits until one of several messages is there, or something else has happened."""
+
+    def __init__(self, arrivals: Sequence[Happens], peers: Team) -> None:
         assert arrivals, "waiting for nothing would never end"
         self.arrivals = arrivals
         self.peers = peers

@@ -19,7 +19,7 @@ from rainband.flat import is_finite
 from rainband.gradient import ModuleGradient
 from rainband.pipeline.of_task import inputs_of, loss_of
 from rainband.pipeline.part import Part
-from rainband.stages.passage import Micro, Passage, Team
+from rainband.stages.passage import AnyOf, Micro, Passage, Team
 from rainband.stages.share import Share, same_on_all
 from rainband.stages.stashing import Stashing
 from rainband.types import Batch, Cell
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rainband.optim_spec import OptimizerSpec
     from rainband.schedules import Schedule
     from rainband.tasks.task import Data, Task
-    from rainband.types import Stashes, Tag
+    from rainband.types import Arrival, Stashes, Tag
 
 FIRST = 0  # the place of the worker that leads
 
@@ -72,6 +72,17 @@ class PullTogether:
         return False
 
 
+class Question:
+    """Has the round that was asked for opened on all our blocks?"""
+
+    def __init__(self, number: int, client: Client) -> None:
+        self.number = number
+        self.client = client
+
+    def ready(self) -> bool:
+        return self.client.has_opened()
+
+
 class ShareWorker(ModuleWorker):
     """One worker of a team."""
 
@@ -85,6 +96,11 @@ class ShareWorker(ModuleWorker):
         self.orders = 0
         self.lookahead = 0  # cells that the others are told of before the first begins them
         self.resting = False
+        self.asked_round = -1  # what the first asks the others, and their answers
+        self.opening: list[Arrival] = []
+        self.question: Question | None = None  # what we were asked
+        if self.leads and client.plan.columns:
+            client.others_have_opened = self._opened_for_all
         self.gone_through = 0  # samples
         self.before_cell: Callable[[], None] | None = None  # of the first: measures now and then
         self.parts = [share.first]
@@ -121,11 +137,24 @@ class ShareWorker(ModuleWorker):
                 batches = [[batch.portion, batch.k, batch.lease] for batch in cell.batches]
                 self.order("cell", [batches, cell.round, cell.more])
                 self.resting = False
+                self.asked_round, self.opening = -1, []
             if announced:
                 yield announced.popleft()
             else:
                 self.idle()
-                await client.news()
+                await AnyOf([client.news(), *(a for a in self.opening if not a.ready())], self.team)
+
+    def _opened_for_all(self, round_: int) -> bool:
+        """Have the others' blocks the version of this round, too? Asks them; a cell that is told resets the question.
+
+        Otherwise we could begin a round that cannot open for them before we have done more for the one before it.
+        """
+        if self.asked_round != round_:
+            self.asked_round = round_
+            number = self.orders
+            self.order("round", round_)
+            self.opening = [self.team.recv(other, ("opened", number)) for other in self.team.others]
+        return all(arrival.ready() for arrival in self.opening)
 
     def idle(self) -> None:
         """There is no cell now. If the servers were told not to wait for us, they must not wait for the others."""
@@ -138,16 +167,27 @@ class ShareWorker(ModuleWorker):
         self.team.tell_all(("order", self.orders), [what, payload])
         self.orders += 1
 
-    async def next_order(self) -> tuple[str, Any]:
-        what, payload = await self.team.receive(FIRST, ("order", self.orders))
+    async def _next_order(self) -> tuple[str, Any]:
+        arrival = self.team.recv(FIRST, ("order", self.orders))
+        while not arrival.ready():
+            await AnyOf([arrival, *([self.question] if self.question else [])], self.team)
+            if self.question is not None and self.question.ready():
+                self.team.send(FIRST, ("opened", self.question.number), None)
+                self.question = None
         self.orders += 1
+        what, payload = await arrival
         return what, payload
 
     async def _told_cells(self) -> AsyncIterator[Cell]:
         while True:
-            what, payload = await self.next_order()
+            what, payload = await self._next_order()
             if what == "over":
                 return
+            if what == "round":
+                self.client.ask_round(payload)
+                self.question = Question(self.orders - 1, self.client)
+                continue
+            self.question = None
             if what == "rest":
                 if self.client.entered:
                     self.client.rest()

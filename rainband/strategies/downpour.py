@@ -42,7 +42,7 @@ class Downpour:
 
     n_push: int = 1  # steps between two pushes
     n_fetch: int = 1  # steps between two fetches
-    lr: float = 0.02  # the servers' learning rate
+    lr: float = 0.01  # the servers' learning rate
     optimizer: str = "adagrad"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ...
     momentum: float = 0.0  # for sgd and rmsprop
     weight_decay: float = 0.0

@@ -2,16 +2,19 @@
 
 A measuring process simulates a few steps with real gradients and takes the time of every piece: of the gradient, of
 what the worker does besides (checking, its own step, copying), of a server's work on a push, of taking a block over.
-It runs alone, and in turns on every core at the same time, which shows what busy cores take from each other.
+It runs alone, and in turns on every core at the same time, which shows what busy cores take from each other. Pieces
+are measured in the processor's time: what other programs take of the machine meanwhile is not part of the model.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 from collections.abc import Callable
 from math import fsum
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -19,10 +22,11 @@ import torch
 
 from rainband.client import Client
 from rainband.gradient import ModuleGradient
-from rainband.messages import Push
+from rainband.messages import Ack, Push, decode, encode
 from rainband.sim.compute import ComputeModel
 from rainband.sim.model import ClusterModel, NodeModel
 from rainband.sim.network import NetworkModel
+from rainband.transports.frames import FrameReader, pack
 from rainband.types import Batch
 from rainband.worker import ModuleWorker
 from rainband.worlds.config import RunConfig
@@ -37,6 +41,7 @@ WARM_UP = 5  # steps that are not counted: allocators, caches
 TURNS = 5  # of measuring alone and together
 ENDLESS = 1_000_000  # epochs: a measurement must not come to the end of the data
 PINGS = 2000
+PING = Ack(block=0, sequence=1, result="applied", term=1, version=1)
 INSTANT = ClusterModel(NetworkModel(latency_s=0.0), ComputeModel(kind="constant", step_s=1.0), NodeModel())
 
 
@@ -92,7 +97,8 @@ def assemble(
         read_bytes_per_s=block_bytes / _usual(alone.take_s),
         push_bytes_per_s=alone.model_bytes / (_usual(alone.push_s) + _usual(alone.step_s)),
         pull_bytes_per_s=block_bytes / _usual(alone.take_s),
-        message_s=message_s,
+        message_s=2 * message_s,
+        worker_message_s=message_s,
         shared_memory=True,
         cores=num_cores,
         crowding=crowding,
@@ -154,24 +160,52 @@ def _read(fd: int, length: int) -> bytes:
 
 
 def _ping(zygote: Zygote) -> tuple[float, float]:
-    """Seconds that a small message takes to another process on this machine, and that it costs this one."""
+    """Seconds that a small message takes to another process on this machine, and that sending or taking one costs."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         zygote.spawn("rainband.worlds.calibrate:echo_main", b"", "rainband echo", [theirs.fileno()], 1)
-        ours.sendall(b"x")
-        ours.recv(1)
-        began, worked = time.perf_counter(), time.process_time()
+        line = Line(ours)
+        for _ in range(PINGS // 10):  # the first ones find nothing in its place
+            line.trip()
+        worked, trips = time.process_time(), []
         for _ in range(PINGS):
-            ours.sendall(b"x")
-            ours.recv(1)
-        return (time.perf_counter() - began) / PINGS / 2, (time.process_time() - worked) / PINGS
+            began = time.perf_counter()
+            line.trip()
+            trips.append(time.perf_counter() - began)
+        return median(trips) / 2, (time.process_time() - worked) / PINGS / 2
+
+
+class Line:
+    """One end of a connection: messages in frames, as everywhere."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.reader = FrameReader(max_body_bytes=0)
+        self.poll = select.epoll()
+        self.poll.register(sock.fileno(), select.EPOLLIN)
+
+    def send(self) -> None:
+        self.sock.sendall(pack(encode(PING), None))
+
+    def take(self) -> bool:
+        """Wait for messages; False: none will come any more."""
+        self.poll.poll()
+        count = self.sock.recv_into(self.reader.space())
+        for frame in self.reader.received(count) if count else ():
+            decode(frame.header)
+        return count > 0
+
+    def trip(self) -> None:
+        self.send()
+        self.take()
 
 
 def echo_main(job: bytes, fds: list[int]) -> None:
-    """Sends back what comes."""
+    """Answers what comes."""
     with socket.socket(fileno=fds[0]) as sock:
-        while data := sock.recv(1):
-            sock.sendall(data)
+        line = Line(sock)
+        while line.take():
+            line.send()
 
 
 def measure_main(job: bytes, fds: list[int]) -> None:
@@ -242,9 +276,9 @@ class Stopwatch:
 
     def _timed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*args: Any, **named: Any) -> Any:
-            began = time.perf_counter()
+            began = time.process_time()
             result = work(*args, **named)
-            self.seconds[name].append(time.perf_counter() - began)
+            self.seconds[name].append(time.process_time() - began)
             return result
 
         return timed

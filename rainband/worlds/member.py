@@ -156,6 +156,14 @@ class Member:
             while not pull.ready():
                 self.wait()
 
+    def pull_final(self) -> None:
+        """Take over the parameters that are to be saved."""
+        assert self.client is not None
+        if self.client.blocks and self.client.ports:
+            for pull in self.client.pull_final():
+                while not pull.ready():
+                    self.wait()
+
     def fail(self, error: BaseException, trace: str) -> None:
         """Tell the coordinator what went wrong in the user's code (with a trace) or between the nodes, and leave."""
         flush_output()

@@ -59,6 +59,8 @@ class Membership(Protocol):
 
     def pull_latest(self) -> None: ...
 
+    def pull_final(self) -> None: ...
+
 
 class OwnLoop:
     """One training loop among several: what `with rainband.join(...) as run` gives."""
@@ -143,7 +145,7 @@ class OwnLoop:
         while member.conclude is None:
             self._wait()
         conclude, buffers = member.conclude
-        member.pull_latest()
+        member.pull_final()
         if buffers is not None:
             set_buffers(self.model, buffers)
         if self.served:

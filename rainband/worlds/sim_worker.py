@@ -157,6 +157,7 @@ class WorkerNode(Node):
         self.waiting: Handle | None = None
         self.waiting_since = 0.0
         self.busy_until = 0.0  # its thread copies until then
+        self.copied_s = 0.0  # so long has it taken parameters over, since it waited last
         self.computes_until = 0.0  # if it has a core of its own
         self.in_strategy = False
         self.thrown = False
@@ -231,7 +232,7 @@ class WorkerNode(Node):
         assert self.client is not None and self.conclude is not None
         (conclude, body), self.conclude = self.conclude, None
         if self.client.blocks and self.client.ports:
-            yield from self.client.pull_latest().__await__()
+            yield from self.client.pull_final()
         metrics = self.body.conclude(worker, conclude, body)
         if self.disk_s:
             saved_at = self.clock.now + self.disk_s
@@ -305,10 +306,13 @@ class WorkerNode(Node):
         return self.waiting.is_vain(self.client.stopping)
 
     def _waited(self) -> None:
-        if self.clock.now > self.waiting_since:
-            self.stats.waited_s += self.clock.now - self.waiting_since
-            if self.watch is not None:
-                self.world.span(self.name, "wait", self.waiting_since, self.clock.now)
+        waited_s = self.clock.now - self.waiting_since
+        if waited_s > 0 and self.watch is not None:
+            self.world.span(self.name, "wait", self.waiting_since, self.clock.now)
+        if waited_s > 0 or self.copied_s:
+            # Taking parameters over counts: a real worker does it while it waits for them.
+            self.stats.waited_s += max(0.0, waited_s) + self.copied_s
+            self.copied_s = 0.0
         self.stats.waiting = False
         self.waiting = None
 
@@ -316,6 +320,8 @@ class WorkerNode(Node):
         if type(message) in FOR_THE_NODE:
             self._take_order(message, payload)
             return
+        if self.costs.worker_message_s:
+            self.busy_until = self.free_at() + self.costs.worker_message_s
         if payload is not None and isinstance(message, Params):
             self.copies(message.block)
         if self.client is None:
@@ -341,7 +347,9 @@ class WorkerNode(Node):
     def copies(self, block: int) -> None:
         """It takes a block over, which takes time."""
         now, free_at = self.clock.now, self.busy_until
-        self.busy_until = (now if now > free_at else free_at) + self.block_bytes(block) / self.costs.pull_bytes_per_s
+        copying_s = self.block_bytes(block) / self.costs.pull_bytes_per_s
+        self.busy_until = (now if now > free_at else free_at) + copying_s
+        self.copied_s += copying_s
 
     def _go_through(self, error: BaseException | None = None) -> None:
         """Let the coroutine run until it wants time to pass."""
@@ -428,7 +436,9 @@ class SimPort:
         self.direct = worker.costs.shared_memory
 
     def send(self, message: Message) -> None:
-        self.worker.post.send(self.worker, self.peer, message, at_s=self.worker.free_at())
+        worker = self.worker
+        worker.busy_until = worker.free_at() + worker.costs.worker_message_s
+        worker.post.send(worker, self.peer, message, at_s=worker.busy_until)
 
     def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
         payload = NOTHING
@@ -439,7 +449,8 @@ class SimPort:
             fill(payload)
         worker = self.worker
         num_bytes = worker.block_bytes(message.block)
-        worker.busy_until = worker.free_at() + num_bytes / worker.costs.push_bytes_per_s
+        copying_s = num_bytes / worker.costs.push_bytes_per_s
+        worker.busy_until = worker.free_at() + worker.costs.worker_message_s + copying_s
         size = HEADER_BYTES if self.direct else HEADER_BYTES + num_bytes
         worker.post.send(worker, self.peer, message, payload, size, worker.busy_until)
 

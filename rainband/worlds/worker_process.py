@@ -116,7 +116,7 @@ class WorkerProcess:
             member.wait()
 
     def _save(self, worker: ModuleWorker, conclude: Conclude, body: memoryview | None) -> dict[str, float]:
-        self.member.pull_latest()
+        self.member.pull_final()
         if body is not None:
             worker.set_buffers(body)
         module: nn.Module = worker.module

@@ -43,7 +43,7 @@ from rainband.worlds.zygote import (
 )
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # glibc's malloc.h
 
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
@@ -69,6 +69,7 @@ def main(control_fd: int) -> None:
 def _serve(control: socket.socket) -> Job | None:
     control.set_inheritable(False)
     _set_zygote_signals()
+    _share_one_heap()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below us become our children, so that we find them
     return Loop(control).run()
 
@@ -260,6 +261,13 @@ def _keep_freed_memory() -> None:
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         libc.mallopt(_M_TOP_PAD, 64 * 2**20)
+
+
+def _share_one_heap() -> None:
+    """Before there are threads: what one of them receives would lie in a heap of its own, given back at every step."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def _set_zygote_signals() -> None:

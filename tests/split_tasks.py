@@ -1,0 +1,79 @@
+"""Tasks whose layers are in pieces, with whole numbers only, and plans that give each worker one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rainband.layers import LocallyConnected2d
+from rainband.pipeline.cut import cut
+from rainband.pipeline.split_linear import AsPair, ByColumns, ByRows
+from rainband.pipeline.tiles import Tiled, tile_of
+from rainband.stages.plan import TeamPlan
+from rainband.tasks.task import TensorData
+from tests.team_tasks import Shaped, planned
+
+
+def columns() -> nn.Module:
+    return nn.Sequential(ByColumns(nn.Linear(4, 6), 2), nn.ReLU(), nn.Linear(6, 2))
+
+
+def rows() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), ByRows(nn.Linear(6, 2), 2))
+
+
+def pair() -> nn.Module:
+    return nn.Sequential(AsPair(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), 2), nn.Linear(4, 2))
+
+
+def convolutions() -> nn.Module:
+    layers = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(2))
+    return nn.Sequential(Tiled(layers, (4, 8), 1, 2), nn.Flatten(), nn.Linear(16, 2))
+
+
+def local() -> nn.Module:
+    layers = nn.Sequential(LocallyConnected2d(1, 2, 3, input_size=(4, 8), padding=1), nn.ReLU())
+    return nn.Sequential(Tiled(layers, (4, 8), 2, 1), nn.Flatten(), nn.Linear(64, 2))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {f.__name__: f for f in (columns, rows, pair, convolutions, local)}
+IMAGES = ("convolutions", "local")
+
+
+@dataclass(frozen=True)
+class InPieces(Shaped):
+    """Everything is a whole number: sums are exact in any order, so equality can be asked for."""
+
+    name: str = "columns"
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        model = MODELS[self.name]().double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randint(-1, 2, parameter.shape))
+        return model
+
+    def data(self) -> TensorData:
+        torch.manual_seed(1)
+        shape = (1, 4, 8) if self.name in IMAGES else (4,)
+        return TensorData(torch.randint(-2, 3, (self.samples, *shape)).double())
+
+    def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        answer: Tensor = model(*batch)
+        return (answer * answer).sum() / (1024 * len(answer))  # batches of four: that is exact, too
+
+
+def plan_of(name: str) -> TeamPlan:
+    """The first piece of every layer on one worker, the second on the other; what is whole on the first."""
+    task = InPieces(name)
+
+    def piece(unit: str) -> int:
+        tile = tile_of(unit)
+        return tile if tile is not None else int("pieces_of_1" in unit or unit.endswith("between_1"))
+
+    units = cut(task.model(), task.data().batch(range(2))).units
+    return planned(task, {unit: piece(unit) for unit in units}, kind="partition")

@@ -1,0 +1,30 @@
+"""A run with rounds that is stopped in the middle of one saves a model that is all of one round."""
+
+from __future__ import annotations
+
+import torch
+
+from rainband.messages import Peer
+from rainband.sim.faults import parse
+from rainband.strategies.sync import Sync
+from rainband.worlds.sim_faults import Trouble
+from tests.test_sim_world import world_of
+
+
+def test_when_a_worker_dies_with_a_push_on_one_server_only_the_round_before_is_saved() -> None:
+    """Steps take 1 s. Of what worker 1 pushes at 3 s, server 1 hears nothing; then it dies, and the run is stopped."""
+    world = world_of(Sync(lr=0.25), 2)
+    Trouble(world, parse("2.5 slow worker 1 > server 1 for 9 by 5"), seed=0)
+    world.start()
+    world.run(until_s=3.05)
+    world.kill(world.workers[1], keep=lambda letter: False)
+    world.leader.send(world.coordinator.stop("stopped", "enough"))
+    world.run()
+
+    blocks = [block for node in world.servers.values() for block in node.server.blocks.values()]
+    assert [block.version for block in blocks] == [3, 2]
+    client = world.workers[0].client
+    assert client is not None and client.me == Peer("worker", 0)
+    for block in blocks:
+        assert torch.equal(client.views[block.index], block.place.of(2))
+        assert not torch.equal(block.place.of(2), block.place.of(1))
