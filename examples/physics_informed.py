@@ -66,8 +66,7 @@ class Equation:
 
 
 task = Equation()
-iterations = 5 if tiny else 800
-found = rainband.minimize(task, "lbfgs", workers=2, servers=1, iterations=iterations, history=30, tol=1e-4, n_push=2)
+found = rainband.minimize(task, workers=2, servers=1, iterations=5 if tiny else 800, history=30, tol=1e-4, n_push=2)
 by_batches = {"Adam": rainband.Downpour(optimizer="adam", lr=1e-3), "SGD": rainband.Downpour(lr=1e-5)}
 fitted = {name: rainband.fit(task, how, workers=2, servers=1, epochs=found.nfev) for name, how in by_batches.items()}
 
@@ -83,7 +82,7 @@ def plot(path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), dpi=120, layout="constrained")
     left.semilogy([i.evaluations for i in found.history], [i.loss for i in found.history], label="L-BFGS")
     for name, one in fitted.items():
         done = [p for p in one.history if p.loss is not None and p.samples_done]
@@ -94,7 +93,7 @@ def plot(path: Path) -> None:
     for module in (found.module, *(one.module for one in fitted.values())):
         right.semilogy(x[1:-1], (module(x) - exact(x)).abs().detach()[1:-1])  # at both ends it is zero
     right.set(xlabel="x", ylabel="error of u", xticks=[-1, -0.5, 0, 0.5, 1])
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
 plot(Path("physics_informed.png"))

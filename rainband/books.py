@@ -61,6 +61,7 @@ class Books(msgspec.Struct, frozen=True):
     updates: int  # applied to blocks, all together
     extras: int = 0  # pushes named by their sender, not by batches: a step without a new batch, a loader of one's own
     torn: int = 0  # pushes without a name, or writes in place, that are only partly in: their sender ended in between
+    unlocked: bool = False  # steps were added to one memory without locks: if some overwrote others is not known
 
     @property
     def balanced(self) -> bool:
@@ -150,6 +151,7 @@ def balance(plan: Plan, reports: Iterable[Report], leased_again: int) -> Books:
         updates=sum(r.updates for r in reports),
         extras=min(extras),
         torn=max(extras) - min(extras) + sum(r.cut_short for r in reports),
+        unlocked=any(r.unlocked for r in reports),
     )
 
 

@@ -348,6 +348,7 @@ class Report(Message, frozen=True):
     adapt: tuple[int, int] | None = None  # from where to where its bound may be moved
     bound: int | None = None  # that holds now
     gathers: int | None = None  # gradients that make one update now; none: each rule has its own way
+    unlocked: bool = False  # workers add in place: whether two additions overwrote each other is not known
     cut_short: int = 0  # updates that were being written, by a worker itself, when it was lost
 
 

@@ -328,7 +328,8 @@ class Server:
             copy = block.keeping.copy_of(params.kept, params.version)
             if copy is not None:  # otherwise the reader was given up meanwhile
                 return params, copy
-        late = params.point >= 0 and block.version > params.point + 1  # version r is kept beside r + 1, not longer
+        kept = len(block.place.buffers) - 1  # in rounds version r is kept beside r + 1, not longer
+        late = params.point >= 0 and block.version > params.point + kept
         version = params.point if params.point >= 0 else block.version
         if late or version != params.version or self.term != params.term:
             params = msgspec.structs.replace(params, term=self.term, version=version, late=late)

@@ -6,14 +6,16 @@ import functools
 import operator
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+from rainband.rules import MeanOfArrivals
 from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
-from rainband.types import ServerHalf, Strategy, Worker
+from rainband.types import Block, ServerHalf, Strategy, Worker
 from tests.harness import Faults, Outcome, run
 from tests.ledger import LR, Case
 
@@ -105,9 +107,18 @@ def _draw_bounded_delay(r: random.Random) -> BoundedDelay:
     return BoundedDelay(tau=r.choice((0, 1, 1, 3)), tau_last=r.choice((None, None, 0, 4)), lr=LR, guard=False)
 
 
+class SumOfArrivals(MeanOfArrivals):
+    """The same updates, but every gradient counts as much as Downpour's, however many there are in one."""
+
+    def flush(self, block: Block) -> None:
+        if self.total is not None:
+            self.total.mul_(self.count)
+        super().flush(block)
+
+
 @dataclass(frozen=True)
 class Softly:
-    """Soft synchronisation whose every gradient counts as much as Downpour's, however many workers there are."""
+    """Soft synchronisation, so that the ledger can count."""
 
     n: int
 
@@ -115,8 +126,9 @@ class Softly:
         await SoftSync().run(worker)
 
     def server(self, num_workers: int) -> ServerHalf:
-        count = SoftSync(n=self.n).count(num_workers)
-        return SoftSync(n=self.n, lr=LR * count, scaling="none", guard=False).server(num_workers)
+        soft = SoftSync(n=self.n, lr=LR, scaling="none", guard=False)
+        rule = partial(SumOfArrivals, soft.count(num_workers), False, num_workers, soft.count)
+        return replace(soft.server(num_workers), rule=rule)
 
 
 def _draw_soft_sync(r: random.Random) -> Softly:

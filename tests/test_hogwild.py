@@ -20,6 +20,7 @@ from rainband import events
 from rainband.blocks import cut
 from rainband.catalogue import load_strategy
 from rainband.cli.configure import configured
+from rainband.cli.summary import books as told
 from rainband.flat import Flat
 from rainband.messages import Ask, Assign, Flush, Forget, Loaded, Message, Ready, Report, Revoke, Sets, Skipped, Tune
 from rainband.portions import Plan
@@ -286,6 +287,11 @@ def test_every_batch_is_added_once_and_what_a_gradient_missed_is_what_the_others
     assert torch.equal(weights(tmp_path), Linear(**SMALL).after(LR))
     books = result.books
     assert (books["applied"], books["lost"], books["twice"], books["torn"]) == (128, 0, 0, 0)
+    assert told(books) == [
+        "128 of 128 batches added to one memory, 0 twice",
+        "if additions have overwritten each other is not known: there are no locks",
+    ]
+    assert told({**books, "torn": 1})[0].endswith("0 twice, 1 cut short by the loss of a worker")
     assert result.staleness["mean"] == pytest.approx(2, abs=0.1)  # two others, at the same pace
 
 

@@ -354,3 +354,24 @@ def test_batches_are_dealt_to_all_replicas_alike_also_where_a_group_has_fewer() 
     profile = chain([6.0])
     plan = Plan(model="", kind="pipeline", partitioner="", num_machines=4, stages=(Stage((0, 1, 2), ("u0",)),))
     assert pipeline_s(plan, profile, Network(machines_per_group=2)) == 2.0
+
+
+def test_messages_wait_for_the_cards_they_leave_by_and_come_to() -> None:
+    """Values of 10 bytes at 10 bytes/s: two to different machines leave one after the other, two to one come so."""
+    fan_out = Profile("", 1, (Unit("a"), Unit("b"), Unit("c")), (Value("a", "a", ("b", "c"), 10, 0),))
+    fan_in = Profile(
+        "", 1, (Unit("a"), Unit("b"), Unit("c")), (Value("a", "a", ("c",), 10, 0), Value("b", "b", ("c",), 10, 0))
+    )
+    network = Network(bytes_per_s=10.0, latency_s=0.5)
+    assert partition_s(fan_out, {"a": 0, "b": 1, "c": 2}, network) == 0.5 + 2.0
+    assert partition_s(fan_out, {"a": 0, "b": 1, "c": 1}, network) == 0.5 + 1.0  # once for both readers
+    assert partition_s(fan_in, {"a": 0, "b": 1, "c": 2}, network) == 0.5 + 2.0
+
+
+def test_all_to_all_takes_as_long_as_one_card_needs_for_the_others() -> None:
+    """Four machines, each with a value of 10 bytes for the three others: 3 s at 10 bytes/s, not 12."""
+    units = tuple(Unit(f"{layer}{n}") for layer in "ab" for n in range(4))
+    values = tuple(Value(f"a{n}", f"a{n}", ("b0", "b1", "b2", "b3"), 10, 0) for n in range(4))
+    where = {unit.name: int(unit.name[1]) for unit in units}
+    profile = Profile("", 1, units, values)
+    assert partition_s(profile, where, Network(bytes_per_s=10.0, latency_s=0.5)) == 0.5 + 3.0

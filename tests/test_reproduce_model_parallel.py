@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rainband.pipeline.profile import Profile, Unit, Value
+from rainband.pipeline.predict import partition_s
+from rainband.pipeline.profile import Network, Profile, Unit, Value
 from rainband.pipeline.schedules import gpipe, one_f_one_b
 from rainband.sim.compute import ComputeModel
 from rainband.sim.model import ClusterModel, NodeModel
@@ -82,8 +83,9 @@ def test_a_gradient_goes_back_once_when_the_last_reader_of_a_machine_is_done() -
     assert batch_s(profile, {"a": 0, "b": 1, "c": 1}, STEADY) == 1.5 + 2 + 3 + 1.5 + 1
 
 
-def test_full_nets_slow_beyond_a_few_machines_and_local_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With layers that run at 100 Gflop/s: measuring them here would take longer, and differ."""
+@pytest.fixture
+def layers_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that run at 100 Gflop/s: measuring them here would take longer, and differ."""
 
     def at_a_rate(inputs: int, outputs: int) -> tuple[float, float]:
         forward_s = 2 * inputs * outputs * partition_speed_up.BATCH / 100e9
@@ -92,6 +94,10 @@ def test_full_nets_slow_beyond_a_few_machines_and_local_ones_do_not(monkeypatch:
     weights = partition_speed_up.WINDOW**2 * partition_speed_up.CHANNELS
     monkeypatch.setattr(partition_speed_up, "linear_s", at_a_rate)
     monkeypatch.setattr(partition_speed_up, "place_s", lambda channels: at_a_rate(weights, channels))
+
+
+@pytest.mark.usefixtures("layers_at_a_rate")
+def test_full_nets_slow_beyond_a_few_machines_and_local_ones_do_not() -> None:
     speech, images = partition_speed_up.speech, partition_speed_up.images
     assert sum(u.parameter_bytes for u in speech(1).units) == 4 * 41_758_720
     assert sum(u.parameter_bytes for u in images(1, 1).units) / 4 == pytest.approx(1.69e9, rel=0.01)
@@ -99,6 +105,17 @@ def test_full_nets_slow_beyond_a_few_machines_and_local_ones_do_not(monkeypatch:
     local = [partition_speed_up.seconds(images(side, side), 1, seed=0) for side in (1, 4, 9)]
     assert full[1] < full[2] < full[0]
     assert local[2] < local[1] / 2 < local[0] / 10
+
+
+@pytest.mark.usefixtures("layers_at_a_rate")
+@pytest.mark.parametrize("net", ["speech", "images"])
+def test_a_partition_takes_in_virtual_time_what_a_plan_predicts(net: str) -> None:
+    """Two programs that know nothing of each other, for eight and nine machines on 1 Gbit/s."""
+    profile = partition_speed_up.speech(8) if net == "speech" else partition_speed_up.images(3, 3)
+    where = {unit.name: int(unit.name.rpartition(".")[2]) for unit in profile.units}
+    gbit = NetworkModel(latency_s=100e-6, bytes_per_s=125e6)
+    predicted_s = partition_s(profile, where, Network(latency_s=100e-6, bytes_per_s=125e6))
+    assert batch_s(profile, where, replace(STEADY, network=gbit)) == pytest.approx(predicted_s, rel=0.05)
 
 
 # ---- plans ----

@@ -223,11 +223,11 @@ def test_who_is_only_late_gets_its_turn_without_asking_again() -> None:
     assert to == slow and isinstance(cells, Cells)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(15))
 def test_in_a_storm_it_is_the_same_result_or_there_is_a_reason(seed: int) -> None:
-    """Kills, pauses, lost lines and late messages, drawn from a seed; servers live."""
+    """Kills, pauses, lost lines, late messages, new coordinators, drawn from a seed; servers live."""
     strategy = Sandblaster(iterations=4, n_push=1, **EXACT)
-    chances = Chances(length_s=1.5, timeout_s=TIMEOUT_S, servers_die=False)
+    chances = Chances(length_s=1.5, timeout_s=TIMEOUT_S, coordinator_returns=True)
     script = random_script(Random(f"storm {seed}"), 3, 2, chances)
     ran = led(strategy, Logistic(), num_workers=3, faults="\n".join(map(str, script)), seed=seed + 1)
     coordinator = ran.world.coordinator

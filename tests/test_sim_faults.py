@@ -138,6 +138,14 @@ def test_a_worker_killed_between_two_blocks_of_one_push_is_made_up_for() -> None
     assert torn > 0
 
 
+@pytest.mark.parametrize("seed", [74, 170])
+def test_an_evaluation_that_is_over_is_not_read_under_its_old_number(seed: int) -> None:
+    """Its cells come so late to a worker that the parameters are those of the next one by then: it is told so."""
+    verdict = check(random_case(seed, "sandblaster"), keep_trace=True)
+    assert not verdict.wrong, told(verdict)
+    assert any(" late" in line.what for line in verdict.trace.lines or [] if line.what.startswith("params"))
+
+
 # ---- scripts ----
 
 

@@ -395,6 +395,19 @@ def test_a_round_is_read_exactly_or_not_at_all() -> None:
     assert shared.read_round(0, 4, Meddling(16, lambda: write(5)))  # type: ignore[arg-type]  # 4 is kept beside 5
 
 
+def test_where_there_is_one_buffer_a_version_is_gone_when_the_next_is_begun() -> None:
+    shared = published(buffers=1, numel=16)
+    place, out = shared.place(shared_spec(16)), torch.empty(16)
+
+    def write() -> None:
+        place.begin()
+        place.end()
+
+    write()
+    assert [shared.read_round(0, version, out) for version in (0, 1, 2)] == [False, True, False]
+    assert not shared.read_round(0, 1, Meddling(16, place.begin))  # type: ignore[arg-type]
+
+
 # ---- who is turned away --------------------------------------------------------------------------------------------
 
 HTTP = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -58,6 +58,8 @@ def books(kept: Mapping[str, Any], someone_was_lost: bool = True) -> list[str]:
         f"{whole(kept['applied'])} of {count(kept['batches'], 'batch')} applied to every block, "
         f"{whole(kept['lost'])} lost, {whole(kept['twice'])} twice"
     ]
+    if kept.get("unlocked"):
+        lines = _unlocked(kept)
     if not kept["batches"] and kept.get("extras"):  # a loader of the user's own
         lines = []
     if extras := kept.get("extras"):
@@ -73,6 +75,16 @@ def books(kept: Mapping[str, Any], someone_was_lost: bool = True) -> list[str]:
     if refused := kept.get("refused"):
         lines.append(f"{count(sum(refused.values()), 'push')} refused: {_by_reason(refused)}")
     return lines
+
+
+def _unlocked(kept: Mapping[str, Any]) -> list[str]:
+    """Of steps that workers add to one memory themselves."""
+    done = f"{whole(kept['applied'])} of {count(kept['batches'], 'batch')} added to one memory"
+    torn = f", {whole(kept['torn'])} cut short by the loss of a worker" if kept.get("torn") else ""
+    return [
+        f"{done}, {whole(kept['twice'])} twice{torn}",
+        "if additions have overwritten each other is not known: there are no locks",
+    ]
 
 
 def staleness(measured: Mapping[str, Any], bound: str = "") -> str:

@@ -1,7 +1,8 @@
 r"""What a plan should take, from a profile and a network.
 
 A partition does one batch at a time: fragments in their order, each when its machine is free and what it reads is
-there.
+there. A value is sent once to each machine that reads it, and its gradient comes back once; messages wait for the card
+they leave by, and for the one they come to.
 
 A pipeline gives a batch as often as its slowest link allows (PipeDream, Narayanan et al. 2019). For a stage
 of m machines with parameters w, and the values a that go to later stages,
@@ -17,6 +18,8 @@ in turn.) In a stage that is in G groups, a group sends 2 (G - 1) / G |w| to the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 
@@ -111,11 +114,10 @@ class PartitionClock:
 
     def __init__(self, profile: Profile, network: Network) -> None:
         self.network = network
-        self.names = profile.names
         self.forward = {unit.name: unit.forward_s for unit in profile.units}
         self.backward = {unit.name: unit.backward_s for unit in profile.units}
-        self.values = [(v.name, v.maker, v.readers, v.forward_bytes, v.backward_bytes) for v in profile.values]
-        self.read: dict[str, list[str]] = {name: [] for name in self.names}
+        self.values = profile.values
+        self.read: dict[str, list[str]] = {name: [] for name in profile.names}
         for value in profile.values:
             for reader in value.readers:
                 self.read[reader].append(value.maker)
@@ -123,40 +125,76 @@ class PartitionClock:
     def batch_s(self, placement: Mapping[str, int]) -> float:
         key = fragment_keys(self.read, placement)
         order = sorted(set(key.values()))
-        edges = self._edges(key)
-        forward = self._play(order, _sums(self.forward, key), edges)
-        back = {(reader, maker): (size_back, size) for (maker, reader), (size, size_back) in edges.items()}
-        return forward + self._play(order[::-1], _sums(self.backward, key), back)
+        there: list[Transfer] = []
+        back: list[Transfer] = []
+        for value in self.values:
+            home, readers = key[value.maker], sorted({key[reader] for reader in value.readers} - {key[value.maker]})
+            machines = {reader[1] for reader in readers}  # beginning with the next: not all with the first
+            for machine in sorted(machines, key=lambda other, here=home[1]: (other < here, other)):  # type: ignore[misc]
+                those = [reader for reader in readers if reader[1] == machine]
+                there.append(Transfer((home,), tuple(those), value.forward_bytes))
+                if value.backward_bytes or not value.forward_bytes:  # integers have no gradient
+                    back.append(Transfer(tuple(those), (home,), value.backward_bytes))
+        forward_s = _play(order, _sums(self.forward, key), there, self.network)
+        return forward_s + _play(order[::-1], _sums(self.backward, key), back, self.network)
 
-    def _edges(self, key: Mapping[str, Key]) -> dict[tuple[Key, Key], tuple[int, int]]:
-        """(fragment, fragment) -> bytes forward, bytes backward."""
-        edges: dict[tuple[Key, Key], tuple[int, int]] = {}
-        for _, maker, readers, size, size_back in self.values:
-            for there in {key[reader] for reader in readers} - {key[maker]}:
-                pair = (key[maker], there)
-                before = edges.get(pair, (0, 0))
-                edges[pair] = (before[0] + size, before[1] + size_back)
-        return edges
 
-    def _play(
-        self,
-        order: list[Key],
-        work_s: Mapping[Key, float],
-        edges: Mapping[tuple[Key, Key], tuple[int, int]],
-    ) -> float:
-        """When the last fragment is done, if each starts when its machine is free and what it reads is there."""
-        free: dict[int, float] = {}
-        done: dict[Key, float] = {}
-        sources: dict[Key, list[tuple[Key, int]]] = {}
-        for (source, there), (size, _) in edges.items():
-            sources.setdefault(there, []).append((source, size))
-        for fragment in order:
-            _, machine, _ = fragment
-            start = free.get(machine, 0.0)
-            for source, size in sources.get(fragment, ()):
-                start = max(start, done[source] + self.network.transfer_s(size, source[1], machine))
-            done[fragment] = free[machine] = start + work_s[fragment]
-        return max(done.values())
+class Transfer(NamedTuple):
+    """A value, or its gradient, between two machines; within one machine it takes no time."""
+
+    makers: tuple[Key, ...]  # it leaves when all of them are done
+    readers: tuple[Key, ...]  # they cannot begin before it is there
+    num_bytes: int
+
+
+def _play(order: list[Key], work_s: Mapping[Key, float], transfers: list[Transfer], network: Network) -> float:
+    """When the last fragment is done, if each starts when its machine is free and what it reads is there."""
+    place = {fragment: number for number, fragment in enumerate(order)}
+    leaving: dict[Key, list[Transfer]] = {}
+    for transfer in transfers:
+        leaving.setdefault(max(transfer.makers, key=place.__getitem__), []).append(transfer)
+    free: dict[int, float] = {}
+    cards = _Cards(network)
+    there_s: dict[Key, float] = {}  # all that a fragment reads
+    end_s = 0.0
+    for _, level in groupby(order, key=lambda fragment: fragment[0]):
+        sent: list[tuple[float, int, Transfer]] = []
+        for fragment in level:
+            here = fragment[1]
+            done = free[here] = max(free.get(here, 0.0), there_s.get(fragment, 0.0)) + work_s[fragment]
+            end_s = max(end_s, done)
+            sent += [(done, here, transfer) for transfer in leaving.get(fragment, ())]
+        for arrival_s, transfer in cards.carry(sent):
+            for reader in transfer.readers:
+                there_s[reader] = max(there_s.get(reader, 0.0), arrival_s)
+    return end_s
+
+
+class _Cards:
+    """Each machine sends one message after the other, and takes one after the other, as they come."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.sending: dict[int, float] = {}
+        self.taking: dict[int, float] = {}
+
+    def carry(self, sent: list[tuple[float, int, Transfer]]) -> list[tuple[float, Transfer]]:
+        """(when it is ready, its machine, what) -> (when it is there, what)."""
+        arrived: list[tuple[float, Transfer]] = []
+        under_way: list[tuple[float, int, float, Transfer]] = []
+        for ready_s, here, transfer in sent:
+            there = transfer.readers[0][1]
+            if here == there:
+                arrived.append((ready_s, transfer))
+                continue
+            seconds, latency_s = self.network.sending_s(transfer.num_bytes, here, there)
+            begin = max(ready_s, self.sending.get(here, 0.0))
+            self.sending[here] = begin + seconds
+            under_way.append((begin + latency_s, there, seconds, transfer))
+        for begin, there, seconds, transfer in sorted(under_way, key=lambda message: message[0]):
+            end = self.taking[there] = max(begin, self.taking.get(there, 0.0)) + seconds
+            arrived.append((end, transfer))
+        return arrived
 
 
 def _sums(seconds: Mapping[str, float], key: Mapping[str, Key]) -> dict[Key, float]:

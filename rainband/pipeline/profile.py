@@ -107,11 +107,13 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         return self.bytes_per_s if same_group else self.between_bytes_per_s or self.bytes_per_s
 
     def transfer_s(self, num_bytes: int, source: int, destination: int) -> float:
-        if source == destination:
-            return 0.0
+        return 0.0 if source == destination else sum(self.sending_s(num_bytes, source, destination))
+
+    def sending_s(self, num_bytes: int, source: int, destination: int) -> tuple[float, float]:
+        """For how long a message occupies a card, and how much longer it is on its way."""
         near = self.group(source) == self.group(destination)
         latency_s = self.latency_s if near else self.between_latency_s or self.latency_s
-        return latency_s + num_bytes / self.speed(near)
+        return num_bytes / self.speed(near), latency_s
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):

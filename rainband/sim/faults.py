@@ -93,6 +93,7 @@ class Chances:
     timeout_s: float  # the failure timeout: pauses and partitions are around it
     most: int = 5  # faults
     servers_die: bool = False  # and the coordinator; then the run cannot be finished
+    coordinator_returns: bool = False  # it may die, and is started again
 
 
 def random_script(random: Random, num_workers: int, num_servers: int, chances: Chances) -> Script:
@@ -123,7 +124,7 @@ def _random_fault(random: Random, num_workers: int, num_servers: int, chances: C
         "mix",
         "tear",
     ]
-    match random.choice(kinds + ["end"] * chances.servers_die):
+    match random.choice(kinds + ["end"] * chances.servers_die + ["replace"] * 3 * chances.coordinator_returns):
         case "kill" | "crash" as what:
             back = [Fault(at_s + lasts_s, "start", worker)] if random.random() < 0.7 else []
             return [Fault(at_s, what, worker), *back]
@@ -137,6 +138,9 @@ def _random_fault(random: Random, num_workers: int, num_servers: int, chances: C
             ended = random.choice((server, server, "coordinator"))
             back = [Fault(at_s + lasts_s, "start", ended)] if ended == server and random.random() < 0.5 else []
             return [Fault(at_s, "kill", ended), *back]
+        case "replace":
+            what = random.choice(("kill", "crash"))
+            return [Fault(at_s, what, "coordinator"), Fault(at_s + lasts_s, "start", "coordinator")]
         case "skew":
             whose = random.choice((worker, server, "coordinator", "coordinator"))
             return [Fault(at_s, "skew", whose, by_s=lasts_s * random.choice((1, 10, 1000)))]

@@ -26,6 +26,8 @@ from rainband.types import Batch, Cell
 from rainband.worker import ModuleWorker, ServerSide
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from rainband.client import Client, PullHandle
     from rainband.optim_spec import OptimizerSpec
     from rainband.schedules import Schedule
@@ -208,45 +210,50 @@ class ShareWorker(ModuleWorker):
         for parameter in self.share.model.parameters():
             parameter.grad = None
         await self._give_ties(tag)
-        passages = self._passages(batch, tag)
-        for action in self.share.plan.row(self.share.machine, len(passages)):
-            passage = passages[action.micro]
-            await (passage.forward() if action.kind == "F" else passage.backward())
+        pieces = self._pieces(batch)
+        passages: dict[int, Passage] = {}
+        for action in self.share.plan.row(self.share.machine, len(pieces)):
+            if action.kind == "F":  # its samples are read when they are needed: meanwhile others can begin
+                passages[action.micro] = self._begun(batch, action.micro, pieces)
+                await passages[action.micro].forward()
+            else:
+                await passages[action.micro].backward()
         await self._gather_ties(tag)
         self.flat.check()
         tensors = self.flat.gradients()
-        finite, loss = await self._agree(tag, is_finite(tensors), sum(passage.loss for passage in passages))
+        finite, loss = await self._agree(tag, is_finite(tensors), sum(passage.loss for passage in passages.values()))
         gradient = ModuleGradient(tensors, (batch,), self.plan.samples_in(batch.portion, batch.k), loss)
         gradient.is_finite = finite  # on all of the team, or on none
         gradient.began, gradient.read = began, read
         self._count(gradient)
         return gradient
 
-    def _passages(self, batch: Batch, tag: Tag) -> list[Passage]:
-        torch.default_generator.manual_seed(self._seed(batch))  # the same samples on all of the team
+    def _pieces(self, batch: Batch) -> list[NDArray[np.int64]]:
+        """The samples of each microbatch."""
         indices = self.sampler.indices(batch)
         pieces = np.array_split(indices, min(self.share.plan.micros, len(indices)))
         while len(self.parts) < len(pieces):
             self.parts.append(self.share.part())
-        return [
-            self._passage(part, self._micro(batch, tag, number, piece, len(indices)))
-            for number, (part, piece) in enumerate(zip(self.parts, pieces, strict=False))
-        ]
+        return pieces
+
+    def _begun(self, batch: Batch, number: int, pieces: list[NDArray[np.int64]]) -> Passage:
+        """A microbatch, with the same samples and random numbers on all of the team."""
+        seed = self._seed(batch) if len(pieces) == 1 else _seed_of(self._seed(batch), number)
+        torch.default_generator.manual_seed(seed)
+        data = self.data.batch(pieces[number])
+        args, kwargs = inputs_of(self.task, data)
+        loss, answer = loss_of(self.task, data), self.share.cut.answer
+        micro = Micro(
+            tag=(batch.portion, batch.k, batch.lease, number),
+            inputs=self.share.cut.bind(args, kwargs),
+            loss=lambda outputs: loss(answer(outputs)),
+            weight=len(pieces[number]) / sum(map(len, pieces)),
+            seed=_seed_of(seed, number),
+        )
+        return self._passage(self.parts[number], micro)
 
     def _passage(self, part: Part, micro: Micro) -> Passage:
         return Passage(part, self.team, self.share.plan.home, micro, self.share.shares)
-
-    def _micro(self, batch: Batch, tag: Tag, number: int, indices: Any, samples: int) -> Micro:
-        data = self.data.batch(indices)
-        args, kwargs = inputs_of(self.task, data)
-        loss, answer = loss_of(self.task, data), self.share.cut.answer
-        return Micro(
-            tag=(*tag, number),
-            inputs=self.share.cut.bind(args, kwargs),
-            loss=lambda outputs: loss(answer(outputs)),
-            weight=len(indices) / samples,
-            seed=xxhash.xxh3_64_intdigest(f"{self._seed(batch)} {number}".encode()) >> 2,
-        )
 
     async def _agree(self, tag: Tag, finite: bool, loss: float) -> tuple[bool, float]:
         """Is it finite everywhere, and what is its loss? The last machine may not know of the first one's trouble."""
@@ -335,6 +342,10 @@ class ShareWorker(ModuleWorker):
             elif self.leads:
                 outputs = await self.team.receive(self.share.plan.home(layout.answer_machine), ("answer", number))
         return self.share.cut.answer(outputs) if self.leads and outputs is not None else None
+
+
+def _seed_of(seed: int, number: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{seed} {number}".encode()) >> 2
 
 
 class WholeModel(torch.nn.Module):

@@ -2,9 +2,9 @@ r"""Will it be clicked? A sparse logistic regression on made-up samples: each ha
 
     p(click | sample) = 1 / (1 + exp(-b - sum of w_f over its features f))
 
-Features are drawn by their rank, feature r as often as 1 / r^skew, as words and clicks are; a hidden w makes the labels,
-with noise. The gradient of a batch has a row for each feature that it holds and no other (nn.EmbeddingBag, sparse), so
-workers seldom write to the same place: the case for hogwild.
+Features are drawn by their rank, feature r as often as 1 / r^skew, as words and clicks are; a hidden w makes the
+labels, with noise. The gradient of a batch has a row for each feature that it holds and no other (nn.EmbeddingBag,
+sparse), so workers seldom write to the same place: the case for hogwild.
 """
 
 from __future__ import annotations

@@ -125,10 +125,11 @@ class Published:
         """Copy exactly this version of a block; False when it is gone, also when it went while we copied."""
         at = self.at[block]
         buffers = self.values[block]
-        if not version <= self.words[at] >> 1 <= version + 1:
+        last = version + len(buffers) - 1  # with two buffers a version is kept beside the next one
+        if not version <= self.words[at] >> 1 <= last:
             return False
         out.copy_(buffers[version % len(buffers)])
-        return self.words[at] <= 2 * (version + 1)  # beyond that its buffer is being written again
+        return self.words[at] <= 2 * last  # beyond that its buffer is being written again
 
 
 class Mailbox:

@@ -107,6 +107,6 @@ def refuse_led(strategy: Strategy, name: str) -> None:
         )
     if is_one_memory(strategy):
         raise ValueError(
-            f"{name} makes its steps itself, in memory that all workers share, so it has no place in a loop of your own: "
-            f"use rainband train TASK {name}, or choose downpour."
+            f"{name} makes its steps itself, in memory that all workers share, so it has no place in a loop of your "
+            f"own: use rainband train TASK {name}, or choose downpour."
         )

@@ -95,8 +95,8 @@ def _groups(strategy: Strategy, num_workers: int) -> list[str]:
         count = num_workers // n
         fitting = ", ".join(str(d) for d in range(1, num_workers + 1) if num_workers % d == 0)
         return [
-            f"n={n} does not divide {num_workers} workers: c = {num_workers} / {n} is rounded down to {count}, so there "
-            f"are {num_workers / count:.3g} updates, not {n}, when all have pushed once. Choose n from {fitting}."
+            f"n={n} does not divide {num_workers} workers: c = {num_workers} / {n} is rounded down to {count}, so "
+            f"there are {num_workers / count:.3g} updates, not {n}, when all have pushed once. Choose n from {fitting}."
         ]
     return []
 

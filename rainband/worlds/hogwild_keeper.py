@@ -117,5 +117,6 @@ class Keeper:
             flushed=flushed,
             missed=(Missed(0, updates, sum(n * times for n, times in total.items()), max(total, default=0)),),
             guard=self.guard,
+            unlocked=True,
             cut_short=len(self.cut_short),
         )

@@ -1,4 +1,4 @@
-"""A worker whose parameters are memory that all workers share: it computes there, and adds its steps there, unlocked."""
+"""A worker whose parameters are memory that all workers share: it computes there, and adds its steps there."""
 
 from __future__ import annotations
 

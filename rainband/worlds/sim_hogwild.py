@@ -1,8 +1,8 @@
 """Workers that share one memory, in virtual time: a worker sees what was there when its step began.
 
 How two writes interleave is modelled step by step: a worker reads all parameters at the moment it begins to compute,
-and its addition is made whole at the moment it has computed. So gradients are as stale as they would be; but no addition
-is lost to another, and none is cut short, as happens in real memory.
+and its addition is made whole at the moment it has computed. So gradients are as stale as they would be; but no
+addition is lost to another, and none is cut short, as happens in real memory.
 """
 
 from __future__ import annotations

@@ -456,7 +456,7 @@ class SimPort:
 
     def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
         block = self.server().blocks[spec.index]
-        if point >= 0 and block.version > point + 1:
+        if point >= 0 and block.version > point + len(block.place.buffers) - 1:
             return None
         version = point if point >= 0 else block.version
         self.worker.copies(spec.index)
