@@ -79,7 +79,7 @@ def weigh(program: psutil.Popen) -> dict[str, list[float]]:
                 if title.startswith(("rainband worker", "rainband server")):
                     seen.setdefault(title, []).append(process.memory_full_info().pss / 1e6)
         with contextlib.suppress(psutil.TimeoutExpired):
-            program.wait(timeout=0.3)
+            program.wait(timeout=1)
     return seen
 
 
@@ -87,7 +87,8 @@ if __name__ == "__main__":
     size = ["task.width=32", "task.blocks=4", "task.samples=32"] if "--tiny" in sys.argv[1:] else []
     words = ["split_model:Writer", "sync", "optimizer=adam", "lr=0.0003", *size, "--runs", str(Path.cwd() / "runs")]
     start = [sys.executable, "-c", "from rainband.cli.main import main; main()", "train"]
-    counts = ["--stages", "4", "--workers", "4", "--servers", "4"]
+    many = "2" if size else "4"
+    counts = ["--stages", many, "--workers", many, "--servers", many]
     program = psutil.Popen([*start, *words, *counts], cwd=Path(__file__).parent)
     for name, values in sorted(weigh(program).items()):
         settled = sorted(values[len(values) // 2 :])

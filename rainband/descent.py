@@ -8,7 +8,7 @@ Everything with as many elements as the model stays on the servers; here are onl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +18,7 @@ from rainband.line_search import Search, Trial
 from rainband.vectors import GRADIENT, PARAMS, Operation, axpy, copy, dot, norm, scale
 
 if TYPE_CHECKING:
-    from rainband.types import Gradient, Leading, Worker
+    from rainband.types import Evaluation, Gradient, Leading, Worker
 
 START = "start"  # the parameters where the iteration began
 
@@ -131,13 +131,14 @@ class Descent:
 
     async def evaluate(self, *first: Operation) -> Where:
         """Do some operations, then find the loss and the mean gradient at the parameters."""
-        loss, gradient_norm, _ = await self._evaluate(first, ())
+        loss, gradient_norm, _ = await self._found(self.coordinator.evaluate(*first, cells=self.cells))
         return Where(loss, gradient_norm)
 
-    async def _evaluate(
-        self, first: tuple[Operation, ...], then: tuple[Operation, ...]
+    async def _found(
+        self, evaluating: Awaitable[Evaluation], *then: Operation
     ) -> tuple[float, float, tuple[float, ...]]:
-        found = await self.coordinator.evaluate(*first, cells=self.cells)
+        """What comes of an evaluation: the loss, the gradient's norm, and what is asked for besides."""
+        found = await evaluating
         mean = scale(GRADIENT, 1.0 / max(1, found.samples))
         if not self.weight_decay:
             length, *others = await self.coordinator.compute(mean, norm(GRADIENT), *then)
@@ -146,17 +147,23 @@ class Descent:
         square, length, *others = await self.coordinator.compute(*decayed, norm(GRADIENT), *then)
         return found.loss + 0.5 * self.weight_decay * square, length, tuple(others)
 
-    async def search(self, direction: str, begin: Callable[[], Search]) -> tuple[Trial, Where]:
+    async def search(
+        self, direction: str, begin: Callable[[], Search], setup: tuple[Operation, ...] = ()
+    ) -> tuple[Trial, Where]:
         """Follow a line search along a direction, from `start`; afterwards parameters and gradient are those it chose.
 
-        If the run is stopped meanwhile, the parameters are again those of the start: an iteration is done or it is not.
+        `setup` makes the vector `start`, if it is not there yet: with the first trial, in one command. If the run is
+        stopped meanwhile, the parameters are again those of the start: an iteration is done or it is not.
         """
         search = begin()
         step = next(search)
+        has_start = not setup
         try:
             while True:
-                moved = (copy(PARAMS, START), axpy(PARAMS, step, direction))
-                loss, length, (slope,) = await self._evaluate(moved, (dot(GRADIENT, direction),))
+                moved = *setup, copy(PARAMS, START), axpy(PARAMS, step, direction)
+                evaluating = self.coordinator.evaluate(*moved, cells=self.cells)
+                setup, has_start = (), True
+                loss, length, (slope,) = await self._found(evaluating, dot(GRADIENT, direction))
                 trial = Trial(step, loss if math.isfinite(loss) else math.inf, slope)
                 try:
                     step = search.send(trial)
@@ -165,5 +172,6 @@ class Descent:
                     assert chosen.step == trial.step, "a search ends where it looked last"
                     return chosen, Where(loss, length)
         except Stop:
-            await self.coordinator.compute(copy(PARAMS, START))
+            if has_start:
+                await self.coordinator.compute(copy(PARAMS, START))
             raise

@@ -21,6 +21,7 @@ from rainband.types import Evaluation, Leading
 from rainband.vectors import ANSWERED, Operation
 
 FATAL_DEATHS = 3  # a cell that cost so many workers their lives ends the run
+MOST_AFTER_STOP = 100  # commands of a strategy that was told to stop
 To = tuple[Peer, Message]
 Lead = Callable[[Leading], Coroutine[Any, Any, None]]
 
@@ -136,7 +137,9 @@ class Leader:
         self.now = 0.0
         self.over = False
         self.error = ""
-        self.stopping = self.thrown = False
+        self.stopping = False
+        self.cut_short = False  # in the middle of an evaluation, and the strategy has yet to hear of it
+        self.after_stop = 0  # commands
         self.samples = 0  # in evaluations that are over
         self.batches = self.cells = self.evaluations = 0  # asked for so far
         self.backups = self.journal.backups
@@ -187,6 +190,9 @@ class Leader:
     def _command(self, operations: Sequence[Operation], cells: tuple[int, ...]) -> Pending:
         assert self.crew is not None
         assert self.pending is None or self.pending.ready(), "await the command before giving another"
+        self.after_stop += self.stopping
+        if self.after_stop > MOST_AFTER_STOP:
+            raise Stop  # it would never end by itself
         self.number += 1
         command = Command(self.term, self.number, tuple(operations), len(cells))
         self.pending = Pending(command, self.crew.servers, self.crew.first, cells)
@@ -229,17 +235,24 @@ class Leader:
         return outs + self._hand_out()
 
     def stop(self) -> list[To]:
-        """End early: the strategy may still give commands, but nobody computes for it."""
+        """End early: the strategy may still give commands, but nobody computes for it.
+
+        Arithmetic goes on until the next evaluation is asked for: what follows a search is part of its iteration.
+        """
         if self.coroutine is None:
             self.over = True
         if self.over or self.stopping:
             return []
         self.stopping = True
         assert self.pending is not None
-        self.pending.cells = ()  # the sum of an evaluation is not waited for, only what was sent to servers
-        if not self.pending.ready():
+        if not self.pending.cells:
             return []
-        self.thrown = True
+        self.cut_short = True
+        self.pending.cells = ()  # the sum of an evaluation is not waited for, only what was sent to servers
+        return self._throw_stop() if self.pending.ready() else []
+
+    def _throw_stop(self) -> list[To]:
+        self.cut_short = False
         return self._go_on(Stop())
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
@@ -259,9 +272,8 @@ class Leader:
                 pending.evaluated[sender] = message
         if not pending.ready():
             return self._hand_out()
-        if self.stopping and not self.thrown:
-            self.thrown = True
-            return self._go_on(Stop())
+        if self.cut_short:
+            return self._throw_stop()
         if not pending.refused():
             self.journal.entries.append(pending.entry())
             self.samples += self.journal.entries[-1].samples

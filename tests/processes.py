@@ -180,6 +180,7 @@ class Nest:
         optimizer: str = "sgd",
         gated: bool = True,
         team: TeamPlan | None = None,
+        eval_every_s: float = 10.0,
         **settings: Any,
     ) -> Iterator[Run]:
         """Start a run; afterwards see that nothing is left of it, whatever happened to it."""
@@ -197,6 +198,7 @@ class Nest:
             failure_timeout_s=timeout_s,
             directory=str(directory),
             team=team,
+            eval_every_s=eval_every_s,
         )
         with self._launched(Order(str(path / "launcher"), config), directory, gate) as run:
             yield run

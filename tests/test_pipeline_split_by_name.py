@@ -160,6 +160,25 @@ def test_pieces_are_dealt_in_turn_where_machines_are_few() -> None:
     assert [where[f"_0_pieces_of_{n}"] for n in range(4)] == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_made_anew_have_first_values_as_large_as_the_whole_layers(case: str) -> None:
+    """nn.Linear and nn.Conv2d draw from -b to b, where b is 1 / sqrt(inputs): so does each of their pieces."""
+    make, hows, _ = CASES[case]
+    model = make()  # type: ignore[operator]
+    split(model, hows, (inputs(model).float(),))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(99.0)
+    for module in model.modules():
+        if reset := getattr(module, "reset_parameters", None):
+            reset()
+    whole = joined(model)
+    for layer in whole.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d | LocallyConnected2d):
+            number = layer.weight.shape[2] if isinstance(layer, LocallyConnected2d) else layer.weight[0].numel()
+            assert all(float(p.detach().abs().max()) <= number**-0.5 for p in layer.parameters())
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [

@@ -281,14 +281,32 @@ def test_three_deaths_at_one_cell_end_the_run() -> None:
     assert ran.world.coordinator.reason == "cell 0 ended 3 workers"
 
 
-def test_a_run_that_is_stopped_in_a_search_goes_back_to_where_the_iteration_began() -> None:
-    ran = led(Sandblaster(iterations=50, n_push=1, **EXACT), Logistic(), run=False)
-    ran.world.run(until_s=1.0)
+@pytest.mark.parametrize("ms", [*range(600, 616), 1000])
+def test_a_run_that_is_stopped_in_an_iteration_goes_back_to_where_it_began(ms: int) -> None:
+    """In the middle of a search, or while a direction is made."""
+    instant = with_compute(kind="constant", step_s=0.001)
+    ran = led(Sandblaster(iterations=50, n_push=1, **EXACT), Logistic(), model=instant, run=False)
+    ran.world.run(until_s=ms / 1000)
     ran.world.leader.send(ran.world.coordinator.stop("stopped", "enough"))
     ran.world.run()
 
     assert ran.world.coordinator.outcome == "stopped" and len(ran.iterates) > 2
     assert torch.equal(parameters(ran.world), ran.iterates[-1])
+    assert ran.world.coordinator.facts.leader is not None and ran.world.coordinator.facts.leader.error == ""
+
+
+def test_a_lead_that_would_calculate_for_ever_ends_soon_after_it_was_told_to() -> None:
+    async def lead(coordinator: Leading) -> None:
+        while True:
+            await coordinator.compute(norm(PARAMS))
+
+    server = Peer("server", 0)
+    leader = Leader(lead)
+    leader.start(Crew(make_plan(led=True), (server,), server, 0), now=0.0)
+    leader.stop()
+    for number in range(1, 200):
+        leader.receive(server, Answer(1, number, (1.0,), version=0), now=0.0)
+    assert leader.over and leader.number == 101
 
 
 # ---- what it needs ----

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -28,13 +28,16 @@ from rainband.rules import ApplyOnArrival
 from rainband.sim.compute import ComputeModel
 from rainband.sim.model import ClusterModel, NodeModel
 from rainband.sim.network import NetworkModel
+from rainband.sim.trace import Line, read_lines
 from rainband.strategies.downpour import Downpour
 from rainband.tasks.linear import Linear
 from rainband.types import ServerHalf
 from rainband.worlds import sim
 from rainband.worlds.config import RunConfig, SimSettings
 from rainband.worlds.sim_body import RealBody, TimeBody
+from rainband.worlds.sim_bulk import BankNode
 from rainband.worlds.sim_memory import Desk
+from rainband.worlds.sim_worker import WorkerNode
 from rainband.worlds.sim_world import Notes, Play, World
 from rainband.worlds.spans import Span
 
@@ -115,6 +118,25 @@ def test_a_slow_network_adds_what_it_should() -> None:
     span_s = [span.from_s for span in world.spans or [] if span.what == "compute"]
     between = [round(later - earlier, 6) for earlier, later in pairwise(span_s)]
     assert between[:10] == [1.02] * 10  # towards the end it waits for leases, too
+
+
+def test_every_message_that_a_worker_sends_or_takes_costs_it_time() -> None:
+    """Per step it sends a push to each of two servers, and takes an answer and parameters from each: six messages."""
+    nodes = replace(INSTANT.nodes, worker_message_s=0.125)
+    world = world_of(Downpour(overlap=False), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    world.start()
+    world.run()
+    starts = [span.from_s for span in world.spans or [] if span.what == "compute"]
+    assert [later - earlier for earlier, later in pairwise(starts)][1:3] == [1.0 + 6 * 0.125] * 2
+
+
+def test_taking_parameters_over_counts_as_waiting_as_it_does_for_a_real_worker() -> None:
+    """192 bytes at 768 a second, 16 times and once before the first step."""
+    nodes = replace(INSTANT.nodes, pull_bytes_per_s=768)
+    world = world_of(Downpour(overlap=False), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    world.start()
+    world.run()
+    assert world.workers[0].stats.waited_s == pytest.approx(17 * 0.25, abs=0.3)
 
 
 def test_copying_a_reply_keeps_a_server_from_its_next_message() -> None:
@@ -364,6 +386,37 @@ def test_in_bulk_the_books_are_those_of_every_server(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", "downpour", 200, sim=settings)
     result = sim.run(config, lambda event: None)
     assert (result.books["applied"], result.books["not_done"], result.books["updates"]) == (600, 0, 600)
+
+
+def bulk_run(directory: Path, strategy: str) -> tuple[list[Line], dict[str, Any]]:
+    """Every message with its moment, and what was measured."""
+    settings = SimSettings(time_only=True, bulk=True, steps=7, trace=True)
+    told: list[events.Progress] = []
+    result = sim.run(
+        config_of(directory, strategy, 30, task="digits", sim=settings),
+        lambda event: told.append(event) if isinstance(event, events.Progress) else None,
+    )
+    assert result.outcome == "finished"
+    lines = sorted(read_lines(directory), key=lambda line: (line.at_s, line.source, line.target, line.what))
+    return lines, {"waited": told[-1].waited_s, **result.staleness}
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "stale_sync", "soft_sync", "sync"])
+def test_in_bulk_an_answer_that_lies_until_the_next_message_changes_nothing(
+    tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it when servers look at every message by itself, and not once in a latency."""
+    lying = bulk_run(tmp_path / "lying", strategy)
+    monkeypatch.setattr(WorkerNode, "can_wait_with", lambda node, ack: False)
+    assert bulk_run(tmp_path / "at once", strategy) == lying
+    expect = BankNode.expect
+
+    def one_by_one(node: BankNode, arrives: float, *rest: Any) -> None:
+        expect(node, arrives, *rest)
+        node.clock.at(arrives, node._catch_up)
+
+    monkeypatch.setattr(BankNode, "expect", one_by_one)
+    assert bulk_run(tmp_path / "one by one", strategy) == lying
 
 
 # ---- as it is typed ----

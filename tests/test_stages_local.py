@@ -68,14 +68,23 @@ def test_a_pipeline_that_is_never_flushed_gives_the_same_in_processes(nest: Nest
 def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(nest: Nest, tmp_path: Path) -> None:
     team = planned(Shaped("chain"), 2)
     with nest.run(
-        tmp_path, "downpour", workers=4, team=team, name="chain", samples=6000, timeout_s=2.0, **STAGED
+        tmp_path,
+        "downpour",
+        workers=4,
+        team=team,
+        name="chain",
+        samples=2400,
+        timeout_s=2.0,
+        eval_every_s=0.01,
+        **STAGED,
     ) as run:
         run.first(events.FirstStep)
         run.remember()
         run.worker(3).kill()
         result = run.result()
     assert result.outcome == "finished", result.reason
-    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (1500, 0, 0)
+    assert any(progress.metrics for progress in run.all(events.Progress))  # it was measured on the way, too
+    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (600, 0, 0)
     lost = {event.node: event.why for event in run.all(events.Lost)}
     assert lost.keys() == {"worker 2", "worker 3"}
     assert "worker 3, with which it computed one model, was lost" in lost["worker 2"] or "PeerLost" in lost["worker 2"]

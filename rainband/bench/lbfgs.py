@@ -28,7 +28,7 @@ from rainband.worlds.directory import new_directory
 SIZES = ("0.1M", "0.7M")
 SAMPLES = 16384
 FULL_HISTORY = 14  # iterations, until each direction has all its pairs
-SETTINGS = {"n_push": 8, "gradient_tolerance": 0.0, "loss_tolerance": 0.0}  # it never converges
+SETTINGS = {"n_push": 32, "gradient_tolerance": 0.0, "loss_tolerance": 0.0}  # it never converges
 FASTER, MOST_KB = 1.7, 10.0
 LED = (Command, Answer, Evaluated, Cells, Delivered, Want, Return)
 

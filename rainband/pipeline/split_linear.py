@@ -9,6 +9,7 @@ Each piece is an nn.Linear of its own, so it is a node of its own when the model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -43,8 +44,14 @@ class ByRows(nn.Module):
         super().__init__()
         self.sizes = _sizes(linear.in_features, ways, "inputs")
         weights = torch.split(linear.weight.detach(), self.sizes, dim=1)
-        self.pieces_of = nn.ModuleList(_linear(weight, None) for weight in weights)
+        self.pieces_of = nn.ModuleList(SomeInputs(weight, linear.in_features) for weight in weights)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+
+    def reset_parameters(self) -> None:
+        """The bias anew, as nn.Linear does it; each piece does its own weights."""
+        if self.bias is not None:
+            bound = 1 / math.sqrt(sum(self.sizes))
+            nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = torch.split(x, self.sizes, dim=-1)
@@ -57,6 +64,22 @@ class ByRows(nn.Module):
         """One layer with the weights of all pieces, as they are now."""
         weights = [piece.weight.detach() for piece in _pieces(self.pieces_of)]
         return _linear(torch.cat(weights, dim=1), None if self.bias is None else self.bias.detach())
+
+
+class SomeInputs(nn.Linear):
+    """A linear layer that takes some of the inputs of another; made anew, its weights are as small as the other's."""
+
+    _rainband_whole = True  # one node, as an nn.Linear is
+
+    def __init__(self, weight: Tensor, inputs_of_all: int) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], False, weight.device, weight.dtype)
+        self.inputs_of_all = inputs_of_all
+        with torch.no_grad():
+            self.weight.copy_(weight)
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(getattr(self, "inputs_of_all", self.in_features))
+        nn.init.uniform_(self.weight, -bound, bound)
 
 
 class AsPair(nn.Module):

@@ -8,6 +8,7 @@ locally connected layer's are divided among them.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -151,6 +152,13 @@ class ConvolutionPiece(nn.Module):
         super().__init__()
         self.weight, self.bias = convolution.weight, convolution.bias
         self.stride, self.dilation, self.groups = convolution.stride, convolution.dilation, convolution.groups
+
+    def reset_parameters(self) -> None:
+        """Anew, as nn.Conv2d does it."""
+        bound = 1 / math.sqrt(self.weight[0].numel())
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.conv2d(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)

@@ -34,10 +34,21 @@ class Cores:
         heappush(self.running, (self.advanced + amount_s, self.number, then))
         self._set_alarm()
 
+    def alongside(self, start_s: float, amount_s: float) -> float:
+        """Work that a process does by itself from a moment on; returns how long it takes, if others go on as now."""
+        if start_s > self.clock.now:
+            self.clock.at(start_s, lambda: self.work(amount_s, nothing))
+            return amount_s / self._speed(len(self.running) + 1)
+        self.work(amount_s, nothing)
+        return amount_s / self.speed
+
     @property
     def speed(self) -> float:
-        busy = min(len(self.running), self.num_cores)
-        return busy / len(self.running) / (1 + self.crowding * (busy - 1))
+        return self._speed(len(self.running))
+
+    def _speed(self, processes: int) -> float:
+        busy = min(processes, self.num_cores)
+        return busy / processes / (1 + self.crowding * (busy - 1))
 
     def _advance(self) -> None:
         if self.running:
@@ -60,6 +71,10 @@ class Cores:
         then()
 
 
+def nothing() -> None:
+    """Nobody waits for it."""
+
+
 class OwnCore:
     """A core for everyone: work takes as long as it is."""
 
@@ -68,3 +83,6 @@ class OwnCore:
 
     def work(self, amount_s: float, then: Do) -> None:
         self.clock.at(self.clock.now + amount_s, then)
+
+    def alongside(self, start_s: float, amount_s: float) -> float:
+        return amount_s

@@ -65,6 +65,7 @@ class Stashing:
                 "different times: put its units into one stage (--plan), or choose sync or single."
             )
         worker.lookahead = share.plan.size  # replicas wait for each other's batches, which come later
+        worker.before_cell = None  # the pipeline would have to be emptied for it
         worker.flat.release()  # versions are kept in memory of their own
         index = share.first.mine[0]
         self.fragment = self.layout.fragments[index]

@@ -123,17 +123,17 @@ class ShareWorker(ModuleWorker):
             async for cell in self._told_cells():
                 yield cell
             return
-        announced: deque[Cell] = deque()
-        async for cell in self._announced(announced):
-            if self.before_cell is not None and not announced:
-                self.before_cell()
+        async for cell in self._announced():
             yield cell
         self.order("over", None)
 
-    async def _announced(self, announced: deque[Cell]) -> AsyncIterator[Cell]:
+    async def _announced(self) -> AsyncIterator[Cell]:
         """The cells of the first worker; the others are told of them, a few ahead of its own if they need that."""
         client = self.client
+        announced: deque[Cell] = deque()
         while not client.finished and not client.stopping:
+            if self.before_cell is not None and not announced:  # while nobody is at work
+                self.before_cell()
             while len(announced) <= self.lookahead and (cell := client.next_cell()) is not None:
                 announced.append(cell)
                 batches = [[batch.portion, batch.k, batch.lease] for batch in cell.batches]
@@ -189,13 +189,13 @@ class ShareWorker(ModuleWorker):
                 self.client.ask_round(payload)
                 self.question = Question(self.orders - 1, self.client)
                 continue
-            self.question = None
             if what == "rest":
                 if self.client.entered:
                     self.client.rest()
             elif what == "answer":
                 await self.answer(payload)
             else:
+                self.question = None  # the first asks again, if it still wants to know
                 batches, round_, more = payload
                 yield Cell(tuple(Batch(*batch) for batch in batches), round_, more)
 

@@ -124,9 +124,9 @@ class Sandblaster(FullBatch):
         first = 1.0 if pairs else min(1.0, self.first_step / here.gradient_norm)
         oldest = [pairs.pop(0)] if len(pairs) == self.history else []  # makes room for what a search needs
         dropped = (drop(name) for pair in oldest for name in (pair.s, pair.y))
-        await compute(*dropped, copy(START, PARAMS), copy(y, GRADIENT))
+        setup = *dropped, copy(START, PARAMS), copy(y, GRADIENT)
         start = Trial(0.0, here.loss, slope)
-        chosen, there = await descent.search(s, partial(self._search, start, first, length))
+        chosen, there = await descent.search(s, partial(self._search, start, first, length), setup)
         made = drop(START), scale(s, chosen.step), scale(y, -1.0), axpy(y, 1.0, GRADIENT)
         ys, yy, *sy = await compute(*made, dot(y, s), dot(y, y), *(dot(pair.s, y) for pair in pairs))
         if chosen.step and ys > ROUNDING * yy:

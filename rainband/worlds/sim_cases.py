@@ -115,9 +115,11 @@ def random_case(seed: int, strategy: str | None = None) -> Case:
     random = Random(f"case {seed}")
     drawn = Random(f"strategy {seed}").choice(list(KINDS))
     num_workers, num_servers = random.choice((2, 4)), random.choice((1, 2, 3))
-    chances = Chances(length_s=1.5, timeout_s=TIMEOUT_S, servers_die=random.random() < 0.1)
+    name = strategy or drawn
+    led = KINDS[name].known == "led"  # then a coordinator can be replaced
+    chances = Chances(1.5, TIMEOUT_S, servers_die=random.random() < 0.1, coordinator_returns=led)
     script = random_script(random, num_workers, num_servers, chances)
-    return Case(seed, strategy or drawn, num_workers, num_servers, script)
+    return Case(seed, name, num_workers, num_servers, script)
 
 
 class Stage:

@@ -31,6 +31,9 @@ class Processor(Protocol):
 
     def work(self, amount_s: float, then: Callable[[], None]) -> None: ...
 
+    def alongside(self, start_s: float, amount_s: float) -> float:
+        """Work of one's own from a moment on; returns how long it takes."""
+
 
 class CoordinatorNode(Node):
     """Leads the run; its own work takes no time."""

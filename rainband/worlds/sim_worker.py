@@ -306,12 +306,11 @@ class WorkerNode(Node):
         return self.waiting.is_vain(self.client.stopping)
 
     def _waited(self) -> None:
-        waited_s = self.clock.now - self.waiting_since
-        if waited_s > 0 and self.watch is not None:
-            self.world.span(self.name, "wait", self.waiting_since, self.clock.now)
-        if waited_s > 0 or self.copied_s:
-            # Taking parameters over counts: a real worker does it while it waits for them.
-            self.stats.waited_s += max(0.0, waited_s) + self.copied_s
+        until = self.free_at()  # taking parameters over counts: a real worker does it while it waits for them
+        if until > self.waiting_since and self.watch is not None:
+            self.world.span(self.name, "wait", self.waiting_since, until)
+        if until > self.waiting_since or self.copied_s:
+            self.stats.waited_s += max(0.0, until - self.waiting_since) + self.copied_s
             self.copied_s = 0.0
         self.stats.waiting = False
         self.waiting = None
@@ -321,7 +320,7 @@ class WorkerNode(Node):
             self._take_order(message, payload)
             return
         if self.costs.worker_message_s:
-            self.busy_until = self.free_at() + self.costs.worker_message_s
+            self.spend(self.costs.worker_message_s)
         if payload is not None and isinstance(message, Params):
             self.copies(message.block)
         if self.client is None:
@@ -344,12 +343,18 @@ class WorkerNode(Node):
             case Conclude():
                 self.conclude = message, payload
 
+    def spend(self, amount_s: float) -> float:
+        """Its thread works for so long, or longer where others want its core; returns how long that takes."""
+        start = self.free_at()
+        took_s = self.world.cores.alongside(start, amount_s) if self.costs.cores else amount_s
+        self.busy_until = start + took_s
+        return took_s
+
     def copies(self, block: int) -> None:
         """It takes a block over, which takes time."""
-        now, free_at = self.clock.now, self.busy_until
-        copying_s = self.block_bytes(block) / self.costs.pull_bytes_per_s
-        self.busy_until = (now if now > free_at else free_at) + copying_s
-        self.copied_s += copying_s
+        copying_s = self.spend(self.block_bytes(block) / self.costs.pull_bytes_per_s)
+        if self.waiting is None:  # they were there when it asked
+            self.copied_s += copying_s
 
     def _go_through(self, error: BaseException | None = None) -> None:
         """Let the coroutine run until it wants time to pass."""
@@ -396,7 +401,11 @@ class WorkerNode(Node):
             self.measuring.before_step()
             amount_s += 0.0 if self.stats.metrics is before else self.world.measure_s
         self.computes_until = now + amount_s
-        self.world.cores.work(amount_s, partial(self._computed, wanted, started))
+        computed = partial(self._computed, wanted, started)
+        if self.costs.cores and started > now:  # until then its core has other work of its own
+            self.clock.at(started, partial(self.world.cores.work, amount_s - (started - now), computed))
+        else:
+            self.world.cores.work(amount_s, computed)
 
     def _computed(self, wanted: Work, started: float) -> None:
         if self.clock.now < self.paused_until:
@@ -437,8 +446,9 @@ class SimPort:
 
     def send(self, message: Message) -> None:
         worker = self.worker
-        worker.busy_until = worker.free_at() + worker.costs.worker_message_s
-        worker.post.send(worker, self.peer, message, at_s=worker.busy_until)
+        if worker.costs.worker_message_s:
+            worker.spend(worker.costs.worker_message_s)
+        worker.post.send(worker, self.peer, message, at_s=worker.free_at())
 
     def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
         payload = NOTHING
@@ -449,8 +459,7 @@ class SimPort:
             fill(payload)
         worker = self.worker
         num_bytes = worker.block_bytes(message.block)
-        copying_s = num_bytes / worker.costs.push_bytes_per_s
-        worker.busy_until = worker.free_at() + worker.costs.worker_message_s + copying_s
+        worker.spend(worker.costs.worker_message_s + num_bytes / worker.costs.push_bytes_per_s)
         size = HEADER_BYTES if self.direct else HEADER_BYTES + num_bytes
         worker.post.send(worker, self.peer, message, payload, size, worker.busy_until)
 
