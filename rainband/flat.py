@@ -327,7 +327,8 @@ def _params(group: Mapping[str, Any]) -> list[Tensor]:
 
 def _entry(member: _Member, part: int) -> Entry:
     p = member.parameter
-    return Entry(member.name, tuple(p.shape), _dtype(p), str(p.device), member.group, _memory_order(p), part)
+    device = "cpu" if p.is_meta else str(p.device)  # held by another worker, where it has values
+    return Entry(member.name, tuple(p.shape), _dtype(p), device, member.group, _memory_order(p), part)
 
 
 def _settings(number: int, group: Mapping[str, Any]) -> Settings:

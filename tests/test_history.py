@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rainband import events
-from rainband.coordinator import _rate
+from rainband.duties.accounts import _rate
 from rainband.events import AnyEvent
 from rainband.history import (
     RunSoFar,

@@ -44,7 +44,7 @@ LAYERS = {
     # State machines without I/O, and what they are made of.
     "nodes": Layer(
         modules="server client worker coordinator duties membership checkpoint "
-        "block books buffers evaluation flat gradient guard handed handover journal leader led optim",
+        "block books buffers evaluation flat gradient guard handed handover journal leader led optim pending",
         may_import="words rules codecs",
     ),
     # Nodes that compute one model together.

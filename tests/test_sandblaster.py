@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -251,7 +252,7 @@ def test_a_worker_that_is_five_times_slower_hardly_matters() -> None:
 
 
 def test_who_computes_what_another_has_delivered_leaves_off_between_two_batches() -> None:
-    """Two cells of four batches. Worker 1 takes 10 s for each batch, 40 s for its cell; at 8 s the other begins a copy."""
+    """Two cells of four batches. Worker 1 takes 10 s for a batch, 40 s for its cell; at 8 s the other begins a copy."""
     steps = with_compute(kind="constant", step_s=1.0, slow_workers=(1,), slow_factor=10.0)
     ran = led(Sandblaster(n_push=4, **EXACT), Logistic(samples=32), 2, 1, steps, run=False)
     ran.world.run(until_s=12.5)
@@ -293,6 +294,16 @@ def test_a_run_that_is_stopped_in_an_iteration_goes_back_to_where_it_began(ms: i
     assert ran.world.coordinator.outcome == "stopped" and len(ran.iterates) > 2
     assert torch.equal(parameters(ran.world), ran.iterates[-1])
     assert ran.world.coordinator.facts.leader is not None and ran.world.coordinator.facts.leader.error == ""
+
+
+def test_a_lead_may_only_await_what_its_coordinator_gave() -> None:
+    async def lead(coordinator: Leading) -> None:
+        await asyncio.sleep(0)
+
+    server = Peer("server", 0)
+    leader = Leader(lead)
+    leader.start(Crew(make_plan(led=True), (server,), server, 0), now=0.0)
+    assert leader.over and "lead may only await what its coordinator gave last" in leader.error
 
 
 def test_a_lead_that_would_calculate_for_ever_ends_soon_after_it_was_told_to() -> None:

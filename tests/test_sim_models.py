@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rainband.sim.bank import Bank, Times
 from rainband.sim.clock import VirtualClock
 from rainband.sim.compute import ComputeModel, Pace
-from rainband.sim.cores import Cores
+from rainband.sim.cores import Cores, OwnCore
 from rainband.sim.exact import exp, exponential, log, lognormal
 from rainband.sim.model import NETWORKS, ClusterModel, NodeModel, from_tables, load_model, to_toml
 from rainband.sim.network import Flow, Machine, Network, NetworkModel, Parcel
@@ -291,6 +291,29 @@ def test_a_process_runs_faster_when_others_end() -> None:
     while clock.step():
         pass
     assert ends == pytest.approx({"short": 2.0, "long": 4.0})
+
+
+def test_what_a_process_does_by_itself_takes_its_part_of_the_cores() -> None:
+    """On one core: two seconds of one process, and from the first moment on one second of another."""
+    clock = VirtualClock()
+    cores, ends = Cores(clock, 1), []
+    cores.work(2.0, lambda: ends.append(clock.now))
+    assert cores.alongside(0.0, 1.0) == 2.0  # at half the speed
+    while clock.step():
+        pass
+    assert ends == pytest.approx([3.0])
+    assert OwnCore(clock).alongside(0.0, 1.0) == 1.0
+
+
+def test_what_begins_later_takes_nothing_before() -> None:
+    """The first is alone for a second, then both share the core until the second one's half is done."""
+    clock = VirtualClock()
+    cores, ends = Cores(clock, 1), []
+    cores.work(2.0, lambda: ends.append(clock.now))
+    assert cores.alongside(1.0, 0.5) == 1.0
+    while clock.step():
+        pass
+    assert ends == pytest.approx([2.5])
 
 
 def test_busy_cores_slow_each_other_down_by_crowding() -> None:

@@ -130,6 +130,15 @@ def test_every_message_that_a_worker_sends_or_takes_costs_it_time() -> None:
     assert [later - earlier for earlier, later in pairwise(starts)][1:3] == [1.0 + 6 * 0.125] * 2
 
 
+def test_on_one_core_copying_is_work_like_any_other() -> None:
+    """16 steps of two workers: a second to compute and a second to copy what is pushed, one after the other."""
+    nodes = replace(INSTANT.nodes, push_bytes_per_s=192, cores=1)
+    world = world_of(Downpour(), 2, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    world.start()
+    world.run()
+    assert 16 * 2.0 <= world.clock.now <= 16 * 2.0 + 3.0  # and a second for the first values
+
+
 def test_taking_parameters_over_counts_as_waiting_as_it_does_for_a_real_worker() -> None:
     """192 bytes at 768 a second, 16 times and once before the first step."""
     nodes = replace(INSTANT.nodes, pull_bytes_per_s=768)

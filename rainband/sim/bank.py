@@ -28,7 +28,9 @@ Times = list[Pair]  # of all servers, in the order of `Bank.alike`
 class Alike:
     """Servers one after the other whose shares have one size, and when they have time."""
 
-    def __init__(self, first_s: Sequence[float], num_bytes: int, num_blocks: int, transfer_s: float, nodes: NodeModel):
+    def __init__(
+        self, first_s: Sequence[float], num_bytes: int, num_blocks: int, transfer_s: float, nodes: NodeModel
+    ) -> None:
         self.first_s = min(first_s)  # after which the first of them is sent its share
         self.last_s = max(first_s)
         self.transfer_s = transfer_s  # of one share, on any card

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -226,7 +226,7 @@ class Stashing:
         total = self.stage.totals.pop(update, {})
         batch = None if passing is None else passing.batch
         samples = 0 if batch is None else self.worker.plan.samples_in(batch.portion, batch.k)
-        if self.count > 1:
+        if self.count > 1 and self.stage.trained:
             total = await self._exchanged(update, total, samples)
         first = next(b for u, b in self.batches if u == update)
         finite = is_finite(list(total.values()))
@@ -242,22 +242,52 @@ class Stashing:
             self.worker.count_samples(samples)
 
     async def _exchanged(self, update: int, total: dict[str, Tensor], samples: int) -> dict[str, Tensor]:
-        """The mean over the round's samples, summed in the order of the replicas, so that bits repeat."""
-        stage, replica = self.share.machine, self.share.replica
-        mates = [other for other in range(self.count) if other != replica]
-        for other in mates:
-            self.team.send(self.share.plan.home(stage, other), (update, "round"), [samples, total])
-        parts: dict[int, tuple[int, dict[str, Tensor]]] = {replica: (samples, total)}
-        for other in mates:
-            parts[other] = tuple(await self.team.receive(self.share.plan.home(stage, other), (update, "round")))
-        weight = sum(count for count, _ in parts.values())
-        sums: dict[str, Tensor] = {}
-        for number in sorted(parts):
-            count, gradients = parts[number]
-            for name, gradient in gradients.items():
-                share = gradient * (count / weight)
-                sums[name] = sums[name] + share if name in sums else share
-        return sums
+        """The mean over the round's samples. Each replica sums its part of the vector, in the order of the replicas.
+
+        So 2 (m - 1) / m of the vector leave each of m, and bits repeat.
+        """
+        replica, present = self.share.replica, [name in total for name in self.stage.trained]
+        pieces = self._flattened(total).tensor_split(self.count)
+        for other in self._mates():
+            self.team.send(self._mate(other), (update, "part"), [samples, present, pieces[other]])
+        parts = {replica: (samples, present, pieces[replica])}
+        for other in self._mates():
+            count, theirs, piece = await self.team.receive(self._mate(other), (update, "part"))
+            parts[other] = count, theirs, piece
+        weight = sum(count for count, _, _ in parts.values())
+        summed = [piece * (count / weight) for count, _, piece in (parts[number] for number in sorted(parts))]
+        whole = {replica: reduce(torch.add, summed)}
+        for other in self._mates():
+            self.team.send(self._mate(other), (update, "sum"), whole[replica])
+        for other in self._mates():
+            whole[other] = await self.team.receive(self._mate(other), (update, "sum"))
+        anywhere = [any(column) for column in zip(*(theirs for _, theirs, _ in parts.values()), strict=True)]
+        return self._named(torch.cat([whole[number] for number in sorted(whole)]), anywhere)
+
+    def _mates(self) -> list[int]:
+        return [other for other in range(self.count) if other != self.share.replica]
+
+    def _mate(self, replica: int) -> int:
+        return self.share.plan.home(self.share.machine, replica)
+
+    def _flattened(self, total: Mapping[str, Tensor]) -> Tensor:
+        leaves = self.stage.versions.leaves(self.stage.versions.newest)
+        return torch.cat(
+            [
+                (total[name] if name in total else torch.zeros_like(leaves[name])).detach().reshape(-1)
+                for name in self.stage.trained
+            ]
+        )
+
+    def _named(self, vector: Tensor, present: Sequence[bool]) -> dict[str, Tensor]:
+        leaves = self.stage.versions.leaves(self.stage.versions.newest)
+        named, at = {}, 0
+        for name, there in zip(self.stage.trained, present, strict=True):
+            leaf = leaves[name]
+            if there:
+                named[name] = vector[at : at + leaf.numel()].view(leaf.shape).to(leaf.dtype)
+            at += leaf.numel()
+        return named
 
     def _step(self, total: Mapping[str, Tensor], batch: Batch) -> None:
         """In the same memory where nobody needs the version that is there."""
