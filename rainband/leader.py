@@ -148,7 +148,7 @@ class Leader:
                 self.coroutine.throw(thrown)
             while self.pending is None or self.pending.ready():
                 awaited = self.coroutine.send(None)
-                if awaited is not self.pending:
+                if awaited is None or awaited is not self.pending:
                     raise RainbandError(f"lead may only await what its coordinator gave last, not {awaited!r}")
         except (StopIteration, Stop):
             self.over = True

@@ -305,15 +305,16 @@ def test_what_a_process_does_by_itself_takes_its_part_of_the_cores() -> None:
     assert OwnCore(clock).alongside(0.0, 1.0) == 1.0
 
 
-def test_what_begins_later_takes_nothing_before() -> None:
-    """The first is alone for a second, then both share the core until the second one's half is done."""
+def test_what_a_process_does_by_itself_is_done_one_after_the_other() -> None:
+    """Half a second, and then another, beside two seconds of somebody else on one core."""
     clock = VirtualClock()
     cores, ends = Cores(clock, 1), []
     cores.work(2.0, lambda: ends.append(clock.now))
-    assert cores.alongside(1.0, 0.5) == 1.0
+    assert cores.alongside(0.0, 0.5) == 1.0
+    assert cores.alongside(1.0, 0.5) == 1.0  # not a third of the core: the first half is over by then
     while clock.step():
         pass
-    assert ends == pytest.approx([2.5])
+    assert ends == pytest.approx([3.0])
 
 
 def test_busy_cores_slow_each_other_down_by_crowding() -> None:

@@ -120,6 +120,8 @@ class Facts:
         return [self.workers[i] for i in range(first, first + self.settings.team_size) if i in self.workers]
 
     def mates(self, worker: int) -> list[WorkerState]:
+        if self.settings.team_size == 1:
+            return []
         return [mate for mate in self.team_of(worker) if mate.peer.index != worker]
 
     def is_complete(self, worker: int) -> bool:

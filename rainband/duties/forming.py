@@ -80,7 +80,8 @@ class Forming:
         complete = [(sender, join) for sender, join in self.waiting if facts.is_complete(sender.index)]
         if not complete:
             return []
-        self.waiting = [waiting for waiting in self.waiting if waiting not in complete]
+        welcomed = {sender for sender, _ in complete}
+        self.waiting = [(sender, join) for sender, join in self.waiting if sender not in welcomed]
         outs = [] if facts.plan else self.planning.make(complete[0][1], now)
         for sender, join in complete:
             outs += self._welcome(sender, join, now)
@@ -103,7 +104,8 @@ class Forming:
             return self._turn_away(sender, now, f"{sender} does not fit this run: {differs}.")
         facts.workers[sender.index].here, facts.live = True, None
         first = sender.index - facts.place(sender.index)
-        founder = facts.phase == "loading" and not any(w.peer.index < first for w in facts.connected())
+        earlier = (w.connected and w.peer.index < first for w in facts.workers.values())
+        founder = facts.phase == "loading" and not any(earlier)
         welcome = msgspec.structs.replace(facts.welcome, load=founder, team=facts.addresses(sender.index))
         return [Out(sender, welcome), *([Out(sender, Go())] if facts.phase == "running" else [])]
 

@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from rainband.sim.clock import VirtualClock
 
 Do = Callable[[], None]
+ROUNDING_S = 1e-12
 
 
 class Cores:
@@ -35,12 +36,28 @@ class Cores:
         self._set_alarm()
 
     def alongside(self, start_s: float, amount_s: float) -> float:
-        """Work that a process does by itself from a moment on; returns how long it takes, if others go on as now."""
-        if start_s > self.clock.now:
+        """Work that a process does by itself, now or later; returns how long it takes beside what others have to do now.
+
+        What is to start later comes after other such work of the same process, which is over by then.
+        """
+        self._advance()
+        later_s = max(0.0, start_s - self.clock.now)
+        done_s = self.advanced + (later_s * self.speed if self.running else 0.0)
+        takes_s = self._takes(amount_s, sorted(due - done_s for due, _, _ in self.running if due > done_s + ROUNDING_S))
+        if later_s:
             self.clock.at(start_s, lambda: self.work(amount_s, nothing))
-            return amount_s / self._speed(len(self.running) + 1)
-        self.work(amount_s, nothing)
-        return amount_s / self.speed
+        else:
+            self.work(amount_s, nothing)
+        return takes_s
+
+    def _takes(self, amount_s: float, others_s: list[float]) -> float:
+        """How long a process takes for its work, if others have so much, least first."""
+        done_s = time_s = 0.0
+        for number, other_s in enumerate(others_s):
+            until_s = min(other_s, amount_s)  # with this work of its own done, that other has no more
+            time_s += (until_s - done_s) / self._speed(len(others_s) - number + 1)
+            done_s = until_s
+        return time_s + (amount_s - done_s) / self._speed(1)
 
     @property
     def speed(self) -> float:

@@ -306,7 +306,7 @@ class WorkerNode(Node):
         return self.waiting.is_vain(self.client.stopping)
 
     def _waited(self) -> None:
-        until = self.clock.now  # taking parameters over counts: a real worker does it while it waits for them
+        until = self.free_at()  # taking parameters over counts: a real worker does it while it waits for them
         if until > self.waiting_since and self.watch is not None:
             self.world.span(self.name, "wait", self.waiting_since, until)
         if until > self.waiting_since or self.copied_s:
