@@ -34,7 +34,7 @@ LED = (Command, Answer, Evaluated, Cells, Delivered, Want, Return)
 
 
 def run(effort: Effort) -> list[Row]:
-    repeats, iterations = (5, 6) if effort == "full" else (1, 3)
+    repeats, iterations = (3, 6) if effort == "full" else (1, 3)
     plain: dict[int, list[float]] = {1: [], 2: []}  # threads -> seconds
     ours = []
     for _ in range(repeats):  # in turns, so that a slow minute of the machine hits all

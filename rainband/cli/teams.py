@@ -40,7 +40,13 @@ def in_teams(
             raise ValueError("--microbatches and --schedule are for a model in several stages: type --stages 2, too.")
         return config
     from rainband.tasks.load import load_task
-    from rainband.worlds.teaming import check_plan, make_team_plan
+    from rainband.worlds.teaming import check_plan, check_schedule, make_team_plan
+
+    check_schedule(strategy, config.strategy, micros, schedule)
+    if plan is not None:
+        check_plan(strategy, config.strategy, plan)
+    if config.record:
+        raise ValueError("--record is for workers with the whole model: leave it out, or --stages.")
 
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -55,7 +61,6 @@ def in_teams(
         schedule=schedule,
         seed=config.seed,
     )
-    check_plan(strategy, config.strategy, team.plan, micros, schedule)
     for number, stage in enumerate(team.plan.stages):
         units = ", ".join(stage.units[:6]) + (f" and {len(stage.units) - 6} more" if len(stage.units) > 6 else "")
         copies = f" (on {len(stage.machines)} workers in turn)" if len(stage.machines) > 1 else ""

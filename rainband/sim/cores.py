@@ -36,7 +36,7 @@ class Cores:
         self._set_alarm()
 
     def alongside(self, start_s: float, amount_s: float) -> float:
-        """Work that a process does by itself, now or later; returns how long it takes beside what others have to do now.
+        """Work that a process does by itself, now or later; returns how long it takes beside what others have to do.
 
         What is to start later comes after other such work of the same process, which is over by then.
         """

@@ -62,19 +62,23 @@ def _usual_micros(plan: Plan, batch_size: int) -> int:
 def _schedule(plan: Plan, name: str | None) -> Flushing:
     if name is not None and plan.kind == "partition":
         raise ValueError("a schedule is for a pipeline, and the plan is a partition: leave out --schedule.")
-    known = get_args(Flushing)
-    if name not in (None, *known):
-        raise ValueError(f"no schedule named '{name}' here: choose from {', '.join(known)}.")
     return name or "one_f_one_b"  # type: ignore[return-value]
 
 
-def check_plan(strategy: Strategy, name: str, plan: Plan, micros: int | None, schedule: str | None) -> None:
+def check_schedule(strategy: Strategy, name: str, micros: int | None, schedule: str | None) -> None:
+    """Can batches be cut and ordered as was typed?"""
+    if is_pipeline(strategy) and (micros or schedule):
+        raise ValueError(f"{name} has a schedule of its own: leave out --microbatches and --schedule.")
+    known = get_args(Flushing)
+    if schedule not in (None, *known):
+        raise ValueError(f"no schedule named '{schedule}' here: choose from {', '.join(known)}.")
+
+
+def check_plan(strategy: Strategy, name: str, plan: Plan) -> None:
     """Does the plan fit the strategy?"""
     if is_pipeline(strategy):
         if plan.kind != "pipeline":
             raise ValueError(f"{name} is a pipeline, and the plan is a partition: plan with --partitioner pipedream.")
-        if micros or schedule:
-            raise ValueError(f"{name} has a schedule of its own: leave out --microbatches and --schedule.")
     elif max(plan.replicas()) > 1:
         raise ValueError(
             f"the plan has stages on several machines {plan.replicas()}, which only pipedream knows: plan with "
