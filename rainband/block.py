@@ -37,7 +37,7 @@ class Block:
         self, spec: BlockSpec, place: Place, plan: Plan, half: ServerHalf, groups: Sequence[dict[str, object]]
     ) -> None:
         self.spec = spec
-        self.index, self.numel, self.num_bytes = spec.index, spec.numel, spec.num_bytes
+        self.index, self.part, self.numel, self.num_bytes = spec.index, spec.part, spec.numel, spec.num_bytes
         self.place = place
         self.plan = plan
         self.rule: Rule = half.rule()
@@ -51,6 +51,8 @@ class Block:
         self.is_constant = half.schedule.is_constant
         self.lr_factor = 1.0  # of the divergence guard
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        # Sixteen-bit parameters are kept in float32: small steps would otherwise round to nothing.
+        self.master_dtype = self.dtype if self.dtype in FULL_PRECISION else torch.float32
         self.values: Tensor = place.of(0)
         self.optimizer = BlockOptimizer(half.optimizer, spec, self.values, groups) if self._in_place() else None
         if self.optimizer is None or not self.optimizer.single_pass:
@@ -75,11 +77,6 @@ class Block:
         self.groups: tuple[dict[str, object], ...] = ()  # the optimizer has these now
         self.vectors = Vectors(self.values, spec.segments)  # where the coordinator leads; otherwise only the parameters
         self.had_before = self.skipped_before = 0  # batches, in evaluations that are over
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """Sixteen-bit parameters are kept in float32: small steps would otherwise round to nothing."""
-        return self.dtype if self.dtype in FULL_PRECISION else torch.float32
 
     def _in_place(self) -> bool:
         return len(self.place.buffers) == 1 and self.dtype in FULL_PRECISION
@@ -115,7 +112,8 @@ class Block:
 
     def apply(self, gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
         self._count(pushes)
-        self._use_groups_of(pushes[0].worker)
+        if self.groups_of:
+            self._use_groups_of(pushes[0].worker)
         scale = self.lr_factor
         if not self.is_constant:
             scale *= self.schedule.scale(self._position(pushes[0]))
@@ -132,7 +130,7 @@ class Block:
     def _use_groups_of(self, worker: int) -> None:
         """A push is applied with its own sender's learning rate, whoever pushed before it."""
         groups = self.groups_of.get(worker, self.groups)
-        if groups != self.groups:
+        if groups is not self.groups and groups != self.groups:
             self.take_groups(worker, groups)
 
     def advance(self, pushes: Sequence[Push]) -> None:

@@ -108,6 +108,20 @@ def staleness_of(reports: Iterable[Report]) -> Staleness:
     )
 
 
+def staleness_so_far(reports: Iterable[Report]) -> Staleness:
+    """The same without who missed what: of thousands of workers that takes long."""
+    reports = list(reports)
+    blocks = [missed for report in reports for missed in report.missed]
+    pushes = sum(missed.pushes for missed in blocks)
+    return Staleness(
+        mean=sum(missed.total for missed in blocks) / pushes if pushes else 0.0,
+        max=max((missed.most for missed in blocks), default=0),
+        histogram={},
+        per_worker_mean={},
+        **_promise(worst_limit(report.limit for report in reports)),
+    )
+
+
 def _per_block(reports: Iterable[Report]) -> dict[int, BlockStaleness]:
     blocks = sorted((missed for report in reports for missed in report.missed), key=lambda missed: missed.block)
     return {m.block: BlockStaleness(m.total / m.pushes if m.pushes else 0.0, m.most) for m in blocks}

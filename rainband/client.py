@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -119,7 +120,8 @@ class PullHandle(Handle):
         return stopping
 
     def __await__(self) -> Generator[Handle, None, bool]:
-        yield from self._wait()
+        while not self.ready():
+            yield self
         return not self.late
 
 
@@ -173,18 +175,38 @@ class HeldLease:
     unsettled: set[int]  # batches that not every block has answered
 
 
+@cache
+def _borrows(port: type) -> bool:
+    """Asked for every port of every worker: to look for a protocol's methods takes long."""
+    return hasattr(port, "lend")
+
+
 class Client:
     """What a worker knows of the run: its leases, what is in flight, which versions it has read."""
 
     # Many, and often looked at: beyond thirty attributes a plain object becomes slow and large.
     __slots__ = (
-        *("asked", "asks", "base", "blocks", "borrowers", "clock", "dry", "entered", "fetching", "finished", "flat"),
+        *(
+            "asked",
+            "asks",
+            "base",
+            "blocks",
+            "borrowers",
+            "clock",
+            "direct_blocks",
+            "dry",
+            "entered",
+            "fetching",
+            "finished",
+            "flat",
+        ),
         *(
             "groups",
             "handed",
             "leases",
             "me",
             "num_bytes",
+            "others_have_opened",
             "own_ports",
             "part",
             "plan",
@@ -219,7 +241,10 @@ class Client:
         self.tell = tell  # the coordinator
         self.port_of = [ports[owner] for owner in owners]
         self.own_ports = tuple(dict.fromkeys(self.port_of[block.index] for block in self.blocks)) if owners else ()
-        self.borrowers = [port for port in dict.fromkeys(ports) if isinstance(port, BorrowingPort)]
+        self.direct_blocks = [block for block in self.blocks if self.port_of[block.index].direct] if owners else []
+        self.borrowers = [
+            port for port in dict.fromkeys(ports) if _borrows(type(port)) and isinstance(port, BorrowingPort)
+        ]
         self.views = [flat.view(block) for block in blocks] if owners else []
         self.leases: dict[int, HeldLease] = {}
         self.handed = Handed(tell)
@@ -300,11 +325,12 @@ class Client:
             self._rest()
             return None
         if not self.plan.columns:
-            return self._cell(held[0], held[0].todo.popleft())
+            return self._cell(held[0], held[0].todo.popleft(), more=bool(held[0].todo) or len(held) > 1)
         lease = min(held, key=lambda h: (self.plan.round_of(h.portion, h.todo[0][0]), h.portion))
         if not self._is_open(self.plan.round_of(lease.portion, lease.todo[0][0])):
             return None
-        return self._cell(lease, lease.todo.popleft())
+        ks = lease.todo.popleft()
+        return self._cell(lease, ks, more=bool(lease.todo) or len(held) > 1)
 
     def ask_again(self) -> None:
         """The coordinator was started again: what we had asked the one before for was lost with it."""
@@ -327,9 +353,10 @@ class Client:
         for port in self.own_ports:
             port.send(Rest())
 
-    def _cell(self, lease: HeldLease, ks: tuple[int, ...]) -> Cell:
+    def _cell(self, lease: HeldLease, ks: tuple[int, ...], more: bool) -> Cell:
         round_ = self.plan.round_of(lease.portion, ks[0]) if self.plan.columns else -1
-        more = bool(lease.todo) or any(held.todo for held in self.leases.values())
+        if len(ks) == 1:
+            return Cell((Batch(lease.portion, ks[0], lease.number),), round_, more)
         return Cell(tuple([Batch(lease.portion, k, lease.number) for k in ks]), round_, more)
 
     def _ask_for_more(self, ahead: int) -> None:
@@ -346,7 +373,10 @@ class Client:
             lease = self.leases.get(r.portion)
             if lease is None or lease.number != r.lease:
                 continue
-            lease.unsettled.difference_update(range(r.first, r.last))
+            if r.last - r.first == 1:
+                lease.unsettled.discard(r.first)
+            else:
+                lease.unsettled.difference_update(range(r.first, r.last))
             if not lease.unsettled:
                 self.give_back(r.portion, "done")
 
@@ -502,7 +532,9 @@ class Client:
             if len(handle.over) == len(self.blocks):
                 self.skip_rounds(min(handle.over) - 1)
         pull = self.pulling
-        if pull is not None and pull.point < 0 and not self._must_ask(ack.block) and self._own_pushes_in(pull, ack):
+        if pull is None or pull.point >= 0 or not self.direct_blocks or self._must_ask(ack.block):
+            return
+        if self._own_pushes_in(pull, ack):
             pull.arrive(ack.block, None)
 
     def _own_pushes_in(self, pull: PullHandle, ack: Ack) -> bool:
@@ -543,7 +575,8 @@ class Client:
         for port in self.own_ports:
             if not port.direct or self.asks is not False:
                 port.send(pull.asked)
-        self._read_in_place(pull)
+        if self.direct_blocks:
+            self._read_in_place(pull)
         return pull
 
     def _learn(self, asks: bool, pull: PullHandle) -> None:
@@ -553,7 +586,7 @@ class Client:
             self._read_in_place(pull)
 
     def _read_in_place(self, pull: PullHandle) -> None:
-        for block in self.blocks:  # once one's own pushes are in
+        for block in self.direct_blocks:  # once one's own pushes are in
             if not self._must_ask(block.index) and not self.unanswered[block.index]:
                 pull.arrive(block.index, None)
 
@@ -617,7 +650,7 @@ class Client:
                 self._round_is_over(pull)
                 return
             version = read
-        elif values.data_ptr() != out.data_ptr():  # otherwise it was received where it belongs
+        elif values is not out and values.data_ptr() != out.data_ptr():  # otherwise it was received where it belongs
             out.copy_(values.view(out.dtype))
         self.versions[block] = version
         pull.left -= 1

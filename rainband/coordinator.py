@@ -49,6 +49,8 @@ from rainband.portions import Plan
 
 __all__ = ["Coordinator", "Out", "RunSettings"]
 
+FROM_WORKERS_OFTEN = frozenset((Beat, Want, Return, Ended))  # who is here does not change by these
+
 
 class Coordinator:
     """Brings what comes in to the duty that it concerns."""
@@ -72,7 +74,12 @@ class Coordinator:
 
     def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[Out]:
         """Take one message; returns what to send."""
-        if not isinstance(message, Beat | Want | Return | Report | Ended):
+        if type(message) in FROM_WORKERS_OFTEN and sender.role == "worker":
+            worker = self.facts.workers.get(sender.index)
+            if worker is None or worker.peer != sender:
+                return []  # not a worker of this run, or an earlier life of one
+            return self._from_worker(worker, message, now, body)
+        if type(message) is not Report:
             self.facts.live = None
         if sender.role == "server":
             self.presence.hears_of(sender, now)

@@ -37,6 +37,26 @@ class PlanMade(Event, frozen=True):
     epochs: int
 
 
+class StagePredicted(msgspec.Struct, frozen=True):
+    """Of one batch: what the workers of a stage compute and send, all of them together."""
+
+    workers: int  # among whom batches are dealt
+    compute_s: float
+    sent_bytes: float
+
+
+class PipelinePredicted(Event, frozen=True):
+    """Several workers compute one model together: how fast that should be, by what was measured before the start."""
+
+    samples_per_s: float  # of all copies of the model
+    busy: float  # the part of the workers' time in which they compute
+    batch_s: float  # between two batches of one copy
+    schedule: str
+    micros: int
+    stages: tuple[StagePredicted, ...]  # in the order of a copy's workers; interleaved stages of a machine are one
+    left_out: tuple[str, ...]  # what takes time, and was not thought of
+
+
 class PhaseChanged(Event, frozen=True):
     """The run as a whole goes on to its next phase; one that is stopped says why."""
 
@@ -107,6 +127,10 @@ class Progress(Event, frozen=True):
     staleness_bound: float | None = None  # what the strategy promises; none: it promises nothing
     staleness_unit: str = ""  # of the bound, such as clocks; staleness itself is measured in updates
     metrics: dict[str, float] = {}  # the task's own, as last measured by a worker; none yet: empty
+    pushed_bytes: int = 0  # to the servers, by all workers so far
+    pulled_bytes: int = 0  # from them
+    computed_s: dict[int, float] = {}  # where several workers compute one model together: of each, so far
+    sent_bytes: dict[int, int] = {}  # the same: of tensors, to the others of its team
 
 
 class Iterated(Event, frozen=True):
@@ -154,6 +178,7 @@ class RunEnded(Event, frozen=True):
 AnyEvent = (
     RunStarted
     | PlanMade
+    | PipelinePredicted
     | PhaseChanged
     | Joined
     | FirstStep

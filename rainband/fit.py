@@ -48,8 +48,11 @@ def fit(
     workers: int = 4,
     servers: int = 2,
     *,
-    stages: int = 1,
+    stages: int | None = None,
+    plan: str | Path | None = None,
     microbatches: int | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
     epochs: int | None = None,
     batch_size: int | None = None,
     seed: int = 0,
@@ -68,7 +71,9 @@ def fit(
     rainband.Downpour(n_push=4), or one of your own. `on_event` is called with every event of the run.
 
     With stages=2 the model is cut in two, and every two workers compute one copy of it together; a batch is cut into
-    `microbatches`, so that both have something to do.
+    `microbatches`, so that both have something to do. `schedule` says in which order: one_f_one_b, gpipe, or
+    interleaved, where each worker has several stages (`chunks`, two of them) and is idle for a shorter time. `plan` is
+    a file of `rainband plan`, which says how to cut the model.
 
     With world="sim" the run is simulated, in virtual time and in this process, over a `network` (lan, 1gbit, wan,
     datacentre, or a TOML file); its seconds are virtual, its gradients true.
@@ -77,18 +82,29 @@ def fit(
 
     from rainband.errors import RainbandError
     from rainband.worlds.config import RunConfig, SimSettings, check_epochs, is_one_memory
+    from rainband.worlds.flow import Flow, check_flow, check_plan, check_versions, read_plan, team_size
     from rainband.worlds.foresight import foreseen
     from rainband.worlds.teaming import check_team, make_team_plan
 
     task_name, task_settings = _named(task, "rainband.tasks")
     strategy_name, strategy_settings = _named(strategy, "rainband.strategies")
     made: Strategy = _object(strategy, strategy_name, strategy_settings)
-    check_epochs(made, strategy_name or type(strategy).__name__, epochs)
+    called = strategy_name or type(strategy).__name__
+    check_epochs(made, called, epochs)
+    cut, flow = read_plan(Path(plan) if plan else None, stages), Flow(microbatches, schedule, chunks)
+    size = team_size(cut, stages) or 1
     if is_one_memory(made):
         servers = 0
     elif made.server(1) is None:
-        workers, servers = stages, 0
-    check_team(made, strategy_name or type(strategy).__name__, workers, stages)
+        workers, servers = size, 0
+    check_team(made, called, workers, size)
+    if size > 1:
+        if cut is not None:
+            check_plan(made, called, cut)
+        check_flow(made, called, flow, size, cut)
+        check_versions(made, cut.replicas() if cut is not None else [1] * size)
+    elif any(flow):
+        raise ValueError("microbatches, schedule and chunks are for a model in several stages: give stages=2, too.")
     if world not in ("local", "sim"):
         raise ValueError(f"no world named {world!r}: choose local (processes on this machine) or sim (virtual time).")
     if workers < 1 or servers < 0:
@@ -96,7 +112,7 @@ def fit(
     config = RunConfig(
         task=task_name or type(task).__name__,
         task_settings=task_settings,
-        strategy=strategy_name or type(strategy).__name__,
+        strategy=called,
         strategy_settings=strategy_settings,
         num_workers=workers,
         num_servers=servers,
@@ -109,11 +125,13 @@ def fit(
         world=world,
         sim=SimSettings(model=network),
     )
-    if stages > 1:
+    if size > 1:
         whole: Task = _object(task, task_name, task_settings)
-        team = make_team_plan(whole, config.task, stages, batch_size=batch_size, micros=microbatches, seed=seed)
+        team = make_team_plan(
+            whole, config.task, size, plan=cut, batch_size=batch_size, flow=flow, seed=seed, threads=threads
+        )
         config = msgspec.structs.replace(config, team=team)
-    for text in foreseen(made, workers):
+    for text in foreseen(made, workers // size, called="copies of the model" if size > 1 else "workers"):
         warnings.warn(text, stacklevel=2)
     notes = _Notes(on_event)
     carried = {"task": None if task_name else task, "strategy": None if strategy_name else strategy}

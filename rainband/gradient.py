@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rainband.flat import is_finite
-from rainband.portions import Name, ranges
+from rainband.portions import Name, Range, ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,9 @@ class ModuleGradient:
 
     def name(self) -> Name:
         """The set of batches, as ranges with their leases."""
+        if len(self.batches) == 1:  # nearly always: nothing to sort
+            batch = self.batches[0]
+            return (Range(batch.portion, batch.k, batch.k + 1, batch.lease),)
         ordered = sorted(self.batches, key=lambda b: (b.portion, b.lease, b.k))
         return tuple(
             r

@@ -22,6 +22,7 @@ from rainband.events import (
     LeasedAgain,
     Lost,
     PhaseChanged,
+    PipelinePredicted,
     PlanMade,
     Printed,
     Progress,
@@ -59,6 +60,7 @@ class RunSoFar:
     stopping: str = ""  # why it ends early
     started: RunStarted | None = None
     plan: PlanMade | None = None
+    predicted: PipelinePredicted | None = None  # where several workers compute one model together
     joined: set[str] = field(default_factory=set)
     gone: dict[str, str] = field(default_factory=dict)  # node -> why
     losses: int = 0  # how often a node was lost or late
@@ -78,6 +80,8 @@ class RunSoFar:
                 self.started = event
             case PlanMade():
                 self.plan = event
+            case PipelinePredicted():
+                self.predicted = event
             case PhaseChanged():
                 self.phase, self.stopping = event.phase, event.reason
             case Joined():

@@ -455,6 +455,8 @@ class Beat(Message, frozen=True):
     torn_reads: int = 0
     waited_for: dict[int, float] = {}  # worker -> seconds that it was too slow for this one
     metrics: dict[str, float] = {}  # the last that it measured
+    computed_s: float = 0.0  # gradients, or pieces of them
+    sent_bytes: int = 0  # to the others of its team
 
 
 class Finish(Message, frozen=True):

@@ -51,9 +51,9 @@ class BlockOptimizer:
 
     def step(self, gradient: Tensor, absent: Collection[int] = (), lr_scale: float = 1.0) -> None:
         """Apply a gradient. Parameters in `absent` have none: they stay, momentum and decay or not."""
-        assert gradient.shape == self._values.shape and gradient.dtype == self._values.dtype
-        if not self._segments:
+        if not self._segments:  # a block without elements, where only time is simulated
             return
+        assert gradient.shape == self._values.shape and gradient.dtype == self._values.dtype
         if lr_scale != self._lr_scale:
             self._lr_scale = lr_scale
             self._write_groups()

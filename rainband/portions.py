@@ -76,7 +76,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: room 
         """How many batches a portion has; only an epoch's last may be short (or empty, for a column)."""
         inside = portion % self.portions_per_epoch
         if not self.columns:
-            return min(self.portion_batches, self.batches_per_epoch - inside * self.portion_batches)
+            left = self.batches_per_epoch - inside * self.portion_batches
+            return left if left < self.portion_batches else self.portion_batches
         group, column = divmod(inside, self.columns)
         first = group * self.portion_batches
         with_this_column = -(-(self.batches_per_epoch - column) // self.columns)
@@ -96,7 +97,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: room 
 
     def samples_in(self, portion: int, k: int) -> int:
         """How many samples a batch has: only an epoch's last batch may be short."""
-        return min(self.batch_size, self.num_samples - self.number(portion, k) * self.batch_size)
+        left = self.num_samples - self.number(portion, k) * self.batch_size
+        return left if left < self.batch_size else self.batch_size
 
     def round_of(self, portion: int, k: int) -> int:
         """The round, numbered through all epochs, that batch k of a portion belongs to."""
@@ -163,6 +165,10 @@ def num_batches(name: Name) -> int:
 
 def why_not(plan: Plan, name: Name, point: int = -1) -> str | None:
     """Say what is wrong with a name, or None: what comes from the network is checked before it is used."""
+    if len(name) == 1 and not plan.columns:  # nearly always
+        [r] = name
+        if 0 <= r.portion < plan.num_portions and 0 <= r.first < r.last <= plan.batches_in(r.portion):
+            return None
     if plan.columns and len(name) != 1:
         return f"a round is made of single cells, and this push names {len(name)} stretches of batches"
     seen: dict[int, int] = {}
@@ -197,10 +203,18 @@ class Marks:
         return self.plan.full(portion) if portion < self.low else self.open.get(portion, 0)
 
     def has_all(self, name: Name) -> bool:
-        return all(not r.mask & ~self.of(r.portion) for r in name)
+        for r in name:
+            had = self.open.get(r.portion, 0) if r.portion >= self.low else -1
+            if ((1 << r.last) - (1 << r.first)) & ~had:
+                return False
+        return True
 
     def has_some(self, name: Name) -> bool:
-        return any(r.mask & self.of(r.portion) for r in name)
+        for r in name:
+            had = self.open.get(r.portion, 0) if r.portion >= self.low else -1
+            if ((1 << r.last) - (1 << r.first)) & had:
+                return True
+        return False
 
     def is_full(self, portion: int) -> bool:
         return self.of(portion) == self.plan.full(portion)

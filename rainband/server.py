@@ -89,7 +89,7 @@ class Server:
         self.led: Led | None = None  # what the coordinator's commands have come to
         self.lives: dict[int, int] = {}  # worker -> the incarnation whose clock counts
         self.held: dict[Peer, tuple[int, int]] = {}  # reader -> (its pull, for whom it waits), as it was told
-        self.good_name: tuple[Name, int] | None = None  # checked last: a push comes as many messages with the same name
+        self.good_name: tuple[Name, int] = ((), -1)  # checked last: a push comes as many messages with the same name
 
     def receive(self, sender: Peer, message: Message, payload: Tensor | None = None) -> list[Out]:
         """Take one message; returns what to send."""
@@ -166,7 +166,7 @@ class Server:
             return "revoked", ""
         if sender.role != "worker" or sender.index != push.worker:
             return "bad", f"a push of worker {push.worker} came from {sender}"
-        if (push.name, push.point) != self.good_name:
+        if push.name != self.good_name[0] or push.point != self.good_name[1]:
             wrong = why_not(block.plan, push.name, push.point)
             if wrong:
                 return "bad", wrong
@@ -192,7 +192,7 @@ class Server:
         if push.numel != block.numel or push.dtype != block.spec.dtype:
             wanted = f"{block.spec.numel} x {block.spec.dtype}"
             return None, f"block {block.spec.index} is {wanted}, the push is {push.numel} x {push.dtype}"
-        if payload is None or payload.numel() * payload.element_size() != block.num_bytes:
+        if payload is None or payload.nbytes != block.num_bytes:
             return None, f"the payload is not the {block.spec.num_bytes} bytes of block {block.spec.index}"
         gradient = payload if payload.dtype == block.dtype else payload.view(block.dtype)
         if gradient.dtype != block.master_dtype:
@@ -265,10 +265,17 @@ class Server:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def _pull(self, sender: Peer, pull: Pull) -> list[Out]:
+        outs: list[Out] = []
         for block in self.blocks.values():
-            if block.spec.part == pull.part:
+            if block.part != pull.part:
+                continue
+            nobody_waits = block.loaded and not block.waiting and block.clocked is None
+            if nobody_waits and block.rule.admits(block, pull, sender.index):
+                outs.append(Out(sender, self._params(block, pull, sender.index), True))
+            else:
                 self._wait(block, sender, pull)
-        return self._admit_all()
+                outs += self._admit(block)
+        return outs
 
     def _wait(self, block: Block, sender: Peer, pull: Pull) -> None:
         """A reader's newest question counts: a late answer to an older one would land on top of its answer."""
@@ -301,7 +308,7 @@ class Server:
             kept = -1
         clock = -1 if block.clocked is None or pull.clock < 0 else block.clocked.clock_of(reader)
         return Params(
-            block.spec.index,
+            block.index,
             pull.sequence,
             self.term,
             block.version,
@@ -451,6 +458,7 @@ class Server:
             self.floor = {portion: lease for portion, lease in self.floor.items() if portion >= low}
             for portion in [portion for portion in self.complete if portion < low]:
                 del self.complete[portion]
+        num_blocks = len(blocks)
         skipped: dict[tuple[int, str], int] = {}
         staleness: dict[int, dict[int, int]] = {}
         for block in blocks:
@@ -460,7 +468,7 @@ class Server:
                 merge(staleness, block.staleness)
         return Report(
             low=low,
-            full=tuple(sorted(p for p, n in self.complete.items() if n == len(blocks))),
+            full=tuple(sorted([portion for portion, times in self.complete.items() if times == num_blocks])),
             had=min((b.marks.count for b in blocks), default=0),
             updates=self.updates,
             blocks=tuple(b.tally() for b in blocks),

@@ -20,6 +20,8 @@ class Stats:
     loss_samples: int = 0
     pushed_bytes: int = 0
     pulled_bytes: int = 0
+    computed_s: float = 0.0  # seconds spent computing gradients, or pieces of them
+    sent_bytes: int = 0  # of tensors, to the others who compute the same model
     torn_reads: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # the last that were measured
     held_by: int | None = None  # the worker that is waited for now, as a server has told
@@ -52,6 +54,8 @@ class Stats:
             loss_samples=samples,
             pushed_bytes=self.pushed_bytes,
             pulled_bytes=self.pulled_bytes,
+            computed_s=self.computed_s,
+            sent_bytes=self.sent_bytes,
             torn_reads=self.torn_reads,
             waited_for=dict(self.waited_for),
             metrics=self.metrics,

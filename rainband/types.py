@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Gene
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
+import msgspec
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -219,6 +221,8 @@ class Stashes:
     stash: bool = True  # a backward uses those of its forward
     vertical_sync: bool = False  # a batch uses one version in all stages
     recompute: bool = False  # keep what is read, and run the forward again before the backward
+    double_buffered: bool = False  # two versions: a batch uses, in all stages, that of one update ago
+    micros: int = 0  # double-buffered: so many batches make an update; 0: one for each stage
 
 
 class StageOfPipeline(Protocol):
@@ -230,13 +234,13 @@ class StageOfPipeline(Protocol):
         """The next batch, numbered; None: it goes through another replica of this stage."""
 
     def forward(self, turn: Turn) -> Awaitable[None]:
-        """With the newest parameters, which are kept for its backward."""
+        """With the parameters that are its own by `how`, which are kept for its backward."""
 
     def backward(self, turn: Turn) -> Awaitable[None]:
-        """With the parameters of its forward; and then a step."""
+        """With the parameters of its forward; and then a step, if it was the last of an update."""
 
     def settle(self) -> Awaitable[None]:
-        """All have come home; the last update may be of other replicas alone."""
+        """All have come home; the last update may be of fewer batches, or of other replicas alone."""
 
 
 class Servers(Protocol):
@@ -305,8 +309,7 @@ class Gradient(Protocol):
         """Add so many times another one. It takes over this gradient's memory: do not use the summands afterwards."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, gc=False):
     """One batch of the plan, and the lease under which it is computed."""
 
     portion: int
@@ -314,8 +317,7 @@ class Batch:
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(msgspec.Struct, frozen=True, gc=False):
     """The unit of pushing: batches that are summed into one push."""
 
     batches: tuple[Batch, ...]

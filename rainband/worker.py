@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from rainband.client import Client, PullHandle, PushHandle, StillWanted
+from rainband.client import Client, PullHandle, StillWanted
 from rainband.flat import Flat
 from rainband.gradient import ModuleGradient
 from rainband.messages import Report, Skipped, Tally
@@ -31,6 +31,7 @@ class Work:
     """Something that takes time to compute. The world performs it, or says when it would be done."""
 
     share = 1.0  # of the time that a gradient of the whole model takes
+    label = ""  # in the picture of a run: F3 and B3, a forward and a backward of microbatch 3
 
     def perform(self) -> None:
         raise AssertionError("each kind of work says what is to be done")
@@ -78,9 +79,7 @@ class ServerSide:
 
     def __init__(self, client: Client) -> None:
         self.client = client
-
-    def push(self, gradient: ModuleGradient) -> PushHandle:
-        return self.client.push(gradient)
+        self.push = client.push
 
     def exchange(self, gradient: ModuleGradient) -> PullHandle:
         return self.client.exchange(gradient)

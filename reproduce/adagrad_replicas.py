@@ -1,6 +1,6 @@
 """Adagrad lets more replicas train one model, and a warm start helps (Dean et al. 2012, figures 4 and 5).
 
-Downpour on the digits with more and more workers. The fixed rate is the best of three for each number of workers, that
+Downpour on the digits with more and more workers. The fixed rate is the best of four for each number of workers, that
 of Adagrad is always the same: its steps shrink where gradients are large, so one setting goes on working. A warm start
 lets one worker do the first batches alone, and then releases the others.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ class Done:
     losses: list[tuple[float, float]]
     waited_s: float  # by all workers together
     staleness: list[tuple[float, float]]  # the part of the data that is done, and the mean over all updates until then
+    samples: list[tuple[float, int]]  # virtual seconds, samples done until then
 
     @property
     def accuracy(self) -> float:
@@ -45,6 +47,11 @@ class Done:
     def seconds_to(self, loss: float) -> float | None:
         """When the training loss, as it was shown, first fell below this one."""
         return next((at_s for at_s, value in self.losses if value < loss), None)
+
+    def samples_to(self, loss: float) -> int | None:
+        """How many samples it took to that."""
+        reached_s = self.seconds_to(loss)
+        return None if reached_s is None else max(done for at_s, done in self.samples if at_s <= reached_s)
 
 
 def simulate(
@@ -80,13 +87,19 @@ def simulate(
     progress = [event for event in seen if isinstance(event, events.Progress)]
     losses = [(event.at_s, event.loss) for event in progress if event.loss is not None]
     staleness = [(event.batches_done / event.batches, event.staleness_mean) for event in progress]
-    return Done(result, losses, sum(progress[-1].waited_s.values()) if progress else 0.0, staleness)
+    samples = [(event.at_s, event.samples_done) for event in progress]
+    return Done(result, losses, sum(progress[-1].waited_s.values()) if progress else 0.0, staleness, samples)
 
 
 def over_seeds(seeds: Iterable[int], one: Callable[[int], float]) -> tuple[float, float]:
     """Mean and standard deviation."""
-    values = [one(seed) for seed in seeds]
-    return statistics.fmean(values), statistics.pstdev(values)
+    return mean_and_spread([one(seed) for seed in seeds])
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Of what was never reached the mean is infinite, and there is no spread."""
+    mean = statistics.fmean(values)
+    return mean, statistics.pstdev(values) if math.isfinite(mean) else 0.0
 
 
 def report(claim: str, found: str, holds: bool) -> None:
@@ -105,18 +118,32 @@ def draw(
     path: Path, title: str, x: str, y: str, lines: dict[str, Sequence[tuple[float, float, float]]], **how: Any
 ) -> None:
     """One line per name, of points (x, mean, spread)."""
+    draw_panels(path, title, x, {y: lines}, **how)
+
+
+def draw_panels(
+    path: Path, title: str, x: str, panels: dict[str, dict[str, Sequence[tuple[float, float, float]]]], **how: Any
+) -> None:
+    """Panels beside each other, one for each quantity y; the same x below all of them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for name, points in lines.items():
-        xs, means, spreads = zip(*points, strict=True)
-        axes.errorbar(xs, means, yerr=spreads, label=name, marker="o", capsize=3)
-    axes.set(title=title, xlabel=x, ylabel=y, **how)
-    axes.legend()
-    axes.grid(alpha=0.3)
+    figure, all_axes = pyplot.subplots(
+        1, len(panels), figsize=(2 + 4 * len(panels), 4), layout="constrained", squeeze=False
+    )
+    for axes, (y, lines) in zip(all_axes[0], panels.items(), strict=True):
+        for name, points in lines.items():
+            xs, means, spreads = zip(*points, strict=True)
+            axes.errorbar(xs, means, yerr=spreads, label=name, marker="o", capsize=3)
+        axes.set(title=title, xlabel=x, ylabel=y, **how)
+        if how.get("xscale") == "log":  # the numbers that were tried, not powers of ten
+            tried = sorted({point[0] for points in lines.values() for point in points})
+            axes.set_xticks(tried, [f"{value:g}" for value in tried])
+            axes.set_xticks([], minor=True)
+        axes.legend()
+        axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -40,6 +40,7 @@ LR = 0.0625  # a power of two: every sum of updates is exact
 
 E = TypeVar("E", bound=events.Event)
 T = TypeVar("T")
+E2 = TypeVar("E2", Started, Exited)
 _event_decoder = msgspec.json.Decoder(events.AnyEvent)
 
 
@@ -112,6 +113,30 @@ def _leave_after(main: Callable[[], None]) -> None:
         os._exit(code if isinstance(code, int) else 1)
 
 
+def be_zygote(job: bytes, fds: list[int]) -> None:
+    """A zygote for a launcher in the tests' own process."""
+    zygote_main.main(os.dup(fds[0]))
+
+
+class Grandchild:
+    """A zygote that another zygote has forked, with what `Zygote` uses of a Popen."""
+
+    def __init__(self, nest: Nest, token: int) -> None:
+        self.nest = nest
+        self.token = token
+
+    @property
+    def pid(self) -> int:
+        return wait_for(lambda: self.nest.all(Started, self.token), "a zygote")[0].pid
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        (ended,) = wait_for(lambda: self.nest.all(Exited, self.token), "the end of a zygote")
+        return ended.code if ended.code is not None else -(ended.signal or 0)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
 class Forked:
     """A child process, with what `Zygote` uses of a Popen."""
 
@@ -146,6 +171,30 @@ def nest() -> Iterator[Nest]:
     nest.zygote.close(grace_s=0.0)
 
 
+@pytest.fixture
+def warm(nest: Nest) -> Iterator[None]:
+    """For launchers in the tests' own process (`fit`, `minimize`): their zygote need not import torch again."""
+    with warmed(nest):
+        yield
+
+
+@contextmanager
+def warmed(nest: Nest) -> Iterator[None]:
+    """Until it is left, zygotes are forked from the warm process."""
+
+    def start(preload: Sequence[str] = ()) -> Zygote:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        token = nest.zygote.spawn("tests.processes:be_zygote", b"", "zygote", fds=[theirs.fileno()])
+        theirs.close()
+        zygote = Zygote(Grandchild(nest, token), ours)  # type: ignore[arg-type]
+        zygote.preload(preload)
+        return zygote
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Zygote, "start", staticmethod(start))
+        yield
+
+
 class Nest:
     """Starts launchers, one after the other."""
 
@@ -156,6 +205,10 @@ class Nest:
     def note(self) -> list[Event]:
         self.seen += self.zygote.events()
         return self.seen
+
+    def all(self, kind: type[E2], token: int) -> list[E2]:
+        """What has happened to one of the processes that were started from here."""
+        return [event for event in self.note() if isinstance(event, kind) and event.token == token]
 
     def processes(self) -> list[psutil.Process]:
         """All that run below: the launcher, its zygote, workers, servers, also those whose parent has died."""

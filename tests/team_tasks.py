@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -84,6 +85,14 @@ def planned(
     return TeamPlan(plan=plan, example_size=2, **settings)
 
 
+def dealt(task: Shaped, machines: int, chunks: int, micros: int) -> TeamPlan:
+    """A plan by hand with several stages on each machine: stage s on machine s mod P."""
+    plan = planned(task, machines * chunks).plan
+    stages = tuple(Stage((number % machines,), stage.units) for number, stage in enumerate(plan.stages))
+    plan = msgspec.structs.replace(plan, stages=stages, num_machines=machines)
+    return TeamPlan(plan=plan, micros=micros, schedule="interleaved", example_size=2)
+
+
 class Room:
     """Where a team's messages lie until they are asked for."""
 
@@ -121,21 +130,35 @@ def worker_of(
     return ShareWorker(place, 1, task, task.data(), share, client, team)
 
 
-def trained_team(task: Shaped, plan: TeamPlan, strategy: Any, order: Sequence[int] | None = None) -> list[ShareWorker]:
-    """A team without servers, from the first batch of the plan to the last."""
+def trained_team(
+    task: Shaped, plan: TeamPlan, strategy: Any, order: Sequence[int] | None = None, late: bool = False
+) -> list[ShareWorker]:
+    """A team without servers, from the first batch to the last; `late`: a portion comes when those before it are done."""
     room = Room(plan.size)
     reports: dict[int, int] = {}
+    whole = data_plan(task)
+    coming = deque(range(whole.num_portions))
+    leased = 0
+
+    def lease() -> None:
+        nonlocal leased
+        portion = coming.popleft()
+        leased += whole.batches_in(portion)
+        workers[0].client.receive(Lease(portion, 1, (tuple(range(whole.batches_in(portion))),)))
 
     def told(place: int, message: Message) -> None:
         if isinstance(message, Report):
             reports[place] = message.had
-        if len(reports) == plan.size and min(reports.values()) == data_plan(task).num_batches:
-            workers[0].client.receive(Finish())
+        if len(reports) == plan.size and min(reports.values()) == leased:
+            if coming:
+                lease()
+            else:
+                workers[0].client.receive(Finish())
 
     workers = [worker_of(task, plan, place, room, partial(told, place)) for place in range(plan.size)]
-    whole = data_plan(task)
-    for portion in range(whole.num_portions):
-        workers[0].client.receive(Lease(portion, 1, (tuple(range(whole.batches_in(portion))),)))
+    lease()
+    while coming and not late:
+        lease()
     together([strategy.run(worker) for worker in workers], order)
     return workers
 

@@ -61,13 +61,17 @@ def test_each_schedule_is_held_against_one_process_and_against_torchs_own() -> N
         "one_f_one_b": [9.0, 90.0, 9.0],
         "Schedule1F1B": [10.0, 100.0, 10.0],
     }
-    assert shown(pipeline._rows(rates, Chain())) == [
+    expected = {"pipedream": 40.0, "gpipe": 13.0, "one_f_one_b": 10.0}
+    assert shown(pipeline._rows(rates, Chain(), expected)) == [
         ("one plain process", 2.0, 1.6, True),
         ("one plain process, batches of 1024", 2.0, None, None),
+        ("the 40 samples/s that its plan predicts", 0.5, None, None),
         ("one plain process", 1.3, 1.4, False),
         ("torch.distributed.pipelining", 1.3, 1.0, True),
+        ("the 13 samples/s that its plan predicts", 1.0, None, None),
         ("one plain process", 0.9, None, None),
         ("torch.distributed.pipelining", 0.9, 1.0, False),
+        ("the 10 samples/s that its plan predicts", 0.9, None, None),
     ]
 
 

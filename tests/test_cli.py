@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -713,4 +713,26 @@ def test_a_benchmarks_table_fits_80_columns_with_its_numbers_in_line() -> None:
         "                         same bytes, and much more of it",
         "  2,352  GB/s            64 MB, 2 workers, 1 servers, pushed, applied and pulled",
         "",
+    ]
+
+
+@pytest.mark.parametrize(
+    "why, said",
+    [(KeyboardInterrupt(), "interrupted"), (RuntimeError("the run failed: no worker is left"), "no worker is left")],
+)
+def test_a_benchmark_that_is_broken_off_shows_what_it_has_measured(
+    monkeypatch: pytest.MonkeyPatch, why: BaseException, said: str
+) -> None:
+    def broken_off(effort: str) -> Iterator[Row]:
+        yield at_most("start-up", 4.0, 5.0, "", "s")
+        raise why
+
+    monkeypatch.setattr("rainband.bench.startup.run", broken_off)
+    told = Said("bench", "startup")
+    assert told.exit_code == 1 and said in told.err
+    assert "  start-up: 4 s (bar 5, met: yes)\n" in told.err  # at once, before the table
+    assert told.out.splitlines()[:3] == [
+        "bench startup",
+        "  value  unit  bar  met  what",
+        "      4  s     5    yes  start-up",
     ]

@@ -150,6 +150,7 @@ class Broken(Linear):
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm")
 def test_an_error_in_the_task_is_raised_with_its_traceback(tmp_path: Path) -> None:
     seen: list[str] = []
     with pytest.raises(RainbandError, match=r"ZeroDivisionError: on purpose(?s:.*)in loss"):

@@ -16,6 +16,8 @@ from rainband import events
 from rainband.catalogue import load_strategy, strategy_names
 from rainband.cli.main import build_app
 from rainband.cli.warn import before, last_straggler
+from rainband.pipeline.plan import Plan, Stage
+from rainband.stages.plan import TeamPlan
 from rainband.worlds import sim
 from rainband.worlds.config import RunConfig, SimSettings
 from rainband.worlds.directory import EventLog, new_directory, write_config
@@ -38,24 +40,28 @@ def test_nobody_is_warned_of_defaults_with_four_workers_that_are_alike(name: str
 
 
 @pytest.mark.parametrize(
-    "strategy, settings, missed",
+    "strategy, settings, missed, own",
     [
-        ("downpour", {"optimizer": "sgd", "overlap": False}, 3),
-        ("downpour", {"optimizer": "sgd"}, 7),  # fetched a step before it is used
-        ("stale_sync", {}, 3),
-        ("soft_sync", {"n": 2}, 1.5),
+        ("downpour", {"optimizer": "sgd", "overlap": False}, 3, "0.75"),  # 3 / 4: that of four workers, each alone
+        ("downpour", {"optimizer": "sgd"}, 7, "0.88"),  # fetched a step before it is used
+        ("stale_sync", {}, 3, "0.75"),
+        ("stale_sync", {"bound": 0}, 1.5, "0.60"),
+        ("bounded_delay", {}, 7, "0.88"),
+        ("soft_sync", {"n": 2}, 1.5, "0.60"),
+        ("soft_sync", {"n": 1}, 0.75, "0.43"),
     ],
 )
 def test_momentum_beside_that_of_asynchrony_is_warned_of_with_both_numbers(
-    strategy: str, settings: dict[str, Any], missed: float
+    strategy: str, settings: dict[str, Any], missed: float, own: str
 ) -> None:
-    assert f"gradients miss {missed:g} updates in the mean, which acts as a momentum of 0.75 by itself" in told(
+    assert f"gradients miss {missed:g} updates in the mean, which acts as a momentum of {own} by itself" in told(
         strategy, 4, momentum=0.9, **settings
     )
 
 
 def test_a_small_momentum_or_one_worker_or_lock_step_is_no_reason_to_warn() -> None:
     assert told("stale_sync", 4, momentum=0.2) == ""  # 0.75 + 0.2 < 1
+    assert told("soft_sync", 4, momentum=0.5) == ""  # 0.43 + 0.5 < 1
     assert told("stale_sync", 1, momentum=0.9) == ""
     assert told("sync", 4, momentum=0.9) == ""
 
@@ -128,6 +134,21 @@ def test_an_n_larger_than_the_workers_is_told_also_what_it_does_to_the_rate() ->
     assert "so n is 4 in truth and the learning rate is divided by 8" in told("soft_sync", 4, n=8, scaling="n")
 
 
+def test_where_several_workers_compute_one_model_its_copies_count(tmp_path: Path) -> None:
+    """Eight workers, two for each copy: four."""
+    stages = (Stage((0,), ("first",)), Stage((1,), ("last",)))
+    plan = Plan(model="", kind="pipeline", partitioner="", num_machines=2, stages=stages)
+    config = RunConfig(
+        task="digits",
+        strategy="soft_sync",
+        strategy_settings={"n": 3},
+        num_workers=8,
+        num_servers=1,
+        team=TeamPlan(plan=plan),
+    )
+    assert "n=3 does not divide 4 copies of the model" in " ".join(line.strip() for line in before(config, tmp_path))
+
+
 def test_linear_scaling_without_a_warm_up_is_told_the_rate_of_its_first_step() -> None:
     assert "a learning rate of 0.8, 8 times that of one worker" in told("sync", 8, scaling="linear", lr=0.1)
     assert told("sync", 8, scaling="linear", lr=0.1, warmup=0.1) == ""
@@ -154,20 +175,36 @@ def test_expected_staleness_is_lambda_minus_1_over_c(workers: int, n: int) -> No
     )
 
 
-@pytest.mark.parametrize("overlap, missed", [(False, 3), (True, 7)])
-def test_a_fetch_ahead_doubles_the_staleness_of_downpour(tmp_path: Path, overlap: bool, missed: int) -> None:
+@pytest.mark.parametrize(
+    "strategy, settings, missed",
+    [
+        ("downpour", {"overlap": False}, 3),
+        ("downpour", {}, 7),
+        ("downpour", {"overlap": False, "n_fetch": 3}, 7),  # the second step after a fetch is one round older, ...
+        ("downpour", {"n_fetch": 3}, 11),
+        ("bounded_delay", {}, 7),
+        ("bounded_delay", {"tau": 0}, 1.5),  # 0, 1, 2 and 3
+        ("stale_sync", {}, 3),
+        ("stale_sync", {"bound": 0}, 1.5),
+        ("soft_sync", {"n": 2}, 1.5),
+    ],
+)
+def test_the_staleness_that_is_expected_is_the_one_that_is_seen(
+    tmp_path: Path, strategy: str, settings: dict[str, Any], missed: float
+) -> None:
+    """Of four workers that are alike."""
     config = RunConfig(
         task="linear",
         task_settings={"samples": 2048, "epochs": 1},
-        strategy="downpour",
-        strategy_settings={"overlap": overlap},
+        strategy=strategy,
+        strategy_settings=settings,
         num_workers=4,
         num_servers=1,
         world="sim",
         directory=str(tmp_path),
         sim=SimSettings(compute={"kind": "constant"}),
     )
-    expected = expected_staleness(load_strategy("downpour", {"overlap": overlap}), 4)
+    expected = expected_staleness(load_strategy(strategy, settings), 4)
     assert expected == missed
     assert sim.run(config, lambda event: None).staleness["mean"] == pytest.approx(expected, rel=0.05)
 

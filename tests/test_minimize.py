@@ -25,6 +25,7 @@ TASK = Quadratic(dimension=40, samples=96, condition=3.0, batch_size=8)
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("method", ["lbfgs", "cg"])
 def test_the_lowest_point_of_a_bowl_is_found(method: str, tmp_path: Path) -> None:
     seen: list[int] = []
@@ -41,6 +42,7 @@ def test_the_lowest_point_of_a_bowl_is_found(method: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm")
 def test_what_runs_out_of_iterations_is_no_success(tmp_path: Path) -> None:
     found = rainband.minimize(TASK, workers=1, servers=1, tol=0.0, iterations=2, run={"runs": tmp_path})
     assert (found.success, found.status, found.nit, found.message) == (False, 1, 2, "2 iterations are done")
@@ -74,6 +76,7 @@ def test_mistakes_are_told_before_anything_starts(arguments: dict[str, Any], say
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm")
 def test_a_strategy_of_ones_own_can_lead_too(tmp_path: Path) -> None:
     """It is handed to the coordinator, the servers and the workers, without a name."""
     from dataclasses import dataclass
@@ -96,6 +99,7 @@ def test_a_strategy_of_ones_own_can_lead_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm")
 @pytest.mark.slow
 def test_a_worker_that_is_killed_costs_nothing_but_time(tmp_path: Path) -> None:
     """Two iterations of one life and the rest of another: the end is that of a run in which nobody died."""

@@ -437,6 +437,13 @@ def test_the_summary_has_the_books_the_staleness_and_where_the_model_lies(tmp_pa
     ]
 
 
+def test_the_summary_says_what_went_through_the_servers(tmp_path: Path) -> None:
+    moved = msgspec.structs.replace(progress(5.0, 1000), pushed_bytes=1_500_000, pulled_bytes=3_000_000_000)
+    lines = summary(told_by([started(), moved, ended()]), tmp_path)
+    assert "  traffic    1.5 MB of gradients to the servers, 3 GB of parameters from them" in lines
+    assert not any("traffic" in line for line in summary(told_by([started(), progress(5.0, 1000), ended()]), tmp_path))
+
+
 def test_a_failed_run_says_why_unless_that_was_shown(tmp_path: Path) -> None:
     failed = told_by([ended("failed", "server 0 was lost")])
     nowhere = Path("runs/nowhere")  # short: long lines are folded

@@ -62,6 +62,7 @@ def test_every_piece_of_a_step_is_timed(strategy: str) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm")
 def test_the_command_writes_a_model_that_can_be_used(tmp_path: Path) -> None:
     file = tmp_path / "machine.toml"
     result = CliRunner().invoke(app(), ["calibrate", "linear", "downpour", "--out", str(file), "--steps", "5"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,7 @@ from rainband.worlds.record import LONG, AnyNote, Applied, Began, Leased, Read, 
 from rainband.worlds.replay import replay, why_bits_may_differ
 from rainband.worlds.sim_worker import WorkerNode
 from rainband.worlds.sim_world import Notes, World
+from tests.processes import Nest, warmed
 
 
 def config_of(directory: Path, **given: Any) -> RunConfig:
@@ -54,11 +55,13 @@ def write(directory: Path, peer: Peer, *notes: AnyNote) -> None:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def recorded(nest: Nest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "recorded"
-    result = local.run(config_of(directory, strategy_settings={"optimizer": "adam", "lr": 0.01}), lambda event: None)
+    with warmed(nest):
+        config = config_of(directory, strategy_settings={"optimizer": "adam", "lr": 0.01})
+        result = local.run(config, lambda event: None)
     assert result.outcome == "finished", result.reason
-    yield directory
+    return directory
 
 
 @pytest.mark.processes

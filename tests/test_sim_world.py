@@ -31,6 +31,7 @@ from rainband.sim.network import NetworkModel
 from rainband.sim.trace import Line, read_lines
 from rainband.strategies.downpour import Downpour
 from rainband.tasks.linear import Linear
+from rainband.tasks.load import load_task
 from rainband.types import ServerHalf
 from rainband.worlds import sim
 from rainband.worlds.config import RunConfig, SimSettings
@@ -286,6 +287,16 @@ def test_a_simulated_run_leaves_what_a_real_one_does(tmp_path: Path) -> None:
     losses = [event.loss for event in seen if isinstance(event, events.Progress) and event.loss is not None]
     assert losses[-1] < losses[0]  # against virtual time
     assert [event.at_s for event in seen] == sorted(event.at_s for event in seen)
+
+
+def test_the_bytes_to_and_from_the_servers_are_counted(tmp_path: Path) -> None:
+    """32 batches, each with a push and a pull of the whole model."""
+    seen: list[events.Progress] = []
+    config = config_of(tmp_path / "run", "sync", 2)
+    sim.run(config, lambda event: seen.append(event) if isinstance(event, events.Progress) else None)
+    model = sum(4 * p.numel() for p in load_task(config.task, config.task_settings).model().parameters())
+    assert seen[-1].pushed_bytes == seen[-1].batches * model
+    assert seen[-1].pulled_bytes == seen[-1].batches * model
 
 
 def test_an_error_of_the_users_code_ends_the_run_and_is_told_once(tmp_path: Path) -> None:

@@ -190,3 +190,18 @@ def test_a_layer_that_cannot_make_its_own_values_is_told() -> None:
 
     with pytest.raises(ValueError, match=r"'1' \(Scale\) has parameters .* and no reset_parameters\(\)"):
         built(WithScale("chain"), 2)
+
+
+def test_a_tied_weight_is_given_anew_for_an_answer() -> None:
+    """Its owner may have made an update since the last batch."""
+    task = Shaped("tied")
+    room = Room(2)
+    workers = [worker_of(task, planned(task, 2), place, room) for place in range(2)]
+    together([worker.gradient(BATCH) for worker in workers])
+    whole = task.model()
+    words = task.data().batch(range(4))
+    with torch.no_grad():
+        whole.get_parameter("embed.weight").mul_(2)
+        workers[0].share.model.get_parameter("embed.weight").mul_(2)
+    answer = together([worker.answer([0, False, list(words), {}]) for worker in workers])[0]
+    torch.testing.assert_close(answer, whole.eval()(*words), rtol=0, atol=1e-15)

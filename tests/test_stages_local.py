@@ -12,7 +12,7 @@ from rainband import events
 from rainband.worlds.config import RunConfig
 from rainband.worlds.sim import run as simulate
 from tests.processes import LR, Nest
-from tests.team_tasks import Shaped, planned
+from tests.team_tasks import Shaped, dealt, planned
 
 pytestmark = pytest.mark.processes
 
@@ -38,9 +38,11 @@ def simulated(folder: Path, strategy: str, name: str, workers: int, **options: o
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name, transport", [("skips", "shm"), ("tied", "tcp")])
-def test_stages_as_processes_train_as_whole_models_do(nest: Nest, tmp_path: Path, name: str, transport: str) -> None:
-    team = planned(Shaped(name), 2)
+@pytest.mark.parametrize("name, transport, chunks", [("skips", "shm", 1), ("tied", "tcp", 2)])
+def test_stages_as_processes_train_as_whole_models_do(
+    nest: Nest, tmp_path: Path, name: str, transport: str, chunks: int
+) -> None:
+    team = planned(Shaped(name), 2) if chunks == 1 else dealt(Shaped(name), 2, chunks, micros=2)
     with nest.run(tmp_path, "sync", workers=4, transport=transport, team=team, name=name, samples=40, **STAGED) as run:
         result = run.result()
     assert (result.outcome, result.books["applied"]) == ("finished", 10), result.reason

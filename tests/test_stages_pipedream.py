@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from rainband.pipeline.cut import cut
 from rainband.pipeline.execute import Pipeline
 from rainband.pipeline.of_task import micros_of
-from rainband.pipeline.schedules import pipedream
+from rainband.pipeline.schedules import pipedream, two_buffered
+from rainband.pipeline.table import Table
+from rainband.portions import Plan as DataPlan
+from rainband.stages.counting import Counting
 from rainband.stages.stashing import Stashing
 from rainband.strategies.pipedream import Pipedream
-from rainband.types import Batch
+from rainband.types import Batch, Stashes
 from rainband.worker import Sampler
+from rainband.worlds.config import RunConfig
+from rainband.worlds.sim import run
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.team_tasks import Shaped, data_plan, planned, trained_team
 
@@ -26,14 +35,22 @@ def parameters(workers: list) -> dict[str, Tensor]:  # type: ignore[type-arg]
     return {name: tensor for worker in workers for name, tensor in worker.share.held().items()}
 
 
+def batches_of(plan: DataPlan) -> list[list[int]]:
+    """The samples of each batch of a run, in order."""
+    sampler = Sampler(plan)
+    batches = [Batch(p, k, 1) for p in range(plan.num_portions) for k in range(plan.batches_in(p))]
+    return [list(map(int, sampler.indices(batch))) for batch in batches]
+
+
 def by_table(task: Shaped, stages: int, replicas: list[int], **how: bool) -> nn.Module:
     """The same in one process: the executor of tables."""
+    return played(task, stages, pipedream(replicas, data_plan(task).num_batches, **how))
+
+
+def played(task: Shaped, stages: int, table: Table) -> nn.Module:
     model = task.model()
-    plan, sampler = data_plan(task), Sampler(data_plan(task))
-    batches = [Batch(p, k, 1) for p in range(plan.num_portions) for k in range(plan.batches_in(p))]
-    micros = micros_of(task, task.data(), [list(sampler.indices(batch)) for batch in batches])
+    micros = micros_of(task, task.data(), batches_of(data_plan(task)))
     graph = cut(model, micros[0].args)
-    table = pipedream(replicas, len(micros), **how)
     placed = planned(task, stages).plan.stage_of()
     Pipeline(graph, placed, table, lambda ps: SGD(ps, lr=LR)).run(micros)
     return model
@@ -85,18 +102,22 @@ def test_recomputing_changes_nothing() -> None:
         assert torch.equal(value, again[key])
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
-def test_a_stage_keeps_as_many_versions_as_batches_are_on_their_way(
-    order: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Stashing] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Stashing]:
+    """The stages of a team, as they are made."""
+    found: list[Stashing] = []
     begin = Stashing.__init__
 
     def note(self: Stashing, *args: object) -> None:
         begin(self, *args)  # type: ignore[arg-type]
-        made.append(self)
+        found.append(self)
 
     monkeypatch.setattr(Stashing, "__init__", note)
+    return found
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_a_stage_keeps_as_many_versions_as_batches_are_on_their_way(order: list[int], made: list[Stashing]) -> None:
     trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR), order)
     made.sort(key=lambda stage: stage.share.machine)
     assert [stage.ahead for stage in made] == [2, 1, 0]
@@ -110,3 +131,152 @@ def test_a_weight_in_two_stages_is_refused() -> None:
     task = Shaped("tied")
     with pytest.raises(ValueError, match="put its units into one stage"):
         trained_team(task, planned(task, {"embed": 0, "hidden": 1, "tanh": 1, "out": 2}), Pipedream(lr=LR))
+
+
+# ---- two versions, and no more ----
+
+
+def delayed(task: Shaped, batches: Sequence[Sequence[int]], micros: int, portions: Sequence[int] = ()) -> nn.Module:
+    """w(t+1) = w(t) - lr * gradient at w(t-1), of the mean loss of `micros` batches; anew after each portion."""
+    model, data = task.model(), task.data()
+    for first, last in zip([0, *portions], [*portions, len(batches)], strict=True):
+        older = [p.detach().clone() for p in model.parameters()]
+        for begin in range(first, last, micros):
+            samples = [sample for batch in batches[begin : min(begin + micros, last)] for sample in batch]
+            newest = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), older, strict=True):
+                    parameter.copy_(value)
+            gradients = torch.autograd.grad(task.loss(model, data.batch(samples)), list(model.parameters()))
+            scale = LR if all(bool(gradient.isfinite().all()) for gradient in gradients) else 0.0
+            with torch.no_grad():
+                for parameter, value, gradient in zip(model.parameters(), newest, gradients, strict=True):
+                    parameter.copy_(value - scale * gradient.nan_to_num(0, 0, 0))
+            older = newest
+    return model
+
+
+def assert_same(found: dict[str, Tensor], expected: nn.Module) -> None:
+    for key, value in expected.named_parameters():
+        torch.testing.assert_close(found[key], value.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_batch_uses_the_parameters_of_one_update_ago() -> None:
+    counting = Counting(Stashes(double_buffered=True, micros=2), (1, 1), 0)
+    assert [counting.update(batch) for batch in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [counting.version(batch, newest=9) for batch in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert [counting.completes(batch) for batch in range(4)] == [False, True, False, True]
+    assert Counting(Stashes(double_buffered=True), (1, 1, 1), 0).batches == 3  # one for each stage
+
+
+@pytest.mark.parametrize("name", ["chain", "branches", "skips", "several", "recurrent", "transformer"])
+@pytest.mark.parametrize("micros", [3, 4])
+def test_double_buffered_stages_have_the_bits_of_their_table(name: str, micros: int) -> None:
+    task = Shaped(name, samples=48)  # twelve batches
+    workers = trained_team(task, planned(task, 3), Pipedream(lr=LR, double_buffered=True, micros=micros))
+    expected = played(task, 3, two_buffered(3, micros, 12 // micros))
+    found = parameters(workers)
+    for key, value in expected.named_parameters():
+        assert torch.equal(found[key], value.detach())
+
+
+@pytest.mark.parametrize("samples", [48, 46, 38, 42, 10])  # whole rounds, a short batch, one or two batches too many
+@pytest.mark.parametrize("stages, micros", [(2, 2), (3, 3), (2, 5)])
+def test_double_buffered_stages_are_sgd_that_is_late_by_one_update(samples: int, stages: int, micros: int) -> None:
+    task = Shaped("chain", samples=samples)
+    workers = trained_team(task, planned(task, stages), Pipedream(lr=LR, double_buffered=True, micros=micros))
+    assert_same(parameters(workers), delayed(task, batches_of(data_plan(task)), micros))
+
+
+def test_a_pipeline_that_ran_empty_begins_anew_with_the_newest_parameters() -> None:
+    """Portions of 4, 4 and 2 batches that come late: each ends with an update of what there is."""
+    how = Pipedream(lr=LR, double_buffered=True, micros=3)
+    late = parameters(trained_team(TASK, planned(TASK, 3), how, late=True))
+    assert_same(late, delayed(TASK, batches_of(data_plan(TASK)), 3, portions=[4, 8]))
+    early = parameters(trained_team(TASK, planned(TASK, 3), how))
+    assert any(not torch.equal(early[key], late[key]) for key in early)
+
+
+def test_recomputing_changes_nothing_with_two_versions() -> None:
+    kept = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR, double_buffered=True)))
+    again = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR, double_buffered=True, recompute=True)))
+    for key, value in kept.items():
+        assert torch.equal(value, again[key])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("micros", [3, 4])
+def test_every_stage_keeps_two_versions_and_no_more(
+    order: list[int], late: bool, micros: int, made: list[Stashing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[float] = []  # memory of a stage's versions, in parameters of that stage
+    step = Stashing._step
+
+    def note(self: Stashing, total: dict[str, Tensor], batch: Batch) -> None:
+        step(self, total, batch)
+        versions = self.stage.versions
+        own = sum(vector.numel() * vector.element_size() for vector in versions.live[versions.newest].vectors)
+        held.append(versions.num_bytes() / own)
+
+    monkeypatch.setattr(Stashing, "_step", note)
+    how = Pipedream(lr=LR, double_buffered=True, micros=micros)
+    trained_team(TASK, planned(TASK, 3), how, order, late)
+    assert [stage.stage.versions.peak for stage in made] == [2, 2, 2]
+    assert set(held) == {2.0}
+    assert [len(stage.stage.versions.live) for stage in made] == [1, 1, 1]
+    assert [stage.stage.totals or stage.stage.kept or stage.in_use for stage in made] == [{}, {}, {}]
+
+
+def test_a_gradient_that_is_not_finite_leaves_out_its_update_alone() -> None:
+    class Spoilt(Shaped):
+        def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+            loss = super().loss(model, batch)
+            return loss * float("inf") if bool((batch[0] == spoilt).all(1).any()) else loss
+
+    task = Spoilt("chain", samples=48)
+    batches = batches_of(data_plan(task))
+    spoilt = task.data().batch([batches[4][0]])[0][0]  # in the second round of three batches
+    workers = trained_team(task, planned(task, 2), Pipedream(lr=LR, double_buffered=True, micros=3))
+    found = parameters(workers)
+    assert all(bool(tensor.isfinite().all()) for tensor in found.values())
+    assert_same(found, delayed(task, batches, 3))
+
+
+def test_in_virtual_time_double_buffering_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty: dict[int, list[int]] = {}  # stage -> batches it had had whenever the pipeline ran empty
+    settle = Stashing.settle
+
+    async def note(self: Stashing) -> None:
+        await settle(self)
+        empty.setdefault(self.share.machine, []).append(self.marked)
+
+    monkeypatch.setattr(Stashing, "settle", note)
+    task = Shaped("chain", samples=94)  # two epochs of 24 batches, the last of each of two samples, in portions of six
+    config = RunConfig(
+        task="tests.team_tasks:Shaped",
+        task_settings={"name": "chain", "samples": 94},
+        strategy="pipedream",
+        strategy_settings={"lr": LR, "double_buffered": True, "micros": 5},
+        num_workers=3,
+        num_servers=0,
+        world="sim",
+        epochs=2,
+        directory=str(tmp_path),
+        team=planned(task, 3),
+    )
+    result = run(config, lambda event: None)
+    assert (result.outcome, result.books["applied"]) == ("finished", 48), result.reason
+    assert empty[0] == empty[1] == empty[2]
+    *portions, end = empty[0]
+    assert 42 in portions and len(portions) < 3  # the last portion is leased when all others are done
+    assert end == 48
+    plan = DataPlan(fingerprint="", layout="", num_samples=94, batch_size=4, epochs=2, seed=0, portion_batches=6)
+    assert_same(load_file(tmp_path / "model.safetensors"), delayed(task, batches_of(plan), 5, portions))
+
+
+def test_replicas_and_too_few_batches_to_an_update_are_refused() -> None:
+    with pytest.raises(ValueError, match="one worker for each stage"):
+        trained_team(TASK, planned(TASK, 2, replicas=[2, 1]), Pipedream(double_buffered=True))
+    with pytest.raises(ValueError, match="type micros=3 or more"):
+        trained_team(TASK, planned(TASK, 3), Pipedream(double_buffered=True, micros=2))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
 
+import rainband
 from rainband.catalogue import load_strategy
 from rainband.cli.configure import configured
 from rainband.cli.teams import in_teams
-from rainband.pipeline.plan import Plan, Stage
-from rainband.worlds.teaming import check_plan
+from rainband.pipeline.plan import Plan, Stage, save
+from rainband.stages.plan import TeamPlan
+from rainband.worlds.flow import Flow, check_plan, check_versions, read_plan, team_size
 
 
 @pytest.mark.parametrize(
@@ -37,25 +42,108 @@ def test_workers_are_a_multiple_of_the_stages_and_strategies_count_models() -> N
 
 
 @pytest.mark.parametrize(
-    "strategy, micros, schedule, record, told",
+    "words, flow, record, told",
     [
-        ("pipedream", 4, None, False, "has a schedule of its own"),
-        ("pipedream", None, "gpipe", False, "has a schedule of its own"),
-        ("sync", None, "zigzag", False, "choose from gpipe, one_f_one_b"),
-        ("sync", None, None, True, "--record is for workers with the whole model"),
+        (["pipedream"], Flow(4), False, "has a schedule of its own"),
+        (["pipedream"], Flow(schedule="gpipe"), False, "has a schedule of its own"),
+        (["pipedream"], Flow(chunks=2), False, "leave out --microbatches, --schedule and --chunks"),
+        (["pipedream"], Flow(schedule="two_buffered"), False, "type pipedream double_buffered=yes"),
+        (["sync"], Flow(schedule="two_buffered"), False, "type pipedream double_buffered=yes"),
+        (["sync"], Flow(schedule="zigzag"), False, "choose from gpipe, one_f_one_b, interleaved"),
+        (["sync"], Flow(schedule="gpipe", chunks=2), False, "the schedule is gpipe: leave one of them out"),
+        (["sync"], Flow(chunks=1), False, "--chunks 1: give each worker two stages or more"),
+        (["sync"], Flow(5, "interleaved"), False, r"5 are not a multiple of 2. Choose 6 \(--microbatches\)"),
+        (["sync"], Flow(3, chunks=3), False, r"3 are not a multiple of 2. Choose 4 \(--microbatches\)"),
+        (["sync"], Flow(), True, "--record is for workers with the whole model"),
+        (["pipedream", "double_buffered=yes", "micros=1"], Flow(), False, "type micros=2 or more"),
     ],
 )
 def test_what_does_not_go_with_stages_is_refused_before_measuring(
-    strategy: str, micros: int | None, schedule: str | None, record: bool, told: str
+    words: list[str], flow: Flow, record: bool, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = msgspec.structs.replace(configured(["digits", strategy], None, {}, "sim", 2), record=record)
+    monkeypatch.setattr("rainband.worlds.teaming.make_team_plan", None)
+    config = msgspec.structs.replace(configured(["digits", *words], None, {}, "sim", 2), record=record)
     with pytest.raises(ValueError, match=told):
-        in_teams(config, 2, None, micros, schedule)
+        in_teams(config, 2, None, flow)
 
 
-def test_microbatches_without_stages_are_refused() -> None:
+@pytest.mark.parametrize("flow", [Flow(4), Flow(schedule="interleaved"), Flow(chunks=2)])
+def test_microbatches_without_stages_are_refused(flow: Flow) -> None:
     with pytest.raises(ValueError, match="type --stages 2, too"):
-        in_teams(configured(["digits", "sync"], None, {}, "sim"), None, None, 4, None)
+        in_teams(configured(["digits", "sync"], None, {}, "sim"), None, None, flow)
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"double_buffered": True, "vertical_sync": True}, "so does vertical_sync: leave one of them out"),
+        ({"double_buffered": True, "stash": False}, "so does stash=no: leave one of them out"),
+        ({"micros": 4}, "type double_buffered=yes, too"),
+        ({"double_buffered": True, "micros": -1}, "at least as many as there are stages"),
+    ],
+)
+def test_settings_of_pipedream_that_contradict_each_other_are_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        load_strategy("pipedream", settings)
+
+
+def in_turn(machines: list[int]) -> Plan:
+    stages = tuple(Stage((machine,), (f"u{number}",)) for number, machine in enumerate(machines))
+    return Plan(model="m", kind="pipeline", partitioner="hand", num_machines=2, stages=stages)
+
+
+@pytest.mark.parametrize(
+    "strategy, machines, flow, told",
+    [
+        ("sync", [0, 1, 0, 1], Flow(schedule="gpipe"), "only interleaved knows, not gpipe: leave out --schedule"),
+        ("sync", [0, 1, 0, 1], Flow(chunks=3), "the plan has 2 stages on each machine, not 3: leave out --chunks"),
+        ("sync", [0, 1, 0, 1], Flow(3), r"Choose 4 \(--microbatches\)"),
+        ("sync", [0, 1], Flow(schedule="interleaved"), "interleaved needs several: leave out --plan"),
+        ("sync", [0, 1], Flow(chunks=2), "interleaved needs several: leave out --plan"),
+        ("pipedream", [0, 1, 0, 1], Flow(), "pipedream has one on each: plan with --partitioner pipedream"),
+    ],
+)
+def test_a_plan_and_what_is_typed_must_agree(strategy: str, machines: list[int], flow: Flow, told: str) -> None:
+    plan = in_turn(machines)
+    config = configured(["digits", strategy], None, {}, "sim", team_size(plan, None))
+    assert config.num_workers % 2 == 0
+    with pytest.raises(ValueError, match=told):
+        in_teams(config, None, plan, flow)
+
+
+def test_a_plan_has_as_many_workers_as_machines_whatever_its_stages(tmp_path: Path) -> None:
+    save(in_turn([0, 1, 0, 1, 0, 1]), tmp_path / "plan.json")
+    plan = read_plan(tmp_path / "plan.json", 2)
+    assert team_size(plan, None) == 2
+    with pytest.raises(ValueError, match=r"plan.json has 2 stages, not 6: leave out --stages"):
+        read_plan(tmp_path / "plan.json", 6)
+
+
+def test_a_team_plan_whose_schedule_does_not_know_its_stages_is_refused() -> None:
+    with pytest.raises(ValueError, match="only interleaved knows, not one_f_one_b"):
+        TeamPlan(plan=in_turn([0, 1, 0, 1]), micros=2)
+    with pytest.raises(ValueError, match="Choose 2"):
+        TeamPlan(plan=in_turn([0, 1, 0, 1]), micros=1, schedule="interleaved")
+
+
+def test_a_model_with_too_few_units_says_what_to_type() -> None:
+    config = configured(["linear", "sync"], None, {}, "sim", 2)
+    with pytest.raises(ValueError, match="2 stages on each of 2 workers are 4: type fewer --stages or --chunks"):
+        in_teams(config, 2, None, Flow(chunks=2))
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"stages": 2, "schedule": "zigzag"}, "choose from gpipe, one_f_one_b, interleaved"),
+        ({"stages": 2, "schedule": "interleaved", "microbatches": 3}, "Choose 4"),
+        ({"chunks": 2}, "give stages=2, too"),
+        ({"schedule": "gpipe"}, "give stages=2, too"),
+    ],
+)
+def test_fit_refuses_the_same(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        rainband.fit("digits", "sync", 2, 1, world="sim", **options)
 
 
 def test_replicas_of_stages_are_for_pipedream_and_partitions_are_not() -> None:
@@ -64,6 +152,8 @@ def test_replicas_of_stages_are_for_pipedream_and_partitions_are_not() -> None:
     with pytest.raises(ValueError, match=r"several machines \(2, 1\), which only pipedream knows"):
         check_plan(load_strategy("sync", {}), "sync", replicated)
     check_plan(load_strategy("pipedream", {}), "pipedream", replicated)
+    with pytest.raises(ValueError, match=r"one worker for each stage, and the plan has \(2, 1\): leave it out"):
+        check_versions(load_strategy("pipedream", {"double_buffered": True}), replicated.replicas())
     partition = msgspec.structs.replace(replicated, kind="partition")
     with pytest.raises(ValueError, match="pipedream is a pipeline, and the plan is a partition"):
         check_plan(load_strategy("pipedream", {}), "pipedream", partition)

@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rainband import events
+from rainband.bench.opponents import PacedOrder
+from rainband.bench.processes import PRELOAD, Process, free_port
 from rainband.bench.stragglers import CONTENDERS, Found, _times_sooner, found_in
 from rainband.catalogue import load_strategy
 from rainband.cli.configure import configured
@@ -16,6 +18,7 @@ from rainband.cli.virtual import in_virtual_time
 from rainband.sim.compute import ComputeModel, Pace
 from rainband.types import Batch
 from rainband.worlds.paced import paced
+from rainband.worlds.zygote import Zygote
 
 BATCH = Batch(0, 0, 1)
 
@@ -89,9 +92,11 @@ def progress(at_s: float, samples: int, accuracy: float | None = None) -> events
     )
 
 
-def test_the_rate_leaves_out_the_start_and_the_end_and_the_time_counts_from_the_first_step() -> None:
+def test_the_rate_leaves_out_the_start_and_the_end_and_the_time_counts_from_when_all_is_ready() -> None:
     seen: list[events.AnyEvent] = [
-        events.FirstStep(at_s=2.0, worker=0),
+        events.PhaseChanged(at_s=1.5, phase="loading"),
+        events.PhaseChanged(at_s=2.0, phase="running"),
+        events.FirstStep(at_s=2.2, worker=0),
         progress(2.5, 0),
         progress(3.0, 100),
         progress(4.0, 400, 0.9),
@@ -109,3 +114,20 @@ def test_what_never_reached_the_accuracy_is_not_sooner() -> None:
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
 def test_every_contender_can_be_made(contender: Any) -> None:
     assert load_strategy(contender.strategy, contender.settings)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("accuracy, reached", [(0.3, True), (1.1, False)])
+def test_ddp_ends_when_its_first_rank_has_seen_the_accuracy_and_at_its_last_step_otherwise(
+    accuracy: float, reached: bool
+) -> None:
+    """Not one rank waits for a step that another one does not make."""
+    zygote, port = Zygote.start(PRELOAD), free_port()
+    try:
+        orders = [PacedOrder(rank, 2, port, 0.0, lr=0.2, accuracy=accuracy, most_steps=60) for rank in range(2)]
+        ranks = [Process(zygote, "rainband.bench.opponents:paced_main", order, "DDP") for order in orders]
+        (rate, reached_s), (_, unknown_s) = [rank.result() for rank in ranks]
+    finally:
+        zygote.close(1.0)
+    assert rate > 0 and (reached_s > 0) is reached and unknown_s == 0

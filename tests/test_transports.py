@@ -263,6 +263,22 @@ def test_a_mailbox_slot_is_free_again_when_it_is_acknowledged_and_not_before() -
         assert sorted(port.free) == list(range(slots))
 
 
+def test_who_waits_for_room_in_its_mailbox_waits_for_nobody_by_name() -> None:
+    with served((16, 1 << 16, 1 << 16)) as server:
+        worker = Worker(server, "shm")
+        worker.load_zeros()
+        port = worker.port
+        assert isinstance(port, SharedPort)
+        server.stop()
+        worker.push(0, lambda out, index: out.fill_(1.0))
+        assert port.stats.waited_s == 0.0  # there was room for all of it
+        port.stats.held_by = 3  # a pull is under way, which another worker holds up
+        server.start()
+        worker.push(1, lambda out, index: out.fill_(1.0))
+        assert port.stats.waited_s > 0.0 and not port.stats.waiting
+        assert (port.stats.held_by, dict(port.stats.waited_for)) == (3, {})
+
+
 def test_a_slot_is_freed_by_a_refusal_too() -> None:
     with served() as server:
         worker = Worker(server, "shm")

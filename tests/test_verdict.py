@@ -68,6 +68,7 @@ def test_a_strategy_may_not_return_early_but_a_loop_of_ones_own_may() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm")
 def test_a_strategy_that_returns_before_the_data_is_done_ends_the_run_with_a_message(tmp_path: Path) -> None:
     hasty = msgspec.structs.replace(config("tests.test_verdict:Hasty"), directory=str(tmp_path))
     result = local.run(hasty, lambda event: None)

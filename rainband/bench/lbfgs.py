@@ -1,93 +1,123 @@
-"""Sandblaster with two workers on two cores: against L-BFGS in one process, and what an iteration sends to its leader.
+"""Sandblaster with two workers on two cores: against L-BFGS in one process, and what it sends.
 
 Compute-bound: the mlp with 0.7 million parameters on 16,384 samples. The opponent is torch.optim.LBFGS with a closure
 over the same samples in the same batches: on one thread, as each of our workers has, and on two, as many as we have
-cores. The bar is against the first; both are printed. Seconds are per evaluation of the loss, because two searches need
-not look at the same points.
+cores. Two such processes at once, who have nothing to do with each other, are as fast as two cores can be: where they
+are far from twice as fast as one, so are we. Seconds are per evaluation of the loss, because two searches need not look
+at the same points. With a slow worker every step takes a fixed time, as on a device of its own.
 """
 
 from __future__ import annotations
 
 import tempfile
-import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rainband import events
+from rainband.bench.lbfgs_opponent import PlainOrder
+from rainband.bench.processes import PRELOAD, Process
 from rainband.bench.rows import Effort, Row, at_least, at_most, median
 from rainband.coordinator import Coordinator, Out
 from rainband.messages import Answer, Cells, Command, Delivered, Evaluated, Message, Peer, Return, Want, encode
-from rainband.tasks.mlp import Mlp
+from rainband.tasks.digits import Digits
 from rainband.transports.frames import PREFIX_BYTES
 from rainband.worlds import local
-from rainband.worlds.config import RunConfig
+from rainband.worlds.config import RunConfig, SimSettings
 from rainband.worlds.directory import new_directory
+from rainband.worlds.zygote import Zygote
 
 SIZES = ("0.1M", "0.7M")
 SAMPLES = 16384
 FULL_HISTORY = 14  # iterations, until each direction has all its pairs
-SETTINGS = {"n_push": 32, "gradient_tolerance": 0.0, "loss_tolerance": 0.0}  # it never converges
+SETTINGS = {"gradient_tolerance": 0.0, "loss_tolerance": 0.0}  # it never converges
+N_PUSH = 32
 FASTER, MOST_KB = 1.7, 10.0
 LED = (Command, Answer, Evaluated, Cells, Delivered, Want, Return)
+PACED_WORKERS, STEP_S, FACTOR, PACED_N_PUSH = 4, 0.02, 5.0, 2  # one of four workers is five times slower
 
 
-def run(effort: Effort) -> list[Row]:
+def run(effort: Effort) -> Iterator[Row]:
     repeats, iterations = (3, 6) if effort == "full" else (1, 3)
+    yield from _speed(repeats, iterations)
+    yield from _traffic()
+    yield from _slow_worker(iterations)
+
+
+def _speed(repeats: int, iterations: int) -> list[Row]:
     plain: dict[int, list[float]] = {1: [], 2: []}  # threads -> seconds
-    ours = []
-    for _ in range(repeats):  # in turns, so that a slow minute of the machine hits all
-        for threads, seconds in plain.items():
-            seconds.append(_plain(SIZES[-1], iterations, threads))
-        ours.append(_sandblaster(SIZES[-1], iterations)[0])
-    traffic = [_sandblaster(size, FULL_HISTORY)[1] for size in SIZES]
+    at_once, ours = [], []
+    zygote = Zygote.start((*PRELOAD, "rainband.bench.lbfgs_opponent"))
+    try:
+        for _ in range(repeats):  # in turns, so that a slow minute of the machine hits all
+            for threads, seconds in plain.items():
+                seconds += _plain(zygote, iterations, threads)
+            at_once.append(1 / sum(1 / seconds for seconds in _plain(zygote, iterations, 1, processes=2)))
+            ours.append(_sandblaster("mlp", _mlp(SIZES[-1]), iterations, N_PUSH).evaluation_s)
+    finally:
+        zygote.close(1.0)
     name = f"Sandblaster, 2 workers, {SIZES[-1]} parameters"
-    faster = {
-        threads: median([a / b for a, b in zip(seconds, ours, strict=True)]) for threads, seconds in plain.items()
-    }
+    one, two = (median(_ratios(plain[threads], ours)) for threads in (1, 2))
     return [
         Row("torch.optim.LBFGS, one process, one thread", 1000 * median(plain[1]), "ms/evaluation"),
         Row("torch.optim.LBFGS, one process, two threads", 1000 * median(plain[2]), "ms/evaluation"),
+        Row("two such processes at once: the limit", 1000 * median(at_once), "ms/evaluation"),
         Row(name, 1000 * median(ours), "ms/evaluation"),
-        at_least(name, faster[1], FASTER, "one process, one thread"),
-        Row(name, faster[2], "x", "one process, two threads"),
+        at_least(name, one, FASTER, "one process, one thread"),
+        Row("two such processes at once", median(_ratios(plain[1], at_once)), "x", "one of them alone"),
+        Row(name, median(_ratios(at_once, ours)), "x", "two such processes at once"),
+        Row(name, two, "x", "one process, two threads"),
+    ]
+
+
+def _ratios(theirs: list[float], ours: list[float]) -> list[float]:
+    return [a / b for a, b in zip(theirs, ours, strict=True)]
+
+
+def _plain(zygote: Zygote, iterations: int, threads: int, processes: int = 1) -> list[float]:
+    """Seconds of one evaluation in each of several processes, which run at the same time."""
+    order = PlainOrder(SIZES[-1], SAMPLES, iterations, threads)
+    started = [Process(zygote, "rainband.bench.lbfgs_opponent:plain_main", order, "L-BFGS") for _ in range(processes)]
+    return [process.result()[0] for process in started]
+
+
+def _traffic() -> list[Row]:
+    """What an iteration sends to and from the coordinator, and a pass over the data to and from the servers."""
+    found = {size: _sandblaster("mlp", _mlp(size), FULL_HISTORY, N_PUSH) for size in SIZES}
+    downpour = _downpour_bytes(SIZES[0])
+    return [
         *(
-            at_most(f"to and from the coordinator, 2 servers, {size} parameters", kb, MOST_KB, "", "KB/iteration")
-            for size, kb in zip(SIZES, traffic, strict=True)
+            at_most(f"to and from the coordinator, 2 servers, {size} parameters", f.led_kb, MOST_KB, "", "KB/iteration")
+            for size, f in found.items()
+        ),
+        Row("a pass over the data, Downpour, 0.1M parameters", downpour / 1e6, "MB"),
+        Row("a pass over the data, Sandblaster, 0.1M parameters", found[SIZES[0]].pass_bytes / 1e6, "MB"),
+        Row(
+            f"bytes of a pass, Downpour, {N_PUSH} batches to a push of Sandblaster",
+            downpour / found[SIZES[0]].pass_bytes,
+            "x",
+            "Sandblaster",
         ),
     ]
 
 
-def _plain(size: str, iterations: int, num_threads: int) -> float:
-    """Seconds of one evaluation, the optimizer's own work included."""
-    task = Mlp(parameters=size, samples=SAMPLES)
-    torch.manual_seed(0)
-    model, data = task.model(), task.data()
-    batches = [data.batch(range(at, at + task.batch_size)) for at in range(0, task.samples, task.batch_size)]
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=iterations, line_search_fn="strong_wolfe")
-    evaluations = 0
+def _slow_worker(iterations: int) -> list[Row]:
+    """An evaluation while one worker is slow, against what it would take if each had its share of the data."""
+    even = _sandblaster("digits", {}, iterations, PACED_N_PUSH, slow_factor=1.0).evaluation_s
+    ours = _sandblaster("digits", {}, iterations, PACED_N_PUSH, slow_factor=FACTOR).evaluation_s
+    batches = -(-len(Digits().data()) // Digits().batch_size)
+    static = FACTOR * STEP_S * -(-batches // PACED_WORKERS)
+    return [
+        Row("4 equal workers, on demand", 1000 * even, "ms/evaluation"),
+        Row("one of 4 workers 5 times slower, on demand", 1000 * ours, "ms/evaluation"),
+        Row("one of 4 workers 5 times slower, each a quarter, at best", 1000 * static, "ms/evaluation"),
+        at_least("one of 4 workers 5 times slower, on demand, times sooner", static / ours, 1.0, "each a quarter"),
+    ]
 
-    def closure() -> float:
-        nonlocal evaluations
-        evaluations += 1
-        optimizer.zero_grad()
-        total = 0.0
-        for batch in batches:
-            loss = task.loss(model, (batch[0], batch[1])) / len(batches)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
-        return total
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        closure()  # the first is slower
-        evaluations, started = 0, time.perf_counter()
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
-        return (time.perf_counter() - started) / evaluations
-    finally:
-        torch.set_num_threads(threads)
+def _mlp(size: str) -> dict[str, Any]:
+    return {"parameters": size, "samples": SAMPLES}
 
 
 class Weighed(Coordinator):
@@ -115,26 +145,45 @@ class Weighed(Coordinator):
             self.led_bytes += PREFIX_BYTES + len(encode(message))
 
 
-def _sandblaster(size: str, iterations: int) -> tuple[float, float]:
-    """Seconds of one evaluation, everything between two of them included; kilobytes of the last iteration."""
+@dataclass(frozen=True)
+class Found:
+    """What came of a run."""
+
+    evaluation_s: float  # everything between two evaluations included
+    led_kb: float  # of the last iteration
+    pass_bytes: float  # of one evaluation, which is a pass over the data; to and from the servers
+
+
+def _sandblaster(
+    task: str, task_settings: dict[str, Any], iterations: int, n_push: int, slow_factor: float | None = None
+) -> Found:
+    """`slow_factor`: of the last of four workers whose steps take a fixed time; None: two, as fast as they can."""
     seen: list[events.Iterated] = []
     weighed: list[int] = []  # so far, after each iteration
+    moved: list[int] = []
 
     def view(event: events.AnyEvent) -> None:
         if isinstance(event, events.Iterated):
             seen.append(event)
             assert isinstance(launcher.coordinator, Weighed)
             weighed.append(launcher.coordinator.led_bytes)
+        elif isinstance(event, events.Progress):
+            moved.append(event.pushed_bytes + event.pulled_bytes)
 
+    workers, compute = 2, None
+    if slow_factor is not None:
+        workers = PACED_WORKERS
+        compute = {"kind": "constant", "step_s": STEP_S, "slow_workers": (workers - 1,), "slow_factor": slow_factor}
     with tempfile.TemporaryDirectory() as root:
         config = RunConfig(
-            task="mlp",
-            task_settings={"parameters": size, "samples": SAMPLES},
+            task=task,
+            task_settings=task_settings,
             strategy="sandblaster",
-            strategy_settings={"iterations": iterations, **SETTINGS},
-            num_workers=2,
+            strategy_settings={"iterations": iterations, "n_push": n_push, **SETTINGS},
+            num_workers=workers,
             num_servers=2,
-            directory=str(new_directory(Path(root), "mlp", "sandblaster")),
+            directory=str(new_directory(Path(root), task, "sandblaster")),
+            sim=SimSettings() if compute is None else SimSettings(compute=compute),
         )
         launcher = local.Launcher(config, view)
         launcher.coordinator.__class__ = Weighed
@@ -144,5 +193,32 @@ def _sandblaster(size: str, iterations: int) -> tuple[float, float]:
         raise RuntimeError(f"the run {result.outcome} {result.reason}: there is nothing to measure.")
     first, last = seen[0], seen[-1]
     assert isinstance(launcher.coordinator, Weighed)
-    kb = (launcher.coordinator.led_bytes - weighed[-2]) / 1000
-    return (last.at_s - first.at_s) / (last.evaluations - first.evaluations), kb
+    return Found(
+        evaluation_s=(last.at_s - first.at_s) / (last.evaluations - first.evaluations),
+        led_kb=(launcher.coordinator.led_bytes - weighed[-2]) / 1000,
+        pass_bytes=moved[-1] / last.evaluations,
+    )
+
+
+def _downpour_bytes(size: str) -> float:
+    """To and from the servers in one epoch."""
+    seen: list[events.Progress] = []
+
+    def view(event: events.AnyEvent) -> None:
+        if isinstance(event, events.Progress):
+            seen.append(event)
+
+    with tempfile.TemporaryDirectory() as root:
+        config = RunConfig(
+            task="mlp",
+            task_settings=_mlp(size),
+            strategy="downpour",
+            num_workers=2,
+            num_servers=2,
+            epochs=1,
+            directory=str(new_directory(Path(root), "mlp", "downpour")),
+        )
+        result = local.run(config, view)
+    if result.outcome != "finished":
+        raise RuntimeError(f"the run {result.outcome} {result.reason}: there is nothing to measure.")
+    return seen[-1].pushed_bytes + seen[-1].pulled_bytes

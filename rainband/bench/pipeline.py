@@ -3,7 +3,9 @@ against torch.distributed.pipelining (gloo) with the same stages, microbatches a
 
 The model is a chain of equal layers, cut in the middle. Ours and torch's both keep the optimizer in the stage.
 PipeDream updates after every microbatch, so it is held against one process that does; a process with large batches is
-faster, and that ratio is shown, too. Stages need large products of matrices: with half the batch, GPipe misses its bar.
+faster, and that ratio is shown, too. Each rate is also held against what the plan predicts for it, from layers that are
+measured alone, with one thread, before the runs. Stages need large products of matrices: with half the batch, GPipe
+misses its bar.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from typing import NamedTuple
 from rainband.bench.models import Chain
 from rainband.bench.processes import PRELOAD
 from rainband.bench.rows import Effort, Row, at_least, median
-from rainband.bench.team_runs import alone, in_halves, together, torch_pipelining
+from rainband.bench.team_runs import alone, in_halves, profile_of, together, torch_pipelining
+from rainband.pipeline.forecast import NEVER_FLUSHED, Forecast, as_batch
 from rainband.stages.plan import TeamPlan
+from rainband.worlds.forecast import ONE_MACHINE
 from rainband.worlds.zygote import Zygote
 
 MICROS = 8
@@ -36,6 +40,7 @@ def run(effort: Effort) -> list[Row]:
     repeats, seconds = (3, 6.0) if effort == "full" else (1, 4.0)
     task = Chain()
     rates: dict[str, list[float]] = {}
+    expected = predicted(task)
     zygote = Zygote.start(PRELOAD)
     try:
         for _ in range(repeats):  # in turns, so that a slow minute of the machine hits all
@@ -43,7 +48,17 @@ def run(effort: Effort) -> list[Row]:
                 rates.setdefault(name, []).append(rate)
     finally:
         zygote.close(1.0)
-    return _rows(rates, task)
+    return _rows(rates, task, expected)
+
+
+def predicted(task: Chain) -> dict[str, float]:
+    """Samples a second of each schedule, from what a microbatch takes here, layer by layer."""
+    plan, small = in_halves(task), task.batch_size // MICROS
+    micro = profile_of(task, small)
+    batch = as_batch(micro, task.batch_size)
+    forecasts = {name: Forecast(plan, batch, name, MICROS, ONE_MACHINE) for name, _, _ in SCHEDULES}
+    forecasts[NEVER_FLUSHED] = Forecast(plan, micro, NEVER_FLUSHED, 1, ONE_MACHINE)
+    return {name: forecast.profile.batch_size / forecast.batch_s for name, forecast in forecasts.items()}
 
 
 def _once(zygote: Zygote, task: Chain, seconds: float) -> dict[str, float]:
@@ -59,7 +74,7 @@ def _once(zygote: Zygote, task: Chain, seconds: float) -> dict[str, float]:
     return rates
 
 
-def _rows(rates: dict[str, list[float]], task: Chain) -> list[Row]:
+def _rows(rates: dict[str, list[float]], task: Chain, expected: dict[str, float]) -> list[Row]:
     def ratio(name: str, against: str) -> float:
         return median([a / b for a, b in zip(rates[name], rates[against], strict=True)])
 
@@ -72,6 +87,7 @@ def _rows(rates: dict[str, list[float]], task: Chain) -> list[Row]:
         Row(
             "pipedream, 2 stages", ratio("pipedream", "alone"), "x", f"one plain process, batches of {task.batch_size}"
         ),
+        _against_plan("pipedream, 2 stages", rates["pipedream"], expected["pipedream"]),
     ]
     for schedule in SCHEDULES:
         name = f"{schedule.name}, 2 stages, {MICROS} microbatches"
@@ -83,4 +99,9 @@ def _rows(rates: dict[str, list[float]], task: Chain) -> list[Row]:
         else:
             rows.append(at_least(name, against_one, schedule.bar, "one plain process"))
         rows.append(at_least(name, ratio(schedule.name, schedule.torch_name), 1.0, TORCH))
+        rows.append(_against_plan(name, rates[schedule.name], expected[schedule.name]))
     return rows
+
+
+def _against_plan(name: str, measured: list[float], expected: float) -> Row:
+    return Row(name, median(measured) / expected, "x", f"the {expected:,.0f} samples/s that its plan predicts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from rainband import events
@@ -18,9 +19,10 @@ SIZES = ("0.7M", "5.8M", "20M")
 BARS = {"5.8M": (1.5, 1.3)}  # against one process, against DDP
 
 
-def run(effort: Effort) -> list[Row]:
+def run(effort: Effort) -> Iterator[Row]:
     repeats, seconds = (3, 6.0) if effort == "full" else (1, 3.0)
-    return [row for size in SIZES for row in _size(size, repeats, seconds)]
+    for size in SIZES:
+        yield from _size(size, repeats, seconds)
 
 
 def _size(size: str, repeats: int, seconds: float) -> list[Row]:

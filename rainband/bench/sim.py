@@ -6,9 +6,10 @@ gradients per second of thirty simulated workers, and the seconds that ten thous
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,17 +35,13 @@ STEPS = {"0.7M": 100, "5.8M": 40, "20M": 20}  # for a calibration
 MANY = 30
 
 
-def run(effort: Effort) -> list[Row]:
+def run(effort: Effort) -> Iterator[Row]:
     sizes, repeats, crews = (SIZES, 3, (2, 4)) if effort == "full" else (SIZES[:2], 1, (2,))
-    rows = [
-        row
-        for size in sizes
-        for strategy in STRATEGIES
-        for num_workers in crews
-        for row in _compare(size, strategy, num_workers, repeats)
-    ]
-    rows += _throughput(repeats)
-    return rows if effort == "quick" else [*rows, _scale()]
+    for size, strategy, num_workers in itertools.product(sizes, STRATEGIES, crews):
+        yield from _compare(size, strategy, num_workers, repeats)
+    yield from _throughput(repeats)
+    if effort == "full":
+        yield _scale()
 
 
 # ---- is it true? ----

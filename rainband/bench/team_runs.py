@@ -10,8 +10,9 @@ from rainband import events
 from rainband.bench.models import Branches, Chain
 from rainband.bench.processes import Process, free_port
 from rainband.bench.stage_opponents import AloneOrder, PipeliningOrder
-from rainband.pipeline.of_task import cut_task
+from rainband.pipeline.of_task import cut_task, measure_samples
 from rainband.pipeline.plan import Plan, Stage
+from rainband.pipeline.profile import Profile
 from rainband.stages.plan import TeamPlan
 from rainband.training_time import TrainingTime
 from rainband.worlds import local
@@ -60,6 +61,13 @@ def in_halves(task: Chain) -> Plan:
         num_machines=2,
         stages=tuple(Stage((machine,), tuple(units)) for machine, units in enumerate(parts)),
     )
+
+
+def profile_of(task: Chain, samples: int) -> Profile:
+    """What so many samples cost, layer by layer, on one core."""
+    data = task.data()
+    cut, _, _ = cut_task(task, task.model(), data, samples)
+    return measure_samples(task, cut, data, samples, _name(task))
 
 
 def together(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 NOT_BENCHMARKS = {
     "__init__",
+    "lbfgs_opponent",
     "limit",
     "models",
     "opponents",
@@ -54,14 +55,27 @@ def bench(
         if name not in names() and name != "all":
             give_up(f"no benchmark named {name!r}: choose from {', '.join(names())}, or all.", 2)
     rows: list[Row] = []
+    broken_off = ""
     for one in chosen:
         typer.echo(f"measuring {one} ...", err=True)
-        found = importlib.import_module(f"rainband.bench.{one}").run("quick" if quick else "full")
-        rows += found
-        if not as_json:
+        found: list[Row] = []
+        try:
+            for row in importlib.import_module(f"rainband.bench.{one}").run("quick" if quick else "full"):
+                found.append(row)
+                typer.echo("  " + in_a_line(row), err=True)  # minutes may go by before the table
+        except KeyboardInterrupt:
+            broken_off = "interrupted"
+        except RuntimeError as error:  # a run that was measured did not come to its end
+            broken_off = str(error)
+        rows += found  # what was measured is not lost
+        if found and not as_json:
             _show(one, found)
+        if broken_off:
+            break
     if as_json:
         typer.echo(msgspec.json.encode(rows).decode())
+    if broken_off:
+        give_up(f"bench {one} was broken off: {broken_off}", 1)
     if any(row.met is False for row in rows):
         raise typer.Exit(1)
 
@@ -77,6 +91,11 @@ def shown(name: str, rows: list[Row], width: int) -> list[str]:
     room = max([len("value"), *(len(value) for value, *_ in cells)])
     head = ("value".rjust(room), "unit", "bar", "met", "what")
     return [f"bench {name}", *table([head, *((c[0].rjust(room), *c[1:]) for c in cells)], indent="  ", width=width), ""]
+
+
+def in_a_line(row: Row) -> str:
+    value, unit, bar, met, what = _cells(row)
+    return f"{what}: {value} {unit}" + (f" (bar {bar}, met: {met})" if bar else "")
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str]:

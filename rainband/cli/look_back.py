@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import typer
 
+from rainband.cli import predicted
 from rainband.cli.charts import curve, histogram, ink_for
 from rainband.cli.configure import command_of
 from rainband.cli.sentences import crew, how_far, plan_made, user_error
@@ -53,6 +54,7 @@ def facts(run: Run) -> dict[str, Any]:
         "loss": so_far.loss,
         "books": ended.books if ended else {},
         "staleness": ended.staleness if ended else {},
+        "pipeline": predicted.as_facts(so_far),
         "model": str(run.model) if run.model else None,
         "unreadable": run.unreadable,
     }

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rainband.cli import sentences
+from rainband.cli import predicted, sentences
 from rainband.cli.warn import warnings
-from rainband.cli.words import count, duration, short, table, whole
-from rainband.events import RunEnded
+from rainband.cli.words import count, duration, short, size, table, whole
+from rainband.events import Progress, RunEnded
 from rainband.history import RunSoFar
 
 WIDTH = 100  # of the longest line, where a reason has to be wrapped
@@ -28,6 +28,8 @@ def summary(so_far: RunSoFar, directory: Path) -> list[str]:
         ("result", results(ended.metrics)),
         *(("books" if n == 0 else "", line) for n, line in enumerate(books(ended.books, bool(so_far.losses)))),
         ("staleness", staleness(ended.staleness, sentences.bound(so_far))),
+        ("traffic", traffic(so_far.last)),
+        *(("pipeline" if n == 0 else "", line) for n, line in enumerate(predicted.lines(so_far))),
         ("model", str(model)) if model.is_file() else ("run", f"{directory} (no model was saved)"),
     ]
     lines = table([row for row in rows if row[1]], indent="  ", width=WIDTH)
@@ -91,6 +93,13 @@ def staleness(measured: Mapping[str, Any], bound: str = "") -> str:
     if not measured.get("histogram"):
         return ""
     return f"{short(measured['mean'])} updates in the mean, {measured['max']} at most{bound}"
+
+
+def traffic(last: Progress | None) -> str:
+    """What went through the servers; nothing where there are none."""
+    if last is None or not last.pushed_bytes:
+        return ""
+    return f"{size(last.pushed_bytes)} of gradients to the servers, {size(last.pulled_bytes)} of parameters from them"
 
 
 def _by_reason(numbers: Mapping[str, int]) -> str:

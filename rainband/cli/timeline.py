@@ -19,12 +19,25 @@ if TYPE_CHECKING:
     from rainband.history import Run
     from rainband.worlds.spans import Span
 
-COLOURS = {"compute": "#2f6f9f", "wait": "#e3b23c", "push": "#b5482a", "pull": "#4c9f70", "apply": "#6a4c93"}
-HEIGHTS = {"compute": (0.3, 0.5), "wait": (0.3, 0.5), "apply": (0.3, 0.5), "push": (0.16, 0.1), "pull": (0.04, 0.1)}
+COLOURS = {
+    "compute": "#2f6f9f",
+    "forward": "#8fb8de",  # of a model in stages, in the place of compute
+    "backward": "#2f6f9f",
+    "wait": "#e3b23c",
+    "push": "#b5482a",
+    "pull": "#4c9f70",
+    "apply": "#6a4c93",
+}
+HIGH, UPPER, LOWER = (0.3, 0.5), (0.16, 0.1), (0.04, 0.1)
+HEIGHTS = {"push": UPPER, "pull": LOWER}  # all others: HIGH
 MAX_SPANS = 50_000  # more cannot be told apart in an image
 MAX_LABELS = 40  # of nodes
 ROW_INCHES, MAX_INCHES = 0.32, 14.0
-EDGES = {"compute": 0.5, "apply": 0.7}  # applying takes so little that without an edge it could not be seen
+COMPUTING = ("compute", "forward", "backward")
+EDGES = {
+    **dict.fromkeys(COMPUTING, 0.5),
+    "apply": 0.7,
+}  # applying takes so little that without an edge it could not be seen
 MAX_EDGES = 150  # in one row
 
 
@@ -52,6 +65,7 @@ def command(
     end: Annotated[float | None, typer.Option("--to", metavar="SECONDS", help="End here.")] = None,
 ) -> None:
     """Draw timeline.png, and write timeline.json for chrome://tracing or ui.perfetto.dev, into the run's directory."""
+    from rainband.cli.schedule_seen import draw_schedules, excerpt, predicted_spans
     from rainband.history import find_run, read_run
     from rainband.worlds.spans import read_spans
 
@@ -67,11 +81,15 @@ def command(
         if not spans:
             raise ValueError(f"nothing happened from {begin} s to {end} s: the run took {_length(every):.3f} s.")
     json, image = directory / "timeline.json", directory / "timeline.png"
-    json.write_bytes(chrome_trace(spans))
-    typer.echo(f"{json}: {count(len(spans), 'span')}")
     found = read_run(directory)
+    seen = excerpt(found, spans)
+    json.write_bytes(chrome_trace([*spans, *(predicted_spans(seen) if seen else [])]))
+    typer.echo(f"{json}: {count(len(spans), 'span')}")
     if draw(spans, image, title_of(found), [] if begin or end is not None else losses_of(found, _length(every))):
         typer.echo(str(image))
+        if seen is not None:
+            draw_schedules(seen, directory / "schedule.png", title_of(found))
+            typer.echo(f"{directory / 'schedule.png'}: some batches as they were, and as predicted")
     else:
         typer.echo("no image: matplotlib is not installed (pip install 'rainband[plots]').", err=True)
 
@@ -98,6 +116,11 @@ def _length(spans: Sequence[Span]) -> float:
     return max(span.to_s for span in spans)
 
 
+def kind_of(span: Span) -> str:
+    """What a node did; of a model in stages, forward or backward."""
+    return {"F": "forward", "B": "backward"}.get(span.label[:1], span.what)
+
+
 def nodes_of(spans: Sequence[Span]) -> list[str]:
     """In the order of a picture: workers by number, then servers."""
 
@@ -119,7 +142,8 @@ def chrome_trace(spans: Sequence[Span]) -> bytes:
     for span in spans:
         lane = {"push": 1, "pull": 2}.get(span.what, 0)
         times = {"ts": round(span.from_s * 1e6, 3), "dur": round((span.to_s - span.from_s) * 1e6, 3)}
-        named.append({"ph": "X", "name": span.what, "pid": numbers[span.node], "tid": lane, **times})
+        words = {"name": span.label, "cat": kind_of(span)} if span.label else {"name": span.what}
+        named.append({"ph": "X", **words, "pid": numbers[span.node], "tid": lane, **times})
     return msgspec.json.encode({"traceEvents": named, "displayTimeUnit": "ms"})
 
 
@@ -153,12 +177,12 @@ def _draw_rows(axes: Axes, spans: Sequence[Span], nodes: Sequence[str]) -> None:
     numbers = {node: number for number, node in enumerate(nodes)}
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in _longest(spans):
-        bars.setdefault((span.node, span.what), []).append((span.from_s, span.to_s - span.from_s))
+        bars.setdefault((span.node, kind_of(span)), []).append((span.from_s, span.to_s - span.from_s))
     for number in range(0, len(nodes), 2):
         axes.axhspan(number, number + 1, color="#f4f4f2", linewidth=0, zorder=0)
     for (node, what), stretches in bars.items():
-        low, height = HEIGHTS[what]
-        edge = "white" if what == "compute" and len(stretches) < MAX_EDGES else COLOURS[what]  # one step ends here
+        low, height = HEIGHTS.get(what, HIGH)
+        edge = "white" if what in COMPUTING and len(stretches) < MAX_EDGES else COLOURS[what]  # one step ends here
         axes.broken_barh(
             stretches,
             (numbers[node] + low, height),
@@ -172,7 +196,7 @@ def _draw_rows(axes: Axes, spans: Sequence[Span], nodes: Sequence[str]) -> None:
     axes.set_ylim(len(nodes), 0)  # the first at the top
     axes.set_xlabel("seconds")
     _bare(axes)
-    seen = [what for what in COLOURS if any(span.what == what for span in spans)]
+    seen = [what for what in COLOURS if any(kind_of(span) == what for span in spans)]
     patches = [Patch(color=COLOURS[what], label=f"{what} {_share(spans, what)}".strip()) for what in seen]
     axes.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(seen), frameon=False, fontsize=9)
 
@@ -186,7 +210,7 @@ def _longest(spans: Sequence[Span]) -> Sequence[Span]:
 
 def _share(spans: Sequence[Span], what: str) -> str:
     """Of the time of the workers' own threads."""
-    own = {name: sum(s.to_s - s.from_s for s in spans if s.what == name) for name in ("compute", "wait")}
+    own = {name: sum(s.to_s - s.from_s for s in spans if kind_of(s) == name) for name in (*COMPUTING, "wait")}
     return f"{100 * own[what] / total:.0f} %" if what in own and (total := sum(own.values())) else ""
 
 

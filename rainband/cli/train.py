@@ -70,7 +70,13 @@ def train(
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With stages: one_f_one_b or gpipe.", show_default="one_f_one_b"),
+        typer.Option(
+            metavar="NAME", help="With stages: one_f_one_b, gpipe or interleaved.", show_default="one_f_one_b"
+        ),
+    ] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Interleaved: so many stages on each worker.", show_default="2"),
     ] = None,
     epochs: Annotated[
         int | None,
@@ -163,10 +169,11 @@ def train(
     import msgspec
 
     from rainband.cli.configure import configured
-    from rainband.cli.teams import in_teams, read_plan
+    from rainband.cli.teams import in_teams
     from rainband.cli.virtual import COMPUTE, in_virtual_time, noted
     from rainband.cli.warn import before
     from rainband.worlds.directory import new_directory
+    from rainband.worlds.flow import Flow, read_plan, team_size
 
     typed = [word for word in (task, strategy, *(settings or [])) if word is not None]
     words, compute = ([word for word in typed if word.startswith(COMPUTE) is own] for own in (False, True))
@@ -186,9 +193,8 @@ def train(
             raise ValueError(f"no world named '{world}': choose from {', '.join(WORLDS)}.")
         given = {name: value for name, value in options.items() if value is not None}
         cut = read_plan(plan, stages)
-        size = sum(cut.replicas()) if cut is not None else stages
-        run_config = noted(configured(words, config, given, world, size), record, timeline)
-        run_config = in_teams(run_config, stages, cut, microbatches, schedule)
+        run_config = noted(configured(words, config, given, world, team_size(cut, stages)), record, timeline)
+        run_config = in_teams(run_config, stages, cut, Flow(microbatches, schedule, chunks))
         run_config = in_virtual_time(run_config, network, time_only, steps, compute, faults)
         kinds = _sinks(csv, tensorboard)
         for line in before(run_config, runs):

@@ -26,7 +26,9 @@ def before(config: RunConfig, runs: Path) -> list[str]:
     """Loud lines for the beginning of a run; `runs` is where earlier ones may have shown who is slow."""
     strategy = load_strategy(config.strategy, config.strategy_settings)
     straggler = straggler_of(config) or (last_straggler(config, runs) if config.world == "local" else None)
-    return [line for text in foreseen(strategy, config.num_workers, straggler) for line in _wrapped(text)]
+    called = "copies of the model" if config.team else "workers"
+    texts = foreseen(strategy, config.num_replicas, straggler, called)
+    return [line for text in texts for line in _wrapped(text)]
 
 
 def last_straggler(config: RunConfig, runs: Path) -> Straggler | None:

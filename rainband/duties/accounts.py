@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rainband import events
-from rainband.books import Books, Staleness, balance, balance_led, staleness_of
+from rainband.books import Books, Staleness, balance, balance_led, staleness_of, staleness_so_far
 from rainband.duties.facts import Facts
 from rainband.portions import Plan
 
@@ -70,11 +70,12 @@ class Accounts:
         """Add what is known to the events; called at every tick, and once more when the data is done."""
         plan = self.facts.plan
         assert plan
-        staleness = self.staleness()
+        staleness = staleness_so_far(self.facts.reports())
         known = self.facts.knows_its_end()  # otherwise how much there is to do is told as 0
         connected = {i: w for i, w in sorted(self.facts.workers.items()) if w.connected}
         # Of a team that computes one model together, those count samples who see them first.
         counting = {i: w for i, w in connected.items() if not self.facts.place(i) or w.beat.samples}
+        in_teams = connected if self.facts.settings.team_size > 1 else {}
         self.facts.events.append(
             events.Progress(
                 at_s=now,
@@ -91,6 +92,10 @@ class Accounts:
                 staleness_unit=staleness.unit,
                 waited_s={i: w.beat.waited_s for i, w in connected.items()},
                 metrics=next((w.beat.metrics for w in connected.values() if w.beat.metrics), {}),
+                pushed_bytes=sum(w.beat.pushed_bytes for w in self.facts.workers.values()),
+                pulled_bytes=sum(w.beat.pulled_bytes for w in self.facts.workers.values()),
+                computed_s={i: w.beat.computed_s for i, w in in_teams.items()},
+                sent_bytes={i: w.beat.sent_bytes for i, w in in_teams.items()},
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rainband import events
+from rainband.books import staleness_so_far
 from rainband.duties.accounts import Accounts
 from rainband.duties.facts import Facts, Out
 from rainband.guard import Decision, Guard, Look
@@ -30,7 +31,7 @@ class Guarding:
             loss=self.accounts.loss(),
             batches=done - self.seen[0],
             not_finite=not_finite - self.seen[1],
-            staleness_mean=self.accounts.staleness().mean,
+            staleness_mean=staleness_so_far(reports).mean,
             num_workers=facts.num_live(),
         )
         self.seen = done, not_finite

@@ -69,8 +69,10 @@ class Presence:
         facts, ending = self.facts, self.ending
         outs: list[Out] = []
         for index, worker in facts.workers.items():
+            if facts.phase in ("forming", "loading", "over"):
+                break
             waited_for = not worker.ended or index == ending.concluder or index in ending.last_pulls
-            if worker.connected and worker.here and waited_for and facts.phase not in ("forming", "loading", "over"):
+            if worker.connected and worker.here and waited_for:
                 late = self._why_late(worker, now)
                 if late:
                     ending.not_waited_for(index)

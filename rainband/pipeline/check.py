@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rainband.pipeline.table import Action, Table
 
@@ -17,6 +17,10 @@ class Costs:
     backward_s: tuple[float, ...] = (2.0,)
     update_s: float = 0.0
     send_s: float = 0.0  # from one machine to another
+    links_s: Mapping[tuple[int, int], float] = field(default_factory=dict)  # the same by (stage, stage), where known
+
+    def sending_s(self, source: int, target: int) -> float:
+        return self.links_s.get((source, target), self.send_s)
 
     def of(self, action: Action) -> float:
         if action.kind == "U":
@@ -123,7 +127,7 @@ def _ready_s(
         end = done.get((other, *needed[:3]))
         if end is None:
             return None
-        ready = max(ready, end + (costs.send_s if other != machine else 0.0))
+        ready = max(ready, end + (costs.sending_s(needed.stage, action.stage) if other != machine else 0.0))
     return ready
 
 

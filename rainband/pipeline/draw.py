@@ -110,7 +110,7 @@ def draw_schedule(table: Table, facts: Facts, path: Path) -> bool:
     figure, axes = _figure(width=12, height=1.5 + 0.45 * len(table.rows))
     if figure is None:
         return False
-    scale, unit = _time_unit(facts.total_s)
+    scale, unit = time_unit(facts.total_s)
     narrow = facts.total_s * scale / 160  # bars in which a digit does not fit
     for span in facts.spans:
         _draw_action(axes, span, table, scale, narrow if len(facts.spans) <= MOST_MARKED else float("inf"))
@@ -158,7 +158,8 @@ def bytes_text(count: int) -> str:
     return f"{size:.0f} {names[0]}" if size >= 100 or names[0] == "B" else f"{size:.1f} {names[0]}"
 
 
-def _time_unit(total_s: float) -> tuple[float, str]:
+def time_unit(total_s: float) -> tuple[float, str]:
+    """By what to multiply seconds, and what they are then."""
     if total_s < 1e-3:
         return 1e6, "microseconds"
     return (1e3, "milliseconds") if total_s < 10 else (1.0, "seconds")
@@ -179,14 +180,20 @@ def _short(text: str, most: int) -> str:
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
+    figure, (axes,) = figure_of(width, height, 1)
+    return figure, axes
+
+
+def figure_of(width: float, height: float, rows: int) -> tuple[Any, list[Any]]:
+    """A figure of so many inches, and its axes below each other, over one axis of time; None: no matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return None, None
+        return None, [None] * rows
     figure = Figure(figsize=(min(60.0, width), min(120.0, height)), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
+    return figure, list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
 
 
 def _legend(axes: Any, names: list[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -32,6 +32,13 @@ class Layout:
     readers: Mapping[str, tuple[int, ...]]  # value -> indices of fragments that read it
     answer_machine: int  # where the model's outputs come together
     outputs: tuple[str, ...]
+
+    @property
+    def answer_fragment(self) -> int:
+        """After this one the loss can be computed: it makes the last of the outputs."""
+        return max(
+            (self.maker[value] for value in self.outputs if value in self.maker), default=len(self.fragments) - 1
+        )
 
     def machines(self) -> list[int]:
         return sorted({fragment.machine for fragment in self.fragments})
@@ -67,6 +74,12 @@ def by_stage(cut: Cut, stages: Mapping[str, int]) -> Layout:
             "Let values go to later stages only."
         )
     return _layout(cut, keys)
+
+
+def dealt(layout: Layout, machines: int) -> Layout:
+    """The same stages on so many machines, in turn: stage s on machine s mod their number."""
+    fragments = tuple(replace(fragment, machine=fragment.machine % machines) for fragment in layout.fragments)
+    return replace(layout, fragments=fragments, answer_machine=layout.answer_machine % machines)
 
 
 def _layout(cut: Cut, keys: Mapping[str, Key]) -> Layout:

@@ -93,6 +93,19 @@ class Cut:
                     found[str(source.target)] = value
         return found
 
+    def buffers_of(self, names: Sequence[str]) -> list[Tensor]:
+        """The buffers that these nodes use, in submodules or directly; and constants."""
+        found: list[Tensor] = []
+        for name in names:
+            node = self.nodes[name]
+            if node.op == "call_module":
+                found += self.module.get_submodule(str(node.target)).buffers()
+            for source in node.all_input_nodes:
+                value = attribute(self.module, source) if source.op == "get_attr" else None
+                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                    found.append(value)
+        return found
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The call's arguments by the names of the graph's inputs; refuses shapes that were not traced."""
         if self.how == "export":

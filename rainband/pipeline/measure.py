@@ -42,7 +42,8 @@ def measure(
     edges = [_value(cut, name, values) for name in values if name in cut.nodes]
     first = tensors_in(list(args))
     size = len(first[0]) if first and first[0].dim() else 1
-    return Profile(model, size, tuple(units), tuple(edge for edge in edges if edge is not None))
+    counted = any(parameter.is_meta for parameter in cut.module.parameters())
+    return Profile(model, size, tuple(units), tuple(edge for edge in edges if edge is not None), counted)
 
 
 def _in_running_order(cut: Cut) -> list[str]:

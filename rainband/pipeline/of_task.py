@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from rainband.pipeline.cut import cut
 from rainband.pipeline.execute import Micro
 from rainband.pipeline.graph import Cut
+from rainband.pipeline.measure import measure
+from rainband.pipeline.profile import Profile
 
 if TYPE_CHECKING:
     from rainband.tasks.task import Data, Task
@@ -73,6 +75,17 @@ def cut_task(task: Task, model: nn.Module, data: Data, batch_size: int) -> tuple
         raise ValueError("a model is cut with an example of at least two samples: take a larger batch (--batch-size).")
     args, kwargs = inputs_of(task, data.batch(range(size)))
     return cut(model, args, kwargs), args, kwargs
+
+
+def measure_samples(task: Task, cut: Cut, data: Data, samples: int, name: str = "", threads: int = 1) -> Profile:
+    """What so many samples cost, or as many as there are, with as many threads of torch as a worker has."""
+    args, kwargs = inputs_of(task, data.batch(range(min(samples, len(data)))))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return measure(cut, args, kwargs, model=name, repeats=3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def micros_of(task: Task, data: Data, indices: Sequence[Sequence[int]]) -> list[Micro]:

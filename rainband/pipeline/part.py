@@ -53,6 +53,7 @@ class Part:
         self.inputs: dict[str, Any] = {}
         self.made: dict[str, Any] = {}  # with their autograd graph
         self.read: dict[str, Any] = {}  # detached: what fragments of this machine, and the loss, read
+        self.leaves: dict[tuple[str, int], Any] = {}  # (value, reader) -> the same as leaves of the reader's own
         self.arrived: dict[str, dict[int, list[Tensor | None]]] = {}  # value -> gradients by machine
         self.forward_done: set[int] = set()
         self.backward_done: set[int] = set()
@@ -102,7 +103,17 @@ class Part:
     def outputs(self) -> dict[str, Any]:
         """The model's output values, on the machine where they come together, ready for a loss."""
         assert self.machine == self.layout.answer_machine
-        return {value: self.inputs.get(value, self.read.get(value)) for value in self.layout.outputs}
+        return {value: self._given(value, LOSS) for value in self.layout.outputs}
+
+    def _given(self, value: str, reader: int) -> Any:
+        """What a fragment, or the loss, reads.
+
+        Each has leaves of its own, because gradients of two leaves may share memory, and autograd adds to it in place.
+        """
+        if value not in self.read:
+            return self.inputs.get(value)
+        wants = tuple(tensor.requires_grad for tensor in tensors_in(self.read[value]))
+        return self.leaves.setdefault((value, reader), _leaves(self.read[value], wants))
 
     def missing(self) -> list[str]:
         """Values that this machine still waits for, for an error message."""
@@ -116,17 +127,17 @@ class Part:
             messages += self.forward(index)
         return messages
 
-    def next_forward(self) -> int | None:
-        """A fragment that can run now."""
-        for index in self.mine:
+    def next_forward(self, among: Sequence[int] | None = None) -> int | None:
+        """A fragment, of all or of some, that can run now."""
+        for index in self.mine if among is None else among:
             if index not in self.forward_done and self._is_here(self.layout.fragments[index].reads):
                 return index
         return None
 
-    def is_forward_done(self) -> bool:
-        """Has everything been computed, and is what the loss reads here?"""
-        answers = self.machine == self.layout.answer_machine
-        return len(self.forward_done) == len(self.mine) and (not answers or self._is_here(self.layout.outputs))
+    def is_forward_done(self, fragments: Sequence[int]) -> bool:
+        """Have these been computed, and is what the loss reads here if it comes after one of them?"""
+        answers = self.layout.answer_fragment in fragments
+        return self.forward_done.issuperset(fragments) and (not answers or self._is_here(self.layout.outputs))
 
     def _is_here(self, values: Sequence[str]) -> bool:
         return all(value in self.read or value in self.inputs for value in values)
@@ -134,8 +145,7 @@ class Part:
     def forward(self, index: int) -> list[Message]:
         """Run a fragment; returns what others need of it."""
         fragment = self.layout.fragments[index]
-        given = [self.read[v] if v in self.read else self.inputs[v] for v in fragment.reads]
-        results = self.modules[index](*given)
+        results = self.modules[index](*(self._given(value, index) for value in fragment.reads))
         self.forward_done.add(index)
         messages = []
         for value, result in zip(fragment.makes, results, strict=True):
@@ -171,15 +181,15 @@ class Part:
             messages += self.backward_of(index)
         return messages
 
-    def next_backward(self) -> int | None:
-        """A fragment that can go back now."""
-        for index in reversed(self.mine):
+    def next_backward(self, among: Sequence[int] | None = None) -> int | None:
+        """A fragment, of all or of some, that can go back now."""
+        for index in reversed(self.mine if among is None else among):
             if index in self.forward_done and index not in self.backward_done and self._has_all_gradients(index):
                 return index
         return None
 
-    def is_backward_done(self) -> bool:
-        return self.backward_done.issuperset(self.mine)
+    def is_backward_done(self, fragments: Sequence[int]) -> bool:
+        return self.backward_done.issuperset(fragments)
 
     def _has_all_gradients(self, index: int) -> bool:
         for value in self.layout.fragments[index].makes:
@@ -208,10 +218,14 @@ class Part:
         """The sum over this machine and the others, in the order of their numbers, so that bits repeat."""
         by_machine = dict(self.arrived.get(value, {}))
         if value in self.read:
-            by_machine[self.machine] = [tensor.grad for tensor in tensors_in(self.read[value])]
-        columns = zip(*(by_machine[machine] for machine in sorted(by_machine)), strict=True)
-        totals = [_sum([g for g in column if g is not None]) for column in columns]
+            by_machine[self.machine] = self._found(value)
+        totals = _sums([by_machine[machine] for machine in sorted(by_machine)])
         return totals or [None] * len(tensors_in(self.made[value]))
+
+    def _found(self, value: str) -> list[Tensor | None]:
+        """The gradient of what is read here: the sum over its readers, in the order in which they went back."""
+        readers = self._local_readers(value)[::-1]  # of which the loss is the last
+        return _sums([[tensor.grad for tensor in tensors_in(self.leaves[value, reader])] for reader in readers])
 
     def _give_back(self, value: str) -> list[Message]:
         """The gradient of a received value, when the last of its readers here is done."""
@@ -221,13 +235,18 @@ class Part:
         if not any(t.requires_grad for t in tensors) or not self.backward_done.issuperset(self._local_readers(value)):
             return []
         home = self.layout.fragments[self.layout.maker[value]].machine
-        return [Message("gradient", value, self.machine, home, [tensor.grad for tensor in tensors])]
+        return [Message("gradient", value, self.machine, home, self._found(value))]
 
 
 def _leaves(value: Any, wants_gradient: tuple[bool, ...]) -> Any:
     """The same nest, cut off from what made it; integers and whatever wants no gradient stay constants."""
     wants = iter(wants_gradient)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(next(wants)), value)
+
+
+def _sums(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """Of the tensors of one value, each summed over the columns that have it."""
+    return [_sum([gradient for gradient in row if gradient is not None]) for row in zip(*columns, strict=True)]
 
 
 def _sum(gradients: list[Tensor]) -> Tensor | None:

@@ -27,6 +27,8 @@ from rainband.pipeline.levels import Key, fragment_keys
 from rainband.pipeline.plan import Plan, Prediction, Stage, memory
 from rainband.pipeline.profile import Network, Profile, Resources, Value
 
+Times = dict[Key, tuple[float, float]]  # fragment -> when it begins and ends
+
 
 def predicted(plan: Plan, profile: Profile, resources: Resources) -> Plan:
     """The plan with what it should take."""
@@ -123,6 +125,10 @@ class PartitionClock:
                 self.read[reader].append(value.maker)
 
     def batch_s(self, placement: Mapping[str, int]) -> float:
+        return sum(max((end for _, end in half.values()), default=0.0) for half in self.halves(placement))
+
+    def halves(self, placement: Mapping[str, int]) -> tuple[Times, Times]:
+        """When each fragment is at work, forward and backward, each counted from the beginning of its half."""
         key = fragment_keys(self.read, placement)
         order = sorted(set(key.values()))
         there: list[Transfer] = []
@@ -135,8 +141,8 @@ class PartitionClock:
                 there.append(Transfer((home,), tuple(those), value.forward_bytes))
                 if value.backward_bytes or not value.forward_bytes:  # integers have no gradient
                     back.append(Transfer(tuple(those), (home,), value.backward_bytes))
-        forward_s = _play(order, _sums(self.forward, key), there, self.network)
-        return forward_s + _play(order[::-1], _sums(self.backward, key), back, self.network)
+        forward = _play(order, _sums(self.forward, key), there, self.network)
+        return forward, _play(order[::-1], _sums(self.backward, key), back, self.network)
 
 
 class Transfer(NamedTuple):
@@ -147,8 +153,8 @@ class Transfer(NamedTuple):
     num_bytes: int
 
 
-def _play(order: list[Key], work_s: Mapping[Key, float], transfers: list[Transfer], network: Network) -> float:
-    """When the last fragment is done, if each starts when its machine is free and what it reads is there."""
+def _play(order: list[Key], work_s: Mapping[Key, float], transfers: list[Transfer], network: Network) -> Times:
+    """When fragments begin and end, if each starts when its machine is free and what it reads is there."""
     place = {fragment: number for number, fragment in enumerate(order)}
     leaving: dict[Key, list[Transfer]] = {}
     for transfer in transfers:
@@ -156,18 +162,19 @@ def _play(order: list[Key], work_s: Mapping[Key, float], transfers: list[Transfe
     free: dict[int, float] = {}
     cards = _Cards(network)
     there_s: dict[Key, float] = {}  # all that a fragment reads
-    end_s = 0.0
+    times: Times = {}
     for _, level in groupby(order, key=lambda fragment: fragment[0]):
         sent: list[tuple[float, int, Transfer]] = []
         for fragment in level:
             here = fragment[1]
-            done = free[here] = max(free.get(here, 0.0), there_s.get(fragment, 0.0)) + work_s[fragment]
-            end_s = max(end_s, done)
+            begin = max(free.get(here, 0.0), there_s.get(fragment, 0.0))
+            done = free[here] = begin + work_s[fragment]
+            times[fragment] = begin, done
             sent += [(done, here, transfer) for transfer in leaving.get(fragment, ())]
         for arrival_s, transfer in cards.carry(sent):
             for reader in transfer.readers:
                 there_s[reader] = max(there_s.get(reader, 0.0), arrival_s)
-    return end_s
+    return times
 
 
 class _Cards:

@@ -44,6 +44,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     batch_size: int
     units: tuple[Unit, ...]
     values: tuple[Value, ...]
+    counted: bool = False  # nothing could be run: times are those of its multiplications, at 10 G/s
 
     def __post_init__(self) -> None:
         place = {unit.name: number for number, unit in enumerate(self.units)}
@@ -82,6 +83,20 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
 
     def activation_bytes(self, names: Iterable[str]) -> int:
         return sum(self.by_name[name].activation_bytes for name in names)
+
+    def scaled(self, seconds: float = 1.0, num_bytes: float = 1.0) -> Profile:
+        """As if computing took so many times as long, and values had so many times as many bytes."""
+        units = [
+            msgspec.structs.replace(u, forward_s=u.forward_s * seconds, backward_s=u.backward_s * seconds)
+            for u in self.units
+        ]
+        values = [
+            msgspec.structs.replace(
+                v, forward_bytes=int(v.forward_bytes * num_bytes), backward_bytes=int(v.backward_bytes * num_bytes)
+            )
+            for v in self.values
+        ]
+        return msgspec.structs.replace(self, units=tuple(units), values=tuple(values))
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from rainband.pipeline import schedules
 from rainband.pipeline.check import Costs, Facts, check
 from rainband.pipeline.partitioners import Partitioner, make_plan
 from rainband.pipeline.pipedream import interleaved, pipedream, straight
 from rainband.pipeline.plan import Plan, is_interleaved
-from rainband.pipeline.predict import crossings
-from rainband.pipeline.profile import Profile, Resources
+from rainband.pipeline.profile import Network, Profile, Resources
 from rainband.pipeline.schedules import SCHEDULES
 from rainband.pipeline.table import Table, need
 
@@ -65,9 +65,9 @@ def check_schedule(name: str, plan: Plan | None = None) -> None:
 def played(name: str, plan: Plan, profile: Profile, resources: Resources, micros: int) -> Played:
     """Play a schedule with the plan's stages; a batch has so many microbatches."""
     check_schedule(name, plan)
-    costs = _costs(name, plan, profile, resources, micros)
-    table = _table(name, plan, micros, batches=1)
-    once, twice = (check(_table(name, plan, micros, batches), costs) for batches in (2, 4))
+    costs = costs_of(name, plan, profile, resources, micros)
+    table = table_of(name, plan, micros, batches=1)
+    once, twice = (check(table_of(name, plan, micros, batches), costs) for batches in (2, 4))
     updates = 2 * micros if name == "pipedream" else 2  # between these two, in the steady state
     batch_s = (twice.total_s - once.total_s) / updates
     if name == "pipedream" and plan.predicted is not None:  # replicas' updates take time, too
@@ -91,7 +91,8 @@ def every_schedule(
     return found
 
 
-def _table(name: str, plan: Plan, micros: int, batches: int) -> Table:
+def table_of(name: str, plan: Plan, micros: int, batches: int) -> Table:
+    """The schedule's table for so many batches of so many microbatches."""
     stages = len(plan.stages)
     match name:
         case "gpipe":
@@ -107,16 +108,29 @@ def _table(name: str, plan: Plan, micros: int, batches: int) -> Table:
             return schedules.pipedream(plan.replicas(), micros * batches)
 
 
-def _costs(name: str, plan: Plan, profile: Profile, resources: Resources, micros: int) -> Costs:
+def costs_of(name: str, plan: Plan, profile: Profile, resources: Resources, micros: int) -> Costs:
     """Of a microbatch: a batch's share, except where each microbatch is a batch of its own."""
     share = 1 if name == "pipedream" else micros
     units = [[profile.by_name[unit] for unit in stage.units] for stage in plan.stages]
-    largest = max((count for _, _, count in crossings(plan, profile)), default=0)
     return Costs(
         forward_s=tuple(sum(unit.forward_s for unit in stage) / share for stage in units),
         backward_s=tuple(sum(unit.backward_s for unit in stage) / share for stage in units),
-        send_s=resources.network.transfer_s(largest // 2 // share, 0, 1) if largest else 0.0,
+        links_s=_links(plan, profile, resources.network, share),
     )
+
+
+def _links(plan: Plan, profile: Profile, network: Network, share: int) -> dict[tuple[int, int], float]:
+    """(stage, the next) and back: what a microbatch's values take on their way. What skips a stage comes meanwhile."""
+    links: dict[tuple[int, int], float] = {}
+    for a, (stage, after) in enumerate(pairwise(plan.stages)):
+        made, read = set(stage.units), set(after.units)
+        values = [value for value in profile.values if value.maker in made and read & set(value.readers)]
+        here, there = stage.machines[0], after.machines[0]
+        if values:
+            links[a, a + 1] = network.transfer_s(sum(v.forward_bytes for v in values) // share, here, there)
+        if any(value.backward_bytes for value in values):
+            links[a + 1, a] = network.transfer_s(sum(v.backward_bytes for v in values) // share, there, here)
+    return links
 
 
 def _late(table: Table) -> int:

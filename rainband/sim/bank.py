@@ -125,27 +125,24 @@ class Bank:
 
         Returns when the share of the middle one leaves, and when the last byte of all is there.
         """
-        begin = []
+        begin, starts, latency_s = [], [], self.latency_s
         for group, (a, b) in zip(self.alike, ready, strict=True):
             free_a, free_b = group.out
-            a, b = a if a > free_a else free_a, b if b > free_b else free_b
+            if free_a > a:
+                a = free_a
+            if free_b > b:
+                b = free_b
             begin.append((a, b))
             group.out = a + group.transfer_s, b + group.transfer_s
             if not self.duplex:
                 group.into = group.out
-        worker.into.free_at = last = self._through_one_card(begin, worker.into.free_at)
-        return self.in_the_middle(begin), last
-
-    def _through_one_card(self, begin: Times, free_at: float) -> float:
-        """When all shares are through the worker's card, which is free from then on, if they leave at these times.
-
-        Within a group each comes at the latest when the one before is through, so the card is never idle in between.
-        """
-        through, latency_s = free_at, self.latency_s
-        starts = []
-        for group, (a, b) in zip(self.alike, begin, strict=True):
             b += group.first_s
             starts.append(((a if a > b else b) + latency_s, group.all_s))
-        for start, all_s in sorted(starts) if len(starts) > 1 else starts:
+        starts.sort()
+        # Through the worker's card. Within a group each share comes at the latest when the one before is through, so
+        # that the card is never idle in between.
+        through = worker.into.free_at
+        for start, all_s in starts:
             through = (start if start > through else through) + all_s
-        return through
+        worker.into.free_at = through
+        return self.in_the_middle(begin), through

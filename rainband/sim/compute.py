@@ -45,15 +45,18 @@ class Pace:
 
     def __init__(self, model: ComputeModel, seed: int, worker: int) -> None:
         self.model = model
+        self.is_usual = model.kind == "lognormal"
         self.random = Random(f"compute {seed} {worker}")
         self.factor = model.slow_factor if worker in model.slow_workers else 1.0
         self.place = self.random.randrange(len(model.trace_s)) if model.kind == "trace" else 0
 
     def next_s(self) -> float:
         """The time of the next step."""
-        time_s = self.factor * self._ordinary_s()
-        if self.model.straggler_chance and self.random.random() < self.model.straggler_chance:
-            return time_s * self.model.straggler_factor
+        model = self.model
+        ordinary_s = model.step_s * lognormal(self.random, model.spread) if self.is_usual else self._ordinary_s()
+        time_s = self.factor * ordinary_s
+        if model.straggler_chance and self.random.random() < model.straggler_chance:
+            return time_s * model.straggler_factor
         return time_s
 
     def _ordinary_s(self) -> float:

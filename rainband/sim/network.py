@@ -144,13 +144,13 @@ class Network:
 
     def send(self, parcel: Parcel, at_s: float) -> None:
         """Send something at a moment, now or later."""
-        flow, num_bytes = parcel.flow, parcel.num_bytes
+        flow, num_bytes, model = parcel.flow, parcel.num_bytes, self.model
         flow.under_way.append(parcel)
-        latency = self.model.latency_s + flow.extra_s
-        if self.model.jitter_s:
-            latency += 2 * self.model.jitter_s * self.random.random()
+        latency = model.latency_s + flow.extra_s
+        if model.jitter_s:
+            latency += 2 * model.jitter_s * self.random.random()
         if flow.crosses_racks:
-            latency += self.model.uplink_latency_s
+            latency += model.uplink_latency_s
         if parcel.may_overtake and self.clock.now < flow.mix_until:
             latency += flow.mix_s * self.random.random()
         if num_bytes <= PACKET_BYTES:
@@ -179,11 +179,11 @@ class Network:
         self.clock.at(max(last, end), partial(self._at_the_door, parcel), parcel.idle)
 
     def _at_the_door(self, parcel: Parcel) -> None:
-        flow = parcel.flow
-        if self.clock.now < flow.cut_until:
+        flow, now = parcel.flow, self.clock.now
+        if now < flow.cut_until:
             self.clock.at(flow.cut_until, partial(self._at_the_door, parcel), parcel.idle)
             return
-        if parcel.may_overtake and self.clock.now < flow.mix_until:
+        if parcel.may_overtake and now < flow.mix_until:
             flow.under_way.remove(parcel)
             parcel.deliver()
         parcel.arrived = True

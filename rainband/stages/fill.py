@@ -14,19 +14,21 @@ if TYPE_CHECKING:
     from rainband.pipeline.graph import Cut
 
 
-def fill(model: nn.Module, cut: Cut, layout: Layout, machine: int, seed: int) -> None:
+def fill(
+    model: nn.Module, cut: Cut, layout: Layout, machine: int, seed: int, evaluation: nn.Module | None = None
+) -> None:
     """Give memory and values to what a machine computes with. Values are a function of a submodule's name and the seed.
 
     Does nothing for a model that has values. A submodule makes its own by `reset_parameters`, as those of torch.nn do.
+    `evaluation`: a second graph of the model, which gets the same.
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
     nodes = [name for fragment in layout.fragments if fragment.machine == machine for name in fragment.nodes]
     wanted = {id(parameter) for parameter in cut.parameters_of(nodes).values()}
-    called = [str(cut.nodes[name].target) for name in nodes if cut.nodes[name].op == "call_module"]
-    for target in called:
-        wanted |= {id(buffer) for buffer in cut.module.get_submodule(target).buffers()}
-    holders = [module for root in (model, cut.module) for module in root.modules()]
+    wanted |= {id(buffer) for buffer in cut.buffers_of(nodes)}
+    graphs = [cut.module] if evaluation is None else [cut.module, evaluation]
+    holders = [module for root in (model, *graphs) for module in root.modules()]
     for name, module in reversed(list(model.named_modules())):  # a parent may have wishes for its children
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(id(tensor) in wanted and tensor.is_meta for tensor in tensors):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from rainband.client import Handle
+from rainband.pipeline.graph import tensors_in
 from rainband.pipeline.part import Message, Part
+from rainband.stats import Stats
 from rainband.worker import Work
 
 if TYPE_CHECKING:
@@ -24,9 +26,10 @@ END: Tag = ("end",)
 class Piece(Work):
     """A piece of a gradient; awaiting gives what computing it returned."""
 
-    def __init__(self, compute: Callable[[], Any], share: float) -> None:
+    def __init__(self, compute: Callable[[], Any], share: float, label: str) -> None:
         self.compute = compute
         self.share = share
+        self.label = label
         self.done = False
         self.result: Any = None
 
@@ -72,8 +75,11 @@ class Team:
         self.peers = peers
         self.others = [other for other in range(size) if other != place]
         self.ends: list[Arrival] = []
+        self.stats = Stats()
 
     def send(self, to: int, tag: Tag, payload: Any) -> None:
+        if tag[0] != "answer":  # measuring is no part of training
+            self.stats.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(payload))
         self.peers.send(to, tag, payload)
 
     def tell_all(self, tag: Tag, payload: Any) -> None:
@@ -108,6 +114,7 @@ class Micro:
     loss: Callable[[Mapping[str, Any]], Tensor]  # of the model's output values
     weight: float  # its part of the batch's samples
     seed: int
+    goes_back: bool = True  # no: its answer is all that is wanted
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ class Shares:
 
 
 class Passage:
-    """Fragments run as soon as their inputs are there; a value goes once to each machine that reads it."""
+    """Fragments run when it is their turn and what they read is there; a value goes once to each reading machine."""
 
     def __init__(self, part: Part, team: Team, home: Callable[[int], int], micro: Micro, shares: Shares) -> None:
         """`home`: the place in the team of a machine of the plan."""
@@ -129,39 +136,44 @@ class Passage:
         self.micro = micro
         self.shares = shares
         self.loss = 0.0  # where the answer is: the micro's share of the batch's mean loss
+        part.give(micro.inputs)
+        self.values = self._coming("value", part.values_to_come().items())
+        self.gradients: dict[tuple[str, int], Arrival] | None = None  # which there will be is known after the forwards
 
-    async def forward(self) -> None:
-        part = self.part
-        part.give(self.micro.inputs)
-        coming = {
-            (value, source): self.team.recv(self.home(source), self._tag("value", value))
-            for value, source in part.values_to_come().items()
+    def _coming(self, kind: str, expected: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Arrival]:
+        return {
+            (value, source): self.team.recv(self.home(source), self._tag(kind, value)) for value, source in expected
         }
-        while not part.is_forward_done():
-            await self._take("value", coming, wait=part.next_forward() is None)
-            while (index := part.next_forward()) is not None:
-                self._send(await Piece(partial(self._run, index), self.micro.weight * self.shares.forward[index]))
+
+    async def forward(self, fragments: Sequence[int]) -> None:
+        """Run these fragments of the part."""
+        part = self.part
+        while not part.is_forward_done(fragments):
+            await self._take("value", self.values, wait=part.next_forward(fragments) is None)
+            while (index := part.next_forward(fragments)) is not None:
+                share = self.micro.weight * self.shares.forward[index]
+                self._send(await Piece(partial(self._run, index), share, f"F{self.micro.tag[-1]}"))
 
     def _run(self, index: int) -> list[Message]:
         # Dropout draws the same numbers in every schedule, whoever computes this microbatch.
         torch.default_generator.manual_seed(self.micro.seed + index)
-        return self.part.forward(index)
+        with torch.set_grad_enabled(self.micro.goes_back):
+            return self.part.forward(index)
 
-    async def backward(self) -> None:
-        part = self.part
-        if part.machine == part.layout.answer_machine:
-            self._send(await Piece(self._answer, 0.0))
-        coming = {
-            (value, source): self.team.recv(self.home(source), self._tag("gradient", value))
-            for value, source in part.gradients_to_come()
-        }
-        while not part.is_backward_done():
-            await self._take("gradient", coming, wait=part.next_backward() is None)
-            while (index := part.next_backward()) is not None:
-                self._send(
-                    await Piece(partial(part.backward_of, index), self.micro.weight * self.shares.backward[index])
-                )
-        part.give({})  # what was kept for it is of no use any more
+    async def backward(self, fragments: Sequence[int]) -> None:
+        """Go back through these fragments; all forwards of the part are done."""
+        part, label = self.part, f"B{self.micro.tag[-1]}"
+        if part.layout.answer_fragment in fragments:
+            self._send(await Piece(self._answer, 0.0, label))
+        if self.gradients is None:
+            self.gradients = self._coming("gradient", part.gradients_to_come())
+        while not part.is_backward_done(fragments):
+            await self._take("gradient", self.gradients, wait=part.next_backward(fragments) is None)
+            while (index := part.next_backward(fragments)) is not None:
+                share = self.micro.weight * self.shares.backward[index]
+                self._send(await Piece(partial(part.backward_of, index), share, label))
+        if part.is_backward_done(part.mine):
+            part.give({})  # what was kept for it is of no use any more
 
     def _answer(self) -> list[Message]:
         loss = self.micro.loss(self.part.outputs()) * self.micro.weight

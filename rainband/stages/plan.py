@@ -3,52 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 import msgspec
 
-from rainband.pipeline.plan import Plan
-from rainband.pipeline.schedules import gpipe, one_f_one_b
-from rainband.pipeline.table import Action
+from rainband.pipeline.plan import Plan, is_interleaved
+from rainband.pipeline.profile import Profile
+from rainband.pipeline.schedules import gpipe, interleaved, one_f_one_b
+from rainband.pipeline.table import Action, need
 
-Flushing = Literal["gpipe", "one_f_one_b"]
+Flushing = Literal["gpipe", "one_f_one_b", "interleaved"]
+
+
+def workers_of(plan: Plan) -> tuple[int, ...]:
+    """How many workers a copy of the model takes: for each stage its replicas, or one for all stages of a machine."""
+    return (1,) * len({stage.machines for stage in plan.stages}) if is_interleaved(plan) else plan.replicas()
 
 
 class TeamPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan, and how a batch goes through it. Every worker of a run is told the same."""
+    """A plan, and how a batch goes through it. Every worker of a run is told the same.
+
+    A machine is one stage, with a worker for each of its replicas; or, interleaved, every P-th stage, on one worker.
+    """
 
     plan: Plan
     micros: int = 1  # into so many parts each batch is cut
     schedule: Flushing = "one_f_one_b"
     example_size: int = 4  # samples with which the model is cut
     seed: int = 0  # of the first values, where each machine makes its own
-    forward_s: dict[str, float] = {}  # of each unit, as measured: how long its share takes in virtual time
-    backward_s: dict[str, float] = {}
+    profile: Profile | None = None  # of a batch, as measured: how long shares take in virtual time
+    micro_profile: Profile | None = None  # of a microbatch: small ones take longer than their part of a batch
+
+    def __post_init__(self) -> None:
+        need(
+            self.schedule == "interleaved" or not is_interleaved(self.plan),
+            f"the plan has several stages on a machine, which only interleaved knows, not {self.schedule}.",
+        )
+        if self.schedule == "interleaved":
+            interleaved(len(self.workers), self.chunks, self.micros)  # refuses microbatches that cannot be dealt
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Of each machine."""
+        return workers_of(self.plan)
 
     @property
     def size(self) -> int:
         """Workers that compute one model together."""
-        return sum(self.plan.replicas())
+        return sum(self.workers)
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each machine."""
+        return len(self.plan.stages) // len(self.workers)
 
     def seat(self, place: int) -> tuple[int, int]:
-        """The stage of a team's worker, and which of its replicas it is: those of a stage come one after the other."""
-        for stage, replicas in enumerate(self.plan.replicas()):
+        """The machine of a team's worker, and which of its replicas it is: those of a stage are neighbours."""
+        for machine, replicas in enumerate(self.workers):
             if place < replicas:
-                return stage, place
+                return machine, place
             place -= replicas
         raise AssertionError(f"there are only {self.size} places")
 
-    def home(self, stage: int, number: int = 0) -> int:
-        """The place of the worker that takes a batch of this number through a stage: they take turns."""
-        replicas = self.plan.replicas()
-        return sum(replicas[:stage]) + number % replicas[stage]
+    def home(self, machine: int, number: int = 0) -> int:
+        """The place of the worker that takes a batch of this number through a machine: replicas take turns."""
+        return sum(self.workers[:machine]) + number % self.workers[machine]
 
     def row(self, machine: int, micros: int) -> tuple[Action, ...]:
         """What a machine does for one batch, in order."""
         if self.plan.kind == "partition":
             return tuple(Action(machine, kind, micro, 0) for micro in range(micros) for kind in ("F", "B"))
-        make = gpipe if self.schedule == "gpipe" else one_f_one_b
-        return tuple(action for action in make(len(self.plan.stages), micros).rows[machine] if action.kind != "U")
+        return _rows(self.schedule, len(self.workers), self.chunks, micros)[machine]
 
     def check(self, units: Sequence[str]) -> None:
         """Refuse a plan for another model."""
@@ -62,3 +88,16 @@ class TeamPlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"the plan {' and '.join(filter(None, (what, lacks)))}: make a new one with rainband plan, or leave "
                 "out --plan."
             )
+
+
+@cache
+def _rows(schedule: Flushing, machines: int, chunks: int, micros: int) -> tuple[tuple[Action, ...], ...]:
+    """Of each machine; there are no updates in it, as they are the strategy's."""
+    match schedule:
+        case "gpipe":
+            table = gpipe(machines, micros)
+        case "one_f_one_b":
+            table = one_f_one_b(machines, micros)
+        case "interleaved":  # a batch of few samples has no whole rounds: then some of the last one are left out
+            table = interleaved(machines, chunks, -(-micros // machines) * machines)
+    return tuple(tuple(action for action in row if action.kind != "U" and action.micro < micros) for row in table.rows)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from rainband.flat import Flat
-from rainband.pipeline.fragments import Layout, by_level, by_stage
+from rainband.pipeline.fragments import Layout, by_level, by_stage, dealt
+from rainband.pipeline.modes import cut_for_evaluation, placed_alike
 from rainband.pipeline.of_task import cut_task
 from rainband.pipeline.part import Part
 from rainband.stages.fill import fill
@@ -18,8 +19,27 @@ from rainband.stages.passage import Shares
 
 if TYPE_CHECKING:
     from rainband.pipeline.graph import Cut
+    from rainband.pipeline.table import Action
     from rainband.stages.plan import TeamPlan
     from rainband.tasks.task import Data, Task
+
+
+@dataclass(frozen=True)
+class Answering:
+    """With what one machine computes its part of the model's answer."""
+
+    cut: Cut
+    layout: Layout
+    machine: int
+    modules: Mapping[int, fx.GraphModule]
+
+    def part(self) -> Part:
+        return Part(self.cut, self.layout, self.machine, self.modules)
+
+    @property
+    def shares(self) -> Shares:
+        """Answers take no time of training."""
+        return Shares(dict.fromkeys(range(len(self.layout.fragments)), 0.0), {})
 
 
 @dataclass(frozen=True)
@@ -40,12 +60,15 @@ class Share:
         self.place = place
         self.machine, self.replica = plan.seat(place)
         self.model = model
-        self.cut, _, _ = cut_task(task, model, data, plan.example_size)
+        self.cut, args, kwargs = cut_task(task, model, data, plan.example_size)
         plan.check(self.cut.units)
-        self.layout = layout_of(self.cut, plan)
-        fill(model, self.cut, self.layout, self.machine, plan.seed)
+        self.layout = layout_of(self.cut, plan, plan.plan.stage_of())
+        evaluation = cut_for_evaluation(model, self.cut, args, kwargs)  # now: later nobody has the whole model
+        fill(model, self.cut, self.layout, self.machine, plan.seed, None if evaluation is None else evaluation.module)
         self.first = Part(self.cut, self.layout, self.machine)
         self.modules = self.first.modules
+        self._trained = Answering(self.cut, self.layout, self.machine, self.modules)
+        self._evaluated = self._trained if evaluation is None else self._for_evaluation(evaluation)
         self.module = nn.ModuleList(self.modules.values())  # what is computed here; its buffers are ours
         users = _users(self.cut, self.layout)
         self.owner = {id(p): min(users.get(id(p), {0})) for p in model.parameters()}
@@ -65,9 +88,23 @@ class Share:
                 parameter.data = parameter.data.new_empty(0)
         return flat
 
+    def answers(self, training: bool) -> Answering:
+        """With what the model answers: for evaluation that may be a graph of its own."""
+        return self._trained if training else self._evaluated
+
+    def _for_evaluation(self, evaluation: Cut) -> Answering:
+        stages = self.plan.plan.stage_of()
+        placed = placed_alike(evaluation, self.cut, stages, self.plan.plan.kind == "pipeline")
+        layout = layout_of(evaluation, self.plan, placed)
+        return Answering(evaluation, layout, self.machine, Part(evaluation, layout, self.machine).modules)
+
     def part(self) -> Part:
         """Room for one more microbatch."""
         return Part(self.cut, self.layout, self.machine, self.modules)
+
+    def fragments(self, action: Action) -> list[int]:
+        """What an action runs: one stage; in a partition everything that is here."""
+        return self.first.mine if self.plan.plan.kind == "partition" else [action.stage]
 
     def held(self) -> dict[str, Tensor]:
         """What is saved from here: parameters and buffers under the model's own names, each once."""
@@ -79,7 +116,7 @@ class Share:
     def _buffers(self) -> list[str]:
         """Buffers that are used here; those that nobody uses are saved by the first machine."""
         mine = {id(buffer) for buffer in self.module.buffers()}
-        used = {id(b) for index in range(len(self.layout.fragments)) for b in self._buffers_of(index)}
+        used = {id(buffer) for buffer in self.cut.buffers_of(tuple(self.cut.nodes))}
         saved = self.model.state_dict(keep_vars=True)
         return [
             name
@@ -87,18 +124,11 @@ class Share:
             if name in saved and (id(buffer) in mine or (self.machine == 0 and id(buffer) not in used))
         ]
 
-    def _buffers_of(self, index: int) -> list[Tensor]:
-        found: list[Tensor] = []
-        for name in self.layout.fragments[index].nodes:
-            node = self.cut.nodes[name]
-            if node.op == "call_module":
-                found += self.cut.module.get_submodule(str(node.target)).buffers()
-        return found
 
-
-def layout_of(cut: Cut, plan: TeamPlan) -> Layout:
-    stages = plan.plan.stage_of()
-    return by_stage(cut, stages) if plan.plan.kind == "pipeline" else by_level(cut, stages)
+def layout_of(cut: Cut, plan: TeamPlan, stages: Mapping[str, int]) -> Layout:
+    if plan.plan.kind == "partition":
+        return by_level(cut, stages)
+    return dealt(by_stage(cut, stages), len(plan.workers))
 
 
 def _users(cut: Cut, layout: Layout) -> dict[int, set[int]]:
@@ -112,7 +142,9 @@ def _users(cut: Cut, layout: Layout) -> dict[int, set[int]]:
 
 def _shares(layout: Layout, plan: TeamPlan) -> Shares:
     """Each fragment's share of the time of a whole gradient, as it was measured, or by the number of its nodes."""
-    whole = sum(plan.forward_s.values()) + sum(plan.backward_s.values())
+    units = plan.profile.units if plan.profile is not None else ()
+    forward_s, backward_s = {u.name: u.forward_s for u in units}, {u.name: u.backward_s for u in units}
+    whole = sum(unit.seconds for unit in units)
     count = sum(len(fragment.nodes) for fragment in layout.fragments)
 
     def share(times: Mapping[str, float], nodes: Sequence[str], part: float) -> float:
@@ -120,8 +152,8 @@ def _shares(layout: Layout, plan: TeamPlan) -> Shares:
 
     fragments = list(enumerate(layout.fragments))
     return Shares(
-        {index: share(plan.forward_s, fragment.nodes, 1 / 3) for index, fragment in fragments},
-        {index: share(plan.backward_s, fragment.nodes, 2 / 3) for index, fragment in fragments},
+        {index: share(forward_s, fragment.nodes, 1 / 3) for index, fragment in fragments},
+        {index: share(backward_s, fragment.nodes, 2 / 3) for index, fragment in fragments},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,8 @@ from rainband.pipeline.graph import tensors_in
 from rainband.pipeline.of_task import inputs_of, loss_of
 from rainband.pipeline.stage import Stage
 from rainband.portions import ranges
+from rainband.stages.counting import Counting, check_stashes
+from rainband.stages.mates import Mates
 from rainband.stages.passage import Piece
 from rainband.types import Turn
 from rainband.worker import OwnMarks
@@ -57,8 +59,9 @@ class Stashing:
         self.schedule, self.how = schedule, how
         self.layout = share.layout
         self.replicas = share.plan.plan.replicas()
-        self.count = self.replicas[share.machine]
-        self.ahead = (sum(self.replicas) - 1 - sum(self.replicas[: share.machine])) // self.count
+        check_stashes(how, self.replicas)
+        self.counting = Counting(how, self.replicas, share.machine)
+        self.ahead = self.counting.ahead
         if share.ties:
             raise ValueError(
                 f"a parameter is used in stages {(share.ties[0].owner, *share.ties[0].others)}, which update it at "
@@ -67,21 +70,24 @@ class Stashing:
         worker.lookahead = share.plan.size  # replicas wait for each other's batches, which come later
         worker.before_cell = None  # the pipeline would have to be emptied for it
         worker.flat.release()  # versions are kept in memory of their own
-        index = share.first.mine[0]
-        self.fragment = self.layout.fragments[index]
+        (self.index,) = share.first.mine
+        self.fragment = self.layout.fragments[self.index]
         self.stage = Stage(
             share.machine,
             self.fragment,
-            share.modules[index],
+            share.modules[self.index],
             partial(self._optimizer, spec),
             seed=worker.plan.seed,
             recompute=how.recompute,
         )
+        first = self.stage.versions.leaves(self.stage.versions.newest)
+        self.mates = Mates(share, worker.team, {name: first[name] for name in self.stage.trained})
         self.base = [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
         self.marks = OwnMarks(worker.client)
         self.batches: deque[tuple[int, Batch]] = deque()  # with their updates; by any replica, and not marked yet
         self.marked = 0
         self.updates = 0
+        self.gathered = 0  # samples whose gradients wait for an update
         self.skipped: dict[int, str] = {}  # update -> why it was none
         self.empty_at = 0, 0  # batches and updates when the pipeline was empty last
         self.in_use: dict[int, int] = {}  # batch number -> the version it goes back through
@@ -104,10 +110,10 @@ class Stashing:
     def turn(self, batch: Batch) -> Passing | None:
         """Number the next batch; None: it goes through another replica of this stage."""
         number, place = self.marked + len(self.batches), self._next_place()
-        update = self.empty_at[1] + place // self.count
+        update = self.empty_at[1] + self.counting.update(place)
         self.batches.append((update, batch))
         self._mark()  # the others of its round may have been faster, and have made the update with it
-        return Passing(number, place, update, batch) if place % self.count == self.share.replica else None
+        return Passing(number, place, update, batch) if place % self.mates.count == self.share.replica else None
 
     def _next_place(self) -> int:
         return self.marked + len(self.batches) - self.empty_at[0]
@@ -136,8 +142,8 @@ class Stashing:
             nest, wants = await self.team.receive(home, (passing.number, "value", value))
             passing.given[value] = _leaves(nest, wants)
         self.in_use[passing.number] = passing.version
-        share = self.share.shares.forward[self.share.first.mine[0]]
-        results = await Piece(partial(self._run, passing), share)
+        share = self.share.shares.forward[self.index]
+        results = await Piece(partial(self._run, passing), share, f"F{passing.number}")
         for value, result in zip(self.fragment.makes, results, strict=True):
             passing.made[value] = result
             payload = [pytree.tree_map_only(Tensor, Tensor.detach, result), _wants(result)]
@@ -152,10 +158,9 @@ class Stashing:
         passing.inputs, passing.loss = self.share.cut.bind(args, kwargs), loss_of(worker.task, data)
 
     def _version(self, place: int) -> int:
-        """The newest; or the one that the first stage has, which is that of S - 1 updates ago."""
-        if not self.how.vertical_sync:
-            return self.stage.versions.newest
-        return self.empty_at[1] + max(0, place - len(self.replicas) + 1)
+        """Of the parameters for a batch; there is none that is older than the last time the pipeline was empty."""
+        emptied = self.empty_at[1]
+        return emptied + self.counting.version(place, self.stage.versions.newest - emptied)
 
     def _needed(self) -> list[str]:
         """Values made elsewhere that are read here, by the stage or by the loss."""
@@ -176,7 +181,7 @@ class Stashing:
         incoming: dict[str, list[Gradients]] = {value: [] for value in self.fragment.makes}
         of_loss: dict[str, Gradients] = {}  # gradients of outputs that were made elsewhere
         if self.share.machine == len(self.replicas) - 1:
-            for value, gradients in (await Piece(partial(self._answer, passing), 0.0)).items():
+            for value, gradients in (await Piece(partial(self._answer, passing), 0.0, f"B{number}")).items():
                 if value in incoming:
                     incoming[value].append(gradients)
                 else:
@@ -186,10 +191,18 @@ class Stashing:
                 for reader in self._readers(value):
                     tag: Tag = (number, "gradient", value)
                     incoming[value].append(await self.team.receive(self._home(reader, passing), tag))
-        share = self.share.shares.backward[self.share.first.mine[0]]
-        found = await Piece(partial(self._go_back, passing, incoming), share)
+        share = self.share.shares.backward[self.index]
+        found = await Piece(partial(self._go_back, passing, incoming), share, f"B{number}")
         self._give_back(passing, found, of_loss)
-        await self._update(passing.update, passing)
+        del self.in_use[number]
+        samples = self._samples(passing)
+        self.gathered += samples
+        if self.counting.completes(passing.place):
+            await self._update(passing.update)
+        self.worker.count_samples(samples)
+
+    def _samples(self, passing: Passing) -> int:
+        return self.worker.plan.samples_in(passing.batch.portion, passing.batch.k)
 
     def _answer(self, passing: Passing) -> dict[str, Gradients]:
         """The loss of the model's answer, and the gradients of the outputs, wherever they were made."""
@@ -209,7 +222,12 @@ class Stashing:
     def _go_back(self, passing: Passing, incoming: Mapping[str, list[Gradients]]) -> list[Gradients]:
         gradients = [_sums(incoming[value]) for value in self.fragment.makes]
         version = passing.version if self.how.stash else self.stage.versions.newest
-        return self.stage.backward(passing.number, version, gradients, passing.update, 1.0)
+        weight = self._samples(passing) / self._full_round() if self.how.double_buffered else 1.0
+        return self.stage.backward(passing.number, version, gradients, passing.update, weight)
+
+    def _full_round(self) -> int:
+        """Samples of an update, if none of its batches is short or missing."""
+        return self.counting.batches * self.worker.plan.batch_size
 
     def _give_back(self, passing: Passing, found: list[Gradients], of_loss: dict[str, Gradients]) -> None:
         back = dict(zip(self.fragment.reads, found, strict=True))
@@ -221,73 +239,22 @@ class Stashing:
 
     # ---- update ----------------------------------------------------------------------------------------------------
 
-    async def _update(self, update: int, passing: Passing | None) -> None:
-        """One step with the gradients of a round, which are exchanged among the replicas of this stage."""
+    async def _update(self, update: int) -> None:
+        """One step with the mean over the samples of a round of batches, by this worker and its mates."""
         total = self.stage.totals.pop(update, {})
-        batch = None if passing is None else passing.batch
-        samples = 0 if batch is None else self.worker.plan.samples_in(batch.portion, batch.k)
-        if self.count > 1 and self.stage.trained:
-            total = await self._exchanged(update, total, samples)
+        samples, self.gathered = self.gathered, 0
+        if self.mates.others and self.stage.trained:
+            total = await self.mates.mean(update, total, samples)
+        elif self.how.double_buffered and samples != self._full_round():
+            total = {name: gradient * (self._full_round() / samples) for name, gradient in total.items()}
         first = next(b for u, b in self.batches if u == update)
         finite = is_finite(list(total.values()))
-        if passing is not None:
-            del self.in_use[passing.number]
-        self._release()  # first: its memory serves the next version
+        self._release(self._version(self._next_place()))  # first: its memory serves the next version
         self._step(total if finite else {}, first)
         self.updates += 1
         if not finite:
             self.skipped[update] = "not finite"
         self._mark()
-        if batch is not None:
-            self.worker.count_samples(samples)
-
-    async def _exchanged(self, update: int, total: dict[str, Tensor], samples: int) -> dict[str, Tensor]:
-        """The mean over the round's samples. Each replica sums its part of the vector, in the order of the replicas.
-
-        So 2 (m - 1) / m of the vector leave each of m, and bits repeat.
-        """
-        replica, present = self.share.replica, [name in total for name in self.stage.trained]
-        pieces = self._flattened(total).tensor_split(self.count)
-        for other in self._mates():
-            self.team.send(self._mate(other), (update, "part"), [samples, present, pieces[other]])
-        parts = {replica: (samples, present, pieces[replica])}
-        for other in self._mates():
-            count, theirs, piece = await self.team.receive(self._mate(other), (update, "part"))
-            parts[other] = count, theirs, piece
-        weight = sum(count for count, _, _ in parts.values())
-        summed = [piece * (count / weight) for count, _, piece in (parts[number] for number in sorted(parts))]
-        whole = {replica: reduce(torch.add, summed)}
-        for other in self._mates():
-            self.team.send(self._mate(other), (update, "sum"), whole[replica])
-        for other in self._mates():
-            whole[other] = await self.team.receive(self._mate(other), (update, "sum"))
-        anywhere = [any(column) for column in zip(*(theirs for _, theirs, _ in parts.values()), strict=True)]
-        return self._named(torch.cat([whole[number] for number in sorted(whole)]), anywhere)
-
-    def _mates(self) -> list[int]:
-        return [other for other in range(self.count) if other != self.share.replica]
-
-    def _mate(self, replica: int) -> int:
-        return self.share.plan.home(self.share.machine, replica)
-
-    def _flattened(self, total: Mapping[str, Tensor]) -> Tensor:
-        leaves = self.stage.versions.leaves(self.stage.versions.newest)
-        return torch.cat(
-            [
-                (total[name] if name in total else torch.zeros_like(leaves[name])).detach().reshape(-1)
-                for name in self.stage.trained
-            ]
-        )
-
-    def _named(self, vector: Tensor, present: Sequence[bool]) -> dict[str, Tensor]:
-        leaves = self.stage.versions.leaves(self.stage.versions.newest)
-        named, at = {}, 0
-        for name, there in zip(self.stage.trained, present, strict=True):
-            leaf = leaves[name]
-            if there:
-                named[name] = vector[at : at + leaf.numel()].view(leaf.shape).to(leaf.dtype)
-            at += leaf.numel()
-        return named
 
     def _step(self, total: Mapping[str, Tensor], batch: Batch) -> None:
         """In the same memory where nobody needs the version that is there."""
@@ -296,13 +263,13 @@ class Stashing:
             scale = self.schedule.scale(self.worker.plan.position(batch.portion, batch.k))
             for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
                 group["lr"] = lr * scale
-        needed = versions.newest in self.in_use.values() or self.how.vertical_sync
+        needed = versions.newest in self.in_use.values() or self.counting.lags
         overwrite = not self.how.stash or not needed
         versions.update(total, overwrite)
 
-    def _release(self) -> None:
+    def _release(self, coming: int) -> None:
+        """Let go of what nobody goes back through, before the version that the next forward takes."""
         versions = self.stage.versions
-        coming = self._version(self._next_place())  # what the next forward would take
         needed = {*self.in_use.values(), versions.newest}
         for version in sorted(versions.live):
             if version not in needed and version < coming:
@@ -316,10 +283,12 @@ class Stashing:
             self.marks.add(ranges(batch.portion, [batch.k], batch.lease), self.skipped.get(update, ""))
 
     async def settle(self) -> None:
-        """The last round may have no batch for this replica; its update is made all the same."""
+        """All are home. A last round of fewer batches makes an update, too, even if this replica had none of them."""
+        self._release(self.stage.versions.newest)  # the next forward takes the newest: there is no other on the way
         if self.batches:
-            await self._update(self.updates, None)
+            await self._update(self.updates)
         self.empty_at = self.marked, self.updates
+        self._release(self.stage.versions.newest)
 
 
 def _wants(value: Any) -> list[bool]:

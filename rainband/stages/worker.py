@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import xxhash
 
 from rainband.flat import is_finite
 from rainband.gradient import ModuleGradient
+from rainband.pipeline.modes import evaluating
 from rainband.pipeline.of_task import inputs_of, loss_of
 from rainband.pipeline.part import Part
 from rainband.stages.passage import AnyOf, Micro, Passage, Team
@@ -95,6 +97,7 @@ class ShareWorker(ModuleWorker):
         self.share = share
         self.team = team
         self.server = TeamServers(client, team)
+        team.stats = client.stats  # what goes to the others is counted
         self.orders = 0
         self.lookahead = 0  # cells that the others are told of before the first begins them
         self.resting = False
@@ -213,11 +216,10 @@ class ShareWorker(ModuleWorker):
         pieces = self._pieces(batch)
         passages: dict[int, Passage] = {}
         for action in self.share.plan.row(self.share.machine, len(pieces)):
-            if action.kind == "F":  # its samples are read when they are needed: meanwhile others can begin
+            if action.micro not in passages:  # its samples are read when they are needed: meanwhile others can begin
                 passages[action.micro] = self._begun(batch, action.micro, pieces)
-                await passages[action.micro].forward()
-            else:
-                await passages[action.micro].backward()
+            passage, fragments = passages[action.micro], self.share.fragments(action)
+            await (passage.forward(fragments) if action.kind == "F" else passage.backward(fragments))
         await self._gather_ties(tag)
         self.flat.check()
         tensors = self.flat.gradients()
@@ -326,22 +328,20 @@ class ShareWorker(ModuleWorker):
         if self.share.replica:
             return None  # the first of each stage is enough
         number, training, args, kwargs = call
-        part, layout = self.share.part(), self.share.layout
-        modes = [(module, module.training) for module in self.module.modules()]
-        if not training:
-            self.module.eval()
-        with torch.no_grad():
-            nothing = Micro(("answer", number), self.share.cut.bind(args, kwargs), lambda _: torch.zeros(()), 1.0, 0)
-            await self._passage(part, nothing).forward()
-        for module, before in modes:
-            module.training = before
+        answers = self.share.answers(training)
+        part, layout = answers.part(), answers.layout
+        await self._give_ties(("answer", number))  # those of the last batch are an update old
+        inputs = answers.cut.bind(args, kwargs)
+        micro = Micro(("answer", number), inputs, lambda _: torch.zeros(()), 1.0, 0, goes_back=False)
+        with evaluating(*part.modules.values()) if not training else nullcontext():
+            await Passage(part, self.team, self.share.plan.home, micro, answers.shares).forward(part.mine)
         outputs = part.outputs() if self.share.machine == layout.answer_machine else None
         if layout.answer_machine != FIRST:
             if outputs is not None:
                 self.team.send(FIRST, ("answer", number), outputs)
             elif self.leads:
                 outputs = await self.team.receive(self.share.plan.home(layout.answer_machine), ("answer", number))
-        return self.share.cut.answer(outputs) if self.leads and outputs is not None else None
+        return answers.cut.answer(outputs) if self.leads and outputs is not None else None
 
 
 def _seed_of(seed: int, number: int) -> int:

@@ -14,7 +14,8 @@ but the bound is no constant. The coordinator looks at the run about once a seco
 and at the lowest bound the learning rate is halved instead. Stale gradients do the most harm at the beginning, and a
 straggler costs the most when the bound is small; so neither a small nor a large bound is right for a whole run.
 
-Use it when you do not know which bound is right. Not when the run is shorter than a minute: then it stays at low.
+Use it when you do not know which bound is right. Not when the run takes only seconds: the bound rises by one in about
+three of them.
 """
 
 from __future__ import annotations

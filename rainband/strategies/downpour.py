@@ -69,7 +69,7 @@ class Downpour:
         return self.n_push
 
     async def run(self, worker: Worker) -> None:
-        server, step = worker.server, 0
+        server, step, own_lr = worker.server, 0, self._own_lr()
         await server.pull()
         async for cell in worker.cells():
             owed: Gradient | None = None
@@ -79,8 +79,8 @@ class Downpour:
                 owed = gradient if owed is None else owed + gradient
                 if fetch is not None:
                     await fetch
-                if self._own_lr():
-                    worker.params.step(gradient, self._own_lr())
+                if own_lr:
+                    worker.params.step(gradient, own_lr)
                 step += 1
             assert owed is not None, "a cell has at least one batch"
             if not self.overlap and step % self.n_fetch < len(cell.batches):

@@ -6,6 +6,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -86,11 +87,22 @@ class SharedPort:
         self._send(message)
 
     def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
-        while not self.free:
-            self.switchboard.wait()
+        if not self.free:
+            self._wait_for_room()
         slot = self.free.pop()  # the one used last: it is still in the cache
         fill(self.mailbox.tensor(slot, message.dtype, message.numel))
         self._send(msgspec.structs.replace(message, slot=slot))
+
+    def _wait_for_room(self) -> None:
+        """The server is slower than we copy: that is waiting like any other, though for nobody by name."""
+        stats, started = self.stats, time.monotonic()
+        stats.waiting = True
+        while not self.free:
+            self.switchboard.wait()
+        stats.waiting = False
+        held_by, stats.held_by = stats.held_by, None
+        stats.waited_s += time.monotonic() - started
+        stats.held_by = held_by
 
     def _send(self, message: Message) -> None:
         try:

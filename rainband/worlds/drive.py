@@ -35,9 +35,11 @@ def drive(
             if isinstance(wanted, Work):
                 if before_step is not None:
                     before_step()
+                began = time.monotonic()
                 wanted.perform()
+                worker.client.stats.computed_s += time.monotonic() - began
                 if watch is not None:
-                    watch.span("compute", started)
+                    watch.span("compute", started, wanted.label)
             elif isinstance(wanted, StillWanted):
                 wait(0.0)
                 wanted.looked = True

@@ -28,8 +28,20 @@ class Straggler(NamedTuple):
     always: bool = True  # not only now and then
 
 
-def foreseen(strategy: Strategy, num_workers: int, straggler: Straggler | None = None) -> list[str]:
-    """Sentences; none: nothing is known to be wrong."""
+class Crew(NamedTuple):
+    """Who pushes: workers, or copies of a model that several of them compute together."""
+
+    number: int
+    called: str
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.called}"
+
+
+def foreseen(
+    strategy: Strategy, num_workers: int, straggler: Straggler | None = None, called: str = "workers"
+) -> list[str]:
+    """Sentences; none: nothing is known to be wrong. Where several compute one model, `num_workers` are its copies."""
     if lead_of(strategy) is not None:
         return []
     half = strategy.server(num_workers)
@@ -38,26 +50,31 @@ def foreseen(strategy: Strategy, num_workers: int, straggler: Straggler | None =
     rule = half.rule()
     if isinstance(rule, Compensated):
         rule = rule.rule
-    settings = half.optimizer.settings
+    settings, crew = half.optimizer.settings, Crew(num_workers, called)
     if rule.reads == "round":
-        return _scaling(strategy, num_workers) + _backups(strategy, num_workers) + _waiting(strategy, rule, straggler)
+        return _scaling(strategy, num_workers) + _backups(strategy, crew) + _waiting(strategy, rule, straggler)
     missed = expected_staleness(strategy, num_workers)
     return [
-        *_momentum(float(settings.get("momentum", 0) or 0), num_workers, missed),  # type: ignore[arg-type]
-        *_groups(strategy, num_workers),
+        *_momentum(float(settings.get("momentum", 0) or 0), crew, missed),  # type: ignore[arg-type]
+        *_groups(strategy, crew),
         *_waiting(strategy, rule, straggler),
         *(_stale_rate(missed, strategy) if half.optimizer.name == "sgd" else []),
     ]
 
 
 def expected_staleness(strategy: Strategy, num_workers: int) -> float:
-    """Updates that a gradient misses in the mean, where nobody waits: every update makes all others one older."""
+    """Updates that a gradient misses in the mean, of workers that are alike: each update makes all others one older."""
     half = strategy.server(num_workers)
-    gathering = None if half is None else offers(half.rule(), GatheringRule)
-    others = num_workers - 1
-    if getattr(strategy, "overlap", False):
-        others += num_workers  # it is fetched one step before it is used
-    return others / (1 if gathering is None else gathering.count)
+    rule = None if half is None else half.rule()
+    tunable, gathering = offers(rule, TunableRule), offers(rule, GatheringRule)
+    missed = float(num_workers - 1)
+    if tunable is not None and not max(tunable.bound, getattr(strategy, "high", 0)):
+        missed /= 2  # in lock-step the first to push misses none, the last all the others'
+    elif getattr(strategy, "overlap", False) or getattr(strategy, "tau", 0):
+        missed += num_workers  # it is fetched one step before it is used
+    if getattr(strategy, "n_push", 1) == 1:  # of sums, which have gradients of several ages, it is less
+        missed += num_workers * (getattr(strategy, "n_fetch", 1) - 1) / 2
+    return missed / (1 if gathering is None else gathering.count)
 
 
 def waits_for_nobody(strategy: Strategy, num_workers: int) -> float | None:
@@ -70,33 +87,33 @@ def waits_for_nobody(strategy: Strategy, num_workers: int) -> float | None:
     return expected_staleness(strategy, num_workers) if inner.reads == "any" else None
 
 
-def _momentum(momentum: float, num_workers: int, missed: float) -> list[str]:
-    """Asynchrony of g workers acts as a momentum of 1 - 1/g."""
-    own = 1 - 1 / num_workers
+def _momentum(momentum: float, crew: Crew, missed: float) -> list[str]:
+    """Gradients that miss s updates in the mean act as a momentum of s / (s + 1): 1 - 1/g for g workers, each alone."""
+    own = missed / (missed + 1)
     if not momentum or momentum + own < 1:
         return []
     return [
-        f"momentum={momentum:g} with {num_workers} workers: gradients miss {missed:.3g} updates in the mean, which "
+        f"momentum={momentum:g} with {crew}: gradients miss {missed:.3g} updates in the mean, which "
         f"acts as a momentum of {own:.2f} by itself; together they are 1 or more. Leave momentum out, or choose sync."
     ]
 
 
-def _groups(strategy: Strategy, num_workers: int) -> list[str]:
-    n = getattr(strategy, "n", None)
-    if not isinstance(n, int) or num_workers < 2:
+def _groups(strategy: Strategy, crew: Crew) -> list[str]:
+    n, number = getattr(strategy, "n", None), crew.number
+    if not isinstance(n, int) or number < 2:
         return []
-    if n > num_workers:
+    if n > number:
         rate = f" and the learning rate is divided by {n}" if getattr(strategy, "scaling", "") == "n" else ""
         return [
-            f"n={n} with {num_workers} workers: an update cannot be of less than one gradient, so n is {num_workers} "
-            f"in truth{rate}. Choose n from 1 to {num_workers}."
+            f"n={n} with {crew}: an update cannot be of less than one gradient, so n is {number} in truth{rate}. "
+            f"Choose n from 1 to {number}."
         ]
-    if num_workers % n:
-        count = num_workers // n
-        fitting = ", ".join(str(d) for d in range(1, num_workers + 1) if num_workers % d == 0)
+    if number % n:
+        count = number // n
+        fitting = ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
         return [
-            f"n={n} does not divide {num_workers} workers: c = {num_workers} / {n} is rounded down to {count}, so "
-            f"there are {num_workers / count:.3g} updates, not {n}, when all have pushed once. Choose n from {fitting}."
+            f"n={n} does not divide {crew}: c = {number} / {n} is rounded down to {count}, so there are "
+            f"{number / count:.3g} updates, not {n}, when all have pushed once. Choose n from {fitting}."
         ]
     return []
 
@@ -140,16 +157,16 @@ def _scaling(strategy: Strategy, num_workers: int) -> list[str]:
     ]
 
 
-def _backups(strategy: Strategy, num_workers: int) -> list[str]:
-    backups = getattr(strategy, "backup_workers", 0)
+def _backups(strategy: Strategy, crew: Crew) -> list[str]:
+    backups, number = getattr(strategy, "backup_workers", 0), crew.number
     if not backups:
         return []
-    kept = max(1, num_workers - backups)
-    if backups < num_workers and 2 * kept >= num_workers:
+    kept = max(1, number - backups)
+    if backups < number and 2 * kept >= number:
         return []
     return [
-        f"backup_workers={backups} with {num_workers} workers: of {num_workers} gradients {num_workers - kept} are "
-        f"computed and thrown away. Choose at most {num_workers // 2}."
+        f"backup_workers={backups} with {crew}: of {number} gradients {number - kept} are computed and thrown away. "
+        f"Choose at most {number // 2}."
     ]
 
 

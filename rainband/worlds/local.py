@@ -113,6 +113,7 @@ class Launcher:
         self.started_at = time.monotonic()
         self.run_id, self.secret = new_run_id(), new_secret()
         strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
+        self.strategy = strategy
         one_memory = is_one_memory(strategy)
         self.memory = Segment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
         self.keeper = Keeper(self._make_room, getattr(strategy, "guard", False)) if one_memory else None
@@ -156,6 +157,7 @@ class Launcher:
         self.hub.watch(self.zygote.fileno(), self._children)
         try:
             self._start_processes(Address("", 0, f"rainband-{self.run_id.hex()}", this_machine()))
+            self._predict()
             self._loop()
             self._see_scripts_out()
         finally:
@@ -166,6 +168,15 @@ class Launcher:
             for half in self.directory.glob("*.part"):  # of one that was ended while it saved
                 half.unlink()
         return self._result()
+
+    def _predict(self) -> None:
+        """Say how fast a model in stages should be trained."""
+        if self.config.team is None:
+            return
+        from rainband.worlds.forecast import predicted_of  # only these runs need it, and processes start meanwhile
+
+        if (predicted := predicted_of(self.config, self.strategy)) is not None:
+            self._emit(predicted)
 
     def _start_processes(self, address: Address) -> None:
         for index in range(self.config.num_servers):

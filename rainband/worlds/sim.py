@@ -31,8 +31,10 @@ from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
 from rainband.types import Strategy
 from rainband.worlds.config import RunConfig, is_one_memory, lead_of
 from rainband.worlds.directory import EventLog, write_config
+from rainband.worlds.forecast import predicted_of
 from rainband.worlds.hogwild_keeper import Keeper
 from rainband.worlds.local import RunResult, View
+from rainband.worlds.server_process import leave_out_the_compiler
 from rainband.worlds.sim_body import RealBody, TimeBody
 from rainband.worlds.sim_faults import Trouble
 from rainband.worlds.sim_hogwild import MemoryBody
@@ -162,6 +164,8 @@ class Simulation:
                 version=__version__,
             )
         )
+        if (predicted := predicted_of(self.config, self.world.strategy, self.model)) is not None:
+            self._emit(predicted)
         Trouble(self.world, parse(self.config.sim.faults), self.config.seed)
         self.world.start()
         try:
@@ -279,6 +283,8 @@ def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | 
     task = task or load_task(config.task, config.task_settings)
     torch.manual_seed(config.seed)
     flat = Flat(module := task.model(), parameter_groups(task, module))
+    if config.sim.time_only:
+        leave_out_the_compiler()
     half = strategy.server(config.num_replicas)
     if half is not None:
         build(half.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later

@@ -11,7 +11,6 @@ from rainband.client import Client
 from rainband.flat import Flat
 from rainband.gradient import ModuleGradient
 from rainband.messages import Conclude, Message, Peer, Welcome
-from rainband.portions import Name, Range
 from rainband.tasks.task import Data, Task
 from rainband.types import Batch, Port
 from rainband.worker import ModuleWorker
@@ -58,13 +57,6 @@ class NoGradient(ModuleGradient):
     """The name of a gradient that was not computed."""
 
     is_finite = True
-
-    def name(self) -> Name:
-        """The same name; in nearly all cases there is one batch, and nothing to sort."""
-        if len(self.batches) > 1:
-            return super().name()
-        batch = self.batches[0]
-        return (Range(batch.portion, batch.k, batch.k + 1, batch.lease),)
 
 
 class TimeBody:

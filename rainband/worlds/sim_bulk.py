@@ -46,12 +46,14 @@ class BankNode(Node):
         self.name = "servers"
         self.server = Server(half, publish)
         self.bank = bank
+        self.latency_s = bank.latency_s
         self.arriving: list[Arriving] = []  # a heap: in the order in which they begin to arrive
         self.number = 0
         # The server in the middle takes one after the other, and its card too: these are in the order of their time.
         self.taken: deque[tuple[float, WorkerNode, Message, Times]] = deque()  # (handled at, whose, it, by each server)
         self.leaving: deque[tuple[float, WorkerNode, Params, float]] = deque()  # (leaves at, for, it, arrives at)
         self.looks_at = inf
+        self.trace_message = post.trace.message
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
         """What the coordinator says; it takes the servers no time."""
@@ -64,10 +66,10 @@ class BankNode(Node):
 
     def expect(self, arrives: float, worker: WorkerNode, message: Message, left_at: float) -> None:
         """A worker's message will begin to arrive; the first byte of a push left then."""
-        self.number += 1
-        heappush(self.arriving, (arrives, self.number, worker, message, left_at))
-        if arrives + self.bank.latency_s < self.looks_at:
-            self._look_at(arrives + self.bank.latency_s)
+        self.number = number = self.number + 1
+        heappush(self.arriving, (arrives, number, worker, message, left_at))
+        if arrives + self.latency_s < self.looks_at:
+            self._look_at(arrives + self.latency_s)
 
     def _look_at(self, at_s: float) -> None:
         self.looks_at = at_s
@@ -88,35 +90,35 @@ class BankNode(Node):
     def _catch_up(self) -> None:
         """Let everything happen whose time has come."""
         arriving, taken, leaving, now = self.arriving, self.taken, self.leaving, self.clock.now
-        while True:
-            arrives = arriving[0][0] if arriving else inf
-            handled = taken[0][0] if taken else inf
-            leaves = leaving[0][0] if leaving else inf
+        arrives = arriving[0][0] if arriving else inf
+        handled = taken[0][0] if taken else inf
+        leaves = leaving[0][0] if leaving else inf
+        while arrives <= now or handled <= now or leaves <= now:
             if handled <= leaves and handled <= arrives:
-                if handled > now:
-                    return
                 self._handle(*taken.popleft())
+                handled = taken[0][0] if taken else inf
+                leaves = leaving[0][0] if leaving else inf  # it may have been answered
             elif leaves <= arrives:
-                if leaves > now:
-                    return
                 self._leave(*leaving.popleft())
-            elif arrives <= now:
-                self._take(*heappop(arriving))
+                leaves = leaving[0][0] if leaving else inf
             else:
-                return
+                self._take(*heappop(arriving))
+                arrives = arriving[0][0] if arriving else inf
+                handled = taken[0][0]
 
     def _take(self, arrives: float, number: int, worker: WorkerNode, message: Message, left_at: float) -> None:
-        bank = self.bank
-        if isinstance(message, Load) or (isinstance(message, Push) and not message.skip):
+        bank, kind = self.bank, type(message)
+        if (kind is Push and not message.skip) or kind is Load:  # type: ignore[attr-defined]
             times = bank.apply(left_at)
         else:
             times = bank.ask(arrives)
         self.taken.append((bank.in_the_middle(times), worker, message, times))
 
     def _handle(self, at_s: float, worker: WorkerNode, message: Message, times: Times) -> None:
-        self.post.trace.message(at_s, worker.name, self.name, message)
-        for out in self.server.receive(worker.peer, message, NOTHING):
-            if out.to is worker.peer:
+        peer = worker.peer
+        self.trace_message(at_s, worker.name, self.name, message)
+        for out in self.server.receive(peer, message, NOTHING):
+            if out.to is peer:
                 self._answer(worker, out.message, times, at_s)
             else:
                 self._send(out, times, at_s)
@@ -129,7 +131,7 @@ class BankNode(Node):
             self._answer(worker, out.message, times, at_s)
 
     def _answer(self, worker: WorkerNode, message: Message, times: Times, at_s: float) -> None:
-        if isinstance(message, Params):
+        if type(message) is Params:
             leaves, arrives = self.bank.reply(worker.machine, times)
             self.leaving.append((leaves, worker, message, arrives))
             return
@@ -145,11 +147,12 @@ class BankNode(Node):
         """Who computes looks at messages only afterwards, and some can wait for the next one: these need no event."""
         if arrives <= worker.computes_until:
             worker.inbox.append((message, payload))
-        elif isinstance(message, Ack) and worker.can_wait_with(message):
+        elif payload is None and type(message) is Ack and worker.can_wait_with(message):
             worker.later.append((arrives, message))
         else:
-            self.clock.at(max(self.clock.now, arrives), partial(worker.receive, self.peer, message, payload))
-        self.post.trace.message(arrives, self.name, worker.name, message)
+            now = self.clock.now
+            self.clock.at(arrives if arrives > now else now, partial(worker.receive, self.peer, message, payload))
+        self.trace_message(arrives, self.name, worker.name, message)
 
 
 class BankPort:
@@ -161,19 +164,22 @@ class BankPort:
         self.worker = worker
         self.node = node
         self.peer = node.peer
+        self.copying_s = node.bank.total_bytes / worker.costs.push_bytes_per_s
 
     def send(self, message: Message) -> None:
         worker, node = self.worker, self.node
         now, at_s = node.clock.now, worker.busy_until  # free_at(), written out
         if at_s < now:
             at_s = now
-        node.expect(at_s + node.bank.latency_s, worker, message, at_s)
+        node.expect(at_s + node.latency_s, worker, message, at_s)
 
     def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
         worker, bank = self.worker, self.node.bank
         # The first share leaves while the next ones are copied: only the copying of the first is waited for.
-        at_s = worker.free_at()
-        worker.busy_until = at_s + bank.total_bytes / worker.costs.push_bytes_per_s
+        now, at_s = worker.clock.now, worker.busy_until
+        if at_s < now:
+            at_s = now
+        worker.busy_until = at_s + self.copying_s
         begin = bank.leave(worker.machine, at_s)
         worker.stats.pushed_bytes += bank.total_bytes
         self.node.expect(begin + bank.latency_s, worker, message, begin)

@@ -105,8 +105,9 @@ class Letter(Parcel):
         self.target = target
         self.message = message  # None: the connection closes
         self.payload = payload
-        self.idle = type(message) in KEEPING_TIME
-        self.may_overtake = type(message) in MAY_OVERTAKE
+        kind = type(message)
+        self.idle = kind in KEEPING_TIME
+        self.may_overtake = kind in MAY_OVERTAKE
         self.is_read_late = False
         self.lost = False  # the sender's machine died with it
         self.read: Callable[[], tuple[Message, Payload]] | None = None
@@ -117,7 +118,22 @@ class Letter(Parcel):
             self.message, self.payload = self.read()
 
     def deliver(self) -> None:
-        self.target.post.deliver(self)
+        source, target, message = self.source, self.target, self.message
+        if self.lost or not target.alive:
+            return
+        post = target.post
+        now = post.clock.now
+        if message is None:
+            post.trace.note(now, target.name, f"lost {source.name}")
+            target.wake(lambda: target.lost(source.peer))
+            return
+        if self.left_at > source.killed_at:
+            return  # it was still in the sender's hands
+        post.trace.message(now, source.name, target.name, message)
+        if now < target.paused_until:
+            target.wake(lambda: target.receive(source.peer, message, self.payload))
+        else:
+            target.receive(source.peer, message, self.payload)
 
 
 class Post:
@@ -159,19 +175,3 @@ class Post:
         if flow is None:
             flow = source.flows[target.peer] = Flow(source.machine, target.machine)
         return flow
-
-    def deliver(self, letter: Letter) -> None:
-        source, target, message = letter.source, letter.target, letter.message
-        if letter.lost or not target.alive:
-            return
-        if message is None:
-            self.trace.note(self.clock.now, target.name, f"lost {source.name}")
-            target.wake(lambda: target.lost(source.peer))
-            return
-        if letter.left_at > source.killed_at:
-            return  # it was still in the sender's hands
-        self.trace.message(self.clock.now, source.name, target.name, message)
-        if self.clock.now < target.paused_until:
-            target.wake(lambda: target.receive(source.peer, message, letter.payload))
-        else:
-            target.receive(source.peer, message, letter.payload)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from rainband.worlds.sim_nodes import Processor
 
 Wanted = Work | Handle
+TAKES_TIME = frozenset((Compute, PullHandle))
 FOR_THE_NODE = frozenset((Bye, Welcome, Go, Conclude, Loaded, Opened))  # the client gets the others
 
 
@@ -98,7 +99,7 @@ class Surroundings(Protocol):
 
     def kill(self, node: Node) -> None: ...
 
-    def span(self, node: str, what: str, from_s: float, to_s: float) -> None:
+    def span(self, node: str, what: str, from_s: float, to_s: float, label: str = "") -> None:
         """For the picture of a run."""
 
 
@@ -114,6 +115,7 @@ class WorkerNode(Node):
             "client",
             "computes_until",
             "conclude",
+            "copied_s",
             "costs",
             "early",
             "eval_every_s",
@@ -291,10 +293,12 @@ class WorkerNode(Node):
             self._go_through(Stop())
 
     def _take_all(self) -> None:
-        while self.later and self.later[0][0] <= self.clock.now:
-            self._take(self.later.pop(0)[1], None)
-        while self.inbox and not self.over:
-            self._take(*self.inbox.pop(0))
+        later, inbox = self.later, self.inbox
+        while later and later[0][0] <= self.clock.now:
+            self._take(later.pop(0)[1], None)
+        while inbox and not self.over:
+            message, payload = inbox.pop(0)
+            self._take(message, payload)
 
     def _look_if_waiting(self) -> None:
         if self.waiting is not None:
@@ -306,11 +310,11 @@ class WorkerNode(Node):
         return self.waiting.is_vain(self.client.stopping)
 
     def _waited(self) -> None:
-        until = self.free_at()  # taking parameters over counts: a real worker does it while it waits for them
-        if until > self.waiting_since and self.watch is not None:
-            self.world.span(self.name, "wait", self.waiting_since, until)
-        if until > self.waiting_since or self.copied_s:
-            self.stats.waited_s += max(0.0, until - self.waiting_since) + self.copied_s
+        until, since = self.free_at(), self.waiting_since  # taking parameters over counts: so it does for a real worker
+        if until > since and self.watch is not None:
+            self.world.span(self.name, "wait", since, until)
+        if until > since or self.copied_s:
+            self.stats.waited_s += (until - since if until > since else 0.0) + self.copied_s
             self.copied_s = 0.0
         self.stats.waiting = False
         self.waiting = None
@@ -362,8 +366,9 @@ class WorkerNode(Node):
         self.body.sit_down()
         try:
             wanted = self.life.send(None) if error is None else self.life.throw(error)
-            while isinstance(wanted, Handle) and type(wanted) is not PullHandle and self._is_ready(wanted):
-                wanted = self.life.send(None)  # a pull is only waited for when it is not ready
+            # A pull is only waited for when it is not ready.
+            while type(wanted) not in TAKES_TIME and isinstance(wanted, Handle) and self._is_ready(wanted):
+                wanted = self.life.send(None)
         except StopIteration:
             raise AssertionError("a worker's life ends with a goodbye") from None
         except Exception as raised:
@@ -379,7 +384,7 @@ class WorkerNode(Node):
                 return
             self.waiting, self.waiting_since = wanted, self.free_at()
             self.stats.waiting = True
-            if self.later and not isinstance(wanted, PullHandle):
+            if self.later and type(wanted) is not PullHandle:
                 for at_s, _ in self.later:
                     self.clock.at(max(at_s, self.clock.now), self._look_if_waiting)
             if self.inbox:
@@ -413,8 +418,9 @@ class WorkerNode(Node):
             return
         if self.over or not self.alive:
             return
+        self.stats.computed_s += self.clock.now - started
         if self.watch is not None:
-            self.world.span(self.name, "compute", started, self.clock.now)
+            self.world.span(self.name, "compute", started, self.clock.now, wanted.label)
         self.body.sit_down()
         try:
             if isinstance(wanted, Compute):

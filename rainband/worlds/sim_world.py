@@ -258,9 +258,9 @@ class World:
 
     # ---- driving it ------------------------------------------------------------------------------------------------
 
-    def span(self, node: str, what: str, from_s: float, to_s: float) -> None:
+    def span(self, node: str, what: str, from_s: float, to_s: float, label: str = "") -> None:
         if self.spans is not None:
-            self.spans.append(Span(node, what, from_s, to_s))
+            self.spans.append(Span(node, what, from_s, to_s, label))
 
     def run(self, until_s: float | None = None) -> None:
         """Until the run is over, or a moment; raises Deadlock when nothing can happen any more."""

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 FILES = "spans*.jsonl"  # in a run's directory; real workers write one each
 
 
-class Span(msgspec.Struct, frozen=True):
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     """A stretch of a node's time."""
 
     node: str  # "worker 0"
     what: str  # compute, wait: its own thread; push, pull: on their way; apply: a server's thread
     from_s: float
     to_s: float
+    label: str = ""  # of a model in stages: F3 and B3, forward and backward of microbatch 3
 
 
 Emit = Callable[[Span], None]
@@ -44,9 +45,9 @@ class Watch:
         self.client = worker.client
         worker.server = WatchedServers(worker.server, self)  # type: ignore[assignment]
 
-    def span(self, what: str, from_s: float) -> None:
+    def span(self, what: str, from_s: float, label: str = "") -> None:
         """It has done something since then."""
-        self.emit(Span(self.node, what, from_s, self.now()))
+        self.emit(Span(self.node, what, from_s, self.now(), label))
 
     def looking(self, wait: Callable[..., object]) -> Callable[..., object]:
         """The same waiting, with a look at what has come."""
@@ -136,4 +137,4 @@ def read_spans(directory: Path) -> list[Span]:
 def from_zero(spans: Sequence[Span]) -> list[Span]:
     """Times as seconds since the first span."""
     first = min((span.from_s for span in spans), default=0.0)
-    return [Span(span.node, span.what, span.from_s - first, span.to_s - first) for span in spans]
+    return [Span(s.node, s.what, s.from_s - first, s.to_s - first, s.label) for s in spans]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
-from rainband.stages.plan import Flushing, TeamPlan
+from rainband.pipeline.plan import is_interleaved
+from rainband.stages.plan import Flushing, TeamPlan, workers_of
 
 if TYPE_CHECKING:
+    from rainband.pipeline.partitioners import Partitioner
     from rainband.pipeline.plan import Plan
+    from rainband.pipeline.profile import Profile
     from rainband.tasks.task import Task
     from rainband.types import Strategy
+    from rainband.worlds.flow import Flow
 
 MICROS_PER_STAGE = 2  # where none are asked for: then a third to a half of the time of the first stages is not idle
 
@@ -21,69 +26,65 @@ def make_team_plan(
     *,
     plan: Plan | None = None,
     batch_size: int | None = None,
-    micros: int | None = None,
-    schedule: str | None = None,
+    flow: Flow,
     seed: int = 0,
+    threads: int = 1,
 ) -> TeamPlan:
-    """Measure the task's model and cut it into stages of about equal time; or check a plan that is given."""
+    """Measure the task's model and cut it into stages of about equal time; or check a plan that is given.
+
+    `stages`: so many workers compute one copy of the model; interleaved, each of them has several stages. `threads`: of
+    torch, in each worker.
+    """
     import torch
 
-    from rainband.pipeline.measure import measure
-    from rainband.pipeline.of_task import build_model, cut_task
+    from rainband.pipeline.of_task import build_model, cut_task, measure_samples
     from rainband.pipeline.partitioners import make_plan
-    from rainband.pipeline.pipedream import in_stages
     from rainband.pipeline.plan import check
     from rainband.pipeline.profile import Resources
 
     torch.manual_seed(seed)
     size = batch_size or task.batch_size
     model = build_model(task)
-    graph, args, kwargs = cut_task(task, model, task.data(), size)
-    profile = measure(graph, args, kwargs, model=name, repeats=3)
+    data = task.data()
+    graph, _, _ = cut_task(task, model, data, size)
+    profile = measure_samples(task, graph, data, size, name, threads)
     if plan is None:
-        plan = make_plan(in_stages, profile, Resources(num_machines=stages))
+        plan = make_plan(_planner(profile, stages, flow), profile, Resources(num_machines=stages))
     else:
         check(plan, profile)
+    micros = flow.micros or _usual_micros(plan, size)
+    part, cuts = max(2, -(-profile.batch_size // micros)), micros > 1 and not profile.counted
     return TeamPlan(
         plan=plan,
-        micros=micros or _usual_micros(plan, size),
-        schedule=_schedule(plan, schedule),
+        micros=micros,
+        schedule="interleaved" if is_interleaved(plan) else cast(Flushing, flow.schedule or "one_f_one_b"),
         example_size=min(size, profile.batch_size),
         seed=seed,
-        forward_s={unit.name: unit.forward_s for unit in profile.units},
-        backward_s={unit.name: unit.backward_s for unit in profile.units},
+        profile=profile,
+        micro_profile=measure_samples(task, graph, data, part, name, threads) if cuts else None,
     )
 
 
-def _usual_micros(plan: Plan, batch_size: int) -> int:
-    return 1 if plan.kind == "partition" else max(1, min(batch_size, MICROS_PER_STAGE * len(plan.stages)))
+def _planner(profile: Profile, workers: int, flow: Flow) -> Partitioner:
+    from rainband.pipeline import pipedream
 
-
-def _schedule(plan: Plan, name: str | None) -> Flushing:
-    if name is not None and plan.kind == "partition":
-        raise ValueError("a schedule is for a pipeline, and the plan is a partition: leave out --schedule.")
-    return name or "one_f_one_b"  # type: ignore[return-value]
-
-
-def check_schedule(strategy: Strategy, name: str, micros: int | None, schedule: str | None) -> None:
-    """Can batches be cut and ordered as was typed?"""
-    if is_pipeline(strategy) and (micros or schedule):
-        raise ValueError(f"{name} has a schedule of its own: leave out --microbatches and --schedule.")
-    known = get_args(Flushing)
-    if schedule not in (None, *known):
-        raise ValueError(f"no schedule named '{schedule}' here: choose from {', '.join(known)}.")
-
-
-def check_plan(strategy: Strategy, name: str, plan: Plan) -> None:
-    """Does the plan fit the strategy?"""
-    if is_pipeline(strategy):
-        if plan.kind != "pipeline":
-            raise ValueError(f"{name} is a pipeline, and the plan is a partition: plan with --partitioner pipedream.")
-    elif max(plan.replicas()) > 1:
+    if not flow.interleaves:
+        return pipedream.in_stages
+    chunks = flow.stages_each
+    if len(profile.units) < workers * chunks:
         raise ValueError(
-            f"the plan has stages on several machines {plan.replicas()}, which only pipedream knows: plan with "
-            "--partitioner straight, and type --workers for more copies of the whole model."
+            f"{profile.model or 'the model'} has {len(profile.units)} units, and {chunks} stages on each of {workers} "
+            f"workers are {workers * chunks}: type fewer --stages or --chunks, or mark smaller pieces."
         )
+    return partial(pipedream.interleaved, chunks=chunks)
+
+
+def _usual_micros(plan: Plan, batch_size: int) -> int:
+    if plan.kind == "partition":
+        return 1
+    workers = len(workers_of(plan))
+    usual = max(1, min(batch_size, MICROS_PER_STAGE * workers))
+    return max(1, usual // workers) * workers if is_interleaved(plan) else usual  # dealt in rounds of one per worker
 
 
 def is_pipeline(strategy: Strategy) -> bool:
