@@ -6,7 +6,6 @@ import fcntl
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -270,21 +269,6 @@ def read_run(directory: Path) -> Run:
         unreadable=unreadable,
         alive=_is_locked(directory / "events.jsonl"),
     )
-
-
-def read_metrics(directory: Path) -> list[dict[str, float | None]]:
-    """The rows of metrics.sqlite, one for each Progress event; none where the file is missing or damaged."""
-    path = (directory / "metrics.sqlite").absolute()
-    if not path.is_file():
-        return []
-    import sqlite3
-
-    try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            connection.row_factory = sqlite3.Row
-            return [dict(row) for row in connection.execute("select * from progress order by at_s")]
-    except sqlite3.Error:
-        return []
 
 
 def list_runs(root: Path) -> list[Path]:

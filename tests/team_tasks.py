@@ -133,7 +133,7 @@ def worker_of(
 def trained_team(
     task: Shaped, plan: TeamPlan, strategy: Any, order: Sequence[int] | None = None, late: bool = False
 ) -> list[ShareWorker]:
-    """A team without servers, from the first batch to the last; `late`: a portion comes when those before it are done."""
+    """A team without servers, from the first batch to the last; `late`: a portion comes when all before it are done."""
     room = Room(plan.size)
     reports: dict[int, int] = {}
     whole = data_plan(task)

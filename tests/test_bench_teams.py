@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from rainband.bench.rows import Effort, Row
 from rainband.bench.team_runs import in_halves
 from rainband.pipeline.of_task import cut_task
 from rainband.pipeline.partitioned import Partitioned
+from rainband.pipeline.profile import Profile, Unit, Value
 
 SMALL = {"layers": 4, "width": 8, "samples": 32, "batch_size": 16}
 
@@ -46,6 +49,25 @@ def test_of_two_branches_one_value_crosses_and_its_gradient_comes_back() -> None
     assert [(m.kind, m.source, m.destination) for m in parts.messages] == [("value", 1, 0), ("gradient", 0, 1)]
 
 
+def test_rates_are_predicted_from_what_a_microbatch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of 1 s forward and 2 s back: 4 and 5 s there, 8 and 10 back, for microbatches of 2 samples.
+
+    The second stage has all eight of them in 120 s; before it there are 4 s of the first, and 8 after it.
+    """
+    task = Chain(**SMALL)
+
+    def layers(task: Chain, samples: int) -> Profile:
+        names = [unit for stage in in_halves(task).stages for unit in stage.units]
+        values = tuple(Value(a, a, (b,), 64, 64) for a, b in pairwise(names))
+        return Profile("", samples, tuple(Unit(name, 1.0, 2.0) for name in names), values)
+
+    monkeypatch.setattr(pipeline, "profile_of", layers)
+    flushed = 16 / (4 + 8 * 15 + 8)
+    assert pipeline.predicted(task) == pytest.approx(
+        {"gpipe, predicted": flushed, "one_f_one_b, predicted": flushed, "pipedream, predicted": 2 / 15}, rel=1e-4
+    )
+
+
 def shown(rows: list[Row]) -> list[tuple[str, float, float | None, bool | None]]:
     return [(row.against, row.value, row.bar, row.met) for row in rows if row.against]
 
@@ -60,18 +82,20 @@ def test_each_schedule_is_held_against_one_process_and_against_torchs_own() -> N
         "ScheduleGPipe": [10.0, 100.0, 10.0],
         "one_f_one_b": [9.0, 90.0, 9.0],
         "Schedule1F1B": [10.0, 100.0, 10.0],
+        "pipedream, predicted": [40.0, 400.0, 40.0],
+        "gpipe, predicted": [13.0, 130.0, 13.0],
+        "one_f_one_b, predicted": [10.0, 100.0, 10.0],
     }
-    expected = {"pipedream": 40.0, "gpipe": 13.0, "one_f_one_b": 10.0}
-    assert shown(pipeline._rows(rates, Chain(), expected)) == [
+    assert shown(pipeline._rows(rates, Chain())) == [
         ("one plain process", 2.0, 1.6, True),
         ("one plain process, batches of 1024", 2.0, None, None),
-        ("the 40 samples/s that its plan predicts", 0.5, None, None),
+        ("what its plan predicts", 0.5, None, None),
         ("one plain process", 1.3, 1.4, False),
         ("torch.distributed.pipelining", 1.3, 1.0, True),
-        ("the 13 samples/s that its plan predicts", 1.0, None, None),
+        ("what its plan predicts", 1.0, None, None),
         ("one plain process", 0.9, None, None),
         ("torch.distributed.pipelining", 0.9, 1.0, False),
-        ("the 10 samples/s that its plan predicts", 0.9, None, None),
+        ("what its plan predicts", 0.9, None, None),
     ]
 
 

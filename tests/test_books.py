@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rainband.block import Block
-from rainband.books import Books, balance, staleness_of
-from rainband.messages import COORDINATOR, Ask, Report, Skipped, Tally
+from rainband.books import Books, balance, staleness_of, staleness_so_far
+from rainband.messages import COORDINATOR, Ask, Missed, Report, Skipped, Tally
 from rainband.server import Server
 from tests.pieces import full, make_plan, make_push, make_server, named, send
 
@@ -90,9 +90,20 @@ def test_staleness_is_weighted_by_how_often_it_was_seen() -> None:
     assert staleness.per_worker_mean == {0: 1.0, 1: 2.0}
 
 
+def test_the_staleness_so_far_is_that_of_the_histograms() -> None:
+    plan = make_plan(num_batches=8)
+    server = make_server(plan=plan)
+    for number in range(6):  # pushes that read versions 0, 0, 1, 1, 2, 2 miss 0, 1, 1, 2, 2 and 3 updates
+        send(server, make_push(named(*divmod(number, plan.portion_batches)), version=number // 2))
+    reports = [server.report(), report(Tally(1, 1, 0, 0), staleness={1: {9: 2}}, missed=(Missed(0, 2, 18, 9),))]
+    exact, soon = staleness_of(reports), staleness_so_far(reports)
+
+    assert (soon.mean, soon.max) == (exact.mean, exact.max) == ((0 + 1 + 1 + 2 + 2 + 3 + 18) / 8, 9)
+
+
 def test_nothing_pushed_is_no_staleness() -> None:
-    staleness = staleness_of([])
-    assert (staleness.mean, staleness.max, staleness.histogram) == (0.0, 0, {})
+    for staleness in (staleness_of([]), staleness_so_far([])):
+        assert (staleness.mean, staleness.max, staleness.histogram) == (0.0, 0, {})
 
 
 # ---- counted by a server that does what it must not ----

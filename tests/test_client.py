@@ -142,6 +142,18 @@ def test_a_lease_is_cut_into_cells_that_never_mix_groups() -> None:
     ]
 
 
+@pytest.mark.parametrize("columns", [0, 2])
+def test_a_cell_says_whether_another_one_is_at_hand(columns: int) -> None:
+    s = Setting(make_plan(num_batches=8, portion_batches=2, columns=columns))
+    s.lease(0, (0,))
+    s.lease(1, (0,))
+    cells = [s.client.next_cell()]
+    for block in range(2 if columns else 0):  # the round it has asked for begins
+        s.params(block, s.client.sequence, point=0)
+    cells += [s.client.next_cell(), s.client.next_cell()]
+    assert [cell.more for cell in cells if cell is not None] == [True, False]
+
+
 def test_a_lease_is_given_back_as_done_when_every_block_has_answered_for_every_batch() -> None:
     s = Setting()
     s.lease(0, (0, 1))

@@ -53,8 +53,8 @@ class OnlyExport(Functional):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1] > 4:
-            x = self.norm(self.a(x))
-        y: Tensor = self.c(self.drop(self.b(x).tanh()))
+            x = self.a(x).tanh()
+        y: Tensor = self.c(self.drop(self.norm(self.b(x))))
         return y
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rainband.sim.bank import Bank, Times
@@ -77,6 +77,30 @@ def test_shuffled_ties_depend_on_the_seed_only() -> None:
 
     assert order(1) == order(1)
     assert order(1) != order(2)
+
+
+@example([(2.0, 1.5), (3.25, 0.0)], 1.0)  # what is planned last comes after what has lain in its slot
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 2)), max_size=40), st.sampled_from([0.3, 1.0, 7.0, 1e3]))
+def test_slots_of_time_change_no_order(plans: list[tuple[float, float]], slots_per_s: float) -> None:
+    """Everything is planned at the beginning, and again when it happens."""
+
+    def order(clock: VirtualClock) -> list[tuple[float, int]]:
+        done: list[tuple[float, int]] = []
+
+        def do(number: int, again_s: float | None) -> None:
+            done.append((clock.now, number))
+            if again_s is not None:
+                clock.after(again_s, partial(do, number, None))
+
+        for number, (at_s, again_s) in enumerate(plans):
+            clock.at(at_s, partial(do, number, again_s))
+        assert clock.num_planned == len(plans)
+        while clock.step():
+            pass
+        assert (clock.num_planned, clock.done) == (0, 2 * len(plans))
+        return done
+
+    assert order(VirtualClock(slots_per_s=slots_per_s)) == order(VirtualClock())
 
 
 # ---- the network ----

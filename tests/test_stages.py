@@ -175,6 +175,25 @@ def test_a_deferred_model_trains_like_any_other() -> None:
     )
 
 
+def test_a_deferred_tied_weight_has_one_value_wherever_it_is_used() -> None:
+    """The gradient is that of a whole model with the values that the workers made."""
+    task = Deferred("tied")
+    plan = planned(task, {"embed": 0, "hidden": 1, "tanh": 1, "out": 2})
+    room = Room(3)
+    workers = [worker_of(task, plan, place, room) for place in range(3)]
+    held = {name: value.clone() for worker in workers for name, value in worker.share.held().items()}
+    assert held.keys() == {"embed.weight", "hidden.weight", "hidden.bias"}
+
+    class WithTheirValues(Shaped):
+        def model(self) -> nn.Module:
+            model = super().model()
+            model.load_state_dict(held | {"out.weight": held["embed.weight"]})
+            return model
+
+    gradients = together([worker.gradient(BATCH) for worker in workers])
+    assert_same(WithTheirValues("tied"), gradients)
+
+
 def test_a_layer_that_cannot_make_its_own_values_is_told() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:

@@ -16,6 +16,7 @@ import rainband
 from rainband import events
 from rainband.cli.configure import configured
 from rainband.cli.teams import in_teams
+from rainband.pipeline.cut import cut
 from rainband.pipeline.plan import save
 from rainband.pipeline.schedules import interleaved
 from rainband.stages.plan import TeamPlan
@@ -135,6 +136,45 @@ def test_a_weight_that_two_stages_of_one_worker_share_is_not_sent() -> None:
         torch.testing.assert_close(found[number], tensor, rtol=1e-9, atol=1e-12)
 
 
+def test_two_readers_of_a_value_on_one_machine_do_not_add_to_each_others_gradients() -> None:
+    """The gradients of what is stacked and summed are one memory, to which autograd would add for the next reader."""
+    task = Weaving()
+    units = cut(task.model(), task.data().batch(range(2))).units
+    plan = planned(task, {unit: number // 4 % 2 for number, unit in enumerate(units)}, kind="partition")
+    found, _, _ = team_gradient(task, plan)
+    for number, tensor in enumerate(whole_gradient(task, BATCH).tensors):
+        torch.testing.assert_close(found[number], tensor, rtol=1e-9, atol=1e-12)
+
+
+class Mixed(nn.Module):
+    """A weight that is the sum of two, by a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(floats(4, 4)) for _ in range(2))
+        self.c, self.d = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.d((x @ torch.stack([self.a, self.b]).sum(0)).tanh() + self.c(x))
+        return y
+
+
+class Mixing(Weaving):
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Mixed().double()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_weights_whose_gradients_are_one_memory_sum_their_microbatches_apart(schedule: str) -> None:
+    task = Mixing()
+    found, _, _ = team_gradient(
+        task, dealt(task, 2, 2, 4) if schedule == "interleaved" else planned(task, 2, micros=4, schedule=schedule)
+    )
+    for number, tensor in enumerate(whole_gradient(task, BATCH).tensors):
+        torch.testing.assert_close(found[number], tensor, rtol=1e-9, atol=1e-12)
+
+
 # ---- what crosses ----
 
 
@@ -242,7 +282,10 @@ def test_synchronous_training_is_that_of_whole_models(tmp_path: Path, name: str)
     assert parts.books["applied"] == whole.books["applied"] == 12
 
 
-@pytest.mark.parametrize("machines, chunks, micros", DEALT)
+@pytest.mark.parametrize(
+    "machines, chunks, micros",
+    [pytest.param(p, v, m, marks=() if m in (p, 6) else pytest.mark.slow) for p, v, m in DEALT],
+)
 def test_in_virtual_time_every_size_finishes(tmp_path: Path, machines: int, chunks: int, micros: int) -> None:
     plan = dealt(Weaving(), machines, chunks, micros)  # batches of four samples: six microbatches are too many
     result, _ = simulated(tmp_path, "single", plan, name="woven", samples=15, lr=0.05)

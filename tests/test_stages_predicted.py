@@ -89,7 +89,7 @@ def test_in_virtual_time_a_batch_takes_what_was_predicted(tmp_path: Path, case: 
     short, long = (simulated(tmp_path / str(n), task, team, strategy, n) for n in (1, 3))
     assert long.predicted is not None
     took_s = (long.training.seconds - short.training.seconds) / (2 * task.samples / task.batch_size)
-    assert took_s == pytest.approx(long.predicted.batch_s, rel=1e-6)
+    assert took_s == pytest.approx(long.predicted.batch_s, rel=1e-9)
     seen = predicted.measured(long)
     assert seen is not None
     assert [s.compute_s for s in seen.stages] == pytest.approx([s.compute_s for s in long.predicted.stages])
@@ -122,6 +122,16 @@ def test_the_end_of_a_run_says_both_stage_by_stage(tmp_path: Path) -> None:
     shown = json.loads(CliRunner().invoke(build_app(), ["runs", "show", str(tmp_path / "run"), "--json"]).output)
     assert shown["pipeline"]["predicted"]["batch_s"] == pytest.approx(1.0, rel=1e-3)
     assert shown["pipeline"]["measured"]["stages"][1]["compute_s"] == pytest.approx(0.6)
+
+
+def test_where_a_worker_was_lost_only_the_prediction_is_told(tmp_path: Path) -> None:
+    so_far = simulated(tmp_path / "run", CHAIN, team_of(CHAIN, 2), "single", 1)
+    assert len(predicted.lines(so_far)) == 4 and so_far.last is not None
+    so_far.progress[-1] = msgspec.structs.replace(so_far.last, computed_s={0: so_far.last.computed_s[0]})
+    (line,) = predicted.lines(so_far)
+    assert line.startswith("predicted 4 samples/s") and "measured" not in line
+    facts = predicted.as_facts(so_far)
+    assert facts is not None and facts["measured"] is None
 
 
 def test_a_run_of_whole_models_says_nothing_of_stages() -> None:

@@ -70,9 +70,9 @@ def _forecast(run: Run) -> Forecast | None:
         return None
     try:
         config = msgspec.convert(run.config, RunConfig)
-    except msgspec.ValidationError:  # of another version
+        model = _simulated(run.directory) if run.so_far.is_virtual else None
+    except (OSError, msgspec.MsgspecError):  # it was killed, or is of another version
         return None
-    model = _simulated(run.directory) if run.so_far.is_virtual else None
     return forecast_of(config, run.so_far.predicted.schedule, model)
 
 

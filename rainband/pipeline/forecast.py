@@ -164,4 +164,4 @@ class Forecast:
 def as_batch(micro: Profile, samples: int) -> Profile:
     """A batch of so many samples, computed in microbatches like this one."""
     times = samples / micro.batch_size
-    return msgspec.structs.replace(micro, batch_size=samples)
+    return msgspec.structs.replace(micro.scaled(times, times), batch_size=samples)

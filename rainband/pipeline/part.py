@@ -211,8 +211,20 @@ class Part:
                     gradients.append(total)
         if roots:
             torch.autograd.backward(roots, gradients)
+            self._separate(index, gradients)
         self.backward_done.add(index)
         return [message for value in self.layout.fragments[index].reads for message in self._give_back(value)]
+
+    def _separate(self, index: int, incoming: Sequence[Tensor]) -> None:
+        """Autograd adds the next microbatch's in place, and gradients of what was stacked and summed are one memory."""
+        leaves = (self.leaves.get((value, index)) for value in self.layout.fragments[index].reads)
+        found = [tensor.grad for tensor in tensors_in(list(leaves)) if tensor.grad is not None]
+        taken = {gradient.data_ptr() for gradient in (*incoming, *found)}
+        for parameter in self.modules[index].parameters():
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                if parameter.grad.data_ptr() in taken:
+                    parameter.grad = parameter.grad.clone()
+                taken.add(parameter.grad.data_ptr())
 
     def _total(self, value: str) -> list[Tensor | None]:
         """The sum over this machine and the others, in the order of their numbers, so that bits repeat."""

@@ -7,6 +7,8 @@ select worker, avg(samples_per_s), max(waited_s) from workers group by worker
 from __future__ import annotations
 
 import sqlite3
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from rainband.events import AnyEvent, Progress, RunEnded
@@ -48,8 +50,8 @@ class Sqlite:
             self.connection.execute("begin immediate")
         except sqlite3.OperationalError:
             return  # locked: with the next rows, or at the end
-        for statement, values in self.waiting:
-            self.connection.execute(statement, values)
+        for statement, rows in groupby(self.waiting, key=itemgetter(0)):  # of thousands of workers, at once
+            self.connection.executemany(statement, [values for _, values in rows])
         try:
             self.connection.execute("commit")
         except sqlite3.OperationalError:

@@ -136,7 +136,6 @@ class Launcher:
         self.causes: dict[Peer, str] = {}  # how processes ended
         self.phase = self.coordinator.phase  # the last one that was told
         self.interrupts = 0
-        self.first_step_s: float | None = None
 
     def run(self) -> RunResult:
         write_config(self.directory, self.config)

@@ -310,7 +310,9 @@ class WorkerNode(Node):
         return self.waiting.is_vain(self.client.stopping)
 
     def _waited(self) -> None:
-        until, since = self.free_at(), self.waiting_since  # taking parameters over counts: so it does for a real worker
+        until, since = self.busy_until, self.waiting_since  # taking parameters over counts: so it does really
+        if until < self.clock.now:
+            until = self.clock.now
         if until > since and self.watch is not None:
             self.world.span(self.name, "wait", since, until)
         if until > since or self.copied_s:
@@ -349,7 +351,9 @@ class WorkerNode(Node):
 
     def spend(self, amount_s: float) -> float:
         """Its thread works for so long, or longer where others want its core; returns how long that takes."""
-        start = self.free_at()
+        start = self.busy_until
+        if start < self.clock.now:
+            start = self.clock.now
         took_s = self.world.cores.alongside(start, amount_s) if self.costs.cores else amount_s
         self.busy_until = start + took_s
         return took_s

@@ -33,6 +33,7 @@ from rainband.worlds.sim_team import TeamBody, TeamNode
 from rainband.worlds.sim_worker import Body, SimPort, Until, WorkerNode
 from rainband.worlds.spans import Span, Watch
 
+SLOTS_PER_TICK = 256  # of the clock, for thousands of workers
 KERNEL_PATIENCE_S = 20.0  # until a connection to a machine that is gone is closed
 
 Show = Callable[[events.AnyEvent], None]
@@ -95,7 +96,7 @@ class World:
         self.tick_s = tick_s
         # With every tick; of thousands of workers just often enough that none is given up.
         self.beat_s = max(tick_s, 0.4 * settings.failure_timeout_s) if play.bulk else tick_s
-        self.clock = VirtualClock(shuffle)
+        self.clock = VirtualClock(shuffle, SLOTS_PER_TICK / tick_s if play.bulk else 0.0)
         self.seed = settings.seed if seed is None else seed
         self.network = Network(model.network, self.clock, self.seed)
         self.post = Post(self.clock, self.network, self.trace)
@@ -267,7 +268,7 @@ class World:
         clock, facts, planned = self.clock, self.coordinator.facts, self.clock.planned
         look_at, until_s, phase = clock.now + self.tick_s, inf if until_s is None else until_s, facts.phase
         while phase != "over" and clock.now < until_s:
-            if not planned:
+            if not planned and not clock.go_on():
                 raise Deadlock(self.who_waits())
             clock.now, _, do = heappop(planned)  # clock.step(), written out: nothing here happens more often
             do()
@@ -275,7 +276,7 @@ class World:
                 facts = self.coordinator.facts  # another one's, if it was started again
                 phase = facts.phase
                 clock.progress_at = clock.now
-            if clock.now > look_at and len(planned) == clock.idle:
+            if clock.now > look_at and len(planned) + clock.num_later == clock.idle:
                 look_at = clock.now + self.tick_s
                 if clock.now - clock.progress_at > self._patience_s():
                     raise Deadlock(self.who_waits())
