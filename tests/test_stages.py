@@ -133,6 +133,36 @@ def test_a_plan_for_another_model_is_refused_with_what_to_do() -> None:
         worker_of(Shaped("branches"), plan, 0, Room(2))
 
 
+# ---- the end ----
+
+
+def waiting_for_an_order() -> tuple[list[Any], Any, Any]:
+    """Three workers, of whom the last has asked for its first cell; and its loop, with what it waits for."""
+    task, room = Shaped("chain"), Room(3)
+    workers = [worker_of(task, planned(task, 3), place, room) for place in range(3)]
+    loop = workers[2].cells().__anext__().__await__()
+    return workers, loop, next(loop)
+
+
+def test_the_end_of_another_is_no_reason_to_miss_what_the_first_has_still_to_say() -> None:
+    workers, loop, wanted = waiting_for_an_order()
+    workers[1].team.say_end()
+    assert not wanted.is_vain(stopping=False) and not wanted.ready()
+    workers[0].order("over", None)  # was under way
+    assert wanted.ready()
+    with pytest.raises(StopAsyncIteration):
+        next(loop)
+
+
+def test_who_waits_in_vain_for_the_first_is_told_and_still_hears_what_it_says_later() -> None:
+    workers, loop, wanted = waiting_for_an_order()
+    workers[0].team.say_end()
+    assert wanted.is_vain(stopping=False)
+    loop.close()  # the strategy is over; from now on its process follows orders
+    workers[0].order("answer", None)
+    assert workers[2].next_order().ready()
+
+
 # ---- models that are built without values ----
 
 

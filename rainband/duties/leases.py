@@ -76,7 +76,7 @@ class Leases:
         if facts.plan.columns:
             return self._choose_column(worker, facts.num_live())
         left = facts.plan.num_portions - self.next_fresh + len(self.pool)
-        scarce = left <= len(facts.workers) and left <= facts.num_live()
+        scarce = left <= len(facts.workers) and left <= facts.num_live() > 1  # alone, there is nobody to leave it to
         if worker.leases and scarce and not facts.is_own_loop():  # whose last batches may wait to be accumulated
             return None  # the last portions go to those who have nothing to do
         return self.pool[0]

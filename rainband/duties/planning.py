@@ -8,7 +8,7 @@ from rainband import events
 from rainband.blocks import cut, deal
 from rainband.duties.facts import Facts, Out, WorkerState
 from rainband.messages import Assign, Bye, Dataset, Join, Peer, Planned, Welcome
-from rainband.portions import Plan, choose_portion_batches
+from rainband.portions import MAX_PORTION_BATCHES, Plan, choose_portion_batches
 
 OPEN_ENDED = 1 << 20  # epochs in the plan of loops that have not said how many passes they make
 
@@ -63,7 +63,7 @@ class Planning:
             batch_size=data.batch_size,
             epochs=1 if join.led else data.epochs or OPEN_ENDED,
             seed=self.facts.settings.seed,
-            portion_batches=_portion_batches(join, columns, per_epoch, num_workers),
+            portion_batches=_portion_batches(join, columns, per_epoch, num_workers, self.facts.settings.team_size),
             cell_batches=join.cell_batches,
             columns=columns,
             led=join.led,
@@ -120,10 +120,17 @@ def _data_of(join: Join) -> Dataset:
     return Dataset(join.fingerprint, join.num_samples, join.batch_size, join.epochs)
 
 
-def _portion_batches(join: Join, columns: int, per_epoch: int, num_workers: int) -> int:
+def _portion_batches(join: Join, columns: int, per_epoch: int, num_workers: int, team_size: int) -> int:
     if join.led:
         return join.cell_batches  # a portion is what is handed out: one cell
-    return 16 if columns else choose_portion_batches(per_epoch, num_workers, join.cell_batches)
+    if columns:
+        return 16
+    chosen = choose_portion_batches(per_epoch, num_workers, join.cell_batches)
+    if num_workers > 1 or team_size == 1:
+        return chosen
+    # Long enough that the next lease is there before the last batch of this one enters a pipeline.
+    cells = min(4 * team_size, MAX_PORTION_BATCHES // join.cell_batches)
+    return max(chosen, cells * join.cell_batches)
 
 
 def _described(dataset: Dataset) -> str:

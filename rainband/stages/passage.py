@@ -52,17 +52,19 @@ class Happens(Protocol):
 class AnyOf(Handle):
     """Waits until one of several messages is there, or something else has happened."""
 
-    def __init__(self, arrivals: Sequence[Happens], peers: Team) -> None:
+    def __init__(self, arrivals: Sequence[Happens], team: Team, source: int | None = None) -> None:
+        """`source`: who has to send it; None: any of the others may have to do something for it."""
         assert arrivals, "waiting for nothing would never end"
         self.arrivals = arrivals
-        self.peers = peers
+        self.team = team
+        self.source = source
 
     def ready(self) -> bool:
         return any(arrival.ready() for arrival in self.arrivals)
 
     def is_vain(self, stopping: bool) -> bool:
-        """What one who has come to its end did not send before will not come."""
-        return self.peers.someone_ended()
+        """What one who has come to its end did not send before will not come; others may still have sent theirs."""
+        return self.team.has_ended(self.source)
 
     def __await__(self) -> Generator[Handle, None, None]:
         return self._wait()
@@ -74,7 +76,7 @@ class Team:
     def __init__(self, peers: Peers, place: int, size: int) -> None:
         self.peers = peers
         self.others = [other for other in range(size) if other != place]
-        self.ends: list[Arrival] = []
+        self.ends: dict[int, Arrival] = {}
         self.stats = Stats()
 
     def send(self, to: int, tag: Tag, payload: Any) -> None:
@@ -91,18 +93,23 @@ class Team:
 
     async def receive(self, source: int, tag: Tag) -> Any:
         arrival = self.peers.recv(source, tag)
-        await AnyOf([arrival], self)
+        await AnyOf([arrival], self, source)
         return await arrival
 
     def watch_ends(self) -> None:
-        self.ends = [self.peers.recv(other, END) for other in self.others]
+        self.ends = {other: self.peers.recv(other, END) for other in self.others}
+
+    def forget_ends(self) -> None:
+        """What comes from now on comes from those who have ended, too."""
+        self.ends = {}
 
     def say_end(self) -> None:
         """The strategy has come to its end here, regularly or not: nobody must wait for us."""
         self.tell_all(END, None)
 
-    def someone_ended(self) -> bool:
-        return any(end.ready() for end in self.ends)
+    def has_ended(self, other: int | None = None) -> bool:
+        """Has one of the others come to its end? None: has any of them?"""
+        return any(end.ready() for place, end in self.ends.items() if other in (None, place))
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ class ShareWorker(ModuleWorker):
         self.server = TeamServers(client, team)
         team.stats = client.stats  # what goes to the others is counted
         self.orders = 0
+        self.order_to_come: Arrival | None = None
         self.lookahead = 0  # cells that the others are told of before the first begins them
         self.resting = False
         self.asked_round = -1  # what the first asks the others, and their answers
@@ -172,14 +173,25 @@ class ShareWorker(ModuleWorker):
         self.team.tell_all(("order", self.orders), [what, payload])
         self.orders += 1
 
+    def next_order(self) -> Arrival:
+        """What the first says next. Asked for once: a message goes to one asker, also to one who waits no more."""
+        if self.order_to_come is None:
+            self.order_to_come = self.team.recv(FIRST, ("order", self.orders))
+        return self.order_to_come
+
+    def take_order(self) -> None:
+        """The one that was waited for has come."""
+        self.orders += 1
+        self.order_to_come = None
+
     async def _next_order(self) -> tuple[str, Any]:
-        arrival = self.team.recv(FIRST, ("order", self.orders))
+        arrival = self.next_order()
         while not arrival.ready():
-            await AnyOf([arrival, *([self.question] if self.question else [])], self.team)
+            await AnyOf([arrival, *([self.question] if self.question else [])], self.team, FIRST)
             if self.question is not None and self.question.ready():
                 self.team.send(FIRST, ("opened", self.question.number), None)
                 self.question = None
-        self.orders += 1
+        self.take_order()
         what, payload = await arrival
         return what, payload
 

@@ -118,7 +118,7 @@ class TeamNode(WorkerNode):
     def strategy_is_over(self, worker: ModuleWorker) -> None:
         assert isinstance(worker, ShareWorker)
         worker.team.say_end()
-        worker.team.ends = []  # what comes now comes from those who have ended, too
+        worker.team.forget_ends()
 
     def _conclude(self, worker: ModuleWorker) -> Generator[Wanted, None, None]:
         assert isinstance(worker, ShareWorker) and self.client is not None and self.conclude is not None

@@ -90,13 +90,13 @@ class TeamProcess(WorkerProcess):
         assert isinstance(worker, ShareWorker)
         member = self.member
         worker.team.say_end()
-        worker.team.ends = []  # what comes now comes from those who have ended, too
+        worker.team.forget_ends()
         member.see_pushes_through()
         worker.client.give_all_back("stopped")
         flush_output()
         member.tell(member.stats.beat())
         member.tell(Ended(worker.seen), worker.buffers())
-        order = None if worker.leads else self._next_order(worker)
+        order = None if worker.leads else worker.next_order()
         while True:
             if member.conclude is not None:
                 self._conclude(worker)
@@ -109,15 +109,12 @@ class TeamProcess(WorkerProcess):
         """Do what the first says; returns the next order, None if it is gone: then a goodbye is under way."""
         try:
             what, payload = self._drive(_result(order))
-            worker.orders += 1
+            worker.take_order()
             if what == "answer":
                 self._drive(worker.answer(payload))
         except PeerLost:
             return None
-        return self._next_order(worker)
-
-    def _next_order(self, worker: ShareWorker) -> Arrival:
-        return worker.team.recv(0, ("order", worker.orders))
+        return worker.next_order()
 
     def _conclude(self, worker: ShareWorker) -> None:
         """Each saves its part; the first puts them together and has the whole team measure."""
