@@ -94,6 +94,7 @@ def test_processes_that_keep_their_bound_say_who_waited_for_whom(nest: Nest, tmp
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_loops_of_ones_own_whose_bound_was_exceeded_end_with_an_error(tmp_path: Path) -> None:
     """Worker 1 goes on when worker 0 has done five steps, which it should not be let."""
     os.mkfifo(tmp_path / "steps")

@@ -123,7 +123,7 @@ def test_when_a_worker_is_killed_the_others_do_its_batches(tmp_path: Path) -> No
     [
         ({"inside": "1 / 0"}, "ZeroDivisionError"),
         pytest.param({"optimizer": "missing"}, "NameError", marks=pytest.mark.slow),
-        ({"after": "raise SystemExit(3)"}, "exit code 3"),
+        pytest.param({"after": "raise SystemExit(3)"}, "exit code 3", marks=pytest.mark.slow),
     ],
     ids=["in the loop", "before it", "after it"],
 )

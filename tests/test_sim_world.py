@@ -487,6 +487,7 @@ def test_a_run_is_typed_with_its_network_its_paces_and_its_faults_and_again_from
     assert json.loads(again.output.splitlines()[-1])["trace_hash"] == found["trace_hash"]
 
 
+@pytest.mark.slow
 def test_the_hash_is_the_same_in_another_process_whatever_python_hashes(tmp_path: Path) -> None:
     hashes = set()
     for seed in ("1", "2"):

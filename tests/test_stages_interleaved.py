@@ -208,7 +208,10 @@ def test_a_value_crosses_once_however_many_stages_of_a_machine_read_it(machines:
 # ---- nobody waits for ever ----
 
 
-@pytest.mark.parametrize("machines, chunks, micros", DEALT)
+QUICK = [pytest.param(p, v, m, marks=() if m in (p, 6) else pytest.mark.slow) for p, v, m in DEALT]
+
+
+@pytest.mark.parametrize("machines, chunks, micros", QUICK)
 def test_every_size_comes_to_its_end_whoever_is_slow(machines: int, chunks: int, micros: int) -> None:
     task = Weaving(batch_size=6, samples=12)
     plan = dealt(task, machines, chunks, micros)
@@ -282,17 +285,21 @@ def test_synchronous_training_is_that_of_whole_models(tmp_path: Path, name: str)
     assert parts.books["applied"] == whole.books["applied"] == 12
 
 
-@pytest.mark.parametrize(
-    "machines, chunks, micros",
-    [pytest.param(p, v, m, marks=() if m in (p, 6) else pytest.mark.slow) for p, v, m in DEALT],
-)
+@pytest.mark.parametrize("machines, chunks, micros", QUICK)
 def test_in_virtual_time_every_size_finishes(tmp_path: Path, machines: int, chunks: int, micros: int) -> None:
     plan = dealt(Weaving(), machines, chunks, micros)  # batches of four samples: six microbatches are too many
     result, _ = simulated(tmp_path, "single", plan, name="woven", samples=15, lr=0.05)
     assert (result.outcome, result.books["applied"]) == ("finished", 4)
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "stale_sync", "bounded_delay", "soft_sync", "sync"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "downpour",
+        "sync",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("stale_sync", "bounded_delay", "soft_sync")),
+    ],
+)
 def test_every_batch_is_applied_once_to_the_blocks_of_every_worker(tmp_path: Path, strategy: str) -> None:
     plan = dealt(Weaving(), 2, 2, 2)
     result, _ = simulated(tmp_path, strategy, plan, 3, "woven")

@@ -110,9 +110,7 @@ def test_a_stage_that_pauses_is_waited_for_or_its_work_is_done_by_others(tmp_pat
 CALM: dict[object, float] = {}  # how long each kind of run takes when nothing happens
 
 
-@pytest.mark.parametrize(
-    "seed", [119, *range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))]
-)
+@pytest.mark.parametrize("seed", [119, 0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))])
 def test_teams_survive_what_happens_or_say_that_nobody_is_left(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
     strategy = dice.choice(["downpour", "stale_sync", "sync", "bounded_delay", "soft_sync", "adaptive_bound"])
