@@ -660,6 +660,7 @@ def test_a_real_run_ends_with_one_json_object_and_a_directory_that_can_be_looked
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_real_run_asked_to_stop_ends_in_good_order_with_75(tmp_path: Path) -> None:
     command = [
         sys.executable,

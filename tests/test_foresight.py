@@ -181,11 +181,11 @@ def test_expected_staleness_is_lambda_minus_1_over_c(workers: int, n: int) -> No
         ("downpour", {"overlap": False}, 3),
         ("downpour", {}, 7),
         ("downpour", {"overlap": False, "n_fetch": 3}, 7),  # the second step after a fetch is one round older, ...
-        ("downpour", {"n_fetch": 3}, 11),
+        pytest.param("downpour", {"n_fetch": 3}, 11, marks=pytest.mark.slow),
         ("bounded_delay", {}, 7),
-        ("bounded_delay", {"tau": 0}, 1.5),  # 0, 1, 2 and 3
+        pytest.param("bounded_delay", {"tau": 0}, 1.5, marks=pytest.mark.slow),  # 0, 1, 2 and 3
         ("stale_sync", {}, 3),
-        ("stale_sync", {"bound": 0}, 1.5),
+        pytest.param("stale_sync", {"bound": 0}, 1.5, marks=pytest.mark.slow),
         ("soft_sync", {"n": 2}, 1.5),
     ],
 )

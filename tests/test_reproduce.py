@@ -38,6 +38,7 @@ def test_mean_staleness_is_as_claimed_and_its_tail_is_that_of_the_machines() -> 
     assert alike[1] == 0.0 and exponential[1] > 5
 
 
+@pytest.mark.slow
 def test_asynchrony_of_four_is_a_momentum_of_three_quarters_with_a_quarter_of_the_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -96,6 +96,7 @@ def layers_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition_speed_up, "place_s", lambda channels: at_a_rate(weights, channels))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("layers_at_a_rate")
 def test_full_nets_slow_beyond_a_few_machines_and_local_ones_do_not() -> None:
     speech, images = partition_speed_up.speech, partition_speed_up.images

@@ -90,7 +90,7 @@ def test_the_gradient_is_that_of_the_whole_model(name: str, machines: int, chunk
     assert [gradient.loss for gradient in gradients] == [pytest.approx(whole.loss, rel=1e-9)] * machines
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES[:-2], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[-2:])])
 def test_the_gradient_has_the_bits_of_as_many_stages_on_a_machine_each(name: str) -> None:
     task = Shaped(name, batch_size=8)
     found, gradients, _ = team_gradient(task, dealt(task, 2, 2, 4))
@@ -310,7 +310,7 @@ def test_every_batch_is_applied_once_to_the_blocks_of_every_worker(tmp_path: Pat
 
 
 @pytest.mark.parametrize("strategy", ["downpour", "sync"])
-@pytest.mark.parametrize("worker", [2, 3])
+@pytest.mark.parametrize("worker", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_replica_that_loses_a_worker_stops_and_the_others_do_its_work(
     tmp_path: Path, strategy: str, worker: int
 ) -> None:
