@@ -44,11 +44,8 @@ WHAT_IT_PRINTS = {"image_classifier": "accuracy", "char_lm": "'The ", "table_reg
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(p, marks=[] if p.stem == "image_classifier" else [pytest.mark.slow]) for p in SCRIPTS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_runs_in_two_workers_and_the_books_balance(script: Path, tmp_path: Path) -> None:
     result = last_json(rainband_run("--json", str(script), "--tiny", cwd=tmp_path))
     assert result["outcome"] == "finished"

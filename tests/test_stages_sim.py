@@ -66,7 +66,14 @@ def test_one_replica_without_servers_is_plain_training(tmp_path: Path) -> None:
     assert parts.books["applied"] == 24
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "stale_sync", "bounded_delay", "soft_sync", "sync"])
+SOME = [
+    "downpour",
+    "sync",
+    *(pytest.param(s, marks=pytest.mark.slow) for s in ("stale_sync", "bounded_delay", "soft_sync")),
+]
+
+
+@pytest.mark.parametrize("strategy", SOME)
 def test_every_batch_is_applied_once_to_the_blocks_of_every_stage(tmp_path: Path, strategy: str) -> None:
     result, _ = simulated(tmp_path, "chain", strategy, stages=2, replicas=3)
     assert result.outcome == "finished"
@@ -75,8 +82,8 @@ def test_every_batch_is_applied_once_to_the_blocks_of_every_stage(tmp_path: Path
     assert again.trace_hash == result.trace_hash
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "stale_sync", "sync"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("strategy", SOME[:3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_replica_that_loses_a_stage_stops_and_the_others_do_its_work(
     tmp_path: Path, strategy: str, stage: int
 ) -> None:
