@@ -38,15 +38,12 @@ def log(x: float) -> float:
     return 2 * total + exponent * LN2
 
 
-def normal(random: Random) -> float:
-    """A nearly normal number with mean 0 and spread 1: the sum of twelve uniform ones, so never beyond 6."""
-    r = random.random
-    return r() + r() + r() + r() + r() + r() + r() + r() + r() + r() + r() + r() - 6.0
-
-
 def lognormal(random: Random, spread: float) -> float:
-    """A log-normal number with mean 1 (nearly); `spread` is that of its logarithm."""
-    r = random.random  # normal(random), written out: nothing else is drawn as often
+    """A log-normal number with mean 1 (nearly); `spread` is that of its logarithm.
+
+    The normal one in it is nearly so: the sum of twelve uniform ones, less 6, so never beyond 6.
+    """
+    r = random.random
     drawn = r() + r() + r() + r() + r() + r() + r() + r() + r() + r() + r() + r() - 6.0
     return exp(spread * drawn - spread * spread / 2)
 
