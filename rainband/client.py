@@ -74,7 +74,8 @@ class PushHandle(Handle):
     clock: int = 0  # of the sender, with this push
     began: int = 0  # its clock when it began to compute it
     point: int = -1  # the round
-    over: list[int] = field(default_factory=list)  # of blocks that went on without it: which round they are at
+    passed: int = 0  # blocks that went on without it
+    passed_to: int = -1  # the lowest round that such a block is at
 
     def ready(self) -> bool:
         return self.left == 0
@@ -92,7 +93,7 @@ class PullHandle(Handle):
     point: int
     left: int  # blocks that are not taken over yet
     arrived: list[tuple[int, Tensor | None, int]] = field(default_factory=list)  # block, values, their version
-    come: set[int] = field(default_factory=set)  # the blocks that have arrived
+    come: int = 0  # the blocks that have arrived: a mask
     asked: Pull | None = None  # what the servers were asked, where they must be
     late: bool = False
     eager: bool = False  # take a block over as soon as it is there: it is still in the cache
@@ -101,12 +102,19 @@ class PullHandle(Handle):
         """Ask anew, under another number; what has come counts for nothing."""
         self.sequence, self.left = sequence, num_blocks
         self.arrived.clear()
-        self.come.clear()
+        self.come = 0
+
+    def has(self, block: int) -> bool:
+        return bool(self.come >> block & 1)
+
+    def has_every(self) -> bool:
+        """Have all blocks arrived?"""
+        return self.come.bit_count() == len(self.client.blocks)
 
     def arrive(self, block: int, values: Tensor | None, version: int = 0) -> None:
-        if block in self.come:
+        if self.has(block):
             return  # asked for twice, so it was answered twice
-        self.come.add(block)
+        self.come |= 1 << block
         self.arrived.append((block, values, version))
         if self.eager:
             self.ready()
@@ -521,7 +529,8 @@ class Client:
                 self._skip_block(self.specs[ack.block], handle, f"refused: {ack.reason}")
                 return
             case "late":
-                handle.over.append(ack.version)
+                handle.passed_to = ack.version if not handle.passed else min(handle.passed_to, ack.version)
+                handle.passed += 1
             case "moved" | "early":
                 raise Refused(f"block {ack.block} answered {ack.result} {ack.reason}")
         handle.left -= 1
@@ -529,8 +538,8 @@ class Client:
             del self.pushes[ack.sequence]
             self.stats.acked += 1
             self.settle(handle.name)
-            if len(handle.over) == len(self.blocks):
-                self.skip_rounds(min(handle.over) - 1)
+            if handle.passed == len(self.blocks):
+                self.skip_rounds(handle.passed_to - 1)
         pull = self.pulling
         if pull is None or pull.point >= 0 or not self.direct_blocks or self._must_ask(ack.block):
             return
@@ -611,7 +620,7 @@ class Client:
     def has_opened(self) -> bool:
         """Have all blocks the version that was asked for, or gone beyond it?"""
         assert self.pulling is not None
-        return len(self.pulling.come) == len(self.blocks) or self.pulling.late
+        return self.pulling.has_every() or self.pulling.late
 
     def is_through(self, round_: int) -> bool:
         """Is this round over and in our parameters? True also if there is more to do for it here first."""
@@ -625,7 +634,7 @@ class Client:
 
     def _params(self, params: Params, payload: Tensor | None) -> None:
         pull = self.pulling
-        if pull is None or pull.sequence != params.sequence or params.block in pull.come:
+        if pull is None or pull.sequence != params.sequence or pull.has(params.block):
             return
         if params.late:
             self._round_is_over(pull)

@@ -223,14 +223,17 @@ class Marks:
         """Remember these batches; returns the portions that became complete by it."""
         completed = []
         for r in name:
-            had = self.of(r.portion)
-            now = had | r.mask
+            portion = r.portion
+            if portion < self.low:
+                continue
+            had = self.open.get(portion, 0)
+            now = had | (1 << r.last) - (1 << r.first)
             if now == had:
                 continue
             self.count += now.bit_count() - had.bit_count()
-            self.open[r.portion] = now
-            if now == self.plan.full(r.portion):
-                completed.append(r.portion)
+            self.open[portion] = now
+            if now == self.plan.full(portion):
+                completed.append(portion)
         if completed:
             self._compact()
         return completed

@@ -26,20 +26,14 @@ class Stats:
     metrics: dict[str, float] = field(default_factory=dict)  # the last that were measured
     held_by: int | None = None  # the worker that is waited for now, as a server has told
     waited_for: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # worker -> seconds
-    _waited_s: float = 0.0
+    waited_s: float = 0.0  # seconds spent waiting, for whatever it was
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds spent waiting, for whatever it was."""
-        return self._waited_s
-
-    @waited_s.setter
-    def waited_s(self, total_s: float) -> None:
+    def waited(self, seconds: float) -> None:
         """A wait is over; if a server has said for whom it was, that is kept too."""
+        self.waited_s += seconds
         if self.held_by is not None:
-            self.waited_for[self.held_by] += total_s - self._waited_s
+            self.waited_for[self.held_by] += seconds
             self.held_by = None
-        self._waited_s = total_s
 
     def beat(self) -> Beat:
         """The numbers so far; the loss is that of the time since the last beat."""

@@ -94,10 +94,10 @@ def test_the_run_says_who_waited_for_whom_at_its_end() -> None:
 
 def test_a_wait_is_put_down_to_whom_the_server_named() -> None:
     stats = Stats()
-    stats.waited_s += 1.0  # for a lease, say
+    stats.waited(1.0)  # for a lease, say
     stats.held_by = 3
-    stats.waited_s += 2.0
-    stats.waited_s += 4.0  # for something else again
+    stats.waited(2.0)
+    stats.waited(4.0)  # for something else again
 
     assert stats.beat().waited_s == 7.0 and stats.beat().waited_for == {3: 2.0}
 

@@ -439,6 +439,15 @@ def test_in_bulk_an_answer_that_lies_until_the_next_message_changes_nothing(
     assert bulk_run(tmp_path / "one by one", strategy) == lying
 
 
+@pytest.mark.parametrize("strategy", ["downpour", "stale_sync", "soft_sync", "sync"])
+def test_in_bulk_a_worker_that_goes_ahead_of_its_gradient_changes_nothing(
+    tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = bulk_run(tmp_path / "ahead", strategy)
+    monkeypatch.setattr(World, "goes_ahead", property(lambda world: False, lambda world, value: None), raising=False)
+    assert bulk_run(tmp_path / "one after the other", strategy) == ahead
+
+
 # ---- as it is typed ----
 
 

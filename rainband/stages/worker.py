@@ -56,8 +56,10 @@ class PullTogether:
 
     def __init__(self, handle: PullHandle, team: Team) -> None:
         self.handle = handle
-        self.client, self.come = handle.client, handle.come  # as far as those who watch a worker look at it
         self.team = team
+
+    def has_every(self) -> bool:
+        return self.handle.has_every()  # those who watch a worker ask
 
     @property
     def late(self) -> bool:

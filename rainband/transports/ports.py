@@ -101,7 +101,7 @@ class SharedPort:
             self.switchboard.wait()
         stats.waiting = False
         held_by, stats.held_by = stats.held_by, None
-        stats.waited_s += time.monotonic() - started
+        stats.waited(time.monotonic() - started)
         stats.held_by = held_by
 
     def _send(self, message: Message) -> None:

@@ -116,7 +116,7 @@ class Draws:
         stats.waiting = True
         self.wait(None)
         stats.waiting = False
-        stats.waited_s += time.monotonic() - started
+        stats.waited(time.monotonic() - started)
 
 
 class InOrder:

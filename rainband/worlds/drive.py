@@ -64,7 +64,7 @@ def wait_for(wanted: object, client: Client, wait: Callable[[], object], may_sto
         client.stats.waiting = True
         wait()
     client.stats.waiting = False
-    client.stats.waited_s += time.monotonic() - started
+    client.stats.waited(time.monotonic() - started)
     return wanted.ready()
 
 

@@ -29,7 +29,7 @@ from rainband.worlds.sim_nodes import publish
 from rainband.worlds.sim_post import Node, Payload, Post
 from rainband.worlds.sim_worker import WorkerNode
 
-REPORTS = 200  # to the coordinator about completed portions, in a whole run
+REPORTS = 50  # to the coordinator about completed portions, in a whole run
 ALL = Peer("server", 0)  # the coordinator knows of one server, which is all of them
 Arriving = tuple[float, int, WorkerNode, Message, float]  # (when, a number, whose, it, when its first byte left)
 
@@ -145,13 +145,11 @@ class BankNode(Node):
 
     def _deliver_at(self, arrives: float, worker: WorkerNode, message: Message, payload: Payload) -> None:
         """Who computes looks at messages only afterwards, and some can wait for the next one: these need no event."""
-        if arrives <= worker.computes_until:
-            worker.inbox.append((message, payload))
-        elif payload is None and type(message) is Ack and worker.can_wait_with(message):
+        if payload is None and type(message) is Ack and worker.can_wait_with(message):
             worker.later.append((arrives, message))
         else:
-            now = self.clock.now
-            self.clock.at(arrives if arrives > now else now, partial(worker.receive, self.peer, message, payload))
+            looks_at = max(arrives, worker.busy_until, self.clock.now)
+            self.clock.at(looks_at, partial(worker.receive, self.peer, message, payload))
         self.trace_message(arrives, self.name, worker.name, message)
 
 

@@ -90,6 +90,7 @@ class World:
         self.failure_timeout_s = settings.failure_timeout_s
         self.model = model
         self.costs = model.nodes
+        self.goes_ahead = play.bulk
         self.measure_s = model.compute.measure_s
         self.trace = notes.trace
         self.spans = notes.spans

@@ -79,7 +79,7 @@ class Watch:
     def _is_there(self, handle: PushHandle | PullHandle) -> bool:
         if isinstance(handle, PushHandle):
             return handle.left == 0
-        return handle.late or len(handle.come) == len(handle.client.blocks)
+        return handle.late or handle.has_every()
 
 
 class WatchedServers:
