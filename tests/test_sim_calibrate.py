@@ -13,6 +13,7 @@ from rainband.cli import simtest
 from rainband.sim.model import load_model
 from rainband.worlds.calibrate import Measured, Stopwatch, assemble
 from rainband.worlds.config import RunConfig
+from rainband.worlds.pieces import ALL, COMPUTE, MESSAGE, PIECE, WARM_UP, Besides, Pieces, besides
 
 ALONE = Measured(
     compute_s=[0.010, 0.012, 0.014],
@@ -35,17 +36,41 @@ def app() -> Typer:
 
 
 def test_pieces_become_speeds() -> None:
-    model = assemble(ALONE, [TOGETHER, TOGETHER], num_cores=2, latency_s=3e-5, message_s=1e-5)
+    model = assemble(ALONE, [TOGETHER, TOGETHER], 2, latency_s=3e-5, besides=Besides(1e-5, 4e-5, compute_s=0.024))
     assert model.compute.trace_s == (0.010, 0.012, 0.014) and model.compute.step_s == pytest.approx(0.012)
     assert model.nodes.push_bytes_per_s == 4_000_000 / 0.004
     assert model.nodes.apply_bytes_per_s == 1_000_000 / 0.0005
     assert model.nodes.pull_bytes_per_s == 1_000_000 / 0.00025
     assert model.nodes.crowding == pytest.approx(0.5)  # 18 ms instead of 12 when both cores are busy
     assert (model.nodes.cores, model.nodes.shared_memory, model.network.latency_s) == (2, True, 3e-5)
+    # While messages were measured the machine was half as fast: a gradient took 24 ms.
+    assert (model.nodes.worker_message_s, model.nodes.message_s) == pytest.approx((0.5e-5, 2e-5))
 
 
 def test_a_machine_with_one_core_has_no_crowd() -> None:
-    assert assemble(ALONE, [ALONE], num_cores=1, latency_s=0.0, message_s=0.0).nodes.crowding == 0.0
+    assert assemble(ALONE, [ALONE], 1, latency_s=0.0, besides=Besides(0.0, 0.0, 0.012)).nodes.crowding == 0.0
+
+
+def test_what_is_in_no_piece_is_what_messages_cost(tmp_path: Path) -> None:
+    """A step of a worker: 10 ms of computing, 2 of copying, three messages, 15 ms in all. A server: 4 of 5 ms."""
+    worker, server, moment_s = Pieces(str(tmp_path), "worker-0"), Pieces(str(tmp_path), "server-0"), 0.0
+    for step in range(2 * WARM_UP):
+        is_warm = step >= WARM_UP
+        worker.note(ALL, moment_s)
+        worker.note(COMPUTE, 10e-3 if is_warm else 0.1)
+        for kind, seconds in [(PIECE, 2e-3), (MESSAGE, 0.0), (MESSAGE, 0.0), (MESSAGE, 0.0)]:
+            worker.note(kind, seconds)
+        moment_s += 15e-3 if is_warm else 0.2  # the first steps take longer, and do not count
+        for kind, seconds in [(MESSAGE, 0.0), (ALL, 5e-3 * step), (PIECE, 4e-3)]:
+            server.note(kind, seconds)
+    assert besides(str(tmp_path)) == pytest.approx((1e-3, 1e-3, 10e-3))
+
+
+def test_a_run_that_was_too_short_is_not_measured(tmp_path: Path) -> None:
+    Pieces(str(tmp_path), "worker-0").note(ALL, 1.0)
+    Pieces(str(tmp_path), "server-0")
+    with pytest.raises(RuntimeError, match="ended after 1 steps"):
+        besides(str(tmp_path))
 
 
 @pytest.mark.parametrize("strategy", ["downpour", "sync"])

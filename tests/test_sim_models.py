@@ -297,58 +297,84 @@ def test_replies_of_a_bank_share_the_workers_card() -> None:
 # ---- cores ----
 
 
-def test_three_processes_on_two_cores_take_half_as_long_again() -> None:
+MS = 1e-3
+
+
+def ends_of(num_cores: int, works: list[tuple[float, str, float]], crowding: float = 0.0) -> dict[str, float]:
+    """When each is done, in milliseconds; works are (from when, who, how long), in milliseconds too."""
     clock = VirtualClock()
-    cores, ends = Cores(clock, 2), []
-    for _ in range(3):
-        cores.work(2.0, lambda: ends.append(clock.now))
+    cores, ends = Cores(clock, num_cores, crowding), {}
+
+    def begin(who: str, amount_s: float) -> None:
+        cores.work(amount_s, lambda: ends.update({who: clock.now / MS}), who)
+
+    for at_ms, who, amount_ms in works:
+        clock.at(at_ms * MS, partial(begin, who, amount_ms * MS))
     while clock.step():
         pass
-    assert ends == pytest.approx([3.0, 3.0, 3.0])
+    return ends
 
 
-def test_a_process_runs_faster_when_others_end() -> None:
-    clock = VirtualClock()
-    cores, ends = Cores(clock, 1), {}
-    cores.work(1.0, lambda: ends.update(short=clock.now))
-    cores.work(3.0, lambda: ends.update(long=clock.now))
-    while clock.step():
-        pass
-    assert ends == pytest.approx({"short": 2.0, "long": 4.0})
+def test_two_processes_on_a_core_have_it_in_turns() -> None:
+    """Looked at with every tick of 4 ms: a has it from 0 to 4, b to 8, a its last 2 ms to 10, b to 12."""
+    assert ends_of(1, [(0, "a", 6), (0, "b", 6)]) == pytest.approx({"a": 10, "b": 12})
 
 
-def test_what_a_process_does_by_itself_takes_its_part_of_the_cores() -> None:
-    """On one core: two seconds of one process, and from the first moment on one second of another."""
+def test_who_wakes_up_has_a_core_at_once_that_another_has_had_for_a_slice() -> None:
+    assert ends_of(1, [(0, "a", 10), (2, "b", 0.5)]) == pytest.approx({"b": 2.5, "a": 10.5})
+
+
+def test_and_waits_for_the_next_tick_where_that_has_just_begun() -> None:
+    assert ends_of(1, [(0, "a", 10), (1, "b", 0.5)]) == pytest.approx({"b": 4.5, "a": 10.5})
+
+
+def test_who_ends_leaves_the_core_at_once() -> None:
+    assert ends_of(1, [(0, "a", 1), (0.5, "b", 0.5)]) == pytest.approx({"a": 1, "b": 1.5})
+
+
+def test_a_core_stays_idle_for_some_ticks_while_two_share_the_other() -> None:
+    """b ends after 1 ms. a and c have turns of 4 ms; after the fourth tick both have 2 ms left, and a core each."""
+    assert ends_of(2, [(0, "a", 10), (0, "b", 1), (0, "c", 10)]) == pytest.approx({"b": 1, "a": 18, "c": 18})
+
+
+def test_who_sleeps_comes_back_to_its_core_if_that_is_free() -> None:
+    """b's core is the second; a is still on the first, and is not disturbed."""
+    assert ends_of(2, [(0, "a", 9), (0, "b", 1), (3, "b", 2)]) == pytest.approx({"a": 9, "b": 5})
+
+
+def test_more_work_of_a_process_comes_after_what_it_has() -> None:
+    assert ends_of(2, [(0, "a", 2), (1, "a", 2)]) == pytest.approx({"a": 4})
+
+
+def test_what_a_process_does_by_itself_takes_its_turns_with_others() -> None:
     clock = VirtualClock()
     cores, ends = Cores(clock, 1), []
-    cores.work(2.0, lambda: ends.append(clock.now))
-    assert cores.alongside(0.0, 1.0) == 2.0  # at half the speed
+    cores.work(6 * MS, lambda: ends.append(clock.now), "a")
+    assert cores.alongside(0.0, 1 * MS, "b") == pytest.approx(5 * MS)  # from the tick at 4 ms on
+    assert cores.alongside(5 * MS, 1 * MS, "b") == pytest.approx(1 * MS)  # in the same turn
     while clock.step():
         pass
-    assert ends == pytest.approx([3.0])
-    assert OwnCore(clock).alongside(0.0, 1.0) == 1.0
-
-
-def test_what_a_process_does_by_itself_is_done_one_after_the_other() -> None:
-    """Half a second, and then another, beside two seconds of somebody else on one core."""
-    clock = VirtualClock()
-    cores, ends = Cores(clock, 1), []
-    cores.work(2.0, lambda: ends.append(clock.now))
-    assert cores.alongside(0.0, 0.5) == 1.0
-    assert cores.alongside(1.0, 0.5) == 1.0  # not a third of the core: the first half is over by then
-    while clock.step():
-        pass
-    assert ends == pytest.approx([3.0])
+    assert ends == pytest.approx([8 * MS])
+    assert OwnCore(clock).alongside(0.0, 1.0, "b") == 1.0
 
 
 def test_busy_cores_slow_each_other_down_by_crowding() -> None:
-    clock = VirtualClock()
-    cores, ends = Cores(clock, 2, crowding=0.5), []
-    for _ in range(2):
-        cores.work(2.0, lambda: ends.append(clock.now))
-    while clock.step():
-        pass
-    assert ends == pytest.approx([3.0, 3.0])
+    assert ends_of(2, [(0, "a", 2), (0, "b", 2)], crowding=0.5) == pytest.approx({"a": 3, "b": 3})
+
+
+@given(
+    works=st.lists(st.tuples(st.floats(0, 30), st.sampled_from("abcde"), st.floats(0.1, 12)), min_size=1, max_size=12),
+    num_cores=st.integers(1, 3),
+)
+def test_no_work_is_lost_on_cores_and_none_is_done_twice(works: list[tuple[float, str, float]], num_cores: int) -> None:
+    """Nobody is done before his own work could be, and all of it never takes longer than on one core."""
+    ends = ends_of(num_cores, works)
+    assert set(ends) == {who for _, who, _ in works}
+    for who, end in ends.items():
+        own = [(at, amount) for at, other, amount in works if other == who]
+        assert end >= max(at + amount for at, amount in own) - 1e-6
+        assert end >= min(at for at, _ in own) + sum(amount for _, amount in own) - 1e-6
+    assert max(ends.values()) <= max(at for at, _, _ in works) + sum(amount for _, _, amount in works) + 1e-6
 
 
 # ---- computing ----

@@ -48,16 +48,17 @@ def run(effort: Effort) -> Iterator[Row]:
 
 
 def _compare(size: str, strategy: str, num_workers: int, repeats: int) -> list[Row]:
-    """Calibrate, run and simulate in turns, so that a slow minute of the machine hits all."""
+    """Calibrate and run in turns, so that a slow minute of the machine hits both; each run lies between two models."""
     real, predicted = [], []
     with tempfile.TemporaryDirectory() as folder:
+        config = _config(size, strategy, num_workers, Path(folder, "calibrating"))
+        before = calibrate(config, steps=STEPS[size])
         for number in range(repeats):
-            config = _config(size, strategy, num_workers, Path(folder, f"real-{number}"))
-            model = calibrate(config, steps=STEPS[size])
-            real.append(_measured(config, local.run))
-            model = _between(model, calibrate(config, steps=STEPS[size]))
+            real.append(_measured(_config(size, strategy, num_workers, Path(folder, f"real-{number}")), local.run))
+            after = calibrate(config, steps=STEPS[size])
             file = Path(folder, f"model-{number}.toml")
-            file.write_text(to_toml(model), encoding="utf-8")
+            file.write_text(to_toml(_between(before, after)), encoding="utf-8")
+            before = after
             virtual = msgspec.structs.replace(
                 _config(size, strategy, num_workers, Path(folder, f"sim-{number}")),
                 sim=SimSettings(model=str(file), time_only=True),

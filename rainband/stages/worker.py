@@ -74,7 +74,7 @@ class PullTogether:
         theirs = [await self.team.receive(other, ("open", round_)) for other in self.team.others]
         if mine and all(theirs):
             return True
-        self.client.skip_rounds(round_)
+        self.handle.client.skip_rounds(round_)
         return False
 
 

@@ -2,8 +2,9 @@
 
 A measuring process simulates a few steps with real gradients and takes the time of every piece: of the gradient, of
 what the worker does besides (checking, its own step, copying), of a server's work on a push, of taking a block over.
-It runs alone, and in turns on every core at the same time, which shows what busy cores take from each other. Pieces
-are measured in the processor's time: what other programs take of the machine meanwhile is not part of the model.
+It runs alone, and in turns beside others, as many as there are cores or workers, which shows what they take from each
+other. What a message costs is what is left of a short real run: see `pieces`. All is measured in the processor's time:
+what other programs take of the machine meanwhile is not part of the model.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from math import fsum
@@ -20,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
+from rainband import events
 from rainband.client import Client
 from rainband.gradient import ModuleGradient
 from rainband.messages import Ack, Push, decode, encode
@@ -30,6 +33,8 @@ from rainband.transports.frames import FrameReader, pack
 from rainband.types import Batch
 from rainband.worker import ModuleWorker
 from rainband.worlds.config import RunConfig
+from rainband.worlds.local import Launcher
+from rainband.worlds.pieces import WARM_UP, Besides, besides
 from rainband.worlds.sim import make_play, settings_of
 from rainband.worlds.sim_nodes import ServerNode
 from rainband.worlds.sim_worker import WorkerNode
@@ -37,7 +42,6 @@ from rainband.worlds.sim_world import Notes, World
 from rainband.worlds.zygote import Zygote
 
 PRELOAD = ("torch", "torch._dynamo", "rainband.worlds.calibrate")
-WARM_UP = 5  # steps that are not counted: allocators, caches
 TURNS = 5  # of measuring alone and together
 ENDLESS = 1_000_000  # epochs: a measurement must not come to the end of the data
 PINGS = 2000
@@ -64,18 +68,48 @@ def calibrate(config: RunConfig, steps: int = 40) -> ClusterModel:
     """
     num_cores = len(os.sched_getaffinity(0))
     zygote = Zygote.start(PRELOAD)
-    meters = [Meter(zygote, config) for _ in range(num_cores)]
+    meters = [Meter(zygote, config) for _ in range(max(num_cores, min(config.num_workers, 2 * num_cores)))]
     try:
         alone, together = [], []
         for _ in range(TURNS):
             alone.append(read_off(meters[:1], -(-steps // TURNS))[0])
             together += read_off(meters, -(-steps // TURNS))
-        latency_s, message_s = _ping(zygote)
+        latency_s = _ping(zygote)
     finally:
         for meter in meters:
             meter.close()
         zygote.close(1.0)
-    return assemble(joined(alone), together, num_cores, latency_s, message_s)
+    return assemble(joined(alone), together, num_cores, latency_s, short_run(config, num_cores, steps))
+
+
+def short_run(config: RunConfig, num_workers: int, steps: int) -> Besides:
+    """A real run of some steps, for what messages cost."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = msgspec.structs.replace(
+            config,
+            num_workers=num_workers,
+            epochs=ENDLESS,
+            eval_every_s=0.0,
+            failure_timeout_s=1.0,  # progress is told five times as often
+            directory=folder,
+            pieces=True,
+            timeline=False,
+            record=False,
+        )
+
+        def view(event: events.AnyEvent) -> None:
+            enough = isinstance(event, events.Progress) and event.batches_done >= num_workers * (2 * WARM_UP + steps)
+            if enough and not launcher.interrupts:
+                launcher.stop_soon()
+
+        launcher = Launcher(config, view)
+        with launcher.signals():
+            result = launcher.run()
+        if launcher.signal:
+            raise KeyboardInterrupt
+        if result.outcome != "stopped":
+            raise RuntimeError(f"the run to measure with {result.outcome}: {result.reason}")
+        return besides(folder)
 
 
 def joined(parts: list[Measured]) -> Measured:
@@ -86,19 +120,20 @@ def joined(parts: list[Measured]) -> Measured:
 
 
 def assemble(
-    alone: Measured, together: list[Measured], num_cores: int, latency_s: float, message_s: float
+    alone: Measured, together: list[Measured], num_cores: int, latency_s: float, besides: Besides
 ) -> ClusterModel:
     """From the pieces to a model: one machine with its cores, memory shared between its processes."""
     slower = max(1.0, _usual([t for one in together for t in one.compute_s]) / _usual(alone.compute_s))
     crowding = (slower - 1) / (num_cores - 1) if num_cores > 1 else 0.0
     block_bytes = alone.model_bytes / alone.num_blocks
+    pace = _usual(alone.compute_s) / besides.compute_s  # the machine may have been slower or faster meanwhile
     nodes = NodeModel(
         apply_bytes_per_s=block_bytes / _usual(alone.apply_s),
         read_bytes_per_s=block_bytes / _usual(alone.take_s),
         push_bytes_per_s=alone.model_bytes / (_usual(alone.push_s) + _usual(alone.step_s)),
         pull_bytes_per_s=block_bytes / _usual(alone.take_s),
-        message_s=2 * message_s,
-        worker_message_s=message_s,
+        message_s=pace * besides.server_s,
+        worker_message_s=pace * besides.worker_s,
         shared_memory=True,
         cores=num_cores,
         crowding=crowding,
@@ -159,8 +194,8 @@ def _read(fd: int, length: int) -> bytes:
     return data
 
 
-def _ping(zygote: Zygote) -> tuple[float, float]:
-    """Seconds that a small message takes to another process on this machine, and that sending or taking one costs."""
+def _ping(zygote: Zygote) -> float:
+    """Seconds for which a small message to another process is in nobody's hands: neither's processor works on it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         zygote.spawn("rainband.worlds.calibrate:echo_main", b"", "rainband echo", [theirs.fileno()], 1)
@@ -172,7 +207,7 @@ def _ping(zygote: Zygote) -> tuple[float, float]:
             began = time.perf_counter()
             line.trip()
             trips.append(time.perf_counter() - began)
-        return median(trips) / 2, (time.process_time() - worked) / PINGS / 2
+        return max(1e-6, median(trips) / 2 - (time.process_time() - worked) / PINGS)
 
 
 class Line:

@@ -50,6 +50,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import for it
     timeline: bool = False  # record who computed, waited, pushed and pulled when; virtual time always does
     record: bool = False  # note the order of everything, so that the run can be repeated bit for bit
+    pieces: bool = False  # take the time of every piece of a step: rainband calibrate does
     sim: SimSettings = SimSettings()
     team: TeamPlan | None = None  # how several workers compute one model together; none: each computes all of it
 

@@ -137,6 +137,10 @@ class Launcher:
         self.phase = self.coordinator.phase  # the last one that was told
         self.interrupts = 0
 
+    def stop_soon(self) -> None:
+        """As Ctrl-C does: workers finish the cell at hand."""
+        self.interrupts += 1
+
     def run(self) -> RunResult:
         write_config(self.directory, self.config)
         self._emit(
@@ -340,7 +344,7 @@ class Launcher:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
         def note(number: int, frame: FrameType | None) -> None:
-            self.interrupts += 1
+            self.stop_soon()
             self.signal = number
 
         before = {number: signal.signal(number, note) for number in numbers}

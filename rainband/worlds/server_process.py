@@ -77,6 +77,10 @@ class ServerProcess:
             from rainband.worlds.record import Recorder  # it knows the workers' side too, which servers never need
 
             Recorder(config.directory, self.me).watch_server(self.server)
+        if config.pieces:
+            from rainband.worlds.pieces import Pieces
+
+            Pieces(config.directory, f"server-{job.index}").watch_server(self.server)
         self.published: Published | None = None
         self.over = False
         self.hub = Hub(self.me, job.secret, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from rainband.coordinator import Out as CoordinatorOut
 from rainband.messages import Address, Assign, Bye, Load, Message, Params, Peer, Push, ServerJoin, Welcome
 from rainband.places import Place
 from rainband.server import Out, Server
+from rainband.sim.cores import nothing
 from rainband.sim.model import NodeModel
 from rainband.sim.network import Machine
 from rainband.types import ServerHalf
@@ -29,14 +30,14 @@ from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
 class Processor(Protocol):
     """Whoever does work that takes a processor's time."""
 
-    def work(self, amount_s: float, then: Callable[[], None]) -> None: ...
+    def work(self, amount_s: float, then: Callable[[], None], who: Hashable) -> None: ...
 
-    def alongside(self, start_s: float, amount_s: float) -> float:
+    def alongside(self, start_s: float, amount_s: float, who: Hashable) -> float:
         """Work of one's own from a moment on; returns how long it takes."""
 
 
 class CoordinatorNode(Node):
-    """Leads the run; its own work takes no time."""
+    """Leads the run; nobody waits for its own work, but where it shares cores with others, they feel it."""
 
     def __init__(
         self,
@@ -57,9 +58,11 @@ class CoordinatorNode(Node):
         self.looks_at: float | None = None  # at that moment someone may be overdue
         self.phase = coordinator.phase  # the last one that was told
         self.keeper: Keeper | None = None  # of a memory that all workers share
+        self.occupy: Callable[[], None] = nothing  # a message takes its process time, where it shares cores with others
         self.clock.after(tick_s, self._tick, idle=True)
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
+        self.occupy()
         if self.keeper is not None and isinstance(message, FROM_WORKERS):
             return self.send([CoordinatorOut(KEEPER, message)])
         self.send(self.coordinator.receive(sender, message, self._now(), payload))
@@ -169,12 +172,12 @@ class ServerNode(Node):
         sender, message, payload = self.queue.popleft()
         self.began_at = self.clock.now
         handle = partial(self._handle, sender, message, payload)
-        self.cores.work(self._cost_s(message, payload), lambda: self.wake(handle))
+        self.cores.work(self._cost_s(message, payload), lambda: self.wake(handle), self.peer)
 
     def _cost_s(self, message: Message | None, payload: Payload) -> float:
         if isinstance(message, (Push, Load)) and payload is not None:
-            return self.costs.message_s + self.block_bytes(message.block) / self.costs.apply_bytes_per_s
-        return self.costs.message_s
+            return self.costs.message_s / 2 + self.block_bytes(message.block) / self.costs.apply_bytes_per_s
+        return self.costs.message_s / 2
 
     def _handle(self, sender: Peer, message: Message | None, payload: Payload) -> None:
         self.busy = False
@@ -189,9 +192,10 @@ class ServerNode(Node):
                 self._send(out)
         if isinstance(message, Assign) and self.assigned is not None:
             self.assigned(self.server)
+        self.owed_s += self.costs.message_s / 2  # answers have left, and there is still something to do for them
         if self.owed_s:
             owed_s, self.owed_s, self.busy = self.owed_s, 0.0, True
-            self.cores.work(owed_s, lambda: self.wake(self._free))
+            self.cores.work(owed_s, lambda: self.wake(self._free), self.peer)
         else:
             self._next()
 

@@ -355,7 +355,7 @@ class WorkerNode(Node):
         start = self.busy_until
         if start < self.clock.now:
             start = self.clock.now
-        took_s = self.world.cores.alongside(start, amount_s) if self.costs.cores else amount_s
+        took_s = self.world.cores.alongside(start, amount_s, self.peer) if self.costs.cores else amount_s
         self.busy_until = start + took_s
         return took_s
 
@@ -418,10 +418,9 @@ class WorkerNode(Node):
             return
         self.computes_until = now + amount_s
         computed = partial(self._computed, wanted, started)
-        if self.costs.cores and started > now:  # until then its core has other work of its own
-            self.clock.at(started, partial(self.world.cores.work, amount_s - (started - now), computed))
-        else:
-            self.world.cores.work(amount_s, computed)
+        if self.costs.cores:
+            amount_s -= started - now  # of work that is waiting for its core already
+        self.world.cores.work(amount_s, computed, self.peer)
 
     def _computed(self, wanted: Work, started: float) -> None:
         if self.clock.now < self.paused_until:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop
 from math import inf
 from random import Random
@@ -19,7 +20,7 @@ from rainband.messages import COORDINATOR, Address, Join, Peer, ServerJoin
 from rainband.server import Server
 from rainband.sim.clock import VirtualClock
 from rainband.sim.compute import Pace
-from rainband.sim.cores import Cores, OwnCore
+from rainband.sim.cores import Cores, OwnCore, nothing
 from rainband.sim.model import ClusterModel
 from rainband.sim.network import Machine, Network
 from rainband.sim.trace import Trace
@@ -112,6 +113,7 @@ class World:
         self.leader = CoordinatorNode(self.post, COORDINATOR, machine, self.coordinator, notes.show, tick_s, fitting)
         self.post.nodes[COORDINATOR] = self.leader
         self.leader.keeper = play.keeper
+        self._share_cores(self.leader)
         if play.keeper is not None:
             play.keeper.join(self.coordinator)
         self.servers: dict[int, ServerNode | BankNode] = {}
@@ -120,6 +122,10 @@ class World:
 
     def _machine(self) -> Machine:
         return self.network.machine()
+
+    def _share_cores(self, leader: CoordinatorNode) -> None:
+        if self.costs.cores:
+            leader.occupy = partial(self.cores.work, self.costs.message_s, nothing, COORDINATOR)
 
     # ---- who is there ----------------------------------------------------------------------------------------------
 
@@ -229,6 +235,7 @@ class World:
             self.post, COORDINATOR, before.machine, self.coordinator, before.show, self.tick_s, before.fitting
         )
         self.leader.block_bytes = before.block_bytes
+        self._share_cores(self.leader)
         self.post.nodes[COORDINATOR] = self.leader
         self.leader.send(self.coordinator.take_up(self.clock.now))
         for node in [*self.servers.values(), *self.workers.values()]:

@@ -23,6 +23,7 @@ from rainband.worlds.drive import drive
 from rainband.worlds.measuring import Measuring, measure
 from rainband.worlds.member import Member, flush_output
 from rainband.worlds.paced import at_its_pace
+from rainband.worlds.pieces import Pieces
 from rainband.worlds.prefetch import prefetched
 from rainband.worlds.record import Recorder
 from rainband.worlds.save import save_model
@@ -65,6 +66,8 @@ class WorkerProcess:
         worker = self._worker(join, flat, task, data)
         at_its_pace(worker, self.config)
         prefetched(worker)
+        if self.config.pieces:
+            Pieces(self.config.directory, f"worker-{self.job.index}").watch_worker(worker)
         drive(strategy, worker, self.member.wait, self._watch(), self._before_step(worker))
         self._leave(worker)
 
