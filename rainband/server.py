@@ -47,11 +47,12 @@ from rainband.messages import (
     Tune,
 )
 from rainband.places import Place
-from rainband.portions import Name, why_not
+from rainband.portions import Name, Plan, why_not
 from rainband.schedules import Schedule
 from rainband.types import ClockedRule, NamingRule, ServerHalf, offers
 
 DONE_WITH = ("applied", "had", "revoked", "crossed", "late")  # whatever the answer, the sender goes on
+REPORTS = 50  # about completed portions in a whole run, besides those that the coordinator asks for
 Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
 
 
@@ -74,7 +75,7 @@ class Server:
         self.loads: list[tuple[Peer, Load, Tensor | None]] = []  # that came before the blocks they are for
         self.blocks: dict[int, Block] = {}
         self.floor: dict[int, int] = {}
-        self.report_every = 1  # portions completed between two reports; more where there are very many
+        self.report_every = 1  # portions completed between two reports: see `_follow`
         self.completed = 0
         self.unreported = False  # portions were completed of which the coordinator has not heard
         self.low = 0  # every portion below was complete at the last report
@@ -381,6 +382,7 @@ class Server:
             for spec, place in zip(assign.blocks, places, strict=True)
         }
         self.assigned = True
+        self._follow(assign.plan)
         loads, self.loads = self.loads, []
         outs = [out for load in loads for out in self._load(*load)]
         return outs if self.blocks else [Out(COORDINATOR, Ready())]
@@ -405,7 +407,12 @@ class Server:
     def _planned(self, planned: Planned) -> list[Out]:
         for block in self.blocks.values():
             block.replan(planned.plan)
+        self._follow(planned.plan)
         return [Out(COORDINATOR, Ready())]
+
+    def _follow(self, plan: Plan) -> None:
+        """Where there are very many portions, tell of some at once; in rounds of each, others may wait for that."""
+        self.report_every = 1 if plan.columns else max(1, plan.num_portions // REPORTS)
 
     def _command(self, command: Command) -> list[Out]:
         if self.led is None:

@@ -71,9 +71,9 @@ def _compare(size: str, strategy: str, num_workers: int, repeats: int) -> list[R
         Row(f"{name}: really", median([r.rate for r in real]), "samples/s"),
         Row(f"{name}: predicted", median([p.rate for p in predicted]), "samples/s"),
         at_most(f"{name}: error of the rate", of_rate, BAR, "the real run", unit=""),
-        Row(f"{name}: waiting, really", median([r.waited for r in real]), "of the time"),
-        Row(f"{name}: waiting, predicted", median([p.waited for p in predicted]), "of the time"),
-        at_most(f"{name}: error of the waiting", of_wait, BAR, "the real run", unit="of the time"),
+        Row(f"{name}: part of the time spent waiting, really", median([r.waited for r in real]), ""),
+        Row(f"{name}: part of the time spent waiting, predicted", median([p.waited for p in predicted]), ""),
+        at_most(f"{name}: error of the waiting, as a part of the time", of_wait, BAR, "the real run", unit=""),
     ]
 
 

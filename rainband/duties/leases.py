@@ -65,8 +65,9 @@ class Leases:
     def _choose(self, worker: WorkerState) -> int | None:
         facts = self.facts
         assert facts.plan
-        together = all(mate.here for mate in facts.mates(worker.peer.index))
-        if not worker.here or not together or not self._may_start(worker):
+        if not worker.here or not self._may_start(worker):
+            return None
+        if facts.settings.team_size > 1 and not all(mate.here for mate in facts.mates(worker.peer.index)):
             return None
         if self.again:
             return min(self.again)

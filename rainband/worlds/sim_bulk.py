@@ -29,7 +29,6 @@ from rainband.worlds.sim_nodes import publish
 from rainband.worlds.sim_post import Node, Payload, Post
 from rainband.worlds.sim_worker import WorkerNode
 
-REPORTS = 50  # to the coordinator about completed portions, in a whole run
 ALL = Peer("server", 0)  # the coordinator knows of one server, which is all of them
 Arriving = tuple[float, int, WorkerNode, Message, float]  # (when, a number, whose, it, when its first byte left)
 
@@ -58,8 +57,6 @@ class BankNode(Node):
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
         """What the coordinator says; it takes the servers no time."""
         self._catch_up()
-        if isinstance(message, Assign):
-            self.server.report_every = max(1, message.plan.num_portions // REPORTS)
         for out in self.server.receive(sender, message, payload):
             self._send(out, self.bank.free(), self.clock.now)
         self._look_again()

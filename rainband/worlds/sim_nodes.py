@@ -149,6 +149,8 @@ class ServerNode(Node):
         self.server = Server(half, publish)
         self.costs = costs
         self.cores = cores
+        # Who shares cores with others still has something to do for a message when its answers have left.
+        self.before_s = costs.message_s / 2 if costs.cores else costs.message_s
         self.block_bytes = block_bytes
         self.span = span
         self.queue: deque[tuple[Peer, Message | None, Payload]] = deque()  # None: its connection has closed
@@ -176,8 +178,8 @@ class ServerNode(Node):
 
     def _cost_s(self, message: Message | None, payload: Payload) -> float:
         if isinstance(message, (Push, Load)) and payload is not None:
-            return self.costs.message_s / 2 + self.block_bytes(message.block) / self.costs.apply_bytes_per_s
-        return self.costs.message_s / 2
+            return self.before_s + self.block_bytes(message.block) / self.costs.apply_bytes_per_s
+        return self.before_s
 
     def _handle(self, sender: Peer, message: Message | None, payload: Payload) -> None:
         self.busy = False
@@ -192,7 +194,7 @@ class ServerNode(Node):
                 self._send(out)
         if isinstance(message, Assign) and self.assigned is not None:
             self.assigned(self.server)
-        self.owed_s += self.costs.message_s / 2  # answers have left, and there is still something to do for them
+        self.owed_s += self.costs.message_s - self.before_s
         if self.owed_s:
             owed_s, self.owed_s, self.busy = self.owed_s, 0.0, True
             self.cores.work(owed_s, lambda: self.wake(self._free), self.peer)

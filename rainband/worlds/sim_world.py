@@ -97,7 +97,7 @@ class World:
         self.spans = notes.spans
         self.tick_s = tick_s
         # With every tick; of thousands of workers just often enough that none is given up.
-        self.beat_s = max(tick_s, 0.4 * settings.failure_timeout_s) if play.bulk else tick_s
+        self.beat_s = max(tick_s, 0.8 * settings.failure_timeout_s) if play.bulk else tick_s
         self.clock = VirtualClock(shuffle, SLOTS_PER_TICK / tick_s if play.bulk else 0.0)
         self.seed = settings.seed if seed is None else seed
         self.network = Network(model.network, self.clock, self.seed)
