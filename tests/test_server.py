@@ -507,6 +507,20 @@ def test_a_report_comes_by_itself_when_a_portion_is_complete_on_the_last_block()
     assert (told.low, told.full, told.had) == (1, (), 4)
 
 
+def test_of_very_many_portions_some_are_told_at_once_and_the_last_without_delay() -> None:
+    """125 portions, 50 reports: of every second one, and of the last."""
+    server = new_server(plan=make_plan(num_batches=125, portion_batches=1))
+    told = [
+        messages(server.receive(WORKERS[0], make_push(named(portion, 0)), full(1.0)), Report) for portion in range(125)
+    ]
+    assert [len(reports) for reports in told[:4]] == [0, 1, 0, 1]
+    assert told[-1][0].low == 125
+
+
+def test_in_rounds_every_portion_is_told_at_once() -> None:
+    assert new_server(plan=rounds_plan(num_batches=600, columns=3, portion_batches=1)).report_every == 1
+
+
 def test_portions_complete_above_the_lowest_open_one_are_listed() -> None:
     server = new_server(num_blocks=2, plan=make_plan(num_batches=6, portion_batches=2))
     for block in range(2):
