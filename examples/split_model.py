@@ -79,7 +79,7 @@ def weigh(program: psutil.Popen) -> dict[str, list[float]]:
                 if title.startswith(("rainband worker", "rainband server")):
                     seen.setdefault(title, []).append(process.memory_full_info().pss / 1e6)
         with contextlib.suppress(psutil.TimeoutExpired):
-            program.wait(timeout=1)
+            program.wait(timeout=0.2)  # a tiny run is soon over
     return seen
 
 
