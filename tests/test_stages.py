@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rainband.pipeline.cut import cut
 from rainband.pipeline.of_task import build_model
 from rainband.stages.plan import TeamPlan
 from rainband.stages.share import Share
+from rainband.stages.worker import PullTogether
 from rainband.tasks.task import parameter_groups
 from rainband.types import Batch
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
@@ -254,3 +256,51 @@ def test_a_tied_weight_is_given_anew_for_an_answer() -> None:
         workers[0].share.model.get_parameter("embed.weight").mul_(2)
     answer = together([worker.answer([0, False, list(words), {}]) for worker in workers])[0]
     torch.testing.assert_close(answer, whole.eval()(*words), rtol=0, atol=1e-15)
+
+
+# ---- a round that is over for one of a team ----
+
+
+class FakeTeam:
+    """One other member, which says whether the round is still open for it."""
+
+    others = (1,)
+
+    def __init__(self, says: bool) -> None:
+        self.says = says
+        self.told: list[object] = []
+
+    def tell_all(self, key: object, value: bool) -> None:
+        self.told.append((key, value))
+
+    async def receive(self, other: int, key: object) -> bool:
+        assert (other, key) == (1, ("open", 3))
+        return self.says
+
+
+class FakePull:
+    """A pull of round 3 that is open here, or over."""
+
+    point = 3
+
+    def __init__(self, is_open: bool) -> None:
+        self.is_open = is_open
+        self.client = self
+        self.skipped: list[int] = []
+
+    def skip_rounds(self, last: int) -> None:
+        self.skipped.append(last)
+
+    def __await__(self) -> Generator[None, None, bool]:
+        return self.is_open
+        yield
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(True, True), (True, False), (False, True)])
+def test_a_round_that_is_over_for_one_of_a_team_is_over_for_all_of_it(mine: bool, theirs: bool) -> None:
+    pull, team = FakePull(mine), FakeTeam(theirs)
+    with pytest.raises(StopIteration) as end:
+        PullTogether(pull, team).__await__().send(None)  # type: ignore[arg-type]
+    assert end.value.value is (mine and theirs)
+    assert team.told == [(("open", 3), mine)]  # in any case: the other waits for it
+    assert pull.skipped == ([] if mine and theirs else [3])
