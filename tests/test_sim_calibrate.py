@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer import Typer
 from typer.testing import CliRunner
@@ -51,6 +52,12 @@ def test_a_machine_with_one_core_has_no_crowd() -> None:
     assert assemble(ALONE, [ALONE], 1, latency_s=0.0, besides=Besides(0.0, 0.0, 0.012)).nodes.crowding == 0.0
 
 
+def test_a_piece_that_never_came_says_what_to_type() -> None:
+    without = msgspec.structs.replace(ALONE, take_s=[])
+    with pytest.raises(ValueError, match="too few steps to measure take: try twice as many with --steps"):
+        assemble(without, [ALONE], 1, latency_s=0.0, besides=Besides(0.0, 0.0, 0.012))
+
+
 def test_what_is_in_no_piece_is_what_messages_cost(tmp_path: Path) -> None:
     """A step of a worker: 10 ms of computing, 2 of copying, three messages, 15 ms in all. A server: 4 of 5 ms."""
     worker, server, moment_s = Pieces(str(tmp_path), "worker-0"), Pieces(str(tmp_path), "server-0"), 0.0
@@ -69,7 +76,7 @@ def test_what_is_in_no_piece_is_what_messages_cost(tmp_path: Path) -> None:
 def test_a_run_that_was_too_short_is_not_measured(tmp_path: Path) -> None:
     Pieces(str(tmp_path), "worker-0").note(ALL, 1.0)
     Pieces(str(tmp_path), "server-0")
-    with pytest.raises(RuntimeError, match="ended after 1 steps"):
+    with pytest.raises(ValueError, match="made only 1 steps .* with --steps"):
         besides(str(tmp_path))
 
 

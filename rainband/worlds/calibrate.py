@@ -108,7 +108,7 @@ def short_run(config: RunConfig, num_workers: int, steps: int) -> Besides:
         if launcher.signal:
             raise KeyboardInterrupt
         if result.outcome != "stopped":
-            raise RuntimeError(f"the run to measure with {result.outcome}: {result.reason}")
+            raise ValueError(f"the run to measure {result.outcome}: {result.reason}")
         return besides(folder)
 
 
@@ -123,6 +123,9 @@ def assemble(
     alone: Measured, together: list[Measured], num_cores: int, latency_s: float, besides: Besides
 ) -> ClusterModel:
     """From the pieces to a model: one machine with its cores, memory shared between its processes."""
+    for piece in ("compute_s", "push_s", "apply_s", "take_s"):
+        if not _usual(getattr(alone, piece)):
+            raise ValueError(f"too few steps to measure {piece.removesuffix('_s')}: try twice as many with --steps.")
     slower = max(1.0, _usual([t for one in together for t in one.compute_s]) / _usual(alone.compute_s))
     crowding = (slower - 1) / (num_cores - 1) if num_cores > 1 else 0.0
     block_bytes = alone.model_bytes / alone.num_blocks
