@@ -87,9 +87,7 @@ def besides(directory: str) -> Besides:
     server = _read(Path(directory) / "server-0.pieces")
     begins = [at for at, (kind, _) in enumerate(worker) if kind == ALL]
     if len(begins) < 2 * WARM_UP:
-        raise ValueError(
-            f"a worker made only {len(begins)} steps of the short run: try twice as many with --steps."
-        )
+        raise ValueError(f"a worker made only {len(begins)} steps of the short run: try twice as many with --steps.")
     counted = worker[begins[WARM_UP] : begins[-1] + 1]
     computed = [seconds for kind, seconds in counted if kind == COMPUTE]
     computed_s = sum(computed)
