@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import pytest
@@ -15,17 +21,20 @@ from rainband.sim.model import load_model
 from rainband.worlds.calibrate import Measured, Stopwatch, assemble
 from rainband.worlds.config import RunConfig
 from rainband.worlds.pieces import ALL, COMPUTE, MESSAGE, PIECE, WARM_UP, Besides, Pieces, besides
+from rainband.worlds.waking import Waking, core_here, echo_main, pinned, sleeper_main
 
 ALONE = Measured(
     compute_s=[0.010, 0.012, 0.014],
     push_s=[0.003],
     step_s=[0.001],
     apply_s=[0.0005],
+    gather_s=[0.0002],
     take_s=[0.00025],
     model_bytes=4_000_000,
     num_blocks=4,
 )
-TOGETHER = Measured([0.018], [1.0], [1.0], [1.0], [1.0], 4_000_000, 4)
+TOGETHER = Measured([0.018], [1.0], [1.0], [1.0], [1.0], [1.0], 4_000_000, 4)
+WAKING = Waking(wake_s=5e-5, moves=0.25)
 
 
 def app() -> Typer:
@@ -37,25 +46,32 @@ def app() -> Typer:
 
 
 def test_pieces_become_speeds() -> None:
-    model = assemble(ALONE, [TOGETHER, TOGETHER], 2, latency_s=3e-5, besides=Besides(1e-5, 4e-5, compute_s=0.024))
+    model = assemble(ALONE, [TOGETHER, TOGETHER], 2, WAKING, Besides(1e-5, 4e-5, compute_s=0.024))
     assert model.compute.trace_s == (0.010, 0.012, 0.014) and model.compute.step_s == pytest.approx(0.012)
     assert model.nodes.push_bytes_per_s == 4_000_000 / 0.004
     assert model.nodes.apply_bytes_per_s == 1_000_000 / 0.0005
+    assert model.nodes.gather_bytes_per_s == 1_000_000 / 0.0002
     assert model.nodes.pull_bytes_per_s == 1_000_000 / 0.00025
     assert model.nodes.crowding == pytest.approx(0.5)  # 18 ms instead of 12 when both cores are busy
-    assert (model.nodes.cores, model.nodes.shared_memory, model.network.latency_s) == (2, True, 3e-5)
+    assert (model.nodes.cores, model.nodes.shared_memory) == (2, True)
+    assert (model.nodes.wake_s, model.nodes.moves) == (5e-5, 0.25)
     # While messages were measured the machine was half as fast: a gradient took 24 ms.
     assert (model.nodes.worker_message_s, model.nodes.message_s) == pytest.approx((0.5e-5, 2e-5))
 
 
 def test_a_machine_with_one_core_has_no_crowd() -> None:
-    assert assemble(ALONE, [ALONE], 1, latency_s=0.0, besides=Besides(0.0, 0.0, 0.012)).nodes.crowding == 0.0
+    assert assemble(ALONE, [ALONE], 1, WAKING, Besides(0.0, 0.0, 0.012)).nodes.crowding == 0.0
+
+
+def test_a_server_that_makes_a_step_with_every_push_gathers_nothing() -> None:
+    every = msgspec.structs.replace(ALONE, gather_s=[])
+    assert assemble(every, [ALONE], 1, WAKING, Besides(0.0, 0.0, 0.012)).nodes.gather_bytes_per_s == 0.0
 
 
 def test_a_piece_that_never_came_says_what_to_type() -> None:
     without = msgspec.structs.replace(ALONE, take_s=[])
     with pytest.raises(ValueError, match="too few steps to measure take: try twice as many with --steps"):
-        assemble(without, [ALONE], 1, latency_s=0.0, besides=Besides(0.0, 0.0, 0.012))
+        assemble(without, [ALONE], 1, WAKING, Besides(0.0, 0.0, 0.012))
 
 
 def test_what_is_in_no_piece_is_what_messages_cost(tmp_path: Path) -> None:
@@ -90,7 +106,44 @@ def test_every_piece_of_a_step_is_timed(strategy: str) -> None:
     assert 8 <= len(measured.compute_s) <= 12
     assert all(s > 0 for s in measured.compute_s + measured.push_s + measured.apply_s + measured.take_s)
     assert bool(measured.step_s) == (strategy == "downpour")  # its worker's own step
+    # Of the two pushes of a round the second makes the step.
+    assert abs(len(measured.gather_s) - len(measured.apply_s)) <= 1 if strategy == "sync" else not measured.gather_s
     assert (measured.model_bytes, measured.num_blocks) == (64, 1)
+
+
+# ---- waking ----
+
+
+def asked(main: Callable[[bytes, list[int]], None], core: int, answer_bytes: int) -> bytes:
+    """Wake it once, in a thread of its own; it ends when nobody can ask it any more."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        thread = Thread(target=main, args=(b"%d" % core, [theirs.detach()]))
+        thread.start()
+        ours.sendall(b"!")
+        answer = ours.recv(answer_bytes)
+    thread.join()
+    return answer
+
+
+def test_a_process_knows_on_which_core_it_runs() -> None:
+    before = os.sched_getaffinity(0)
+    for core in before:
+        with pinned(core):
+            assert core_here() == core
+    assert os.sched_getaffinity(0) == before
+
+
+def test_who_wakes_up_says_whether_it_is_where_it_went_to_sleep() -> None:
+    for core in os.sched_getaffinity(0):
+        with pinned(core):  # its thread inherits that: it can be nowhere else
+            assert asked(sleeper_main, core, 1) == b"="
+
+
+def test_who_wakes_up_says_when_by_the_same_clock() -> None:
+    began = time.perf_counter()
+    (woke,) = struct.unpack("<d", asked(echo_main, min(os.sched_getaffinity(0)), 8))
+    assert began < woke < time.perf_counter()
 
 
 @pytest.mark.processes
@@ -102,6 +155,7 @@ def test_the_command_writes_a_model_that_can_be_used(tmp_path: Path) -> None:
     model = load_model(str(file))
     assert model.compute.kind == "trace" and len(model.compute.trace_s) >= 5
     assert model.nodes.shared_memory and model.nodes.apply_bytes_per_s > 0
+    assert 0 <= model.nodes.wake_s < 0.1 and 0 <= model.nodes.moves <= 1
 
 
 def test_simtest_shows_a_run_and_its_script() -> None:

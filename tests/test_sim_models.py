@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rainband.sim.bank import Bank, Times
 from rainband.sim.clock import VirtualClock
 from rainband.sim.compute import ComputeModel, Pace
-from rainband.sim.cores import Cores, OwnCore
+from rainband.sim.cores import Cores, OwnCore, Share
 from rainband.sim.exact import exp, exponential, log, lognormal
 from rainband.sim.model import NETWORKS, ClusterModel, NodeModel, from_tables, load_model, to_toml
 from rainband.sim.network import Flow, Machine, Network, NetworkModel, Parcel
@@ -300,10 +300,10 @@ def test_replies_of_a_bank_share_the_workers_card() -> None:
 MS = 1e-3
 
 
-def ends_of(num_cores: int, works: list[tuple[float, str, float]], crowding: float = 0.0) -> dict[str, float]:
+def ends_of(num_cores: int, works: list[tuple[float, str, float]], **settings: float) -> dict[str, float]:
     """When each is done, in milliseconds; works are (from when, who, how long), in milliseconds too."""
     clock = VirtualClock()
-    cores, ends = Cores(clock, num_cores, crowding), {}
+    cores, ends = Cores(clock, num_cores, **settings), {}
 
     def begin(who: str, amount_s: float) -> None:
         cores.work(amount_s, lambda: ends.update({who: clock.now / MS}), who)
@@ -332,9 +332,37 @@ def test_who_ends_leaves_the_core_at_once() -> None:
     assert ends_of(1, [(0, "a", 1), (0.5, "b", 0.5)]) == pytest.approx({"a": 1, "b": 1.5})
 
 
-def test_a_core_stays_idle_for_some_ticks_while_two_share_the_other() -> None:
-    """b ends after 1 ms. a and c have turns of 4 ms; after the fourth tick both have 2 ms left, and a core each."""
-    assert ends_of(2, [(0, "a", 10), (0, "b", 1), (0, "c", 10)]) == pytest.approx({"b": 1, "a": 18, "c": 18})
+def test_who_wakes_up_goes_to_an_idle_core_where_the_machine_moves_it() -> None:
+    """b was on the first core, where a has begun 1 ms ago. Otherwise it waits for the tick at 4 ms, and a for it."""
+    works = [(0.0, "b", 1.0), (2.0, "a", 10.0), (3.0, "b", 1.0)]
+    assert ends_of(2, works, moves=1.0) == pytest.approx({"b": 4, "a": 12})
+    assert ends_of(2, works, moves=0.0) == pytest.approx({"b": 5, "a": 13})
+
+
+def test_an_idle_core_needs_some_time_to_begin() -> None:
+    """Only if it was idle: b comes while a has it."""
+    assert ends_of(1, [(0, "a", 2), (1, "b", 1)], wake_s=0.5 * MS) == pytest.approx({"a": 2.5, "b": 3.5})
+
+
+def test_shares_are_spread_evenly() -> None:
+    yes = {part: Share(part) for part in (2 / 3, 1 / 6, 1.0, 0.0)}
+    answers = {part: [share() for _ in range(6)] for part, share in yes.items()}
+    assert answers[2 / 3] == [False, True, True, False, True, True]
+    assert answers[1 / 6] == [False] * 5 + [True]
+    assert (answers[1.0], answers[0.0]) == ([True] * 6, [False] * 6)
+
+
+def test_a_core_takes_over_who_waits_every_fourth_time_that_it_becomes_idle() -> None:
+    """c waits behind a from 0.1 ms on; b goes to sleep on the other core at 0.6, 1.1, 1.3 and 1.5 ms."""
+    works = [(0, "a", 30), (0, "b", 0.6), (0.1, "c", 30), (1.0, "b", 0.1), (1.2, "b", 0.1), (1.4, "b", 0.1)]
+    assert ends_of(2, works, moves=0.0) == pytest.approx({"b": 1.5, "a": 30, "c": 31.5})
+
+
+def test_two_who_have_a_core_in_turns_stay_there_for_some_ticks_beside_an_idle_one() -> None:
+    """At 4 ms, a has just begun: c could be taken over, but only two of three times. Then they have turns, from tick to
+    tick, and who waits has just run: at 28 ms, the sixth time, c is taken over, with 18 of its 30 ms left; a has 17."""
+    works = [(3, "a", 30), (3, "b", 0.2), (3.1, "c", 30)]
+    assert ends_of(2, works, moves=0.0) == pytest.approx({"b": 3.2, "a": 45, "c": 46})
 
 
 def test_who_sleeps_comes_back_to_its_core_if_that_is_free() -> None:

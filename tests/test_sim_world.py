@@ -140,6 +140,35 @@ def test_on_one_core_copying_is_work_like_any_other() -> None:
     assert 16 * 2.0 <= world.clock.now <= 16 * 2.0 + 3.0  # and a second for the first values
 
 
+def starts_of(world: World, worker: int) -> list[float]:
+    return [s.from_s for s in world.spans or [] if s.what == "compute" and s.node == f"worker {worker}"]
+
+
+@pytest.mark.parametrize(("gather_bytes_per_s", "round_s"), [(768, 1.0 + 0.25 + 1.0), (0, 1.0 + 1.0 + 1.0)])
+def test_only_the_last_push_of_a_round_makes_a_step(gather_bytes_per_s: float, round_s: float) -> None:
+    """A second to compute, a quarter to add a gradient of 192 bytes to another, a second to make the step."""
+    nodes = replace(INSTANT.nodes, apply_bytes_per_s=192, gather_bytes_per_s=gather_bytes_per_s)
+    model = ClusterModel(INSTANT.network, INSTANT.compute, nodes)
+    world = world_of(load_strategy("sync", {}), 2, model, num_servers=1)
+    world.start()
+    world.run()
+    starts = starts_of(world, 0)
+    assert [later - earlier for earlier, later in pairwise(starts)][:5] == pytest.approx([round_s] * 5)
+
+
+@pytest.mark.parametrize(("cores", "apart"), [(0, [0.0, 1.0, 2.0]), (6, [0.0, 0.0, 0.0])])
+def test_on_one_machine_answers_to_what_came_meanwhile_leave_together(cores: int, apart: list[float]) -> None:
+    """All three push at once, then ask for parameters; a step takes a second. When the first is done, the server finds
+    the other two pushes and what all three ask."""
+    nodes = replace(INSTANT.nodes, apply_bytes_per_s=192, cores=cores)
+    model = ClusterModel(INSTANT.network, INSTANT.compute, nodes)
+    world = world_of(Downpour(overlap=False), 3, model, num_servers=1)
+    world.start()
+    world.run()
+    second = [starts_of(world, worker)[1] for worker in range(3)]
+    assert [at_s - min(second) for at_s in sorted(second)] == pytest.approx(apart)
+
+
 def test_taking_parameters_over_counts_as_waiting_as_it_does_for_a_real_worker() -> None:
     """192 bytes at 768 a second, 16 times and once before the first step."""
     nodes = replace(INSTANT.nodes, pull_bytes_per_s=768)

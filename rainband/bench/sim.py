@@ -31,7 +31,7 @@ STRATEGIES = ("downpour", "sync")
 BAR = 0.15
 SAMPLES = {"0.7M": 16384, "5.8M": 4096, "20M": 2048}
 EPOCHS = {"0.7M": 4, "5.8M": 3, "20M": 2}  # some seconds: a rate over one second is that of its beginning
-STEPS = {"0.7M": 100, "5.8M": 40, "20M": 20}  # for a calibration
+STEPS = {"0.7M": 300, "5.8M": 60, "20M": 20}  # for a calibration: some seconds, too
 MANY = 30
 
 
@@ -85,8 +85,8 @@ def _between(before: ClusterModel, after: ClusterModel) -> ClusterModel:
         step_s=(before.compute.step_s + after.compute.step_s) / 2,
     )
     speeds = (
-        *("apply_bytes_per_s", "read_bytes_per_s", "push_bytes_per_s", "pull_bytes_per_s"),
-        *("message_s", "worker_message_s", "crowding"),
+        *("apply_bytes_per_s", "gather_bytes_per_s", "read_bytes_per_s", "push_bytes_per_s", "pull_bytes_per_s"),
+        *("message_s", "worker_message_s", "crowding", "wake_s", "moves"),
     )
     nodes = replace(
         before.nodes, **{name: (getattr(before.nodes, name) + getattr(after.nodes, name)) / 2 for name in speeds}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from math import ceil
+from math import ceil, inf
 
 from rainband.sim.clock import VirtualClock
 
@@ -12,7 +12,10 @@ Do = Callable[[], None]
 ROUNDING_S = 1e-12
 TICK_S = 0.004  # so often the kernel looks whether another process should have the core
 SLICE_S = 0.0014  # and for so long it leaves it to the one that has it
-BALANCE_TICKS = 4  # so rarely an idle core looks whether somebody waits for another
+HOT_S = 0.0005  # who ran so recently is rarely moved: its data is still in the caches of its core
+AT_TICK = 2 / 3  # so often an idle core takes over who waits for another, when it looks with a tick,
+HOT_AT_TICK = 1 / 6  # also who just ran,
+WHEN_IDLE = 1 / 4  # and when it has just become idle
 
 
 class Process:
@@ -21,6 +24,7 @@ class Process:
     def __init__(self) -> None:
         self.core: Core | None = None  # where it was last
         self.pieces: deque[tuple[float, Do]] = deque()  # seconds left, what then
+        self.ran_at = -inf  # it last had a core
 
     @property
     def left_s(self) -> float:
@@ -35,13 +39,34 @@ class Core:
         self.since = 0.0  # the first has it since then
 
 
+class Share:
+    """Says yes to a part of all questions, evenly spread."""
+
+    def __init__(self, part: float) -> None:
+        self.part = part
+        self.sum = 0.0
+
+    def __call__(self) -> bool:
+        self.sum += self.part
+        if self.sum < 1 - ROUNDING_S:
+            return False
+        self.sum -= 1
+        return True
+
+
 class Cores:
     """So many cores for any number of processes.
 
-    A process that wakes up goes to the core where it was before; if that is taken, to one that is idle. If none is, it
-    takes its old one from a process that has had it for `SLICE_S`, or else waits there. With every tick a core goes on
-    to the next who waits for it, if the one that has it has had it for `SLICE_S`. A core that is idle takes over one
-    who waits for another only with every fourth tick: until then it stays idle, as seen on machines with two cores.
+    A process that wakes up goes to the core where it was before. A core that was idle needs `wake_s` to begin. One
+    that is taken is given up by a process that has had it for `SLICE_S`; otherwise who wakes up waits there, or goes to
+    an idle core, where the machine `moves` it: to that part of all. (A virtual machine rarely does: there an idle core
+    looks like one that is not to be had.) With every tick a core goes on to the next who waits for it, if the one that
+    has it has had it for `SLICE_S`.
+
+    An idle core takes over one who waits for another, sometimes: when it has just become idle, and with a tick, but
+    rarely one that ran a moment ago. So two who have a core in turns often stay there, beside an idle one, until one of
+    them has nothing more to do.
+
     One that has a core advances at the speed
 
         1 / (1 + crowding (busy cores - 1))
@@ -49,11 +74,16 @@ class Cores:
     `crowding` is what busy cores take from each other: memory, caches, clock rate.
     """
 
-    def __init__(self, clock: VirtualClock, num_cores: int, crowding: float = 0.0) -> None:
+    def __init__(
+        self, clock: VirtualClock, num_cores: int, crowding: float = 0.0, wake_s: float = 0.0, moves: float = 1.0
+    ) -> None:
         self.clock = clock
         self.crowding = crowding
+        self.wake_s = wake_s
         self.cores = [Core() for _ in range(num_cores)]
         self.processes: dict[Hashable, Process] = {}
+        self.moves = Share(moves)
+        self.at_tick, self.hot_at_tick, self.when_idle = Share(AT_TICK), Share(HOT_AT_TICK), Share(WHEN_IDLE)
         self.looked_at = 0.0
         self.alarm = 0  # only the last alarm that was set counts
 
@@ -81,18 +111,27 @@ class Cores:
         return process
 
     def _wake(self, process: Process) -> None:
-        core = process.core
-        if core is None or core.queue:
-            idle = next((other for other in self.cores if not other.queue), None)
-            core = idle or core or min(self.cores, key=lambda other: len(other.queue))
-        process.core = core
+        process.core = core = self._core_for(process)
+        if not core.queue and self.wake_s:
+            process.pieces.appendleft((self.wake_s, nothing))
         if core.queue and self.clock.now < core.since + SLICE_S:
             core.queue.insert(1, process)
             return
         if core.queue:
-            core.queue.rotate(-1)
+            self._turn(core)
         core.queue.appendleft(process)
         core.since = self.clock.now
+
+    def _core_for(self, process: Process) -> Core:
+        emptiest = min(self.cores, key=lambda core: len(core.queue))
+        if process.core is None:
+            return emptiest
+        return emptiest if process.core.queue and not emptiest.queue and self.moves() else process.core
+
+    def _turn(self, core: Core) -> None:
+        """The next has it now."""
+        core.queue[0].ran_at = core.since = self.clock.now
+        core.queue.rotate(-1)
 
     def _done_at(self, process: Process) -> float:
         """When all of its work is done, if nothing else comes."""
@@ -136,7 +175,7 @@ class Cores:
                 if len(core.queue) > 1:
                     moments.append(_tick_after(core.since + SLICE_S, now))
         if self._is_uneven():
-            moments.append(_tick_after(now, now, BALANCE_TICKS))
+            moments.append(_tick_after(now, now))
         if moments:
             self.clock.at(min(moments), lambda: self._ring(number))
 
@@ -146,8 +185,10 @@ class Cores:
         self._advance()
         for core in self.cores:
             self._look_at(core)
-        if _is_tick(self.clock.now, BALANCE_TICKS) and self._is_uneven():
-            self._balance()
+        if _is_tick(self.clock.now) and self._is_uneven():
+            share = self.hot_at_tick if self._last().ran_at + HOT_S > self.clock.now else self.at_tick
+            if share():
+                self._take_over()
         self._set_alarm()
 
     def _look_at(self, core: Core) -> None:
@@ -159,36 +200,45 @@ class Cores:
             _, then = first.pieces.popleft()
             then()  # it may have more to do now, and somebody else may have taken the core
         if not first.pieces:
-            was_first = core.queue[0] is first
-            core.queue.remove(first)
-            core.since = self.clock.now if was_first else core.since
+            self._sleep(first, core)
         elif len(core.queue) > 1 and _is_tick(self.clock.now) and core.since + SLICE_S <= self.clock.now:
-            core.queue.rotate(-1)
-            core.since = self.clock.now
+            self._turn(core)
+
+    def _sleep(self, process: Process, core: Core) -> None:
+        if core.queue[0] is process:
+            process.ran_at = core.since = self.clock.now
+        core.queue.remove(process)
+        if not core.queue and self._is_uneven() and self._last().ran_at + HOT_S <= self.clock.now and self.when_idle():
+            self._take_over()
 
     def _is_uneven(self) -> bool:
         """Is a core idle while somebody waits for another?"""
         sizes = [len(core.queue) for core in self.cores]
         return min(sizes) == 0 and max(sizes) > 1
 
-    def _balance(self) -> None:
-        idle = next(core for core in self.cores if not core.queue)
-        process = max(self.cores, key=lambda core: len(core.queue)).queue.pop()
-        process.core = idle
-        idle.queue.append(process)
-        idle.since = self.clock.now
+    def _last(self) -> Process:
+        """Of all who wait for the core with the longest queue."""
+        return max(self.cores, key=lambda core: len(core.queue)).queue[-1]
+
+    def _take_over(self) -> None:
+        process = self._last()
+        assert process.core is not None
+        process.core.queue.remove(process)
+        process.core = next(core for core in self.cores if not core.queue)
+        process.core.queue.append(process)
+        process.core.since = self.clock.now
 
 
-def _tick_after(moment_s: float, now_s: float, every: int = 1) -> float:
-    """The first tick from a moment on that is still to come, or of every so many."""
-    tick = ceil(moment_s / TICK_S / every - 1e-9)
-    while tick * TICK_S * every <= now_s + ROUNDING_S:
+def _tick_after(moment_s: float, now_s: float) -> float:
+    """The first tick from a moment on that is still to come."""
+    tick = ceil(moment_s / TICK_S - 1e-9)
+    while tick * TICK_S <= now_s + ROUNDING_S:
         tick += 1
-    return tick * TICK_S * every
+    return tick * TICK_S
 
 
-def _is_tick(moment_s: float, every: int = 1) -> bool:
-    return abs(moment_s - round(moment_s / TICK_S / every) * TICK_S * every) <= ROUNDING_S
+def _is_tick(moment_s: float) -> bool:
+    return abs(moment_s - round(moment_s / TICK_S) * TICK_S) <= ROUNDING_S
 
 
 def nothing() -> None:

@@ -18,6 +18,7 @@ class NodeModel:
     """What the nodes themselves cost."""
 
     apply_bytes_per_s: float = 6e9  # of gradients that a server checks and applies
+    gather_bytes_per_s: float = 0.0  # and of those that it only adds to others, for one step with all; 0: as many
     read_bytes_per_s: float = 8e9  # of parameters that a server copies for a reply
     push_bytes_per_s: float = 6e9  # of gradients that a worker copies to where they are sent from
     pull_bytes_per_s: float = 8e9  # of parameters that a worker takes over
@@ -26,11 +27,15 @@ class NodeModel:
     shared_memory: bool = False  # all nodes on one machine: workers read the servers' parameters in place
     cores: int = 0  # of that one machine, shared by all nodes; 0: each node has a core of its own
     crowding: float = 0.0  # what each further busy core costs the others, as a part of their speed
+    wake_s: float = 0.0  # until an idle one of those cores begins with a process that wakes up
+    moves: float = 1.0  # so often who wakes up goes to an idle core, where its own is taken
 
     def __post_init__(self) -> None:
         for name in ("apply_bytes_per_s", "read_bytes_per_s", "push_bytes_per_s", "pull_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: choose a speed above 0.")
+        if self.gather_bytes_per_s < 0:
+            raise ValueError(f"gather_bytes_per_s={self.gather_bytes_per_s}: choose a speed, or 0.")
 
 
 @dataclass(frozen=True)

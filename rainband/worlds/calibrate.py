@@ -10,13 +10,10 @@ what other programs take of the machine meanwhile is not part of the model.
 from __future__ import annotations
 
 import os
-import select
-import socket
 import tempfile
 import time
 from collections.abc import Callable
 from math import fsum
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -25,11 +22,11 @@ import torch
 from rainband import events
 from rainband.client import Client
 from rainband.gradient import ModuleGradient
-from rainband.messages import Ack, Push, decode, encode
+from rainband.messages import Push
+from rainband.server import Server
 from rainband.sim.compute import ComputeModel
 from rainband.sim.model import ClusterModel, NodeModel
 from rainband.sim.network import NetworkModel
-from rainband.transports.frames import FrameReader, pack
 from rainband.types import Batch
 from rainband.worker import ModuleWorker
 from rainband.worlds.config import RunConfig
@@ -39,13 +36,13 @@ from rainband.worlds.sim import make_play, settings_of
 from rainband.worlds.sim_nodes import ServerNode
 from rainband.worlds.sim_worker import WorkerNode
 from rainband.worlds.sim_world import Notes, World
+from rainband.worlds.waking import Waking, measure_waking
 from rainband.worlds.zygote import Zygote
 
 PRELOAD = ("torch", "torch._dynamo", "rainband.worlds.calibrate")
 TURNS = 5  # of measuring alone and together
 ENDLESS = 1_000_000  # epochs: a measurement must not come to the end of the data
-PINGS = 2000
-PING = Ack(block=0, sequence=1, result="applied", term=1, version=1)
+IN_MEMORY_S = 1e-6  # a message is there at once; what it takes to send, to wake up and to read it is counted elsewhere
 INSTANT = ClusterModel(NetworkModel(latency_s=0.0), ComputeModel(kind="constant", step_s=1.0), NodeModel())
 
 
@@ -55,7 +52,8 @@ class Measured(msgspec.Struct, frozen=True):
     compute_s: list[float]
     push_s: list[float]  # a worker checks a gradient and copies it to where it is sent from
     step_s: list[float]  # its own step, where the strategy has one
-    apply_s: list[float]  # a server, per block
+    apply_s: list[float]  # a server, per block that it makes a step with
+    gather_s: list[float]  # and per block that it only adds to others, where the strategy has such
     take_s: list[float]  # a worker takes a block over
     model_bytes: int
     num_blocks: int
@@ -74,12 +72,12 @@ def calibrate(config: RunConfig, steps: int = 40) -> ClusterModel:
         for _ in range(TURNS):
             alone.append(read_off(meters[:1], -(-steps // TURNS))[0])
             together += read_off(meters, -(-steps // TURNS))
-        latency_s = _ping(zygote)
+        waking = measure_waking(zygote)
     finally:
         for meter in meters:
             meter.close()
         zygote.close(1.0)
-    return assemble(joined(alone), together, num_cores, latency_s, short_run(config, num_cores, steps))
+    return assemble(joined(alone), together, num_cores, waking, short_run(config, num_cores, steps))
 
 
 def short_run(config: RunConfig, num_workers: int, steps: int) -> Besides:
@@ -114,13 +112,13 @@ def short_run(config: RunConfig, num_workers: int, steps: int) -> Besides:
 
 def joined(parts: list[Measured]) -> Measured:
     """All pieces together."""
-    lists = ("compute_s", "push_s", "step_s", "apply_s", "take_s")
+    lists = ("compute_s", "push_s", "step_s", "apply_s", "gather_s", "take_s")
     pieces: dict[str, list[float]] = {name: [t for part in parts for t in getattr(part, name)] for name in lists}
     return Measured(**pieces, model_bytes=parts[0].model_bytes, num_blocks=parts[0].num_blocks)
 
 
 def assemble(
-    alone: Measured, together: list[Measured], num_cores: int, latency_s: float, besides: Besides
+    alone: Measured, together: list[Measured], num_cores: int, waking: Waking, besides: Besides
 ) -> ClusterModel:
     """From the pieces to a model: one machine with its cores, memory shared between its processes."""
     for piece in ("compute_s", "push_s", "apply_s", "take_s"):
@@ -132,6 +130,7 @@ def assemble(
     pace = _usual(alone.compute_s) / besides.compute_s  # the machine may have been slower or faster meanwhile
     nodes = NodeModel(
         apply_bytes_per_s=block_bytes / _usual(alone.apply_s),
+        gather_bytes_per_s=block_bytes / _usual(alone.gather_s) if _usual(alone.gather_s) else 0.0,
         read_bytes_per_s=block_bytes / _usual(alone.take_s),
         push_bytes_per_s=alone.model_bytes / (_usual(alone.push_s) + _usual(alone.step_s)),
         pull_bytes_per_s=block_bytes / _usual(alone.take_s),
@@ -140,14 +139,16 @@ def assemble(
         shared_memory=True,
         cores=num_cores,
         crowding=crowding,
+        wake_s=waking.wake_s,
+        moves=waking.moves,
     )
     trace = tuple(round(t, 7) for t in alone.compute_s)
-    network = NetworkModel(latency_s=latency_s, bytes_per_s=1e10)
+    network = NetworkModel(latency_s=IN_MEMORY_S, bytes_per_s=1e10)
     return ClusterModel(network, ComputeModel(kind="trace", trace_s=trace, step_s=_usual(alone.compute_s)), nodes)
 
 
 def _usual(values: list[float]) -> float:
-    """The mean without the fastest and the slowest tenth. (No median: the last push of a round takes longer.)"""
+    """The mean without the fastest and the slowest tenth."""
     ordered = sorted(values)
     middle = ordered[len(ordered) // 10 : len(ordered) - len(ordered) // 10]
     return fsum(middle) / len(middle) if middle else 0.0
@@ -197,55 +198,6 @@ def _read(fd: int, length: int) -> bytes:
     return data
 
 
-def _ping(zygote: Zygote) -> float:
-    """Seconds for which a small message to another process is in nobody's hands: neither's processor works on it."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        zygote.spawn("rainband.worlds.calibrate:echo_main", b"", "rainband echo", [theirs.fileno()], 1)
-        line = Line(ours)
-        for _ in range(PINGS // 10):  # the first ones find nothing in its place
-            line.trip()
-        worked, trips = time.process_time(), []
-        for _ in range(PINGS):
-            began = time.perf_counter()
-            line.trip()
-            trips.append(time.perf_counter() - began)
-        return max(1e-6, median(trips) / 2 - (time.process_time() - worked) / PINGS)
-
-
-class Line:
-    """One end of a connection: messages in frames, as everywhere."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.reader = FrameReader(max_body_bytes=0)
-        self.poll = select.epoll()
-        self.poll.register(sock.fileno(), select.EPOLLIN)
-
-    def send(self) -> None:
-        self.sock.sendall(pack(encode(PING), None))
-
-    def take(self) -> bool:
-        """Wait for messages; False: none will come any more."""
-        self.poll.poll()
-        count = self.sock.recv_into(self.reader.space())
-        for frame in self.reader.received(count) if count else ():
-            decode(frame.header)
-        return count > 0
-
-    def trip(self) -> None:
-        self.send()
-        self.take()
-
-
-def echo_main(job: bytes, fds: list[int]) -> None:
-    """Answers what comes."""
-    with socket.socket(fileno=fds[0]) as sock:
-        line = Line(sock)
-        while line.take():
-            line.send()
-
-
 def measure_main(job: bytes, fds: list[int]) -> None:
     """A measuring process."""
     torch.set_num_threads(1)
@@ -271,13 +223,14 @@ class Stopwatch:
         world.start()
         for server in world.servers.values():
             assert isinstance(server, ServerNode)
-            server.server.receive = self._timed_server(server.server.receive)  # type: ignore[method-assign]
+            server.server.receive = self._timed_server(server.server)  # type: ignore[method-assign]
         for worker in world.workers.values():
             self._time_worker(worker)
         self._run(WARM_UP)
 
     def _forget(self) -> None:
-        self.seconds: dict[str, list[float]] = {name: [] for name in ("compute", "push", "step", "apply", "take")}
+        names = ("compute", "push", "step", "apply", "gather", "take")
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
 
     def _run(self, steps: int) -> None:
         while len(self.seconds["compute"]) < steps:
@@ -304,13 +257,18 @@ class Stopwatch:
 
         node.body.worker = watched  # type: ignore[method-assign]
 
-    def _timed_server(self, receive: Callable[..., Any]) -> Callable[..., Any]:
-        timed = self._timed(receive, "apply")
+    def _timed_server(self, server: Server) -> Callable[..., Any]:
+        receive = server.receive
 
-        def choose(sender: Any, message: Any, *rest: Any, **named: Any) -> Any:
-            return (timed if isinstance(message, Push) else receive)(sender, message, *rest, **named)
+        def timed(sender: Any, message: Any, *rest: Any, **named: Any) -> Any:
+            updates, began = server.updates, time.process_time()
+            outs = receive(sender, message, *rest, **named)
+            if isinstance(message, Push):
+                seconds = self.seconds["apply" if server.updates > updates else "gather"]
+                seconds.append(time.process_time() - began)
+            return outs
 
-        return choose
+        return timed
 
     def _timed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*args: Any, **named: Any) -> Any:

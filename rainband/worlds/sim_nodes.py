@@ -21,6 +21,7 @@ from rainband.server import Out, Server
 from rainband.sim.cores import nothing
 from rainband.sim.model import NodeModel
 from rainband.sim.network import Machine
+from rainband.transports.hub import FRAMES_BEFORE_FLUSH
 from rainband.types import ServerHalf
 from rainband.worlds.hogwild_keeper import FROM_WORKERS, KEEPER, Keeper
 from rainband.worlds.sim_memory import NOTHING, hollow
@@ -149,8 +150,12 @@ class ServerNode(Node):
         self.server = Server(half, publish)
         self.costs = costs
         self.cores = cores
-        # Who shares cores with others still has something to do for a message when its answers have left.
-        self.before_s = costs.message_s / 2 if costs.cores else costs.message_s
+        # On one machine messages come at once: then answers to several leave together, as a hub sends them.
+        self.flushes_after = FRAMES_BEFORE_FLUSH if costs.cores else 1
+        self.found = 0  # messages that were there when it last looked and are not handled yet
+        self.unsent: list[Out] = []
+        self.unsent_for = 0  # messages
+        self.gather_bytes_per_s = costs.gather_bytes_per_s or costs.apply_bytes_per_s
         self.block_bytes = block_bytes
         self.span = span
         self.queue: deque[tuple[Peer, Message | None, Payload]] = deque()  # None: its connection has closed
@@ -171,6 +176,7 @@ class ServerNode(Node):
         if not self.queue:
             return
         self.busy = True
+        self.found = self.found or len(self.queue)
         sender, message, payload = self.queue.popleft()
         self.began_at = self.clock.now
         handle = partial(self._handle, sender, message, payload)
@@ -178,23 +184,46 @@ class ServerNode(Node):
 
     def _cost_s(self, message: Message | None, payload: Payload) -> float:
         if isinstance(message, (Push, Load)) and payload is not None:
-            return self.before_s + self.block_bytes(message.block) / self.costs.apply_bytes_per_s
-        return self.before_s
+            return self.costs.message_s + self.block_bytes(message.block) / self.gather_bytes_per_s
+        return self.costs.message_s
 
     def _handle(self, sender: Peer, message: Message | None, payload: Payload) -> None:
-        self.busy = False
         if message is None:
             self.server.lost(sender)
-            self._next()
+            self._answer([])
             return
-        if isinstance(message, Push):
-            self.span(self.name, "apply", self.began_at, self.clock.now)
-        if not isinstance(message, Bye):
-            for out in self.server.receive(sender, message, payload):
-                self._send(out)
+        updates = self.server.updates
+        outs = [] if isinstance(message, Bye) else self.server.receive(sender, message, payload)
         if isinstance(message, Assign) and self.assigned is not None:
             self.assigned(self.server)
-        self.owed_s += self.costs.message_s - self.before_s
+        if not isinstance(message, Push):
+            self._answer(outs)
+            return
+        step_s = self._step_s(message) if self.server.updates > updates else 0.0
+        done = partial(self._pushed, outs)
+        if step_s:
+            self.cores.work(step_s, lambda: self.wake(done), self.peer)
+        else:
+            done()
+
+    def _step_s(self, push: Push) -> float:
+        """What a step takes longer than adding a gradient to others."""
+        num_bytes = self.block_bytes(push.block)
+        return max(0.0, num_bytes / self.costs.apply_bytes_per_s - num_bytes / self.gather_bytes_per_s)
+
+    def _pushed(self, outs: list[Out]) -> None:
+        self.span(self.name, "apply", self.began_at, self.clock.now)
+        self._answer(outs)
+
+    def _answer(self, outs: list[Out]) -> None:
+        self.busy = False
+        self.unsent += outs
+        self.unsent_for += 1
+        self.found -= 1
+        if not self.found or self.unsent_for == self.flushes_after:
+            outs, self.unsent, self.unsent_for = self.unsent, [], 0
+            for out in outs:
+                self._send(out)
         if self.owed_s:
             owed_s, self.owed_s, self.busy = self.owed_s, 0.0, True
             self.cores.work(owed_s, lambda: self.wake(self._free), self.peer)

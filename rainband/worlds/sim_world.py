@@ -105,8 +105,11 @@ class World:
         alone = play.bulk or play.keeper is not None
         known = msgspec.structs.replace(settings, num_servers=1) if alone else settings
         self.coordinator = Coordinator(known, lead_of(play.strategy))
+        costs = self.costs
         self.cores: Processor = (
-            Cores(self.clock, self.costs.cores, self.costs.crowding) if self.costs.cores else OwnCore(self.clock)
+            Cores(self.clock, costs.cores, costs.crowding, costs.wake_s, costs.moves)
+            if costs.cores
+            else OwnCore(self.clock)
         )
         fitting = as_they_are if play.real else as_one_block if play.bulk else without_elements
         machine = self._machine()
