@@ -39,6 +39,7 @@ from rainband.messages import (
     Push,
     Rest,
     Return,
+    Revoke,
     StatePart,
     Want,
 )
@@ -288,6 +289,8 @@ class Client:
                 self.stats.held_by = message.worker
             case Lease():
                 self._leased(message)
+            case Revoke():
+                self._taken_back(message)
             case Cells():
                 self.handed.take(message)
             case Delivered():
@@ -322,6 +325,12 @@ class Client:
         batches = {k for group in lease.groups for k in group}
         todo = deque(cells(lease.groups, self.plan.cell_batches))
         self.leases[lease.portion] = HeldLease(lease.portion, lease.lease, todo, batches)
+
+    def _taken_back(self, revoke: Revoke) -> None:
+        """Somebody else does the rest of it. (The servers know, too: they would refuse it.)"""
+        held = self.leases.get(revoke.portion)
+        if held is not None and held.number < revoke.lease:
+            del self.leases[revoke.portion]
 
     def next_cell(self) -> Cell | None:
         """The next cell to compute, in rounds the one of the lowest round; None: there is none now."""

@@ -227,7 +227,10 @@ class Ready(Message, frozen=True):
 
 
 class Revoke(Message, frozen=True):
-    """Fence a portion: refuse smaller lease numbers from now on, and answer with the sets."""
+    """To servers: fence a portion, that is refuse smaller lease numbers from now on, and answer with the sets.
+
+    To the worker that had it: leave it to others.
+    """
 
     portion: int
     lease: int

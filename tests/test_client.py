@@ -14,7 +14,7 @@ from rainband.blocks import BlockSpec
 from rainband.client import Client, PullHandle
 from rainband.errors import Refused
 from rainband.gradient import ModuleGradient
-from rainband.messages import Ack, Finish, Halt, Lease, Load, Message, Params, Peer, Pull, Push, Return, Want
+from rainband.messages import Ack, Finish, Halt, Lease, Load, Message, Params, Peer, Pull, Push, Return, Revoke, Want
 from rainband.portions import Plan, Range
 from rainband.types import Batch, Cell
 from tests.pieces import NUMEL, full, layout_of, make_plan, named, rounds_plan, specs_of
@@ -181,6 +181,16 @@ def test_a_worker_that_is_fenced_gives_the_lease_back_and_drops_its_work(result:
 
     assert s.returned() == [Return(0, 1, result)]
     assert s.next_batches() == [] and s.client.pushes == {}
+
+
+def test_a_lease_that_is_taken_back_is_left_to_others_without_a_word() -> None:
+    s = Setting()
+    s.lease(0, (0, 1))
+    s.lease(1, (0, 1), number=2)
+    for portion in (0, 1, 7):
+        s.client.receive(Revoke(portion, 2))
+
+    assert s.next_batches() == [(1, 0)] and s.returned() == []  # the one that is leased under that number is kept
 
 
 def test_answers_under_an_old_lease_do_not_touch_the_new_one() -> None:

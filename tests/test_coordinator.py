@@ -606,6 +606,53 @@ def test_a_dead_workers_column_goes_to_one_that_waits() -> None:
     assert Lease(0, 2, ((1, 2, 3),)) in outs
 
 
+def test_who_comes_later_gets_its_columns_from_those_who_came_first() -> None:
+    """Four columns of a group of 16 rounds, and of the next. The first worker is alone, and takes all eight."""
+    run = Run(num_workers=4, num_servers=1, num_samples=128, rounds=True)
+    run.server_joins(0)
+    run.joins(0)
+    run.from_server(0, Ready())
+    assert [run.wants(0)[0].portion for _ in range(8)] == list(range(8)) and run.wants(0) == []
+    run.joins(1)
+    run.said.clear()
+
+    run.from_worker(1, Want())
+    fences = [Revoke(3, 2), Revoke(7, 2)]
+    assert run.told("server 0") == fences == run.told("worker 0")  # of each group the last one
+    run.from_server(0, Sets(3, 2, masks=(0b1,)))
+    # To who has fewest of them, though another has waited for longer; and without what was done already.
+    assert run.told("worker 1") == [Lease(3, 2, (tuple(range(1, 16)),))]
+
+    def settled() -> dict[int, list[int]]:
+        for _ in range(8):
+            for worker in run.coordinator.workers:
+                run.from_worker(worker, Want())
+            for portion in list(run.coordinator.leases.gathering):
+                run.from_server(0, Sets(portion, run.coordinator.leases.numbers[portion], masks=(0,)))
+        return {index: sorted(worker.leases) for index, worker in run.coordinator.workers.items()}
+
+    assert settled() == {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
+    run.joins(2)
+    assert sorted(len(mine) for mine in settled().values()) == [2, 2, 4]
+    run.joins(3)
+    in_first_group = {index: [p for p in mine if p < 4] for index, mine in settled().items()}
+    assert sorted(in_first_group.values()) == [[0], [1], [2], [3]]
+    assert run.coordinator.facts.leased_again == 0  # nobody was lost, and nothing is done twice
+
+
+def test_who_has_as_many_columns_as_it_can_takes_none_from_others() -> None:
+    """Three columns for two workers: one has two of them, and keeps them."""
+    run = Run(num_workers=3, num_servers=1, num_samples=96, rounds=True)
+    run.server_joins(0)
+    for worker in (0, 1):
+        run.joins(worker)
+    run.from_server(0, Ready())
+    for worker in (0, 1, 0, 1, 0, 1, 0, 1):
+        run.wants(worker)
+    assert run.coordinator.leases.gathering == {}
+    assert sorted(len(worker.leases) for worker in run.coordinator.workers.values()) == [3, 3]
+
+
 def test_there_are_no_more_columns_than_batches() -> None:
     run = running(num_workers=4, num_samples=3, rounds=True)
     assert run.coordinator.plan is not None and run.coordinator.plan.columns == 3

@@ -26,6 +26,7 @@ class Leases:
         self.again: dict[int, tuple[tuple[int, ...], ...]] = {}  # portion -> groups to do again
         self.gathering: dict[int, dict[int, tuple[int, ...]]] = {}  # portion -> server -> its sets
         self.taken_from: dict[int, int] = {}  # portion -> the worker it was taken from last
+        self.evened_out: set[int] = set()  # portions that are taken from a worker only because it has more than others
         self.unconfirmed: dict[int, float] = {}  # returned as done, the marks do not say so yet
         self.wanting: dict[int, None] = {}  # workers that asked for a lease, longest first
 
@@ -33,7 +34,7 @@ class Leases:
 
     def wants(self, worker: WorkerState, now: float) -> list[Out]:
         self.wanting.setdefault(worker.peer.index)
-        return self.give(now, worker.peer.index) or self._dry(worker)
+        return self.give(now, worker.peer.index) or self._dry(worker) or self._even_out(worker)
 
     def _dry(self, worker: WorkerState) -> list[Out]:
         """A loop that has batches it has not stepped on must not wait for more: its own may be the last."""
@@ -65,35 +66,72 @@ class Leases:
     def _choose(self, worker: WorkerState) -> int | None:
         facts = self.facts
         assert facts.plan
-        if not worker.here or not self._may_start(worker):
+        if not self._may_work(worker):
             return None
-        if facts.settings.team_size > 1 and not all(mate.here for mate in facts.mates(worker.peer.index)):
-            return None
+        if facts.plan.columns:
+            return self._choose_column(worker)
         if self.again:
             return min(self.again)
         self._refill()
         if not self.pool:
             return None
-        if facts.plan.columns:
-            return self._choose_column(worker, facts.num_live())
         left = facts.plan.num_portions - self.next_fresh + len(self.pool)
         scarce = left <= len(facts.workers) and left <= facts.num_live() > 1  # alone, there is nobody to leave it to
         if worker.leases and scarce and not facts.is_own_loop():  # whose last batches may wait to be accumulated
             return None  # the last portions go to those who have nothing to do
         return self.pool[0]
 
-    def _choose_column(self, worker: WorkerState, num_live: int) -> int | None:
+    def _choose_column(self, worker: WorkerState) -> int | None:
         """Columns of a group of rounds are shared evenly; a group that nobody has asked for yet comes later."""
         assert self.facts.plan
         columns = self.facts.plan.columns
-        share = -(-columns // max(1, num_live))
-        # One group ahead, no more: the rounds after it belong to whoever is here then.
-        last = min((r.low for r in self.facts.reports() if r.blocks), default=0) // columns + 1
+        for portion in sorted(self.again):
+            if self._is_poorest(worker, portion // columns):
+                return portion
+        self._refill()
+        share = -(-columns // max(1, self.facts.num_live()))
+        last = self._last_group()
         for portion in self.pool:
-            group = portion // columns
-            if group <= last and sum(p // columns == group for p in worker.leases) < share:
+            if portion // columns <= last and self._has(worker, portion // columns) < share:
                 return portion
         return None
+
+    def _last_group(self) -> int:
+        """One group of rounds ahead, no more: the rounds after it belong to whoever is here then."""
+        assert self.facts.plan
+        return min((r.low for r in self.facts.reports() if r.blocks), default=0) // self.facts.plan.columns + 1
+
+    def _has(self, worker: WorkerState, group: int) -> int:
+        """So many columns of a group of rounds."""
+        assert self.facts.plan
+        return sum(portion // self.facts.plan.columns == group for portion in worker.leases)
+
+    def _is_poorest(self, worker: WorkerState, group: int) -> bool:
+        """Of those who wait for more."""
+        has = self._has(worker, group)
+        waiting = (self.facts.workers[index] for index in self.wanting)
+        return not any(self._has(other, group) < has and self._may_work(other) for other in waiting)
+
+    def _even_out(self, worker: WorkerState) -> list[Out]:
+        """Who came first has taken the columns of those who come later: of every group one of these is taken back."""
+        facts = self.facts
+        if facts.phase != "running" or not facts.plan or not facts.plan.columns or not self._may_work(worker):
+            return []
+        columns = facts.plan.columns
+        if len(worker.leases) * facts.num_live() >= 2 * columns:  # its share of both groups
+            return []
+        outs: list[Out] = []
+        for group in sorted({portion // columns for other in facts.workers.values() for portion in other.leases}):
+            richest = max(facts.workers.values(), key=lambda other: self._has(other, group))
+            if self._has(richest, group) < self._has(worker, group) + 2:
+                continue
+            portion = max(portion for portion in richest.leases if portion // columns == group)
+            revokes = self.gather(portion, richest.peer.index)
+            if revokes:
+                self.evened_out.add(portion)
+                del richest.leases[portion]
+                outs += [*revokes, Out(richest.peer, Revoke(portion, self.numbers[portion]))]
+        return outs
 
     def _refill(self) -> None:
         plan = self.facts.plan
@@ -103,6 +141,11 @@ class Leases:
             if plan.batches_in(self.next_fresh):
                 self.pool.append(self.next_fresh)
             self.next_fresh += 1
+
+    def _may_work(self, worker: WorkerState) -> bool:
+        if not worker.connected or worker.ended or not worker.here or not self._may_start(worker):
+            return False
+        return self.facts.settings.team_size == 1 or all(mate.here for mate in self.facts.mates(worker.peer.index))
 
     def _may_start(self, worker: WorkerState) -> bool:
         """Warm start: one worker alone until so many batches are in."""
@@ -171,6 +214,7 @@ class Leases:
         missing = groups(self.facts.plan.full(sets.portion), masks)
         if missing:
             self.again[sets.portion] = missing
+        if missing and sets.portion not in self.evened_out:
             self.facts.leased_again += 1
             self.facts.events.append(
                 events.LeasedAgain(
@@ -180,6 +224,7 @@ class Leases:
                     from_worker=self.taken_from[sets.portion],
                 )
             )
+        self.evened_out.discard(sets.portion)
         return self.give(now) + self.ending.when_done()
 
     # ---- what was lost on its way ----------------------------------------------------------------------------------
