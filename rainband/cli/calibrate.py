@@ -27,6 +27,7 @@ def command(
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("machine.toml"),
     steps: Annotated[int, typer.Option(min=5, metavar="N", help="Gradients to measure.")] = 40,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Workers of the runs to be simulated.")] = 2,
 ) -> None:
     """Measure what a run takes on this machine; then  rainband train TASK STRATEGY --world sim --network FILE."""
     from rainband.cli.configure import configured
@@ -34,7 +35,7 @@ def command(
     from rainband.worlds.calibrate import calibrate, describe
 
     with mistakes_told():
-        given = {"num_workers": 2, "num_servers": 1}
+        given = {"num_workers": workers, "num_servers": 1}
         config = configured([task, strategy, *(settings or [])], None, given, "sim")
         typer.echo(f"measuring {steps} gradients of {task}, alone and on every core ...", err=True)
         model = calibrate(config, steps)
