@@ -140,7 +140,7 @@ def _throughput(repeats: int) -> list[Row]:
     By the processor's time: what else runs on the machine takes none of it.
     """
     against: dict[str, list[float]] = {"one plain process, gradients alone": [], "one plain process that trains": []}
-    for _ in range(repeats + 2):
+    for _ in range(3 * repeats):
         simulated = _simulated()
         for name, ratios in against.items():
             ratios.append(simulated / _plain(trains="trains" in name))

@@ -109,6 +109,7 @@ def little_garbage(none_at_all: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.freeze()  # what came meanwhile is old now: otherwise all of it would be gone through at once
         gc.set_threshold(*before)
         gc.unfreeze()
 
