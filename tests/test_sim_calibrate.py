@@ -46,7 +46,7 @@ def app() -> Typer:
 
 
 def test_pieces_become_speeds() -> None:
-    model = assemble(ALONE, [TOGETHER, TOGETHER], 2, WAKING, Besides(1e-5, 4e-5, compute_s=0.024))
+    model = assemble(ALONE, [TOGETHER, TOGETHER], 2, 2, WAKING, Besides(1e-5, 4e-5, compute_s=0.024))
     assert model.compute.trace_s == (0.010, 0.012, 0.014) and model.compute.step_s == pytest.approx(0.012)
     assert model.nodes.push_bytes_per_s == 4_000_000 / 0.004
     assert model.nodes.apply_bytes_per_s == 1_000_000 / 0.0005
@@ -59,19 +59,25 @@ def test_pieces_become_speeds() -> None:
     assert (model.nodes.worker_message_s, model.nodes.message_s) == pytest.approx((0.5e-5, 2e-5))
 
 
+def test_what_busy_cores_cost_is_told_by_those_that_were_busy() -> None:
+    """Three processes at once, on a machine with 16 cores: each of the other two costs a quarter."""
+    model = assemble(ALONE, [TOGETHER] * 3, 3, 16, WAKING, Besides(0.0, 0.0, 0.012))
+    assert model.nodes.crowding == pytest.approx(0.25) and model.nodes.cores == 16
+
+
 def test_a_machine_with_one_core_has_no_crowd() -> None:
-    assert assemble(ALONE, [ALONE], 1, WAKING, Besides(0.0, 0.0, 0.012)).nodes.crowding == 0.0
+    assert assemble(ALONE, [ALONE], 1, 1, WAKING, Besides(0.0, 0.0, 0.012)).nodes.crowding == 0.0
 
 
 def test_a_server_that_makes_a_step_with_every_push_gathers_nothing() -> None:
     every = msgspec.structs.replace(ALONE, gather_s=[])
-    assert assemble(every, [ALONE], 1, WAKING, Besides(0.0, 0.0, 0.012)).nodes.gather_bytes_per_s == 0.0
+    assert assemble(every, [ALONE], 1, 1, WAKING, Besides(0.0, 0.0, 0.012)).nodes.gather_bytes_per_s == 0.0
 
 
 def test_a_piece_that_never_came_says_what_to_type() -> None:
     without = msgspec.structs.replace(ALONE, take_s=[])
     with pytest.raises(ValueError, match="too few steps to measure take: try twice as many with --steps"):
-        assemble(without, [ALONE], 1, WAKING, Besides(0.0, 0.0, 0.012))
+        assemble(without, [ALONE], 1, 1, WAKING, Besides(0.0, 0.0, 0.012))
 
 
 def test_what_is_in_no_piece_is_what_messages_cost(tmp_path: Path) -> None:

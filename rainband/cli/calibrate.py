@@ -37,7 +37,7 @@ def command(
     with mistakes_told():
         given = {"num_workers": workers, "num_servers": 1}
         config = configured([task, strategy, *(settings or [])], None, given, "sim")
-        typer.echo(f"measuring {steps} gradients of {task}, alone and on every core ...", err=True)
+        typer.echo(f"measuring {steps} gradients of {task}, alone and beside others ...", err=True)
         model = calibrate(config, steps)
         about = describe(config, model)
         out.write_text(to_toml(model, about), encoding="utf-8")

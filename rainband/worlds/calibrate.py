@@ -2,7 +2,7 @@
 
 A measuring process simulates a few steps with real gradients and takes the time of every piece: of the gradient, of
 what the worker does besides (checking, its own step, copying), of a server's work on a push, of taking a block over.
-It runs alone, and in turns beside others, as many as there are cores or workers, which shows what they take from each
+It runs alone, and in turns beside others, as many as there will be workers, which shows what they take from each
 other. What a message costs is what is left of a short real run: see `pieces`. All is measured in the processor's time:
 what other programs take of the machine meanwhile is not part of the model.
 """
@@ -66,7 +66,8 @@ def calibrate(config: RunConfig, steps: int = 40) -> ClusterModel:
     """
     num_cores = len(os.sched_getaffinity(0))
     zygote = Zygote.start(PRELOAD)
-    meters = [Meter(zygote, config) for _ in range(max(num_cores, min(config.num_workers, 2 * num_cores)))]
+    a_crowd = min(2, num_cores)
+    meters = [Meter(zygote, config) for _ in range(max(a_crowd, min(config.num_workers, 2 * num_cores)))]
     try:
         alone, together = [], []
         for _ in range(TURNS):
@@ -77,7 +78,8 @@ def calibrate(config: RunConfig, steps: int = 40) -> ClusterModel:
         for meter in meters:
             meter.close()
         zygote.close(1.0)
-    return assemble(joined(alone), together, num_cores, waking, short_run(config, num_cores, steps))
+    num_busy = min(len(meters), num_cores)
+    return assemble(joined(alone), together, num_busy, num_cores, waking, short_run(config, num_busy, steps))
 
 
 def short_run(config: RunConfig, num_workers: int, steps: int) -> Besides:
@@ -118,14 +120,14 @@ def joined(parts: list[Measured]) -> Measured:
 
 
 def assemble(
-    alone: Measured, together: list[Measured], num_cores: int, waking: Waking, besides: Besides
+    alone: Measured, together: list[Measured], num_busy: int, num_cores: int, waking: Waking, besides: Besides
 ) -> ClusterModel:
-    """From the pieces to a model: one machine with its cores, memory shared between its processes."""
+    """From the pieces to a model: one machine with its cores, of which so many were busy together."""
     for piece in ("compute_s", "push_s", "apply_s", "take_s"):
         if not _usual(getattr(alone, piece)):
             raise ValueError(f"too few steps to measure {piece.removesuffix('_s')}: try twice as many with --steps.")
     slower = max(1.0, _usual([t for one in together for t in one.compute_s]) / _usual(alone.compute_s))
-    crowding = (slower - 1) / (num_cores - 1) if num_cores > 1 else 0.0
+    crowding = (slower - 1) / (num_busy - 1) if num_busy > 1 else 0.0
     block_bytes = alone.model_bytes / alone.num_blocks
     pace = _usual(alone.compute_s) / besides.compute_s  # the machine may have been slower or faster meanwhile
     nodes = NodeModel(
