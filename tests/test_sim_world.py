@@ -110,6 +110,21 @@ def test_with_sync_everyone_waits_for_the_slow_one() -> None:
     assert world.workers[0].stats.waited_s == 8 * 2.0  # in every round
 
 
+def test_with_sync_who_comes_later_shares_the_work_at_once() -> None:
+    """Rounds of two cells, a second each. Until 2.5 s the first worker is alone: it has made one, and begun the next.
+
+    It hears of the other when it next waits: the second cell of that round is computed by both, until 3.5 and 4 s. From
+    then on they share: six more rounds of one second. Without that it would compute all 16 cells alone.
+    """
+    world = world_of(load_strategy("sync", {}), 2)
+    for server in range(2):
+        world.add_server(server)
+    world.add_worker(0)
+    world.clock.at(2.5, lambda: world.add_worker(1))
+    world.run()
+    assert (steps_of(world, 0), steps_of(world, 1), world.clock.now) == (10, 7, 10.0)
+
+
 def test_a_slow_network_adds_what_it_should() -> None:
     """One worker, no overlap: per step a push of 192 bytes and a pull of as many, at 2 x 10 ms latency."""
     model = ClusterModel(NetworkModel(latency_s=0.01, bytes_per_s=inf), INSTANT.compute, INSTANT.nodes)
