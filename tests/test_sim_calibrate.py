@@ -21,7 +21,7 @@ from rainband.sim.model import load_model
 from rainband.worlds.calibrate import Measured, Stopwatch, assemble
 from rainband.worlds.config import RunConfig
 from rainband.worlds.pieces import ALL, COMPUTE, MESSAGE, PIECE, WARM_UP, Besides, Pieces, besides
-from rainband.worlds.waking import Waking, core_here, echo_main, pinned, sleeper_main
+from rainband.worlds.waking import Waking, core_here, echo_main, pinned, read_all, sleeper_main
 
 ALONE = Measured(
     compute_s=[0.010, 0.012, 0.014],
@@ -72,6 +72,12 @@ def test_a_machine_with_one_core_has_no_crowd() -> None:
 def test_a_server_that_makes_a_step_with_every_push_gathers_nothing() -> None:
     every = msgspec.structs.replace(ALONE, gather_s=[])
     assert assemble(every, [ALONE], 1, 1, WAKING, Besides(0.0, 0.0, 0.012)).nodes.gather_bytes_per_s == 0.0
+
+
+def test_where_pushes_make_no_step_gathering_is_all_that_they_take() -> None:
+    led = msgspec.structs.replace(ALONE, apply_s=[])
+    nodes = assemble(led, [ALONE], 1, 1, WAKING, Besides(0.0, 0.0, 0.012)).nodes
+    assert (nodes.apply_bytes_per_s, nodes.gather_bytes_per_s) == (1_000_000 / 0.0002, 0.0)
 
 
 def test_a_piece_that_never_came_says_what_to_type() -> None:
@@ -150,6 +156,16 @@ def test_who_wakes_up_says_when_by_the_same_clock() -> None:
     began = time.perf_counter()
     (woke,) = struct.unpack("<d", asked(echo_main, min(os.sched_getaffinity(0)), 8))
     assert began < woke < time.perf_counter()
+
+
+def test_a_measuring_process_that_ends_is_told_of_and_not_waited_for() -> None:
+    ours, theirs = os.pipe()
+    os.write(theirs, b"ab")
+    os.close(theirs)
+    assert read_all(ours, 1) == b"a"
+    with pytest.raises(RuntimeError, match="ended without a result"):
+        read_all(ours, 2)
+    os.close(ours)
 
 
 @pytest.mark.processes

@@ -34,8 +34,11 @@ class NodeModel:
         for name in ("apply_bytes_per_s", "read_bytes_per_s", "push_bytes_per_s", "pull_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: choose a speed above 0.")
-        if self.gather_bytes_per_s < 0:
-            raise ValueError(f"gather_bytes_per_s={self.gather_bytes_per_s}: choose a speed, or 0.")
+        for name in ("gather_bytes_per_s", "message_s", "worker_message_s", "crowding", "wake_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: choose 0 or more.")
+        if not 0 <= self.moves <= 1:
+            raise ValueError(f"moves={self.moves}: choose a part of all, from 0 to 1.")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from rainband.worlds.sim import make_play, settings_of
 from rainband.worlds.sim_nodes import ServerNode
 from rainband.worlds.sim_worker import WorkerNode
 from rainband.worlds.sim_world import Notes, World
-from rainband.worlds.waking import Waking, measure_waking
+from rainband.worlds.waking import Waking, measure_waking, read_all
 from rainband.worlds.zygote import Zygote
 
 PRELOAD = ("torch", "torch._dynamo", "rainband.worlds.calibrate")
@@ -123,6 +123,8 @@ def assemble(
     alone: Measured, together: list[Measured], num_busy: int, num_cores: int, waking: Waking, besides: Besides
 ) -> ClusterModel:
     """From the pieces to a model: one machine with its cores, of which so many were busy together."""
+    if not alone.apply_s:  # where the coordinator leads, pushes are gathered, and steps are commands
+        alone = msgspec.structs.replace(alone, apply_s=alone.gather_s, gather_s=[])
     for piece in ("compute_s", "push_s", "apply_s", "take_s"):
         if not _usual(getattr(alone, piece)):
             raise ValueError(f"too few steps to measure {piece.removesuffix('_s')}: try twice as many with --steps.")
@@ -179,8 +181,8 @@ class Meter:
         os.close(self.answers)
 
     def answer(self) -> Measured:
-        length = int.from_bytes(_read(self.answers, 4), "little")
-        return msgspec.msgpack.decode(_read(self.answers, length), type=Measured)
+        length = int.from_bytes(read_all(self.answers, 4), "little")
+        return msgspec.msgpack.decode(read_all(self.answers, length), type=Measured)
 
 
 def read_off(meters: list[Meter], steps: int) -> list[Measured]:
@@ -188,16 +190,6 @@ def read_off(meters: list[Meter], steps: int) -> list[Measured]:
     for meter in meters:
         meter.ask(steps)
     return [meter.answer() for meter in meters]
-
-
-def _read(fd: int, length: int) -> bytes:
-    data = b""
-    while len(data) < length:
-        more = os.read(fd, length - len(data))
-        if not more:
-            raise RuntimeError("a measuring process ended without a result; what it printed above says why.")
-        data += more
-    return data
 
 
 def measure_main(job: bytes, fds: list[int]) -> None:

@@ -187,6 +187,8 @@ def make_bank(model: ClusterModel, layout: Layout, num_servers: int) -> Bank:
     """The servers' shares of a model."""
     if model.nodes.shared_memory or model.nodes.cores:
         raise ValueError("in bulk every node has a machine of its own: leave shared_memory and cores out of the model.")
+    if model.nodes.gather_bytes_per_s:
+        raise ValueError("in bulk every push takes a server as long: leave gather_bytes_per_s out of the model.")
     blocks = cut(layout, num_servers)
     dealt = deal(blocks, num_servers)
     return Bank(model, [sum(blocks[b].num_bytes for b in mine) for mine in dealt], list(map(len, dealt)))

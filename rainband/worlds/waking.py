@@ -52,27 +52,40 @@ def pinned(core: int) -> Iterator[None]:
 def _wakes_after(zygote: Zygote, core: int) -> float:
     """Seconds from a message to a process there until it has it."""
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        zygote.spawn("rainband.worlds.waking:echo_main", b"%d" % core, "rainband echo", [theirs.fileno()], 1)
+    with ours:
+        with theirs:
+            zygote.spawn("rainband.worlds.waking:echo_main", b"%d" % core, "rainband echo", [theirs.fileno()], 1)
         seconds: list[float] = []
         for _ in range(WAKES):
             _be_busy()
             began = time.perf_counter()  # the same clock in all processes
             ours.sendall(b"!")
-            seconds.append(_MOMENT.unpack(ours.recv(_MOMENT.size))[0] - began)
+            seconds.append(_MOMENT.unpack(read_all(ours.fileno(), _MOMENT.size))[0] - began)
         return median(seconds)
 
 
 def _moves(zygote: Zygote, home: int) -> float:
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        zygote.spawn("rainband.worlds.waking:sleeper_main", b"%d" % home, "rainband sleeper", [theirs.fileno()], 1)
+    with ours:
+        with theirs:
+            zygote.spawn("rainband.worlds.waking:sleeper_main", b"%d" % home, "rainband sleeper", [theirs.fileno()], 1)
         moved = 0
         for _ in range(WAKES):
             ours.sendall(b"!")
             _be_busy()
-            moved += ours.recv(1) != b"="
+            moved += read_all(ours.fileno(), 1) != b"="
         return moved / WAKES
+
+
+def read_all(fd: int, length: int) -> bytes:
+    """What a measuring process answers; it may have ended instead."""
+    data = b""
+    while len(data) < length:
+        more = os.read(fd, length - len(data))
+        if not more:
+            raise RuntimeError("a measuring process ended without a result; what it printed above says why.")
+        data += more
+    return data
 
 
 def _be_busy() -> None:
@@ -102,6 +115,6 @@ def sleeper_main(job: bytes, fds: list[int]) -> None:
 
 
 def core_here() -> int:
-    """The core on which this process runs."""
-    after_name = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
+    """The core on which this thread runs."""
+    after_name = Path("/proc/thread-self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
     return int(after_name.split()[36])
