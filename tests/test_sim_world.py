@@ -36,7 +36,7 @@ from rainband.types import ServerHalf
 from rainband.worlds import sim
 from rainband.worlds.config import RunConfig, SimSettings
 from rainband.worlds.sim_body import RealBody, TimeBody
-from rainband.worlds.sim_bulk import BankNode
+from rainband.worlds.sim_bulk import BankNode, make_bank
 from rainband.worlds.sim_memory import Desk
 from rainband.worlds.sim_worker import WorkerNode
 from rainband.worlds.sim_world import Notes, Play, World
@@ -445,13 +445,11 @@ def test_servers_as_vectors_take_about_as_long_as_servers_one_by_one(
     assert seconds[True] == pytest.approx(seconds[False], rel=0.06)
 
 
-@pytest.mark.parametrize("setting", ["cores = 2", "shared_memory = true", "gather_bytes_per_s = 1e9"])
-def test_in_bulk_what_would_not_count_is_refused(tmp_path: Path, setting: str) -> None:
-    file = tmp_path / "model.toml"
-    file.write_text(f"[nodes]\n{setting}\n")
-    settings = SimSettings(time_only=True, bulk=True, steps=3, model=str(file))
-    with pytest.raises(ValueError, match=f"leave .*{setting.split()[0]}.* out of the model"):
-        sim.run(config_of(tmp_path / "run", "downpour", 200, sim=settings), lambda event: None)
+@pytest.mark.parametrize("setting", [{"cores": 2}, {"shared_memory": True}, {"gather_bytes_per_s": 1e9}])
+def test_in_bulk_what_would_not_count_is_refused(setting: dict[str, Any]) -> None:
+    layout = Flat(TASK.model()).layout
+    with pytest.raises(ValueError, match=f"leave .*{next(iter(setting))}.* out of the model"):
+        make_bank(replace(INSTANT, nodes=NodeModel(**setting)), layout, num_servers=2)
 
 
 def test_in_bulk_the_books_are_those_of_every_server(tmp_path: Path) -> None:
