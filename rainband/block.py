@@ -16,7 +16,6 @@ from rainband.messages import Missed, Tally
 from rainband.optim import BlockOptimizer
 from rainband.places import Place
 from rainband.portions import Marks, Name, Plan, num_batches
-from rainband.types import ClockedRule, GatheringRule, KeepingRule, LimitedRule, NamingRule, TunableRule, offers
 from rainband.vectors import Vectors
 
 if TYPE_CHECKING:
@@ -41,12 +40,7 @@ class Block:
         self.place = place
         self.plan = plan
         self.rule: Rule = half.rule()
-        self.clocked = offers(self.rule, ClockedRule)
-        self.keeping = offers(self.rule, KeepingRule)
-        self.limited = offers(self.rule, LimitedRule)
-        self.naming = offers(self.rule, NamingRule)
-        self.tunable = offers(self.rule, TunableRule)
-        self.gathering = offers(self.rule, GatheringRule)
+        self.clocked, self.keeps_reads = self.rule.clocked, self.rule.keeps_reads  # asked for every push and pull
         self.schedule = half.schedule
         self.is_constant = half.schedule.is_constant
         self.lr_factor = 1.0  # of the divergence guard
@@ -197,7 +191,7 @@ class Block:
 
     def limit(self) -> Limit | None:
         """What the rule lets readers miss, if it bounds it at all."""
-        return None if self.limited is None else self.limited.limit()
+        return self.rule.limit()
 
     def tally(self) -> Tally:
         skipped = self.skipped_before + sum(mask.bit_count() for mask in self.skipped.values())

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 from rainband.settings import build
 from rainband.types import Strategy
@@ -33,9 +32,9 @@ def find_strategy(name: str) -> type[Strategy]:
         )
     module = importlib.import_module(f"rainband.strategies.{name}")
     [cls] = [
-        cast(type[Strategy], member)
+        member
         for member in vars(module).values()
-        if inspect.isclass(member) and member.__module__ == module.__name__ and hasattr(member, "run")
+        if inspect.isclass(member) and member.__module__ == module.__name__ and issubclass(member, Strategy)
     ]
     return cls
 
@@ -54,6 +53,6 @@ def _from_outside(name: str) -> type[Strategy]:
     except (ImportError, AttributeError) as error:
         message = f"cannot load the strategy {name}: {error}. Give module:Class, importable from here."
         raise ValueError(message) from None
-    if not inspect.isclass(cls) or not hasattr(cls, "run") or not hasattr(cls, "server"):
-        raise ValueError(f"{name} is no strategy: a strategy is a dataclass with `run` and `server`.")
+    if not inspect.isclass(cls) or not issubclass(cls, Strategy):
+        raise ValueError(f"{name} is no strategy: a strategy is a dataclass that inherits from rainband.Strategy.")
     return cls

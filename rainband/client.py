@@ -17,7 +17,7 @@ from torch import Tensor
 from rainband.blocks import BlockSpec
 from rainband.errors import Refused
 from rainband.flat import Flat
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.handed import Handed
 from rainband.handover import Gathered, State
 from rainband.messages import (
@@ -45,24 +45,8 @@ from rainband.messages import (
 )
 from rainband.portions import Name, Plan, cells
 from rainband.stats import Stats
+from rainband.steps import Handle
 from rainband.types import Batch, BorrowingPort, Cell, Port
-
-
-class Handle:
-    """Something under way. Awaiting it waits; a world asks `ready()` after each message."""
-
-    __slots__ = ()
-
-    def ready(self) -> bool:
-        raise AssertionError("each kind of handle says when it is ready")
-
-    def is_vain(self, stopping: bool) -> bool:
-        """May waiting for it never end, because the run stops and others will not do their part?"""
-        return False
-
-    def _wait(self) -> Generator[Handle, None, None]:
-        while not self.ready():
-            yield self
 
 
 @dataclass(eq=False, slots=True)
@@ -143,6 +127,9 @@ class StateHandle(Handle):
 
     def ready(self) -> bool:
         return self.left == 0
+
+    def __await__(self) -> Generator[Handle, None, None]:
+        return self._wait()
 
 
 @dataclass(eq=False, slots=True)
@@ -424,11 +411,11 @@ class Client:
 
     # ---- pushing ---------------------------------------------------------------------------------------------------
 
-    def push(self, gradient: ModuleGradient) -> PushHandle:
+    def push(self, gradient: Gradient) -> PushHandle:
         """Send a gradient to every block; it may be overwritten when this returns."""
         return self._push(gradient, want=False)
 
-    def exchange(self, gradient: ModuleGradient) -> PullHandle:
+    def exchange(self, gradient: Gradient) -> PullHandle:
         """Push, and pull what comes of it, block by block: a block is read while the next ones are on their way.
 
         From now on until the handle was awaited the worker's parameters change under its hands.
@@ -445,7 +432,7 @@ class Client:
             port.settle(pull)
         return pull
 
-    def _push(self, gradient: ModuleGradient, want: bool) -> PushHandle:
+    def _push(self, gradient: Gradient, want: bool) -> PushHandle:
         if not gradient.is_finite:  # before the first byte leaves: otherwise some blocks would have it
             return self.skip(gradient, "not finite", want)
         handle = self._begin(gradient)
@@ -476,17 +463,17 @@ class Client:
         self.groups = ()
         return handle
 
-    def _filler(self, block: BlockSpec, gradient: ModuleGradient) -> Callable[[Tensor], None]:
+    def _filler(self, block: BlockSpec, gradient: Gradient) -> Callable[[Tensor], None]:
         return lambda out: self.flat.write(block, gradient.tensors, out)
 
-    def skip(self, gradient: ModuleGradient, reason: str, want: bool = False) -> PushHandle:
+    def skip(self, gradient: Gradient, reason: str, want: bool = False) -> PushHandle:
         """Mark the gradient's batches on every block, without a gradient."""
         handle = self._begin(gradient)
         for block in self.blocks:
             self._skip_block(block, handle, reason, want)
         return handle
 
-    def _begin(self, gradient: ModuleGradient) -> PushHandle:
+    def _begin(self, gradient: Gradient) -> PushHandle:
         self.sequence += 1
         self.clock += 1
         name = gradient.name()
@@ -578,12 +565,12 @@ class Client:
         """The parameters as they are, whatever was asked for before: nobody computes with them."""
         return self._ask(PullHandle(self, 0, -1, 0), clock=-1)
 
-    def pull_final(self) -> Generator[Handle, None, None]:
+    async def final_parameters(self) -> None:
         """The parameters at the end of a run; where that came within a round, of the last that all blocks have."""
-        yield from self.pull_latest().__await__()
+        await self.pull_latest()
         versions = {self.versions[block.index] for block in self.blocks}
         if self.plan.columns and len(versions) > 1:  # by one: a block keeps a version until the next round begins
-            yield from self.pull(min(versions)).__await__()
+            await self.pull(min(versions))
 
     def _ask(self, pull: PullHandle, clock: int) -> PullHandle:
         self.sequence += 1  # a number of its own: answers to an older question are not this one's

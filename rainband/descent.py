@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rainband.errors import Stop
 from rainband.line_search import Search, Trial
+from rainband.types import Requirements, Strategy
 from rainband.vectors import GRADIENT, PARAMS, Operation, axpy, copy, dot, norm, scale
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Where(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FullBatch:
+class FullBatch(Strategy):
     """What can be set of every full-batch method."""
 
     iterations: int = 100  # at most
@@ -54,8 +55,14 @@ class FullBatch:
             raise ValueError("weight_decay and both tolerances must be at least 0.")
 
     @property
-    def cell_batches(self) -> int:
-        return self.n_push
+    def requires(self) -> Requirements:
+        return Requirements(
+            optimizer="commands",
+            batches_per_item=self.n_push,
+            coordinated=True,
+            whole_model=True,
+            custom_loop=False,
+        )
 
     @property
     def limits(self) -> Limits:

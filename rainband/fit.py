@@ -95,7 +95,7 @@ def fit(
     size = team_size(cut, stages) or 1
     if is_one_memory(made):
         servers = 0
-    elif made.server(1) is None:
+    elif made.requires.max_replicas == 1:
         workers, servers = size, 0
     check_team(made, called, workers, size)
     if size > 1:

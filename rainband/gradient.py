@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rainband.types import Batch
 
 
-class ModuleGradient:
+class Gradient:
     """Gradients of a module's parameters and the names of the batches they came from."""
 
     def __init__(self, tensors: list[Tensor | None], batches: tuple[Batch, ...], samples: int, loss: float) -> None:
@@ -33,11 +33,11 @@ class ModuleGradient:
         """Looked at once: whoever asks first, the worker's own step or the push, asks for both."""
         return is_finite(self.tensors)
 
-    def __add__(self, other: ModuleGradient) -> ModuleGradient:
+    def __add__(self, other: Gradient) -> Gradient:
         """The sum. It takes over this gradient's memory: do not use the summands afterwards."""
         return self.plus(other)
 
-    def plus(self, other: ModuleGradient, times: float = 1.0) -> ModuleGradient:
+    def plus(self, other: Gradient, times: float = 1.0) -> Gradient:
         """Add so many times another one. It takes over this gradient's memory: do not use the summands afterwards."""
         both = [(a, b) for a, b in zip(self.tensors, other.tensors, strict=True) if a is not None and b is not None]
         if both:
@@ -46,16 +46,16 @@ class ModuleGradient:
         tensors = [(None if b is None else b.mul_(times)) if a is None else a for a, b in pairs]
         samples = self.samples + other.samples
         loss = (self.loss * self.samples + other.loss * other.samples) / max(1, samples)
-        total = ModuleGradient(tensors, self.batches + other.batches, samples, loss)
+        total = Gradient(tensors, self.batches + other.batches, samples, loss)
         total.began, total.read = self.began, self.read  # the older: it has missed the most
         return total
 
-    def __mul__(self, factor: float) -> ModuleGradient:
+    def __mul__(self, factor: float) -> Gradient:
         """So many times the gradient. It takes over this gradient's memory: do not use it afterwards."""
         present = [tensor for tensor in self.tensors if tensor is not None]
         if present:
             torch._foreach_mul_(present, factor)
-        product = ModuleGradient(self.tensors, self.batches, self.samples, self.loss)
+        product = Gradient(self.tensors, self.batches, self.samples, self.loss)
         product.began, product.read = self.began, self.read
         return product
 

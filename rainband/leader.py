@@ -17,6 +17,7 @@ from rainband.journal import Journal, digest
 from rainband.messages import Answer, Cells, Command, Delivered, Evaluated, Message, Peer
 from rainband.pending import Computed, Evaluating, Pending
 from rainband.portions import Plan
+from rainband.steps import Steps
 from rainband.types import Evaluation, Leading
 from rainband.vectors import Operation
 
@@ -45,7 +46,7 @@ class Leader:
         self.term = self.journal.term
         self.found = len(self.journal.entries)  # answers to commands of the coordinator that came before
         self.crew: Crew | None = None
-        self.coroutine: Coroutine[Any, Any, None] | None = None
+        self.steps: Steps[None] | None = None
         self.pending: Pending | None = None
         self.number = 0
         self.pace = Pace()
@@ -137,21 +138,17 @@ class Leader:
 
     def start(self, crew: Crew, now: float) -> list[To]:
         self.crew, self.now = crew, now
-        self.coroutine = self.lead(self)
+        self.steps = Steps(self.lead(self))
         return self._go_on()
 
     def _go_on(self, thrown: BaseException | None = None) -> list[To]:
         """Let the coroutine run until it waits for the servers."""
-        assert self.coroutine is not None
+        assert self.steps is not None
         try:
-            if thrown is not None:
-                self.coroutine.throw(thrown)
-            while self.pending is None or self.pending.ready():
-                awaited = self.coroutine.send(None)
-                if awaited is None or awaited is not self.pending:
-                    raise RainbandError(f"lead may only await what its coordinator gave last, not {awaited!r}")
-        except (StopIteration, Stop):
-            self.over = True
+            awaited = self.steps.go_on(thrown)
+            self.over = self.steps.over
+            if not self.over and (awaited is None or awaited is not self.pending):
+                raise RainbandError(f"lead may only await what its coordinator gave last, not {awaited!r}")
         except Exception as error:
             self.over, self.error = True, f"{type(error).__name__}: {error}"
         outs, self.outs = self.outs, []
@@ -162,7 +159,7 @@ class Leader:
 
         Arithmetic goes on until the next evaluation is asked for: what follows a search is part of its iteration.
         """
-        if self.coroutine is None:
+        if self.steps is None:
             self.over = True
         if self.over or self.stopping:
             return []

@@ -49,7 +49,7 @@ from rainband.messages import (
 from rainband.places import Place
 from rainband.portions import Name, Plan, why_not
 from rainband.schedules import Schedule
-from rainband.types import ClockedRule, NamingRule, ServerHalf, offers
+from rainband.types import ServerHalf
 
 DONE_WITH = ("applied", "had", "revoked", "crossed", "late")  # whatever the answer, the sender goes on
 REPORTS = 50  # about completed portions in a whole run, besides those that the coordinator asks for
@@ -143,8 +143,8 @@ class Server:
             self.refused[result] += 1
         ack = Ack(push.block, push.sequence, result, self.term, block.version, push.slot, reason)
         outs = [Out(sender, ack)]
-        if block.clocked is not None and result in DONE_WITH and self.lives.get(push.worker) == sender.incarnation:
-            block.clocked.tick(block, push.worker, push.clock)
+        if block.clocked and result in DONE_WITH and self.lives.get(push.worker) == sender.incarnation:
+            block.rule.tick(block, push.worker, push.clock)
         if push.want:
             self._wait(block, sender, Pull(push.sequence, push.clock, push.point))
         if block.waiting:
@@ -247,19 +247,18 @@ class Server:
 
     def _name(self, block: Block) -> list[Out]:
         """If block 0 has just chosen the cells of a round: tell the other blocks, here and elsewhere."""
-        if block.index or block.naming is None or not block.naming.chosen:
+        chosen = [] if block.index else block.rule.take_chosen()
+        if not chosen:
             return []
-        chosen, block.naming.chosen = block.naming.chosen, []
         outs = [out for named in chosen for out in self._named(named)]
         return [*(Out(COORDINATOR, named) for named in chosen), *outs]
 
     def _named(self, named: Named) -> list[Out]:
         for block in self.blocks.values():
-            if block.naming is not None:
-                before = block.version
-                block.naming.names(block, named)
-                self.updates += block.version - before
-                self._drop(block)
+            before = block.version
+            block.rule.choose(block, named)
+            self.updates += block.version - before
+            self._drop(block)
         last = next(reversed(self.blocks.values()), None)
         return self._admit_all() + ([] if last is None else self._report_progress(last))
 
@@ -270,7 +269,7 @@ class Server:
         for block in self.blocks.values():
             if block.part != pull.part:
                 continue
-            nobody_waits = block.loaded and not block.waiting and block.clocked is None
+            nobody_waits = block.loaded and not block.waiting and not block.clocked
             if nobody_waits and block.rule.admits(block, pull, sender.index):
                 outs.append(Out(sender, self._params(block, pull, sender.index), True))
             else:
@@ -280,9 +279,9 @@ class Server:
 
     def _wait(self, block: Block, sender: Peer, pull: Pull) -> None:
         """A reader's newest question counts: a late answer to an older one would land on top of its answer."""
-        if block.clocked is not None and pull.clock >= 0 and sender.role == "worker":
+        if block.clocked and pull.clock >= 0 and sender.role == "worker":
             self.lives[sender.index] = max(sender.incarnation, self.lives.get(sender.index, 0))
-            block.clocked.enter(block, sender.index, pull.base)
+            block.rule.enter(block, sender.index, pull.base)
         block.waiting.pop(sender, None)
         block.waiting[sender] = pull
 
@@ -297,17 +296,17 @@ class Server:
         for to, _ in admitted:
             del block.waiting[to]
         outs = [Out(to, self._params(block, pull, to.index), read=True) for to, pull in admitted]
-        if block.clocked is not None and block.waiting:
-            outs += self._hold(block, block.clocked)
+        if block.clocked and block.waiting:
+            outs += self._hold(block)
         return outs
 
     def _params(self, block: Block, pull: Pull, reader: int) -> Params:
-        if block.keeping is not None and pull.clock >= 0:
-            block.keeping.give(block, reader)
+        if block.keeps_reads and pull.clock >= 0:
+            block.rule.give(block, reader)
             kept = reader
         else:
             kept = -1
-        clock = -1 if block.clocked is None or pull.clock < 0 else block.clocked.clock_of(reader)
+        clock = -1 if not block.clocked or pull.clock < 0 else block.rule.clock_of(reader)
         return Params(
             block.index,
             pull.sequence,
@@ -319,11 +318,11 @@ class Server:
             kept=kept,
         )
 
-    def _hold(self, block: Block, rule: ClockedRule) -> list[Out]:
+    def _hold(self, block: Block) -> list[Out]:
         """Tell those who have to wait for whom; once, unless it becomes somebody else."""
         outs = []
         for reader, pull in block.waiting.items():
-            holder = rule.holder(block, pull, reader.index)
+            holder = block.rule.holder(block, pull, reader.index)
             if holder is not None and self.held.get(reader) != (pull.sequence, holder):
                 self.held[reader] = pull.sequence, holder
                 outs.append(Out(reader, Held(pull.sequence, holder)))
@@ -332,8 +331,8 @@ class Server:
     def read(self, params: Params) -> tuple[Params, Tensor | None]:
         """A block's parameters as they are at this moment, for a reply that is about to leave."""
         block = self.blocks[params.block]
-        if block.keeping is not None and params.kept >= 0:
-            copy = block.keeping.copy_of(params.kept, params.version)
+        if block.keeps_reads and params.kept >= 0:
+            copy = block.rule.copy_of(params.kept, params.version)
             if copy is not None:  # otherwise the reader was given up meanwhile
                 return params, copy
         kept = len(block.place.buffers) - 1  # in rounds version r is kept beside r + 1, not longer
@@ -370,9 +369,10 @@ class Server:
         half = self.half(assign.num_workers)
         if assign.optimizer is not None:  # a user's own, with a schedule of its own
             half = replace(half, optimizer=assign.optimizer, schedule=Schedule())
-        reads = half.rule().reads
+        rule = half.rule()
+        reads = rule.reads
         self.asks = reads == "admitted"
-        self.naming = offers(half.rule(), NamingRule) is not None
+        self.naming = rule.chooses
         self.guard, self.adapt = half.guard and assign.optimizer is None, half.adapt
         self.led = Led(half.vectors) if half.vectors else None
         buffers = 2 if reads == "round" else 1
@@ -441,8 +441,8 @@ class Server:
         self.tuned = tune.number
         for block in self.blocks.values():
             block.lr_factor *= tune.lr_factor
-            if tune.bound is not None and block.tunable is not None:
-                block.tunable.retune(tune.bound)
+            if tune.bound is not None:
+                block.rule.retune(tune.bound)
         return self._admit_all()
 
     def _rest(self, worker: Peer) -> list[Out]:
@@ -453,7 +453,7 @@ class Server:
         self.held.pop(peer, None)
         for block in self.blocks.values():
             block.waiting.pop(peer, None)
-            if block.clocked is not None and self.lives.get(peer.index) == peer.incarnation and peer.role == "worker":
+            if block.clocked and self.lives.get(peer.index) == peer.incarnation and peer.role == "worker":
                 block.rule.forget(block, peer.index)
 
     def report(self, flushed: bool = False, measured: bool = True) -> Report:
@@ -487,7 +487,7 @@ class Server:
             missed=tuple(block.missed() for block in blocks) if measured else (),
             guard=self.guard,
             adapt=self.adapt,
-            bound=next((b.tunable.bound for b in blocks if b.tunable is not None), None),
-            gathers=next((b.gathering.count for b in blocks if b.gathering is not None), None),
+            bound=next((b.rule.bound for b in blocks), None),
+            gathers=next((b.rule.count for b in blocks), None),
             limit=worst_limit(block.limit() for block in blocks) if measured else None,
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -12,33 +13,82 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.blocks import BlockSpec
+    from rainband.gradient import Gradient as Gradient
     from rainband.messages import Limit, Load, Message, Named, Pull, Push
     from rainband.optim_spec import OptimizerSpec
     from rainband.places import Place
     from rainband.portions import Name, Plan
     from rainband.schedules import Schedule
     from rainband.vectors import Operation
+else:
+    Gradient = Any  # strategies import the name for annotations only: no torch for --help
 
-Kind = TypeVar("Kind")
+
+@dataclass(frozen=True)
+class Requirements:
+    """All that a run must know about a strategy before it starts. Options are checked against it."""
+
+    servers: bool = True  # parameter servers hold the parameters, and server() says what they do
+    max_replicas: int | None = None  # of the model; 1: one process (single); None: any number
+    optimizer: Literal["servers", "workers", "commands"] = "servers"  # what changes the parameters
+    waits: Literal["never", "bounded", "rounds"] = "never"  # for other workers: asynchronous, bounded, synchronous
+    batches_per_item: int = 1  # batches of one work item, whose gradients are summed into one push
+    warm_start_batches: int = 0  # one worker trains these alone before the others start
+    coordinated: bool = False  # lead() runs on the coordinator, and decides how often the data is used
+    shared_memory: bool = False  # all workers write to one copy of the parameters, on one machine
+    whole_model: bool = False  # a worker must hold the whole model: no stages
+    stages: Stashes | None = None  # a pipeline whose stages step by themselves, with these weight versions
+    custom_loop: bool = True  # a user's own training loop may use it
+    guard: bool = False  # without servers: the divergence guard may lower the learning rate
 
 
-@runtime_checkable
-class Strategy(Protocol):
+class Straggler(NamedTuple):
+    """A worker that is known to be slow, and from what."""
+
+    who: str
+    factor: float  # how many times slower
+    always: bool = True  # not only now and then
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What is known about a run before it starts."""
+
+    replicas: int
+    called: str = "workers"  # what people call the replicas
+    straggler: Straggler | None = None
+
+    def __str__(self) -> str:
+        return f"{self.replicas} {self.called}"
+
+
+class Strategy(ABC):
     """One algorithm: a frozen dataclass whose fields are its settings, its command line and its log line."""
 
+    @abstractmethod
     async def run(self, worker: Worker) -> None:
-        """The worker's half: the paper's loop, written out."""
+        """The worker part: the paper's loop, written out."""
+
+    @property
+    def requires(self) -> Requirements:
+        """What a run must know before it starts."""
+        return Requirements()
 
     def server(self, num_workers: int) -> ServerHalf | None:
-        """The servers' half; None when the algorithm has no servers."""
-
-
-@runtime_checkable
-class LedStrategy(Protocol):
-    """A strategy with a third half: the coordinator holds no parameters, and leads by commands to those who do."""
+        """The server part; None where `requires.servers` is false."""
+        return None
 
     async def lead(self, coordinator: Leading) -> None:
-        """The paper's outer loop; when it returns, the run is done."""
+        """The coordinator part, if `requires.coordinated`; when it returns, the run is done."""
+        raise NotImplementedError(f"{type(self).__name__} has no coordinator part.")
+
+    def staleness(self, replicas: int) -> float:
+        """Expected mean staleness in updates, for workers of equal speed."""
+        return 0.0
+
+    def advice(self, cluster: Cluster) -> list[str]:
+        """Warnings about these settings on this cluster, one sentence each."""
+        return []
 
 
 class Evaluation(NamedTuple):
@@ -80,22 +130,54 @@ class ServerHalf:
     adapt: tuple[int, int] | None = None  # from where to where the rule's bound may be moved while all is well
 
 
-class Rule(Protocol):
-    """When a block applies what has come and who may read it: pure, no I/O, no clock. One object per block."""
+class Rule:
+    """Update rule: when a block applies gradients and who may read it. Pure: no I/O, no clock. One object per block.
+
+    A rule overrides `absorb` and what else it needs; all else does nothing. Properties may be plain class attributes.
+    """
 
     @property
     def reads(self) -> Literal["any", "admitted", "round"]:
         """Who may read: anyone without asking, those the rule admits, or exactly the version they name."""
+        return "any"
+
+    @property
+    def clocked(self) -> bool:
+        """Does it count how far each worker is? Then enter, tick, clock_of and holder are called."""
+        return False
+
+    @property
+    def chooses(self) -> bool:
+        """Does block 0 choose the cells of a round, and all other blocks the same?"""
+        return False
+
+    @property
+    def keeps_reads(self) -> bool:
+        """Does it keep a copy of what each reader was given?"""
+        return False
 
     @property
     def buffered(self) -> int:
         """Batches that were accepted and are not in the parameters yet."""
+        return 0
+
+    @property
+    def count(self) -> int | None:
+        """Gradients that make the next update; None: as many as come."""
+        return None
+
+    @property
+    def bound(self) -> int | None:
+        """How far a reader may be ahead; None: there is no bound."""
+        return None
 
     def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
         """An accepted push has come (no gradient: its batches are skipped). The gradient is only lent."""
+        raise NotImplementedError
 
     def admits(self, block: Block, pull: Pull, reader: int) -> bool:
         """May this reader read now?"""
+        return True
 
     def forget(self, block: Block, worker: int) -> None:
         """Do not wait for that worker; what it gave stays."""
@@ -103,9 +185,12 @@ class Rule(Protocol):
     def flush(self, block: Block) -> None:
         """Apply what is buffered: the end of the run, or other numbers."""
 
+    def retune(self, bound: int) -> None:
+        """Use another bound from now on."""
 
-class ClockedRule(Protocol):
-    """A rule that admits readers by how far everyone has come: a clock is the number of cells a worker is done with."""
+    def limit(self) -> Limit | None:
+        """The bound, and the most that a reader missed; None: it bounds nothing."""
+        return None
 
     def enter(self, block: Block, worker: int, base: int) -> None:
         """A worker asks to read: from now on it is waited for. It has pushed nothing before clock `base`."""
@@ -113,55 +198,25 @@ class ClockedRule(Protocol):
     def tick(self, block: Block, worker: int, clock: int) -> None:
         """A push of this worker was answered, whatever became of it."""
 
-    def clock_of(self, worker: int) -> int: ...
+    def clock_of(self, worker: int) -> int:
+        return -1
 
     def holder(self, block: Block, pull: Pull, reader: int) -> int | None:
         """For whom does a reader wait that is not admitted? None: for its own pushes."""
+        return None
 
+    def take_chosen(self) -> list[Named]:
+        """What block 0 has chosen since the last call, to be told to the others."""
+        return []
 
-class NamingRule(Protocol):
-    """A rule in which block 0 chooses, and all others must choose the same."""
+    def choose(self, block: Block, named: Named) -> None:
+        """Block 0 has chosen."""
 
-    chosen: list[Named]  # by block 0, to be told to the others
+    def give(self, block: Block, reader: int) -> None:
+        """A reader is admitted, and computes with the block as it is now."""
 
-    def names(self, block: Block, named: Named) -> None: ...
-
-
-class KeepingRule(Protocol):
-    """A rule that keeps a copy of what each reader was given."""
-
-    def give(self, block: Block, reader: int) -> Tensor: ...
-
-    def copy_of(self, reader: int, version: int) -> Tensor | None: ...
-
-
-class TunableRule(Protocol):
-    """A rule whose bound may change during the run."""
-
-    bound: int
-
-    def retune(self, bound: int) -> None: ...
-
-
-class GatheringRule(Protocol):
-    """A rule that makes one update of several gradients."""
-
-    count: int  # of the update at hand
-
-
-class LimitedRule(Protocol):
-    """A rule that bounds what a reader may miss, and measures it."""
-
-    def limit(self) -> Limit: ...
-
-
-def offers(rule: object, kind: type[Kind]) -> Kind | None:
-    """A rule as one that can do more, if it can.
-
-    Not by isinstance: since Python 3.12 that does not see what a rule hands on to another one inside it.
-    """
-    wanted = {name for name in (*vars(kind), *getattr(kind, "__annotations__", {})) if not name.startswith("_")}
-    return cast("Kind", rule) if all(hasattr(rule, name) for name in wanted) else None
+    def copy_of(self, reader: int, version: int) -> Tensor | None:
+        return None
 
 
 class Block(Protocol):
@@ -189,10 +244,17 @@ class Block(Protocol):
 class Worker(Protocol):
     """All that a strategy may touch."""
 
-    index: int
-    num_workers: int
-    params: Parameters
-    server: Servers
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def num_workers(self) -> int: ...
+
+    @property
+    def params(self) -> Parameters: ...
+
+    @property
+    def server(self) -> Servers: ...
 
     def cells(self) -> AsyncIterator[Cell]:
         """The cells leased to this worker, until the run's data is done; in rounds, each when its round is open."""
@@ -292,21 +354,6 @@ class LocalOptimizer(Protocol):
 
     def step(self, gradient: Gradient) -> None:
         """One step with this gradient, at the learning rate of its place in the plan; its batches are done."""
-
-
-class Gradient(Protocol):
-    """The sum of some batches' gradients; it knows which batches."""
-
-    batches: tuple[Batch, ...]
-    samples: int
-    loss: float
-
-    def __add__(self, other: Gradient) -> Gradient: ...
-
-    def __mul__(self, factor: float) -> Gradient: ...
-
-    def plus(self, other: Gradient, times: float) -> Gradient:
-        """Add so many times another one. It takes over this gradient's memory: do not use the summands afterwards."""
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):

@@ -11,11 +11,12 @@ import xxhash
 
 from rainband.client import Client, PullHandle, StillWanted
 from rainband.flat import Flat
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.messages import Report, Skipped, Tally
 from rainband.optim import build
 from rainband.portions import Marks, Name, Plan, num_batches
 from rainband.schedules import Schedule
+from rainband.steps import Work
 from rainband.types import Batch, Cell
 
 if TYPE_CHECKING:
@@ -27,30 +28,20 @@ if TYPE_CHECKING:
     from rainband.types import StageOfPipeline, Stashes
 
 
-class Work:
-    """Something that takes time to compute. The world performs it, or says when it would be done."""
-
-    share = 1.0  # of the time that a gradient of the whole model takes
-    label = ""  # in the picture of a run: F3 and B3, a forward and a backward of microbatch 3
-
-    def perform(self) -> None:
-        raise AssertionError("each kind of work says what is to be done")
-
-
 class Compute(Work):
     """A gradient that is wanted."""
 
     def __init__(self, worker: ModuleWorker, batch: Batch) -> None:
         self.worker = worker
         self.batch = batch
-        self.result: ModuleGradient | None = None
+        self.result: Gradient | None = None
         # While it computes, newer parameters may come for the next one.
         self.began, self.read = worker.client.clock, tuple(worker.client.versions)
 
     def perform(self) -> None:
         self.result = self.worker.compute(self.batch)
 
-    def __await__(self) -> Generator[Compute, None, ModuleGradient]:
+    def __await__(self) -> Generator[Compute, None, Gradient]:
         while self.result is None:
             yield self
         self.result.began, self.result.read = self.began, self.read
@@ -81,7 +72,7 @@ class ServerSide:
         self.client = client
         self.push = client.push
 
-    def exchange(self, gradient: ModuleGradient) -> PullHandle:
+    def exchange(self, gradient: Gradient) -> PullHandle:
         return self.client.exchange(gradient)
 
     def pull(self, round: int | None = None, ahead: int = 0) -> PullHandle:
@@ -94,7 +85,7 @@ class OwnParameters:
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
 
-    def step(self, gradient: ModuleGradient, lr: float) -> None:
+    def step(self, gradient: Gradient, lr: float) -> None:
         if gradient.is_finite:  # or every gradient after it would not be, either
             self.flat.add_(gradient.tensors, -lr)
 
@@ -136,7 +127,7 @@ class ModuleWorker:
     def gradient(self, batch: Batch) -> Compute:
         return Compute(self, batch)
 
-    def compute(self, batch: Batch) -> ModuleGradient:
+    def compute(self, batch: Batch) -> Gradient:
         """The gradient of the mean loss of a batch: a function of the parameters and the batch's name alone."""
         torch.default_generator.manual_seed(self._seed(batch))
         samples = self.fetch(batch)
@@ -146,7 +137,7 @@ class ModuleWorker:
         loss.backward()  # type: ignore[no-untyped-call]
         self.flat.check()
         num_samples = self.plan.samples_in(batch.portion, batch.k)
-        gradient = ModuleGradient(self.tensors(), (batch,), num_samples, loss.item())
+        gradient = Gradient(self.tensors(), (batch,), num_samples, loss.item())
         self._count(gradient)
         return gradient
 
@@ -162,7 +153,7 @@ class ModuleWorker:
         name = f"{self.plan.seed} {batch.portion} {batch.k}"
         return xxhash.xxh3_64_intdigest(name.encode()) >> 1
 
-    def _count(self, gradient: ModuleGradient) -> None:
+    def _count(self, gradient: Gradient) -> None:
         stats = self.client.stats
         stats.steps += 1
         stats.samples += gradient.samples
@@ -218,7 +209,7 @@ class OwnOptimizer:
         self.optimizer = build(spec, [group for group in groups if group["params"]])
         self.base = [group["lr"] for group in self.optimizer.param_groups]
 
-    def step(self, gradient: ModuleGradient) -> None:
+    def step(self, gradient: Gradient) -> None:
         if not gradient.is_finite:
             self.marks.add(gradient.name(), "not finite")
             return

@@ -17,10 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rainband.pipeline.check import Costs, check
 from rainband.pipeline.cut import cut
-from rainband.pipeline.execute import Micro, Pipeline
+from rainband.pipeline.of_task import Micro
 from rainband.pipeline.schedules import gpipe, one_f_one_b
 from rainband.pipeline.stage import Stage
 from rainband.pipeline.table import Table
+from rainband.stages.one_process import Pipeline
 from reproduce.runs import arguments, draw, report
 
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}

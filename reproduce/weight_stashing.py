@@ -18,9 +18,10 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from rainband.pipeline.cut import cut
-from rainband.pipeline.execute import Micro, Pipeline
+from rainband.pipeline.of_task import Micro
 from rainband.pipeline.schedules import pipedream
 from rainband.pipeline.table import Table
+from rainband.stages.one_process import Pipeline
 from rainband.tasks.digits import Digits
 from reproduce.runs import arguments, draw, over_seeds, report
 

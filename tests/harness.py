@@ -26,7 +26,7 @@ from rainband.blocks import BlockSpec, Entry, arrange
 from rainband.client import Client, Handle, PullHandle
 from rainband.coordinator import Coordinator, RunSettings
 from rainband.errors import Stop
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.messages import (
     COORDINATOR,
     Ack,
@@ -163,7 +163,7 @@ class OwnParameters:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
 
-    def step(self, gradient: ModuleGradient, lr: float) -> None:
+    def step(self, gradient: Gradient, lr: float) -> None:
         self.memory.add_(gradient.tensors, -lr)
 
 
@@ -308,7 +308,7 @@ class Node:
 
         return ready
 
-    def _compute(self, client: Client, batch: Batch) -> ModuleGradient:
+    def _compute(self, client: Client, batch: Batch) -> Gradient:
         plan = client.plan
         number = number_of(plan, batch.portion, batch.k)
         samples = plan.samples_in(batch.portion, batch.k)
@@ -316,7 +316,7 @@ class Node:
         client.stats.samples += samples
         if plan.columns and not getattr(self.case.strategy, "backup_workers", 0):  # otherwise it shows who was late
             self.check_round_read(plan.round_of(batch.portion, batch.k), plan)
-        return ModuleGradient(self.gradients(number), (batch,), samples, 0.0)
+        return Gradient(self.gradients(number), (batch,), samples, 0.0)
 
     def check_round_read(self, round_: int, plan: Plan) -> None:
         """A cell of a round is computed at exactly that round's version of every block."""
@@ -422,9 +422,9 @@ class World:
             layout=self.layout,
             batch_size=self.case.batch_size,
             epochs=self.case.epochs,
-            cell_batches=getattr(strategy, "cell_batches", 1),
+            cell_batches=strategy.requires.batches_per_item,
             rounds=self.case.rounds,
-            warm_batches=getattr(strategy, "warm_batches", 0),
+            warm_batches=strategy.requires.warm_start_batches,
         )
 
     def _add_worker(self, peer: Peer) -> Node:

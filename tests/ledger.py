@@ -60,7 +60,7 @@ class Case:
 
     @property
     def rounds(self) -> bool:
-        return bool(getattr(self.strategy, "rounds", False))
+        return self.strategy.requires.waits == "rounds"
 
 
 class Ledger:

@@ -12,17 +12,11 @@ from torch import Tensor
 
 from rainband.blocks import BlockSpec
 from rainband.books import Books
-from rainband.client import Client
 from rainband.coordinator import Coordinator, RunSettings
-from rainband.flat import Flat
-from rainband.handover import State
 from rainband.messages import (
     COORDINATOR,
     Address,
     Bye,
-    Conclude,
-    Go,
-    Join,
     Load,
     Message,
     Params,
@@ -39,6 +33,7 @@ from rainband.server import Server
 from rainband.strategies.downpour import Downpour
 from rainband.types import ServerHalf, Strategy
 from rainband.worlds.own_loop import OwnLoop
+from rainband.worlds.session import Session
 
 ME = Peer("worker", 0)
 PLAIN = Downpour(overlap=False)  # one worker that waits for its own push: the same as plain PyTorch
@@ -53,7 +48,6 @@ class OneProcess:
     def __init__(self, strategy: Strategy = PLAIN, num_servers: int = 2, seed: int = 0) -> None:
         self.strategy = strategy
         self.optimizers: Sequence[str] = ()
-        self.conclude: tuple[Conclude, memoryview | None] | None = None
         self.left = self.joined = self.knows_its_place = False
         self.mail: deque[tuple[Peer, Peer, bytes, Any]] = deque()  # from, to, message, payload
         self.pushes: list[Push] = []  # that reached the first block
@@ -64,9 +58,7 @@ class OneProcess:
             RunSettings(num_workers=1, num_servers=num_servers, seed=seed, optimizers=("tests.lion:Lion",))
         )
         self.servers = {Peer("server", i): Server(self._half, _publish) for i in range(num_servers)}
-        self.client: Client | None = None
-        self.welcome: Welcome | None = None
-        self.go = False
+        self.session = Session(ME, self)
 
     def _half(self, num_workers: int) -> ServerHalf:
         half = self.strategy.server(num_workers)
@@ -90,36 +82,14 @@ class OneProcess:
             self._deliver(*self.mail.popleft())
         return True
 
-    def enter(self, join: Join, flat: Flat, state: State | None = None) -> Client:
-        self.tell(join)
-        while self.welcome is None:
-            self.wait()
-        welcome = self.welcome
-        ports = [MemoryPort(self, peer) for peer in self.servers]
-        self.client = Client(ME, welcome.plan, flat, welcome.blocks, welcome.owners, ports, self.tell)
-        if welcome.load:
-            self.client.load(state)
-        while not self.go:
-            self.wait()
-        return self.client
+    def open_links(self, welcome: Welcome, part: int) -> list[Any]:
+        return [MemoryPort(self, peer) for peer in self.servers]
 
-    def see_pushes_through(self) -> None:
-        assert self.client is not None
-        while self.client.pushes:
-            self.wait()
+    def before_training(self, worker: object) -> None: ...
 
-    def pull_latest(self) -> None:
-        assert self.client is not None
-        if self.client.ports:
-            pull = self.client.pull_latest()
-            while not pull.ready():
-                self.wait()
+    def flush_output(self) -> None: ...
 
-    def pull_final(self) -> None:
-        assert self.client is not None
-        for pull in self.client.pull_final() if self.client.ports else ():
-            while not pull.ready():
-                self.wait()
+    async def saved(self) -> None: ...
 
     # ---- the post ----
 
@@ -152,17 +122,10 @@ class OneProcess:
                 self.post(to, out.to, params, None if values is None else values.clone())
 
     def _to_worker(self, message: Message, payload: Any) -> None:
-        match message:
-            case Welcome():
-                self.welcome = message
-            case Go():
-                self.go = True
-            case Conclude():
-                self.conclude = message, None if payload is None else memoryview(payload)
-            case Bye():
-                assert self.left, f"dismissed: {message.reason}"
-            case _ if self.client is not None:
-                self.client.receive(message, payload)
+        if isinstance(message, Bye):
+            assert self.left, f"dismissed: {message.reason}"
+        else:
+            self.session.receive(message, payload)
 
     # ---- what a test asks ----
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from rainband.pipeline.cut import cut
-from rainband.pipeline.execute import Micro, Pipeline
+from rainband.pipeline.of_task import Micro
 from rainband.pipeline.table import Table
+from rainband.stages.one_process import Pipeline
 
 LR = 0.5
 sgd = partial(SGD, lr=LR)

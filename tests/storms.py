@@ -15,16 +15,20 @@ from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
-from rainband.types import Block, ServerHalf, Strategy, Worker
+from rainband.types import Block, Requirements, ServerHalf, Strategy, Worker
 from tests.harness import Faults, Outcome, run
 from tests.ledger import LR, Case
 
 
 @dataclass(frozen=True)
-class Ragged:
+class Ragged(Strategy):
     """Downpour whose workers cut a cell differently, as loops of their own would: no two begin alike."""
 
     cell_batches: int = 4
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(batches_per_item=self.cell_batches)
 
     async def run(self, worker: Worker) -> None:
         await worker.server.pull()
@@ -56,7 +60,7 @@ def draw(seed: int, kind: str) -> tuple[Case, Faults]:
         num_samples=num_samples,
         batch_size=batch_size,
         epochs=epochs,
-        portion_batches=r.choice((0, 2, 4)) * getattr(strategy, "cell_batches", 1),
+        portion_batches=r.choice((0, 2, 4)) * strategy.requires.batches_per_item,
         direct=r.random() < 0.5,
         not_finite=not_finite,
         absent=_draw_absent(r, num_batches, len(dtypes) * num_servers, not_finite) if odd else frozenset(),
@@ -117,7 +121,7 @@ class SumOfArrivals(MeanOfArrivals):
 
 
 @dataclass(frozen=True)
-class Softly:
+class Softly(Strategy):
     """Soft synchronisation, so that the ledger can count."""
 
     n: int

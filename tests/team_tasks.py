@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rainband.client import Client
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.messages import Finish, Lease, Message, Peer, Report
+from rainband.peers_inbox import Inbox
 from rainband.pipeline.cut import cut
 from rainband.pipeline.of_task import build_model
 from rainband.pipeline.plan import Plan, Stage
@@ -26,7 +27,6 @@ from rainband.stages.plan import TeamPlan
 from rainband.stages.share import Share
 from rainband.stages.worker import ShareWorker
 from rainband.tasks.task import TensorData, parameter_groups
-from rainband.transports.peers_inbox import Inbox
 from rainband.types import Batch, Tag
 from rainband.worker import ModuleWorker, Work
 from tests.pipeline_models import examples
@@ -209,7 +209,7 @@ def _take_turns(lives: list[Any], waiting: deque[int], wanted: dict[int, Any], r
             wanted.pop(number, None)
 
 
-def whole_gradient(task: Shaped, batch: Batch) -> ModuleGradient:
+def whole_gradient(task: Shaped, batch: Batch) -> Gradient:
     from rainband.flat import Flat
 
     model = task.model()

@@ -53,7 +53,7 @@ def test_another_block_waits_until_it_is_told_which_and_takes_the_same() -> None
         rule.absorb(block, cell_push(block.plan, 0, column=column), number(value))
     assert block.numbers() == [] and rule.buffered == 2
 
-    rule.names(block, Named(0, (0, 2)))
+    rule.choose(block, Named(0, (0, 2)))
     assert block.numbers() == []  # one of them has yet to come
     rule.absorb(block, cell_push(block.plan, 0, column=0), number(2.0))
 
@@ -65,7 +65,7 @@ def test_a_choice_that_comes_twice_or_too_late_changes_nothing() -> None:
     for column in (0, 2):
         rule.absorb(block, cell_push(block.plan, 0, column=column), number(1.0))
     for _ in range(2):
-        rule.names(block, Named(0, (0, 2)))
+        rule.choose(block, Named(0, (0, 2)))
 
     assert block.numbers() == [1.0] and block.version == 1 and rule.named is None
 

@@ -245,8 +245,9 @@ def test_a_configuration_and_a_task_together_are_a_mistake(tmp_path: Path) -> No
 def test_an_infinite_setting_survives_the_file(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text(
         "from dataclasses import dataclass\n"
+        "from rainband.types import Strategy\n"
         "@dataclass(frozen=True)\n"
-        "class Endless:\n"
+        "class Endless(Strategy):\n"
         "    bound: float = float('inf')\n"
         "    hook: object = print\n"
         "    async def run(self, worker): ...\n"

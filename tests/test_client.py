@@ -13,7 +13,7 @@ from torch import Tensor
 from rainband.blocks import BlockSpec
 from rainband.client import Client, PullHandle
 from rainband.errors import Refused
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.messages import Ack, Finish, Halt, Lease, Load, Message, Params, Peer, Pull, Push, Return, Revoke, Want
 from rainband.portions import Plan, Range
 from rainband.types import Batch, Cell
@@ -95,7 +95,7 @@ class Setting:
     def push(self, portion: int, *ks: int, number: int = 1, values: tuple[float | None, ...] = (1.0, 2.0)) -> Any:
         tensors = [None if value is None else full(value) for value in values]
         batches = tuple(Batch(portion, k, number) for k in ks)
-        return self.client.push(ModuleGradient(tensors, batches, samples=len(ks), loss=0.0))
+        return self.client.push(Gradient(tensors, batches, samples=len(ks), loss=0.0))
 
     def ack(self, block: int, sequence: int, result: str = "applied", reason: str = "") -> None:
         self.client.receive(Ack(block, sequence, result, term=1, version=1, reason=reason))
@@ -367,7 +367,7 @@ def test_shared_memory_is_read_without_asking_once_ones_own_pushes_are_in() -> N
 
 def test_an_exchange_takes_each_block_over_as_it_comes() -> None:
     s = Setting()
-    gradient = ModuleGradient([full(1.0), full(2.0)], (Batch(0, 0, 1),), 1, 0.0)
+    gradient = Gradient([full(1.0), full(2.0)], (Batch(0, 0, 1),), 1, 0.0)
     exchange = s.client.exchange(gradient)
 
     assert [port.all(Push)[0].want for port in s.ports] == [True, True]
@@ -380,7 +380,7 @@ def test_an_exchange_takes_each_block_over_as_it_comes() -> None:
 
 def test_an_exchange_of_a_gradient_that_is_not_finite_still_brings_the_parameters() -> None:
     s = Setting()
-    gradient = ModuleGradient([full(math.inf), full(2.0)], (Batch(0, 0, 1),), 1, 0.0)
+    gradient = Gradient([full(math.inf), full(2.0)], (Batch(0, 0, 1),), 1, 0.0)
     exchange = s.client.exchange(gradient)
 
     assert [(p.skip, p.want) for port in s.ports for p in port.all(Push)] == [("not finite", True)] * 2

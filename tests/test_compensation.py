@@ -12,7 +12,7 @@ from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
-from rainband.types import ClockedRule, LimitedRule, Rule, Strategy, offers
+from rainband.types import Rule, Strategy
 from tests.harness import Faults, World
 from tests.ledger import Case
 from tests.pieces import WORKERS, full, make_half, make_place, make_plan, make_push, named, send, specs_of, value_of
@@ -139,9 +139,9 @@ def test_one_copy_is_kept_for_each_worker_and_none_for_the_forgotten() -> None:
 
 def test_it_can_be_put_around_any_rule_and_shows_what_that_one_can_do() -> None:
     around = Compensated(WaitForSlowest(3), 0.5)
-    limited = offers(around, LimitedRule)
-    assert offers(around, ClockedRule) and limited is not None and limited.limit().bound == 3
-    assert offers(Compensated(MeanOfArrivals(2), 0.5), ClockedRule) is None
+    limit = around.limit()
+    assert around.clocked and limit is not None and limit.bound == 3
+    assert not Compensated(MeanOfArrivals(2), 0.5).clocked
     assert compensated(ApplyOnArrival, 0.0) is ApplyOnArrival
 
 

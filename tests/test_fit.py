@@ -89,6 +89,7 @@ def test_there_must_be_a_worker() -> None:
 AT_A_PROMPT = """
 import dataclasses, threading, torch, rainband
 from rainband.tasks.linear import Linear
+from rainband.types import Requirements, Strategy
 
 SCALE = 2.0
 
@@ -98,9 +99,9 @@ class Mine(Linear):
         return SCALE * super().loss(model, batch)
 
 @dataclasses.dataclass(frozen=True)
-class Slowly:
+class Slowly(Strategy):
     inner: rainband.Downpour = rainband.Downpour(optimizer="sgd", lr=0.25, n_push=2)
-    cell_batches = 2
+    requires = Requirements(batches_per_item=2)
     async def run(self, worker):
         await self.inner.run(worker)
     def server(self, num_workers):

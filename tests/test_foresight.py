@@ -18,10 +18,11 @@ from rainband.cli.main import build_app
 from rainband.cli.warn import before, last_straggler
 from rainband.pipeline.plan import Plan, Stage
 from rainband.stages.plan import TeamPlan
+from rainband.types import Straggler
 from rainband.worlds import sim
 from rainband.worlds.config import RunConfig, SimSettings
 from rainband.worlds.directory import EventLog, new_directory, write_config
-from rainband.worlds.foresight import Straggler, expected_staleness, foreseen, straggler_among, straggler_of
+from rainband.worlds.foresight import foreseen, straggler_among, straggler_of
 
 SLOW = Straggler("worker 3", 5.0)
 NOW_AND_THEN = Straggler("one step in 20", 10.0, always=False)
@@ -170,9 +171,7 @@ def test_many_workers_with_one_rate_for_all_are_told_how_much_smaller_it_must_be
 
 @pytest.mark.parametrize("workers, n", [(4, 1), (4, 4), (6, 2), (30, 15)])
 def test_expected_staleness_is_lambda_minus_1_over_c(workers: int, n: int) -> None:
-    assert math.isclose(
-        expected_staleness(load_strategy("soft_sync", {"n": n}), workers), (workers - 1) / (workers // n)
-    )
+    assert math.isclose(load_strategy("soft_sync", {"n": n}).staleness(workers), (workers - 1) / (workers // n))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ def test_the_staleness_that_is_expected_is_the_one_that_is_seen(
         directory=str(tmp_path),
         sim=SimSettings(compute={"kind": "constant"}),
     )
-    expected = expected_staleness(load_strategy(strategy, settings), 4)
+    expected = load_strategy(strategy, settings).staleness(4)
     assert expected == missed
     assert sim.run(config, lambda event: None).staleness["mean"] == pytest.approx(expected, rel=0.05)
 

@@ -27,7 +27,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "words": Layer(
         modules="types messages events errors settings schedules optim_spec blocks portions topology places stats "
-        "training_time vectors",
+        "training_time vectors advice steps peers_inbox",
         may_import="",
     ),
     # Thinking without talking: tensors in, tensors out.

@@ -24,7 +24,7 @@ from rainband.blocks import BlockSpec
 from rainband.client import Client
 from rainband.duties.facts import Facts
 from rainband.duties.leases import Leases
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.messages import Params, Push, Return
 from rainband.portions import Marks, Name
 from rainband.rules import Clocks, FirstOfRound, MeanOfArrivals, MeanOfRound, WaitForSlowest
@@ -133,7 +133,7 @@ def mean_of_means(patch: pytest.MonkeyPatch) -> None:
 def block_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """A block is filled with its neighbour's gradient."""
 
-    def filler(client: Client, block: BlockSpec, gradient: ModuleGradient) -> Callable[[Tensor], None]:
+    def filler(client: Client, block: BlockSpec, gradient: Gradient) -> Callable[[Tensor], None]:
         other = client.blocks[(block.index + 1) % len(client.blocks)]
 
         def fill(out: Tensor) -> None:

@@ -30,7 +30,7 @@ from rainband.schedules import Schedule
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.single import Single
 from rainband.strategies.sync import Sync
-from rainband.types import ServerHalf, Worker
+from rainband.types import Requirements, ServerHalf, Strategy, Worker
 from rainband.worlds.alone import Alone
 from rainband.worlds.own_loop import OwnLoop
 from tests.lion import Lion
@@ -920,10 +920,10 @@ def test_a_batch_left_out_of_a_round_is_skipped_by_the_round() -> None:
 
 
 @dataclass(frozen=True)
-class Averaging:
+class Averaging(Strategy):
     """Steps locally, and tells the servers of it without ever looking back."""
 
-    local_steps = True
+    requires = Requirements(optimizer="workers")
 
     async def run(self, worker: Worker) -> None:
         optimizer = worker.optimizer(OptimizerSpec("sgd", {"lr": 9.9}), Schedule())
@@ -938,8 +938,10 @@ class Averaging:
 
 
 @dataclass(frozen=True)
-class Doubling:
+class Doubling(Strategy):
     """Steps locally with a gradient of its own making; looks at the parameters right after."""
+
+    requires = Requirements(servers=False, max_replicas=1, optimizer="workers")
 
     async def run(self, worker: Worker) -> None:
         optimizer = worker.optimizer(OptimizerSpec("sgd"), Schedule())

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from rainband.pipeline.cut import cut
-from rainband.pipeline.execute import Pipeline
 from rainband.pipeline.schedules import gpipe, interleaved, one_f_one_b, pipedream, two_buffered
 from rainband.pipeline.table import Table
+from rainband.stages.one_process import Pipeline
 from tests.pipeline_models import (
     one_thread,  # noqa: F401 (a fixture for all)
 )
@@ -203,8 +203,8 @@ def test_recomputing_keeps_no_results_between_forward_and_backward() -> None:
     model = chain_net(2)
     graph = cut(model, (torch.randn(2, 4).double(),))
     pipeline = Pipeline(graph, by_pairs(graph.units), gpipe(2, 1), sgd, recompute=True)
-    pipeline.stages[0, 0].forward(0, 0, [torch.randn(2, 4).double()])
-    assert pipeline.stages[0, 0].kept[0].results == ()
+    pipeline.stages[0, 0].forward(0, 0, 0, [torch.randn(2, 4).double()])
+    assert pipeline.stages[0, 0].kept[0, 0].results == ()
 
 
 # ---- randomness and statistics ----

@@ -14,7 +14,6 @@ from rainband.cli.main import build_app
 from rainband.pipeline.check import check as play
 from rainband.pipeline.cut import cut
 from rainband.pipeline.draw import draw_plan, draw_schedule
-from rainband.pipeline.execute import Pipeline
 from rainband.pipeline.measure import measure
 from rainband.pipeline.of_task import cut_task, inputs_of, loss_of, micros_of
 from rainband.pipeline.partitioners import find_partitioner, make_plan
@@ -23,6 +22,7 @@ from rainband.pipeline.plan import Plan, Stage, check, from_placement, load, mem
 from rainband.pipeline.profile import Network, Profile, Resources, Unit, Value
 from rainband.pipeline.schedules import pipedream
 from rainband.pipeline.show import plan_lines, profile_lines
+from rainband.stages.one_process import Pipeline
 from rainband.tasks.digits import Digits
 from rainband.tasks.task import TensorData
 from tests.pipeline_models import (

@@ -12,9 +12,10 @@ from torch.optim import SGD, Adam
 from torch.utils import _pytree as pytree
 
 from rainband.pipeline.cut import cut
-from rainband.pipeline.execute import Micro, Pipeline
+from rainband.pipeline.of_task import Micro
 from rainband.pipeline.schedules import gpipe, one_f_one_b, pipedream
 from rainband.pipeline.table import Table
+from rainband.stages.one_process import Pipeline
 from tests.pipeline_models import (
     examples,
     one_thread,  # noqa: F401 (a fixture for all)

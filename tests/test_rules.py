@@ -14,6 +14,8 @@ from torch import Tensor
 from rainband.messages import Pull, Push
 from rainband.portions import Plan
 from rainband.rules import ApplyOnArrival, MeanOfRound
+from rainband.rules.around import Around
+from rainband.types import Rule
 from tests.pieces import cell_push, make_plan, make_push, named, rounds_plan
 
 
@@ -197,3 +199,9 @@ def test_whoever_comes_first_the_mean_is_the_mean(order: list[int], values: list
         rule.absorb(block, cell_push(plan, 0, column=column), number(4.0 * values[column]))
 
     assert block.numbers() == [float(sum(values))]
+
+
+def test_a_rule_around_another_hands_on_everything() -> None:
+    """Do-nothing defaults would otherwise hide what the inner rule does."""
+    declared = {name for name in vars(Rule) if not name.startswith("_")}
+    assert declared <= set(vars(Around))

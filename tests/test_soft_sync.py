@@ -153,12 +153,12 @@ def test_in_a_run_with_a_kill_c_follows_and_an_event_says_so() -> None:
     world.run(until_s=40.25)
     (block,) = world.servers[0].server.blocks.values()
     before = block.version
-    assert block.gathering is not None and block.gathering.count == 3 and before == 80  # 40 s of 6 gradients
+    assert block.rule.count == 3 and before == 80  # 40 s of 6 gradients
 
     for worker in (1, 4):
         world.kill(world.workers[worker])
     world.run()
-    assert block.gathering.count == 2
+    assert block.rule.count == 2
     assert [event.gradients for event in seen if isinstance(event, events.Regrouped)] == [2]
     books = world.coordinator.books()
     assert books is not None and books.balanced and books.applied == 1200

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from rainband.pipeline.cut import cut
-from rainband.pipeline.execute import Pipeline
 from rainband.pipeline.of_task import micros_of
 from rainband.pipeline.schedules import pipedream, two_buffered
 from rainband.pipeline.table import Table
 from rainband.portions import Plan as DataPlan
 from rainband.stages.counting import Counting
+from rainband.stages.one_process import Pipeline
 from rainband.stages.stashing import Stashing
 from rainband.strategies.pipedream import Pipedream
 from rainband.types import Batch, Stashes

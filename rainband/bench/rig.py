@@ -16,7 +16,7 @@ from rainband.bench.processes import Process
 from rainband.blocks import BlockSpec, cut, deal
 from rainband.client import Client
 from rainband.flat import Flat
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.messages import COORDINATOR, Address, Assign, Bye, Message, Opened, Peer, Ready, ServerJoin
 from rainband.optim_spec import OptimizerSpec
 from rainband.portions import Plan
@@ -251,6 +251,6 @@ class BenchWorker:
         assert self.client is not None
         batch = Batch(self.batch // 64, self.batch % 64, 1)
         self.batch += 1
-        pull = self.client.exchange(ModuleGradient([self.gradient], (batch,), 1, 0.0))
+        pull = self.client.exchange(Gradient([self.gradient], (batch,), 1, 0.0))
         while not pull.ready():
             self.switchboard.wait()

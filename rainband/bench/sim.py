@@ -24,8 +24,9 @@ from rainband.tasks.load import load_task
 from rainband.worlds import local, sim
 from rainband.worlds.calibrate import calibrate
 from rainband.worlds.config import RunConfig, SimSettings
+from rainband.worlds.run import View
 
-World = Callable[[RunConfig, local.View], local.RunResult]
+World = Callable[[RunConfig, View], local.RunResult]
 SIZES = ("0.7M", "5.8M", "20M")
 STRATEGIES = ("downpour", "sync")
 BAR = 0.15

@@ -162,7 +162,7 @@ def _crew(base: RunConfig, strategy: Strategy, given: Mapping[str, Any], size: i
         if given.get("num_servers"):
             raise ValueError(f"{base.strategy} has no servers: leave out --servers {servers}, or choose downpour.")
         return {"num_workers": workers, "num_servers": 0}
-    if strategy.server(workers // size) is None:
+    if strategy.requires.max_replicas == 1:
         return _alone(base, given, size)
     if servers < 1:
         raise ValueError(
@@ -195,7 +195,7 @@ def _alone(base: RunConfig, given: Mapping[str, Any], size: int) -> dict[str, in
 
 
 def _with_servers() -> str:
-    return " or ".join(name for name in strategy_names() if find_strategy(name)().server(1) is not None)
+    return " or ".join(name for name in strategy_names() if find_strategy(name)().requires.servers)
 
 
 # ---- a script ----

@@ -127,7 +127,7 @@ def _crew(name: str, pairs: list[str], workers: int, servers: int | None) -> tup
             raise ValueError(f"{setting}={settings[setting]}: the script's own optimizer says so; leave it out here.")
     strategy = load_strategy(name, settings)
     refuse_led(strategy, name)
-    if strategy.server(workers) is None:
+    if not strategy.requires.servers:
         if servers:
             raise ValueError(f"{name} has no servers: leave --servers {servers} out.")
         if name == "single" and workers > 1:

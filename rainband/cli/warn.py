@@ -13,8 +13,9 @@ from statistics import median
 from rainband.catalogue import load_strategy
 from rainband.cli.words import count, percent, whole
 from rainband.history import RunSoFar, is_run, read_run
+from rainband.types import Straggler
 from rainband.worlds.config import RunConfig
-from rainband.worlds.foresight import Straggler, foreseen, straggler_among, straggler_of
+from rainband.worlds.foresight import foreseen, straggler_among, straggler_of
 from rainband.worlds.verdict import diverged
 
 LOUD, WIDTH = "WARNING: ", 100

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rainband.pipeline.play import Send, Stuck, play
 from rainband.pipeline.table import Action, Table
 
 
@@ -53,6 +54,7 @@ class Facts:
 def check(table: Table, costs: Costs | None = None) -> Facts:
     """Raise ValueError, naming actions, if the table cannot be played or is incomplete; else say what it takes."""
     _check_complete(table)
+    _check_versions(table)
     spans = _play(table, costs or Costs())
     total = max(span.to_s for span in spans)
     busy = sum(span.to_s - span.from_s for span in spans)
@@ -95,40 +97,26 @@ def needs(table: Table, machine: int, action: Action) -> list[tuple[int, Action]
 
 
 def _play(table: Table, costs: Costs) -> list[Span]:
-    done: dict[tuple[int, int, str, int], float] = {}
-    version: dict[tuple[int, int], int] = {}
-    at, free = [0] * len(table.rows), [0.0] * len(table.rows)
-    spans: list[Span] = []
-    while sum(at) < sum(map(len, table.rows)):
-        before = sum(at)
-        for machine, row in enumerate(table.rows):
-            while (
-                at[machine] < len(row)
-                and (ready := _ready_s(table, machine, row[at[machine]], done, costs)) is not None
-            ):
-                action = row[at[machine]]
-                _check_version(table, machine, action, version)
-                start = max(ready, free[machine])
-                free[machine] = done[(machine, *action[:3])] = start + costs.of(action)
-                spans.append(Span(machine, action, start, free[machine]))
-                at[machine] += 1
-        if sum(at) == before:
-            waiting = [f"machine {m} at {row[at[m]]}" for m, row in enumerate(table.rows) if at[m] < len(row)]
-            raise ValueError(f"the schedule {table.name} deadlocks: {', '.join(waiting)} wait for each other.")
-    return spans
+    rows = [[(machine, *action[:3]) for action in row] for machine, row in enumerate(table.rows)]
+    actions = {(machine, *action[:3]): action for machine, row in enumerate(table.rows) for action in row}
+    sends = [
+        Send(((other, *needed[:3]),), (task,), 0.0, costs.sending_s(needed.stage, action.stage))
+        for task, action in actions.items()
+        for other, needed in needs(table, task[0], action)
+    ]
+    try:
+        times = play(rows, {task: costs.of(action) for task, action in actions.items()}, sends)
+    except Stuck as stuck:
+        waiting = ", ".join(f"machine {machine} at {actions[task]}" for machine, task in stuck.waiting.items())
+        raise ValueError(f"the schedule {table.name} deadlocks: {waiting} wait for each other.") from None
+    return [Span(task[0], action, times.start_s[task], times.end_s[task]) for task, action in actions.items()]
 
 
-def _ready_s(
-    table: Table, machine: int, action: Action, done: Mapping[tuple[int, int, str, int], float], costs: Costs
-) -> float | None:
-    """When all that an action needs has come; None: not yet."""
-    ready = 0.0
-    for other, needed in needs(table, machine, action):
-        end = done.get((other, *needed[:3]))
-        if end is None:
-            return None
-        ready = max(ready, end + (costs.sending_s(needed.stage, action.stage) if other != machine else 0.0))
-    return ready
+def _check_versions(table: Table) -> None:
+    for machine, row in enumerate(table.rows):
+        version: dict[tuple[int, int], int] = {}
+        for action in row:
+            _check_version(table, machine, action, version)
 
 
 def _check_version(table: Table, machine: int, action: Action, version: dict[tuple[int, int], int]) -> None:

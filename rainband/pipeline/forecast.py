@@ -6,7 +6,6 @@ their gradients is in here, because it decides where a plan has replicas.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -15,9 +14,10 @@ import msgspec
 
 from rainband.pipeline.check import Costs, check
 from rainband.pipeline.plan import Plan
-from rainband.pipeline.predict import PartitionClock, ring_bytes
+from rainband.pipeline.play import Times
+from rainband.pipeline.predict import PartitionClock, Step, ring_bytes
 from rainband.pipeline.profile import Network, Profile, Resources
-from rainband.pipeline.rates import costs_of, table_of
+from rainband.pipeline.rates import costs_of, full_after, steady_s, table_of
 from rainband.pipeline.table import Table
 
 NEVER_FLUSHED = "pipedream"
@@ -55,9 +55,8 @@ class Forecast:
     def batch_s(self) -> float:
         """Seconds between two batches, once it runs."""
         if self.schedule == PARTITION:
-            return self.micros * PartitionClock(self._micro, self.network).batch_s(self.plan.stage_of())
-        once, twice = (check(self._table(batches), self._costs).total_s for batches in (self._full, 2 * self._full))
-        return (twice - once) / self._full
+            return self._partition(2).total_s - self._partition(1).total_s
+        return steady_s(self.schedule, self.plan, self.micros, self._costs)
 
     @property
     def alone_s(self) -> float:
@@ -98,11 +97,6 @@ class Forecast:
         return table_of(self.schedule, self.plan, self.micros, batches)
 
     @property
-    def _full(self) -> int:
-        """After so many batches a pipeline that is never flushed is full, and all replicas have had as many of them."""
-        return 2 * math.lcm(*self.plan.replicas()) * len(self.plan.stages) if self.schedule == NEVER_FLUSHED else 1
-
-    @property
     def _costs(self) -> Costs:
         """Replicas of a stage wait for each other's gradients: two messages, in turn."""
         resources = Resources(num_machines=self.plan.num_machines, network=self.network)
@@ -139,7 +133,7 @@ class Forecast:
         ]
 
     def _never_flushed(self, batches: int, first: int) -> list[Doing]:
-        ahead = self._full
+        ahead = full_after(self.schedule, self.plan)
         spans = check(self._table(2 * ahead + batches), self._costs).spans
         begin = min(s.from_s for s in spans if s.action.stage == 0 and s.action.micro == ahead)
         end = min(s.from_s for s in spans if s.action.stage == 0 and s.action.micro == ahead + batches)
@@ -150,15 +144,14 @@ class Forecast:
         ]
 
     def _of_a_partition(self, batches: int) -> list[Doing]:
-        doings: list[Doing] = []
-        begin = 0.0
-        forward, backward = PartitionClock(self._micro, self.network).halves(self.plan.stage_of())
-        for number in range(batches * self.micros):
-            for kind, half in (("F", forward), ("B", backward)):
-                label = f"{kind}{number % self.micros}"
-                doings += [Doing(key[1], label, begin + a, begin + b) for key, (a, b) in half.items()]
-                begin += max(b for _, b in half.values())
-        return doings
+        times = self._partition(batches)
+        return [
+            Doing(step.fragment[1], f"{step.kind}{step.micro % self.micros}", start, times.end_s[step])
+            for step, start in times.start_s.items()
+        ]
+
+    def _partition(self, batches: int) -> Times[Step]:
+        return PartitionClock(self._micro, self.network).play(self.plan.stage_of(), batches * self.micros)
 
 
 def as_batch(micro: Profile, samples: int) -> Profile:

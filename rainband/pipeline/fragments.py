@@ -76,6 +76,20 @@ def by_stage(cut: Cut, stages: Mapping[str, int]) -> Layout:
     return _layout(cut, keys)
 
 
+LEVELS = 1 << 20  # of a stage, at most: levels of stage s are counted from s * LEVELS
+
+
+def by_stage_and_level(cut: Cut, stages: Mapping[str, int], machines: Mapping[str, int]) -> Layout:
+    """Fragments of stages that are each on several machines: units -> stages, and units -> machines."""
+    keys: dict[str, Key] = {}
+    for stage in sorted(set(stages.values())):
+        inside = [name for name in cut.nodes if stages[cut.leaders[name]] == stage]
+        reads = {name: [value for value in cut.reads(name) if value in inside] for name in inside}
+        found = fragment_keys(reads, {name: machines[cut.leaders[name]] for name in inside})
+        keys |= {name: (stage * LEVELS + level, machine, piece) for name, (level, machine, piece) in found.items()}
+    return _layout(cut, {name: keys[name] for name in cut.nodes})
+
+
 def dealt(layout: Layout, machines: int) -> Layout:
     """The same stages on so many machines, in turn: stage s on machine s mod their number."""
     fragments = tuple(replace(fragment, machine=fragment.machine % machines) for fragment in layout.fragments)

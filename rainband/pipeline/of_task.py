@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rainband.pipeline.cut import cut
-from rainband.pipeline.execute import Micro
 from rainband.pipeline.graph import Cut
 from rainband.pipeline.measure import measure
 from rainband.pipeline.profile import Profile
 
 if TYPE_CHECKING:
     from rainband.tasks.task import Data, Task
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A microbatch: the model's inputs, and the mean loss of its answer."""
+
+    args: Sequence[Any]
+    loss: Callable[[Any], Tensor]
+    samples: int = 1
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Asked(Exception):

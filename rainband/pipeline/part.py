@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +18,59 @@ from rainband.pipeline.fragments import Layout, as_module
 from rainband.pipeline.graph import Cut, tensors_in
 
 LOSS = -1  # what reads the model's outputs, as if it were a fragment
+Gradients = list[Tensor | None]  # of the tensors of one value
+
+
+class Compute(Protocol):
+    """Computes the fragments of one machine for one microbatch, with weights and saved values of its own choice."""
+
+    def forward(self, index: int, given: Sequence[Any]) -> Sequence[Any]:
+        """Return what the fragment makes; a tensor requires a gradient if one should come back for it."""
+
+    def backward(self, index: int, gradients: Sequence[Gradients]) -> list[Gradients]:
+        """Take the gradients of what it made, return those of what it was given; parameters keep theirs."""
+
+    def forget(self) -> None:
+        """Release what is kept for backward passes."""
+
+
+class AtLiveWeights:
+    """At the parameters as they are in the module; their gradients go where autograd puts them."""
+
+    def __init__(self, modules: Mapping[int, fx.GraphModule]) -> None:
+        self.modules = modules
+        self.kept: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
+
+    def forward(self, index: int, given: Sequence[Any]) -> Sequence[Any]:
+        results: Sequence[Any] = self.modules[index](*given)
+        self.kept[index] = given, results
+        return results
+
+    def backward(self, index: int, gradients: Sequence[Gradients]) -> list[Gradients]:
+        given, results = self.kept.pop(index)
+        pairs = [
+            (tensor, total)
+            for result, totals in zip(results, gradients, strict=True)
+            for tensor, total in zip(tensors_in(result), totals, strict=True)
+            if total is not None and tensor.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([tensor for tensor, _ in pairs], [total for _, total in pairs])
+            self._separate(index, [total for _, total in pairs], given)
+        return [[tensor.grad for tensor in tensors_in(value)] for value in given]
+
+    def forget(self) -> None:
+        self.kept.clear()
+
+    def _separate(self, index: int, incoming: Sequence[Tensor], given: Sequence[Any]) -> None:
+        """Autograd adds the next microbatch's in place, and gradients of what was stacked and summed are one memory."""
+        found = [tensor.grad for tensor in tensors_in(list(given)) if tensor.grad is not None]
+        taken = {gradient.data_ptr() for gradient in (*incoming, *found)}
+        for parameter in self.modules[index].parameters():
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                if parameter.grad.data_ptr() in taken:
+                    parameter.grad = parameter.grad.clone()
+                taken.add(parameter.grad.data_ptr())
 
 
 @dataclass(frozen=True)
@@ -37,24 +90,32 @@ class Message:
 
 
 class Part:
-    """What one machine holds and does. Parameters collect their gradients where autograd puts them."""
+    """What one machine holds and does for one microbatch."""
 
     def __init__(
-        self, cut: Cut, layout: Layout, machine: int, modules: Mapping[int, fx.GraphModule] | None = None
+        self,
+        cut: Cut,
+        layout: Layout,
+        machine: int,
+        modules: Mapping[int, fx.GraphModule] | None = None,
+        compute: Compute | None = None,
     ) -> None:
         """`modules`: of another part of the same machine, for a second microbatch that is on its way."""
         self.layout = layout
         self.machine = machine
         self.mine = [index for index, fragment in enumerate(layout.fragments) if fragment.machine == machine]
         self.modules = modules or {index: as_module(cut, layout.fragments[index]) for index in self.mine}
+        self.compute = compute or AtLiveWeights(self.modules)
         self._clear()
 
     def _clear(self) -> None:
+        self.compute.forget()
         self.inputs: dict[str, Any] = {}
         self.made: dict[str, Any] = {}  # with their autograd graph
         self.read: dict[str, Any] = {}  # detached: what fragments of this machine, and the loss, read
         self.leaves: dict[tuple[str, int], Any] = {}  # (value, reader) -> the same as leaves of the reader's own
-        self.arrived: dict[str, dict[int, list[Tensor | None]]] = {}  # value -> gradients by machine
+        self.arrived: dict[str, dict[int, Gradients]] = {}  # value -> gradients by machine
+        self.found: dict[tuple[str, int], Gradients] = {}  # (value, reader) -> gradients of that reader's leaves
         self.forward_done: set[int] = set()
         self.backward_done: set[int] = set()
 
@@ -145,7 +206,7 @@ class Part:
     def forward(self, index: int) -> list[Message]:
         """Run a fragment; returns what others need of it."""
         fragment = self.layout.fragments[index]
-        results = self.modules[index](*(self._given(value, index) for value in fragment.reads))
+        results = self.compute.forward(index, [self._given(value, index) for value in fragment.reads])
         self.forward_done.add(index)
         messages = []
         for value, result in zip(fragment.makes, results, strict=True):
@@ -173,6 +234,9 @@ class Part:
     def answered(self) -> list[Message]:
         """The loss has put gradients on `outputs()`: what goes back at once; fragments come later."""
         self.backward_done.add(LOSS)
+        for value in self.layout.outputs:
+            if (value, LOSS) in self.leaves:
+                self.found[value, LOSS] = [tensor.grad for tensor in tensors_in(self.leaves[value, LOSS])]
         return [message for value in self.layout.outputs for message in self._give_back(value)]
 
     def _run_backward(self) -> list[Message]:
@@ -202,29 +266,11 @@ class Part:
 
     def backward_of(self, index: int) -> list[Message]:
         """Go back through a fragment; returns the gradients that others wait for."""
-        roots: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for value in self.layout.fragments[index].makes:
-            for tensor, total in zip(tensors_in(self.made[value]), self._total(value), strict=True):
-                if total is not None and tensor.requires_grad:
-                    roots.append(tensor)
-                    gradients.append(total)
-        if roots:
-            torch.autograd.backward(roots, gradients)
-            self._separate(index, gradients)
+        fragment = self.layout.fragments[index]
+        found = self.compute.backward(index, [self._total(value) for value in fragment.makes])
+        self.found |= {(value, index): gradients for value, gradients in zip(fragment.reads, found, strict=True)}
         self.backward_done.add(index)
-        return [message for value in self.layout.fragments[index].reads for message in self._give_back(value)]
-
-    def _separate(self, index: int, incoming: Sequence[Tensor]) -> None:
-        """Autograd adds the next microbatch's in place, and gradients of what was stacked and summed are one memory."""
-        leaves = (self.leaves.get((value, index)) for value in self.layout.fragments[index].reads)
-        found = [tensor.grad for tensor in tensors_in(list(leaves)) if tensor.grad is not None]
-        taken = {gradient.data_ptr() for gradient in (*incoming, *found)}
-        for parameter in self.modules[index].parameters():
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                if parameter.grad.data_ptr() in taken:
-                    parameter.grad = parameter.grad.clone()
-                taken.add(parameter.grad.data_ptr())
+        return [message for value in fragment.reads for message in self._give_back(value)]
 
     def _total(self, value: str) -> list[Tensor | None]:
         """The sum over this machine and the others, in the order of their numbers, so that bits repeat."""
@@ -237,7 +283,8 @@ class Part:
     def _found(self, value: str) -> list[Tensor | None]:
         """The gradient of what is read here: the sum over its readers, in the order in which they went back."""
         readers = self._local_readers(value)[::-1]  # of which the loss is the last
-        return _sums([[tensor.grad for tensor in tensors_in(self.leaves[value, reader])] for reader in readers])
+        none: Gradients = [None] * len(tensors_in(self.read[value]))  # of a reader that need not go back
+        return _sums([self.found.get((value, reader), none) for reader in readers])
 
     def _give_back(self, value: str) -> list[Message]:
         """The gradient of a received value, when the last of its readers here is done."""

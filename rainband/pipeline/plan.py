@@ -18,6 +18,7 @@ class Stage(msgspec.Struct, frozen=True):
 
     machines: tuple[int, ...]
     units: tuple[str, ...]
+    split: dict[str, int] = {}  # unit -> which of `machines`; then these are no replicas, but share each microbatch
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -54,7 +55,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return {unit: number for number, stage in enumerate(self.stages) for unit in stage.units}
 
     def replicas(self) -> tuple[int, ...]:
-        return tuple(len(stage.machines) for stage in self.stages)
+        return tuple(1 if stage.split else len(stage.machines) for stage in self.stages)
 
     def move(self, unit: str, stage: int) -> Plan:
         """The same plan with one unit elsewhere; what was predicted no longer holds."""

@@ -17,17 +17,24 @@ in turn.) In a stage that is in G groups, a group sends 2 (G - 1) / G |w| to the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import groupby
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from rainband.pipeline.levels import Key, fragment_keys
 from rainband.pipeline.plan import Plan, Prediction, Stage, memory
+from rainband.pipeline.play import Send, Times, play
 from rainband.pipeline.profile import Network, Profile, Resources, Value
 
-Times = dict[Key, tuple[float, float]]  # fragment -> when it begins and ends
+
+class Step(NamedTuple):
+    """Forward or backward of a microbatch through a fragment of a partition."""
+
+    fragment: Key
+    kind: Literal["F", "B"]
+    micro: int
 
 
 def predicted(plan: Plan, profile: Profile, resources: Resources) -> Plan:
@@ -124,84 +131,41 @@ class PartitionClock:
             for reader in value.readers:
                 self.read[reader].append(value.maker)
 
-    def batch_s(self, placement: Mapping[str, int]) -> float:
-        return sum(max((end for _, end in half.values()), default=0.0) for half in self.halves(placement))
+    def batch_s(self, placement: Mapping[str, int], micros: int = 1) -> float:
+        return self.play(placement, micros).total_s
 
-    def halves(self, placement: Mapping[str, int]) -> tuple[Times, Times]:
-        """When each fragment is at work, forward and backward, each counted from the beginning of its half."""
+    def play(self, placement: Mapping[str, int], micros: int = 1) -> Times[Step]:
+        """When each fragment is at work: microbatches one after the other, each forward, then backward."""
         key = fragment_keys(self.read, placement)
         order = sorted(set(key.values()))
-        there: list[Transfer] = []
-        back: list[Transfer] = []
+        rows: dict[int, list[Step]] = {}
+        for micro in range(micros):
+            for step in [*(Step(f, "F", micro) for f in order), *(Step(f, "B", micro) for f in order[::-1])]:
+                rows.setdefault(step.fragment[1], []).append(step)
+        work = {"F": _sums(self.forward, key), "B": _sums(self.backward, key)}
+        seconds = {step: work[step.kind][step.fragment] for row in rows.values() for step in row}
+        sends = [send for micro in range(micros) for send in self._sends(key, order, micro)]
+        return play(list(rows.values()), seconds, sends)
+
+    def _sends(self, key: Mapping[str, Key], order: Sequence[Key], micro: int) -> Iterator[Send[Step]]:
+        """Yield values forward and gradients back, once per reading machine; the loss needs all that nobody reads."""
+        read: set[Key] = set()
         for value in self.values:
             home, readers = key[value.maker], sorted({key[reader] for reader in value.readers} - {key[value.maker]})
+            if readers:
+                read.add(home)
             machines = {reader[1] for reader in readers}  # beginning with the next: not all with the first
             for machine in sorted(machines, key=lambda other, here=home[1]: (other < here, other)):  # type: ignore[misc]
                 those = [reader for reader in readers if reader[1] == machine]
-                there.append(Transfer((home,), tuple(those), value.forward_bytes))
+                there = self.network.sending_s(value.forward_bytes, home[1], machine)
+                yield Send((Step(home, "F", micro),), tuple(Step(f, "F", micro) for f in those), *there)
                 if value.backward_bytes or not value.forward_bytes:  # integers have no gradient
-                    back.append(Transfer(tuple(those), (home,), value.backward_bytes))
-        forward = _play(order, _sums(self.forward, key), there, self.network)
-        return forward, _play(order[::-1], _sums(self.backward, key), back, self.network)
-
-
-class Transfer(NamedTuple):
-    """A value, or its gradient, between two machines; within one machine it takes no time."""
-
-    makers: tuple[Key, ...]  # it leaves when all of them are done
-    readers: tuple[Key, ...]  # they cannot begin before it is there
-    num_bytes: int
-
-
-def _play(order: list[Key], work_s: Mapping[Key, float], transfers: list[Transfer], network: Network) -> Times:
-    """When fragments begin and end, if each starts when its machine is free and what it reads is there."""
-    place = {fragment: number for number, fragment in enumerate(order)}
-    leaving: dict[Key, list[Transfer]] = {}
-    for transfer in transfers:
-        leaving.setdefault(max(transfer.makers, key=place.__getitem__), []).append(transfer)
-    free: dict[int, float] = {}
-    cards = _Cards(network)
-    there_s: dict[Key, float] = {}  # all that a fragment reads
-    times: Times = {}
-    for _, level in groupby(order, key=lambda fragment: fragment[0]):
-        sent: list[tuple[float, int, Transfer]] = []
-        for fragment in level:
-            here = fragment[1]
-            begin = max(free.get(here, 0.0), there_s.get(fragment, 0.0))
-            done = free[here] = begin + work_s[fragment]
-            times[fragment] = begin, done
-            sent += [(done, here, transfer) for transfer in leaving.get(fragment, ())]
-        for arrival_s, transfer in cards.carry(sent):
-            for reader in transfer.readers:
-                there_s[reader] = max(there_s.get(reader, 0.0), arrival_s)
-    return times
-
-
-class _Cards:
-    """Each machine sends one message after the other, and takes one after the other, as they come."""
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-        self.sending: dict[int, float] = {}
-        self.taking: dict[int, float] = {}
-
-    def carry(self, sent: list[tuple[float, int, Transfer]]) -> list[tuple[float, Transfer]]:
-        """(when it is ready, its machine, what) -> (when it is there, what)."""
-        arrived: list[tuple[float, Transfer]] = []
-        under_way: list[tuple[float, int, float, Transfer]] = []
-        for ready_s, here, transfer in sent:
-            there = transfer.readers[0][1]
-            if here == there:
-                arrived.append((ready_s, transfer))
-                continue
-            seconds, latency_s = self.network.sending_s(transfer.num_bytes, here, there)
-            begin = max(ready_s, self.sending.get(here, 0.0))
-            self.sending[here] = begin + seconds
-            under_way.append((begin + latency_s, there, seconds, transfer))
-        for begin, there, seconds, transfer in sorted(under_way, key=lambda message: message[0]):
-            end = self.taking[there] = max(begin, self.taking.get(there, 0.0)) + seconds
-            arrived.append((end, transfer))
-        return arrived
+                    back = self.network.sending_s(value.backward_bytes, machine, home[1])
+                    yield Send(tuple(Step(f, "B", micro) for f in those), (Step(home, "B", micro),), *back)
+        last = [fragment for fragment in order if fragment not in read]
+        for one, other in product(last, last):
+            if one != other:
+                yield Send((Step(one, "F", micro),), (Step(other, "B", micro),))
 
 
 def _sums(seconds: Mapping[str, float], key: Mapping[str, Key]) -> dict[Key, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -67,12 +68,26 @@ def played(name: str, plan: Plan, profile: Profile, resources: Resources, micros
     check_schedule(name, plan)
     costs = costs_of(name, plan, profile, resources, micros)
     table = table_of(name, plan, micros, batches=1)
-    once, twice = (check(table_of(name, plan, micros, batches), costs) for batches in (2, 4))
-    updates = 2 * micros if name == "pipedream" else 2  # between these two, in the steady state
-    batch_s = (twice.total_s - once.total_s) / updates
+    batch_s = steady_s(name, plan, micros, costs)
     if name == "pipedream" and plan.predicted is not None:  # replicas' updates take time, too
         batch_s = max(batch_s, plan.predicted.batch_s)
     return Played(plan, table, check(table, costs), batch_s, _late(table))
+
+
+def steady_s(name: str, plan: Plan, micros: int, costs: Costs) -> float:
+    """Seconds between two batches, once the pipeline is full: what doubling the number of batches adds."""
+    if name == "pipedream":
+        micros = 1  # each microbatch is a batch of its own
+    full = full_after(name, plan)
+    once, twice = (check(table_of(name, plan, micros, batches), costs).total_s for batches in (full, 2 * full))
+    return (twice - once) / full
+
+
+def full_after(name: str, plan: Plan) -> int:
+    """After so many batches a pipeline is full, and all replicas of a stage have had as many of them."""
+    if name == "pipedream":
+        return 2 * math.lcm(*plan.replicas()) * len(plan.stages)
+    return 1 if name in FLUSHES else 2
 
 
 def every_schedule(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from rainband.rules.around import Around
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.messages import Pull, Push
+    from rainband.messages import Push
     from rainband.types import Block, Rule
 
 
 TINY = 1e-7  # added to a mean of squares before its root is divided by
 
 
-class Compensated:
+class Compensated(Around):
     """DC-ASGD (Zheng et al. 2017): instead of a gradient g that worker m computed at w_m, the inner rule gets
 
         g + strength * g * g * (w - w_m)              element by element
@@ -32,27 +34,20 @@ class Compensated:
 
     reads: Literal["admitted"] = "admitted"  # what is read must be known, so readers ask
 
+    keeps_reads = True
+
     def __init__(self, rule: Rule, strength: float, memory: float = 0.0) -> None:
-        self.rule = rule
+        super().__init__(rule)
         self.strength = strength
         self.memory = memory
         self.mean_square: Tensor | None = None  # of the gradients so far, each less than the one after it
         self.given: dict[int, dict[int, Tensor]] = {}  # worker -> version -> what it was given
 
-    def __getattr__(self, name: str) -> Any:
-        """All that is not about copies is the inner rule's: clocks, bounds, what is buffered."""
-        return getattr(self.rule, name)
-
-    @property
-    def buffered(self) -> int:
-        return self.rule.buffered
-
-    def give(self, block: Block, reader: int) -> Tensor:
+    def give(self, block: Block, reader: int) -> None:
         """A reader is admitted: it gets this copy, and computes with it."""
         copies = self.given.setdefault(reader, {})
         if block.version not in copies:
             copies[block.version] = block.place.of(block.version).clone()
-        return copies[block.version]
 
     def copy_of(self, reader: int, version: int) -> Tensor | None:
         return self.given.get(reader, {}).get(version)
@@ -80,15 +75,9 @@ class Compensated:
             return correction.mul_(self.strength)
         return correction.mul_(self.strength).div_((self.mean_square + TINY).sqrt_())
 
-    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
-        return self.rule.admits(block, pull, reader)
-
     def forget(self, block: Block, worker: int) -> None:
         self.given.pop(worker, None)
         self.rule.forget(block, worker)
-
-    def flush(self, block: Block) -> None:
-        self.rule.flush(block)
 
 
 def compensated(rule: Callable[[], Rule], strength: float, memory: float = 0.0) -> Callable[[], Rule]:

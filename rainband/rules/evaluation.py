@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from rainband.types import Rule
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -11,11 +13,10 @@ if TYPE_CHECKING:
     from rainband.types import Block
 
 
-class SumOfCells:
+class SumOfCells(Rule):
     """Add every cell to the block's gradient, each once, whoever delivers it first."""
 
     reads: Literal["admitted"] = "admitted"
-    buffered = 0  # what was accepted is in the sum
 
     def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
         if gradient is not None:
@@ -23,9 +24,3 @@ class SumOfCells:
 
     def admits(self, block: Block, pull: Pull, reader: int) -> bool:
         return block.version >= pull.point
-
-    def forget(self, block: Block, worker: int) -> None:
-        """An evaluation is made of cells, not of workers: whoever is free computes what is missing."""
-
-    def flush(self, block: Block) -> None:
-        """There is nothing to apply: commands move the parameters."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from rainband.types import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -11,11 +13,8 @@ if TYPE_CHECKING:
     from rainband.types import Block
 
 
-class ApplyOnArrival:
+class ApplyOnArrival(Rule):
     """Fully asynchronous: every gradient is applied when it comes, everyone reads what there is."""
-
-    reads: Literal["any"] = "any"
-    buffered = 0
 
     def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
         if gradient is not None:
@@ -23,9 +22,3 @@ class ApplyOnArrival:
 
     def admits(self, block: Block, pull: Pull, reader: int) -> bool:
         return True  # its own pushes came before on the same connection; one that was refused ticks no clock
-
-    def forget(self, block: Block, worker: int) -> None:
-        """Nobody is waited for."""
-
-    def flush(self, block: Block) -> None:
-        """Nothing is ever buffered."""

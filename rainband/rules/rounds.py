@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rainband.messages import Named
 from rainband.portions import Range, num_batches
+from rainband.types import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 TOO_LATE = "too late for its round"
 
 
-class MeanOfRound:
+class MeanOfRound(Rule):
     """Rounds: one update with the mean over all samples of the K cells of a round, whoever computed them.
 
     The sum runs in cell order, so that the bits do not depend on who was faster. A cell that comes before its turn
@@ -75,20 +76,15 @@ class MeanOfRound:
     def admits(self, block: Block, pull: Pull, reader: int) -> bool:
         return block.version >= pull.point
 
-    def forget(self, block: Block, worker: int) -> None:
-        """A round is made of cells, not of workers: whoever is free computes what is missing."""
 
-    def flush(self, block: Block) -> None:
-        """A round is applied whole or not at all."""
-
-
-class FirstOfRound:
+class FirstOfRound(Rule):
     """Rounds with backup workers: one update with the mean of the first `needed` cells; the others are dropped.
 
     Block 0 takes the first that come, and names them; all other blocks take the same ones, when they have been told.
     """
 
     reads: Literal["round"] = "round"
+    chooses = True
 
     def __init__(self, needed: int) -> None:
         self.needed = needed
@@ -108,7 +104,11 @@ class FirstOfRound:
             self.chosen.append(self.named)
         self._finish_if_all_are_here(block)
 
-    def names(self, block: Block, named: Named) -> None:
+    def take_chosen(self) -> list[Named]:
+        chosen, self.chosen = self.chosen, []
+        return chosen
+
+    def choose(self, block: Block, named: Named) -> None:
         """Block 0 has named the cells of a round."""
         if block.index and named.round == block.version:
             self.named = named
@@ -127,12 +127,6 @@ class FirstOfRound:
 
     def admits(self, block: Block, pull: Pull, reader: int) -> bool:
         return block.version >= pull.point
-
-    def forget(self, block: Block, worker: int) -> None:
-        """A round is made of cells, not of workers."""
-
-    def flush(self, block: Block) -> None:
-        """A round is applied whole or not at all."""
 
 
 def _cell(plan: Plan, round_: int, column: int) -> Name:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from rainband.messages import Limit
 from rainband.portions import num_batches
 from rainband.rules.clocks import Clocks
+from rainband.types import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from rainband.types import Block
 
 
-class Bounded:
+class Bounded(Rule):
     """Apply what comes, and measure how far ahead of the slowest its reader was; who may read is left open.
 
     What was missed is measured when a gradient comes, from the version it was computed at, and not from what was
@@ -23,7 +24,8 @@ class Bounded:
     """
 
     reads: Literal["admitted"] = "admitted"
-    buffered = 0
+    clocked = True
+    bound: int = 0
     unit = ""
 
     def __init__(self, bound: int, last: int | None = None) -> None:
@@ -80,9 +82,6 @@ class Bounded:
 
     def forget(self, block: Block, worker: int) -> None:
         self.clocks.leave(worker, block.version)
-
-    def flush(self, block: Block) -> None:
-        """Nothing is ever buffered."""
 
     def limit(self) -> Limit:
         return Limit(max(self.first, self.last), self.unit, self.largest, self.exceeded)

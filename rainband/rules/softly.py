@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rainband.portions import num_batches
+from rainband.types import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.messages import Pull, Push
+    from rainband.messages import Push
     from rainband.types import Block
 
 
-class MeanOfArrivals:
+class MeanOfArrivals(Rule):
     """One update with the mean of every `count` gradients; those that missed updates may weigh less.
 
     The weight of a gradient is 1 / count, or 1 / (count * missed) if `by_staleness` and it has missed any. What is left
@@ -24,7 +25,7 @@ class MeanOfArrivals:
     new, from the next update on.
     """
 
-    reads: Literal["any"] = "any"
+    count: int = 1
 
     def __init__(
         self,
@@ -64,9 +65,6 @@ class MeanOfArrivals:
         self.total = gradient * weight if self.total is None else self.total.add_(gradient, alpha=weight)
         if len(self.pushes) == self.count:
             self.flush(block)
-
-    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
-        return True
 
     def forget(self, block: Block, worker: int) -> None:
         """Nobody is waited for, and what it gave stays; but an update needs fewer gradients now."""

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from rainband.client import Handle
 from rainband.pipeline.graph import tensors_in
 from rainband.pipeline.part import Message, Part
 from rainband.stats import Stats
-from rainband.worker import Work
+from rainband.steps import Handle, Work
 
 if TYPE_CHECKING:
     from rainband.types import Arrival, Peers, Tag
@@ -120,7 +119,7 @@ class Micro:
     inputs: Mapping[str, Any]
     loss: Callable[[Mapping[str, Any]], Tensor]  # of the model's output values
     weight: float  # its part of the batch's samples
-    seed: int
+    seed: int | None  # None: what computes has its own
     goes_back: bool = True  # no: its answer is all that is wanted
 
 
@@ -163,7 +162,8 @@ class Passage:
 
     def _run(self, index: int) -> list[Message]:
         # Dropout draws the same numbers in every schedule, whoever computes this microbatch.
-        torch.default_generator.manual_seed(self.micro.seed + index)
+        if self.micro.seed is not None:
+            torch.default_generator.manual_seed(self.micro.seed + index)
         with torch.set_grad_enabled(self.micro.goes_back):
             return self.part.forward(index)
 
@@ -184,7 +184,8 @@ class Passage:
 
     def _answer(self) -> list[Message]:
         loss = self.micro.loss(self.part.outputs()) * self.micro.weight
-        loss.backward()  # type: ignore[no-untyped-call]
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
         self.loss = loss.item()
         return self.part.answered()
 

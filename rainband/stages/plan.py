@@ -18,7 +18,28 @@ Flushing = Literal["gpipe", "one_f_one_b", "interleaved"]
 
 def workers_of(plan: Plan) -> tuple[int, ...]:
     """How many workers a copy of the model takes: for each stage its replicas, or one for all stages of a machine."""
-    return (1,) * len({stage.machines for stage in plan.stages}) if is_interleaved(plan) else plan.replicas()
+    if is_interleaved(plan):
+        return (1,) * len({stage.machines for stage in plan.stages})
+    return tuple(workers for _, workers in _machines(plan))
+
+
+def _machines(plan: Plan) -> list[tuple[int, int]]:
+    """(stage, workers) of each machine; a stage that is split has several machines, of one worker each."""
+    return [
+        (number, workers)
+        for number, stage in enumerate(plan.stages)
+        for workers in ((1,) * len(stage.machines) if stage.split else (len(stage.machines),))
+    ]
+
+
+def machine_of(plan: Plan) -> dict[str, int]:
+    """Unit -> its machine, where stages are split."""
+    first = 0
+    found: dict[str, int] = {}
+    for stage in plan.stages:
+        found |= {unit: first + stage.split.get(unit, 0) for unit in stage.units}
+        first += len(stage.machines) if stage.split else 1
+    return found
 
 
 class TeamPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +77,11 @@ class TeamPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def chunks(self) -> int:
         """Stages of each machine."""
-        return len(self.plan.stages) // len(self.workers)
+        return len(self.plan.stages) // len(self.workers) if is_interleaved(self.plan) else 1
+
+    def stage(self, machine: int) -> int:
+        """The stage of a machine that has one."""
+        return _machines(self.plan)[machine][0]
 
     def seat(self, place: int) -> tuple[int, int]:
         """The machine of a team's worker, and which of its replicas it is: those of a stage are neighbours."""
@@ -74,7 +99,9 @@ class TeamPlan(msgspec.Struct, frozen=True, kw_only=True):
         """What a machine does for one batch, in order."""
         if self.plan.kind == "partition":
             return tuple(Action(machine, kind, micro, 0) for micro in range(micros) for kind in ("F", "B"))
-        return _rows(self.schedule, len(self.workers), self.chunks, micros)[machine]
+        if is_interleaved(self.plan):
+            return _rows(self.schedule, len(self.workers), self.chunks, micros)[machine]
+        return _rows(self.schedule, len(self.plan.stages), 1, micros)[self.stage(machine)]
 
     def check(self, units: Sequence[str]) -> None:
         """Refuse a plan for another model."""

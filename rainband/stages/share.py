@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from rainband.flat import Flat
-from rainband.pipeline.fragments import Layout, by_level, by_stage, dealt
+from rainband.pipeline.fragments import LEVELS, Layout, by_level, by_stage, by_stage_and_level, dealt
 from rainband.pipeline.modes import cut_for_evaluation, placed_alike
 from rainband.pipeline.of_task import cut_task
 from rainband.pipeline.part import Part
 from rainband.stages.fill import fill
 from rainband.stages.passage import Shares
+from rainband.stages.plan import machine_of
 
 if TYPE_CHECKING:
     from rainband.pipeline.graph import Cut
@@ -104,7 +105,11 @@ class Share:
 
     def fragments(self, action: Action) -> list[int]:
         """What an action runs: one stage; in a partition everything that is here."""
-        return self.first.mine if self.plan.plan.kind == "partition" else [action.stage]
+        if self.plan.plan.kind == "partition":
+            return self.first.mine
+        if any(stage.split for stage in self.plan.plan.stages):
+            return [index for index in self.first.mine if self.layout.fragments[index].level // LEVELS == action.stage]
+        return [action.stage]
 
     def held(self) -> dict[str, Tensor]:
         """What is saved from here: parameters and buffers under the model's own names, each once."""
@@ -128,6 +133,8 @@ class Share:
 def layout_of(cut: Cut, plan: TeamPlan, stages: Mapping[str, int]) -> Layout:
     if plan.plan.kind == "partition":
         return by_level(cut, stages)
+    if any(stage.split for stage in plan.plan.stages):
+        return by_stage_and_level(cut, stages, machine_of(plan.plan))
     return dealt(by_stage(cut, stages), len(plan.workers))
 
 

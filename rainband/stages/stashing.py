@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from rainband.flat import is_finite
 from rainband.optim import build
-from rainband.pipeline.graph import tensors_in
 from rainband.pipeline.of_task import inputs_of, loss_of
-from rainband.pipeline.stage import Stage
+from rainband.pipeline.part import Part
+from rainband.pipeline.stage import AtVersion, Stage
 from rainband.portions import ranges
 from rainband.stages.counting import Counting, check_stashes
 from rainband.stages.mates import Mates
-from rainband.stages.passage import Piece
+from rainband.stages.passage import Micro, Passage
 from rainband.types import Turn
 from rainband.worker import OwnMarks
 
@@ -30,9 +29,7 @@ if TYPE_CHECKING:
     from rainband.optim_spec import OptimizerSpec
     from rainband.schedules import Schedule
     from rainband.stages.worker import ShareWorker
-    from rainband.types import Batch, Stashes, Tag
-
-Gradients = list[Tensor | None]  # of the tensors of one value
+    from rainband.types import Batch, Stashes
 
 
 @dataclass
@@ -44,10 +41,7 @@ class Passing(Turn):
     update: int  # that it is part of
     batch: Batch
     version: int = 0  # of the parameters of its forward
-    inputs: Mapping[str, Any] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=dict)  # values that came from other stages, as leaves
-    made: dict[str, Any] = field(default_factory=dict)  # values made here: which of them want a gradient
-    loss: Any = None  # of the model's answer
+    passage: Passage | None = None
 
 
 class Stashing:
@@ -60,7 +54,7 @@ class Stashing:
         self.layout = share.layout
         self.replicas = share.plan.plan.replicas()
         check_stashes(how, self.replicas)
-        self.counting = Counting(how, self.replicas, share.machine)
+        self.counting = Counting(how, self.replicas, share.plan.stage(share.machine))
         self.ahead = self.counting.ahead
         if share.ties:
             raise ValueError(
@@ -70,12 +64,9 @@ class Stashing:
         worker.lookahead = share.plan.size  # replicas wait for each other's batches, which come later
         worker.before_cell = None  # the pipeline would have to be emptied for it
         worker.flat.release()  # versions are kept in memory of their own
-        (self.index,) = share.first.mine
-        self.fragment = self.layout.fragments[self.index]
         self.stage = Stage(
             share.machine,
-            self.fragment,
-            share.modules[self.index],
+            share.modules,
             partial(self._optimizer, spec),
             seed=worker.plan.seed,
             recompute=how.recompute,
@@ -118,83 +109,42 @@ class Stashing:
     def _next_place(self) -> int:
         return self.marked + len(self.batches) - self.empty_at[0]
 
-    def _home(self, stage: int, passing: Passing) -> int:
-        return self.share.plan.home(stage, passing.place)
-
-    def _readers(self, value: str) -> list[int]:
-        """Stages that read a value, beside its own; the loss is in the last stage."""
-        last = [len(self.replicas) - 1] if value in self.layout.outputs else []
-        readers = {self.layout.fragments[index].machine for index in self.layout.readers.get(value, ())} | set(last)
-        return sorted(readers - {self.share.machine})
-
-    def _maker(self, value: str) -> int:
-        return self.layout.fragments[self.layout.maker[value]].machine
-
     # ---- forward ---------------------------------------------------------------------------------------------------
 
     async def forward(self, turn: Turn) -> None:
         assert isinstance(turn, Passing)
         passing = turn
-        self._read(passing)
-        passing.version = self._version(passing.place)
-        for value in self._needed():
-            home = self._home(self._maker(value), passing)
-            nest, wants = await self.team.receive(home, (passing.number, "value", value))
-            passing.given[value] = _leaves(nest, wants)
-        self.in_use[passing.number] = passing.version
-        share = self.share.shares.forward[self.index]
-        results = await Piece(partial(self._run, passing), share, f"F{passing.number}")
-        for value, result in zip(self.fragment.makes, results, strict=True):
-            passing.made[value] = result
-            payload = [pytree.tree_map_only(Tensor, Tensor.detach, result), _wants(result)]
-            for reader in self._readers(value):
-                self.team.send(self._home(reader, passing), (passing.number, "value", value), payload)
+        passing.version = self.in_use[passing.number] = self._version(passing.place)
+        passing.passage = self._passage(passing)
+        await passing.passage.forward(self.share.first.mine)
 
-    def _read(self, passing: Passing) -> None:
-        worker = self.worker
+    def _passage(self, passing: Passing) -> Passage:
+        worker, share = self.worker, self.share
         torch.default_generator.manual_seed(worker.seed_of(passing.batch))  # the same samples on all of the team
         data = worker.data.batch(worker.sampler.indices(passing.batch))
         args, kwargs = inputs_of(worker.task, data)
-        passing.inputs, passing.loss = self.share.cut.bind(args, kwargs), loss_of(worker.task, data)
+        loss, answer = loss_of(worker.task, data), share.cut.answer
+        weight = self._samples(passing) / self._full_round() if self.how.double_buffered else 1.0
+        compute = AtVersion(self.stage, passing.number, passing.version, passing.update, weight, self.how.stash)
+        part = Part(share.cut, self.layout, share.machine, share.modules, compute)
+        micro = Micro((passing.number,), share.cut.bind(args, kwargs), lambda outputs: loss(answer(outputs)), 1.0, None)
+        return Passage(part, self.team, lambda stage: share.plan.home(stage, passing.place), micro, share.shares)
 
     def _version(self, place: int) -> int:
         """Of the parameters for a batch; there is none that is older than the last time the pipeline was empty."""
         emptied = self.empty_at[1]
         return emptied + self.counting.version(place, self.stage.versions.newest - emptied)
 
-    def _needed(self) -> list[str]:
-        """Values made elsewhere that are read here, by the stage or by the loss."""
-        reads = [value for value in self.fragment.reads if value in self.layout.maker]
-        if self.share.machine == len(self.replicas) - 1:
-            reads += [value for value in self.layout.outputs if value in self.layout.maker]
-        return [value for value in dict.fromkeys(reads) if self._maker(value) != self.share.machine]
-
-    def _run(self, passing: Passing) -> Sequence[Any]:
-        given = [passing.given[v] if v in passing.given else passing.inputs[v] for v in self.fragment.reads]
-        return self.stage.forward(passing.number, passing.version, given)
-
     # ---- backward --------------------------------------------------------------------------------------------------
 
     async def backward(self, turn: Turn) -> None:
         assert isinstance(turn, Passing)
-        passing, number = turn, turn.number
-        incoming: dict[str, list[Gradients]] = {value: [] for value in self.fragment.makes}
-        of_loss: dict[str, Gradients] = {}  # gradients of outputs that were made elsewhere
-        if self.share.machine == len(self.replicas) - 1:
-            for value, gradients in (await Piece(partial(self._answer, passing), 0.0, f"B{number}")).items():
-                if value in incoming:
-                    incoming[value].append(gradients)
-                else:
-                    of_loss[value] = gradients
-        for value in self.fragment.makes:
-            if any(_wants(passing.made[value])):
-                for reader in self._readers(value):
-                    tag: Tag = (number, "gradient", value)
-                    incoming[value].append(await self.team.receive(self._home(reader, passing), tag))
-        share = self.share.shares.backward[self.index]
-        found = await Piece(partial(self._go_back, passing, incoming), share, f"B{number}")
-        self._give_back(passing, found, of_loss)
-        del self.in_use[number]
+        passing = turn
+        assert passing.passage is not None
+        await passing.passage.backward(self.share.first.mine)
+        if self.share.machine == self.layout.answer_machine:
+            self.worker.count_loss(passing.batch, passing.passage.loss)
+        del self.in_use[passing.number]
         samples = self._samples(passing)
         self.gathered += samples
         if self.counting.completes(passing.place):
@@ -204,38 +154,9 @@ class Stashing:
     def _samples(self, passing: Passing) -> int:
         return self.worker.plan.samples_in(passing.batch.portion, passing.batch.k)
 
-    def _answer(self, passing: Passing) -> dict[str, Gradients]:
-        """The loss of the model's answer, and the gradients of the outputs, wherever they were made."""
-        known = {**passing.inputs, **passing.given, **passing.made}
-        leaves = {v: _leaves(known[v], _wants(known[v])) for v in self.layout.outputs}
-        with torch.enable_grad():
-            loss = passing.loss(self.share.cut.answer(leaves))
-        wanting = [tensor for tensor in tensors_in(leaves) if tensor.requires_grad]
-        found = iter(torch.autograd.grad(loss, wanting, allow_unused=True) if wanting else ())
-        self.worker.count_loss(passing.batch, loss.item())
-        return {
-            value: [next(found) if tensor.requires_grad else None for tensor in tensors_in(leaf)]
-            for value, leaf in leaves.items()
-            if value in self.layout.maker
-        }
-
-    def _go_back(self, passing: Passing, incoming: Mapping[str, list[Gradients]]) -> list[Gradients]:
-        gradients = [_sums(incoming[value]) for value in self.fragment.makes]
-        version = passing.version if self.how.stash else self.stage.versions.newest
-        weight = self._samples(passing) / self._full_round() if self.how.double_buffered else 1.0
-        return self.stage.backward(passing.number, version, gradients, passing.update, weight)
-
     def _full_round(self) -> int:
         """Samples of an update, if none of its batches is short or missing."""
         return self.counting.batches * self.worker.plan.batch_size
-
-    def _give_back(self, passing: Passing, found: list[Gradients], of_loss: dict[str, Gradients]) -> None:
-        back = dict(zip(self.fragment.reads, found, strict=True))
-        for value in passing.given:
-            columns = [gradients for gradients in (of_loss.get(value), back.get(value)) if gradients is not None]
-            if any(_wants(passing.given[value])):
-                home = self._home(self._maker(value), passing)
-                self.team.send(home, (passing.number, "gradient", value), _sums(columns))
 
     # ---- update ----------------------------------------------------------------------------------------------------
 
@@ -289,29 +210,3 @@ class Stashing:
             await self._update(self.updates)
         self.empty_at = self.marked, self.updates
         self._release(self.stage.versions.newest)
-
-
-def _wants(value: Any) -> list[bool]:
-    return [tensor.requires_grad for tensor in tensors_in(value)]
-
-
-def _leaves(value: Any, wants_gradient: Sequence[bool]) -> Any:
-    """The same nest, cut off from what made it."""
-    wants = iter(wants_gradient)
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(next(wants)), value)
-
-
-def _sums(columns: Sequence[Gradients]) -> Gradients:
-    """Of several readers, in the order given; empty: nobody has any."""
-    if not columns:
-        return []
-    return [_sum([gradient for gradient in column if gradient is not None]) for column in zip(*columns, strict=True)]
-
-
-def _sum(gradients: Sequence[Tensor]) -> Tensor | None:
-    if not gradients:
-        return None
-    total = gradients[0]
-    for gradient in gradients[1:]:
-        total = total + gradient
-    return total

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from rainband.flat import is_finite
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.pipeline.modes import evaluating
 from rainband.pipeline.of_task import inputs_of, loss_of
 from rainband.pipeline.part import Part
@@ -101,6 +101,7 @@ class ShareWorker(ModuleWorker):
         self.server = TeamServers(client, team)
         team.stats = client.stats  # what goes to the others is counted
         self.orders = 0
+        self.wanted = 0  # questions whether a cell is still wanted
         self.order_to_come: Arrival | None = None
         self.lookahead = 0  # cells that the others are told of before the first begins them
         self.resting = False
@@ -216,12 +217,23 @@ class ShareWorker(ModuleWorker):
                 batches, round_, more = payload
                 yield Cell(tuple(Batch(*batch) for batch in batches), round_, more)
 
+    async def still_wants(self, cell: Cell) -> bool:  # type: ignore[override]
+        """The first decides for all: otherwise one could leave a batch that the others have begun."""
+        tag: Tag = ("wanted", self.wanted)
+        self.wanted += 1
+        if not self.leads:
+            told: bool = await self.team.receive(FIRST, tag)
+            return told
+        wanted = await self.client.still_wants(cell)
+        self.team.tell_all(tag, wanted)
+        return wanted
+
     # ---- a gradient ------------------------------------------------------------------------------------------------
 
-    def gradient(self, batch: Batch) -> Awaitable[ModuleGradient]:  # type: ignore[override]
+    def gradient(self, batch: Batch) -> Awaitable[Gradient]:  # type: ignore[override]
         return self._gradient(batch)
 
-    async def _gradient(self, batch: Batch) -> ModuleGradient:
+    async def _gradient(self, batch: Batch) -> Gradient:
         began, read = self.client.clock, tuple(self.client.versions)
         tag: Tag = (batch.portion, batch.k, batch.lease)
         for parameter in self.share.model.parameters():
@@ -238,7 +250,7 @@ class ShareWorker(ModuleWorker):
         self.flat.check()
         tensors = self.flat.gradients()
         finite, loss = await self._agree(tag, is_finite(tensors), sum(passage.loss for passage in passages.values()))
-        gradient = ModuleGradient(tensors, (batch,), self.plan.samples_in(batch.portion, batch.k), loss)
+        gradient = Gradient(tensors, (batch,), self.plan.samples_in(batch.portion, batch.k), loss)
         gradient.is_finite = finite  # on all of the team, or on none
         gradient.began, gradient.read = began, read
         self._count(gradient)
@@ -304,7 +316,7 @@ class ShareWorker(ModuleWorker):
                         mine = tie.parameter.grad
                         tie.parameter.grad = theirs if mine is None else mine + theirs
 
-    def _count(self, gradient: ModuleGradient) -> None:
+    def _count(self, gradient: Gradient) -> None:
         self.gone_through += gradient.samples
         if self.leads:
             super()._count(gradient)

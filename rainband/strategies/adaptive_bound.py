@@ -23,14 +23,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from rainband import advice
 from rainband.optim_spec import element_wise
 from rainband.rules import WaitForSlowest
 from rainband.schedules import Schedule, Shape
-from rainband.types import ServerHalf, Worker
+from rainband.types import Cluster, Requirements, ServerHalf, Strategy, Worker
 
 
 @dataclass(frozen=True)
-class AdaptiveBound:
+class AdaptiveBound(Strategy):
     """Stale-synchronous SGD whose bound follows the loss."""
 
     low: int = 0  # the bound at the beginning, and the least
@@ -47,6 +48,10 @@ class AdaptiveBound:
             raise ValueError(f"low={self.low} high={self.high}: choose 0 <= low <= high, such as low=0 high=16.")
         self.server(1)
 
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(waits="bounded")
+
     async def run(self, worker: Worker) -> None:
         async for cell in worker.cells():
             await worker.server.pull()
@@ -58,3 +63,14 @@ class AdaptiveBound:
         rule = partial(WaitForSlowest, self.low)
         schedule = Schedule(self.schedule, self.warmup)
         return ServerHalf(rule, optimizer, schedule, guard=True, adapt=(self.low, self.high))
+
+    def staleness(self, replicas: int) -> float:
+        return (replicas - 1) / (1 if self.high else 2)  # in lock-step the first to push misses none
+
+    def advice(self, cluster: Cluster) -> list[str]:
+        missed = self.staleness(cluster.replicas)
+        return [
+            *advice.of_momentum(self.momentum, missed, cluster),
+            *advice.of_waiting(cluster, self.high),
+            *advice.of_stale_rate(self.optimizer, missed),
+        ]

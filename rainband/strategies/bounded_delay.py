@@ -24,14 +24,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from rainband import advice
 from rainband.optim_spec import element_wise
 from rainband.rules import WaitForTasks, compensated
 from rainband.schedules import Schedule, Shape
-from rainband.types import ServerHalf, Worker
+from rainband.types import Cluster, Requirements, ServerHalf, Strategy, Worker
 
 
 @dataclass(frozen=True)
-class BoundedDelay:
+class BoundedDelay(Strategy):
     """Asynchronous SGD with a bound on the tasks that are under way."""
 
     tau: int = 4  # tasks that a worker may be ahead of the slowest, or of itself
@@ -51,6 +52,10 @@ class BoundedDelay:
             raise ValueError(f"tau={self.tau} tau_last={self.tau_last}: choose 0 (one after the other) or more.")
         self.server(1)
 
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(waits="bounded")
+
     async def run(self, worker: Worker) -> None:
         fetch = None
         async for cell in worker.cells():
@@ -68,3 +73,14 @@ class BoundedDelay:
             Schedule(self.schedule, self.warmup),
             guard=self.guard,
         )
+
+    def staleness(self, replicas: int) -> float:
+        return float(2 * replicas - 1) if self.tau else (replicas - 1) / 2  # fetched one step before it is used
+
+    def advice(self, cluster: Cluster) -> list[str]:
+        missed = self.staleness(cluster.replicas)
+        return [
+            *advice.of_momentum(self.momentum, missed, cluster),
+            *advice.of_waiting(cluster, self.tau),
+            *advice.of_stale_rate(self.optimizer, missed),
+        ]

@@ -30,14 +30,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rainband import advice
 from rainband.optim_spec import element_wise
 from rainband.rules import ApplyOnArrival, compensated
 from rainband.schedules import Schedule, Shape
-from rainband.types import Gradient, ServerHalf, Worker
+from rainband.types import Cluster, Gradient, Requirements, ServerHalf, Strategy, Worker
 
 
 @dataclass(frozen=True)
-class Downpour:
+class Downpour(Strategy):
     """Asynchronous SGD through parameter servers."""
 
     n_push: int = 1  # steps between two pushes
@@ -65,8 +66,8 @@ class Downpour:
         self.server(1)
 
     @property
-    def cell_batches(self) -> int:
-        return self.n_push
+    def requires(self) -> Requirements:
+        return Requirements(batches_per_item=self.n_push, warm_start_batches=self.warm_batches)
 
     async def run(self, worker: Worker) -> None:
         server, step, own_lr = worker.server, 0, self._own_lr()
@@ -99,3 +100,15 @@ class Downpour:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
         rule = compensated(ApplyOnArrival, self.compensation, self.compensation_memory)
         return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup), guard=self.guard)
+
+    def staleness(self, replicas: int) -> float:
+        missed = float(replicas - 1)
+        if self.overlap:
+            missed += replicas  # it is fetched one step before it is used
+        if self.n_push == 1:  # of sums, which have gradients of several ages, it is less
+            missed += replicas * (self.n_fetch - 1) / 2
+        return missed
+
+    def advice(self, cluster: Cluster) -> list[str]:
+        missed = self.staleness(cluster.replicas)
+        return advice.of_momentum(self.momentum, missed, cluster) + advice.of_stale_rate(self.optimizer, missed)

@@ -26,13 +26,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rainband import advice
 from rainband.optim_spec import OptimizerSpec, element_wise
 from rainband.schedules import Schedule, Shape
-from rainband.types import ServerHalf, Worker
+from rainband.types import Cluster, Requirements, Strategy, Worker
 
 
 @dataclass(frozen=True)
-class Hogwild:
+class Hogwild(Strategy):
     """Lock-free SGD in shared memory."""
 
     lr: float = 0.1  # of one batch's mean gradient
@@ -41,11 +42,20 @@ class Hogwild:
     warmup: float = 0.0  # the part of the run in which the learning rate rises
     guard: bool = True  # lower the learning rate when the loss runs away, and say so
 
-    one_memory = True
-
     def __post_init__(self) -> None:
         self.spec()
         Schedule(self.schedule, self.warmup)
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(
+            servers=False,
+            optimizer="workers",
+            shared_memory=True,
+            whole_model=True,
+            custom_loop=False,
+            guard=self.guard,
+        )
 
     async def run(self, worker: Worker) -> None:
         optimizer = worker.optimizer(self.spec(), Schedule(self.schedule, self.warmup))
@@ -62,5 +72,8 @@ class Hogwild:
             )
         return spec
 
-    def server(self, num_workers: int) -> ServerHalf | None:
-        return None
+    def staleness(self, replicas: int) -> float:
+        return float(replicas - 1)
+
+    def advice(self, cluster: Cluster) -> list[str]:
+        return advice.of_stale_rate(self.optimizer, self.staleness(cluster.replicas))

@@ -35,11 +35,11 @@ from dataclasses import dataclass
 
 from rainband.optim_spec import OptimizerSpec, element_wise
 from rainband.schedules import Schedule, Shape
-from rainband.types import ServerHalf, Stashes, Turn, Worker
+from rainband.types import Requirements, Stashes, Strategy, Turn, Worker
 
 
 @dataclass(frozen=True)
-class Pipedream:
+class Pipedream(Strategy):
     """A pipeline that is never flushed, with weight stashing."""
 
     lr: float = 0.1
@@ -53,8 +53,6 @@ class Pipedream:
     recompute: bool = False  # run the forward again before the backward: less memory, more time
     schedule: Shape = "constant"
     warmup: float = 0.0
-
-    stages = True  # it is made of stages
 
     def __post_init__(self) -> None:
         self.spec()
@@ -70,6 +68,10 @@ class Pipedream:
                 f"micros={self.micros} is how many batches make an update of double-buffered parameters: type "
                 "double_buffered=yes, too, and at least as many as there are stages; or leave it out."
             )
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(servers=False, max_replicas=1, optimizer="workers", stages=self.stashes())
 
     async def run(self, worker: Worker) -> None:
         stage = worker.stage(self.spec(), Schedule(self.schedule, self.warmup), self.stashes())
@@ -93,6 +95,3 @@ class Pipedream:
 
     def spec(self) -> OptimizerSpec:
         return element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
-
-    def server(self, num_workers: int) -> ServerHalf | None:
-        return None

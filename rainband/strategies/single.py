@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from rainband.optim_spec import OptimizerSpec, element_wise
 from rainband.schedules import Schedule, Shape
-from rainband.types import ServerHalf, Worker
+from rainband.types import Requirements, Strategy, Worker
 
 
 @dataclass(frozen=True)
-class Single:
+class Single(Strategy):
     """Plain SGD in one process."""
 
     lr: float = 0.1
@@ -28,6 +28,10 @@ class Single:
     def __post_init__(self) -> None:
         self.spec()
 
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(servers=False, max_replicas=1, optimizer="workers")
+
     async def run(self, worker: Worker) -> None:
         optimizer = worker.optimizer(self.spec(), Schedule(self.schedule, self.warmup))
         async for cell in worker.cells():
@@ -36,6 +40,3 @@ class Single:
 
     def spec(self) -> OptimizerSpec:
         return element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
-
-    def server(self, num_workers: int) -> ServerHalf | None:
-        return None

@@ -26,14 +26,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from rainband import advice
 from rainband.optim_spec import element_wise
 from rainband.rules import MeanOfArrivals, compensated
 from rainband.schedules import Schedule, Shape
-from rainband.types import ServerHalf, Worker
+from rainband.types import Cluster, Requirements, ServerHalf, Strategy, Worker
 
 
 @dataclass(frozen=True)
-class SoftSync:
+class SoftSync(Strategy):
     """Asynchronous SGD that gathers a few gradients for each update."""
 
     n: int = 1  # updates in the time in which every worker pushes once; c = workers / n
@@ -62,6 +63,10 @@ class SoftSync:
         """Gradients of one update."""
         return max(1, num_workers // self.n)
 
+    @property
+    def requires(self) -> Requirements:
+        return Requirements()
+
     async def run(self, worker: Worker) -> None:
         async for cell in worker.cells():
             await worker.server.pull()
@@ -79,3 +84,30 @@ class SoftSync:
             Schedule(self.schedule, self.warmup),
             guard=self.guard,
         )
+
+    def staleness(self, replicas: int) -> float:
+        return (replicas - 1) / self.count(replicas)
+
+    def advice(self, cluster: Cluster) -> list[str]:
+        missed = self.staleness(cluster.replicas)
+        stale = advice.of_stale_rate(self.optimizer, missed) if self.scaling == "none" else []
+        return [*advice.of_momentum(self.momentum, missed, cluster), *self._groups(cluster), *stale]
+
+    def _groups(self, cluster: Cluster) -> list[str]:
+        n, number = self.n, cluster.replicas
+        if number < 2:
+            return []
+        if n > number:
+            rate = f" and the learning rate is divided by {n}" if self.scaling == "n" else ""
+            return [
+                f"n={n} with {cluster}: an update cannot be of less than one gradient, so n is {number} in truth"
+                f"{rate}. Choose n from 1 to {number}."
+            ]
+        if number % n:
+            count = number // n
+            fitting = ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+            return [
+                f"n={n} does not divide {cluster}: c = {number} / {n} is rounded down to {count}, so there are "
+                f"{number / count:.3g} updates, not {n}, when all have pushed once. Choose n from {fitting}."
+            ]
+        return []

@@ -24,14 +24,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from rainband import advice
 from rainband.optim_spec import element_wise
 from rainband.rules import WaitForSlowest, compensated
 from rainband.schedules import Schedule, Shape
-from rainband.types import Gradient, ServerHalf, Worker
+from rainband.types import Cluster, Gradient, Requirements, ServerHalf, Strategy, Worker
 
 
 @dataclass(frozen=True)
-class StaleSync:
+class StaleSync(Strategy):
     """Asynchronous SGD in which nobody runs too far ahead."""
 
     bound: int = 3  # clocks that a worker may be ahead of the slowest
@@ -56,8 +57,8 @@ class StaleSync:
         self.server(1)
 
     @property
-    def cell_batches(self) -> int:
-        return self.n_push
+    def requires(self) -> Requirements:
+        return Requirements(waits="bounded", batches_per_item=self.n_push)
 
     async def run(self, worker: Worker) -> None:
         async for cell in worker.cells():
@@ -73,3 +74,14 @@ class StaleSync:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
         rule = compensated(partial(WaitForSlowest, self.bound), self.compensation, self.compensation_memory)
         return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup), guard=self.guard)
+
+    def staleness(self, replicas: int) -> float:
+        return (replicas - 1) / (1 if self.bound else 2)  # in lock-step the first to push misses none
+
+    def advice(self, cluster: Cluster) -> list[str]:
+        missed = self.staleness(cluster.replicas)
+        return [
+            *advice.of_momentum(self.momentum, missed, cluster),
+            *advice.of_waiting(cluster, self.bound),
+            *advice.of_stale_rate(self.optimizer, missed),
+        ]

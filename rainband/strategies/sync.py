@@ -25,14 +25,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from rainband import advice
 from rainband.optim_spec import element_wise
 from rainband.rules import FirstOfRound, MeanOfRound
 from rainband.schedules import Schedule, Shape
-from rainband.types import ServerHalf, Worker
+from rainband.types import Cluster, Requirements, ServerHalf, Strategy, Worker
 
 
 @dataclass(frozen=True)
-class Sync:
+class Sync(Strategy):
     """Large-batch SGD over K workers, exactly."""
 
     lr: float = 0.1  # for the mean over all K cells, before scaling
@@ -44,8 +45,6 @@ class Sync:
     schedule: Shape = "constant"
     warmup: float = 0.0
 
-    rounds = True
-
     def __post_init__(self) -> None:
         if self.backup_workers < 0:
             raise ValueError(f"backup_workers={self.backup_workers}: choose 0 (wait for all) or more.")
@@ -54,6 +53,10 @@ class Sync:
     def num_cells(self, num_workers: int) -> int:
         """Cells that make a round."""
         return max(1, num_workers - self.backup_workers)
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(waits="rounds")
 
     async def run(self, worker: Worker) -> None:
         async for cell in worker.cells():
@@ -67,3 +70,25 @@ class Sync:
         optimizer = element_wise(self.optimizer, factor * self.lr, self.momentum, self.weight_decay)
         rule = partial(FirstOfRound, cells) if self.backup_workers else MeanOfRound
         return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup))
+
+    def advice(self, cluster: Cluster) -> list[str]:
+        waiting = [] if self.backup_workers else advice.of_waiting(cluster, how="in rounds")
+        return [*self._scaling(cluster), *self._backups(cluster), *waiting]
+
+    def _scaling(self, cluster: Cluster) -> list[str]:
+        cells = self.num_cells(cluster.replicas)
+        if self.scaling != "linear" or self.warmup or cells < 2:
+            return []
+        return [
+            f"scaling=linear without a warm-up: the first step has a learning rate of {cells * self.lr:g}, {cells} "
+            f"times that of one worker, at parameters that no rate was tuned for. Add warmup=0.1."
+        ]
+
+    def _backups(self, cluster: Cluster) -> list[str]:
+        kept, number = self.num_cells(cluster.replicas), cluster.replicas
+        if not self.backup_workers or (self.backup_workers < number and 2 * kept >= number):
+            return []
+        return [
+            f"backup_workers={self.backup_workers} with {cluster}: of {number} gradients {number - kept} are computed "
+            f"and thrown away. Choose at most {number // 2}."
+        ]

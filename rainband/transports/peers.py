@@ -13,9 +13,9 @@ from typing import Any
 
 from rainband.errors import HandshakeFailed, PeerLost
 from rainband.messages import Address, Peer
+from rainband.peers_inbox import Inbox, Received
 from rainband.transports.dial import can_share_memory, dial, listen_tcp, listen_unix, this_machine
 from rainband.transports.nests import outgoing
-from rainband.transports.peers_inbox import Inbox, Received
 from rainband.transports.peers_shared import SharedWay
 from rainband.transports.peers_tcp import TcpWay
 from rainband.transports.switchboard import Switchboard

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from rainband.errors import PeerLost
 from rainband.messages import GiveBack, Hello, Lend, Message, Peer, Value
+from rainband.peers_inbox import Inbox
 from rainband.transports.auth import Identity
 from rainband.transports.connection import Connection
 from rainband.transports.frames import BadFrame
 from rainband.transports.hub import Hub
 from rainband.transports.nests import Outgoing, as_tensor, incoming
-from rainband.transports.peers_inbox import Inbox
 from rainband.transports.shared import PAGE, Segment
 from rainband.transports.switchboard import Switchboard
 from rainband.types import Tag

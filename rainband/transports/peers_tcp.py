@@ -10,12 +10,12 @@ from collections import deque
 
 from rainband.errors import PeerLost
 from rainband.messages import Hello, Message, Peer, Value
+from rainband.peers_inbox import Inbox
 from rainband.transports.auth import Identity
 from rainband.transports.connection import Connection
 from rainband.transports.frames import BadFrame
 from rainband.transports.hub import Hub
 from rainband.transports.nests import Outgoing, as_tensor, fresh_memory, incoming
-from rainband.transports.peers_inbox import Inbox
 from rainband.transports.switchboard import Switchboard
 from rainband.types import Tag
 

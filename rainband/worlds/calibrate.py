@@ -21,7 +21,7 @@ import torch
 
 from rainband import events
 from rainband.client import Client
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.messages import Push
 from rainband.server import Server
 from rainband.sim.compute import ComputeModel
@@ -274,7 +274,7 @@ class Stopwatch:
         return timed
 
 
-def as_it_is(worker: ModuleWorker, batch: Batch) -> ModuleGradient:
+def as_it_is(worker: ModuleWorker, batch: Batch) -> Gradient:
     """As a real worker has it: what is done for the push is measured with the push."""
     return worker.compute(batch)
 

@@ -8,7 +8,6 @@ import msgspec
 
 from rainband.messages import Address
 from rainband.stages.plan import TeamPlan
-from rainband.types import LedStrategy
 
 if TYPE_CHECKING:
     from rainband.leader import Lead
@@ -82,12 +81,12 @@ def encode_job(job: Job) -> bytes:
 
 def lead_of(strategy: Strategy) -> Lead | None:
     """The third half of a strategy that the coordinator leads; none: it does not lead this one."""
-    return strategy.lead if isinstance(strategy, LedStrategy) else None
+    return strategy.lead if strategy.requires.coordinated else None
 
 
 def is_one_memory(strategy: Strategy) -> bool:
     """Are the parameters of all workers one memory, in which each makes its own steps?"""
-    return bool(getattr(strategy, "one_memory", False))
+    return strategy.requires.shared_memory
 
 
 def check_epochs(strategy: Strategy, name: str, epochs: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from rainband.pipeline.plan import is_interleaved, load
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rainband.pipeline.plan import Plan
-    from rainband.types import Stashes, Strategy
+    from rainband.types import Strategy
 
 CHUNKS = 2  # stages of each worker, interleaved
 
@@ -113,6 +113,5 @@ def check_versions(strategy: Strategy, replicas: Sequence[int]) -> None:
     """Can a pipeline that is never flushed keep its versions in these stages, each of so many workers?"""
     from rainband.stages.counting import check_stashes
 
-    stashes: Callable[[], Stashes] | None = getattr(strategy, "stashes", None)
-    if stashes is not None:
-        check_stashes(stashes(), replicas)
+    if (stashes := strategy.requires.stages) is not None:
+        check_stashes(stashes, replicas)

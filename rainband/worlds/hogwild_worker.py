@@ -11,15 +11,16 @@ from torch import Tensor
 from rainband.blocks import Settings
 from rainband.client import Client
 from rainband.flat import Flat
-from rainband.gradient import ModuleGradient
-from rainband.messages import Ask, Join, Loaded, Message, Peer, Welcome
+from rainband.gradient import Gradient
+from rainband.messages import Ask, Loaded, Message, Peer, Welcome
 from rainband.optim_spec import OptimizerSpec
 from rainband.schedules import Schedule
+from rainband.tasks.task import Data, Task
 from rainband.transports.shared import Segment
-from rainband.types import Batch
+from rainband.types import Batch, Port
 from rainband.worker import Compute, ModuleWorker
 from rainband.worlds.hogwild_memory import OneMemory, places_of
-from rainband.worlds.member import Member
+from rainband.worlds.module_model import ModuleModel
 
 LOOK_EVERY_S = 0.05  # at what the coordinator has said: workers that never wait would not hear it
 
@@ -78,7 +79,7 @@ class InPlace:
         rates = [_rate(number, group, lr) for number, group in enumerate(layout.groups)]
         self.places = [(place, rates[spec.group]) for place, spec in zip(places, layout.parameters, strict=True)]
 
-    def step(self, gradient: ModuleGradient) -> None:
+    def step(self, gradient: Gradient) -> None:
         (batch,) = gradient.batches
         index, memory = self.worker.index, self.memory
         if memory.is_fenced(batch):
@@ -125,29 +126,29 @@ def _rate(number: int, group: Settings, lr: float) -> float:
     return float(rate)
 
 
-def enter(member: Member, join: Join, flat: Flat, fd: int) -> MemoryClient:
-    """Join the run, and make the memory that was inherited as `fd` the module's parameters."""
-    _refuse_other_devices(flat)
-    member.tell(join)
-    while member.welcome is None:
-        member.wait()
-    welcome, num_workers = member.welcome, member.num_workers
-    num_bytes = places_of(welcome.blocks, welcome.plan, num_workers).num_bytes
-    segment = Segment.open(fd, num_bytes, writable=True)
-    memory = OneMemory(segment.mapping, welcome.blocks, welcome.plan, num_workers)
-    shared = flat.over(memory.vectors)
-    client = member.client = MemoryClient(member.me, welcome, shared, memory, member.tell)
-    client.stats = member.stats
-    for message in member.early:  # the run may be at its end before we have entered it
-        client.receive(message)
-    loaded = False
-    while not member.go:
-        if member.welcome.load and not loaded:
-            loaded = True
-            client.load_memory(flat.vectors)
-        member.wait()
-    shared.attach()
-    return client
+class MemoryModel(ModuleModel):
+    """A model whose parameters are memory that all workers share, inherited as the file `fd`."""
+
+    def __init__(self, num_workers: int, task: Task, data: Data, flat: Flat, fd: int) -> None:
+        _refuse_other_devices(flat)
+        super().__init__(num_workers, task, data, flat)
+        self.fd = fd
+
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        num_bytes = places_of(welcome.blocks, welcome.plan, self.num_workers).num_bytes
+        segment = Segment.open(self.fd, num_bytes, writable=True)
+        memory = OneMemory(segment.mapping, welcome.blocks, welcome.plan, self.num_workers)
+        return MemoryClient(me, welcome, self.flat.over(memory.vectors), memory, tell)
+
+    def load(self, client: Client) -> None:
+        assert isinstance(client, MemoryClient)
+        client.load_memory(self.flat.vectors)
+
+    async def started(self, client: Client) -> None:
+        client.flat.attach()
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        return MemoryWorker(index, self.num_workers, self.task, self.data, self.flat.module, client)
 
 
 def _refuse_other_devices(flat: Flat) -> None:

@@ -19,7 +19,7 @@ from rainband.worlds.config import refuse_led
 
 def takes_any_optimizer(strategy: Strategy) -> bool:
     """Does the user's optimizer run on the worker, so that it may be any?"""
-    return bool(getattr(strategy, "local_steps", False)) or strategy.server(1) is None
+    return strategy.requires.optimizer == "workers"
 
 
 def following(strategy: Strategy, optimizers: Sequence[Optimizer]) -> Strategy:

@@ -12,17 +12,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import msgspec
 
-from rainband import __version__, events
+from rainband import events
 from rainband.catalogue import load_strategy
-from rainband.coordinator import Coordinator, Out, RunSettings
+from rainband.coordinator import Coordinator, Out
 from rainband.messages import COORDINATOR, Address, Message, Peer
 from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.connection import Connection
@@ -31,9 +30,10 @@ from rainband.transports.hub import Hub
 from rainband.transports.shared import Segment
 from rainband.types import Strategy
 from rainband.worlds.config import Job, RunConfig, encode_job, is_one_memory, lead_of
-from rainband.worlds.directory import EventLog, OutputLog, calendar_time, write_config
+from rainband.worlds.directory import OutputLog, calendar_time
 from rainband.worlds.hogwild_keeper import FROM_WORKERS, KEEPER, Keeper
-from rainband.worlds.verdict import judged
+from rainband.worlds.run import Phases, Run, View
+from rainband.worlds.run import RunResult as RunResult
 from rainband.worlds.zygote import Exited, Failed, Zygote
 
 ENTRIES = {"worker": "rainband.worlds.work:main", "server": "rainband.worlds.server_process:main"}
@@ -46,28 +46,6 @@ GRACE_S = 1.0
 EXIT_KNOWN_S = 0.2  # a process has ended when its connections close; the zygote says how, a moment later
 FINE = "exit code 0"
 MAX_TICK_S = 1.0  # people watch the progress, however patient the failure timeout is
-
-View = Callable[[events.AnyEvent], None]
-
-
-class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run came to: the last line of `rainband train --json`."""
-
-    outcome: str  # finished, stopped, failed
-    reason: str
-    strategy: str
-    task: str
-    workers: int
-    servers: int
-    samples: int
-    seconds: float  # from the start of the first process to the end
-    training_s: float = 0.0  # of these, from the beginning of the first step to the end of the last
-    samples_per_s: float  # while it trained
-    metrics: dict[str, float]
-    books: dict[str, Any]
-    staleness: dict[str, Any]
-    directory: str
-    exit_code: int = 0
 
 
 def run(
@@ -89,7 +67,7 @@ def run(
         return launcher.run()
 
 
-class Launcher:
+class Launcher(Run):
     """Starts the processes, leads them through the coordinator, and clears up."""
 
     def __init__(
@@ -101,12 +79,9 @@ class Launcher:
         fds: Sequence[int] = (),
         strategy: Strategy | None = None,
     ) -> None:
-        self.config = config
-        self.view = view
+        super().__init__(config, view)
         self.entries = entries
         self.fds = fds
-        self.directory = Path(config.directory)
-        self.log = EventLog(self.directory)
         self.output = OutputLog(self.directory) if capture else None
         with self.output.inherited() if self.output else nullcontext():
             self.zygote = Zygote.start(SERVERS_NEED)  # before all else: its imports take the longest
@@ -116,25 +91,15 @@ class Launcher:
         self.strategy = strategy
         one_memory = is_one_memory(strategy)
         self.memory = Segment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
-        self.keeper = Keeper(self._make_room, getattr(strategy, "guard", False)) if one_memory else None
-        self.coordinator = Coordinator(
-            RunSettings(
-                num_workers=config.num_workers,
-                num_servers=1 if self.keeper else config.num_servers,
-                seed=config.seed,
-                failure_timeout_s=config.failure_timeout_s,
-                model_path=str(self.directory / "model.safetensors"),
-                optimizers=config.optimizers,
-                team_size=config.team.size if config.team else 1,
-            ),
-            lead_of(strategy),
-        )
+        self.keeper = Keeper(self._make_room, strategy.requires.guard) if one_memory else None
+        settings = msgspec.structs.replace(self.settings, num_servers=1) if self.keeper else self.settings
+        self.coordinator = Coordinator(settings, lead_of(strategy))
         if self.keeper is not None:
             self.keeper.join(self.coordinator)
         self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
         self.processes: dict[int, Peer] = {}  # token -> who
         self.causes: dict[Peer, str] = {}  # how processes ended
-        self.phase = self.coordinator.phase  # the last one that was told
+        self.phases = Phases(self.coordinator, self.emit, self._now)
         self.interrupts = 0
 
     def stop_soon(self) -> None:
@@ -142,19 +107,7 @@ class Launcher:
         self.interrupts += 1
 
     def run(self) -> RunResult:
-        write_config(self.directory, self.config)
-        self._emit(
-            events.RunStarted(
-                at_s=0.0,
-                task=self.config.task,
-                strategy=self.config.strategy,
-                settings=dict(self.config.strategy_settings),
-                num_workers=self.config.num_workers,
-                num_servers=self.config.num_servers,
-                version=__version__,
-                started_at=calendar_time(),
-            )
-        )
+        self.begin(calendar_time())
         listener = listen_unix(f"rainband-{self.run_id.hex()}")
         self.hub.listen(listener)
         self.hub.watch(self.zygote.fileno(), self._children)
@@ -179,7 +132,7 @@ class Launcher:
         from rainband.worlds.forecast import predicted_of  # only these runs need it, and processes start meanwhile
 
         if (predicted := predicted_of(self.config, self.strategy)) is not None:
-            self._emit(predicted)
+            self.emit(predicted)
 
     def _start_processes(self, address: Address) -> None:
         for index in range(self.config.num_servers):
@@ -215,7 +168,7 @@ class Launcher:
                 ticked_at = time.monotonic()
                 self._send(self.coordinator.tick(self._now()))
                 self._show_output()
-            self._show()
+            self.phases.show()
         self.hub.flush()
 
     def _look_at(self, tick_at: float) -> float:
@@ -257,27 +210,12 @@ class Launcher:
         for out in outs:
             self.hub.send(out.to, out.message, out.body)
 
-    def _emit(self, event: events.AnyEvent) -> None:
-        self.log.write(event)
-        self.view(event)
-
-    def _show(self) -> None:
-        coordinator = self.coordinator
-        changed = coordinator.phase != self.phase
-        if changed and coordinator.phase == "concluding":
-            coordinator.note_progress(self._now())  # every worker has told its last numbers
-        for event in coordinator.take_events():
-            self._emit(event)
-        if changed:
-            self.phase = coordinator.phase
-            self._emit(events.PhaseChanged(at_s=self._now(), phase=self.phase, reason=coordinator.reason))
-
     def _show_output(self, to_the_end: bool = False) -> None:
         if self.output is None:
             return
         lines, left_out = self.output.new_lines(to_the_end)
         if lines:
-            self._emit(events.Printed(at_s=self._now(), lines=tuple(lines), left_out=left_out))
+            self.emit(events.Printed(at_s=self._now(), lines=tuple(lines), left_out=left_out))
 
     # ---- the hub's handler -----------------------------------------------------------------------------------------
 
@@ -366,52 +304,20 @@ class Launcher:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _result(self) -> RunResult:
-        self._show()
+        self.phases.show()
         self._show_output(to_the_end=True)
-        coordinator, seconds, training_s = self.coordinator, self._now(), self.log.training.seconds
-        books, samples = coordinator.books(), coordinator.samples_done()
-        outcome, reason = judged(coordinator.outcome, coordinator.reason, books, self.config)
-        if self.interrupts > 1:
-            outcome, reason = "stopped", "interrupted twice"
-        result = RunResult(
-            outcome=outcome,
-            reason=reason,
-            strategy=self.config.strategy,
-            task=self.config.task,
-            workers=self.config.num_workers,
-            servers=self.config.num_servers,
-            samples=samples,
-            seconds=seconds,
-            training_s=training_s,
-            samples_per_s=samples / (training_s or seconds),
-            metrics=coordinator.metrics,
-            books=msgspec.to_builtins(books) if books else {},
-            staleness=msgspec.to_builtins(coordinator.staleness(), str_keys=True),
-            directory=str(self.directory),
-            exit_code=self._exit_code(outcome),
-        )
-        self._emit(
-            events.RunEnded(
-                at_s=seconds,
-                outcome=outcome,
-                reason=reason,
-                seconds=seconds,
-                training_s=training_s,
-                samples=samples,
-                metrics=result.metrics,
-                books=result.books,
-                staleness=result.staleness,
-            )
-        )
+        twice = "interrupted twice" if self.interrupts > 1 else ""
+        result = self.result(RunResult, self.coordinator, self._now(), self._exit_code(), twice)
+        self.end(result)
         self.log.close()
         if self.output is not None:
             self.output.close()
         return result
 
-    def _exit_code(self, outcome: str) -> int:
-        if self.interrupts:
-            return 130 if self.signal == signal.SIGINT else 75
-        return 1 if outcome == "failed" else 0
+    def _exit_code(self) -> int | None:
+        if not self.interrupts:
+            return None
+        return 130 if self.signal == signal.SIGINT else 75
 
 
 def _how(exited: Exited) -> str:

@@ -10,36 +10,16 @@ from contextlib import suppress
 from torch import Tensor
 
 from rainband.blocks import BlockSpec
-from rainband.catalogue import load_strategy
-from rainband.client import Client
 from rainband.errors import CoordinatorLost, RainbandError, ServerLost
-from rainband.flat import Flat
-from rainband.handover import State
-from rainband.messages import (
-    Address,
-    Bye,
-    Conclude,
-    Failed,
-    Go,
-    Join,
-    Load,
-    Message,
-    Opened,
-    Peer,
-    Push,
-    Welcome,
-)
-from rainband.stats import Stats
+from rainband.messages import Address, Failed, Load, Message, Peer, Push, Welcome
 from rainband.transports.control import Control
 from rainband.transports.dial import can_share_memory, dial
 from rainband.transports.ports import SharedPort, TcpPort
 from rainband.transports.switchboard import Switchboard
-from rainband.types import KeepingRule, Port, Strategy, offers
+from rainband.types import Port, Strategy
+from rainband.worker import ModuleWorker
 from rainband.worlds.config import Job
-
-
-class Dismissed(RainbandError):
-    """The coordinator has said goodbye."""
+from rainband.worlds.session import Session
 
 
 def flush_output() -> None:
@@ -76,13 +56,9 @@ class Member:
         self.strategy = strategy
         self.optimizers = job.config.optimizers
         self.switchboard = Switchboard()
-        self.stats = Stats()
+        self.session = Session(self.me, self)
+        self.stats = self.session.stats
         self.control: Control | None = None
-        self.client: Client | None = None
-        self.welcome: Welcome | None = None
-        self.go = False
-        self.conclude: tuple[Conclude, memoryview | None] | None = None
-        self.early: list[Message] = []  # that came before there was a client
         self.joined = False  # a user's own loop has taken this place
         self.left = False  # and has come to its end
         self.knows_its_place = False  # the user has asked which part of the data is this worker's
@@ -107,67 +83,33 @@ class Member:
         """Wait until something has come and deal with it; False: nothing came in time."""
         return self.switchboard.wait(timeout_s)
 
-    def enter(
-        self,
-        join: Join,
-        flat: Flat,
-        state: State | None = None,
-        part: int = 0,
-        welcomed: Callable[[Welcome], None] | None = None,
-    ) -> Client:
-        """Join, open the ways to the servers, give them their first values if asked to; returns when all is ready.
+    # ---- what a worker's life needs ----------------------------------------------------------------------------------
 
-        `part`: of a model that several workers compute together; only servers that hold some of it are called.
-        """
-        self.tell(join)
-        while self.welcome is None:
-            self.wait()
-        welcome = self.welcome
-        if welcomed is not None:
-            welcomed(welcome)
+    def open_links(self, welcome: Welcome, part: int) -> list[Port]:
+        """Call the servers; where several workers compute one model, only those that hold blocks of this part."""
+        if self.job.memory:
+            return []  # the parameters are memory that all workers share
         needed = {owner for block, owner in zip(welcome.blocks, welcome.owners, strict=False) if block.part == part}
-        ports = [
+        return [
             self._port(i, address, welcome) if i in needed or not welcome.team else Nowhere()
             for i, address in enumerate(welcome.servers)
         ]
-        self.client = Client(self.me, welcome.plan, flat, welcome.blocks, welcome.owners, ports, self.tell, part)
-        self.client.stats = self.stats
-        for message in self.early:  # the run may be at its end before we have entered it
-            self.client.receive(message)
-        loaded = False
-        while not self.go:
-            if self.welcome.load and not loaded:
-                loaded = True
-                self.client.load(state)
-            self.wait()
-        return self.client
 
-    def see_pushes_through(self) -> None:
-        """Wait for the last answers."""
-        assert self.client is not None
-        while self.client.pushes:
-            self.wait()
+    def before_training(self, worker: ModuleWorker) -> None:
+        """A process says what watches its worker."""
 
-    def pull_latest(self) -> None:
-        """Take over the parameters as the servers have them now."""
-        assert self.client is not None
-        if self.client.blocks and self.client.ports:
-            pull = self.client.pull_latest()
-            while not pull.ready():
-                self.wait()
+    def flush_output(self) -> None:
+        flush_output()
 
-    def pull_final(self) -> None:
-        """Take over the parameters that are to be saved."""
-        assert self.client is not None
-        if self.client.blocks and self.client.ports:
-            for pull in self.client.pull_final():
-                while not pull.ready():
-                    self.wait()
+    async def saved(self) -> None:
+        """Saving returns when the file is there."""
+
+    # ---- when it fails ---------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException, trace: str) -> None:
         """Tell the coordinator what went wrong in the user's code (with a trace) or between the nodes, and leave."""
         flush_output()
-        step = 0 if self.client is None else self.stats.steps + 1  # the one it was at
+        step = 0 if self.session.client is None else self.stats.steps + 1  # the one it was at
         failed = Failed(step, f"{type(error).__name__}: {error}", trace)
         try:
             self.connect()
@@ -200,26 +142,12 @@ class Member:
         return TcpPort(peer, sock, key, specs, self.switchboard, self._from_server)
 
     def _reads_are_kept(self) -> bool:
-        strategy = self.strategy or load_strategy(self.config.strategy, self.config.strategy_settings)
-        half = strategy.server(self.num_workers)
-        return half is not None and offers(half.rule(), KeepingRule) is not None
+        half = self.session.strategy.server(self.num_workers)
+        return half is not None and half.rule().keeps_reads
 
     def _from_server(self, message: Message, payload: Tensor | None) -> None:
-        if self.client is not None and not isinstance(message, Opened):
-            self.client.receive(message, payload)
+        if self.session.client is not None:
+            self.session.receive(message, payload)
 
     def _from_coordinator(self, message: Message, body: memoryview | None) -> None:
-        match message:
-            case Bye():
-                raise Dismissed(message.reason or "the run is over.")
-            case Welcome():
-                self.welcome = message
-            case Go():
-                self.go = True
-            case Conclude():
-                self.conclude = message, body
-            case _:
-                if self.client is None:
-                    self.early.append(message)
-                else:
-                    self.client.receive(message)
+        self.session.receive(message, body)

@@ -12,7 +12,7 @@ wants the next one. Leaving waits for the others, and brings the final parameter
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
@@ -22,18 +22,19 @@ from torch.optim import Optimizer
 
 from rainband.client import Client
 from rainband.flat import Flat
-from rainband.gradient import ModuleGradient
-from rainband.handover import State, put_state, settings_of, spec_of, state_of
-from rainband.messages import Away, Conclude, Concluded, Ended, Join, Message
+from rainband.gradient import Gradient
+from rainband.handover import put_state, settings_of, spec_of, state_of
+from rainband.messages import Away, Conclude, Join, Message, Peer, Welcome
 from rainband.optim_spec import changed_numbers, plain
-from rainband.types import Batch, Cell, Strategy
-from rainband.worker import buffers_of, set_buffers
+from rainband.types import Batch, Cell, Port, Strategy
+from rainband.worker import set_buffers
 from rainband.worlds.draws import Draws, described, loader
 from rainband.worlds.joinable import check, following, takes_any_optimizer
 from rainband.worlds.own_random import own_random_numbers
 from rainband.worlds.save import save_model
+from rainband.worlds.session import Buffers, Session, WorkerModel, pull_final, pull_latest
 from rainband.worlds.step_hooks import StepHooks, unwrapped
-from rainband.worlds.suspended import LoopParameters, LoopWorker, Suspended
+from rainband.worlds.suspended import LoopEnd, LoopParameters, LoopWorker, Suspended
 
 
 class Membership(Protocol):
@@ -43,7 +44,7 @@ class Membership(Protocol):
     num_workers: int
     strategy: Strategy
     optimizers: Sequence[str]  # module:Class of those that servers may import besides torch's own
-    conclude: tuple[Conclude, memoryview | None] | None
+    session: Session
     left: bool
     knows_its_place: bool
 
@@ -52,14 +53,6 @@ class Membership(Protocol):
     def tell(self, message: Message, body: bytes | None = None) -> None: ...
 
     def wait(self, timeout_s: float | None = None) -> bool: ...
-
-    def enter(self, join: Join, flat: Flat, state: State | None = None) -> Client: ...
-
-    def see_pushes_through(self) -> None: ...
-
-    def pull_latest(self) -> None: ...
-
-    def pull_final(self) -> None: ...
 
 
 class OwnLoop:
@@ -72,7 +65,7 @@ class OwnLoop:
         self.index = member.index
         self.num_workers = member.num_workers
         self.strategy = following(member.strategy, self.optimizers)
-        self.rounds = bool(getattr(self.strategy, "rounds", False))
+        self.rounds = self.strategy.requires.waits == "rounds"
         self.served = not takes_any_optimizer(self.strategy)  # the servers run the user's optimizer
         self.num_epochs = 0  # 0: as many as the loop goes on for
         self.planned = False
@@ -85,14 +78,12 @@ class OwnLoop:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         pairs = zip(groups, self.settings, strict=True)
         self.flat = Flat(self.model, [{"params": group["params"], **settings} for group, settings in pairs])
-        self.client = self._join()
-        self.member.pull_latest()
+        self.hooks = StepHooks(self.optimizers, self._step, self._infinite_step)
+        self.member.connect()
+        self.member.session.prepare(self.strategy, self._joining(), LoopModel(self))
+        self.suspended = Suspended(self.member.session, self.member.wait)
         own_random_numbers(self.index)
         self.draws = Draws(self.client, self.member.wait, lambda: self.suspended.end_cell())
-        self.hooks = StepHooks(self.optimizers, self._step, self._infinite_step)
-        params = LoopParameters(self.client, lambda: [settings["lr"] for settings in self.settings])
-        worker = LoopWorker(self.index, self.num_workers, self.client, params, self._step_now)
-        self.suspended = Suspended(self.strategy, worker, self._wait)
         self.state_hooks = self._guard_state()
         return self
 
@@ -108,56 +99,30 @@ class OwnLoop:
         finally:
             self.flat.release()
 
-    def _join(self) -> Client:
-        self.member.connect()
-        spec = spec_of(self.optimizers) if self.served else None
-        state = state_of(self.optimizers, self.flat.parameters) if self.served else None
-        join = Join(
+    def _joining(self) -> Join:
+        return Join(
             fingerprint="",
             num_samples=0,
             layout=self.flat.layout,
             batch_size=1,
             epochs=1,
-            cell_batches=getattr(self.strategy, "cell_batches", 1),
+            cell_batches=self.strategy.requires.batches_per_item,
             rounds=self.rounds,
-            warm_batches=getattr(self.strategy, "warm_batches", 0),
+            warm_batches=self.strategy.requires.warm_start_batches,
             own_loop=True,
-            optimizer=spec,
+            optimizer=spec_of(self.optimizers) if self.served else None,
         )
-        client = self.member.enter(join, self.flat, state)
-        if self.served:
-            for optimizer in self.optimizers:
-                optimizer.state.clear()  # the servers have it now, it comes back at the end
-        return client
 
     def _leave(self) -> None:
         """Settle what is open, wait until everyone has, and take the results home."""
-        member, client = self.member, self.client
         self.skip("never stepped on")
         self.suspended.finish()
-        member.see_pushes_through()
-        self._return_leases()
-        if self.suspended.worker.marks is not None:
-            member.tell(self.suspended.worker.marks.report())
-        member.tell(client.stats.beat())
-        # Statistics count by the samples seen; of a loader of one's own only the steps are known.
-        member.tell(Ended(client.stats.samples or client.stats.steps), buffers_of(self.model))
-        while member.conclude is None:
-            self._wait()
-        conclude, buffers = member.conclude
-        member.pull_final()
-        if buffers is not None:
-            set_buffers(self.model, buffers)
-        if self.served:
-            self._fetch_state()
-        save_model(getattr(self.model, "_orig_mod", self.model), conclude.path)  # names as before torch.compile
-        member.tell(Concluded({}))
-        member.left = True
+        self.member.left = True
 
-    def _return_leases(self) -> None:
-        for portion, lease in list(self.client.leases.items()):
-            untouched = len(lease.unsettled) == self.client.plan.batches_in(portion)
-            self.client.give_back(portion, "unused" if untouched else "stopped")
+    @property
+    def client(self) -> Client:
+        assert self.member.session.client is not None
+        return self.member.session.client
 
     def _wait(self) -> None:
         self.member.wait()
@@ -271,7 +236,8 @@ class OwnLoop:
         if self.draws.unstepped:
             raise ValueError("run.away() while a batch is open: step on it, or call run.skip(), before.")
         self.suspended.end_cell()
-        self.member.see_pushes_through()
+        while self.client.pushes:
+            self._wait()
         self.draws.forget()
         self.member.tell(Away())
         yield
@@ -298,7 +264,7 @@ class OwnLoop:
             self.suspended.end_cell()
         self._see_through(batches)
 
-    def _check_identity(self, gradient: ModuleGradient) -> None:
+    def _check_identity(self, gradient: Gradient) -> None:
         """Are the module's parameters still those of the join? Asked where none has a gradient, and now and then."""
         steps = self.client.stats.steps
         if steps & (steps - 1) == 0 or all(tensor is None for tensor in gradient.tensors):
@@ -319,13 +285,13 @@ class OwnLoop:
     def _infinite_step(self) -> None:
         self.skip("not finite")
 
-    def _gradient(self, optimizer: Optimizer, unscale: float, batches: tuple[Batch, ...]) -> ModuleGradient:
+    def _gradient(self, optimizer: Optimizer, unscale: float, batches: tuple[Batch, ...]) -> Gradient:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         pairs = zip(self.flat.parameters, self.flat.gradients(), strict=True)
         tensors = [gradient if id(parameter) in own else None for parameter, gradient in pairs]
         if unscale != 1.0:
             tensors = [None if tensor is None else tensor * unscale for tensor in tensors]
-        elif self.suspended.steps_per_cell > 1:  # the strategy keeps it, and the user's next backward writes there
+        elif self.suspended.worker.steps_per_cell > 1:  # the strategy keeps it, and the next backward writes there
             tensors = [None if tensor is None else tensor.clone() for tensor in tensors]
         samples = sum(self.client.plan.samples_in(batch.portion, batch.k) for batch in batches)
         stats = self.client.stats
@@ -333,7 +299,7 @@ class OwnLoop:
         stats.samples += samples
         if stats.steps == 1:
             self.member.tell(stats.beat())  # at once: people watch for the first sign of life
-        return ModuleGradient(tensors, batches, max(1, samples), 0.0)
+        return Gradient(tensors, batches, max(1, samples), 0.0)
 
     def _step_now(self, gradients: Sequence[Tensor | None]) -> None:
         self.hooks.step_now(self.flat.parameters, gradients)
@@ -392,3 +358,54 @@ class OwnLoop:
     @property
     def _name(self) -> str:
         return type(self.strategy).__name__
+
+
+class LoopModel(WorkerModel):
+    """The user's module and optimizers in a worker's life."""
+
+    stays = False  # the user's script goes on
+
+    def __init__(self, loop: OwnLoop) -> None:
+        self.loop = loop
+        self.state = state_of(loop.optimizers, loop.flat.parameters) if loop.served else None
+
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        return Client(me, welcome.plan, self.loop.flat, welcome.blocks, welcome.owners, ports, tell)
+
+    def load(self, client: Client) -> None:
+        client.load(self.state)
+
+    async def started(self, client: Client) -> None:
+        self.state = None
+        if self.loop.served:
+            for optimizer in self.loop.optimizers:
+                optimizer.state.clear()  # the servers have it now, it comes back at the end
+        await pull_latest(client)
+
+    def worker(self, index: int, client: Client) -> LoopWorker:  # type: ignore[override]
+        loop = self.loop
+        params = LoopParameters(client, lambda: [settings["lr"] for settings in loop.settings])
+        return LoopWorker(index, loop.num_workers, client, params, loop._step_now, loop.strategy)
+
+    async def ended(self, worker: object) -> None:
+        await LoopEnd()
+
+    def return_leases(self, worker: LoopWorker) -> None:  # type: ignore[override]
+        client = worker.client
+        for portion, lease in list(client.leases.items()):
+            untouched = len(lease.unsettled) == client.plan.batches_in(portion)
+            client.give_back(portion, "unused" if untouched else "stopped")
+        if worker.marks is not None:
+            client.tell(worker.marks.report())
+
+    async def conclude(self, worker: LoopWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float]:  # type: ignore[override]
+        loop = self.loop
+        await pull_final(worker.client)
+        if buffers is not None:
+            set_buffers(loop.model, buffers)
+        if loop.served:
+            fetched = worker.client.fetch_state()
+            await fetched
+            put_state(loop.optimizers, loop.flat.parameters, fetched.gathered.state)
+        save_model(getattr(loop.model, "_orig_mod", loop.model), conclude.path)  # names as before torch.compile
+        return {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.settings import build
 from rainband.sim.compute import ComputeModel, Pace
 from rainband.types import Batch
@@ -25,14 +25,14 @@ def at_its_pace(worker: ModuleWorker, config: RunConfig) -> None:
 
 
 def paced(
-    compute: Callable[[Batch], ModuleGradient],
+    compute: Callable[[Batch], Gradient],
     pace: Pace,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Callable[[Batch], ModuleGradient]:
+) -> Callable[[Batch], Gradient]:
     """The same gradients, each after the time that its step takes."""
 
-    def after_a_while(batch: Batch) -> ModuleGradient:
+    def after_a_while(batch: Batch) -> Gradient:
         done_at = now() + pace.next_s()
         gradient = compute(batch)
         sleep(max(0.0, done_at - now()))

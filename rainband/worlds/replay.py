@@ -7,7 +7,7 @@ again, and everyone who had read this version has read it again. Workers run as 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf, nan, sqrt
 from pathlib import Path
@@ -20,10 +20,11 @@ import xxhash
 from torch import Tensor
 
 from rainband.blocks import BlockSpec
-from rainband.client import Client, Handle
+from rainband.client import Client
 from rainband.messages import Ack, Finish, Lease, Load, Message, Params, Peer, Pull, Push
 from rainband.server import Server
 from rainband.sim.trace import name_of
+from rainband.steps import Handle, Steps
 from rainband.types import Port, ServerHalf
 from rainband.worker import Compute, ModuleWorker
 from rainband.worlds import sim
@@ -140,9 +141,8 @@ class Actor:
     body: Body
     client: Client
     worker: ModuleWorker
-    coroutine: Iterator[object]
+    steps: Steps[None]
     waiting: Handle | None = None
-    over: bool = False
     asked: set[tuple[int, int]] = field(default_factory=set)  # (pull, block) not answered yet
 
 
@@ -177,7 +177,7 @@ class Repetition:
             client.receive(Lease(lease.portion, lease.lease, lease.groups))
         worker = body.worker(index, client)
         strategy = self.play.strategy
-        return Actor(index, body, client, worker, iter(strategy.run(worker).__await__()))  # type: ignore[arg-type]
+        return Actor(index, body, client, worker, Steps(strategy.run(worker)))
 
     def _load(self) -> None:
         """Servers with their first values: those of the seed, as any worker has them."""
@@ -210,13 +210,11 @@ class Repetition:
 
     def _go_on(self, actor: Actor) -> bool:
         moved = self._answer(actor)
-        while not actor.over and (actor.waiting is None or actor.waiting.ready()):
+        while not actor.steps.over and (actor.waiting is None or actor.waiting.ready()):
             actor.body.sit_down()
             moved = True
-            try:
-                wanted = next(actor.coroutine)
-            except StopIteration:
-                actor.over = True
+            wanted = actor.steps.go_on()
+            if actor.steps.over:
                 break
             actor.waiting = None
             if isinstance(wanted, Compute):

@@ -11,8 +11,9 @@ from rainband.catalogue import load_strategy
 from rainband.errors import RainbandError
 from rainband.worlds import own_loop  # noqa: F401  imported in the zygote, for all scripts at once
 from rainband.worlds.config import decode_job
-from rainband.worlds.member import Dismissed, Member
+from rainband.worlds.member import Member
 from rainband.worlds.own_random import same_random_numbers
+from rainband.worlds.session import Dismissed
 from rainband.worlds.work import users_traceback
 
 

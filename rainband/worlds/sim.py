@@ -10,14 +10,11 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import torch
 
-from rainband import __version__, events
 from rainband.catalogue import load_strategy
-from rainband.coordinator import RunSettings
 from rainband.errors import Deadlock
 from rainband.flat import Flat
 from rainband.messages import Address, Join
@@ -30,10 +27,10 @@ from rainband.tasks.load import load_task
 from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
 from rainband.types import Strategy
 from rainband.worlds.config import RunConfig, is_one_memory, lead_of
-from rainband.worlds.directory import EventLog, write_config
 from rainband.worlds.forecast import predicted_of
 from rainband.worlds.hogwild_keeper import Keeper
-from rainband.worlds.local import RunResult, View
+from rainband.worlds.run import Run, RunResult, View
+from rainband.worlds.run import settings_of as settings_of
 from rainband.worlds.server_process import leave_out_the_compiler
 from rainband.worlds.sim_body import RealBody, TimeBody
 from rainband.worlds.sim_faults import Trouble
@@ -42,7 +39,6 @@ from rainband.worlds.sim_memory import Desk
 from rainband.worlds.sim_team import TeamBody
 from rainband.worlds.sim_world import Notes, Play, World
 from rainband.worlds.spans import Span, write_spans
-from rainband.worlds.verdict import judged
 
 PROGRESS_POINTS = 30  # as many events tell of the progress of a run; heartbeats come as often
 POINTS_IN_BULK = 8
@@ -114,14 +110,11 @@ def little_garbage(none_at_all: bool) -> Iterator[None]:
         gc.unfreeze()
 
 
-class Simulation:
+class Simulation(Run):
     """One run and its directory."""
 
     def __init__(self, config: RunConfig, view: View, model: ClusterModel, play: Play) -> None:
-        self.config = config
-        self.view = view
-        self.directory = Path(config.directory)
-        self.log = EventLog(self.directory)
+        super().__init__(config, view)
         self.model = model
         self.trace = Trace(keep=config.sim.trace)
         self.spans: list[Span] = []
@@ -129,12 +122,12 @@ class Simulation:
         self.interrupted = False
         play.eval_every_s = config.eval_every_s
         self.expected_s = self._expected_s(play.join)
-        settings = settings_of(config, str(self.directory / "model.safetensors"))
+        settings = self.settings
         if in_bulk(config):  # nothing fails there, and with thousands of workers nobody is asked often how he is
             patient_s = max(config.failure_timeout_s, self.expected_s)
             settings = msgspec.structs.replace(settings, failure_timeout_s=patient_s)
         spans = None if in_bulk(config) else self.spans
-        self.world = World(play, settings, self.model, Notes(self.trace, spans, self._emit), self._tick_s())
+        self.world = World(play, settings, self.model, Notes(self.trace, spans, self.emit), self._tick_s())
 
     def _expected_s(self, join: Join) -> float:
         """The time that computing takes, or the servers, if that is more; roughly."""
@@ -153,20 +146,9 @@ class Simulation:
         return between_s if in_bulk(self.config) else min(self.config.failure_timeout_s / 5, between_s)
 
     def run(self) -> SimulatedResult:
-        write_config(self.directory, self.config)
-        self._emit(
-            events.RunStarted(
-                at_s=0.0,
-                task=self.config.task,
-                strategy=self.config.strategy,
-                settings=dict(self.config.strategy_settings),
-                num_workers=self.config.num_workers,
-                num_servers=self.config.num_servers,
-                version=__version__,
-            )
-        )
+        self.begin()
         if (predicted := predicted_of(self.config, self.world.strategy, self.model)) is not None:
-            self._emit(predicted)
+            self.emit(predicted)
         Trouble(self.world, parse(self.config.sim.faults), self.config.seed)
         self.world.start()
         try:
@@ -187,48 +169,13 @@ class Simulation:
             self._result()
             raise
 
-    def _emit(self, event: events.AnyEvent) -> None:
-        self.log.write(event)
-        self.view(event)
-
     def _result(self) -> SimulatedResult:
-        coordinator, seconds = self.world.coordinator, self.world.clock.now
-        books, samples = coordinator.books(), coordinator.samples_done()
+        coordinator = self.world.coordinator
         self.world.leader.send([])  # the last events
-        outcome, reason = judged(coordinator.outcome, coordinator.reason, books, self.config)
-        training_s = self.log.training.seconds
-        result = SimulatedResult(
-            outcome=outcome,
-            reason=reason,
-            strategy=self.config.strategy,
-            task=self.config.task,
-            workers=self.config.num_workers,
-            servers=self.config.num_servers,
-            samples=samples,
-            seconds=seconds,
-            training_s=training_s,
-            samples_per_s=samples / (training_s or seconds) if seconds else 0.0,
-            metrics=coordinator.metrics,
-            books=msgspec.to_builtins(books) if books else {},
-            staleness=msgspec.to_builtins(coordinator.staleness(), str_keys=True),
-            directory=str(self.directory),
-            exit_code=130 if self.interrupted else int(outcome == "failed"),
-            trace_hash=self._trace_hash(),
-        )
+        code = 130 if self.interrupted else None
+        result = self.result(SimulatedResult, coordinator, self.world.clock.now, code, trace_hash=self._trace_hash())
         self._write_simulated(result.trace_hash)
-        self._emit(
-            events.RunEnded(
-                at_s=seconds,
-                outcome=result.outcome,
-                reason=result.reason,
-                seconds=seconds,
-                training_s=training_s,
-                samples=samples,
-                metrics=result.metrics,
-                books=result.books,
-                staleness=result.staleness,
-            )
-        )
+        self.end(result)
         return result
 
     def _trace_hash(self) -> str:
@@ -266,18 +213,6 @@ def in_bulk(config: RunConfig) -> bool:
     return config.sim.time_only and config.num_workers * config.num_servers >= BULK_FROM
 
 
-def settings_of(config: RunConfig, model_path: str) -> RunSettings:
-    """What the coordinator must know."""
-    return RunSettings(
-        num_workers=config.num_workers,
-        num_servers=config.num_servers,
-        seed=config.seed,
-        failure_timeout_s=config.failure_timeout_s,
-        model_path=model_path,
-        team_size=config.team.size if config.team else 1,
-    )
-
-
 def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | None = None) -> Play:
     """Build the strategy, the task and its one module; an object that is given comes before its name."""
     strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
@@ -299,7 +234,7 @@ def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | 
     desk = Desk(flat)
     join = join_of(strategy, flat, fingerprint(data), len(data), *_sizes(config, task))
     if is_one_memory(strategy):
-        keeper = Keeper(bytearray, getattr(strategy, "guard", False))
+        keeper = Keeper(bytearray, strategy.requires.guard)
         return Play(
             strategy, join, lambda: MemoryBody(desk, task, data, config.num_workers, keeper), True, keeper=keeper
         )
@@ -341,8 +276,8 @@ def join_of(strategy: Strategy, flat: Flat, mark: str, num_samples: int, batch_s
         layout=flat.layout,
         batch_size=batch_size,
         epochs=epochs,
-        cell_batches=getattr(strategy, "cell_batches", 1),
-        rounds=getattr(strategy, "rounds", False),
-        warm_batches=getattr(strategy, "warm_batches", 0),
+        cell_batches=strategy.requires.batches_per_item,
+        rounds=strategy.requires.waits == "rounds",
+        warm_batches=strategy.requires.warm_start_batches,
         led=lead_of(strategy) is not None,
     )

@@ -9,16 +9,17 @@ from torch import nn
 
 from rainband.client import Client
 from rainband.flat import Flat
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.messages import Conclude, Message, Peer, Welcome
 from rainband.tasks.task import Data, Task
 from rainband.types import Batch, Port
 from rainband.worker import ModuleWorker
-from rainband.worlds.save import save_model
+from rainband.worlds.session import pull_final
 from rainband.worlds.sim_memory import Desk, DeskClient, WrittenGradient, hollow_flat
+from rainband.worlds.sim_worker import Body
 
 
-class RealBody:
+class RealBody(Body):
     """Computes true gradients at the worker's own parameters."""
 
     def __init__(self, desk: Desk, task: Task, data: Data, num_workers: int) -> None:
@@ -39,27 +40,25 @@ class RealBody:
     def sit_down(self) -> None:
         self.desk.seat(self.memory)
 
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient:
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
         return WrittenGradient(worker.compute(batch), self.memory.flat, self.desk.wholes)
 
-    def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
-        if body is not None:
-            worker.set_buffers(body)
-        save_model(worker.module, conclude.path)  # first: an error in the user's measuring must not cost the model
+    def evaluate(self, worker: ModuleWorker) -> dict[str, float]:
+        """The module is that of all workers: it gets its mode back."""
         was_training = worker.module.training
-        worker.module.eval()
-        metrics = {name: float(value) for name, value in worker.task.evaluate(worker.module).items()}
-        worker.module.train(was_training)
-        return metrics
+        try:
+            return super().evaluate(worker)
+        finally:
+            worker.module.train(was_training)
 
 
-class NoGradient(ModuleGradient):
+class NoGradient(Gradient):
     """The name of a gradient that was not computed."""
 
     is_finite = True
 
 
-class TimeBody:
+class TimeBody(Body):
     """Computes nothing: a gradient is its name."""
 
     def __init__(self, num_workers: int) -> None:
@@ -74,14 +73,12 @@ class TimeBody:
         nothing = cast(Any, None)
         return ModuleWorker(index, self.num_workers, nothing, nothing, self.module, client)
 
-    def sit_down(self) -> None:
-        """There are no parameters."""
-
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient:
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
         samples = worker.plan.samples_in(batch.portion, batch.k)
         worker.client.stats.steps += 1
         worker.client.stats.samples += samples
         return NoGradient([], (batch,), samples, 0.0)
 
-    def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
+    async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: object) -> dict[str, float]:
+        await pull_final(worker.client)
         return {}

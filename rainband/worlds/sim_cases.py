@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 from rainband.catalogue import load_strategy
 from rainband.flat import Flat
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.sim.faults import Chances, Script, random_script
 from rainband.tasks.linear import Linear
 from rainband.tasks.quadratic import Quadratic
-from rainband.types import Batch, ServerHalf, Strategy, Worker
+from rainband.types import Batch, Requirements, ServerHalf, Strategy, Worker
 from rainband.worker import ModuleWorker
 from rainband.worlds.sim import join_of
 from rainband.worlds.sim_body import RealBody
@@ -54,10 +54,14 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Ragged:
+class Ragged(Strategy):
     """Downpour whose workers sum other numbers of batches in each push, as loops of their own may: nothing lines up."""
 
     cell_batches: int = 4
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(batches_per_item=self.cell_batches)
 
     async def run(self, worker: Worker) -> None:
         await worker.server.pull()
@@ -160,7 +164,7 @@ class LookingBody(RealBody):
         self.stage = stage
         self.ledger = ledger
 
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient:
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
         self.ledger.look_at(worker, batch)
         return super().gradient(worker, batch)
 
@@ -168,11 +172,11 @@ class LookingBody(RealBody):
 class CountingBody(LookingBody):
     """Gradients of this task do not depend on the parameters."""
 
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient:
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
         self.ledger.look_at(worker, batch)
         samples, stats = worker.plan.samples_in(batch.portion, batch.k), worker.client.stats
         stats.steps += 1
         stats.loss_sum += samples
         stats.loss_samples += samples  # a loss of 1, always: all is well
         tensor = self.stage.gradient(worker, batch)[None].clone()
-        return ModuleGradient([tensor], (batch,), samples, 1.0)
+        return Gradient([tensor], (batch,), samples, 1.0)

@@ -17,6 +17,7 @@ from rainband.worker import Compute, ModuleWorker
 from rainband.worlds.hogwild_keeper import Keeper
 from rainband.worlds.hogwild_memory import OneMemory
 from rainband.worlds.hogwild_worker import MemoryClient, MemoryWorker
+from rainband.worlds.session import Buffers
 from rainband.worlds.sim_body import RealBody
 from rainband.worlds.sim_memory import Desk
 
@@ -48,10 +49,10 @@ class MemoryBody(RealBody):
         worker.sampler = self.desk.sampler(worker.plan)
         return worker
 
-    def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
+    async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
         assert isinstance(worker.client, MemoryClient)
         take_over(worker.client)
-        return super().conclude(worker, conclude, body)
+        return await super().conclude(worker, conclude, buffers)
 
 
 def take_over(client: MemoryClient) -> None:

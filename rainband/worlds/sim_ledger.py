@@ -58,7 +58,7 @@ class Ledger:
         def counted(gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
             batches = [(r.portion, k) for p in pushes if not p.skip for r in p.name for k in range(r.first, r.last)]
             self.applied[number].update(batches)
-            divisor = getattr(block.rule, "count", len(batches))  # of a mean over so many that come
+            divisor = block.rule.count or len(batches)  # of a mean over so many that come
             self.updates[number].append(Update(frozenset(batches), divisor))
             if isinstance(block.rule, Compensated):
                 self._look_at_correction(block, block.rule, gradient, pushes[0])

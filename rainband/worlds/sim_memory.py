@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rainband.blocks import BlockSpec, cut
 from rainband.client import Client
 from rainband.flat import Flat, is_finite
-from rainband.gradient import ModuleGradient
+from rainband.gradient import Gradient
 from rainband.portions import Plan
 from rainband.types import Batch
 from rainband.worker import Sampler
@@ -66,10 +66,10 @@ class Desk:
         return self.samplers.setdefault(plan, SharedSampler(plan))
 
 
-class WrittenGradient(ModuleGradient):
+class WrittenGradient(Gradient):
     """A gradient that is written once, where it is sent from: blocks of it are pieces of that, not copies."""
 
-    def __init__(self, gradient: ModuleGradient, flat: Flat, wholes: Sequence[BlockSpec]) -> None:
+    def __init__(self, gradient: Gradient, flat: Flat, wholes: Sequence[BlockSpec]) -> None:
         super().__init__(gradient.tensors, gradient.batches, gradient.samples, gradient.loss)
         self.flat = flat
         self.wholes = wholes
@@ -89,7 +89,7 @@ class WrittenGradient(ModuleGradient):
 class DeskClient(Client):
     """A client whose gradients may be written already."""
 
-    def _filler(self, block: BlockSpec, gradient: ModuleGradient) -> Callable[[Tensor], None]:
+    def _filler(self, block: BlockSpec, gradient: Gradient) -> Callable[[Tensor], None]:
         if isinstance(gradient, WrittenGradient):
             return Written(gradient.vectors[block.vector][block.start : block.stop])
         return super()._filler(block, gradient)

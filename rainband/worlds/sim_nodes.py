@@ -24,6 +24,7 @@ from rainband.sim.network import Machine
 from rainband.transports.hub import FRAMES_BEFORE_FLUSH
 from rainband.types import ServerHalf
 from rainband.worlds.hogwild_keeper import FROM_WORKERS, KEEPER, Keeper
+from rainband.worlds.run import Phases
 from rainband.worlds.sim_memory import NOTHING, hollow
 from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
 
@@ -57,7 +58,7 @@ class CoordinatorNode(Node):
         self.fitting = fitting  # what nodes are told of their blocks: where only time counts, these are hollow
         self.block_bytes: list[int] = []  # as they really are
         self.looks_at: float | None = None  # at that moment someone may be overdue
-        self.phase = coordinator.phase  # the last one that was told
+        self.phases = Phases(coordinator, lambda event: self.show(event), self.clock.now_s)
         self.keeper: Keeper | None = None  # of a memory that all workers share
         self.occupy: Callable[[], None] = nothing  # a message takes its process time, where it shares cores with others
         self.clock.after(tick_s, self._tick, idle=True)
@@ -89,8 +90,8 @@ class CoordinatorNode(Node):
             message = self._fitting(out.message)
             size = HEADER_BYTES + len(out.body or b"")
             self.post.send(self, out.to, message, out.body, size)
-        if self.coordinator.events or self.coordinator.phase != self.phase:
-            self._show()
+        if self.coordinator.events or self.coordinator.phase != self.phases.phase:
+            self.phases.show()
         due_at = self.coordinator.due_at()
         if due_at is not None and (self.looks_at is None or due_at < self.looks_at):
             self.looks_at = due_at
@@ -100,16 +101,6 @@ class CoordinatorNode(Node):
         """Somebody may be overdue by now."""
         self.looks_at = None
         self.send(self.coordinator.look(self._now()))
-
-    def _show(self) -> None:
-        coordinator, changed = self.coordinator, self.coordinator.phase != self.phase
-        if changed and coordinator.phase == "concluding":
-            coordinator.note_progress(self.clock.now)  # every worker has told its last numbers
-        for event in coordinator.take_events():
-            self.show(event)
-        if changed:
-            self.phase = coordinator.phase
-            self.show(events.PhaseChanged(at_s=self.clock.now, phase=self.phase, reason=coordinator.reason))
 
     def _fitting(self, message: Message) -> Message:
         if not isinstance(message, (Welcome, Assign)):

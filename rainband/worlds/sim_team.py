@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,71 +9,62 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rainband.client import Client
-from rainband.flat import Flat
-from rainband.messages import Conclude, Concluded, Message, Peer, Value, Welcome
+from rainband.messages import Message, Peer, Value
+from rainband.peers_inbox import Inbox
 from rainband.pipeline.of_task import build_model
 from rainband.stages.passage import Team
 from rainband.stages.share import Share
 from rainband.stages.worker import ShareWorker
-from rainband.tasks.task import Data, Task, parameter_groups
-from rainband.transports.peers_inbox import Inbox
-from rainband.types import Batch, Port, Tag
+from rainband.tasks.task import Data, Task
+from rainband.types import Batch, Tag
 from rainband.worker import ModuleWorker
 from rainband.worlds.measuring import measure
 from rainband.worlds.save import save_model
 from rainband.worlds.sim_post import HEADER_BYTES, Payload
-from rainband.worlds.sim_worker import Wanted, WorkerNode
+from rainband.worlds.sim_worker import Body, WorkerNode
+from rainband.worlds.team_model import TeamModel
 
 if TYPE_CHECKING:
-    from rainband.gradient import ModuleGradient
+    from rainband.gradient import Gradient
     from rainband.sim.compute import Pace
     from rainband.sim.network import Machine
     from rainband.stages.plan import TeamPlan
     from rainband.types import Arrival
     from rainband.worlds.sim_worker import Surroundings
 
-SAVED: Tag = ("saved",)
 
-
-class TeamBody:
+class TeamBody(TeamModel, Body):
     """A share of the model, with a module of its own: forward and backward are apart, and others compute between."""
 
     def __init__(self, task: Task, data: Data, plan: TeamPlan, place: int, num_replicas: int, seed: int) -> None:
         torch.manual_seed(seed)
-        model = build_model(task)
-        self.task, self.data = task, data
-        self.num_replicas = num_replicas
-        self.share = Share(task, model, data, plan, place)
-        self.flat: Flat = self.share.flat(parameter_groups(task, model))
-        self.team: Team | None = None
+        super().__init__(task, data, Share(task, build_model(task), data, plan, place), num_replicas)
 
-    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
-        part = self.share.machine
-        return Client(me, welcome.plan, self.flat, welcome.blocks, welcome.owners, ports, tell, part)
-
-    def worker(self, index: int, client: Client) -> ShareWorker:
-        assert self.team is not None
-        return ShareWorker(index, self.num_replicas, self.task, self.data, self.share, client, self.team)
-
-    def sit_down(self) -> None:
-        """Nobody else computes with its module."""
-
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient:
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
         raise AssertionError("a share is computed in pieces")
 
-    def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
-        raise AssertionError("the first of a team concludes when it has all the others' parts")
+    def handed_over(self, path: str) -> dict[str, Tensor]:
+        return self.share.held()
+
+    def put_together(self, worker: ShareWorker, parts: list[dict[str, Tensor]], path: str) -> dict[str, float]:
+        """Here all parts may come together: there is one process anyway."""
+        with torch.random.fork_rng(devices=[]):
+            whole: nn.Module = self.task.model()
+        for part in parts:
+            whole.load_state_dict(part, strict=False)
+        if path:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        save_model(whole, path)
+        return measure(self.task, whole)
 
 
 class TeamNode(WorkerNode):
     """One worker of a team."""
 
-    __slots__ = ("incoming", "place", "share_body", "team_size")
+    __slots__ = ("incoming", "place", "team_size")
 
     def __init__(self, world: Surroundings, peer: Peer, machine: Machine, body: TeamBody, pace: Pace) -> None:
         super().__init__(world, peer, machine, body, pace)
-        self.share_body = body
         self.place = body.share.place
         self.team_size = body.share.plan.size
         self.incoming = Inbox()
@@ -112,36 +102,3 @@ class TeamNode(WorkerNode):
             self._look_if_waiting()
         else:
             super().lost(peer)
-
-    # ---- the end ---------------------------------------------------------------------------------------------------
-
-    def strategy_is_over(self, worker: ModuleWorker) -> None:
-        assert isinstance(worker, ShareWorker)
-        worker.team.say_end()
-        worker.team.forget_ends()
-
-    def _conclude(self, worker: ModuleWorker) -> Generator[Wanted, None, None]:
-        assert isinstance(worker, ShareWorker) and self.client is not None and self.conclude is not None
-        (conclude, body), self.conclude = self.conclude, None
-        if self.client.blocks and self.client.ports:
-            yield from self.client.pull_latest().__await__()
-        if body is not None:
-            worker.set_buffers(body)
-        if not worker.leads:
-            worker.team.send(0, SAVED, self.share_body.share.held())
-            return
-        held = self.share_body.share.held()
-        for other in worker.team.others:
-            held |= yield from worker.team.receive(other, SAVED).__await__()
-        self.tell(Concluded(self._measured(held, conclude)))
-
-    def _measured(self, held: dict[str, Tensor], conclude: Conclude) -> dict[str, float]:
-        """Here all parts may come together: there is one process anyway."""
-        task = self.share_body.task
-        with torch.random.fork_rng(devices=[]):
-            whole: nn.Module = task.model()
-        whole.load_state_dict(held, strict=False)  # of parameters with two names one is enough
-        if conclude.path:
-            Path(conclude.path).parent.mkdir(parents=True, exist_ok=True)
-        save_model(whole, conclude.path)
-        return measure(task, whole)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,36 +11,20 @@ import torch
 from torch import Tensor
 
 from rainband.blocks import BlockSpec
-from rainband.client import Client, Handle, PullHandle, StillWanted
+from rainband.client import Client, PullHandle, StillWanted
 from rainband.errors import RainbandError, Stop
-from rainband.gradient import ModuleGradient
-from rainband.messages import (
-    COORDINATOR,
-    Ack,
-    Bye,
-    Conclude,
-    Concluded,
-    Ended,
-    Failed,
-    Go,
-    Join,
-    Load,
-    Loaded,
-    Message,
-    Opened,
-    Params,
-    Peer,
-    Push,
-    Welcome,
-)
+from rainband.gradient import Gradient
+from rainband.messages import COORDINATOR, Ack, Failed, Join, Load, Message, Params, Peer, Push, Welcome
 from rainband.server import Server
 from rainband.sim.compute import Pace
 from rainband.sim.model import NodeModel
 from rainband.sim.network import Machine
-from rainband.stats import Stats
+from rainband.steps import Handle, Steps, Until, Work
 from rainband.types import Batch, Port, Strategy
-from rainband.worker import Compute, ModuleWorker, Work
+from rainband.worker import Compute, ModuleWorker
+from rainband.worlds.lifecycle import run_worker
 from rainband.worlds.measuring import Measuring
+from rainband.worlds.session import FOR_THE_SESSION, Dismissed, Session, WorkerModel
 from rainband.worlds.sim_memory import NOTHING, Written
 from rainband.worlds.sim_post import HEADER_BYTES, Node, Payload, Post
 from rainband.worlds.spans import Watch
@@ -49,34 +32,17 @@ from rainband.worlds.spans import Watch
 if TYPE_CHECKING:
     from rainband.worlds.sim_nodes import Processor
 
-Wanted = Work | Handle
 TAKES_TIME = frozenset((Compute, PullHandle))
-FOR_THE_NODE = frozenset((Bye, Welcome, Go, Conclude, Loaded, Opened))  # the client gets the others
 
 
-class Until(Handle):
-    """Waits until something is so."""
-
-    def __init__(self, what: str, is_so: Callable[[], bool]) -> None:
-        self.what = what
-        self.ready = is_so  # type: ignore[method-assign]
-
-
-class Body(Protocol):
-    """What a worker computes with: a module, or nothing where only time counts."""
-
-    def worker(self, index: int, client: Client) -> ModuleWorker:
-        """What the strategy sees."""
+class Body(WorkerModel):
+    """What a simulated worker computes with: a module, or nothing where only time counts."""
 
     def sit_down(self) -> None:
         """The worker goes on: its parameters must be the module's."""
 
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> ModuleGradient: ...
-
-    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client: ...
-
-    def conclude(self, worker: ModuleWorker, conclude: Conclude, body: bytes | None) -> dict[str, float]:
-        """Evaluate, and save the model."""
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
+        raise NotImplementedError
 
 
 class Surroundings(Protocol):
@@ -105,37 +71,12 @@ class Surroundings(Protocol):
 
 
 class WorkerNode(Node):
-    """One worker's life, from its join to the last goodbye."""
+    """Drives one worker's life by events of the clock: see lifecycle.py for what it does."""
 
     # There may be ten thousand: plain objects of so many attributes are large and slow.
     __slots__ = (
-        *(
-            "block_bytes",
-            "body",
-            "busy_until",
-            "client",
-            "computes_until",
-            "conclude",
-            "copied_s",
-            "costs",
-            "early",
-            "eval_every_s",
-            "go",
-        ),
-        *(
-            "in_strategy",
-            "inbox",
-            "later",
-            "life",
-            "measuring",
-            "over",
-            "pace",
-            "stats",
-            "thrown",
-            "waiting",
-            "waiting_since",
-        ),
-        *("watch", "welcome", "world"),
+        *("block_bytes", "body", "busy_until", "computes_until", "copied_s", "costs", "eval_every_s", "inbox", "later"),
+        *("life", "measuring", "over", "pace", "session", "stats", "waiting", "waiting_since", "watch", "world"),
     )
 
     def __init__(self, world: Surroundings, peer: Peer, machine: Machine, body: Body, pace: Pace) -> None:
@@ -145,26 +86,25 @@ class WorkerNode(Node):
         self.costs = world.costs
         self.body = body
         self.pace = pace
-        self.stats = Stats()
+        self.session = Session(peer, self)
+        self.session.prepare(world.strategy, world.join, body)
+        self.stats = self.session.stats
         self.watch: Watch | None = None
         self.eval_every_s = 0.0  # it measures so often; 0: not it, or only at the end
         self.measuring: Measuring | None = None
-        self.client: Client | None = None
-        self.welcome: Welcome | None = None
-        self.go = False
-        self.conclude: tuple[Conclude, bytes | None] | None = None
-        self.early: list[Message] = []  # that came before there was a client
         self.inbox: list[tuple[Message, Payload]] = []
         self.later: list[tuple[float, Message]] = []  # comes then; looked at with the next message: see below
-        self.life: Generator[Wanted, None, None] = self._live()
+        self.life = Steps(run_worker(self.session))
         self.waiting: Handle | None = None
         self.waiting_since = 0.0
         self.busy_until = 0.0  # its thread copies until then
         self.copied_s = 0.0  # so long has it taken parameters over, since it waited last
         self.computes_until = 0.0  # if it has a core of its own
-        self.in_strategy = False
-        self.thrown = False
         self.over = False
+
+    @property
+    def client(self) -> Client | None:
+        return self.session.client
 
     def start(self) -> None:
         self.clock.after(self.world.beat_s, self._beat, idle=True)
@@ -186,68 +126,33 @@ class WorkerNode(Node):
         if self.clock.now >= self.paused_until:
             self.post.send(self, COORDINATOR, self.stats.beat())
 
-    # ---- its life --------------------------------------------------------------------------------------------------
+    # ---- what its life needs ---------------------------------------------------------------------------------------
 
-    def _live(self) -> Generator[Wanted, None, None]:
-        self.tell(self.world.join)
-        yield Until("the coordinator to welcome it", lambda: self.welcome is not None)
-        client = yield from self._enter()
-        worker = self.body.worker(self.peer.index, client)
+    def open_links(self, welcome: Welcome, part: int) -> list[Port]:
+        return [self.world.port(self, server) for server in range(len(welcome.servers))]
+
+    def before_training(self, worker: ModuleWorker) -> None:
         if self.watch is not None:
             self.watch.follow(worker)
         if self.eval_every_s:
             self.measuring = Measuring(worker.task, worker.module, self.stats, self.eval_every_s, self.clock.now_s)
-        self.in_strategy = True
-        with suppress(Stop):
-            yield from self.world.strategy.run(worker).__await__()  # type: ignore[arg-type]
-        self.in_strategy = False
-        self.strategy_is_over(worker)
-        yield Until("answers to its last pushes", lambda: not client.pushes)
-        client.give_all_back("stopped")
-        self.tell(self.stats.beat())
-        self.tell(Ended(worker.seen), worker.buffers())
-        while True:
-            yield Until("the others to end", lambda: self.conclude is not None)
-            yield from self._conclude(worker)
 
-    def strategy_is_over(self, worker: ModuleWorker) -> None:
-        """It has come to its end, regularly or not."""
+    def flush_output(self) -> None:
+        """It prints where the simulator does."""
 
-    def _enter(self) -> Generator[Wanted, None, Client]:
-        assert self.welcome is not None
-        ports = [self.world.port(self, server) for server in range(len(self.welcome.servers))]
-        self.client = client = self.body.make_client(self.peer, self.welcome, ports, self.tell)
-        client.stats = self.stats
-        for message in self.early:  # the run may be at its end before it has entered
-            client.receive(message)
-        loaded = False
-        while not self.go:
-            if self.welcome.load and not loaded:
-                loaded = True
-                client.load()
-            yield Until("the servers to be loaded", partial(self._is_told_more, self.welcome))
-        return client
-
-    def _is_told_more(self, welcome: Welcome) -> bool:
-        return self.go or self.welcome is not welcome
-
-    def _conclude(self, worker: ModuleWorker) -> Generator[Wanted, None, None]:
-        assert self.client is not None and self.conclude is not None
-        (conclude, body), self.conclude = self.conclude, None
-        if self.client.blocks and self.client.ports:
-            yield from self.client.pull_final()
-        metrics = self.body.conclude(worker, conclude, body)
+    async def saved(self) -> None:
         if self.disk_s:
             saved_at = self.clock.now + self.disk_s
             self.clock.at(saved_at, lambda: self.wake(self._look_if_waiting))
-            yield Until("its disk", lambda: self.clock.now >= saved_at)
-        self.tell(Concluded(metrics))
+            await Until("its disk", lambda: self.clock.now >= saved_at)
+
+    # ---- what happens to it ----------------------------------------------------------------------------------------
 
     def join_again(self) -> None:
         """The coordinator was started again, and knows nobody."""
         self.tell(self.world.join)
-        if self.client is not None:
-            self.client.ask_again()
+        if self.session.client is not None:
+            self.session.client.ask_again()
         self._look_if_waiting()
 
     def lost(self, peer: Peer) -> None:
@@ -273,9 +178,10 @@ class WorkerNode(Node):
 
     def can_wait_with(self, ack: Ack) -> bool:
         """Would nothing come of an answer if it were looked at right when it comes? Not even a message."""
-        if self.client is None or not (self.waiting is None or isinstance(self.waiting, PullHandle)):
+        client = self.session.client
+        if client is None or not (self.waiting is None or isinstance(self.waiting, PullHandle)):
             return False
-        return not self.client.settles_lease(ack)
+        return not client.settles_lease(ack)
 
     def _look(self) -> None:
         """Take what has come, and go on if that was it. Only ever called while it waits."""
@@ -288,8 +194,8 @@ class WorkerNode(Node):
         if self.waiting.ready():
             self._waited()
             self._go_through()
-        elif self._must_stop():
-            self.thrown = True
+        elif self.session.must_stop(self.waiting):
+            self.session.stopped = True
             self._waited()
             self._go_through(Stop())
 
@@ -305,11 +211,6 @@ class WorkerNode(Node):
         if self.waiting is not None:
             self._look()
 
-    def _must_stop(self) -> bool:
-        if not self.in_strategy or self.thrown or self.client is None or self.waiting is None:
-            return False
-        return self.waiting.is_vain(self.client.stopping)
-
     def _waited(self) -> None:
         until, since = self.busy_until, self.waiting_since  # taking parameters over counts: so it does really
         if until < self.clock.now:
@@ -323,32 +224,25 @@ class WorkerNode(Node):
         self.waiting = None
 
     def _take(self, message: Message, payload: Payload) -> None:
-        if type(message) in FOR_THE_NODE:
-            self._take_order(message, payload)
+        if type(message) in FOR_THE_SESSION:
+            try:
+                self.session.receive(message, payload)
+            except Dismissed:
+                self.over = True
+                self.waiting = None
+                self.life.close()
             return
         if self.costs.worker_message_s:
             self.spend(self.costs.worker_message_s)
         if payload is not None and isinstance(message, Params):
             self.copies(message.block)
-        if self.client is None:
-            self.early.append(message)
-        else:
-            self.client.receive(message, payload)
-            if self.watch is not None:
-                self.watch.look()
-
-    def _take_order(self, message: Message, payload: Payload) -> None:
-        match message:
-            case Bye():
-                self.over = True
-                self.waiting = None
-                self.life.close()
-            case Welcome():
-                self.welcome = message
-            case Go():
-                self.go = True
-            case Conclude():
-                self.conclude = message, payload
+        client = self.session.client
+        if client is None:
+            self.session.receive(message)
+        else:  # at once: nothing here happens more often
+            client.receive(message, payload)
+        if self.watch is not None:
+            self.watch.look()
 
     def spend(self, amount_s: float) -> float:
         """Its thread works for so long, or longer where others want its core; returns how long that takes."""
@@ -370,12 +264,10 @@ class WorkerNode(Node):
         self.clock.progress_at = self.clock.now
         self.body.sit_down()
         try:
-            wanted = self.life.send(None) if error is None else self.life.throw(error)
+            wanted = self.life.go_on(error)
             # A pull is only waited for when it is not ready.
             while type(wanted) not in TAKES_TIME and isinstance(wanted, Handle) and self._is_ready(wanted):
-                wanted = self.life.send(None)
-        except StopIteration:
-            raise AssertionError("a worker's life ends with a goodbye") from None
+                wanted = self.life.go_on()
         except Exception as raised:
             self._fail(raised)
             return

@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 
 from rainband import events
-from rainband.client import Handle, News, PullHandle, PushHandle
+from rainband.client import News, PullHandle, PushHandle
 from rainband.coordinator import Coordinator, RunSettings
 from rainband.errors import Deadlock
 from rainband.messages import COORDINATOR, Address, Join, Peer, ServerJoin
@@ -24,6 +24,7 @@ from rainband.sim.cores import Cores, OwnCore, nothing
 from rainband.sim.model import ClusterModel
 from rainband.sim.network import Machine, Network
 from rainband.sim.trace import Trace
+from rainband.steps import Handle, Until
 from rainband.types import Port, ServerHalf, Strategy
 from rainband.worlds.config import lead_of
 from rainband.worlds.hogwild_keeper import Keeper
@@ -31,7 +32,7 @@ from rainband.worlds.sim_bulk import BankNode, BankPort, as_one_block, make_bank
 from rainband.worlds.sim_nodes import CoordinatorNode, Processor, ServerNode, as_they_are, without_elements
 from rainband.worlds.sim_post import Letter, Node, Post
 from rainband.worlds.sim_team import TeamBody, TeamNode
-from rainband.worlds.sim_worker import Body, SimPort, Until, WorkerNode
+from rainband.worlds.sim_worker import Body, SimPort, WorkerNode
 from rainband.worlds.spans import Span, Watch
 
 SLOTS_PER_TICK = 256  # of the clock, for thousands of workers

@@ -11,7 +11,7 @@ import msgspec
 from rainband.client import Client, PullHandle, PushHandle
 
 if TYPE_CHECKING:
-    from rainband.gradient import ModuleGradient
+    from rainband.gradient import Gradient
     from rainband.worker import ModuleWorker, ServerSide
 
 FILES = "spans*.jsonl"  # in a run's directory; real workers write one each
@@ -89,12 +89,12 @@ class WatchedServers:
         self.side = side
         self.watch = watch
 
-    def push(self, gradient: ModuleGradient) -> PushHandle:
+    def push(self, gradient: Gradient) -> PushHandle:
         handle = self.side.push(gradient)
         self.watch.began(handle)
         return handle
 
-    def exchange(self, gradient: ModuleGradient) -> PullHandle:
+    def exchange(self, gradient: Gradient) -> PullHandle:
         handle = self.side.exchange(gradient)
         self.watch.began(handle)
         return handle

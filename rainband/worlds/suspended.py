@@ -3,50 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rainband.client import Client, Handle, PullHandle, PushHandle
-from rainband.errors import Stop
-from rainband.gradient import ModuleGradient
+from rainband.client import Client, PullHandle, PushHandle, StillWanted
+from rainband.gradient import Gradient
+from rainband.steps import Steps
 from rainband.types import Batch, Cell, Strategy
-from rainband.worker import OwnMarks
-from rainband.worlds.drive import wait_for
+from rainband.worker import OwnMarks, buffers_of
+from rainband.worlds.drive import drive_until
+from rainband.worlds.lifecycle import run_worker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.optim_spec import OptimizerSpec
     from rainband.schedules import Schedule
+    from rainband.types import StageOfPipeline, Stashes
+    from rainband.worlds.session import Session
 
 SOME_BATCH = Batch(-1, -1, -1)  # in a cell of which nobody knows yet what the user will draw
 
 
-class NextGradient:
-    """The gradient that the user's next step brings."""
+class UsersTurn:
+    """Something that only the user's loop can give."""
 
-    def __init__(self) -> None:
-        self.result: ModuleGradient | None = None
+    come = False
+    result: Any = None
 
-    def __await__(self) -> Generator[NextGradient, None, ModuleGradient]:
-        while self.result is None:
-            yield self
-        return self.result
+    def give(self, result: Any) -> None:
+        self.come, self.result = True, result
 
-
-class NextCell:
-    """The cell that comes next; none at the end."""
-
-    def __init__(self) -> None:
-        self.come = False
-        self.result: Cell | None = None
-
-    def give(self, cell: Cell | None) -> None:
-        self.come, self.result = True, cell
-
-    def __await__(self) -> Generator[NextCell, None, Cell | None]:
+    def __await__(self) -> Generator[UsersTurn, None, Any]:
         while not self.come:
             yield self
         return self.result
+
+
+class NextGradient(UsersTurn):
+    """The gradient that the user's next step brings."""
+
+
+class NextCell(UsersTurn):
+    """The cell that comes next; none at the end."""
+
+
+class LoopEnd(UsersTurn):
+    """The end of the user's loop."""
 
 
 class LoopWorker:
@@ -59,6 +61,7 @@ class LoopWorker:
         client: Client,
         params: LoopParameters,
         step_now: Callable[[Sequence[Tensor | None]], None],
+        strategy: Strategy,
     ) -> None:
         self.index = index
         self.num_workers = num_workers
@@ -68,11 +71,29 @@ class LoopWorker:
         self.step_now = step_now
         self.marks = None if client.ports else OwnMarks(client)
         self.given = 0  # gradients of the cell at hand
+        # In rounds a cell is a batch of the plan, given when it is drawn; otherwise it is so many steps of the user.
+        self.rounds = strategy.requires.waits == "rounds"
+        self.steps_per_cell = strategy.requires.batches_per_item
+        self.ending = False
 
     async def cells(self) -> AsyncIterator[Cell]:
-        while (cell := await NextCell()) is not None:
+        while (cell := await self._next_cell()) is not None:
             self.given = 0
             yield cell
+
+    async def _next_cell(self) -> Cell | None:
+        if self.rounds or self.ending:
+            cell: Cell | None = await NextCell()
+            return cell
+        return Cell((SOME_BATCH,) * self.steps_per_cell)
+
+    @property
+    def seen(self) -> int:
+        """Statistics count by the samples seen; of a loader of one's own only the steps are known."""
+        return self.client.stats.samples or self.client.stats.steps
+
+    def buffers(self) -> bytes:
+        return buffers_of(self.client.flat.module)
 
     def gradient(self, batch: Batch) -> NextGradient:
         return NextGradient()
@@ -81,9 +102,15 @@ class LoopWorker:
         """The user's own, whatever the strategy would have chosen."""
         return UsersOptimizer(self)
 
+    def still_wants(self, cell: Cell) -> StillWanted:
+        return self.client.still_wants(cell)
+
+    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> StageOfPipeline:
+        raise ValueError("a loop of your own computes the whole model: a pipeline needs rainband train --stages 2.")
+
     def skip(self, batches: tuple[Batch, ...], reason: str) -> None:
         """Mark batches that no step will name."""
-        nothing = ModuleGradient([None] * len(self.client.flat.parameters), batches, 0, 0.0)
+        nothing = Gradient([None] * len(self.client.flat.parameters), batches, 0, 0.0)
         if self.marks is not None:
             self.marks.add(nothing.name(), reason)
         elif batches:
@@ -96,17 +123,17 @@ class LoopServers:
     def __init__(self, client: Client) -> None:
         self.client = client
 
-    def push(self, gradient: ModuleGradient) -> Handle:
+    def push(self, gradient: Gradient) -> PushHandle:
         return self.client.push(gradient) if _is_something(gradient) else PushHandle((), 0)
 
-    def exchange(self, gradient: ModuleGradient) -> PullHandle:
+    def exchange(self, gradient: Gradient) -> PullHandle:
         return self.client.exchange(gradient) if _is_something(gradient) else self.client.pull()
 
     def pull(self, round: int | None = None, ahead: int = 0) -> PullHandle:
         return self.client.pull(round, ahead)
 
 
-def _is_something(gradient: ModuleGradient) -> bool:
+def _is_something(gradient: Gradient) -> bool:
     return bool(gradient.batches) or any(tensor is not None for tensor in gradient.tensors)
 
 
@@ -118,7 +145,7 @@ class LoopParameters:
         self.rates = rates  # of each parameter group, now
         self.first_rate = rates()[0]
 
-    def step(self, gradient: ModuleGradient, lr: float) -> None:
+    def step(self, gradient: Gradient, lr: float) -> None:
         """params -= lr * gradient, where the user's schedule scales lr as it has scaled each group's rate."""
         if not gradient.is_finite:
             return
@@ -138,7 +165,7 @@ class UsersOptimizer:
     def __init__(self, worker: LoopWorker) -> None:
         self.worker = worker
 
-    def step(self, gradient: ModuleGradient) -> None:
+    def step(self, gradient: Gradient) -> None:
         if not _is_something(gradient):
             return
         if not gradient.is_finite:
@@ -150,28 +177,37 @@ class UsersOptimizer:
 
 
 class Suspended:
-    """Goes on with the strategy whenever the user's loop gives it something, until it wants a gradient again."""
+    """Goes on with the worker's life whenever the user's loop gives it something, until it is the user's turn again."""
 
-    def __init__(self, strategy: Strategy, worker: LoopWorker, wait: Callable[[], object]) -> None:
-        self.worker = worker
+    def __init__(self, session: Session, wait: Callable[..., object]) -> None:
+        self.session = session
         self.wait = wait
-        self.coroutine = strategy.run(worker)  # type: ignore[arg-type]
-        # In rounds a cell is a batch of the plan, given when it is drawn; otherwise it is so many steps of the user.
-        self.rounds = bool(getattr(strategy, "rounds", False))
-        self.steps_per_cell: int = getattr(strategy, "cell_batches", 1)
-        self.wanted: NextGradient | NextCell | None = None
-        self.ending = False
-        self.over = False
+        self.life = Steps(run_worker(session))
+        self.wanted: UsersTurn | None = None
         self._go_on()
 
-    def step(self, gradient: ModuleGradient) -> None:
+    @property
+    def worker(self) -> LoopWorker:
+        worker = self.session.worker
+        assert isinstance(worker, LoopWorker)
+        return worker
+
+    @property
+    def over(self) -> bool:
+        """The strategy has returned, or was stopped."""
+        return not self.session.training
+
+    def _go_on(self) -> None:
+        self.wanted = drive_until(self.life, self.wait, self.session, (UsersTurn,))
+
+    def step(self, gradient: Gradient) -> None:
         """The user has stepped."""
         if self.over:
             return  # the run was stopped
         assert isinstance(self.wanted, NextGradient), "in rounds a step needs a batch"
         self.worker.given += 1
         gradient.began, gradient.read = self.worker.client.clock, tuple(self.worker.client.versions)
-        self.wanted.result = gradient
+        self.wanted.give(gradient)
         self._go_on()
 
     def begin(self, cell: Cell) -> bool:
@@ -183,9 +219,9 @@ class Suspended:
 
     def end_cell(self) -> bool:
         """Let the strategy push what it has: what is missing of the cell is nothing. False: it has nothing."""
-        nothing = ModuleGradient([None] * len(self.worker.client.flat.parameters), (), 0, 0.0)
-        owes = not self.over and isinstance(self.wanted, NextGradient) and bool(self.worker.given)
-        while not self.over and isinstance(self.wanted, NextGradient) and self.worker.given:
+        nothing = Gradient([None] * len(self.worker.client.flat.parameters), (), 0, 0.0)
+        owes = isinstance(self.wanted, NextGradient) and bool(self.worker.given)
+        while isinstance(self.wanted, NextGradient) and self.worker.given:
             self.step(nothing)
         return owes
 
@@ -195,28 +231,13 @@ class Suspended:
         self.end_cell()
 
     def finish(self) -> None:
-        """The loop is over: let the strategy push what it has, and return."""
-        self.ending = True
+        """The loop is over: let the strategy push what it has, and return; then the worker leaves the run."""
+        self.worker.ending = True
         self.worker.given += 1  # also a cell that has not begun
         self.end_cell()
-        if isinstance(self.wanted, NextCell) and not self.over:
+        if isinstance(self.wanted, NextCell):
             self.wanted.give(None)
             self._go_on()
-        assert self.over, "a strategy returns when there are no more cells"
-
-    def _go_on(self) -> None:
-        stop = False
-        while not self.over:
-            try:
-                wanted = self.coroutine.throw(Stop()) if stop else self.coroutine.send(None)
-            except (StopIteration, Stop):
-                self.over = True
-                return
-            if isinstance(wanted, NextCell) and not self.rounds and not self.ending:
-                wanted.give(Cell((SOME_BATCH,) * self.steps_per_cell))
-                stop = False
-            elif isinstance(wanted, NextGradient | NextCell):
-                self.wanted = wanted
-                return
-            else:
-                stop = not wait_for(wanted, self.worker.client, self.wait, may_stop=not stop)
+        assert isinstance(self.wanted, LoopEnd), "a strategy returns when there are no more cells"
+        self.wanted.give(None)
+        self._go_on()

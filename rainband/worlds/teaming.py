@@ -89,13 +89,11 @@ def _usual_micros(plan: Plan, batch_size: int) -> int:
 
 def is_pipeline(strategy: Strategy) -> bool:
     """Is it made of stages that are never flushed?"""
-    return bool(getattr(strategy, "stages", False))
+    return strategy.requires.stages is not None
 
 
 def check_team(strategy: Strategy, name: str, workers: int, size: int) -> None:
     """Can this strategy train so many workers in teams of this size?"""
-    from rainband.worlds.config import is_one_memory, lead_of
-
     if size == 1:
         if is_pipeline(strategy):
             raise ValueError(f"{name} is a pipeline of stages: say how many, for example --stages 2.")
@@ -107,7 +105,7 @@ def check_team(strategy: Strategy, name: str, workers: int, size: int) -> None:
             f"--workers {workers} are no whole number of models of {size} stages each: type --workers {right} or "
             f"{right + size}."
         )
-    if is_one_memory(strategy) or lead_of(strategy) is not None:
+    if strategy.requires.whole_model:
         raise ValueError(
             f"{name} needs the whole model in each worker: leave out --stages, or choose downpour or sync."
         )

@@ -10,7 +10,7 @@ from rainband.errors import CoordinatorLost, RainbandError
 from rainband.tasks.task import Task
 from rainband.types import Strategy
 from rainband.worlds.config import Job, decode_job
-from rainband.worlds.member import Dismissed
+from rainband.worlds.session import Dismissed
 from rainband.worlds.team_process import TeamProcess
 from rainband.worlds.worker_process import WorkerProcess
 
@@ -34,10 +34,10 @@ def work(job: Job, task: Task | None = None, strategy: Strategy | None = None, m
     except CoordinatorLost:
         sys.exit(1)  # the launcher is gone, and with it whoever would read a message
     except RainbandError as error:
-        process.member.fail(error, "")
+        process.fail(error, "")
         sys.exit(1)
     except Exception as error:
-        process.member.fail(error, users_traceback(error))
+        process.fail(error, users_traceback(error))
         sys.exit(1)
 
 

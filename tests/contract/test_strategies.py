@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import rainband
 from rainband.catalogue import find_strategy, load_strategy, strategy_names
 from rainband.client import Client
 from rainband.coordinator import Coordinator, RunSettings
@@ -25,7 +28,7 @@ from rainband.strategies.downpour import Downpour
 from rainband.strategies.single import Single
 from rainband.strategies.sync import Sync
 from rainband.tasks.quadratic import Quadratic
-from rainband.types import Batch, LedStrategy, Rule, ServerHalf, Strategy
+from rainband.types import Batch, Rule, ServerHalf, Strategy
 from rainband.worker import ModuleWorker, Sampler
 from rainband.worlds.drive import drive
 from tests.harness import Faults, Node, Outcome, World, run
@@ -35,7 +38,7 @@ from tests.storms import Softly
 
 every_strategy = pytest.mark.parametrize("name", strategy_names())
 # What a coordinator leads goes over the data as often as it needs, without an optimizer: test_sandblaster has its laws.
-LED = [name for name in strategy_names() if isinstance(load_strategy(name, {}), LedStrategy)]
+LED = [name for name in strategy_names() if load_strategy(name, {}).requires.coordinated]
 WITH_SERVERS = [name for name in strategy_names() if load_strategy(name, {}).server(1) is not None and name not in LED]
 every_strategy_with_servers = pytest.mark.parametrize("name", WITH_SERVERS)
 
@@ -64,6 +67,31 @@ def test_it_is_a_frozen_dataclass_named_like_its_file(name: str) -> None:
     assert dataclasses.fields(cls) and cls.__dataclass_params__.frozen
     assert cls.__name__ == "".join(word.capitalize() for word in name.split("_"))
     assert isinstance(cls(), Strategy) and inspect.iscoroutinefunction(cls.run)
+
+
+@every_strategy
+def test_its_requirements_say_which_parts_it_has(name: str) -> None:
+    strategy = load_strategy(name, {})
+    requires = strategy.requires
+
+    assert (strategy.server(2) is not None) == requires.servers
+    assert (type(strategy).lead is not Strategy.lead) == requires.coordinated
+    assert (requires.optimizer == "workers") != requires.servers
+    if (part := strategy.server(2)) is not None:
+        assert (part.rule().reads == "round") == (requires.waits == "rounds")
+
+
+def test_nobody_asks_a_strategy_for_what_it_does_not_declare() -> None:
+    probes = []
+    for file in Path(rainband.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr")
+            ) and "strategy" in ast.unparse(node.args[0]):
+                probes.append(f"{file}:{node.lineno}")
+    assert not probes
 
 
 @every_strategy
@@ -235,7 +263,7 @@ class Alone:
         self.worker = ModuleWorker(0, 1, task, data, self.module, client)
 
     def run(self) -> None:
-        drive(self.strategy, self.worker, self.wait)
+        drive(self.strategy.run(self.worker), self.wait)
 
     def wait(self) -> None:
         assert self.inbox, "it waits, and nothing is under way"

@@ -1,0 +1,55 @@
+"""Advice before a run that several strategies share: each sentence with the number that makes the setting bad."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rainband.types import Cluster
+
+SLOWER = 2.0  # times as slow as the others: a straggler
+MANY_TIMES = 10.0  # too large a rate is worth a word from here on
+
+
+def of_momentum(momentum: float, missed: float, cluster: Cluster) -> list[str]:
+    """Gradients that miss s updates in the mean act as a momentum of s / (s + 1): 1 - 1/g for g workers, each alone."""
+    own = missed / (missed + 1)
+    if not momentum or momentum + own < 1:
+        return []
+    return [
+        f"momentum={momentum:g} with {cluster}: gradients miss {missed:.3g} updates in the mean, which "
+        f"acts as a momentum of {own:.2f} by itself; together they are 1 or more. Leave momentum out, or choose sync."
+    ]
+
+
+def of_stale_rate(optimizer: str, missed: float) -> list[str]:
+    """x <- x - a h x(t - s) is stable for a h < 2 sin(pi / (4 s + 2)); with s = 0 that is 2."""
+    times = 1 / math.sin(math.pi / (4 * missed + 2))
+    if optimizer != "sgd" or times < MANY_TIMES:
+        return []
+    return [
+        f"gradients will miss {missed:.3g} updates in the mean: the largest stable learning rate is then {times:.2g} "
+        "times smaller than that of one process. Choose a smaller lr, or soft_sync, which divides it, or adagrad."
+    ]
+
+
+def of_waiting(cluster: Cluster, bound: int = 0, how: str = "") -> list[str]:
+    """Those who wait for the slowest go at its speed, `bound` steps later."""
+    straggler = cluster.straggler
+    if straggler is None:
+        return []
+    setting = how or f"with a bound of {bound}"
+    idle = 1 - 1 / straggler.factor
+    if not straggler.always:
+        if bound:
+            return []  # that is what a bound is for
+        return [
+            f"{straggler.who} takes {straggler.factor:.3g} times as long, and {setting} everyone waits for it: "
+            f"{100 * idle:.0f} % of such a step. Choose stale_sync bound=3, or soft_sync."
+        ]
+    after = "" if not bound else f" after {bound} steps"
+    return [
+        f"{straggler.who} is {straggler.factor:.3g} times slower, and {setting}{after} everyone goes at its speed: the "
+        f"others wait {100 * idle:.0f} % of the time. Choose soft_sync or downpour, or sync backup_workers=1."
+    ]

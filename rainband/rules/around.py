@@ -1,0 +1,90 @@
+"""A rule around another: everything is the inner rule's, until a subclass says otherwise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rainband.types import Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.messages import Limit, Named, Pull, Push
+    from rainband.types import Block
+
+
+class Around(Rule):
+    """Hands every question to `rule`. A test checks that nothing of Rule is missing here."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+    @property
+    def clocked(self) -> bool:
+        return self.rule.clocked
+
+    @property
+    def chooses(self) -> bool:
+        return self.rule.chooses
+
+    @property
+    def buffered(self) -> int:
+        return self.rule.buffered
+
+    @property
+    def count(self) -> int | None:
+        return self.rule.count
+
+    @property
+    def bound(self) -> int | None:
+        return self.rule.bound
+
+    @property
+    def keeps_reads(self) -> bool:
+        return self.rule.keeps_reads
+
+    @property
+    def reads(self) -> Literal["any", "admitted", "round"]:
+        return self.rule.reads
+
+    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+        self.rule.absorb(block, push, gradient)
+
+    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+        return self.rule.admits(block, pull, reader)
+
+    def forget(self, block: Block, worker: int) -> None:
+        self.rule.forget(block, worker)
+
+    def flush(self, block: Block) -> None:
+        self.rule.flush(block)
+
+    def retune(self, bound: int) -> None:
+        self.rule.retune(bound)
+
+    def limit(self) -> Limit | None:
+        return self.rule.limit()
+
+    def enter(self, block: Block, worker: int, base: int) -> None:
+        self.rule.enter(block, worker, base)
+
+    def tick(self, block: Block, worker: int, clock: int) -> None:
+        self.rule.tick(block, worker, clock)
+
+    def clock_of(self, worker: int) -> int:
+        return self.rule.clock_of(worker)
+
+    def holder(self, block: Block, pull: Pull, reader: int) -> int | None:
+        return self.rule.holder(block, pull, reader)
+
+    def take_chosen(self) -> list[Named]:
+        return self.rule.take_chosen()
+
+    def choose(self, block: Block, named: Named) -> None:
+        self.rule.choose(block, named)
+
+    def give(self, block: Block, reader: int) -> None:
+        self.rule.give(block, reader)
+
+    def copy_of(self, reader: int, version: int) -> Tensor | None:
+        return self.rule.copy_of(reader, version)

@@ -1,0 +1,83 @@
+"""A coroutine that goes on until it needs time to pass. Its owner computes and waits; here is no clock and no I/O.
+
+A worker's life, a strategy, an evaluation and a strategy's coordinator part are all driven by `Steps`. They differ in
+what their owner does with what comes out: a process blocks, the simulator plans an event, a user's loop returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar
+
+from rainband.errors import Stop
+
+Result = TypeVar("Result")
+
+
+class Work:
+    """Something that takes time to compute. The owner performs it, or says when it would be done."""
+
+    share = 1.0  # of the time that a gradient of the whole model takes
+    label = ""  # in the picture of a run: F3 and B3, a forward and a backward of microbatch 3
+
+    def perform(self) -> None:
+        raise AssertionError("each kind of work says what is to be done")
+
+
+class Handle:
+    """Something under way. Awaiting it waits; the owner asks `ready()` after each message."""
+
+    __slots__ = ()
+
+    def ready(self) -> bool:
+        raise AssertionError("each kind of handle says when it is ready")
+
+    def is_vain(self, stopping: bool) -> bool:
+        """May waiting for it never end, because the run stops and others will not do their part?"""
+        return False
+
+    def _wait(self) -> Generator[Handle, None, None]:
+        while not self.ready():
+            yield self
+
+
+class Until(Handle):
+    """Waits until something is so."""
+
+    __slots__ = ("is_so", "what")
+
+    def __init__(self, what: str, is_so: Callable[[], bool]) -> None:
+        self.what = what  # in words, for who looks for a deadlock
+        self.is_so = is_so
+
+    def ready(self) -> bool:
+        return self.is_so()
+
+    def __await__(self) -> Generator[Handle, None, None]:
+        return self._wait()
+
+
+class Steps(Generic[Result]):
+    """Advances a coroutine; between two advances its owner does what it asked for."""
+
+    __slots__ = ("coroutine", "over", "result")
+
+    def __init__(self, coroutine: Coroutine[Any, None, Result]) -> None:
+        self.coroutine = coroutine
+        self.over = False
+        self.result: Result | None = None  # once it is over; none also if it was stopped
+
+    def go_on(self, error: BaseException | None = None) -> Any:
+        """Run until it needs something; returns what: work, or a handle. None: it is over."""
+        try:
+            return self.coroutine.send(None) if error is None else self.coroutine.throw(error)
+        except StopIteration as end:
+            self.result = end.value
+        except Stop:
+            pass
+        self.over = True
+        return None
+
+    def close(self) -> None:
+        self.over = True
+        self.coroutine.close()
