@@ -30,6 +30,7 @@ from rainband.messages import (
     Halt,
     Held,
     Lease,
+    LeaseEnd,
     Load,
     Message,
     Params,
@@ -37,6 +38,7 @@ from rainband.messages import (
     Planned,
     Pull,
     Push,
+    PushResult,
     Rest,
     Return,
     Revoke,
@@ -372,7 +374,7 @@ class Client:
     def settle(self, name: Name) -> None:
         """Every block has answered for these batches."""
         if self.plan.led:
-            self.tell(Return(name[0].portion, name[0].lease, "done"))
+            self.tell(Return(name[0].portion, name[0].lease, LeaseEnd.DONE))
         for r in name:
             lease = self.leases.get(r.portion)
             if lease is None or lease.number != r.lease:
@@ -382,7 +384,7 @@ class Client:
             else:
                 lease.unsettled.difference_update(range(r.first, r.last))
             if not lease.unsettled:
-                self.give_back(r.portion, "done")
+                self.give_back(r.portion, LeaseEnd.DONE)
 
     def settles_lease(self, ack: Ack) -> bool:
         """Would a lease be done with when this answer is taken?"""
@@ -395,15 +397,15 @@ class Client:
                 return True
         return False
 
-    def give_back(self, portion: int, reason: str) -> None:
+    def give_back(self, portion: int, reason: LeaseEnd) -> None:
         lease = self.leases.pop(portion)
         self.tell(Return(portion, lease.number, reason))
 
-    def give_all_back(self, reason: str) -> None:
+    def give_all_back(self, reason: LeaseEnd) -> None:
         for portion in list(self.leases):
             self.give_back(portion, reason)
 
-    def _lose(self, name: Name, reason: str) -> None:
+    def _lose(self, name: Name, reason: LeaseEnd) -> None:
         for r in name:
             lease = self.leases.get(r.portion)
             if lease is not None and lease.number == r.lease:
@@ -517,18 +519,20 @@ class Client:
             return  # answered before
         unanswered.remove(ack.sequence)
         match ack.result:
-            case "applied" | "had":
+            case PushResult.ACCEPTED | PushResult.DUPLICATE:
                 pass
-            case "revoked" | "crossed":
-                self._lose(handle.name, ack.result)
-            case "bad":  # the server's own check: the batches must not stay open on this block
+            case PushResult.REVOKED:
+                self._lose(handle.name, LeaseEnd.REVOKED)
+            case PushResult.OVERLAPS:
+                self._lose(handle.name, LeaseEnd.OVERLAPS)
+            case PushResult.BAD:  # the server's own check: the batches must not stay open on this block
                 self._skip_block(self.specs[ack.block], handle, f"refused: {ack.reason}")
                 return
-            case "late":
+            case PushResult.LATE:
                 handle.passed_to = ack.version if not handle.passed else min(handle.passed_to, ack.version)
                 handle.passed += 1
-            case "moved" | "early":
-                raise Refused(f"block {ack.block} answered {ack.result} {ack.reason}")
+            case PushResult.WRONG_SERVER | PushResult.EARLY:
+                raise Refused(f"block {ack.block} answered {ack.result.name} {ack.reason}")
         handle.left -= 1
         if handle.left == 0:
             del self.pushes[ack.sequence]
@@ -673,7 +677,7 @@ class Client:
             lease.unsettled -= over
             lease.todo = deque(cell for cell in lease.todo if not over & set(cell))
             if not lease.unsettled:
-                self.give_back(lease.portion, "done")
+                self.give_back(lease.portion, LeaseEnd.DONE)
 
     # ---- first values ----------------------------------------------------------------------------------------------
 

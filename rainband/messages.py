@@ -6,6 +6,7 @@ handshake, so no message says who it is from.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import msgspec
@@ -30,21 +31,21 @@ class Peer(msgspec.Struct, frozen=True, array_like=True, order=True):
 COORDINATOR = Peer("coordinator", 0)
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """The parent of all messages."""
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base class of all messages; each kind has a number, its `tag`: used on the wire and in traces."""
 
 
 # ---- worker to server -----------------------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, tag=1):
     """A worker opens its data connection; over shared memory its mailbox comes along as a file descriptor."""
 
     slots: int = 0
     slot_bytes: int = 0
 
 
-class Load(Message, frozen=True):
+class Load(Message, frozen=True, tag=2):
     """The first values of a block, or before them a part of its optimizer's first state; the payload is the values."""
 
     block: int
@@ -56,7 +57,7 @@ class Load(Message, frozen=True):
     numbers: dict[str, dict[int, float]] = {}  # state that is one number per parameter: name -> parameter -> number
 
 
-class Push(Message, frozen=True):
+class Push(Message, frozen=True, tag=3):
     """One block of a gradient, named by the set of batches it sums; the payload is the gradient."""
 
     block: int
@@ -79,11 +80,11 @@ class Push(Message, frozen=True):
     loss: float = 0.0  # in an evaluation: the mean over the samples; it travels with the gradient
 
 
-class FetchState(Message, frozen=True):
+class FetchState(Message, frozen=True, tag=4):
     """A worker asks for the state of the servers' optimizers."""
 
 
-class Pull(Message, frozen=True):
+class Pull(Message, frozen=True, tag=5):
     """Asks for the parameters: of a round exactly (point), or as they are when the rule admits this clock."""
 
     sequence: int
@@ -93,46 +94,69 @@ class Pull(Message, frozen=True):
     part: int = 0  # the blocks of this part of the model
 
 
-class Named(Message, frozen=True):
+class Named(Message, frozen=True, tag=6):
     """The owner of block 0 has chosen the cells of a round; by way of the coordinator, to all other servers."""
 
     round: int
     columns: tuple[int, ...]
 
 
-class Rest(Message, frozen=True):
+class Rest(Message, frozen=True, tag=7):
     """A worker has nothing to do: it need not be waited for until it pulls again."""
 
 
 # ---- server to worker -----------------------------------------------------------------------------------------------
 
 
-class Opened(Message, frozen=True):
+class Opened(Message, frozen=True, tag=20):
     """Answer to Hello; over shared memory the published parameters come along as a file descriptor."""
 
     buffers: int = 1
 
 
-class Loaded(Message, frozen=True):
+class Loaded(Message, frozen=True, tag=21):
     """A block has its first values."""
 
     block: int
     slot: int = -1
 
 
-class Ack(Message, frozen=True):
+class PushResult(IntEnum):
+    """What a block did with a push. Whatever the answer, `ACCEPTED` to `LATE` say that the sender goes on."""
+
+    ACCEPTED = 1  # applied, or buffered until its round is complete
+    DUPLICATE = 2  # the block has already accepted exactly these batches
+    OVERLAPS = 3  # the block has already accepted some of these batches, under another push ID
+    REVOKED = 4  # the lease is no longer valid
+    LATE = 5  # its round is over
+    BAD = 6  # malformed; the sender is at fault
+    EARLY = 7  # its round has not begun here
+    WRONG_SERVER = 8  # the block is not on this server, or not in this term
+
+
+class LeaseEnd(IntEnum):
+    """Why a worker returns a lease."""
+
+    DONE = 1
+    REVOKED = 2
+    OVERLAPS = 3
+    STOPPED = 4
+    UNUSED = 5
+
+
+class Ack(Message, frozen=True, tag=22):
     """What became of a push on one block."""
 
     block: int
     sequence: int
-    result: str  # applied, had, crossed, revoked, bad, late, early, moved
+    result: PushResult
     term: int
     version: int
     slot: int = -1
     reason: str = ""
 
 
-class Params(Message, frozen=True):
+class Params(Message, frozen=True, tag=23):
     """One block's parameters may be read now; the payload is the values, unless they lie in shared memory."""
 
     block: int
@@ -146,14 +170,14 @@ class Params(Message, frozen=True):
     kept: int = -1  # the reader, if a copy is kept of what it is given
 
 
-class Held(Message, frozen=True):
+class Held(Message, frozen=True, tag=24):
     """A pull is held back: the reader is too far ahead of this worker."""
 
     sequence: int
     worker: int
 
 
-class StatePart(Message, frozen=True):
+class StatePart(Message, frozen=True, tag=25):
     """A part of one block's optimizer state; the payload is its values. The last part has no name, but the numbers."""
 
     block: int
@@ -165,7 +189,7 @@ class StatePart(Message, frozen=True):
 # ---- worker to worker -----------------------------------------------------------------------------------------------
 
 
-class Value(Message, frozen=True):
+class Value(Message, frozen=True, tag=40):
     """A nest of values for another worker; the payload is its tensors, unless they lie in memory that was lent."""
 
     tag: tuple[int | str, ...]  # what the receiver asks for it by
@@ -173,14 +197,14 @@ class Value(Message, frozen=True):
     segment: int = -1  # of the sender's; -1: the bytes follow the header
 
 
-class Lend(Message, frozen=True):
+class Lend(Message, frozen=True, tag=41):
     """Memory in which values will lie; it comes along as a file descriptor. A number used again replaces the former."""
 
     segment: int
     num_bytes: int
 
 
-class GiveBack(Message, frozen=True):
+class GiveBack(Message, frozen=True, tag=42):
     """What lay in a segment was read; its owner may write to it again."""
 
     segment: int
@@ -189,7 +213,7 @@ class GiveBack(Message, frozen=True):
 # ---- coordinator and server -----------------------------------------------------------------------------------------
 
 
-class ServerJoin(Message, frozen=True):
+class ServerJoin(Message, frozen=True, tag=60):
     """A server says where workers find it."""
 
     address: Address
@@ -205,7 +229,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     machine: str = ""  # equal on one machine only
 
 
-class Assign(Message, frozen=True):
+class Assign(Message, frozen=True, tag=61):
     """The blocks a server owns from now on."""
 
     plan: Plan
@@ -216,17 +240,17 @@ class Assign(Message, frozen=True):
     optimizer: OptimizerSpec | None = None  # of a user's own loop; none: the strategy's
 
 
-class Planned(Message, frozen=True):
+class Planned(Message, frozen=True, tag=62):
     """The data of a user's own loop is known now; to servers, and to workers when all servers know it."""
 
     plan: Plan
 
 
-class Ready(Message, frozen=True):
+class Ready(Message, frozen=True, tag=63):
     """All blocks have their first values."""
 
 
-class Revoke(Message, frozen=True):
+class Revoke(Message, frozen=True, tag=64):
     """To servers: fence a portion, that is refuse smaller lease numbers from now on, and answer with the sets.
 
     To the worker that had it: leave it to others.
@@ -236,7 +260,7 @@ class Revoke(Message, frozen=True):
     lease: int
 
 
-class Sets(Message, frozen=True):
+class Sets(Message, frozen=True, tag=65):
     """Which batches of a portion each block has had, as masks."""
 
     portion: int
@@ -244,13 +268,13 @@ class Sets(Message, frozen=True):
     masks: tuple[int, ...]
 
 
-class Forget(Message, frozen=True):
+class Forget(Message, frozen=True, tag=66):
     """Do not wait for that worker; what it gave stays."""
 
     worker: int
 
 
-class Tune(Message, frozen=True):
+class Tune(Message, frozen=True, tag=67):
     """Go on with another learning rate, or another bound."""
 
     number: int  # a decision that comes twice counts once
@@ -258,15 +282,15 @@ class Tune(Message, frozen=True):
     bound: int | None = None
 
 
-class Ask(Message, frozen=True):
+class Ask(Message, frozen=True, tag=68):
     """Asks for a Report."""
 
 
-class Flush(Message, frozen=True):
+class Flush(Message, frozen=True, tag=69):
     """Apply what is buffered; answered with a Report."""
 
 
-class Command(Message, frozen=True):
+class Command(Message, frozen=True, tag=70):
     """Vector arithmetic on every block, and perhaps an evaluation of the loss that begins with it.
 
     Numbered by (term, number): who gets one again answers the same again, and does nothing.
@@ -278,7 +302,7 @@ class Command(Message, frozen=True):
     cells: int = 0  # an evaluation of so many cells begins; the sum of its gradients becomes the vector `gradient`
 
 
-class Answer(Message, frozen=True):
+class Answer(Message, frozen=True, tag=71):
     """What came of a command on one server: a number for each dot product and the square of each norm, in order."""
 
     term: int
@@ -288,7 +312,7 @@ class Answer(Message, frozen=True):
     refused: str = ""  # why nothing was done
 
 
-class Evaluated(Message, frozen=True):
+class Evaluated(Message, frozen=True, tag=72):
     """Every block of a server has every cell of an evaluation."""
 
     point: int
@@ -332,7 +356,7 @@ class Limit(msgspec.Struct, frozen=True, array_like=True):
     exceeded: int = 0  # gradients whose readers missed more than the bound
 
 
-class Report(Message, frozen=True):
+class Report(Message, frozen=True, tag=73):
     """The marks and the measurements of one server."""
 
     low: int  # every portion below is complete on all of this server's blocks
@@ -358,7 +382,7 @@ class Report(Message, frozen=True):
 # ---- coordinator and worker -----------------------------------------------------------------------------------------
 
 
-class Join(Message, frozen=True):
+class Join(Message, frozen=True, tag=100):
     """A worker has built the task: what it found decides the plan, or must agree with it."""
 
     fingerprint: str
@@ -375,7 +399,7 @@ class Join(Message, frozen=True):
     address: Address | None = None  # where the others of its team reach it; none: it computes the whole model
 
 
-class Dataset(Message, frozen=True):
+class Dataset(Message, frozen=True, tag=101):
     """What a user's own loop draws its batches from; all workers must say the same."""
 
     fingerprint: str
@@ -384,15 +408,15 @@ class Dataset(Message, frozen=True):
     epochs: int  # 0: as many as the loops go on for
 
 
-class Away(Message, frozen=True):
+class Away(Message, frozen=True, tag=102):
     """A worker will not work for a while, by its own word: its work is for others, but the end waits for it."""
 
 
-class Dry(Message, frozen=True):
+class Dry(Message, frozen=True, tag=103):
     """Answer to Want: all data is leased or done; some may come back."""
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Message, frozen=True, tag=104):
     """The plan, and who owns which block."""
 
     plan: Plan
@@ -403,17 +427,17 @@ class Welcome(Message, frozen=True):
     team: tuple[Address, ...] = ()  # of those who compute one model together, in the order of their machines
 
 
-class Go(Message, frozen=True):
+class Go(Message, frozen=True, tag=105):
     """The servers are ready: begin."""
 
 
-class Want(Message, frozen=True):
+class Want(Message, frozen=True, tag=106):
     """A worker asks for a lease."""
 
     idle: bool = False  # it has nothing to do until it gets one
 
 
-class Lease(Message, frozen=True):
+class Lease(Message, frozen=True, tag=107):
     """A portion, or what is missing of it, is this worker's to do."""
 
     portion: int
@@ -421,29 +445,29 @@ class Lease(Message, frozen=True):
     groups: tuple[tuple[int, ...], ...]
 
 
-class Cells(Message, frozen=True):
+class Cells(Message, frozen=True, tag=108):
     """Cells of an evaluation for a worker to compute, in this order; perhaps copies of what others are slow with."""
 
     point: int  # the version of every block at which they are computed
     cells: tuple[int, ...]
 
 
-class Delivered(Message, frozen=True):
+class Delivered(Message, frozen=True, tag=109):
     """Others have delivered these cells: a worker that has them, too, may leave off."""
 
     point: int
     cells: tuple[int, ...]
 
 
-class Return(Message, frozen=True):
+class Return(Message, frozen=True, tag=110):
     """A worker gives a lease back."""
 
     portion: int
     lease: int
-    reason: str  # done, revoked, crossed, stopped, unused
+    reason: LeaseEnd
 
 
-class Beat(Message, frozen=True):
+class Beat(Message, frozen=True, tag=111):
     """A worker is alive; its acknowledged pushes say that it works."""
 
     acked: int = 0
@@ -462,35 +486,35 @@ class Beat(Message, frozen=True):
     sent_bytes: int = 0  # to the others of its team
 
 
-class Finish(Message, frozen=True):
+class Finish(Message, frozen=True, tag=112):
     """Every batch is done: the loops over data end."""
 
 
-class Halt(Message, frozen=True):
+class Halt(Message, frozen=True, tag=113):
     """End early: finish the cell at hand, give the leases back."""
 
     reason: str
 
 
-class Ended(Message, frozen=True):
+class Ended(Message, frozen=True, tag=114):
     """A worker's strategy has returned; the payload is its buffers (BatchNorm statistics)."""
 
     samples: int
 
 
-class Conclude(Message, frozen=True):
+class Conclude(Message, frozen=True, tag=115):
     """Pull the final parameters, evaluate, and save the model there; the payload is the mean of all buffers."""
 
     path: str
 
 
-class Concluded(Message, frozen=True):
+class Concluded(Message, frozen=True, tag=116):
     """The final metrics."""
 
     metrics: dict[str, float]
 
 
-class Failed(Message, frozen=True):
+class Failed(Message, frozen=True, tag=117):
     """The user's code raised on a worker."""
 
     step: int
@@ -498,7 +522,7 @@ class Failed(Message, frozen=True):
     traceback: str
 
 
-class Bye(Message, frozen=True):
+class Bye(Message, frozen=True, tag=118):
     """The run is over; nothing will be answered any more."""
 
     reason: str = ""

@@ -37,6 +37,7 @@ from rainband.messages import (
     Planned,
     Pull,
     Push,
+    PushResult,
     Ready,
     Report,
     Rest,
@@ -51,7 +52,7 @@ from rainband.portions import Name, Plan, why_not
 from rainband.schedules import Schedule
 from rainband.types import ServerHalf
 
-DONE_WITH = ("applied", "had", "revoked", "crossed", "late")  # whatever the answer, the sender goes on
+DONE_WITH = frozenset(r for r in PushResult if r <= PushResult.LATE)  # whatever the answer, the sender goes on
 REPORTS = 50  # about completed portions in a whole run, besides those that the coordinator asks for
 Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
 
@@ -62,6 +63,11 @@ class Out(NamedTuple):
     to: Peer
     message: Message
     read: bool = False
+
+
+def _word(result: PushResult) -> str:
+    """Return the name of a result as reports count it."""
+    return result.name.lower()
 
 
 class Server:
@@ -136,11 +142,16 @@ class Server:
     def _push(self, sender: Peer, push: Push, payload: Tensor | None) -> list[Out]:
         block = self.blocks.get(push.block)
         if block is None:
-            self.refused["moved"] += 1
-            return [Out(sender, Ack(push.block, push.sequence, "moved", self.term, 0, push.slot, "not my block"))]
+            self.refused[_word(PushResult.WRONG_SERVER)] += 1
+            return [
+                Out(
+                    sender,
+                    Ack(push.block, push.sequence, PushResult.WRONG_SERVER, self.term, 0, push.slot, "not my block"),
+                )
+            ]
         result, reason = self._accept(sender, block, push, payload)
-        if result not in ("applied", "had"):
-            self.refused[result] += 1
+        if result > PushResult.DUPLICATE:
+            self.refused[_word(result)] += 1
         ack = Ack(push.block, push.sequence, result, self.term, block.version, push.slot, reason)
         outs = [Out(sender, ack)]
         if block.clocked and result in DONE_WITH and self.lives.get(push.worker) == sender.incarnation:
@@ -153,36 +164,40 @@ class Server:
             outs += self._name(block)
         if self.unreported:
             outs += self._report_progress(block)
-        if self.led is not None and result == "applied":
+        if self.led is not None and result == PushResult.ACCEPTED:
             outs += [Out(COORDINATOR, message) for message in self.led.evaluated()]
         return outs
 
-    def _accept(self, sender: Peer, block: Block, push: Push, payload: Tensor | None) -> tuple[str, str]:
+    def _accept(self, sender: Peer, block: Block, push: Push, payload: Tensor | None) -> tuple[PushResult, str]:
         if push.term > self.term:
-            return "moved", f"term {push.term} has not begun here"
+            return PushResult.WRONG_SERVER, f"term {push.term} has not begun here"
         # Also if the push itself comes to nothing: the sender does not say it again.
         if push.groups and sender.index == push.worker and (unfit := block.take_groups(push.worker, push.groups)):
-            return "bad", unfit
+            return PushResult.BAD, unfit
         if self.floor and any(self.floor.get(r.portion, 0) > r.lease for r in push.name):
-            return "revoked", ""
+            return PushResult.REVOKED, ""
         if sender.role != "worker" or sender.index != push.worker:
-            return "bad", f"a push of worker {push.worker} came from {sender}"
+            return PushResult.BAD, f"a push of worker {push.worker} came from {sender}"
         if push.name != self.good_name[0] or push.point != self.good_name[1]:
             wrong = why_not(block.plan, push.name, push.point)
             if wrong:
-                return "bad", wrong
+                return PushResult.BAD, wrong
             self.good_name = push.name, push.point
         gradient, wrong = self._gradient(block, push, payload)
         if wrong:
-            return "bad", wrong
+            return PushResult.BAD, wrong
         if push.point >= 0 and push.point != block.version:
-            return ("late", "") if push.point < block.version else ("early", f"at version {block.version}")
+            return (
+                (PushResult.LATE, "")
+                if push.point < block.version
+                else (PushResult.EARLY, f"at version {block.version}")
+            )
         if self._has_had(sender, block, push):
-            return "had", ""
+            return PushResult.DUPLICATE, ""
         if block.marks.has_some(push.name):
-            return "crossed", ""
+            return PushResult.OVERLAPS, ""
         self._take(sender, block, push, gradient)
-        return "applied", ""
+        return PushResult.ACCEPTED, ""
 
     def _gradient(self, block: Block, push: Push, payload: Tensor | None) -> tuple[Tensor | None, str]:
         """The gradient in the block's working precision, or what is wrong with it."""

@@ -42,6 +42,7 @@ from rainband.messages import (
     Go,
     Join,
     Lease,
+    LeaseEnd,
     Load,
     Message,
     Params,
@@ -250,7 +251,7 @@ class Node:
             yield lambda: self.go
         yield from self._drive(client)
         yield lambda: not client.pushes
-        client.give_all_back("stopped")
+        client.give_all_back(LeaseEnd.STOPPED)
         self.tell(client.stats.beat())
         self.tell(Ended(client.stats.samples))
         while True:

@@ -18,7 +18,7 @@ BOOKS = {
     "twice": 0,
     "not_done": 0,
     "leased_again": 3,
-    "refused": {"fenced": 5, "moved": 1},
+    "refused": {"fenced": 5, "wrong_server": 1},
     "updates": 1796,
 }
 STALENESS = {"mean": 0.5, "max": 2, "histogram": {"0": 6, "1": 3, "2": 1}, "per_worker_mean": {"0": 0.5}}

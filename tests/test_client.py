@@ -14,7 +14,23 @@ from rainband.blocks import BlockSpec
 from rainband.client import Client, PullHandle
 from rainband.errors import Refused
 from rainband.gradient import Gradient
-from rainband.messages import Ack, Finish, Halt, Lease, Load, Message, Params, Peer, Pull, Push, Return, Revoke, Want
+from rainband.messages import (
+    Ack,
+    Finish,
+    Halt,
+    Lease,
+    LeaseEnd,
+    Load,
+    Message,
+    Params,
+    Peer,
+    Pull,
+    Push,
+    PushResult,
+    Return,
+    Revoke,
+    Want,
+)
 from rainband.portions import Plan, Range
 from rainband.types import Batch, Cell
 from tests.pieces import NUMEL, full, layout_of, make_plan, named, rounds_plan, specs_of
@@ -97,7 +113,7 @@ class Setting:
         batches = tuple(Batch(portion, k, number) for k in ks)
         return self.client.push(Gradient(tensors, batches, samples=len(ks), loss=0.0))
 
-    def ack(self, block: int, sequence: int, result: str = "applied", reason: str = "") -> None:
+    def ack(self, block: int, sequence: int, result: str = PushResult.ACCEPTED, reason: str = "") -> None:
         self.client.receive(Ack(block, sequence, result, term=1, version=1, reason=reason))
 
     def params(self, block: int, sequence: int, value: float = 0.0, **others: Any) -> None:
@@ -163,13 +179,13 @@ def test_a_lease_is_given_back_as_done_when_every_block_has_answered_for_every_b
     for block, sequence in ((0, 1), (1, 1), (0, 2)):
         s.ack(block, sequence)
         assert s.returned() == []
-    s.ack(1, 2, "had")
+    s.ack(1, 2, PushResult.DUPLICATE)
 
-    assert s.returned() == [Return(0, 1, "done")]
+    assert s.returned() == [Return(0, 1, LeaseEnd.DONE)]
     assert s.client.leases == {} and s.client.pushes == {} and s.client.stats.acked == 2
 
 
-@pytest.mark.parametrize("result", ["revoked", "crossed"])
+@pytest.mark.parametrize("result", [PushResult.REVOKED, PushResult.OVERLAPS])
 def test_a_worker_that_is_fenced_gives_the_lease_back_and_drops_its_work(result: str) -> None:
     s = Setting()
     s.lease(0, (0, 1, 2, 3))
@@ -179,7 +195,7 @@ def test_a_worker_that_is_fenced_gives_the_lease_back_and_drops_its_work(result:
     s.ack(1, 1, result)
     s.ack(0, 1, result)
 
-    assert s.returned() == [Return(0, 1, result)]
+    assert s.returned() == [Return(0, 1, LeaseEnd[result.name])]
     assert s.next_batches() == [] and s.client.pushes == {}
 
 
@@ -199,10 +215,10 @@ def test_answers_under_an_old_lease_do_not_touch_the_new_one() -> None:
     s.push(0, 0)
     s.lease(0, (0, 1), number=2)
 
-    s.ack(0, 1, "applied")
-    s.ack(1, 1, "applied")
+    s.ack(0, 1, PushResult.ACCEPTED)
+    s.ack(1, 1, PushResult.ACCEPTED)
     s.push(0, 1)
-    s.ack(0, 2, "revoked")
+    s.ack(0, 2, PushResult.REVOKED)
 
     assert s.returned() == []
     assert s.next_batches() == [(0, 0)] and s.client.leases[0].unsettled == {0, 1}
@@ -226,9 +242,9 @@ def test_at_the_end_nothing_more_is_asked_for_and_what_is_left_is_given_back() -
     s.client.receive(Finish())
 
     s.next_batches()
-    s.client.give_all_back("stopped")
+    s.client.give_all_back(LeaseEnd.STOPPED)
 
-    assert s.told == [Return(0, 1, "stopped")]
+    assert s.told == [Return(0, 1, LeaseEnd.STOPPED)]
 
 
 def test_news_is_whatever_comes() -> None:
@@ -284,14 +300,14 @@ def test_what_a_server_finds_bad_is_skipped_on_that_block_alone() -> None:
     handle = s.push(0, 0)
     s.ack(0, 1)
 
-    s.ack(1, 1, "bad", "not finite")
+    s.ack(1, 1, PushResult.BAD, "not finite")
 
     assert not handle.ready()
     assert len(s.ports[0].all(Push)) == 1
     skip = s.ports[1].all(Push)[1]
     assert (skip.skip, skip.name, skip.sequence, skip.block) == ("refused: not finite", named(0, 0), 1, 1)
     s.ack(1, 1)
-    assert handle.ready() and s.returned() == [Return(0, 1, "done")]
+    assert handle.ready() and s.returned() == [Return(0, 1, LeaseEnd.DONE)]
 
 
 def test_an_answer_that_comes_twice_counts_once() -> None:
@@ -302,11 +318,11 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
     assert handle.left == 1 and not handle.ready()
 
 
-@pytest.mark.parametrize("result", ["moved", "early"])
+@pytest.mark.parametrize("result", [PushResult.WRONG_SERVER, PushResult.EARLY])
 def test_an_answer_that_cannot_be_is_an_error(result: str) -> None:
     s = Setting()
     s.push(0, 0)
-    with pytest.raises(Refused, match=f"block 0 answered {result}"):
+    with pytest.raises(Refused, match=f"block 0 answered {result.name}"):
         s.ack(0, 1, result)
 
 
@@ -466,7 +482,7 @@ def test_a_lease_whose_rounds_are_all_over_is_given_back() -> None:
     s.next_batches()
     s.params(1, pull_of(s).sequence, point=0, late=True)
 
-    assert s.returned() == [Return(1, 1, "done")] and s.next_batches() == []
+    assert s.returned() == [Return(1, 1, LeaseEnd.DONE)] and s.next_batches() == []
 
 
 def test_a_version_that_goes_while_it_is_read_in_place_is_late() -> None:
@@ -485,9 +501,9 @@ def test_late_answers_to_a_push_settle_it() -> None:
     s = Setting(rounds_plan(num_batches=8, columns=2, portion_batches=4))
     s.lease(1, (0,))
     s.push(1, 0)
-    s.ack(0, 1, "late")
-    s.ack(1, 1, "applied")
-    assert s.returned() == [Return(1, 1, "done")]
+    s.ack(0, 1, PushResult.LATE)
+    s.ack(1, 1, PushResult.ACCEPTED)
+    assert s.returned() == [Return(1, 1, LeaseEnd.DONE)]
 
 
 # ---- first values ----

@@ -21,6 +21,7 @@ from rainband.messages import (
     Params,
     Peer,
     Pull,
+    PushResult,
     Rest,
     Revoke,
 )
@@ -250,7 +251,7 @@ def test_a_pull_is_held_back_and_says_for_whom_and_goes_out_when_that_one_has_pu
     assert to == "worker 0" and isinstance(params, Params) and (params.sequence, params.version) == (2, 2)
 
 
-@pytest.mark.parametrize("message", [Forget(1), "revoked", "had", "skip", Rest()])
+@pytest.mark.parametrize("message", [Forget(1), PushResult.REVOKED, PushResult.DUPLICATE, "skip", Rest()])
 def test_whatever_becomes_of_the_slow_ones_push_or_of_itself_the_others_go_on(message: Message | str) -> None:
     server = make_server(bound=0)
     for worker in (0, 1):
@@ -260,10 +261,10 @@ def test_whatever_becomes_of_the_slow_ones_push_or_of_itself_the_others_go_on(me
 
     sender, push = WORKERS[1], make_push(named(0, 1), 1, clock=1)
     match message:
-        case "revoked":
+        case PushResult.REVOKED:
             server.receive(COORDINATOR, Revoke(0, 2))
             answers = told(server, sender, push)
-        case "had":
+        case PushResult.DUPLICATE:
             answers = told(server, sender, make_push(named(0, 0), 1, clock=1))
         case "skip":
             answers = told(server, sender, make_push(named(0, 1), 1, clock=1, skip="not finite"))

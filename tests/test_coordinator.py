@@ -26,6 +26,7 @@ from rainband.messages import (
     Halt,
     Join,
     Lease,
+    LeaseEnd,
     Message,
     Peer,
     Ready,
@@ -92,7 +93,7 @@ class Run:
     def wants(self, index: int) -> list[Lease]:
         return [m for m in self.from_worker(index, Want()) if isinstance(m, Lease)]
 
-    def returns(self, index: int, lease: Lease, reason: str = "done") -> list[Message]:
+    def returns(self, index: int, lease: Lease, reason: LeaseEnd = LeaseEnd.DONE) -> list[Message]:
         return self.from_worker(index, Return(lease.portion, lease.lease, reason))
 
     def report(self, server: int, had: int, full: tuple[int, ...] = (), **others: Any) -> list[Message]:
@@ -276,7 +277,7 @@ def test_nobody_takes_a_servers_answer_from_a_worker() -> None:
     assert run.coordinator.facts.batches_done() == 0
 
 
-@pytest.mark.parametrize("how", ["killed", "silent", "revoked", "crossed", "stopped"])
+@pytest.mark.parametrize("how", ["killed", "silent", "revoked", "overlaps", "stopped"])
 def test_a_lease_is_taken_back_by_a_fence_and_what_is_missing_leased_again(how: str) -> None:
     run = running(num_samples=64)
     (lease,) = run.wants(0)
@@ -289,7 +290,7 @@ def test_a_lease_is_taken_back_by_a_fence_and_what_is_missing_leased_again(how: 
         run.beats(1)
         run.ticks(0.0)
     else:
-        run.returns(0, lease, how)
+        run.returns(0, lease, LeaseEnd[how.upper()])
 
     for server in ("server 0", "server 1"):
         assert Revoke(0, 2) in run.told(server)
@@ -307,7 +308,7 @@ def test_a_lease_is_taken_back_by_a_fence_and_what_is_missing_leased_again(how: 
 def test_answers_to_an_earlier_fence_do_not_count() -> None:
     run = running(num_samples=64)
     (lease,) = run.wants(0)
-    run.returns(0, lease, "revoked")
+    run.returns(0, lease, LeaseEnd.REVOKED)
     run.from_server(0, Sets(0, 1, masks=(0xFF,)))
     run.from_server(1, Sets(0, 1, masks=(0xFF,)))
     assert 0 in run.coordinator.leases.gathering
@@ -316,7 +317,7 @@ def test_answers_to_an_earlier_fence_do_not_count() -> None:
 def test_a_fence_that_is_not_answered_is_asked_for_again() -> None:
     run = running(num_samples=64)
     (lease,) = run.wants(0)
-    run.returns(0, lease, "crossed")
+    run.returns(0, lease, LeaseEnd.OVERLAPS)
     run.from_server(0, Sets(0, 2, masks=(0,)))
     run.said.clear()
 
@@ -342,7 +343,7 @@ def test_a_lease_that_was_taken_back_cannot_be_returned() -> None:
     run.beats(1)
     run.ticks(0.0)
 
-    assert run.returns(0, lease, "done") == []
+    assert run.returns(0, lease, LeaseEnd.DONE) == []
     assert run.coordinator.leases.unconfirmed == {}
 
 
@@ -367,7 +368,7 @@ def test_who_is_not_heard_of_is_given_up_and_gets_nothing() -> None:
     assert not [m for m in run.ticks(0.0) if isinstance(m, Lease)]
 
 
-@pytest.mark.parametrize("sign", [Want(), Return(0, 1, "revoked"), Beat(waiting=True), Beat(acked=1), Ended(0)])
+@pytest.mark.parametrize("sign", [Want(), Return(0, 1, LeaseEnd.REVOKED), Beat(waiting=True), Beat(acked=1), Ended(0)])
 def test_who_works_or_waits_for_work_is_here_again(sign: Message) -> None:
     run = suspected()
     run.from_worker(0, sign)

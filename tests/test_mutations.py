@@ -25,7 +25,12 @@ from rainband.client import Client
 from rainband.duties.facts import Facts
 from rainband.duties.leases import Leases
 from rainband.gradient import Gradient
-from rainband.messages import Params, Push, Return
+from rainband.messages import (
+    Params,
+    Push,
+    PushResult,
+    Return,
+)
 from rainband.portions import Marks, Name
 from rainband.rules import Clocks, FirstOfRound, MeanOfArrivals, MeanOfRound, WaitForSlowest
 from rainband.server import Server
@@ -194,7 +199,7 @@ def version_r_dropped_early(patch: pytest.MonkeyPatch) -> None:
 
 def a_refused_push_holds_the_reader(patch: pytest.MonkeyPatch) -> None:
     """A reader waits for its own pushes by their clock, which a refused one never ticks."""
-    patch.setattr(rainband.server, "DONE_WITH", ("applied", "had"))
+    patch.setattr(rainband.server, "DONE_WITH", (PushResult.ACCEPTED, PushResult.DUPLICATE))
 
 
 def the_idle_are_waited_for(patch: pytest.MonkeyPatch) -> None:

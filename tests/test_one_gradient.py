@@ -34,12 +34,14 @@ from rainband.messages import (
     Go,
     Join,
     Lease,
+    LeaseEnd,
     Load,
     Message,
     Params,
     Peer,
     Pull,
     Push,
+    PushResult,
     Ready,
     Report,
     Return,
@@ -171,7 +173,7 @@ def test_one_gradient() -> None:
 
     outs = server.receive(WORKER, push, payload)
     ack, report = (out.message for out in outs)
-    assert isinstance(ack, Ack) and (ack.result, ack.version) == ("applied", 1)
+    assert isinstance(ack, Ack) and (ack.result, ack.version) == (PushResult.ACCEPTED, 1)
     held = server.blocks[0]
     assert held.values[:2].tolist() == (-0.5 * SAMPLES[sample]).tolist()  # w = 0 - lr * gradient
     assert held.place.words[0] == 2 * held.version  # even: nobody is writing
@@ -179,7 +181,7 @@ def test_one_gradient() -> None:
     # ---- 5. if it comes again it was had: nothing changes ----------------------------------------------------------
 
     again = server.receive(WORKER, push, payload)[0].message
-    assert isinstance(again, Ack) and (again.result, again.version) == ("had", 1)
+    assert isinstance(again, Ack) and (again.result, again.version) == (PushResult.DUPLICATE, 1)
     assert held.values[:2].tolist() == (-0.5 * SAMPLES[sample]).tolist()
 
     # ---- 6. the answer ends the push, and with its last batch the lease --------------------------------------------
@@ -187,7 +189,7 @@ def test_one_gradient() -> None:
     assert not handle.ready()
     client.receive(ack)
     assert handle.ready()
-    assert told.pop() == Return(portion=0, lease=1, reason="done")
+    assert told.pop() == Return(portion=0, lease=1, reason=LeaseEnd.DONE)
 
     # ---- 7. done is what the marks say: the server has told the coordinator so by itself ---------------------------
 

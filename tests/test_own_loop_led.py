@@ -23,6 +23,7 @@ from rainband.messages import (
     Go,
     Join,
     Lease,
+    LeaseEnd,
     Message,
     Peer,
     Planned,
@@ -129,7 +130,7 @@ def test_a_lease_that_was_not_used_is_leased_again_without_a_word() -> None:
     led = Led().drawing()
     [lease] = [out.message for out in led.say(A, Want())]
     assert isinstance(lease, Lease)
-    assert led.say(A, Return(lease.portion, lease.lease, "unused")) == []
+    assert led.say(A, Return(lease.portion, lease.lease, LeaseEnd.UNUSED)) == []
     [again] = [out.message for out in led.say(B, Want())]
     assert again == Lease(lease.portion, lease.lease + 1, lease.groups)
     assert led.coordinator.facts.leased_again == 0

@@ -431,7 +431,7 @@ def test_the_summary_has_the_books_the_staleness_and_where_the_model_lies(tmp_pa
         "  books      898 of 900 batches applied to every block, 0 lost, 0 twice",
         "             2 skipped: 2 not finite",
         "             3 portions leased again, after a worker was lost or late",
-        "             6 pushes refused: 5 fenced, 1 moved",
+        "             6 pushes refused: 5 fenced, 1 wrong_server",
         "  staleness  0.5 updates in the mean, 2 at most",
         f"  model      {tmp_path}/model.safetensors",
     ]

@@ -23,6 +23,7 @@ from rainband.messages import (
     Peer,
     Pull,
     Push,
+    PushResult,
     Ready,
     Report,
     Revoke,
@@ -74,8 +75,8 @@ def report(server: Server) -> Report:
 def test_a_push_is_applied_once_and_then_had() -> None:
     server = new_server()
 
-    assert send(server, make_push(named(0, 0))) == "applied"
-    assert send(server, make_push(named(0, 0))) == "had"
+    assert send(server, make_push(named(0, 0))) == PushResult.ACCEPTED
+    assert send(server, make_push(named(0, 0))) == PushResult.DUPLICATE
 
     assert value_of(server.blocks[0]) == -0.5
     assert server.blocks[0].version == server.updates == 1
@@ -84,8 +85,8 @@ def test_a_push_is_applied_once_and_then_had() -> None:
 def test_what_another_worker_has_done_is_had_whatever_its_lease() -> None:
     server = new_server()
 
-    assert send(server, make_push(named(0, 0, 2, lease=1), worker=0)) == "applied"
-    assert send(server, make_push(named(0, 1, lease=5), worker=1)) == "had"
+    assert send(server, make_push(named(0, 0, 2, lease=1), worker=0)) == PushResult.ACCEPTED
+    assert send(server, make_push(named(0, 1, lease=5), worker=1)) == PushResult.DUPLICATE
 
     assert value_of(server.blocks[0]) == -0.5
 
@@ -93,7 +94,7 @@ def test_what_another_worker_has_done_is_had_whatever_its_lease() -> None:
 def test_batches_may_come_in_any_order() -> None:
     server = new_server()
 
-    assert [send(server, make_push(named(0, k))) for k in (2, 0, 3, 1)] == ["applied"] * 4
+    assert [send(server, make_push(named(0, k))) for k in (2, 0, 3, 1)] == [PushResult.ACCEPTED] * 4
 
     assert value_of(server.blocks[0]) == -2.0
 
@@ -102,25 +103,25 @@ def test_what_meets_the_marks_halfway_is_crossed() -> None:
     server = new_server()
     send(server, make_push(named(0, 0, 2)))
 
-    assert send(server, make_push(named(0, 1, 3))) == "crossed"
-    assert send(server, make_push(named(0, 2, 4))) == "applied"
+    assert send(server, make_push(named(0, 1, 3))) == PushResult.OVERLAPS
+    assert send(server, make_push(named(0, 2, 4))) == PushResult.ACCEPTED
 
 
 def test_a_name_may_be_ranges_of_several_portions() -> None:
     server = new_server()
     name = named(0, 2, 4) + named(1, 0)
 
-    assert send(server, make_push(name)) == "applied"
+    assert send(server, make_push(name)) == PushResult.ACCEPTED
 
     assert server.blocks[0].marks.of(0) == 0b1100 and server.blocks[0].marks.of(1) == 0b0001
-    assert send(server, make_push(named(0, 3) + named(1, 0))) == "had"
+    assert send(server, make_push(named(0, 3) + named(1, 0))) == PushResult.DUPLICATE
 
 
 def test_a_skip_marks_without_a_step() -> None:
     server = new_server()
 
-    assert send(server, make_push(named(0, 0, 2), skip="not finite"), None) == "applied"
-    assert send(server, make_push(named(0, 0, 2))) == "had"
+    assert send(server, make_push(named(0, 0, 2), skip="not finite"), None) == PushResult.ACCEPTED
+    assert send(server, make_push(named(0, 0, 2))) == PushResult.DUPLICATE
 
     assert value_of(server.blocks[0]) == 0.0 and server.blocks[0].version == 0
     assert report(server).skipped == (Skipped(0, 0b11, "not finite"),)
@@ -131,10 +132,10 @@ def test_a_push_without_name_is_named_by_its_sender() -> None:
     server = new_server()
     again = Peer("worker", 0, incarnation=1)
 
-    assert send(server, make_push((), sequence=7)) == "applied"
-    assert send(server, make_push((), sequence=7)) == "had"
-    assert send(server, make_push((), sequence=7, worker=1)) == "applied"
-    assert answer(server.receive(again, make_push((), sequence=7), full(1.0))).result == "applied"
+    assert send(server, make_push((), sequence=7)) == PushResult.ACCEPTED
+    assert send(server, make_push((), sequence=7)) == PushResult.DUPLICATE
+    assert send(server, make_push((), sequence=7, worker=1)) == PushResult.ACCEPTED
+    assert answer(server.receive(again, make_push((), sequence=7), full(1.0))).result == PushResult.ACCEPTED
 
     assert value_of(server.blocks[0]) == -1.5 and server.blocks[0].marks.count == 0
 
@@ -143,7 +144,7 @@ def test_the_answer_says_which_push_which_version_and_whose_slot() -> None:
     server = new_server()
     outs = server.receive(WORKERS[0], make_push(named(0, 0), sequence=9, slot=3), full(1.0))
 
-    assert outs[0] == Out(WORKERS[0], Ack(block=0, sequence=9, result="applied", term=1, version=1, slot=3))
+    assert outs[0] == Out(WORKERS[0], Ack(block=0, sequence=9, result=PushResult.ACCEPTED, term=1, version=1, slot=3))
 
 
 # ---- refusing ----
@@ -173,7 +174,7 @@ def state(server: Server) -> dict[str, Any]:
             "marks": (block.marks.low, dict(block.marks.open), block.marks.count),
             "extras": dict(block.extras),
             "skipped": dict(block.skipped),
-            "applied": block.applied,
+            PushResult.ACCEPTED: block.applied,
             "staleness": copy.deepcopy(dict(block.staleness)),
             "buffered": block.rule.buffered,
             "waiting": dict(block.waiting),
@@ -190,22 +191,32 @@ GOOD = make_push(named(1, 1), worker=0, block=0, clock=9)
 @pytest.mark.parametrize(
     "push, payload, result, reason",
     [
-        (replaced(GOOD, block=7), full(1.0), "moved", "not my block"),
-        (replaced(GOOD, term=2), full(1.0), "moved", "term 2 has not begun here"),
-        (replaced(GOOD, name=named(0, 0, lease=1)), full(1.0), "revoked", ""),
-        (replaced(GOOD, name=named(1, 1) + named(0, 0, lease=1)), full(1.0), "revoked", ""),
-        (replaced(GOOD, worker=1), full(1.0), "bad", "a push of worker 1 came from worker 0"),
-        (replaced(GOOD, name=named(9, 0)), full(1.0), "bad", "portion 9 is not in the plan of 2"),
-        (replaced(GOOD, name=named(1, 3, 5)), full(1.0), "bad", "batches 3-5 are not in portion 1 of 4"),
-        (replaced(GOOD, name=named(1, 1, 3) + named(1, 2)), full(1.0), "bad", "batches of portion 1 are named twice"),
-        (replaced(GOOD, samples=0), full(1.0), "bad", "a gradient of 0 samples has no weight"),
-        (replaced(GOOD, dtype="float64"), full(1.0), "bad", "block 0 is 32 x float32, the push is 32 x float64"),
-        (replaced(GOOD, numel=16), full(1.0), "bad", "block 0 is 32 x float32, the push is 16 x float32"),
-        (GOOD, full(1.0)[:5], "bad", "the payload is not the 128 bytes of block 0"),
-        (GOOD, None, "bad", "the payload is not the 128 bytes of block 0"),
-        (replaced(GOOD, point=0), full(1.0), "late", ""),
-        (replaced(GOOD, point=2), full(1.0), "early", "at version 1"),
-        (replaced(GOOD, name=named(1, 0, 2)), full(1.0), "crossed", ""),
+        (replaced(GOOD, block=7), full(1.0), PushResult.WRONG_SERVER, "not my block"),
+        (replaced(GOOD, term=2), full(1.0), PushResult.WRONG_SERVER, "term 2 has not begun here"),
+        (replaced(GOOD, name=named(0, 0, lease=1)), full(1.0), PushResult.REVOKED, ""),
+        (replaced(GOOD, name=named(1, 1) + named(0, 0, lease=1)), full(1.0), PushResult.REVOKED, ""),
+        (replaced(GOOD, worker=1), full(1.0), PushResult.BAD, "a push of worker 1 came from worker 0"),
+        (replaced(GOOD, name=named(9, 0)), full(1.0), PushResult.BAD, "portion 9 is not in the plan of 2"),
+        (replaced(GOOD, name=named(1, 3, 5)), full(1.0), PushResult.BAD, "batches 3-5 are not in portion 1 of 4"),
+        (
+            replaced(GOOD, name=named(1, 1, 3) + named(1, 2)),
+            full(1.0),
+            PushResult.BAD,
+            "batches of portion 1 are named twice",
+        ),
+        (replaced(GOOD, samples=0), full(1.0), PushResult.BAD, "a gradient of 0 samples has no weight"),
+        (
+            replaced(GOOD, dtype="float64"),
+            full(1.0),
+            PushResult.BAD,
+            "block 0 is 32 x float32, the push is 32 x float64",
+        ),
+        (replaced(GOOD, numel=16), full(1.0), PushResult.BAD, "block 0 is 32 x float32, the push is 16 x float32"),
+        (GOOD, full(1.0)[:5], PushResult.BAD, "the payload is not the 128 bytes of block 0"),
+        (GOOD, None, PushResult.BAD, "the payload is not the 128 bytes of block 0"),
+        (replaced(GOOD, point=0), full(1.0), PushResult.LATE, ""),
+        (replaced(GOOD, point=2), full(1.0), PushResult.EARLY, "at version 1"),
+        (replaced(GOOD, name=named(1, 0, 2)), full(1.0), PushResult.OVERLAPS, ""),
     ],
 )
 def test_what_is_refused_changes_nothing(push: Push, payload: Tensor | None, result: str, reason: str) -> None:
@@ -216,15 +227,15 @@ def test_what_is_refused_changes_nothing(push: Push, payload: Tensor | None, res
 
     assert (ack.result, ack.reason) == (result, reason)
     assert state(server) == before
-    assert server.refused == {result: 1}
-    assert send(server, GOOD) == "applied"
+    assert server.refused == {result.name.lower(): 1}
+    assert send(server, GOOD) == PushResult.ACCEPTED
 
 
 def test_a_push_from_anyone_but_a_worker_is_refused() -> None:
     server = new_server()
     before = state(server)
     for stranger in (Peer("server", 0), Peer("coordinator", 0)):
-        assert answer(server.receive(stranger, GOOD, full(1.0))).result == "bad"
+        assert answer(server.receive(stranger, GOOD, full(1.0))).result == PushResult.BAD
     assert state(server) == before
 
 
@@ -234,11 +245,11 @@ FENCED: Name = named(0, 0, lease=1)
 @pytest.mark.parametrize(
     "first, second, push, payload",
     [
-        ("moved", "revoked", replaced(GOOD, term=2, name=FENCED), full(1.0)),
-        ("revoked", "bad", replaced(GOOD, name=FENCED), full(1.0)[:5]),
-        ("revoked", "bad", replaced(GOOD, name=named(0, 9, 99, lease=1)), full(1.0)),
-        ("bad", "had", replaced(GOOD, name=named(1, 0)), full(1.0)[:5]),
-        ("bad", "crossed", replaced(GOOD, name=named(1, 0, 2)), full(1.0)[:5]),
+        (PushResult.WRONG_SERVER, PushResult.REVOKED, replaced(GOOD, term=2, name=FENCED), full(1.0)),
+        (PushResult.REVOKED, PushResult.BAD, replaced(GOOD, name=FENCED), full(1.0)[:5]),
+        (PushResult.REVOKED, PushResult.BAD, replaced(GOOD, name=named(0, 9, 99, lease=1)), full(1.0)),
+        (PushResult.BAD, PushResult.DUPLICATE, replaced(GOOD, name=named(1, 0)), full(1.0)[:5]),
+        (PushResult.BAD, PushResult.OVERLAPS, replaced(GOOD, name=named(1, 0, 2)), full(1.0)[:5]),
     ],
 )
 def test_of_two_reasons_the_first_in_order_is_told(first: str, second: str, push: Push, payload: Tensor) -> None:
@@ -249,8 +260,8 @@ def test_in_rounds_late_comes_before_had_and_bad_before_late() -> None:
     server, plan = a_server_in_round(1)
     before = state(server)
 
-    assert send(server, cell_push(plan, 0, column=0)) == "late"
-    assert send(server, replaced(cell_push(plan, 0, column=0), samples=0)) == "bad"
+    assert send(server, cell_push(plan, 0, column=0)) == PushResult.LATE
+    assert send(server, replaced(cell_push(plan, 0, column=0), samples=0)) == PushResult.BAD
     assert state(server) == before
 
 
@@ -264,15 +275,15 @@ def test_revoke_answers_with_the_sets_of_every_block_and_fences_smaller_leases()
 
     assert revoke(server, portion=0, lease=2) == Sets(portion=0, lease=2, masks=(0b11, 0b01))
 
-    assert send(server, make_push(named(0, 2, lease=1))) == "revoked"
-    assert send(server, make_push(named(0, 2, lease=2))) == "applied"
-    assert send(server, make_push(named(1, 0, lease=1))) == "applied"
+    assert send(server, make_push(named(0, 2, lease=1))) == PushResult.REVOKED
+    assert send(server, make_push(named(0, 2, lease=2))) == PushResult.ACCEPTED
+    assert send(server, make_push(named(1, 0, lease=1))) == PushResult.ACCEPTED
 
 
 def test_a_skip_under_a_lease_that_was_taken_back_is_refused_too() -> None:
     server = new_server()
     revoke(server, portion=0, lease=2)
-    assert send(server, make_push(named(0, 0, lease=1), skip="not finite"), None) == "revoked"
+    assert send(server, make_push(named(0, 0, lease=1), skip="not finite"), None) == PushResult.REVOKED
     assert server.blocks[0].marks.count == 0
 
 
@@ -280,7 +291,7 @@ def test_a_fence_is_never_lowered() -> None:
     server = new_server()
     revoke(server, portion=0, lease=5)
     revoke(server, portion=0, lease=3)
-    assert send(server, make_push(named(0, 0, lease=4))) == "revoked"
+    assert send(server, make_push(named(0, 0, lease=4))) == PushResult.REVOKED
 
 
 def test_what_is_complete_needs_no_fence_any_more() -> None:
@@ -292,7 +303,7 @@ def test_what_is_complete_needs_no_fence_any_more() -> None:
     report(server)
 
     assert server.floor == {}
-    assert send(server, make_push(named(0, 0, lease=1))) == "had"
+    assert send(server, make_push(named(0, 0, lease=1))) == PushResult.DUPLICATE
 
 
 # ---- rounds ----
@@ -304,16 +315,16 @@ def a_server_in_round(round_: int, num_blocks: int = 1, columns: int = 2) -> tup
     for done in range(round_):
         for block in range(num_blocks):
             for column in range(columns):
-                assert send(server, cell_push(plan, done, column, block=block)) == "applied"
+                assert send(server, cell_push(plan, done, column, block=block)) == PushResult.ACCEPTED
     return server, plan
 
 
 def test_a_round_is_one_update_when_all_its_cells_are_there() -> None:
     server, plan = a_server_in_round(0)
 
-    assert send(server, cell_push(plan, 0, column=1, samples=3), 2.0) == "applied"
+    assert send(server, cell_push(plan, 0, column=1, samples=3), 2.0) == PushResult.ACCEPTED
     assert server.blocks[0].version == 0 and server.updates == 0
-    assert send(server, cell_push(plan, 0, column=0, samples=1, worker=1), 6.0) == "applied"
+    assert send(server, cell_push(plan, 0, column=0, samples=1, worker=1), 6.0) == PushResult.ACCEPTED
 
     assert server.blocks[0].version == server.updates == 1
     assert value_of(server.blocks[0]) == -1.5  # half of (3 * 2 + 1 * 6) / 4
@@ -323,19 +334,19 @@ def test_a_cell_of_a_round_that_is_over_is_late_and_of_one_to_come_early() -> No
     server, plan = a_server_in_round(1)
     before = state(server)
 
-    assert send(server, cell_push(plan, 0, column=1)) == "late"
-    assert send(server, cell_push(plan, 2, column=1)) == "early"
+    assert send(server, cell_push(plan, 0, column=1)) == PushResult.LATE
+    assert send(server, cell_push(plan, 2, column=1)) == PushResult.EARLY
 
     assert state(server) == before
-    assert send(server, cell_push(plan, 1, column=1)) == "applied"
+    assert send(server, cell_push(plan, 1, column=1)) == PushResult.ACCEPTED
 
 
 def test_the_same_cell_from_two_workers_counts_once() -> None:
     server, plan = a_server_in_round(0, columns=2)
 
-    assert send(server, cell_push(plan, 0, column=1, worker=0), 4.0) == "applied"
-    assert send(server, cell_push(plan, 0, column=1, worker=1), 4.0) == "had"
-    assert send(server, cell_push(plan, 0, column=0), 2.0) == "applied"
+    assert send(server, cell_push(plan, 0, column=1, worker=0), 4.0) == PushResult.ACCEPTED
+    assert send(server, cell_push(plan, 0, column=1, worker=1), 4.0) == PushResult.DUPLICATE
+    assert send(server, cell_push(plan, 0, column=0), 2.0) == PushResult.ACCEPTED
 
     assert value_of(server.blocks[0]) == -1.5
 
@@ -354,7 +365,7 @@ def test_what_is_no_cell_of_its_round_is_bad(push: Push) -> None:
     server, _ = a_server_in_round(0)
     before = state(server)
 
-    assert send(server, push) == "bad"
+    assert send(server, push) == PushResult.BAD
 
     assert state(server) == before
 
@@ -545,7 +556,7 @@ def test_a_report_counts_what_was_refused_and_how_stale_what_was_applied_was() -
 
     told = report(server)
 
-    assert told.refused == {"revoked": 1, "crossed": 1}
+    assert told.refused == {"revoked": 1, "overlaps": 1}
     assert told.staleness == {0: {0: 1, 2: 1}, 1: {1: 1}}
 
 

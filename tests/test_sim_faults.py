@@ -60,7 +60,7 @@ def test_the_schedules_do_what_they_are_for() -> None:
     assert {random_case(seed).strategy for seed in range(100)} == set(KINDS)
     results = [check(random_case(seed, strategy), keep_trace=True) for seed in range(40) for strategy in (None, "sync")]
     words = {line.what.split(" ")[0] for verdict in results for line in verdict.trace.lines or []}
-    assert {"revoke", "sets", "revoked", "had", "late", "killed", "paused"} <= words
+    assert {"revoke", "sets", "revoked", "duplicate", "late", "killed", "paused"} <= words
     assert {verdict.outcome for verdict in results} >= {"finished", "failed"}
 
 
@@ -74,7 +74,12 @@ def test_the_same_seed_is_the_same_run(strategy: str) -> None:
 def test_without_faults_nothing_is_refused() -> None:
     verdict = check(Case(seed=0, strategy="sync", num_workers=4, num_servers=2, script=()), keep_trace=True)
     assert verdict.wrong == [] and verdict.outcome == "finished"
-    assert not {line.what.split(" ")[0] for line in verdict.trace.lines or []} & {"revoked", "crossed", "late", "early"}
+    assert not {line.what.split(" ")[0] for line in verdict.trace.lines or []} & {
+        "revoked",
+        "overlaps",
+        "late",
+        "early",
+    }
 
 
 def test_a_lost_server_ends_the_run_cleanly() -> None:

@@ -36,6 +36,7 @@ from rainband.messages import (
     Peer,
     Pull,
     Push,
+    PushResult,
     Revoke,
     encode,
 )
@@ -225,7 +226,7 @@ def test_pushes_arrive_and_parameters_come_back_to_the_last_bit(transport: str, 
         generator = torch.Generator().manual_seed(1)
         gradients = [torch.randn(spec.numel, generator=generator).to(getattr(torch, dtype)) for spec in server.specs]
         worker.push(0, lambda out, index: out.copy_(gradients[index]))
-        assert {ack.result for ack, _ in worker.wait(Ack, len(server.specs))} == {"applied"}
+        assert {ack.result for ack, _ in worker.wait(Ack, len(server.specs))} == {PushResult.ACCEPTED}
         for spec, gradient, found in zip(server.specs, gradients, worker.read_all(), strict=True):
             wanted = -0.5 * gradient
             for segment in spec.segments:  # what lies between segments belongs to nobody
@@ -239,7 +240,11 @@ def test_a_push_that_comes_twice_is_acknowledged_twice_and_applied_once(transpor
     with served() as server:
         worker = Worker(server, transport)
         worker.load_zeros()
-        assert [worker.push_ones(batch) for batch in (3, 3, 4)] == ["applied", "had", "applied"]
+        assert [worker.push_ones(batch) for batch in (3, 3, 4)] == [
+            PushResult.ACCEPTED,
+            PushResult.DUPLICATE,
+            PushResult.ACCEPTED,
+        ]
         assert worker.read_all()[0].view(torch.float32).tolist() == [-1.0] * 16
 
 
@@ -287,7 +292,7 @@ def test_a_slot_is_freed_by_a_refusal_too() -> None:
         for _ in range(2 * worker.port.mailbox.slots):
             worker.push(0, lambda out, index: out, dtype="float16")
         acks = worker.wait(Ack, 2 * worker.port.mailbox.slots)
-        assert {ack.result for ack, _ in acks} == {"bad"}
+        assert {ack.result for ack, _ in acks} == {PushResult.BAD}
         assert len(worker.port.free) == worker.port.mailbox.slots
 
 
@@ -440,7 +445,7 @@ def test_a_stranger_is_closed_and_a_worker_goes_on(greeting: bytes, caplog: pyte
             stranger = connect(server)
             stranger.sendall(greeting)
             assert is_closed(stranger)
-        assert worker.push_ones(0) == "applied"
+        assert worker.push_ones(0) == PushResult.ACCEPTED
         lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert 1 <= len(lines) <= 2 + time.monotonic() - started  # at most one a second
         assert SECRET.hex() not in caplog.text
@@ -467,7 +472,7 @@ def test_a_huge_length_after_a_good_handshake_is_refused_before_anything_is_allo
         sock.sendall(frames._PREFIX.pack(frames.MAGIC, frames.PROTOCOL_VERSION, 0, 0, header_bytes, body_bytes, 0, 0))
         assert is_closed(sock)
         assert psutil.Process().memory_info().vms - before < 2**26
-        assert worker.push_ones(0) == "applied"
+        assert worker.push_ones(0) == PushResult.ACCEPTED
 
 
 def test_a_frame_with_any_one_byte_flipped_changes_nothing() -> None:
@@ -485,7 +490,7 @@ def test_a_frame_with_any_one_byte_flipped_changes_nothing() -> None:
             sock.shutdown(socket.SHUT_WR)  # it may be waiting for a longer one
             assert is_closed(sock)
         assert server.server.updates == 0
-        assert worker.push_ones(9) == "applied"
+        assert worker.push_ones(9) == PushResult.ACCEPTED
 
 
 @pytest.mark.parametrize("num_bytes", [1, 31, 32, 60, 130])
@@ -514,7 +519,7 @@ def test_many_connections_that_say_nothing_keep_nobody_out() -> None:
         idle = [connect(server) for _ in range(MAX_UNKNOWN + 44)]
         worker = Worker(server, "tcp")
         worker.load_zeros()
-        assert worker.push_ones(0) == "applied"
+        assert worker.push_ones(0) == PushResult.ACCEPTED
         assert len(server.hub.connections) <= MAX_UNKNOWN + 1
         assert is_closed(idle[0])  # the oldest had to go
         for sock in idle:
@@ -532,7 +537,7 @@ def test_a_server_without_a_free_file_descriptor_goes_on(caplog: pytest.LogCaptu
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
         try:
             late.connect(("127.0.0.1", server.address.port))
-            assert worker.push_ones(0) == "applied"
+            assert worker.push_ones(0) == PushResult.ACCEPTED
             wait_for(lambda: "no file descriptor is left" in caplog.text, "a warning")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -542,14 +547,22 @@ def test_a_server_without_a_free_file_descriptor_goes_on(caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize(
     "message",
-    [Assign(PLAN, (), (), 1), Revoke(0, 99), Forget(0), Flush(), Bye("now"), Loaded(0), Ack(0, 0, "applied", 1, 0)],
+    [
+        Assign(PLAN, (), (), 1),
+        Revoke(0, 99),
+        Forget(0),
+        Flush(),
+        Bye("now"),
+        Loaded(0),
+        Ack(0, 0, PushResult.ACCEPTED, 1, 0),
+    ],
 )
 def test_a_worker_that_speaks_like_the_coordinator_is_refused_and_counted(message: Message) -> None:
     with served() as server:
         worker = Worker(server, "tcp")
         worker.load_zeros()
         worker.port.send(message)
-        assert worker.push_ones(0) == "applied"
+        assert worker.push_ones(0) == PushResult.ACCEPTED
         assert server.server.refused == {f"{type(message).__name__} from a worker": 1}
         assert not server.server.floor
 
@@ -560,7 +573,7 @@ def test_a_worker_cannot_push_for_another() -> None:
         worker.load_zeros()
         worker.push(0, lambda out, index: out, worker=1)
         ((ack, _),) = worker.wait(Ack, 1)
-        assert (ack.result, ack.reason) == ("bad", "a push of worker 1 came from worker 0")
+        assert (ack.result, ack.reason) == (PushResult.BAD, "a push of worker 1 came from worker 0")
 
 
 def sealed(num_bytes: int) -> int:
@@ -599,7 +612,7 @@ def test_a_mailbox_that_is_not_what_it_says_is_refused(
         sock, _, key = dial(server.address, True, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
         socket.send_fds(sock, [frames.pack(encode(hello), None, key)], [fd, fd])
         assert is_closed(sock)
-        assert worker.push_ones(0) == "applied"
+        assert worker.push_ones(0) == PushResult.ACCEPTED
         assert Peer("worker", 1) not in server.hub.peers
         assert os.listdir("/proc/self/fd") == open_before  # the server has kept none of it
         os.close(fd)
@@ -614,7 +627,7 @@ def test_a_push_of_a_strange_dtype_is_refused_with_a_reason(dtype: str) -> None:
         fields = Push(0, 0, 1, (Range(0, 0, 1, 1),), 1, 1, 1, 0, dtype, 16, slot=0)
         worker.port.send(fields)
         ((ack, _),) = worker.wait(Ack, 1)
-        assert ack.result == "bad"
+        assert ack.result == PushResult.BAD
         assert dtype in ack.reason
 
 

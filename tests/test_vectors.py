@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rainband.blocks import Entry, Segment, arrange, cut
-from rainband.messages import COORDINATOR, Answer, Assign, Command, Evaluated, Load, Message, Peer, Push, decode, encode
+from rainband.messages import (
+    COORDINATOR,
+    Answer,
+    Assign,
+    Command,
+    Evaluated,
+    Load,
+    Message,
+    Peer,
+    Push,
+    PushResult,
+    decode,
+    encode,
+)
 from rainband.places import Place
 from rainband.portions import Plan, Range
 from rainband.server import Server
@@ -239,9 +252,9 @@ def test_readers_see_one_new_version_for_a_command_that_moves_the_parameters() -
 def test_an_evaluation_is_over_when_every_block_has_every_cell_once() -> None:
     rig = Rig()
     assert rig.command(1, cells=2) == [Answer(1, 1, (), version=1)]
-    assert rig.push(0, point=1, loss=0.5, samples=4) == ["applied", "applied"]
-    assert rig.push(0, point=1, loss=9.0, samples=4) == ["had", "had"]
-    assert rig.push(1, point=1, loss=2.0, samples=2) == ["applied", "applied", Evaluated(1, 6.0, 6)]
+    assert rig.push(0, point=1, loss=0.5, samples=4) == [PushResult.ACCEPTED, PushResult.ACCEPTED]
+    assert rig.push(0, point=1, loss=9.0, samples=4) == [PushResult.DUPLICATE, PushResult.DUPLICATE]
+    assert rig.push(1, point=1, loss=2.0, samples=2) == [PushResult.ACCEPTED, PushResult.ACCEPTED, Evaluated(1, 6.0, 6)]
     assert rig.values("gradient").tolist() == [2.0] * 48
 
 
@@ -250,7 +263,7 @@ def test_the_same_cells_come_again_in_the_next_evaluation() -> None:
     rig.command(1, cells=1)
     rig.push(0, point=1, value=5.0)
     rig.command(2, cells=1)
-    assert rig.push(0, point=2, value=7.0)[:2] == ["applied", "applied"]
+    assert rig.push(0, point=2, value=7.0)[:2] == [PushResult.ACCEPTED, PushResult.ACCEPTED]
     assert rig.values("gradient").tolist() == [7.0] * 48
 
 
@@ -259,7 +272,7 @@ def test_what_comes_for_an_evaluation_that_is_over_is_late() -> None:
     rig.command(1, cells=1)
     rig.push(0, point=1)
     rig.command(2, scale(PARAMS, 2.0), cells=1)
-    assert rig.push(0, point=1, value=9.0) == ["late", "late"]
+    assert rig.push(0, point=1, value=9.0) == [PushResult.LATE, PushResult.LATE]
     assert rig.values("gradient").tolist() == [0.0] * 48
 
 

@@ -10,7 +10,16 @@ from __future__ import annotations
 from rainband import events
 from rainband.duties.ending import Ending
 from rainband.duties.facts import Facts, Out, WorkerState
-from rainband.messages import Dry, Forget, Lease, Peer, Return, Revoke, Sets
+from rainband.messages import (
+    Dry,
+    Forget,
+    Lease,
+    LeaseEnd,
+    Peer,
+    Return,
+    Revoke,
+    Sets,
+)
 from rainband.portions import groups
 
 
@@ -176,14 +185,14 @@ class Leases:
         if worker.leases.get(message.portion) != message.lease:
             return []  # it was taken back before
         del worker.leases[message.portion]
-        if message.reason == "done":
+        if message.reason == LeaseEnd.DONE:
             if not self.facts.is_done(message.portion):
                 self.unconfirmed[message.portion] = now
             # The last portions go to those who have nothing to do: it may be one now.
             return self.give(now, worker.peer.index)
         if self.facts.phase != "running":
             return []
-        if message.reason == "unused" and message.lease == 1:
+        if message.reason == LeaseEnd.UNUSED and message.lease == 1:
             assert self.facts.plan
             self.numbers[message.portion] += 1
             self.again[message.portion] = (tuple(range(self.facts.plan.batches_in(message.portion))),)

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from enum import IntEnum
 from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 import xxhash
 
-from rainband.messages import Ack, Lease, Load, Message, Params, Pull, Push, Return, Revoke, Sets
+from rainband.messages import Ack, AnyMessage, Lease, Load, Message, Params, Pull, Push, Return, Revoke, Sets
 from rainband.portions import Name
 
-DATA = frozenset((Push, Ack, Pull, Params, Load, Lease, Return, Revoke, Sets))
+# What a schedule is made of, for each kind of message that has more than its kind: numbers only, so that neither a new
+# field nor another word changes the hash of a run.
+SCHEDULE: dict[type[Message], Callable[[Any], object]] = {
+    Push: lambda m: (m.block, m.worker, m.sequence, m.name, m.samples, m.clock, m.version, m.point, m.want, not m.skip),
+    Ack: lambda m: (m.block, m.sequence, m.result, m.version),
+    Pull: lambda m: (m.sequence, m.clock, m.point, m.base, m.part),
+    Params: lambda m: (m.block, m.sequence, m.version, m.point, m.late, m.clock),
+    Load: lambda m: (m.block, m.numel, len(m.part)),
+    Lease: lambda m: (m.portion, m.lease, m.groups),
+    Return: lambda m: (m.portion, m.lease, m.reason),
+    Revoke: lambda m: (m.portion, m.lease),
+    Sets: lambda m: (m.portion, m.lease, m.masks),
+}
+
+
+class NodeEvent(IntEnum):
+    """What can happen to a node besides messages."""
+
+    KILLED = 1
+    CRASHED = 2
+    STARTED = 3
+    PAUSED = 4
+    CLOCK_JUMPED = 5
+    DISK_SLOWED = 6
+    LINK_FAULT = 7
+    DISCONNECTED = 8
+    LOST_PEER = 9
+
+
 FILE = "trace.jsonl"
+TAGS: dict[type[Message], int] = {kind: kind.__struct_config__.tag for kind in get_args(AnyMessage)}
 AT_ONCE = 1000  # lines are hashed together: that is faster
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -34,17 +65,18 @@ class Trace:
         self.hasher = xxhash.xxh3_64()
         self.unhashed: list[tuple[object, ...]] = []
 
-    def note(self, at_s: float, node: str, what: str) -> None:
-        """Something happened to a node."""
-        self.unhashed.append((at_s, node, what))
+    def note(self, at_s: float, node: str, event: NodeEvent, what: str) -> None:
+        """Note an event of a node, and `what` it was for people."""
+        self.unhashed.append((at_s, node, event))
         if self.lines is not None:
             self.lines.append(Line(at_s, node, node, what))
 
     def message(self, at_s: float, source: str, target: str, message: Message) -> None:
-        """A message arrived. What it measures (losses, staleness) does not count: a schedule has no values."""
+        """Note that a message arrived. Its measurements (losses, staleness) do not count: a schedule has no values."""
         kind = type(message)
         unhashed = self.unhashed
-        unhashed.append((at_s, source, target, message if kind in DATA else kind.__name__))
+        schedule = SCHEDULE.get(kind)
+        unhashed.append((at_s, source, target, TAGS[kind], schedule(message) if schedule else 0))
         if len(unhashed) >= AT_ONCE:
             self._hash()
         if self.lines is not None:
@@ -78,7 +110,7 @@ def brief(message: Message) -> str:
             read = f" read v{message.version}"
             return f"push {message.sequence} block {message.block} {name_of(message.name)}{point}{read}{skip}"
         case Ack():
-            return f"{message.result} {message.sequence} block {message.block} v{message.version}"
+            return f"{message.result.name.lower()} {message.sequence} block {message.block} v{message.version}"
         case Pull():
             return f"pull {message.sequence}" + (f" round {message.point}" if message.point >= 0 else "")
         case Params():
@@ -89,7 +121,7 @@ def brief(message: Message) -> str:
         case Lease():
             return f"lease {message.portion}#{message.lease} {_groups(message.groups)}"
         case Return():
-            return f"return {message.portion}#{message.lease} {message.reason}"
+            return f"return {message.portion}#{message.lease} {message.reason.name.lower()}"
         case Revoke():
             return f"revoke {message.portion}#{message.lease}"
         case Sets():

@@ -12,7 +12,14 @@ from rainband.blocks import Settings
 from rainband.client import Client
 from rainband.flat import Flat
 from rainband.gradient import Gradient
-from rainband.messages import Ask, Loaded, Message, Peer, Welcome
+from rainband.messages import (
+    Ask,
+    LeaseEnd,
+    Loaded,
+    Message,
+    Peer,
+    Welcome,
+)
 from rainband.optim_spec import OptimizerSpec
 from rainband.schedules import Schedule
 from rainband.tasks.task import Data, Task
@@ -85,7 +92,7 @@ class InPlace:
         if memory.is_fenced(batch):
             memory.refuse(index)
             if batch.portion in self.client.leases:
-                self.client.give_back(batch.portion, "revoked")
+                self.client.give_back(batch.portion, LeaseEnd.REVOKED)
             return
         if gradient.is_finite:
             memory.begin(index, batch)

@@ -24,7 +24,15 @@ from rainband.client import Client
 from rainband.flat import Flat
 from rainband.gradient import Gradient
 from rainband.handover import put_state, settings_of, spec_of, state_of
-from rainband.messages import Away, Conclude, Join, Message, Peer, Welcome
+from rainband.messages import (
+    Away,
+    Conclude,
+    Join,
+    LeaseEnd,
+    Message,
+    Peer,
+    Welcome,
+)
 from rainband.optim_spec import changed_numbers, plain
 from rainband.types import Batch, Cell, Port, Strategy
 from rainband.worker import set_buffers
@@ -394,7 +402,7 @@ class LoopModel(WorkerModel):
         client = worker.client
         for portion, lease in list(client.leases.items()):
             untouched = len(lease.unsettled) == client.plan.batches_in(portion)
-            client.give_back(portion, "unused" if untouched else "stopped")
+            client.give_back(portion, LeaseEnd.UNUSED if untouched else LeaseEnd.STOPPED)
         if worker.marks is not None:
             client.tell(worker.marks.report())
 

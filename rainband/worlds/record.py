@@ -16,7 +16,17 @@ import msgspec
 import torch
 
 from rainband.client import Client
-from rainband.messages import Ack, Assign, Lease, Message, Params, Peer, Push, Welcome
+from rainband.messages import (
+    Ack,
+    Assign,
+    Lease,
+    Message,
+    Params,
+    Peer,
+    Push,
+    PushResult,
+    Welcome,
+)
 from rainband.server import Server
 
 LENGTH_BYTES = 2
@@ -128,8 +138,8 @@ class Recorder:
                 assert isinstance(ack, Ack)
                 self.write(
                     Applied(message.block, message.worker, message.sequence)
-                    if ack.result == "applied"
-                    else Refused(message.worker, ack.result)
+                    if ack.result == PushResult.ACCEPTED
+                    else Refused(message.worker, ack.result.name.lower())
                 )
             elif isinstance(message, Assign):
                 self.write(Assigned(message))

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Protocol
 
 from rainband.client import Client
 from rainband.errors import RainbandError
-from rainband.messages import Bye, Conclude, Go, Join, Loaded, Message, Opened, Peer, Welcome
+from rainband.messages import (
+    Bye,
+    Conclude,
+    Go,
+    Join,
+    LeaseEnd,
+    Loaded,
+    Message,
+    Opened,
+    Peer,
+    Welcome,
+)
 from rainband.stats import Stats
 from rainband.steps import Handle
 from rainband.types import Port, Strategy
@@ -72,7 +83,7 @@ class WorkerModel:
 
     def return_leases(self, worker: ModuleWorker) -> None:
         """Nothing more will come of what is leased to it."""
-        worker.client.give_all_back("stopped")
+        worker.client.give_all_back(LeaseEnd.STOPPED)
 
     def has_order(self, worker: ModuleWorker) -> bool:
         """Does another worker of the team want something of this one, which has come to its end?"""

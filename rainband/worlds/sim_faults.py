@@ -6,6 +6,7 @@ from functools import partial
 from random import Random
 
 from rainband.sim.faults import Fault, Script
+from rainband.sim.trace import NodeEvent
 from rainband.worlds.config import lead_of
 from rainband.worlds.sim_post import Letter, Node
 from rainband.worlds.sim_world import World
@@ -37,10 +38,10 @@ class Trouble:
             case "pause":
                 world.pause(node, fault.for_s)
             case "skew":
-                world.trace.note(now, node.name, f"its clock jumps by {fault.by_s}")
+                world.trace.note(now, node.name, NodeEvent.CLOCK_JUMPED, f"its clock jumps by {fault.by_s}")
                 node.skew_s += fault.by_s
             case "disk":
-                world.trace.note(now, node.name, f"its disk is slower by {fault.by_s}")
+                world.trace.note(now, node.name, NodeEvent.DISK_SLOWED, f"its disk is slower by {fault.by_s}")
                 node.disk_s = fault.by_s
             case _:
                 self._on_line(fault, node, now)
@@ -54,7 +55,7 @@ class Trouble:
             self.deaths += 1  # a worker that cannot reach a server ends
             return
         flow = self.world.post.flow(node, other)
-        self.world.trace.note(now, node.name, f"{fault.what} > {other.name} for {fault.for_s}")
+        self.world.trace.note(now, node.name, NodeEvent.LINK_FAULT, f"{fault.what} > {other.name} for {fault.for_s}")
         match fault.what:
             case "cut":
                 flow.cut_until = max(flow.cut_until, now + fault.for_s)

@@ -27,7 +27,7 @@ from rainband.messages import (
 )
 from rainband.sim.clock import VirtualClock
 from rainband.sim.network import Flow, Machine, Network, Parcel
-from rainband.sim.trace import Trace
+from rainband.sim.trace import NodeEvent, Trace
 
 HEADER_BYTES = 100  # a message without its payload, more or less
 KEEPING_TIME = frozenset(
@@ -124,7 +124,7 @@ class Letter(Parcel):
         post = target.post
         now = post.clock.now
         if message is None:
-            post.trace.note(now, target.name, f"lost {source.name}")
+            post.trace.note(now, target.name, NodeEvent.LOST_PEER, f"lost {source.name}")
             target.wake(lambda: target.lost(source.peer))
             return
         if self.left_at > source.killed_at:

@@ -23,7 +23,7 @@ from rainband.sim.compute import Pace
 from rainband.sim.cores import Cores, OwnCore, nothing
 from rainband.sim.model import ClusterModel
 from rainband.sim.network import Machine, Network
-from rainband.sim.trace import Trace
+from rainband.sim.trace import NodeEvent, Trace
 from rainband.steps import Handle, Until
 from rainband.types import Port, ServerHalf, Strategy
 from rainband.worlds.config import lead_of
@@ -205,7 +205,8 @@ class World:
         """
         if not node.alive:
             return
-        self.trace.note(self.clock.now, node.name, "crashed" if silent else "killed")
+        event = NodeEvent.CRASHED if silent else NodeEvent.KILLED
+        self.trace.note(self.clock.now, node.name, event, event.name.lower())
         node.alive, node.killed_at = False, self.clock.now
         self.post.nodes.pop(node.peer)
         for flow in node.flows.values():
@@ -232,7 +233,7 @@ class World:
         journal = self.coordinator.journal
         if before.alive or journal is None:
             return
-        self.trace.note(self.clock.now, before.name, "started again")
+        self.trace.note(self.clock.now, before.name, NodeEvent.STARTED, "started again")
         self.coordinator.facts.phase = "replaced"
         self.coordinator = Coordinator(self.coordinator.facts.settings, lead_of(self.strategy), journal.taken_up())
         self.leader = CoordinatorNode(
@@ -254,7 +255,7 @@ class World:
 
     def disconnect(self, one: Node, other: Node) -> None:
         """Break the connection of two nodes: what is under way is lost, and both see it close."""
-        self.trace.note(self.clock.now, one.name, f"lost its connection with {other.name}")
+        self.trace.note(self.clock.now, one.name, NodeEvent.DISCONNECTED, f"lost its connection with {other.name}")
         for flow in (self.post.flow(one, other), self.post.flow(other, one)):
             flow.broken = True
             for letter in flow.under_way:
@@ -266,7 +267,7 @@ class World:
     def pause(self, node: Node, for_s: float) -> None:
         """Stop a node for a while, as by a signal: nothing is lost, nothing goes on."""
         if node.alive:
-            self.trace.note(self.clock.now, node.name, f"paused for {for_s}")
+            self.trace.note(self.clock.now, node.name, NodeEvent.PAUSED, f"paused for {for_s}")
             node.paused_until = max(node.paused_until, self.clock.now + for_s)
 
     # ---- driving it ------------------------------------------------------------------------------------------------
