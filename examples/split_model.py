@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rainband
-from rainband.pipeline.marks import whole
+from rainband.model_parallel.graph.split_marks import whole
 
 CONTEXT, LETTERS = 32, 128
 

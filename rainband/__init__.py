@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
         from rainband.tasks import task
 
         return getattr(task, name)
-    from rainband.catalogue import find_strategy, strategy_names
+    from rainband.plugins import find_strategy, strategy_names
 
     for file_name in strategy_names():
         if file_name.replace("_", "") == name.lower() and name[:1].isupper():

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rainband.types import Cluster
+    from rainband.strategy import Cluster
 
 SLOWER = 2.0  # times as slow as the others: a straggler
 MANY_TIMES = 10.0  # too large a rate is worth a word from here on

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from rainband.books import Books, Staleness
-    from rainband.events import AnyEvent, Progress
+    from rainband.protocol.accounting import Books, Staleness
+    from rainband.protocol.events import AnyEvent, Progress
+    from rainband.runtimes.config import RunConfig
+    from rainband.runtimes.processes.launcher import RunResult
+    from rainband.strategy import Strategy
     from rainband.tasks.task import Task
-    from rainband.types import Strategy
-    from rainband.worlds.config import RunConfig
-    from rainband.worlds.local import RunResult
 
 ENTRIES = {"worker": "rainband.fit:be_worker", "server": "rainband.fit:be_server"}
 
@@ -81,10 +81,10 @@ def fit(
     import msgspec
 
     from rainband.errors import RainbandError
-    from rainband.worlds.config import RunConfig, SimSettings, check_epochs, is_one_memory
-    from rainband.worlds.flow import Flow, check_flow, check_plan, check_versions, read_plan, team_size
-    from rainband.worlds.foresight import foreseen
-    from rainband.worlds.teaming import check_team, make_team_plan
+    from rainband.runtimes.advice import foreseen
+    from rainband.runtimes.config import RunConfig, SimSettings, check_epochs, is_one_memory
+    from rainband.runtimes.stage_options import Flow, check_flow, check_plan, check_versions, read_plan, team_size
+    from rainband.runtimes.stage_plan import check_team, make_team_plan
 
     task_name, task_settings = _named(task, "rainband.tasks")
     strategy_name, strategy_settings = _named(strategy, "rainband.strategies")
@@ -145,7 +145,8 @@ def fit(
 
 
 def _train(config: RunConfig, task: Task | str, strategy: Strategy, notes: _Notes, fds: list[int]) -> RunResult:
-    from rainband.worlds import local, sim
+    from rainband.runtimes.processes import launcher as local
+    from rainband.runtimes.simulation import run as sim
 
     if config.world == "sim":
         made: Task = _object(task, config.task, config.task_settings)
@@ -154,7 +155,7 @@ def _train(config: RunConfig, task: Task | str, strategy: Strategy, notes: _Note
 
 
 def _warn_if_diverged(result: RunResult) -> None:
-    from rainband.worlds.verdict import diverged
+    from rainband.runtimes.result import diverged
 
     if many := diverged(result.books):
         warnings.warn(
@@ -173,7 +174,7 @@ class _Notes:
         self.traceback = ""
 
     def __call__(self, event: AnyEvent) -> None:
-        from rainband.events import Printed, Progress, UserError
+        from rainband.protocol.events import Printed, Progress, UserError
 
         match event:
             case Progress():
@@ -189,7 +190,7 @@ class _Notes:
 def _in_directory(config: RunConfig, runs: Path) -> RunConfig:
     import msgspec
 
-    from rainband.worlds.directory import new_directory
+    from rainband.runtimes.run_directory import new_directory
 
     return msgspec.structs.replace(config, directory=str(new_directory(runs, config.task, config.strategy)))
 
@@ -199,7 +200,7 @@ def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Note
     import safetensors.torch
     import torch
 
-    from rainband.books import Books, Staleness
+    from rainband.protocol.accounting import Books, Staleness
 
     directory = Path(config.directory)
     with torch.random.fork_rng(devices=[]):
@@ -253,7 +254,7 @@ def _is_plain(value: object) -> bool:
 
 def _object(thing: Any, name: str, settings: dict[str, Any]) -> Any:
     """The object itself, where a name was given for it."""
-    from rainband.catalogue import load_strategy, strategy_names
+    from rainband.plugins import load_strategy, strategy_names
     from rainband.tasks.load import load_task
 
     if not isinstance(thing, str):
@@ -304,8 +305,8 @@ def _carried(fds: list[int]) -> dict[str, Any]:
 
 def be_worker(job: bytes, fds: list[int]) -> None:
     """The entry of a worker's process."""
-    from rainband.worlds.config import decode_job
-    from rainband.worlds.work import work
+    from rainband.runtimes.config import decode_job
+    from rainband.runtimes.processes.worker_main import work
 
     order = decode_job(job)
     memory = fds.pop() if order.memory else None
@@ -315,7 +316,7 @@ def be_worker(job: bytes, fds: list[int]) -> None:
 
 def be_server(job: bytes, fds: list[int]) -> None:
     """The entry of a server's process."""
-    from rainband.worlds.config import decode_job
-    from rainband.worlds.server_process import serve
+    from rainband.runtimes.config import decode_job
+    from rainband.runtimes.processes.server_process import serve
 
     serve(decode_job(job), _carried(fds)["strategy"])

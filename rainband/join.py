@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from rainband.worlds.alone import Alone
-    from rainband.worlds.own_loop import OwnLoop
+    from rainband.runtimes.training_loop.loop import OwnLoop
+    from rainband.runtimes.training_loop.single_process import Alone
 
 MEMBERSHIP = "__rainband__"  # `rainband run` leaves a script's place in the run under this name in its __main__
 
@@ -47,13 +47,13 @@ def join(model: nn.Module, optimizer: Any) -> OwnLoop | Alone:
     main = sys.modules["__main__"]
     member = getattr(main, MEMBERSHIP, None)
     if member is None:
-        from rainband.worlds.alone import Alone
+        from rainband.runtimes.training_loop.single_process import Alone
 
         _say_alone()
         return Alone()
     if getattr(member, "joined", False):
         raise ValueError("this script has joined its run already: train all that is to be trained in one `with`.")
     member.joined = True
-    from rainband.worlds.own_loop import OwnLoop
+    from rainband.runtimes.training_loop.loop import OwnLoop
 
     return OwnLoop(model, optimizers, member)

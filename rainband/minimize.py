@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from rainband.books import Books
-    from rainband.events import AnyEvent, Iterated
+    from rainband.protocol.accounting import Books
+    from rainband.protocol.events import AnyEvent, Iterated
     from rainband.tasks.task import Task
 
 METHODS = {"lbfgs": "sandblaster", "cg": "conjugate_gradient"}
@@ -64,8 +64,8 @@ def minimize(
     of the strategy: iterations, history, line_search, weight_decay, ...; see `rainband explain sandblaster`. In `run`
     is what rainband.fit takes besides: batch_size, seed, threads, transport, ...
     """
-    from rainband.catalogue import load_strategy
-    from rainband.events import Iterated
+    from rainband.plugins import load_strategy
+    from rainband.protocol.events import Iterated
 
     if method not in METHODS:
         raise ValueError(f"no method named {method!r}: choose from {', '.join(METHODS)}.")

@@ -14,18 +14,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rainband.coordinator import RunSettings
-from rainband.flat import Flat
-from rainband.messages import Push
-from rainband.sim.compute import ComputeModel
-from rainband.sim.model import ClusterModel, NodeModel
-from rainband.sim.network import NetworkModel
+from rainband.coordinator.coordinator import RunSettings
+from rainband.model.flat_parameters import Flat
+from rainband.protocol.messages import Push
+from rainband.runtimes.simulation.cluster import Notes, Play, World
+from rainband.runtimes.simulation.gradients import RealBody
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
+from rainband.runtimes.simulation.models.compute import ComputeModel
+from rainband.runtimes.simulation.models.network import NetworkModel
+from rainband.runtimes.simulation.run import join_of
+from rainband.runtimes.simulation.shared_module import Desk
 from rainband.strategies.soft_sync import SoftSync
 from rainband.tasks.quadratic import Quadratic
-from rainband.worlds.sim import join_of
-from rainband.worlds.sim_body import RealBody
-from rainband.worlds.sim_memory import Desk
-from rainband.worlds.sim_world import Notes, Play, World
 from reproduce.runs import arguments, draw, report
 
 GROUPS = (2, 4, 8)  # of one alone the path is a plain decay, to which any momentum can be fitted

@@ -6,17 +6,17 @@ sum of many minibatches. Counted on the digits: bytes to and from the servers fo
 
 from __future__ import annotations
 
-from rainband.catalogue import load_strategy
-from rainband.coordinator import RunSettings
-from rainband.events import AnyEvent, Iterated
-from rainband.flat import Flat
-from rainband.sim.model import load_model
+from rainband.coordinator.coordinator import RunSettings
+from rainband.model.flat_parameters import Flat
+from rainband.plugins import load_strategy
+from rainband.protocol.events import AnyEvent, Iterated
+from rainband.runtimes.simulation.cluster import Notes, Play, World
+from rainband.runtimes.simulation.gradients import RealBody
+from rainband.runtimes.simulation.models.cluster_model import load_model
+from rainband.runtimes.simulation.run import join_of
+from rainband.runtimes.simulation.shared_module import Desk
+from rainband.strategy import Strategy
 from rainband.tasks.digits import Digits
-from rainband.types import Strategy
-from rainband.worlds.sim import join_of
-from rainband.worlds.sim_body import RealBody
-from rainband.worlds.sim_memory import Desk
-from rainband.worlds.sim_world import Notes, Play, World
 from reproduce.runs import arguments, draw, over_seeds, report
 
 WORKERS, BATCH_SIZE = 2, 16

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rainband.pipeline.profile import Profile, Unit, Value
+from rainband.model_parallel.placement.profile import Profile, Unit, Value
 
 IMAGE = (3, 224, 224)
 FLOAT_BYTES = 4

@@ -19,11 +19,11 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from rainband.layers import LocallyConnected2d
-from rainband.pipeline.profile import Profile, Unit, Value
-from rainband.pipeline.regions import Window, bounds, overlaps
-from rainband.sim.compute import ComputeModel
-from rainband.sim.model import ClusterModel, NodeModel, load_model
+from rainband.model.layers import LocallyConnected2d
+from rainband.model_parallel.graph.tile_regions import Window, bounds, overlaps
+from rainband.model_parallel.placement.profile import Profile, Unit, Value
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel, load_model
+from rainband.runtimes.simulation.models.compute import ComputeModel
 from reproduce.runs import arguments, draw, over_seeds, report
 from reproduce.virtual_partition import batch_s
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from rainband.pipeline.check import Costs
-from rainband.pipeline.check import check as play
-from rainband.pipeline.pipedream import pipedream
-from rainband.pipeline.plan import Plan, Stage
-from rainband.pipeline.predict import predicted
-from rainband.pipeline.profile import Network, Profile, Resources
-from rainband.pipeline.schedules import pipedream as table_of
+from rainband.model_parallel.placement.pipedream_planner import pipedream
+from rainband.model_parallel.placement.placement import Plan, Stage
+from rainband.model_parallel.placement.predict import predicted
+from rainband.model_parallel.placement.profile import Network, Profile, Resources
+from rainband.model_parallel.schedules.builders import pipedream as table_of
+from rainband.model_parallel.schedules.check import Costs
+from rainband.model_parallel.schedules.check import check as play
 from reproduce.image_nets import profile_of
 from reproduce.runs import arguments, draw, report
 

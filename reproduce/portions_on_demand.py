@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import tempfile
 
-from rainband import events
-from rainband.worlds import sim
-from rainband.worlds.config import RunConfig, SimSettings
+from rainband.protocol import events
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation import run as sim
 from reproduce.runs import arguments, draw, over_seeds, report
 
 WORKERS, STEP_S = 8, 0.01

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rainband import events
-from rainband.worlds import sim
-from rainband.worlds.config import RunConfig, SimSettings
-from rainband.worlds.sim import SimulatedResult
+from rainband.protocol import events
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation import run as sim
+from rainband.runtimes.simulation.run import SimulatedResult
 
 FIGURES = Path(__file__).parent / "figures"
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rainband.pipeline.check import Costs, check
-from rainband.pipeline.cut import cut
-from rainband.pipeline.of_task import Micro
-from rainband.pipeline.schedules import gpipe, one_f_one_b
-from rainband.pipeline.stage import Stage
-from rainband.pipeline.table import Table
-from rainband.stages.one_process import Pipeline
+from rainband.model_parallel.execution.in_process import Pipeline
+from rainband.model_parallel.execution.stage import Stage
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_loss import Micro
+from rainband.model_parallel.schedules.builders import gpipe, one_f_one_b
+from rainband.model_parallel.schedules.check import Costs, check
+from rainband.model_parallel.schedules.table import Table
 from reproduce.runs import arguments, draw, report
 
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}

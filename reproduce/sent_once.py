@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rainband.pipeline.cut import cut
-from rainband.pipeline.marks import whole
-from rainband.pipeline.partitioned import Partitioned
+from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_marks import whole
 from reproduce.runs import arguments, draw, over_seeds, report
 
 LAYERS, WIDTH, REACH = 4, 24, 3  # a local node reads from neighbours at most so far away

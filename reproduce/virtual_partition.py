@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from rainband.pipeline.profile import Profile, Value
-from rainband.sim.clock import VirtualClock
-from rainband.sim.compute import ComputeModel, Pace
-from rainband.sim.model import ClusterModel
-from rainband.sim.network import Flow, Network, Parcel
+from rainband.model_parallel.placement.profile import Profile, Value
+from rainband.runtimes.simulation.models.clock import VirtualClock
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel
+from rainband.runtimes.simulation.models.compute import ComputeModel, Pace
+from rainband.runtimes.simulation.models.network import Flow, Network, Parcel
 
 Do = Callable[[], None]
 

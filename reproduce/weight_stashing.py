@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from rainband.pipeline.cut import cut
-from rainband.pipeline.of_task import Micro
-from rainband.pipeline.schedules import pipedream
-from rainband.pipeline.table import Table
-from rainband.stages.one_process import Pipeline
+from rainband.model_parallel.execution.in_process import Pipeline
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_loss import Micro
+from rainband.model_parallel.schedules.builders import pipedream
+from rainband.model_parallel.schedules.table import Table
 from rainband.tasks.digits import Digits
 from reproduce.runs import arguments, draw, over_seeds, report
 

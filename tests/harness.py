@@ -19,15 +19,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-import rainband.block
-import rainband.duties.planning
-from rainband.block import Block
-from rainband.blocks import BlockSpec, Entry, arrange
-from rainband.client import Client, Handle, PullHandle
-from rainband.coordinator import Coordinator, RunSettings
+import rainband.coordinator.planning
+import rainband.server.block
+from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.errors import Stop
-from rainband.gradient import Gradient
-from rainband.messages import (
+from rainband.model.gradient import Gradient
+from rainband.protocol.data_plan import Plan, choose_portion_batches
+from rainband.protocol.layout import BlockSpec, Entry, arrange
+from rainband.protocol.messages import (
     COORDINATOR,
     Ack,
     Address,
@@ -59,11 +58,12 @@ from rainband.messages import (
     decode,
     encode,
 )
-from rainband.places import Place
-from rainband.portions import Plan, choose_portion_batches
-from rainband.server import Server
-from rainband.types import Batch, ServerHalf
-from rainband.worker import Compute, ModuleWorker, ServerSide
+from rainband.protocol.parameter_buffers import Place
+from rainband.server.block import Block
+from rainband.server.server import Server
+from rainband.strategy import Batch, ServerHalf
+from rainband.worker.client import Client, Handle, PullHandle
+from rainband.worker.worker import Compute, ModuleWorker, ServerSide
 from tests.ledger import ELEMENTS, Case, CountingOptimizer, Ledger, Memory, Wrong, check_block, number_of
 
 TIMEOUT_S = 5.0
@@ -602,7 +602,7 @@ class World:
 
     def run(self) -> Outcome:
         """To the end; raises Wrong when the run breaks a promise or does not end."""
-        with patch.object(rainband.duties.planning, "choose_portion_batches", self._portion_batches):
+        with patch.object(rainband.coordinator.planning, "choose_portion_batches", self._portion_batches):
             while self.coordinator.phase != "over":
                 self.steps += 1
                 if self.steps > self.max_steps:
@@ -702,7 +702,7 @@ def run(
     """Run a case to its end and check all promises; the optimizer is the harness's own."""
     world = World(seed, case, faults, max_steps)
     prepare(world)
-    with patch.object(rainband.block, "BlockOptimizer", CountingOptimizer):
+    with patch.object(rainband.server.block, "BlockOptimizer", CountingOptimizer):
         outcome = world.run()
     check(world, outcome)
     return outcome

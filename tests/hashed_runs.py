@@ -16,8 +16,8 @@ import msgspec
 import torch
 import xxhash
 
-from rainband.worlds.config import RunConfig, SimSettings
-from rainband.worlds.sim import run
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation.run import run
 from tests.team_tasks import Shaped, planned
 
 FILE = Path(__file__).parent / "data" / "hashed_runs.json"

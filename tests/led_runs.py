@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rainband import events
-from rainband.coordinator import RunSettings
-from rainband.flat import Flat
-from rainband.line_search import Trial, armijo, strong_wolfe
-from rainband.sim.compute import ComputeModel
-from rainband.sim.faults import parse
-from rainband.sim.model import ClusterModel, NodeModel
-from rainband.sim.network import NetworkModel
+from rainband.coordinator.coordinator import RunSettings
+from rainband.full_batch.line_search import Trial, armijo, strong_wolfe
+from rainband.model.flat_parameters import Flat
+from rainband.protocol import events
+from rainband.runtimes.simulation.cluster import Notes, Play, World
+from rainband.runtimes.simulation.fault_injector import Trouble
+from rainband.runtimes.simulation.gradients import RealBody
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
+from rainband.runtimes.simulation.models.compute import ComputeModel
+from rainband.runtimes.simulation.models.faults import parse
+from rainband.runtimes.simulation.models.network import NetworkModel
+from rainband.runtimes.simulation.run import join_of
+from rainband.runtimes.simulation.shared_module import Desk
 from rainband.strategies.sandblaster import Sandblaster
 from rainband.tasks.task import TensorData
-from rainband.worlds.sim import join_of
-from rainband.worlds.sim_body import RealBody
-from rainband.worlds.sim_faults import Trouble
-from rainband.worlds.sim_memory import Desk
-from rainband.worlds.sim_world import Notes, Play, World
 
 TIMEOUT_S = 1.0
 EXACT = {"gradient_tolerance": 0.0, "loss_tolerance": 0.0}

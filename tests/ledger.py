@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rainband.block import Block
-from rainband.blocks import BlockSpec, Layout
-from rainband.optim_spec import OptimizerSpec
-from rainband.portions import Plan, bits
+from rainband.protocol.data_plan import Plan, bits
+from rainband.protocol.layout import BlockSpec, Layout
+from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.rules.rounds import TOO_LATE
-from rainband.types import Strategy
+from rainband.server.block import Block
+from rainband.strategy import Strategy
 
 LR = 0.5
 AMOUNT = 840  # divisible by every number of samples that a round has here, 1 to 8, so that means stay exact

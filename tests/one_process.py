@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rainband.blocks import BlockSpec
-from rainband.books import Books
-from rainband.coordinator import Coordinator, RunSettings
-from rainband.messages import (
+from rainband.coordinator.coordinator import Coordinator, RunSettings
+from rainband.protocol.accounting import Books
+from rainband.protocol.layout import BlockSpec
+from rainband.protocol.messages import (
     COORDINATOR,
     Address,
     Bye,
@@ -28,12 +28,12 @@ from rainband.messages import (
     decode,
     encode,
 )
-from rainband.places import Place
-from rainband.server import Server
+from rainband.protocol.parameter_buffers import Place
+from rainband.runtimes.training_loop.loop import OwnLoop
+from rainband.server.server import Server
 from rainband.strategies.downpour import Downpour
-from rainband.types import ServerHalf, Strategy
-from rainband.worlds.own_loop import OwnLoop
-from rainband.worlds.session import Session
+from rainband.strategy import ServerHalf, Strategy
+from rainband.worker.session import Session
 
 ME = Peer("worker", 0)
 PLAIN = Downpour(overlap=False)  # one worker that waits for its own push: the same as plain PyTorch

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rainband.block import Block
-from rainband.blocks import BlockSpec, Entry, Layout, arrange, cut
-from rainband.messages import COORDINATOR, Ack, Assign, Load, Peer, Push
-from rainband.optim_spec import OptimizerSpec
-from rainband.places import Place
-from rainband.portions import Name, Plan, Range
+from rainband.protocol.data_plan import Name, Plan, Range
+from rainband.protocol.layout import BlockSpec, Entry, Layout, arrange, cut
+from rainband.protocol.lr_schedules import Schedule
+from rainband.protocol.messages import COORDINATOR, Ack, Assign, Load, Peer, Push
+from rainband.protocol.optimizer_spec import OptimizerSpec
+from rainband.protocol.parameter_buffers import Place
 from rainband.rules import ApplyOnArrival, MeanOfRound
-from rainband.schedules import Schedule
-from rainband.server import Out, Server
-from rainband.types import Rule, ServerHalf
+from rainband.server.block import Block
+from rainband.server.server import Out, Server
+from rainband.strategy import Rule, ServerHalf
 
 NUMEL = 32
 WORKERS = [Peer("worker", i) for i in range(4)]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from rainband.pipeline.cut import cut
-from rainband.pipeline.of_task import Micro
-from rainband.pipeline.table import Table
-from rainband.stages.one_process import Pipeline
+from rainband.model_parallel.execution.in_process import Pipeline
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_loss import Micro
+from rainband.model_parallel.schedules.table import Table
 
 LR = 0.5
 sgd = partial(SGD, lr=LR)

@@ -25,13 +25,14 @@ import pytest
 import safetensors.torch
 from torch import Tensor
 
-from rainband import events
 from rainband.cli import main as cli
-from rainband.stages.plan import TeamPlan
-from rainband.worlds import local, zygote_main
-from rainband.worlds.config import RunConfig
-from rainband.worlds.local import SERVERS_NEED, WORKERS_NEED, RunResult
-from rainband.worlds.zygote import Event, Exited, Started, Zygote
+from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.protocol import events
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.processes import launcher as local
+from rainband.runtimes.processes import zygote_main
+from rainband.runtimes.processes.launcher import SERVERS_NEED, WORKERS_NEED, RunResult
+from rainband.runtimes.processes.zygote import Event, Exited, Started, Zygote
 from tests.gated import Gate, Gated
 
 DEADLINE_S = 30.0  # only a broken run comes near

@@ -9,7 +9,7 @@ from typing import Any
 
 from rainband.rules import WaitForSlowest
 from rainband.strategies.stale_sync import StaleSync
-from rainband.types import ServerHalf
+from rainband.strategy import ServerHalf
 
 
 class AdmitsAnyone(WaitForSlowest):

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rainband.layers import LocallyConnected2d
-from rainband.pipeline.cut import cut
-from rainband.pipeline.split_linear import AsPair, ByColumns, ByRows
-from rainband.pipeline.tiles import Tiled, tile_of
-from rainband.stages.plan import TeamPlan
+from rainband.model.layers import LocallyConnected2d
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
+from rainband.model_parallel.graph.tiles import Tiled, tile_of
+from rainband.model_parallel.placement.stage_plan import TeamPlan
 from rainband.tasks.task import TensorData
 from tests.team_tasks import Shaped, planned
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from rainband import events
+from rainband.protocol import events
 
 BOOKS = {
     "batches": 900,

@@ -15,7 +15,7 @@ from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
-from rainband.types import Block, Requirements, ServerHalf, Strategy, Worker
+from rainband.strategy import Block, Requirements, ServerHalf, Strategy, Worker
 from tests.harness import Faults, Outcome, run
 from tests.ledger import LR, Case
 

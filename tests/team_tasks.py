@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rainband.client import Client
-from rainband.gradient import Gradient
-from rainband.messages import Finish, Lease, Message, Peer, Report
-from rainband.peers_inbox import Inbox
-from rainband.pipeline.cut import cut
-from rainband.pipeline.of_task import build_model
-from rainband.pipeline.plan import Plan, Stage
-from rainband.portions import Plan as DataPlan
-from rainband.stages.passage import Team
-from rainband.stages.plan import TeamPlan
-from rainband.stages.share import Share
-from rainband.stages.worker import ShareWorker
+from rainband.model.gradient import Gradient
+from rainband.model_parallel.execution.microbatch_run import Team
+from rainband.model_parallel.execution.submodel import Share
+from rainband.model_parallel.execution.worker import ShareWorker
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_loss import build_model
+from rainband.model_parallel.placement.placement import Plan, Stage
+from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.protocol.data_plan import Plan as DataPlan
+from rainband.protocol.messages import Finish, Lease, Message, Peer, Report
+from rainband.protocol.peer_inbox import Inbox
+from rainband.strategy import Batch, Tag
 from rainband.tasks.task import TensorData, parameter_groups
-from rainband.types import Batch, Tag
-from rainband.worker import ModuleWorker, Work
+from rainband.worker.client import Client
+from rainband.worker.worker import ModuleWorker, Work
 from tests.pipeline_models import examples
 
 
@@ -210,7 +210,7 @@ def _take_turns(lives: list[Any], waiting: deque[int], wanted: dict[int, Any], r
 
 
 def whole_gradient(task: Shaped, batch: Batch) -> Gradient:
-    from rainband.flat import Flat
+    from rainband.model.flat_parameters import Flat
 
     model = task.model()
     flat = Flat(model, parameter_groups(task, model))

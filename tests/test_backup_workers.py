@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rainband.messages import Named
-from rainband.portions import bits
+from rainband.protocol.data_plan import bits
+from rainband.protocol.messages import Named
 from rainband.rules import FirstOfRound
 from rainband.rules.rounds import TOO_LATE
 from rainband.strategies.sync import Sync

@@ -7,13 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rainband.bench import partition, pipeline
-from rainband.bench.models import Branches, Chain
-from rainband.bench.rows import Effort, Row
-from rainband.bench.team_runs import in_halves
-from rainband.pipeline.of_task import cut_task
-from rainband.pipeline.partitioned import Partitioned
-from rainband.pipeline.profile import Profile, Unit, Value
+from rainband.bench.cases import partition, pipeline
+from rainband.bench.harness.models import Branches, Chain
+from rainband.bench.harness.rows import Effort, Row
+from rainband.bench.harness.stage_runs import in_halves
+from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.graph.split_loss import cut_task
+from rainband.model_parallel.placement.profile import Profile, Unit, Value
 
 SMALL = {"layers": 4, "width": 8, "samples": 32, "batch_size": 16}
 

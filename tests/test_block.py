@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rainband.block import Block
-from rainband.messages import Load, Tally
-from rainband.optim_spec import OptimizerSpec
-from rainband.places import Place
+from rainband.protocol.lr_schedules import Schedule
+from rainband.protocol.messages import Load, Tally
+from rainband.protocol.optimizer_spec import OptimizerSpec
+from rainband.protocol.parameter_buffers import Place
 from rainband.rules import MeanOfRound
-from rainband.schedules import Schedule
+from rainband.server.block import Block
 from tests.pieces import (
     NUMEL,
     cell_push,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband.blocks import BlockSpec, Entry, Layout, Segment, Settings, arrange, cut, deal
+from rainband.protocol.layout import BlockSpec, Entry, Layout, Segment, Settings, arrange, cut, deal
 
 MIB = 1 << 20
 
@@ -228,5 +228,5 @@ def test_another_model_has_another_digest(other: Entry) -> None:
 
 
 def test_the_layout_can_be_read_without_torch() -> None:
-    program = "import sys, rainband.blocks; sys.exit('torch' in sys.modules)"
+    program = "import sys, rainband.protocol.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0

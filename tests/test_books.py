@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rainband.block import Block
-from rainband.books import Books, balance, staleness_of, staleness_so_far
-from rainband.messages import COORDINATOR, Ask, Missed, Report, Skipped, Tally
-from rainband.server import Server
+from rainband.protocol.accounting import Books, balance, staleness_of, staleness_so_far
+from rainband.protocol.messages import COORDINATOR, Ask, Missed, Report, Skipped, Tally
+from rainband.server.block import Block
+from rainband.server.server import Server
 from tests.pieces import full, make_plan, make_push, make_server, named, send
 
 

@@ -16,22 +16,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rainband import events
-from rainband.bench.rows import Row, at_most
-from rainband.catalogue import strategy_names
+from rainband.bench.harness.rows import Row, at_most
 from rainband.cli import doctor as doctor_file
 from rainband.cli.bench import shown
 from rainband.cli.configure import configured
 from rainband.cli.doctor import Finding
-from rainband.cli.look_back import listed
 from rainband.cli.main import COMMANDS, build_app
-from rainband.history import read_run
-from rainband.optim_spec import BUILT_IN, TAKERS
+from rainband.plugins import strategy_names
+from rainband.protocol import events
+from rainband.protocol.optimizer_spec import BUILT_IN, TAKERS
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.processes.launcher import RunResult
 from rainband.settings import fields_of
 from rainband.tasks.load import load_task, task_names
 from rainband.tasks.source import read_task
-from rainband.worlds.config import RunConfig
-from rainband.worlds.local import RunResult
+from rainband.views.history import read_run
+from rainband.views.runs_text import listed
 from tests.stories import a_config, ended, started, whole_run, write_run
 
 ROOT = Path(__file__).parent.parent
@@ -245,7 +245,7 @@ def test_a_configuration_and_a_task_together_are_a_mistake(tmp_path: Path) -> No
 def test_an_infinite_setting_survives_the_file(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text(
         "from dataclasses import dataclass\n"
-        "from rainband.types import Strategy\n"
+        "from rainband.strategy import Strategy\n"
         "@dataclass(frozen=True)\n"
         "class Endless(Strategy):\n"
         "    bound: float = float('inf')\n"
@@ -287,7 +287,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, story: list[events.AnyEvent], exit_
             exit_code=exit_code,
         )
 
-    monkeypatch.setattr("rainband.worlds.local.run", run)
+    monkeypatch.setattr("rainband.runtimes.processes.launcher.run", run)
     return asked
 
 
@@ -368,7 +368,7 @@ def test_a_library_that_is_missing_is_told_before_a_directory_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pretend(monkeypatch, [])
-    monkeypatch.setattr("rainband.sinks.tensorboard.find_spec", lambda name: None)
+    monkeypatch.setattr("rainband.views.sinks.tensorboard.find_spec", lambda name: None)
     said = Said("train", "digits", "sync", "--tensorboard")
     assert said.exit_code == 2 and "pip install 'rainband[metrics]'" in said.err
     assert list(tmp_path.iterdir()) == []
@@ -729,7 +729,7 @@ def test_a_benchmark_that_is_broken_off_shows_what_it_has_measured(
         yield at_most("start-up", 4.0, 5.0, "", "s")
         raise why
 
-    monkeypatch.setattr("rainband.bench.startup.run", broken_off)
+    monkeypatch.setattr("rainband.bench.cases.startup.run", broken_off)
     told = Said("bench", "startup")
     assert told.exit_code == 1 and said in told.err
     assert "  start-up: 4 s (bar 5, met: yes)\n" in told.err  # at once, before the table

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rainband.blocks import BlockSpec
-from rainband.client import Client, PullHandle
 from rainband.errors import Refused
-from rainband.gradient import Gradient
-from rainband.messages import (
+from rainband.model.gradient import Gradient
+from rainband.protocol.data_plan import Plan, Range
+from rainband.protocol.layout import BlockSpec
+from rainband.protocol.messages import (
     Ack,
     Finish,
     Halt,
@@ -31,8 +31,8 @@ from rainband.messages import (
     Revoke,
     Want,
 )
-from rainband.portions import Plan, Range
-from rainband.types import Batch, Cell
+from rainband.strategy import Batch, Cell
+from rainband.worker.client import Client, PullHandle
 from tests.pieces import NUMEL, full, layout_of, make_plan, named, rounds_plan, specs_of
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband.messages import (
+from rainband.protocol.data_plan import Plan
+from rainband.protocol.messages import (
     COORDINATOR,
     Ask,
     Assign,
@@ -25,9 +26,8 @@ from rainband.messages import (
     Rest,
     Revoke,
 )
-from rainband.portions import Plan
 from rainband.rules import Clocks, WaitForSlowest, WaitForTasks
-from rainband.server import Server
+from rainband.server.server import Server
 from rainband.strategies.stale_sync import StaleSync
 from tests.harness import Faults, Node, World, run
 from tests.ledger import LR, Case, Ledger, number_of

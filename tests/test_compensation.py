@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rainband.messages import COORDINATOR, Assign, Forget, Load, Params, Pull
+from rainband.protocol.messages import COORDINATOR, Assign, Forget, Load, Params, Pull
 from rainband.rules import ApplyOnArrival, Compensated, MeanOfArrivals, WaitForSlowest, compensated
-from rainband.server import Server
+from rainband.server.server import Server
 from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
-from rainband.types import Rule, Strategy
+from rainband.strategy import Rule, Strategy
 from tests.harness import Faults, World
 from tests.ledger import Case
 from tests.pieces import WORKERS, full, make_half, make_place, make_plan, make_push, named, send, specs_of, value_of

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from rainband.books import Staleness, staleness_of
-from rainband.messages import Limit, Missed, Report
-from rainband.stats import Stats
+from rainband.protocol.accounting import Staleness, staleness_of
+from rainband.protocol.messages import Limit, Missed, Report
+from rainband.protocol.worker_stats import Stats
 from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.stale_sync import StaleSync

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rainband import events
-from rainband.coordinator import Coordinator, Out, RunSettings
-from rainband.messages import (
+from rainband.coordinator.coordinator import Coordinator, Out, RunSettings
+from rainband.protocol import events
+from rainband.protocol.messages import (
     Address,
     Ask,
     Assign,

@@ -133,7 +133,9 @@ def test_every_file_and_function_that_is_named_exists(page: Path) -> None:
 
 
 def test_a_name_that_does_not_exist_is_found() -> None:
-    text = "`client.py:Client.push` `client.py:Client.shove` `no_such.py` `server.py:Server` `rainband/server.py`"
+    text = (
+        "`client.py:Client.push` `client.py:Client.shove` `no_such.py` `server.py:Server` `rainband/server/server.py`"
+    )
     assert wrong_references(text) == ["client.py:Client.shove", "no_such.py"]
 
 
@@ -145,7 +147,7 @@ def test_the_way_of_one_gradient_goes_through_the_files_in_their_order() -> None
 
 
 def test_the_page_about_events_lists_every_event() -> None:
-    from rainband import events
+    from rainband.protocol import events
 
     text = (ROOT / "docs" / "the_run_directory.md").read_text(encoding="utf-8")
     table = text.split("| event | means |")[1].split("\n\n")[0]
@@ -154,7 +156,7 @@ def test_the_page_about_events_lists_every_event() -> None:
 
 
 def test_the_page_about_books_lists_every_entry() -> None:
-    from rainband.books import Books
+    from rainband.protocol.accounting import Books
 
     text = (ROOT / "docs" / "the_run_directory.md").read_text(encoding="utf-8")
     table = text.split("| entry | counts |")[1].split("\n\n")[0]
@@ -333,7 +335,7 @@ def test_no_option_is_told_that_a_command_does_not_have() -> None:
 
 
 def test_exit_codes_are_those_of_the_help() -> None:
-    from rainband.cli.mistakes import EXIT_CODES
+    from rainband.cli.report_errors import EXIT_CODES
 
     text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8").split("## Exit codes")[1]
     told = {code: meaning.strip() for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband.evaluation import HandOut, Pace
+from rainband.coordinator.work_queue import HandOut, Pace
 
 
 def done(hand_out: HandOut, worker: int, cells: tuple[int, ...], now: float) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rainband import events
-from rainband.worlds import local
-from rainband.worlds.config import RunConfig
-from rainband.worlds.directory import read_config
+from rainband.protocol import events
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.processes import launcher as local
+from rainband.runtimes.run_directory import read_config
 from tests.processes import LR, Nest, Run
 
 pytestmark = pytest.mark.processes

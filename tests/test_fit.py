@@ -165,7 +165,7 @@ def test_an_error_in_the_task_is_raised_with_its_traceback(tmp_path: Path) -> No
 
 
 def test_every_strategy_can_be_had_by_its_name() -> None:
-    from rainband.catalogue import find_strategy, strategy_names
+    from rainband.plugins import find_strategy, strategy_names
 
     for name in strategy_names():
         kind = find_strategy(name)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rainband.blocks import BlockSpec, cut
-from rainband.flat import Flat, is_finite
+from rainband.model.flat_parameters import Flat, is_finite
+from rainband.protocol.layout import BlockSpec, cut
 
 # ---- modules to try it on ----------------------------------------------------------------------------------
 

@@ -12,17 +12,17 @@ import pytest
 from typer.testing import CliRunner
 
 import rainband
-from rainband import events
-from rainband.catalogue import load_strategy, strategy_names
 from rainband.cli.main import build_app
-from rainband.cli.warn import before, last_straggler
-from rainband.pipeline.plan import Plan, Stage
-from rainband.stages.plan import TeamPlan
-from rainband.types import Straggler
-from rainband.worlds import sim
-from rainband.worlds.config import RunConfig, SimSettings
-from rainband.worlds.directory import EventLog, new_directory, write_config
-from rainband.worlds.foresight import foreseen, straggler_among, straggler_of
+from rainband.cli.warnings import before, last_straggler
+from rainband.model_parallel.placement.placement import Plan, Stage
+from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.plugins import load_strategy, strategy_names
+from rainband.protocol import events
+from rainband.runtimes.advice import foreseen, straggler_among, straggler_of
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.run_directory import EventLog, new_directory, write_config
+from rainband.runtimes.simulation import run as sim
+from rainband.strategy import Straggler
 
 SLOW = Straggler("worker 3", 5.0)
 NOW_AND_THEN = Straggler("one step in 20", 10.0, always=False)
@@ -231,7 +231,7 @@ def test_fit_warns_of_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def stop(*given: object, **named: object) -> None:
         raise Enough
 
-    monkeypatch.setattr("rainband.worlds.local.run", stop)
+    monkeypatch.setattr("rainband.runtimes.processes.launcher.run", stop)
     with pytest.warns(UserWarning, match="n=3 does not divide 4 workers"), pytest.raises(Enough):
         rainband.fit("digits", rainband.SoftSync(n=3), workers=4, runs=tmp_path)
     with warnings.catch_warnings(), pytest.raises(Enough):

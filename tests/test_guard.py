@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rainband import events
-from rainband.guard import LOOKS_TO_LOOSEN, LOOKS_TO_SETTLE, Decision, Guard, Look
-from rainband.messages import COORDINATOR, Tune
+from rainband.coordinator.divergence_guard import LOOKS_TO_LOOSEN, LOOKS_TO_SETTLE, Decision, Guard, Look
+from rainband.protocol import events
+from rainband.protocol.messages import COORDINATOR, Tune
 from rainband.rules import WaitForSlowest
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation import run as sim
 from rainband.strategies.adaptive_bound import AdaptiveBound
-from rainband.worlds import sim
-from rainband.worlds.config import RunConfig, SimSettings
 from tests.pieces import make_push, make_server, named, send, value_of
 from tests.test_clocks import make_server as make_bounded_server
 

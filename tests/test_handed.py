@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from rainband.handed import Handed
-from rainband.messages import Cells, Delivered, Message, Want
+from rainband.protocol.messages import Cells, Delivered, Message, Want
+from rainband.runtimes.processes.prefetch import Prefetch, prefetched
+from rainband.strategy import Batch
 from rainband.tasks.task import DatasetData
-from rainband.types import Batch
-from rainband.worker import Sampler
-from rainband.worlds.prefetch import Prefetch, prefetched
+from rainband.worker.work_items import Handed
+from rainband.worker.worker import Sampler
 from tests.pieces import make_plan
 
 PLAN = make_plan(portion_batches=2, cell_batches=2, led=True)  # four cells of two batches

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rainband.messages import LeaseEnd, Message, Push, PushResult, Return
-from rainband.sim.trace import Trace
+from rainband.protocol.messages import LeaseEnd, Message, Push, PushResult, Return
+from rainband.runtimes.simulation.models.trace import Trace
 from tests.hashed_runs import arithmetic, configurations, outcome_of, stored
 
 

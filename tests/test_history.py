@@ -14,20 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband import events
-from rainband.duties.accounts import _rate
-from rainband.events import AnyEvent
-from rainband.history import (
-    RunSoFar,
-    _middle_without,
-    find_run,
-    list_runs,
-    loss_curve,
-    read_run,
-    told_by,
-)
-from rainband.worlds.config import RunConfig
-from rainband.worlds.directory import EventLog, OutputLog, new_directory, read_config, write_config
+from rainband.coordinator.reporting import _rate
+from rainband.protocol import events
+from rainband.protocol.events import AnyEvent
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.run_directory import EventLog, OutputLog, new_directory, read_config, write_config
+from rainband.views.history import RunSoFar, _middle_without, find_run, list_runs, loss_curve, read_run, told_by
 from tests.stories import a_config, ended, planned, progress, started, whole_run, write_run
 
 

@@ -16,25 +16,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rainband import events
-from rainband.blocks import cut
-from rainband.catalogue import load_strategy
 from rainband.cli.configure import configured
-from rainband.cli.summary import books as told
-from rainband.flat import Flat
-from rainband.messages import Ask, Assign, Flush, Forget, Loaded, Message, Ready, Report, Revoke, Sets, Skipped, Tune
-from rainband.portions import Plan
+from rainband.model.flat_parameters import Flat
+from rainband.plugins import load_strategy
+from rainband.protocol import events
+from rainband.protocol.data_plan import Plan
+from rainband.protocol.layout import cut
+from rainband.protocol.messages import (
+    Ask,
+    Assign,
+    Flush,
+    Forget,
+    Loaded,
+    Message,
+    Ready,
+    Report,
+    Revoke,
+    Sets,
+    Skipped,
+    Tune,
+)
+from rainband.runtimes.config import RunConfig, SimSettings, refuse_led
+from rainband.runtimes.hogwild.memory import STALEST, OneMemory, places_of
+from rainband.runtimes.hogwild.server import Keeper
+from rainband.runtimes.hogwild.worker import _rate, add_in_place
+from rainband.runtimes.simulation import run as sim
+from rainband.strategy import Batch
 from rainband.tasks.clicks import Clicks
 from rainband.tasks.linear import Linear
 from rainband.tasks.quadratic import Quadratic
 from rainband.tasks.task import TensorData
-from rainband.types import Batch
-from rainband.worker import Sampler
-from rainband.worlds import sim
-from rainband.worlds.config import RunConfig, SimSettings, refuse_led
-from rainband.worlds.hogwild_keeper import Keeper
-from rainband.worlds.hogwild_memory import STALEST, OneMemory, places_of
-from rainband.worlds.hogwild_worker import _rate, add_in_place
+from rainband.views.summary import books as told
+from rainband.worker.worker import Sampler
 from tests.pieces import make_plan
 from tests.processes import LR, Nest, exact
 

@@ -68,7 +68,7 @@ UNSAFE_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save"}
 MAY_BE_UNSAFE: tuple[str, ...] = (
     "rainband.fit",  # cloudpickle, to hand a task of a notebook to its own children through inherited memory
-    "rainband.worlds.script_process",  # exec, to run the user's own script, as `python script.py` would
+    "rainband.runtimes.training_loop.script_process",  # exec, to run the user's own script, as `python script.py` would
 )
 
 # Importing these must not import torch: it takes seconds, and a command line has a quarter of one.
@@ -178,7 +178,7 @@ def imports_of_rainband(module: Module, package: dict[str, Module]) -> set[str]:
 
 
 def nearest_module(name: str, package: dict[str, Module]) -> str:
-    """`rainband.types.Worker` is a name in the module rainband.types."""
+    """`rainband.strategy.Worker` is a name in the module rainband.strategy."""
     parts = name.split(".")
     prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     return next((prefix for prefix in prefixes if prefix in package), name)
@@ -322,7 +322,7 @@ def test_a_strategy_that_imports_a_transport_is_noticed(line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "from rainband.types import Worker",
+        "from rainband.strategy import Worker",
         "from ..types import Worker",
         "from rainband import __version__",
         "if TYPE_CHECKING:\n    from rainband.transports import tcp",
@@ -348,8 +348,8 @@ def test_a_word_that_imports_a_rule_is_noticed() -> None:
 
 
 def test_a_cycle_is_noticed_even_inside_one_layer() -> None:
-    package = package_of(types="import rainband.events", events="def late():\n    from rainband import types")
-    assert set(import_cycle(package)) == {"rainband.types", "rainband.events"}
+    package = package_of(types="import rainband.protocol.events", events="def late():\n    from rainband import types")
+    assert set(import_cycle(package)) == {"rainband.strategy", "rainband.protocol.events"}
 
 
 @pytest.mark.parametrize(

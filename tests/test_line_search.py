@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lbfgs import _strong_wolfe  # type: ignore[attr-defined]
 
-from rainband.line_search import Search, Trial, armijo, cubic_minimum, strong_wolfe
+from rainband.full_batch.line_search import Search, Trial, armijo, cubic_minimum, strong_wolfe
 
 Curve = Callable[[float], tuple[float, float]]  # step -> loss and slope
 

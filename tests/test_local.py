@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rainband import events
-from rainband.worlds.local import RunResult
+from rainband.protocol import events
+from rainband.runtimes.processes.launcher import RunResult
 from tests.processes import Nest, Run, exact, wait_for
 
 pytestmark = pytest.mark.processes

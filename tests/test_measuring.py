@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from rainband.cli.sentences import how_far
-from rainband.history import RunSoFar
-from rainband.stats import Stats
-from rainband.worlds.measuring import Measuring
+from rainband.protocol.worker_stats import Stats
+from rainband.runtimes.processes.periodic_eval import Measuring
+from rainband.views.event_text import how_far
+from rainband.views.history import RunSoFar
 from tests.stories import planned, progress, started
 
 

@@ -11,15 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 import rainband
-from rainband.books import Books
-from rainband.catalogue import load_strategy
 from rainband.cli.configure import configured
 from rainband.cli.main import build_app
-from rainband.events import Iterated
 from rainband.minimize import STATUS, _minimum
+from rainband.plugins import load_strategy
+from rainband.protocol.accounting import Books
+from rainband.protocol.events import Iterated
+from rainband.runtimes.config import RunConfig, SimSettings, refuse_led
+from rainband.runtimes.simulation.run import make_play
 from rainband.tasks.quadratic import Quadratic
-from rainband.worlds.config import RunConfig, SimSettings, refuse_led
-from rainband.worlds.sim import make_play
 
 TASK = Quadratic(dimension=40, samples=96, condition=3.0, batch_size=8)
 
@@ -81,9 +81,9 @@ def test_a_strategy_of_ones_own_can_lead_too(tmp_path: Path) -> None:
     """It is handed to the coordinator, the servers and the workers, without a name."""
     from dataclasses import dataclass
 
+    from rainband.protocol.vectors import GRADIENT, PARAMS, axpy
     from rainband.strategies.sandblaster import Sandblaster
-    from rainband.types import Leading
-    from rainband.vectors import GRADIENT, PARAMS, axpy
+    from rainband.strategy import Leading
 
     @dataclass(frozen=True)
     class ThreeSteps(Sandblaster):

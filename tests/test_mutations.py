@@ -17,23 +17,18 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import rainband.duties.leases
-import rainband.server
-from rainband.block import Block
-from rainband.blocks import BlockSpec
-from rainband.client import Client
-from rainband.duties.facts import Facts
-from rainband.duties.leases import Leases
-from rainband.gradient import Gradient
-from rainband.messages import (
-    Params,
-    Push,
-    PushResult,
-    Return,
-)
-from rainband.portions import Marks, Name
+import rainband.coordinator.leases
+import rainband.server.server
+from rainband.coordinator.leases import Leases
+from rainband.coordinator.state import Facts
+from rainband.model.gradient import Gradient
+from rainband.protocol.data_plan import Marks, Name
+from rainband.protocol.layout import BlockSpec
+from rainband.protocol.messages import Params, Push, PushResult, Return
 from rainband.rules import Clocks, FirstOfRound, MeanOfArrivals, MeanOfRound, WaitForSlowest
-from rainband.server import Server
+from rainband.server.block import Block
+from rainband.server.server import Server
+from rainband.worker.client import Client
 from tests import test_client, test_clocks, test_coordinator, test_rules, test_server
 from tests.harness import LinePort, replaced
 from tests.ledger import Wrong
@@ -73,7 +68,7 @@ def no_groups(patch: pytest.MonkeyPatch) -> None:
         missing = [k for k in range(full.bit_length()) if not all(mask >> k & 1 for mask in masks)]
         return (tuple(range(missing[0], full.bit_length())),) if missing else ()
 
-    patch.setattr(rainband.duties.leases, "groups", groups)
+    patch.setattr(rainband.coordinator.leases, "groups", groups)
 
 
 def forget_drops_buffer(patch: pytest.MonkeyPatch) -> None:
@@ -199,7 +194,7 @@ def version_r_dropped_early(patch: pytest.MonkeyPatch) -> None:
 
 def a_refused_push_holds_the_reader(patch: pytest.MonkeyPatch) -> None:
     """A reader waits for its own pushes by their clock, which a refused one never ticks."""
-    patch.setattr(rainband.server, "DONE_WITH", (PushResult.ACCEPTED, PushResult.DUPLICATE))
+    patch.setattr(rainband.server.server, "DONE_WITH", (PushResult.ACCEPTED, PushResult.DUPLICATE))
 
 
 def the_idle_are_waited_for(patch: pytest.MonkeyPatch) -> None:

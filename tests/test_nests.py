@@ -15,16 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rainband.transports.frames import BadFrame
-from rainband.transports.nests import (
-    ALIGNMENT,
-    DTYPES,
-    DictNode,
-    ListNode,
-    TensorNode,
-    as_tensor,
-    incoming,
-    outgoing,
-)
+from rainband.transports.pytrees import ALIGNMENT, DTYPES, DictNode, ListNode, TensorNode, as_tensor, incoming, outgoing
 
 
 def carried(nest: Any) -> Any:

@@ -22,11 +22,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rainband.blocks import BlockSpec
-from rainband.client import Client
-from rainband.coordinator import Coordinator, RunSettings
-from rainband.flat import Flat
-from rainband.messages import (
+from rainband.coordinator.coordinator import Coordinator, RunSettings
+from rainband.model.flat_parameters import Flat
+from rainband.protocol.data_plan import Range
+from rainband.protocol.layout import BlockSpec
+from rainband.protocol.messages import (
     COORDINATOR,
     Ack,
     Address,
@@ -49,13 +49,13 @@ from rainband.messages import (
     Want,
     Welcome,
 )
-from rainband.places import Place
-from rainband.portions import Range
-from rainband.server import Server
+from rainband.protocol.parameter_buffers import Place
+from rainband.server.server import Server
 from rainband.strategies.downpour import Downpour
+from rainband.strategy import Batch
 from rainband.tasks.task import TensorData
-from rainband.types import Batch
-from rainband.worker import ModuleWorker
+from rainband.worker.client import Client
+from rainband.worker.worker import ModuleWorker
 
 WORKER, SERVER = Peer("worker", 0), Peer("server", 0)
 STRATEGY = Downpour(lr=0.5, optimizer="sgd")

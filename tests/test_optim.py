@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rainband.blocks import BlockSpec, Segment
-from rainband.optim import BlockOptimizer, build, why_not_blockwise
-from rainband.optim_spec import BUILT_IN, OptimizerSpec
+from rainband.model.block_optimizer import BlockOptimizer, build, why_not_blockwise
+from rainband.protocol.layout import BlockSpec, Segment
+from rainband.protocol.optimizer_spec import BUILT_IN, OptimizerSpec
 
 EVERY: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"lr": 0.1}),
@@ -491,7 +491,7 @@ def test_a_spec_travels() -> None:
 
 
 def test_a_spec_needs_no_torch() -> None:
-    code = "import sys, rainband.optim_spec; sys.exit('torch' in sys.modules)"
+    code = "import sys, rainband.protocol.optimizer_spec; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

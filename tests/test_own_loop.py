@@ -23,16 +23,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rainband.join import join as public_join
-from rainband.messages import Halt, Peer
-from rainband.optim_spec import OptimizerSpec
+from rainband.protocol.lr_schedules import Schedule
+from rainband.protocol.messages import Halt, Peer
+from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.rules import ApplyOnArrival
-from rainband.schedules import Schedule
+from rainband.runtimes.training_loop.loop import OwnLoop
+from rainband.runtimes.training_loop.single_process import Alone
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.single import Single
 from rainband.strategies.sync import Sync
-from rainband.types import Requirements, ServerHalf, Strategy, Worker
-from rainband.worlds.alone import Alone
-from rainband.worlds.own_loop import OwnLoop
+from rainband.strategy import Requirements, ServerHalf, Strategy, Worker
 from tests.lion import Lion
 from tests.one_process import PLAIN, OneProcess, joined
 
@@ -876,7 +876,7 @@ def test_a_stopped_run_interrupts_a_loop_over_a_loader_of_its_own() -> None:
 
 
 def member_of(out: Any) -> Any:
-    from rainband.messages import COORDINATOR
+    from rainband.protocol.messages import COORDINATOR
 
     assert isinstance(out.message, Halt)
     return COORDINATOR

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rainband.blocks import Entry, arrange
-from rainband.coordinator import Coordinator, Out, RunSettings
-from rainband.events import PlanMade
-from rainband.messages import (
+from rainband.coordinator.coordinator import Coordinator, Out, RunSettings
+from rainband.protocol.events import PlanMade
+from rainband.protocol.layout import Entry, arrange
+from rainband.protocol.messages import (
     Address,
     Assign,
     Away,
@@ -35,7 +35,7 @@ from rainband.messages import (
     Want,
     Welcome,
 )
-from rainband.optim_spec import OptimizerSpec
+from rainband.protocol.optimizer_spec import OptimizerSpec
 
 A, B, SERVER = Peer("worker", 0), Peer("worker", 1), Peer("server", 0)
 LAYOUT = arrange([Entry("w", (16,))])

@@ -18,16 +18,16 @@ import torch
 from hypothesis import given
 
 from rainband.errors import HandshakeFailed, PeerLost
-from rainband.messages import Address, GiveBack, Hello, Lend, Message, Peer, Value, Want, encode
-from rainband.peers_inbox import Received
+from rainband.protocol.messages import Address, GiveBack, Hello, Lend, Message, Peer, Value, Want, encode
+from rainband.protocol.peer_inbox import Received
 from rainband.transports import peers_shared, peers_tcp
 from rainband.transports.auth import new_run_id, new_secret
-from rainband.transports.dial import dial, this_machine
+from rainband.transports.connect import dial, this_machine
+from rainband.transports.event_loop import Switchboard
 from rainband.transports.frames import pack
-from rainband.transports.nests import outgoing
 from rainband.transports.peers import PeerLinks
-from rainband.transports.shared import PAGE, Segment
-from rainband.transports.switchboard import Switchboard
+from rainband.transports.pytrees import outgoing
+from rainband.transports.shared_memory import PAGE, Segment
 from tests.processes import DEADLINE_S, wait_for
 from tests.test_nests import nests, same
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rainband.pipeline.cut import CannotCut, cut
-from rainband.pipeline.fragments import as_module, by_level
-from rainband.pipeline.marks import whole
-from rainband.pipeline.partitioned import Partitioned
+from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.graph.cut import CannotCut, cut
+from rainband.model_parallel.graph.fragments import as_module, by_level
+from rainband.model_parallel.graph.split_marks import whole
 from tests.pipeline_models import (
     OnData,
     OnShapes,

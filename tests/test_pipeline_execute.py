@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from rainband.pipeline.cut import cut
-from rainband.pipeline.schedules import gpipe, interleaved, one_f_one_b, pipedream, two_buffered
-from rainband.pipeline.table import Table
-from rainband.stages.one_process import Pipeline
+from rainband.model_parallel.execution.in_process import Pipeline
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.schedules.builders import gpipe, interleaved, one_f_one_b, pipedream, two_buffered
+from rainband.model_parallel.schedules.table import Table
 from tests.pipeline_models import (
     one_thread,  # noqa: F401 (a fixture for all)
 )

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from rainband.pipeline.forecast import NEVER_FLUSHED, PARTITION, Forecast, Share, as_batch
-from rainband.pipeline.plan import Plan, Stage
-from rainband.pipeline.profile import Network, Profile, Unit, Value
+from rainband.model_parallel.placement.placement import Plan, Stage
+from rainband.model_parallel.placement.profile import Network, Profile, Unit, Value
+from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, PARTITION, Forecast, Share, as_batch
 
 FREE = Network(bytes_per_s=1e15, latency_s=0.0)
 SLOW = Network(bytes_per_s=10.0, latency_s=0.5)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rainband.pipeline.cut import cut
-from rainband.pipeline.fragments import by_stage
-from rainband.pipeline.modes import cut_for_evaluation, evaluating, placed_alike
-from rainband.pipeline.partitioned import Partitioned
+from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.eval_graph import cut_for_evaluation, evaluating, placed_alike
+from rainband.model_parallel.graph.fragments import by_stage
+from rainband.strategy import Batch
 from rainband.tasks.task import TensorData
-from rainband.types import Batch
 from tests.pipeline_models import one_thread as one_thread
 from tests.team_tasks import Room, Shaped, planned, together, worker_of
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rainband.pipeline.cut import cut
-from rainband.pipeline.graph import Cut
-from rainband.pipeline.levels import fragment_keys
-from rainband.pipeline.part import Message, Part
-from rainband.pipeline.partitioned import Partitioned
+from rainband.model_parallel.execution.fragment_run import Message, Part
+from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.fragment_order import fragment_keys
+from rainband.model_parallel.graph.graph import Cut
 from tests.pipeline_models import (
     Branches,
     Skips,

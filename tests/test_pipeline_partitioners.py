@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rainband.pipeline import balanced as balanced_module
-from rainband.pipeline.balanced import balanced
-from rainband.pipeline.coarse import along_chains, along_order
-from rainband.pipeline.pipedream import pipedream
-from rainband.pipeline.plan import Plan, Stage, check, from_placement, in_flight, memory
-from rainband.pipeline.predict import partition_s, pipeline_s
-from rainband.pipeline.profile import Network, Profile, Resources, Unit, Value
+from rainband.model_parallel.placement import balanced as balanced_module
+from rainband.model_parallel.placement.balanced import balanced
+from rainband.model_parallel.placement.merge_units import along_chains, along_order
+from rainband.model_parallel.placement.pipedream_planner import pipedream
+from rainband.model_parallel.placement.placement import Plan, Stage, check, from_placement, in_flight, memory
+from rainband.model_parallel.placement.predict import partition_s, pipeline_s
+from rainband.model_parallel.placement.profile import Network, Profile, Resources, Unit, Value
 
 FREE = Network(bytes_per_s=1e12, latency_s=0.0)
 

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from rainband.cli.main import build_app
-from rainband.pipeline.check import check as play
-from rainband.pipeline.cut import cut
-from rainband.pipeline.draw import draw_plan, draw_schedule
-from rainband.pipeline.measure import measure
-from rainband.pipeline.of_task import cut_task, inputs_of, loss_of, micros_of
-from rainband.pipeline.partitioners import find_partitioner, make_plan
-from rainband.pipeline.pipedream import straight
-from rainband.pipeline.plan import Plan, Stage, check, from_placement, load, memory, save
-from rainband.pipeline.profile import Network, Profile, Resources, Unit, Value
-from rainband.pipeline.schedules import pipedream
-from rainband.pipeline.show import plan_lines, profile_lines
-from rainband.stages.one_process import Pipeline
+from rainband.model_parallel.drawing.picture import draw_plan, draw_schedule
+from rainband.model_parallel.drawing.text import plan_lines, profile_lines
+from rainband.model_parallel.execution.in_process import Pipeline
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_loss import cut_task, inputs_of, loss_of, micros_of
+from rainband.model_parallel.placement.measure import measure
+from rainband.model_parallel.placement.partitioners import find_partitioner, make_plan
+from rainband.model_parallel.placement.pipedream_planner import straight
+from rainband.model_parallel.placement.placement import Plan, Stage, check, from_placement, load, memory, save
+from rainband.model_parallel.placement.profile import Network, Profile, Resources, Unit, Value
+from rainband.model_parallel.schedules.builders import pipedream
+from rainband.model_parallel.schedules.check import check as play
 from rainband.tasks.digits import Digits
 from rainband.tasks.task import TensorData
 from tests.pipeline_models import (
@@ -222,7 +222,7 @@ def test_a_partitioner_of_ones_own_is_found_checked_and_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_partitioner.py").write_text(
-        "from rainband.pipeline.plan import from_placement\n"
+        "from rainband.model_parallel.placement.placement import from_placement\n"
         "def first_alone(profile, resources):\n"
         "    where = {unit: int(unit != profile.names[0]) for unit in profile.names}\n"
         "    return from_placement(profile, where, 'first_alone', resources.num_machines)\n"
@@ -234,7 +234,7 @@ def test_a_partitioner_of_ones_own_is_found_checked_and_predicted(
     plan = make_plan(find_partitioner("my_partitioner:first_alone"), PROFILE, resources)
     assert plan.placement() == {"a": 0, "b": 1, "c": 1}
     assert plan.predicted is not None and plan.predicted.crossing_bytes == 2000
-    with pytest.raises(ValueError, match="returned a NoneType: it should return a rainband.pipeline Plan"):
+    with pytest.raises(ValueError, match="returned a NoneType: it should return a rainband.model_parallel Plan"):
         make_plan(find_partitioner("my_partitioner:forgetful"), PROFILE, resources)
     with pytest.raises(ValueError, match="my_partitioner has no function 'x'"):
         find_partitioner("my_partitioner:x")

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rainband.cli.main import build_app
-from rainband.pipeline.draw import bytes_text, draw_plan, draw_schedule
-from rainband.pipeline.partitioners import make_plan
-from rainband.pipeline.pipedream import interleaved, straight
-from rainband.pipeline.place_units import Spot, spots
-from rainband.pipeline.plan import Plan, Stage, check, load, memory
-from rainband.pipeline.predict import pipeline_s
-from rainband.pipeline.profile import Network, Profile, Resources, Unit, Value
-from rainband.pipeline.rates import FLUSHES, every_schedule, partitioner_for, played
-from rainband.pipeline.schedules import SCHEDULES
-from rainband.pipeline.show import compared_lines, rate_lines
+from rainband.model_parallel.drawing.graph_layout import Spot, spots
+from rainband.model_parallel.drawing.picture import bytes_text, draw_plan, draw_schedule
+from rainband.model_parallel.drawing.text import compared_lines, rate_lines
+from rainband.model_parallel.placement.partitioners import make_plan
+from rainband.model_parallel.placement.pipedream_planner import interleaved, straight
+from rainband.model_parallel.placement.placement import Plan, Stage, check, load, memory
+from rainband.model_parallel.placement.predict import pipeline_s
+from rainband.model_parallel.placement.profile import Network, Profile, Resources, Unit, Value
+from rainband.model_parallel.schedules.builders import SCHEDULES
+from rainband.model_parallel.schedules.rates import FLUSHES, every_schedule, partitioner_for, played
 
 FREE = Network(bytes_per_s=1e15, latency_s=0.0)
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband.pipeline.check import Costs, check
-from rainband.pipeline.plan import in_flight
-from rainband.pipeline.schedules import gpipe, interleaved, one_f_one_b, pipedream, two_buffered
-from rainband.pipeline.show import schedule_lines
-from rainband.pipeline.table import Action, Table
+from rainband.model_parallel.drawing.text import schedule_lines
+from rainband.model_parallel.placement.placement import in_flight
+from rainband.model_parallel.schedules.builders import gpipe, interleaved, one_f_one_b, pipedream, two_buffered
+from rainband.model_parallel.schedules.check import Costs, check
+from rainband.model_parallel.schedules.table import Action, Table
 
 SIZES = [(stages, micros) for stages in range(1, 7) for micros in range(1, 13)]
 

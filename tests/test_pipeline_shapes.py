@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.utils import _pytree as pytree
 
-from rainband.pipeline.cut import cut
-from rainband.pipeline.of_task import Micro
-from rainband.pipeline.schedules import gpipe, one_f_one_b, pipedream
-from rainband.pipeline.table import Table
-from rainband.stages.one_process import Pipeline
+from rainband.model_parallel.execution.in_process import Pipeline
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_loss import Micro
+from rainband.model_parallel.schedules.builders import gpipe, one_f_one_b, pipedream
+from rainband.model_parallel.schedules.table import Table
 from tests.pipeline_models import (
     examples,
     one_thread,  # noqa: F401 (a fixture for all)

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from rainband.cli.main import build_app
-from rainband.layers import LocallyConnected2d
-from rainband.pipeline.cut import cut
-from rainband.pipeline.measure import measure
-from rainband.pipeline.partitioned import Partitioned
-from rainband.pipeline.pieces import piece_of, pieces
-from rainband.pipeline.plan import load
-from rainband.pipeline.profile import Resources
-from rainband.pipeline.split import Columns, How, Pair, Rows, Tiles, joined, read_split, split
-from rainband.pipeline.split_linear import AsPair, ByColumns, ByRows
-from rainband.pipeline.tiles import Tiled
+from rainband.model.layers import LocallyConnected2d
+from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split import Columns, How, Pair, Rows, Tiles, joined, read_split, split
+from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
+from rainband.model_parallel.graph.tiles import Tiled
+from rainband.model_parallel.placement.measure import measure
+from rainband.model_parallel.placement.placement import load
+from rainband.model_parallel.placement.profile import Resources
+from rainband.model_parallel.placement.split_layers import piece_of, pieces
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rainband.layers import LocallyConnected2d
-from rainband.pipeline.cut import cut
-from rainband.pipeline.partitioned import Partitioned
-from rainband.pipeline.regions import Window, bounds, overlaps
-from rainband.pipeline.split_linear import AsPair, ByColumns, ByRows
-from rainband.pipeline.tiles import Tiled, tile_of
+from rainband.model.layers import LocallyConnected2d
+from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
+from rainband.model_parallel.graph.tile_regions import Window, bounds, overlaps
+from rainband.model_parallel.graph.tiles import Tiled, tile_of
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 
 

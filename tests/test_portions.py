@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband.portions import (
+from rainband.protocol.data_plan import (
     MAX_PORTION_BATCHES,
     Marks,
     Plan,

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rainband
-from rainband import events
-from rainband.cli.charts import ASCII, BLOCKS, bar, curve, histogram, ink_for, progress_bar, spark
-from rainband.cli.plain import PlainView
-from rainband.cli.progress import LiveView, frame
-from rainband.cli.sentences import lasting, user_error, waiting_for
-from rainband.cli.summary import books, headline, summary
-from rainband.cli.warn import warnings
-from rainband.cli.watch import Watch, is_terminal
-from rainband.cli.words import assignment, count, cut, duration, percent, short, size, table
-from rainband.events import AnyEvent
-from rainband.history import RunSoFar, told_by
+from rainband.cli.warnings import warnings
+from rainband.protocol import events
+from rainband.protocol.events import AnyEvent
+from rainband.views.charts import ASCII, BLOCKS, bar, curve, histogram, ink_for, progress_bar, spark
+from rainband.views.event_text import lasting, user_error, waiting_for
+from rainband.views.formatting import assignment, count, cut, duration, percent, short, size, table
+from rainband.views.history import RunSoFar, told_by
+from rainband.views.live_display import Watch, is_terminal
+from rainband.views.plain_progress import PlainView
+from rainband.views.progress import LiveView, frame
+from rainband.views.summary import books, headline, summary
 from tests.stories import BOOKS, ended, planned, progress, started, whole_run
 
 TRACEBACK = "Traceback (most recent call last):\n"

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 
-from rainband.messages import Peer
+from rainband.protocol.messages import Peer
 from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
-from rainband.types import Strategy
+from rainband.strategy import Strategy
 from tests.harness import Faults, World, run
 from tests.ledger import LR, Case
 from tests.storms import Ragged, Softly, draw, run_seed

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rainband.pipeline.predict import partition_s
-from rainband.pipeline.profile import Network, Profile, Unit, Value
-from rainband.pipeline.schedules import gpipe, one_f_one_b
-from rainband.sim.compute import ComputeModel
-from rainband.sim.model import ClusterModel, NodeModel
-from rainband.sim.network import NetworkModel
+from rainband.model_parallel.placement.predict import partition_s
+from rainband.model_parallel.placement.profile import Network, Profile, Unit, Value
+from rainband.model_parallel.schedules.builders import gpipe, one_f_one_b
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
+from rainband.runtimes.simulation.models.compute import ComputeModel
+from rainband.runtimes.simulation.models.network import NetworkModel
 from reproduce import partition_speed_up, same_bubble
 from reproduce.image_nets import profile_of
 from reproduce.pipedream_plans import compare

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rainband.messages import Pull, Push
-from rainband.portions import Plan
+from rainband.protocol.data_plan import Plan
+from rainband.protocol.messages import Pull, Push
 from rainband.rules import ApplyOnArrival, MeanOfRound
 from rainband.rules.around import Around
-from rainband.types import Rule
+from rainband.strategy import Rule
 from tests.pieces import cell_push, make_plan, make_push, named, rounds_plan
 
 

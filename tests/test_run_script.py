@@ -190,7 +190,7 @@ def test_what_was_typed_wrong_is_told_before_anything_starts(tmp_path: Path, wor
 
 
 def test_torch_numbers_differ_between_workers_from_joining_on() -> None:
-    from rainband.worlds.own_random import own_random_numbers, same_random_numbers
+    from rainband.runtimes.training_loop.script_random import own_random_numbers, same_random_numbers
 
     drawn = []
     for index in (0, 1, 2):

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rainband.bench.lbfgs import Weighed
-from rainband.cli import sentences
-from rainband.cli.words import short
-from rainband.descent import Limits, Sampling, Where
-from rainband.events import Iterated
-from rainband.history import RunSoFar
-from rainband.leader import Crew, Leader
-from rainband.messages import Answer, Cells, Command, Peer
-from rainband.sim.faults import Chances, random_script
+from rainband.bench.cases.lbfgs import Weighed
+from rainband.coordinator.full_batch import Crew, Leader
+from rainband.full_batch.descent import Limits, Sampling, Where
+from rainband.protocol.events import Iterated
+from rainband.protocol.messages import Answer, Cells, Command, Peer
+from rainband.protocol.vectors import PARAMS, norm, scale
+from rainband.runtimes.simulation.models.faults import Chances, random_script
 from rainband.strategies.conjugate_gradient import ConjugateGradient
 from rainband.strategies.sandblaster import Sandblaster
-from rainband.types import Leading
-from rainband.vectors import PARAMS, norm, scale
+from rainband.strategy import Leading
+from rainband.views import event_text as sentences
+from rainband.views.formatting import short
+from rainband.views.history import RunSoFar
 from tests.led_runs import (
     EXACT,
     MODEL,

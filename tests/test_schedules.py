@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband.schedules import Schedule, Shape
+from rainband.protocol.lr_schedules import Schedule, Shape
 
 shapes = st.sampled_from(get_args(Shape))
 positions = st.floats(0, 1, exclude_max=True)

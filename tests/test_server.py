@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rainband.block import Block
-from rainband.messages import (
+from rainband.protocol.data_plan import Name, Plan
+from rainband.protocol.messages import (
     COORDINATOR,
     Ack,
     Ask,
@@ -31,8 +31,8 @@ from rainband.messages import (
     Skipped,
     Tally,
 )
-from rainband.portions import Name, Plan
-from rainband.server import Out, Server
+from rainband.server.block import Block
+from rainband.server.server import Out, Server
 from tests.harness import replaced
 from tests.pieces import (
     NUMEL,

@@ -16,12 +16,12 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from rainband.cli import calibrate as calibrate_command
-from rainband.cli import simtest
-from rainband.sim.model import load_model
-from rainband.worlds.calibrate import Measured, Stopwatch, assemble
-from rainband.worlds.config import RunConfig
-from rainband.worlds.pieces import ALL, COMPUTE, MESSAGE, PIECE, WARM_UP, Besides, Pieces, besides
-from rainband.worlds.waking import Waking, core_here, echo_main, pinned, read_all, sleeper_main
+from rainband.cli import fuzz as simtest
+from rainband.record.calibrate import Measured, Stopwatch, assemble
+from rainband.record.message_cost import ALL, COMPUTE, MESSAGE, PIECE, WARM_UP, Besides, Pieces, besides
+from rainband.record.wakeup_latency import Waking, core_here, echo_main, pinned, read_all, sleeper_main
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.simulation.models.cluster_model import load_model
 
 ALONE = Measured(
     compute_s=[0.010, 0.012, 0.014],

@@ -14,16 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rainband.block import Block
-from rainband.duties.presence import Presence
-from rainband.messages import Named, Push
-from rainband.portions import Marks
+from rainband.coordinator.liveness import Presence
+from rainband.protocol.data_plan import Marks
+from rainband.protocol.messages import Named, Push
 from rainband.rules import Compensated, FirstOfRound, MeanOfArrivals, WaitForSlowest, WaitForTasks
-from rainband.server import Server
-from rainband.sim.faults import ON_A_LINE, ON_A_NODE, Chances, Fault, Script, parse, random_script, shrink, text
-from rainband.sim.trace import table
-from rainband.worlds.sim_cases import KINDS, Case, random_case
-from rainband.worlds.sim_oracle import Verdict, check, shortest, without_faults
+from rainband.runtimes.simulation.models.faults import (
+    ON_A_LINE,
+    ON_A_NODE,
+    Chances,
+    Fault,
+    Script,
+    parse,
+    random_script,
+    shrink,
+    text,
+)
+from rainband.runtimes.simulation.models.trace import table
+from rainband.runtimes.simulation.oracle.check import Verdict, check, shortest, without_faults
+from rainband.runtimes.simulation.oracle.scenarios import KINDS, Case, random_case
+from rainband.server.block import Block
+from rainband.server.server import Server
 from tests import test_mutations as broken
 
 SCHEDULES = 1000

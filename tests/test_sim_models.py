@@ -11,13 +11,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rainband.sim.bank import Bank, Times
-from rainband.sim.clock import VirtualClock
-from rainband.sim.compute import ComputeModel, Pace
-from rainband.sim.cores import Cores, OwnCore, Share
-from rainband.sim.exact import exp, exponential, log, lognormal
-from rainband.sim.model import NETWORKS, ClusterModel, NodeModel, from_tables, load_model, to_toml
-from rainband.sim.network import Flow, Machine, Network, NetworkModel, Parcel
+from rainband.runtimes.simulation.models.aggregated_servers import Bank, Times
+from rainband.runtimes.simulation.models.clock import VirtualClock
+from rainband.runtimes.simulation.models.cluster_model import (
+    NETWORKS,
+    ClusterModel,
+    NodeModel,
+    from_tables,
+    load_model,
+    to_toml,
+)
+from rainband.runtimes.simulation.models.compute import ComputeModel, Pace
+from rainband.runtimes.simulation.models.cores import Cores, OwnCore, Share
+from rainband.runtimes.simulation.models.network import Flow, Machine, Network, NetworkModel, Parcel
+from rainband.runtimes.simulation.models.random_times import exp, exponential, log, lognormal
 
 MB = 1_000_000
 

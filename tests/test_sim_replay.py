@@ -17,19 +17,20 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from rainband.cli import replay as replay_command
-from rainband.client import Client
-from rainband.messages import Message, Peer, Welcome
-from rainband.sim.compute import ComputeModel
-from rainband.sim.model import ClusterModel, NodeModel
-from rainband.sim.network import NetworkModel
-from rainband.types import Port
-from rainband.worlds import local, sim
-from rainband.worlds.config import RunConfig
-from rainband.worlds.directory import write_config
-from rainband.worlds.record import LONG, AnyNote, Applied, Began, Leased, Read, Recorder, Refused, read_notes
-from rainband.worlds.replay import replay, why_bits_may_differ
-from rainband.worlds.sim_worker import WorkerNode
-from rainband.worlds.sim_world import Notes, World
+from rainband.protocol.messages import Message, Peer, Welcome
+from rainband.record.record import LONG, AnyNote, Applied, Began, Leased, Read, Recorder, Refused, read_notes
+from rainband.record.replay import replay, why_bits_may_differ
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.processes import launcher as local
+from rainband.runtimes.run_directory import write_config
+from rainband.runtimes.simulation import run as sim
+from rainband.runtimes.simulation.cluster import Notes, World
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
+from rainband.runtimes.simulation.models.compute import ComputeModel
+from rainband.runtimes.simulation.models.network import NetworkModel
+from rainband.runtimes.simulation.worker import WorkerNode
+from rainband.strategy import Port
+from rainband.worker.client import Client
 from tests.processes import Nest, warmed
 
 

@@ -11,9 +11,9 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from rainband.cli.timeline import chrome_trace, draw, nodes_of, register, within
-from rainband.worlds import sim
-from rainband.worlds.config import RunConfig, SimSettings
-from rainband.worlds.spans import Span, read_spans, write_spans
+from rainband.record.spans import Span, read_spans, write_spans
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation import run as sim
 
 SPANS = [
     Span("worker 10", "compute", 5.0, 6.0),

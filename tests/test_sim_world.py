@@ -18,29 +18,29 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rainband import events
-from rainband.catalogue import load_strategy
 from rainband.cli.main import build_app
-from rainband.coordinator import RunSettings
+from rainband.coordinator.coordinator import RunSettings
 from rainband.errors import Deadlock
-from rainband.flat import Flat
+from rainband.model.flat_parameters import Flat
+from rainband.plugins import load_strategy
+from rainband.protocol import events
+from rainband.record.spans import Span
 from rainband.rules import ApplyOnArrival
-from rainband.sim.compute import ComputeModel
-from rainband.sim.model import ClusterModel, NodeModel
-from rainband.sim.network import NetworkModel
-from rainband.sim.trace import Line, read_lines
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation import run as sim
+from rainband.runtimes.simulation.aggregated import BankNode, make_bank
+from rainband.runtimes.simulation.cluster import Notes, Play, World
+from rainband.runtimes.simulation.gradients import RealBody, TimeBody
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
+from rainband.runtimes.simulation.models.compute import ComputeModel
+from rainband.runtimes.simulation.models.network import NetworkModel
+from rainband.runtimes.simulation.models.trace import Line, read_lines
+from rainband.runtimes.simulation.shared_module import Desk
+from rainband.runtimes.simulation.worker import WorkerNode
 from rainband.strategies.downpour import Downpour
+from rainband.strategy import ServerHalf
 from rainband.tasks.linear import Linear
 from rainband.tasks.load import load_task
-from rainband.types import ServerHalf
-from rainband.worlds import sim
-from rainband.worlds.config import RunConfig, SimSettings
-from rainband.worlds.sim_body import RealBody, TimeBody
-from rainband.worlds.sim_bulk import BankNode, make_bank
-from rainband.worlds.sim_memory import Desk
-from rainband.worlds.sim_worker import WorkerNode
-from rainband.worlds.sim_world import Notes, Play, World
-from rainband.worlds.spans import Span
 
 INSTANT = ClusterModel(
     NetworkModel(latency_s=0.0, bytes_per_s=inf),

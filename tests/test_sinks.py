@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rainband.events import AnyEvent
-from rainband.sinks import Guarded
-from rainband.sinks.csv import COLUMNS, Csv
-from rainband.sinks.sqlite import Sqlite
-from rainband.sinks.tensorboard import TensorBoard, check_installed
+from rainband.protocol.events import AnyEvent
+from rainband.views.sinks import Guarded
+from rainband.views.sinks.csv import COLUMNS, Csv
+from rainband.views.sinks.sqlite import Sqlite
+from rainband.views.sinks.tensorboard import TensorBoard, check_installed
 from tests.stories import ended, progress, started, whole_run
 
 
@@ -109,7 +109,7 @@ def test_a_sink_that_cannot_be_opened_is_told_of_once() -> None:
 
 
 def test_where_tensorboard_is_missing_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rainband.sinks.tensorboard.find_spec", lambda name: None)
+    monkeypatch.setattr("rainband.views.sinks.tensorboard.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'rainband\[metrics\]'"):
         check_installed()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband import events
+from rainband.protocol import events
 from rainband.rules import MeanOfArrivals
 from rainband.strategies.soft_sync import SoftSync
 from rainband.tasks.linear import Linear

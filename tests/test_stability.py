@@ -14,7 +14,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from rainband.optim_spec import OptimizerSpec
+from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.rules import MeanOfArrivals
 from tests.pieces import make_block, make_half, make_plan, make_push, named
 

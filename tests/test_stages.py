@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rainband.pipeline.cut import cut
-from rainband.pipeline.of_task import build_model
-from rainband.stages.plan import TeamPlan
-from rainband.stages.share import Share
-from rainband.stages.worker import PullTogether
+from rainband.model_parallel.execution.submodel import Share
+from rainband.model_parallel.execution.worker import PullTogether
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_loss import build_model
+from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.strategy import Batch
 from rainband.tasks.task import parameter_groups
-from rainband.types import Batch
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.team_tasks import Room, Shaped, planned, together, whole_gradient, worker_of
 

@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rainband
-from rainband import events
 from rainband.cli.configure import configured
-from rainband.cli.teams import in_teams
-from rainband.pipeline.cut import cut
-from rainband.pipeline.plan import save
-from rainband.pipeline.schedules import interleaved
-from rainband.stages.plan import TeamPlan
-from rainband.types import Batch
-from rainband.worlds.config import RunConfig, SimSettings
-from rainband.worlds.flow import Flow, read_plan
-from rainband.worlds.sim import SimulatedResult, run
+from rainband.cli.stage_options import in_teams
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.placement.placement import save
+from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.schedules.builders import interleaved
+from rainband.protocol import events
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation.run import SimulatedResult, run
+from rainband.runtimes.stage_options import Flow, read_plan
+from rainband.strategy import Batch
 from tests.pipeline_models import floats, one_thread  # noqa: F401 (a fixture for all)
 from tests.team_tasks import Room, Shaped, dealt, planned, together, whole_gradient, worker_of
 
@@ -335,11 +335,11 @@ def test_more_stages_on_a_worker_leave_it_idle_for_a_shorter_time(tmp_path: Path
 
 
 def test_a_plan_that_was_saved_is_trained_as_it_says(tmp_path: Path) -> None:
-    from rainband.pipeline.measure import measure
-    from rainband.pipeline.of_task import cut_task
-    from rainband.pipeline.partitioners import make_plan
-    from rainband.pipeline.pipedream import interleaved as partitioner
-    from rainband.pipeline.profile import Resources
+    from rainband.model_parallel.graph.split_loss import cut_task
+    from rainband.model_parallel.placement.measure import measure
+    from rainband.model_parallel.placement.partitioners import make_plan
+    from rainband.model_parallel.placement.pipedream_planner import interleaved as partitioner
+    from rainband.model_parallel.placement.profile import Resources
     from rainband.tasks.digits import Digits
 
     task = Digits()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rainband import events
-from rainband.worlds.config import RunConfig
-from rainband.worlds.sim import run as simulate
+from rainband.protocol import events
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.simulation.run import run as simulate
 from tests.processes import LR, Nest
 from tests.team_tasks import Shaped, dealt, planned
 

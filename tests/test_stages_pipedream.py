@@ -11,19 +11,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from rainband.pipeline.cut import cut
-from rainband.pipeline.of_task import micros_of
-from rainband.pipeline.schedules import pipedream, two_buffered
-from rainband.pipeline.table import Table
-from rainband.portions import Plan as DataPlan
-from rainband.stages.counting import Counting
-from rainband.stages.one_process import Pipeline
-from rainband.stages.stashing import Stashing
+from rainband.model_parallel.execution.in_process import Pipeline
+from rainband.model_parallel.execution.version_counter import Counting
+from rainband.model_parallel.execution.weight_stashing import Stashing
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_loss import micros_of
+from rainband.model_parallel.schedules.builders import pipedream, two_buffered
+from rainband.model_parallel.schedules.table import Table
+from rainband.protocol.data_plan import Plan as DataPlan
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.simulation.run import run
 from rainband.strategies.pipedream import Pipedream
-from rainband.types import Batch, Stashes
-from rainband.worker import Sampler
-from rainband.worlds.config import RunConfig
-from rainband.worlds.sim import run
+from rainband.strategy import Batch, Stashes
+from rainband.worker.worker import Sampler
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.team_tasks import Shaped, data_plan, planned, trained_team
 

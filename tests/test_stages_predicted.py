@@ -10,24 +10,24 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rainband import events
-from rainband.cli import predicted
 from rainband.cli.main import build_app
-from rainband.cli.schedule_seen import WAIT, _typical, excerpt
-from rainband.history import RunSoFar, read_run, told_by
-from rainband.pipeline.cut import cut
-from rainband.pipeline.measure import measure
-from rainband.pipeline.of_task import build_model
-from rainband.pipeline.profile import Profile, Unit
-from rainband.sim.compute import ComputeModel
-from rainband.sim.model import ClusterModel, NodeModel
-from rainband.stages.plan import TeamPlan
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.split_loss import build_model
+from rainband.model_parallel.placement.measure import measure
+from rainband.model_parallel.placement.profile import Profile, Unit
+from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.protocol import events
+from rainband.record.spans import read_spans
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
+from rainband.runtimes.simulation.models.compute import ComputeModel
+from rainband.runtimes.simulation.run import run
+from rainband.runtimes.stage_forecast import forecast_of, predicted_of
 from rainband.strategies.pipedream import Pipedream
 from rainband.strategies.single import Single
-from rainband.worlds.config import RunConfig, SimSettings
-from rainband.worlds.forecast import forecast_of, predicted_of
-from rainband.worlds.sim import run
-from rainband.worlds.spans import read_spans
+from rainband.views import predicted_stages as predicted
+from rainband.views.history import RunSoFar, read_run, told_by
+from rainband.views.schedule_chart import WAIT, _typical, excerpt
 from tests.team_tasks import Shaped, dealt, planned
 
 STEP_S = 1.0

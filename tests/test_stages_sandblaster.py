@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rainband.worlds.config import RunConfig
+from rainband.runtimes.config import RunConfig
 from tests.processes import Nest, Order
 from tests.team_tasks import Shaped, planned
 

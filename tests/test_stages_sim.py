@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rainband import events
-from rainband.worlds.config import RunConfig, SimSettings
-from rainband.worlds.sim import SimulatedResult, run
+from rainband.protocol import events
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation.run import SimulatedResult, run
 from tests.team_tasks import Shaped, planned
 
 SGD = {"optimizer": "sgd", "lr": 0.01}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rainband.pipeline.cut import cut
-from rainband.pipeline.pieces import piece_of
-from rainband.pipeline.plan import Plan, Stage
-from rainband.stages.plan import TeamPlan
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.placement.placement import Plan, Stage
+from rainband.model_parallel.placement.split_layers import piece_of
+from rainband.model_parallel.placement.stage_plan import TeamPlan
 from rainband.strategies.pipedream import Pipedream
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.processes import Nest

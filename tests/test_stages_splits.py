@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rainband.worlds.config import RunConfig
-from rainband.worlds.sim import run as simulate
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.simulation.run import run as simulate
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.processes import LR, Nest
 from tests.split_tasks import MODELS, InPieces, plan_of

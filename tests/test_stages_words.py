@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 import rainband
-from rainband.catalogue import load_strategy
 from rainband.cli.configure import configured
-from rainband.cli.teams import in_teams
-from rainband.pipeline.plan import Plan, Stage, save
-from rainband.stages.plan import TeamPlan
-from rainband.worlds.flow import Flow, check_plan, check_versions, read_plan, team_size
+from rainband.cli.stage_options import in_teams
+from rainband.model_parallel.placement.placement import Plan, Stage, save
+from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.plugins import load_strategy
+from rainband.runtimes.stage_options import Flow, check_plan, check_versions, read_plan, team_size
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_workers_are_a_multiple_of_the_stages_and_strategies_count_models() -> N
 def test_what_does_not_go_with_stages_is_refused_before_measuring(
     words: list[str], flow: Flow, record: bool, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rainband.worlds.teaming.make_team_plan", None)
+    monkeypatch.setattr("rainband.runtimes.stage_plan.make_team_plan", None)
     config = msgspec.structs.replace(configured(["digits", *words], None, {}, "sim", 2), record=record)
     with pytest.raises(ValueError, match=told):
         in_teams(config, 2, None, flow)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from rainband.messages import Peer
-from rainband.sim.faults import parse
+from rainband.protocol.messages import Peer
+from rainband.runtimes.simulation.fault_injector import Trouble
+from rainband.runtimes.simulation.models.faults import parse
 from rainband.strategies.sync import Sync
-from rainband.worlds.sim_faults import Trouble
 from tests.test_sim_world import world_of
 
 

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rainband import events
-from rainband.bench.opponents import PacedOrder
-from rainband.bench.processes import PRELOAD, Process, free_port
-from rainband.bench.stragglers import CONTENDERS, Found, _times_sooner, found_in
-from rainband.catalogue import load_strategy
+from rainband.bench.baselines.data_parallel import PacedOrder
+from rainband.bench.cases.stragglers import CONTENDERS, Found, _times_sooner, found_in
+from rainband.bench.harness.processes import PRELOAD, Process, free_port
 from rainband.cli.configure import configured
 from rainband.cli.main import build_app
-from rainband.cli.virtual import in_virtual_time
-from rainband.sim.compute import ComputeModel, Pace
-from rainband.types import Batch
-from rainband.worlds.paced import paced
-from rainband.worlds.zygote import Zygote
+from rainband.cli.sim_options import in_virtual_time
+from rainband.plugins import load_strategy
+from rainband.protocol import events
+from rainband.runtimes.processes.min_step_time import paced
+from rainband.runtimes.processes.zygote import Zygote
+from rainband.runtimes.simulation.models.compute import ComputeModel, Pace
+from rainband.strategy import Batch
 
 BATCH = Batch(0, 0, 1)
 
@@ -126,7 +126,7 @@ def test_ddp_ends_when_its_first_rank_has_seen_the_accuracy_and_at_its_last_step
     zygote, port = Zygote.start(PRELOAD), free_port()
     try:
         orders = [PacedOrder(rank, 2, port, 0.0, lr=0.2, accuracy=accuracy, most_steps=60) for rank in range(2)]
-        ranks = [Process(zygote, "rainband.bench.opponents:paced_main", order, "DDP") for order in orders]
+        ranks = [Process(zygote, "rainband.bench.baselines.data_parallel:paced_main", order, "DDP") for order in orders]
         (rate, reached_s), (_, unknown_s) = [rank.result() for rank in ranks]
     finally:
         zygote.close(1.0)

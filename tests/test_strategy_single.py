@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rainband.optim_spec import element_wise
+from rainband.protocol.optimizer_spec import element_wise
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.simulation import run as sim
 from rainband.tasks.linear import Linear
-from rainband.worlds import sim
-from rainband.worlds.config import RunConfig
 
 
 class OneBad(Linear):
@@ -53,6 +53,6 @@ def test_what_an_optimizer_does_not_take_is_refused_with_what_it_takes() -> None
 
 
 def test_a_script_can_ask_for_its_place_whatever_was_imported() -> None:
-    import rainband.worlds.server_process  # all that a run imports
+    import rainband.runtimes.processes.server_process  # all that a run imports
 
     assert rainband.place() == (0, 1)

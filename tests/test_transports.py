@@ -18,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rainband.blocks import Entry, arrange, cut
 from rainband.errors import HandshakeFailed, ServerLost
-from rainband.messages import (
+from rainband.protocol.data_plan import Plan, Range
+from rainband.protocol.layout import Entry, arrange, cut
+from rainband.protocol.messages import (
     COORDINATOR,
     Ack,
     Address,
@@ -40,17 +41,16 @@ from rainband.messages import (
     Revoke,
     encode,
 )
-from rainband.portions import Plan, Range
-from rainband.stats import Stats
+from rainband.protocol.worker_stats import Stats
+from rainband.runtimes.config import Job, RunConfig
+from rainband.runtimes.processes.server_process import ServerProcess
 from rainband.transports import frames
 from rainband.transports.auth import new_run_id, new_secret
-from rainband.transports.dial import dial, listen_tcp, listen_unix, this_machine
+from rainband.transports.connect import dial, listen_tcp, listen_unix, this_machine
+from rainband.transports.event_loop import Switchboard
 from rainband.transports.hub import MAX_UNKNOWN
-from rainband.transports.ports import SharedPort, TcpPort
-from rainband.transports.shared import READ_TRIES, Mailbox, Published, Segment
-from rainband.transports.switchboard import Switchboard
-from rainband.worlds.config import Job, RunConfig
-from rainband.worlds.server_process import ServerProcess
+from rainband.transports.server_links import SharedPort, TcpPort
+from rainband.transports.shared_memory import READ_TRIES, Mailbox, Published, Segment
 from tests.processes import DEADLINE_S, Nest, exact, wait_for
 
 PLAN = Plan(fingerprint="", layout="", num_samples=64, batch_size=1, epochs=1, seed=0, portion_batches=64)

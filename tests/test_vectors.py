@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rainband.blocks import Entry, Segment, arrange, cut
-from rainband.messages import (
+from rainband.protocol.data_plan import Plan, Range
+from rainband.protocol.layout import Entry, Segment, arrange, cut
+from rainband.protocol.messages import (
     COORDINATOR,
     Answer,
     Assign,
@@ -26,11 +27,8 @@ from rainband.messages import (
     decode,
     encode,
 )
-from rainband.places import Place
-from rainband.portions import Plan, Range
-from rainband.server import Server
-from rainband.strategies.sandblaster import Sandblaster
-from rainband.vectors import (
+from rainband.protocol.parameter_buffers import Place
+from rainband.protocol.vectors import (
     KINDS,
     PARAMS,
     Operation,
@@ -46,6 +44,8 @@ from rainband.vectors import (
     swap,
     why_not,
 )
+from rainband.server.server import Server
+from rainband.strategies.sandblaster import Sandblaster
 
 WORKER = Peer("worker", 0)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rainband.books import Books
+from rainband.protocol.accounting import Books
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.processes import launcher as local
+from rainband.runtimes.result import judged
 from rainband.strategies.downpour import Downpour
-from rainband.types import Worker
-from rainband.worlds import local
-from rainband.worlds.config import RunConfig
-from rainband.worlds.verdict import judged
+from rainband.strategy import Worker
 
 TASK = {"samples": 64, "batch_size": 4}  # 16 batches
 

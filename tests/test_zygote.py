@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from rainband.worlds.titles import short_title
-from rainband.worlds.zygote import Event, Exited, Failed, Started, Zygote
+from rainband.runtimes.processes.titles import short_title
+from rainband.runtimes.processes.zygote import Event, Exited, Failed, Started, Zygote
 
 pytestmark = pytest.mark.processes
 

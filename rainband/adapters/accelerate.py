@@ -15,8 +15,8 @@ from rainband.join import join as join_plainly
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from rainband.worlds.alone import Alone
-    from rainband.worlds.own_loop import OwnLoop
+    from rainband.runtimes.training_loop.loop import OwnLoop
+    from rainband.runtimes.training_loop.single_process import Alone
 
 
 def join(accelerator: Accelerator, model: Any, optimizer: Any) -> OwnLoop | Alone:

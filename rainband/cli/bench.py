@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli.mistakes import give_up, mistakes_told
-from rainband.cli.words import short, table
+from rainband.cli.report_errors import give_up, mistakes_told
+from rainband.views.formatting import short, table
 
 if TYPE_CHECKING:
-    from rainband.bench.rows import Row
+    from rainband.bench.harness.rows import Row
 
 NOT_BENCHMARKS = {
     "__init__",

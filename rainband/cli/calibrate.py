@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rainband.cli import complete
-from rainband.cli.mistakes import mistakes_told
+from rainband.cli.report_errors import mistakes_told
 
 
 def register(app: typer.Typer) -> None:
@@ -31,8 +31,8 @@ def command(
 ) -> None:
     """Measure what a run takes on this machine; then  rainband train TASK STRATEGY --world sim --network FILE."""
     from rainband.cli.configure import configured
-    from rainband.sim.model import to_toml
-    from rainband.worlds.calibrate import calibrate, describe
+    from rainband.record.calibrate import calibrate, describe
+    from rainband.runtimes.simulation.models.cluster_model import to_toml
 
     with mistakes_told():
         given = {"num_workers": workers, "num_servers": 1}

@@ -14,13 +14,13 @@ def tasks(incomplete: str) -> list[str]:
 
 
 def strategies(incomplete: str) -> list[str]:
-    from rainband.catalogue import strategy_names
+    from rainband.plugins import strategy_names
 
     return _beginning(incomplete, strategy_names())
 
 
 def pipeline_schedules(incomplete: str) -> list[str]:
-    from rainband.pipeline.schedules import SCHEDULES
+    from rainband.model_parallel.schedules.builders import SCHEDULES
 
     return _beginning(incomplete, [*SCHEDULES, "all"])
 
@@ -31,7 +31,7 @@ def strategies_and_tasks(incomplete: str) -> list[str]:
 
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     """The names of the strategy's settings, each with its equals sign."""
-    from rainband.catalogue import find_strategy, strategy_names
+    from rainband.plugins import find_strategy, strategy_names
     from rainband.settings import fields_of
 
     strategy = ctx.params.get("strategy")
@@ -41,7 +41,7 @@ def settings(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def runs(ctx: typer.Context, incomplete: str) -> list[str]:
-    from rainband.history import list_runs
+    from rainband.views.history import list_runs
 
     root = Path(ctx.params.get("runs") or "runs")
     return _beginning(incomplete, ["last", *(path.name for path in list_runs(root))])

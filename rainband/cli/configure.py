@@ -18,15 +18,15 @@ from typing import Any
 
 import msgspec
 
-from rainband.catalogue import find_strategy, load_strategy, strategy_names
-from rainband.cli.words import assignment
+from rainband.plugins import find_strategy, load_strategy, strategy_names
+from rainband.runtimes.config import RunConfig, check_epochs, is_one_memory
+from rainband.runtimes.run_directory import read_config
+from rainband.runtimes.stage_plan import check_team
 from rainband.settings import as_dict, parse_pairs
+from rainband.strategy import Strategy
 from rainband.tasks.load import task_names
 from rainband.tasks.source import check_values, read_task
-from rainband.types import Strategy
-from rainband.worlds.config import RunConfig, check_epochs, is_one_memory
-from rainband.worlds.directory import read_config
-from rainband.worlds.teaming import check_team
+from rainband.views.formatting import assignment
 
 WORKERS, SERVERS = 4, 2  # where none are asked for
 MOST_PER_CORE = 32  # processes; more only wait for each other

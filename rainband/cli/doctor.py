@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 import typer
 
 from rainband import __version__
-from rainband.cli.mistakes import FAILED
-from rainband.cli.words import size, table, whole
+from rainband.cli.report_errors import FAILED
+from rainband.views.formatting import size, table, whole
 
 FEW_FILES = 256  # a server has a few open files for each worker
 LITTLE_MEMORY_BYTES = 1_000_000_000
@@ -128,7 +128,7 @@ def _cgroup_bytes() -> int | None:
 
 def _shared_memory() -> Finding:
     """Memory files without a name, as the transport uses them."""
-    from rainband.transports.dial import this_machine
+    from rainband.transports.connect import this_machine
 
     try:
         fd = os.memfd_create("rainband-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -168,7 +168,7 @@ def _torch() -> Finding:
 
 
 def _loopback() -> Finding:
-    from rainband.transports.dial import listen_tcp
+    from rainband.transports.connect import listen_tcp
 
     try:
         with listen_tcp("127.0.0.1") as listener:
@@ -179,7 +179,7 @@ def _loopback() -> Finding:
 
 
 def _local_sockets() -> Finding:
-    from rainband.transports.dial import listen_unix
+    from rainband.transports.connect import listen_unix
 
     try:
         listen_unix(f"rainband-doctor-{os.getpid()}").close()

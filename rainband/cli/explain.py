@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rainband.cli import complete
-from rainband.cli.mistakes import mistakes_told
-from rainband.cli.words import assignment, table
+from rainband.cli.report_errors import mistakes_told
+from rainband.views.formatting import assignment, table
 
 if TYPE_CHECKING:
     from rainband.settings import Setting
@@ -43,7 +43,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Say what a strategy or a task does, with its equations and settings."""
-    from rainband.catalogue import strategy_names
+    from rainband.plugins import strategy_names
     from rainband.tasks.load import task_names
 
     with mistakes_told():
@@ -62,7 +62,7 @@ def explain(
 
 def facts_of(name: str) -> dict[str, Any]:
     """Everything the file of a strategy or a task says about it."""
-    from rainband.catalogue import strategy_names
+    from rainband.plugins import strategy_names
     from rainband.tasks.load import task_names
 
     if name in strategy_names() or ":" in name:
@@ -95,7 +95,7 @@ def _task(name: str) -> dict[str, Any]:
 def _strategy(name: str) -> dict[str, Any]:
     import inspect
 
-    from rainband.catalogue import find_strategy
+    from rainband.plugins import find_strategy
     from rainband.settings import fields_of
 
     cls = find_strategy(name)
@@ -115,10 +115,10 @@ def _expected(name: str, pairs: list[str], workers: int) -> list[str]:
     """What is known beforehand of these settings: how stale gradients will be, and what is likely to go badly."""
     from dataclasses import MISSING
 
-    from rainband.catalogue import find_strategy, load_strategy
+    from rainband.plugins import find_strategy, load_strategy
+    from rainband.runtimes.advice import foreseen, waits_for_nobody
+    from rainband.runtimes.config import lead_of
     from rainband.settings import fields_of, parse_pairs
-    from rainband.worlds.config import lead_of
-    from rainband.worlds.foresight import foreseen, waits_for_nobody
 
     needed = [field.name for field in fields_of(find_strategy(name)) if field.default is MISSING]
     given = parse_pairs(pairs)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rainband.cli import complete
-from rainband.cli.mistakes import mistakes_told
-from rainband.cli.words import count, size
+from rainband.cli.report_errors import mistakes_told
+from rainband.views.formatting import count, size
 
 if TYPE_CHECKING:
-    from rainband.history import Run
+    from rainband.views.history import Run
 
 
 def register(app: typer.Typer) -> None:
@@ -35,7 +35,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT if it is there.")] = False,
 ) -> None:
     """Copy the model of a run to a file that plain PyTorch loads."""
-    from rainband.history import find_run, read_run
+    from rainband.views.history import find_run, read_run
 
     with mistakes_told():
         model = _model_of(read_run(find_run(runs, run)))

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rainband import __version__
-from rainband.cli.mistakes import EXIT_CODES
+from rainband.cli.report_errors import EXIT_CODES
 
 # Every command is a file of this folder with a function `register(app)`. To add one, write its name here.
 COMMANDS = (

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli import complete, words
-from rainband.cli.mistakes import FAILED, mistakes_told
-from rainband.cli.words import count
+from rainband.cli import complete
+from rainband.cli.report_errors import FAILED, mistakes_told
+from rainband.views import formatting as words
+from rainband.views.formatting import count
 
 if TYPE_CHECKING:
-    from rainband.worlds.replay import Replayed, Update
+    from rainband.record.replay import Replayed, Update
 
 
 def register(app: typer.Typer) -> None:
@@ -46,8 +47,8 @@ def command(
     \b
     rainband replay last --until 120 --table --model at_120.safetensors
     """
-    from rainband.history import find_run
-    from rainband.worlds.replay import replay
+    from rainband.record.replay import replay
+    from rainband.views.history import find_run
 
     updates: list[Update] = []
     with mistakes_told():
@@ -92,9 +93,9 @@ def _compared(result: Replayed) -> int:
 def _simulate_again(directory: Path, table: bool) -> int:
     import tempfile
 
-    from rainband.sim.trace import read_lines
-    from rainband.sim.trace import table as as_table
-    from rainband.worlds.replay import replay_simulated, why_bits_may_differ
+    from rainband.record.replay import replay_simulated, why_bits_may_differ
+    from rainband.runtimes.simulation.models.trace import read_lines
+    from rainband.runtimes.simulation.models.trace import table as as_table
 
     with tempfile.TemporaryDirectory() as folder:
         then, now = replay_simulated(directory, Path(folder))

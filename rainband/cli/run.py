@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rainband.cli import complete
-from rainband.cli.mistakes import EXIT_CODES, mistakes_told
+from rainband.cli.report_errors import EXIT_CODES, mistakes_told
 
 if TYPE_CHECKING:
-    from rainband.worlds.config import RunConfig
-    from rainband.worlds.local import RunResult
+    from rainband.runtimes.config import RunConfig
+    from rainband.runtimes.processes.launcher import RunResult
 
 OF_THE_SCRIPT = (
     "lr",
@@ -79,8 +79,8 @@ def run(
     """
     import msgspec
 
-    from rainband.worlds.config import RunConfig
-    from rainband.worlds.directory import new_directory
+    from rainband.runtimes.config import RunConfig
+    from rainband.runtimes.run_directory import new_directory
 
     with mistakes_told():
         pairs, script, arguments = split(words or [])
@@ -117,9 +117,9 @@ def split(words: list[str]) -> tuple[list[str], Path, list[str]]:
 
 def _crew(name: str, pairs: list[str], workers: int, servers: int | None) -> tuple[dict[str, object], int, int]:
     """The strategy's settings, checked, and how many there are of each role."""
-    from rainband.catalogue import load_strategy
+    from rainband.plugins import load_strategy
+    from rainband.runtimes.config import refuse_led
     from rainband.settings import parse_pairs
-    from rainband.worlds.config import refuse_led
 
     settings = parse_pairs(pairs)
     for setting in OF_THE_SCRIPT:
@@ -142,9 +142,9 @@ def _watched(config: RunConfig, as_json: bool, verbose: bool) -> int:
     """Run it, show it, say what came of it; returns the exit code."""
     import msgspec
 
-    from rainband.cli.summary import summary
-    from rainband.cli.watch import Watch
-    from rainband.worlds import local
+    from rainband.runtimes.processes import launcher as local
+    from rainband.views.live_display import Watch
+    from rainband.views.summary import summary
 
     with Watch(sys.stderr if as_json else sys.stdout, verbose) as watch:
         result: RunResult = local.run(config, watch, capture=True)

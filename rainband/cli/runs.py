@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rainband.cli import complete
-from rainband.cli.mistakes import mistakes_told
+from rainband.cli.report_errors import mistakes_told
 
 Root = Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
@@ -39,8 +39,8 @@ def list_them(
     """List the runs, newest first."""
     if ctx.invoked_subcommand:
         return
-    from rainband.cli.look_back import facts, listed, to_json
-    from rainband.history import list_runs, read_run
+    from rainband.views.history import list_runs, read_run
+    from rainband.views.runs_text import facts, listed, to_json
 
     directories = list_runs(runs)
     found = [read_run(directory) for directory in directories[:most]]
@@ -61,8 +61,8 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a run: its books, its staleness, its curve."""
-    from rainband.cli.look_back import facts, shown, to_json
-    from rainband.history import find_run, read_run
+    from rainband.views.history import find_run, read_run
+    from rainband.views.runs_text import facts, shown, to_json
 
     with mistakes_told():
         found = read_run(find_run(runs, run))
@@ -79,8 +79,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two runs: what was set otherwise, and what came of it."""
-    from rainband.cli.look_back import compared, facts, to_json
-    from rainband.history import find_run, read_run
+    from rainband.views.history import find_run, read_run
+    from rainband.views.runs_text import compared, facts, to_json
 
     with mistakes_told():
         pair = [read_run(find_run(runs, word)) for word in (first, second)]

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from rainband.cli import complete
-from rainband.cli.mistakes import mistakes_told
-from rainband.cli.words import count
+from rainband.cli.report_errors import mistakes_told
+from rainband.views.formatting import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from rainband.history import Run
-    from rainband.worlds.spans import Span
+    from rainband.record.spans import Span
+    from rainband.views.history import Run
 
 COLOURS = {
     "compute": "#2f6f9f",
@@ -65,9 +65,9 @@ def command(
     end: Annotated[float | None, typer.Option("--to", metavar="SECONDS", help="End here.")] = None,
 ) -> None:
     """Draw timeline.png, and write timeline.json for chrome://tracing or ui.perfetto.dev, into the run's directory."""
-    from rainband.cli.schedule_seen import draw_schedules, excerpt, predicted_spans
-    from rainband.history import find_run, read_run
-    from rainband.worlds.spans import read_spans
+    from rainband.record.spans import read_spans
+    from rainband.views.history import find_run, read_run
+    from rainband.views.schedule_chart import draw_schedules, excerpt, predicted_spans
 
     with mistakes_told():
         directory = find_run(runs, run)

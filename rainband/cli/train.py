@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rainband.cli import complete
-from rainband.cli.mistakes import EXIT_CODES, FAILED, give_up, mistakes_told
+from rainband.cli.report_errors import EXIT_CODES, FAILED, give_up, mistakes_told
 
 if TYPE_CHECKING:
-    from rainband.sinks import Sink
-    from rainband.worlds.config import RunConfig
-    from rainband.worlds.local import RunResult
+    from rainband.runtimes.config import RunConfig
+    from rainband.runtimes.processes.launcher import RunResult
+    from rainband.views.sinks import Sink
 
-WORLDS = {"local": "rainband.worlds.local", "sim": "rainband.worlds.sim"}  # name -> the module whose `run` drives it
+WORLDS = {
+    "local": "rainband.runtimes.processes.launcher",
+    "sim": "rainband.runtimes.simulation.run",
+}  # name -> the module whose `run` drives it
 
 
 def register(app: typer.Typer) -> None:
@@ -169,11 +172,11 @@ def train(
     import msgspec
 
     from rainband.cli.configure import configured
-    from rainband.cli.teams import in_teams
-    from rainband.cli.virtual import COMPUTE, in_virtual_time, noted
-    from rainband.cli.warn import before
-    from rainband.worlds.directory import new_directory
-    from rainband.worlds.flow import Flow, read_plan, team_size
+    from rainband.cli.sim_options import COMPUTE, in_virtual_time, noted
+    from rainband.cli.stage_options import in_teams
+    from rainband.cli.warnings import before
+    from rainband.runtimes.run_directory import new_directory
+    from rainband.runtimes.stage_options import Flow, read_plan, team_size
 
     typed = [word for word in (task, strategy, *(settings or [])) if word is not None]
     words, compute = ([word for word in typed if word.startswith(COMPUTE) is own] for own in (False, True))
@@ -209,11 +212,11 @@ def _sinks(csv: bool, tensorboard: bool) -> list[Callable[[Path], Sink]]:
     """Those that were asked for; one whose library is missing is told before a directory is made."""
     sinks: list[Callable[[Path], Sink]] = []
     if csv:
-        from rainband.sinks.csv import Csv
+        from rainband.views.sinks.csv import Csv
 
         sinks.append(Csv)
     if tensorboard:
-        from rainband.sinks.tensorboard import TensorBoard, check_installed
+        from rainband.views.sinks.tensorboard import TensorBoard, check_installed
 
         check_installed()
         sinks.append(TensorBoard)
@@ -224,9 +227,9 @@ def _watched(world: str, config: RunConfig, sinks: list[partial[Sink]], as_json:
     """Run it, show it, say what came of it; returns the exit code."""
     import msgspec
 
-    from rainband.cli.summary import summary
-    from rainband.cli.watch import Watch
     from rainband.errors import Deadlock
+    from rainband.views.live_display import Watch
+    from rainband.views.summary import summary
 
     run = importlib.import_module(world).run
     try:

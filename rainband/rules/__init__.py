@@ -6,13 +6,13 @@ saved, copied and moved with the block.
 
 from __future__ import annotations
 
+from rainband.rules.apply_every import MeanOfArrivals
+from rainband.rules.apply_on_arrival import ApplyOnArrival
+from rainband.rules.bounded import WaitForSlowest, WaitForTasks
 from rainband.rules.clocks import Clocks
 from rainband.rules.compensated import Compensated, compensated
-from rainband.rules.evaluation import SumOfCells
-from rainband.rules.on_arrival import ApplyOnArrival
 from rainband.rules.rounds import FirstOfRound, MeanOfRound
-from rainband.rules.slowest import WaitForSlowest, WaitForTasks
-from rainband.rules.softly import MeanOfArrivals
+from rainband.rules.sum_gradients import SumOfCells
 
 __all__ = [
     "ApplyOnArrival",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from rainband.types import Rule
+from rainband.strategy import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.messages import Limit, Named, Pull, Push
-    from rainband.types import Block
+    from rainband.protocol.messages import Limit, Named, Pull, Push
+    from rainband.strategy import Block
 
 
 class Around(Rule):

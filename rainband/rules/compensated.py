@@ -10,8 +10,8 @@ from rainband.rules.around import Around
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.messages import Push
-    from rainband.types import Block, Rule
+    from rainband.protocol.messages import Push
+    from rainband.strategy import Block, Rule
 
 
 TINY = 1e-7  # added to a mean of squares before its root is divided by

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from rainband.messages import Named
-from rainband.portions import Range, num_batches
-from rainband.types import Rule
+from rainband.protocol.data_plan import Range, num_batches
+from rainband.protocol.messages import Named
+from rainband.strategy import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.messages import Pull, Push
-    from rainband.portions import Name, Plan
-    from rainband.types import Block
+    from rainband.protocol.data_plan import Name, Plan
+    from rainband.protocol.messages import Pull, Push
+    from rainband.strategy import Block
 
 TOO_LATE = "too late for its round"
 

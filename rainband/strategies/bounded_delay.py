@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from rainband import advice
-from rainband.optim_spec import element_wise
+from rainband.protocol.lr_schedules import Schedule, Shape
+from rainband.protocol.optimizer_spec import element_wise
 from rainband.rules import WaitForTasks, compensated
-from rainband.schedules import Schedule, Shape
-from rainband.types import Cluster, Requirements, ServerHalf, Strategy, Worker
+from rainband.strategy import Cluster, Requirements, ServerHalf, Strategy, Worker
 
 
 @dataclass(frozen=True)

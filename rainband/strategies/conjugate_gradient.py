@@ -17,13 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from rainband.descent import START, Descent, FullBatch, Where, deliver_cells
-from rainband.line_search import Trial, strong_wolfe
-from rainband.optim_spec import element_wise
+from rainband.full_batch.descent import START, Descent, FullBatch, Where, deliver_cells
+from rainband.full_batch.line_search import Trial, strong_wolfe
+from rainband.protocol.lr_schedules import Schedule
+from rainband.protocol.optimizer_spec import element_wise
+from rainband.protocol.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
 from rainband.rules import SumOfCells
-from rainband.schedules import Schedule
-from rainband.types import Leading, ServerHalf, Worker
-from rainband.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
+from rainband.strategy import Leading, ServerHalf, Worker
 
 DIRECTION, BEFORE = "direction", "before"  # the latter is the gradient of the iteration before
 

@@ -27,9 +27,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rainband import advice
-from rainband.optim_spec import OptimizerSpec, element_wise
-from rainband.schedules import Schedule, Shape
-from rainband.types import Cluster, Requirements, Strategy, Worker
+from rainband.protocol.lr_schedules import Schedule, Shape
+from rainband.protocol.optimizer_spec import OptimizerSpec, element_wise
+from rainband.strategy import Cluster, Requirements, Strategy, Worker
 
 
 @dataclass(frozen=True)

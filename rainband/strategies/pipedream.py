@@ -33,9 +33,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from rainband.optim_spec import OptimizerSpec, element_wise
-from rainband.schedules import Schedule, Shape
-from rainband.types import Requirements, Stashes, Strategy, Turn, Worker
+from rainband.protocol.lr_schedules import Schedule, Shape
+from rainband.protocol.optimizer_spec import OptimizerSpec, element_wise
+from rainband.strategy import Requirements, Stashes, Strategy, Turn, Worker
 
 
 @dataclass(frozen=True)

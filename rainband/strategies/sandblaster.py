@@ -30,13 +30,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
-from rainband.descent import START, Descent, FullBatch, Sampling, Where, deliver_cells
-from rainband.line_search import Search, Trial, armijo, strong_wolfe
-from rainband.optim_spec import element_wise
+from rainband.full_batch.descent import START, Descent, FullBatch, Sampling, Where, deliver_cells
+from rainband.full_batch.line_search import Search, Trial, armijo, strong_wolfe
+from rainband.protocol.lr_schedules import Schedule
+from rainband.protocol.optimizer_spec import element_wise
+from rainband.protocol.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
 from rainband.rules import SumOfCells
-from rainband.schedules import Schedule
-from rainband.types import Leading, ServerHalf, Worker
-from rainband.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
+from rainband.strategy import Leading, ServerHalf, Worker
 
 ROUNDING = 2.3e-16  # curvature below this part of y.y is noise
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rainband.optim_spec import OptimizerSpec, element_wise
-from rainband.schedules import Schedule, Shape
-from rainband.types import Requirements, Strategy, Worker
+from rainband.protocol.lr_schedules import Schedule, Shape
+from rainband.protocol.optimizer_spec import OptimizerSpec, element_wise
+from rainband.strategy import Requirements, Strategy, Worker
 
 
 @dataclass(frozen=True)

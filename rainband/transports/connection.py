@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rainband.errors import HandshakeFailed
-from rainband.messages import Message, Params, Peer, decode, encode
+from rainband.protocol.messages import Message, Params, Peer, decode, encode
 from rainband.transports.auth import Handshake, Identity
 from rainband.transports.frames import BadFrame, BodyMemory, FrameReader, pack
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from rainband.errors import HandshakeFailed
-from rainband.messages import Message, Peer
+from rainband.protocol.messages import Message, Peer
 from rainband.transports.auth import Identity, ServerHandshake
 from rainband.transports.connection import Connection, ReadNow
 from rainband.transports.frames import BadFrame, BodyMemory

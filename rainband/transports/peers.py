@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rainband.errors import HandshakeFailed, PeerLost
-from rainband.messages import Address, Peer
-from rainband.peers_inbox import Inbox, Received
-from rainband.transports.dial import can_share_memory, dial, listen_tcp, listen_unix, this_machine
-from rainband.transports.nests import outgoing
+from rainband.protocol.messages import Address, Peer
+from rainband.protocol.peer_inbox import Inbox, Received
+from rainband.strategy import Tag
+from rainband.transports.connect import can_share_memory, dial, listen_tcp, listen_unix, this_machine
+from rainband.transports.event_loop import Switchboard
 from rainband.transports.peers_shared import SharedWay
 from rainband.transports.peers_tcp import TcpWay
-from rainband.transports.switchboard import Switchboard
-from rainband.types import Tag
+from rainband.transports.pytrees import outgoing
 
 
 class PeerLinks:

@@ -12,16 +12,16 @@ import socket
 from dataclasses import dataclass, field
 
 from rainband.errors import PeerLost
-from rainband.messages import GiveBack, Hello, Lend, Message, Peer, Value
-from rainband.peers_inbox import Inbox
+from rainband.protocol.messages import GiveBack, Hello, Lend, Message, Peer, Value
+from rainband.protocol.peer_inbox import Inbox
+from rainband.strategy import Tag
 from rainband.transports.auth import Identity
 from rainband.transports.connection import Connection
+from rainband.transports.event_loop import Switchboard
 from rainband.transports.frames import BadFrame
 from rainband.transports.hub import Hub
-from rainband.transports.nests import Outgoing, as_tensor, incoming
-from rainband.transports.shared import PAGE, Segment
-from rainband.transports.switchboard import Switchboard
-from rainband.types import Tag
+from rainband.transports.pytrees import Outgoing, as_tensor, incoming
+from rainband.transports.shared_memory import PAGE, Segment
 
 MAX_SEGMENTS = 64  # of one link, each an open file at both ends; who has lent them all waits for one to come back
 MAX_SEGMENT_BYTES = 1 << 34

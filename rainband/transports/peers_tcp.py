@@ -9,15 +9,15 @@ import time
 from collections import deque
 
 from rainband.errors import PeerLost
-from rainband.messages import Hello, Message, Peer, Value
-from rainband.peers_inbox import Inbox
+from rainband.protocol.messages import Hello, Message, Peer, Value
+from rainband.protocol.peer_inbox import Inbox
+from rainband.strategy import Tag
 from rainband.transports.auth import Identity
 from rainband.transports.connection import Connection
+from rainband.transports.event_loop import Switchboard
 from rainband.transports.frames import BadFrame
 from rainband.transports.hub import Hub
-from rainband.transports.nests import Outgoing, as_tensor, fresh_memory, incoming
-from rainband.transports.switchboard import Switchboard
-from rainband.types import Tag
+from rainband.transports.pytrees import Outgoing, as_tensor, fresh_memory, incoming
 
 MAX_BODY_BYTES = 1 << 32
 ROOM_BYTES = 64 << 20  # who sends waits while more than this has not left

@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 import rainband
-from rainband.catalogue import find_strategy, load_strategy, strategy_names
-from rainband.client import Client
-from rainband.coordinator import Coordinator, RunSettings
-from rainband.flat import Flat
-from rainband.messages import Join, Message, Peer, Welcome
-from rainband.optim import why_not_blockwise
-from rainband.portions import Plan
+from rainband.coordinator.coordinator import Coordinator, RunSettings
+from rainband.model.block_optimizer import why_not_blockwise
+from rainband.model.flat_parameters import Flat
+from rainband.plugins import find_strategy, load_strategy, strategy_names
+from rainband.protocol.data_plan import Plan
+from rainband.protocol.messages import Join, Message, Peer, Welcome
+from rainband.runtimes.processes.drive import drive
 from rainband.settings import as_dict, build
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.single import Single
 from rainband.strategies.sync import Sync
+from rainband.strategy import Batch, Rule, ServerHalf, Strategy
 from rainband.tasks.quadratic import Quadratic
-from rainband.types import Batch, Rule, ServerHalf, Strategy
-from rainband.worker import ModuleWorker, Sampler
-from rainband.worlds.drive import drive
+from rainband.worker.client import Client
+from rainband.worker.worker import ModuleWorker, Sampler
 from tests.harness import Faults, Node, Outcome, World, run
 from tests.ledger import ELEMENTS, LR, Case
 from tests.pieces import make_plan

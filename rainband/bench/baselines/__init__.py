@@ -1,0 +1,1 @@
+"""What benchmarks compare with: plain PyTorch, DDP, gloo, sockets."""

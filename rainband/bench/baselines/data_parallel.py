@@ -1,0 +1,219 @@
+"""What users have today, measured beside us: gloo's all-reduce, a bare socket loop, plain PyTorch, DDP.
+
+All run in processes from the same zygote, with one torch thread each and the same allocator settings as our workers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rainband.bench.baselines.limit import timed
+from rainband.transports.connect import SOCKET_BUFFER_BYTES, listen_tcp
+
+PIECE_BYTES = 1 << 20
+
+
+class GlooOrder(msgspec.Struct, frozen=True):
+    """Two ranks that all-reduce one vector."""
+
+    rank: int
+    port: int
+    num_elements: int
+    rounds: int
+
+
+def gloo_main(job: bytes, fds: list[int]) -> None:
+    order = msgspec.msgpack.decode(job, type=GlooOrder)
+    _join_gloo(order.rank, order.port)
+    vector = torch.full((order.num_elements,), 1e-3)
+    for _ in range(3):
+        dist.all_reduce(vector)
+    seconds = []
+    for _ in range(order.rounds):
+        dist.barrier()
+        seconds.append(timed(lambda: dist.all_reduce(vector)))
+        vector.fill_(1e-3)
+    _report(fds[0], seconds)
+
+
+def _join_gloo(rank: int, port: int, num_ranks: int = 2) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+
+
+class SocketOrder(msgspec.Struct, frozen=True):
+    """A bare socket loop that does what a push, an apply and a pull do, on the same bytes."""
+
+    port: int
+    num_elements: int
+    rounds: int
+    warmup: int
+
+
+def socket_server_main(job: bytes, fds: list[int]) -> None:
+    """Receive a piece, apply it, send the parameters back; until the other side closes."""
+    order = msgspec.msgpack.decode(job, type=SocketOrder)
+    values = torch.zeros(order.num_elements)
+    pieces = [values[at : at + PIECE_BYTES // 4] for at in range(0, order.num_elements, PIECE_BYTES // 4)]
+    optimizers = [torch.optim.SGD([piece], lr=0.1, fused=True) for piece in pieces]
+    received = torch.empty(PIECE_BYTES // 4)
+    listener = listen_tcp("127.0.0.1", order.port)
+    os.write(fds[0], b"l")
+    sock, _ = listener.accept()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while True:
+        for piece, optimizer in zip(pieces, optimizers, strict=True):
+            memory = _bytes(received)[: piece.nbytes]
+            if not _receive(sock, memory):
+                return
+            piece.grad = received[: piece.numel()]
+            optimizer.step()
+            sock.sendall(_bytes(piece))
+
+
+def socket_client_main(job: bytes, fds: list[int]) -> None:
+    order = msgspec.msgpack.decode(job, type=SocketOrder)
+    gradient = torch.full((order.num_elements,), 1e-3)
+    values = torch.zeros(order.num_elements)
+    sock = socket.create_connection(("127.0.0.1", order.port))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+
+    def exchange() -> None:
+        sender = threading.Thread(target=sock.sendall, args=(_bytes(gradient),))
+        sender.start()
+        _receive(sock, _bytes(values))
+        sender.join()
+
+    for _ in range(order.warmup):
+        exchange()
+    _report(fds[0], [timed(exchange) for _ in range(order.rounds)])
+
+
+def _receive(sock: socket.socket, memory: memoryview) -> bool:
+    at = 0
+    while at < len(memory):
+        count = sock.recv_into(memory[at:], 0, socket.MSG_WAITALL)
+        if count == 0:
+            return False
+        at += count
+    return True
+
+
+class TrainOrder(msgspec.Struct, frozen=True):
+    """Plain training of the bench's MLP for some seconds; with DDP when there are two ranks."""
+
+    parameters: str
+    seconds: float
+    rank: int = 0
+    port: int = 0  # of the other ranks; 0: alone
+
+
+def train_main(job: bytes, fds: list[int]) -> None:
+    """Samples per second of a plain PyTorch loop, or of DDP over gloo."""
+    from rainband.tasks.mlp import Mlp
+
+    order = msgspec.msgpack.decode(job, type=TrainOrder)
+    task = Mlp(parameters=order.parameters)
+    torch.manual_seed(0)
+    model: nn.Module = task.model()
+    if order.port:
+        _join_gloo(order.rank, order.port)
+        model = nn.parallel.DistributedDataParallel(model)
+    data = task.data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+    steps = len(data) // task.batch_size
+    batches: list[Any] = [data.batch(range(i * task.batch_size, (i + 1) * task.batch_size)) for i in range(steps)]
+    samples, started = 0, 0.0
+    for number in range(1_000_000):
+        if number == 3:
+            started = time.perf_counter()
+        if number > 3 and number % 4 == 0 and _all_say_enough(order, time.perf_counter() - started):
+            break
+        optimizer.zero_grad()
+        task.loss(model, batches[number % steps]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        samples += task.batch_size if number >= 3 else 0
+    _report(fds[0], [samples / (time.perf_counter() - started)])
+
+
+def _all_say_enough(order: TrainOrder, seconds: float) -> bool:
+    enough = torch.tensor(float(seconds > order.seconds))
+    if order.port:
+        dist.broadcast(enough, 0)  # a tiny message: the ranks must stop at the same step
+    return bool(enough)
+
+
+class PacedOrder(msgspec.Struct, frozen=True):
+    """DDP on the digits, each step on a device that takes so long, until the accuracy is there."""
+
+    rank: int
+    num_ranks: int
+    port: int
+    step_s: float  # of this rank
+    lr: float
+    accuracy: float
+    most_steps: int = 400
+
+
+def paced_main(job: bytes, fds: list[int]) -> None:
+    """Reports samples per second of all ranks together, and the seconds to the accuracy (0: it was not reached).
+
+    The parameters begin as ours do, and the batches are those of our rounds, so that only the way of training differs.
+    The first rank measures after every step, while the others compute the next one: nobody waits for that.
+    """
+    from rainband.tasks.digits import Digits
+
+    order = msgspec.msgpack.decode(job, type=PacedOrder)
+    _join_gloo(order.rank, order.port, order.num_ranks)
+    task, size = Digits(), order.num_ranks
+    torch.manual_seed(0)
+    plain = task.model()
+    model = nn.parallel.DistributedDataParallel(plain)
+    data, optimizer = task.data(), torch.optim.SGD(model.parameters(), lr=order.lr)
+    steps_per_epoch = len(data) // (task.batch_size * size)
+    with model.no_sync():  # how long a backward takes by itself: it is a part of the step
+        losses = [task.loss(model, data.batch(range(task.batch_size))) for _ in range(5)]  # type: ignore[arg-type]
+        backward_s = min(timed(loss.backward) for loss in losses)
+    dist.barrier()
+    started = time.perf_counter()
+    reached_s, step, enough = 0.0, 0, False
+    while step < order.most_steps and not enough:
+        done_at = time.perf_counter() + order.step_s
+        epoch, inside = divmod(step, steps_per_epoch)
+        shuffled = np.random.Generator(np.random.PCG64([0, epoch])).permutation(len(data))
+        first = (inside * size + order.rank) * task.batch_size
+        optimizer.zero_grad()
+        loss = task.loss(model, data.batch(shuffled[first : first + task.batch_size]))  # type: ignore[arg-type]
+        time.sleep(max(0.0, done_at - backward_s - time.perf_counter()))  # before backward, when the ranks meet
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        step += 1
+        enough = _first_rank_says(reached_s > 0)  # of what it measured before this step
+        if order.rank == 0 and not enough and task.evaluate(plain)["accuracy"] >= order.accuracy:
+            reached_s = time.perf_counter() - started
+    _report(fds[0], [step * task.batch_size * size / (time.perf_counter() - started), reached_s])
+
+
+def _first_rank_says(so: bool) -> bool:
+    told = torch.tensor(float(so))
+    dist.broadcast(told, 0)
+    return bool(told)
+
+
+def _report(fd: int, seconds: list[float]) -> None:
+    os.write(fd, msgspec.msgpack.encode(seconds))
+    os.close(fd)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""One benchmark per file, each a ratio measured in one run."""

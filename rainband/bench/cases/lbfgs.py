@@ -1,0 +1,224 @@
+"""Sandblaster with two workers on two cores: against L-BFGS in one process, and what it sends.
+
+Compute-bound: the mlp with 0.7 million parameters on 16,384 samples. The opponent is torch.optim.LBFGS with a closure
+over the same samples in the same batches: on one thread, as each of our workers has, and on two, as many as we have
+cores. Two such processes at once, who have nothing to do with each other, are as fast as two cores can be: where they
+are far from twice as fast as one, so are we. Seconds are per evaluation of the loss, because two searches need not look
+at the same points. With a slow worker every step takes a fixed time, as on a device of its own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rainband.bench.baselines.lbfgs import PlainOrder
+from rainband.bench.harness.processes import PRELOAD, Process
+from rainband.bench.harness.rows import Effort, Row, at_least, at_most, median
+from rainband.coordinator.coordinator import Coordinator, Out
+from rainband.protocol import events
+from rainband.protocol.messages import Answer, Cells, Command, Delivered, Evaluated, Message, Peer, Return, Want, encode
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.processes import launcher as local
+from rainband.runtimes.processes.zygote import Zygote
+from rainband.runtimes.run_directory import new_directory
+from rainband.tasks.digits import Digits
+from rainband.transports.frames import PREFIX_BYTES
+
+SIZES = ("0.1M", "0.7M")
+SAMPLES = 16384
+FULL_HISTORY = 14  # iterations, until each direction has all its pairs
+SETTINGS = {"gradient_tolerance": 0.0, "loss_tolerance": 0.0}  # it never converges
+N_PUSH = 32
+FASTER, MOST_KB = 1.7, 10.0
+LED = (Command, Answer, Evaluated, Cells, Delivered, Want, Return)
+PACED_WORKERS, STEP_S, FACTOR, PACED_N_PUSH = 4, 0.02, 5.0, 2  # one of four workers is five times slower
+
+
+def run(effort: Effort) -> Iterator[Row]:
+    repeats, iterations = (3, 6) if effort == "full" else (1, 3)
+    yield from _speed(repeats, iterations)
+    yield from _traffic()
+    yield from _slow_worker(iterations)
+
+
+def _speed(repeats: int, iterations: int) -> list[Row]:
+    plain: dict[int, list[float]] = {1: [], 2: []}  # threads -> seconds
+    at_once, ours = [], []
+    zygote = Zygote.start((*PRELOAD, "rainband.bench.baselines.lbfgs"))
+    try:
+        for _ in range(repeats):  # in turns, so that a slow minute of the machine hits all
+            for threads, seconds in plain.items():
+                seconds += _plain(zygote, iterations, threads)
+            at_once.append(1 / sum(1 / seconds for seconds in _plain(zygote, iterations, 1, processes=2)))
+            ours.append(_sandblaster("mlp", _mlp(SIZES[-1]), iterations, N_PUSH).evaluation_s)
+    finally:
+        zygote.close(1.0)
+    name = f"Sandblaster, 2 workers, {SIZES[-1]} parameters"
+    one, two = (median(_ratios(plain[threads], ours)) for threads in (1, 2))
+    return [
+        Row("torch.optim.LBFGS, one process, one thread", 1000 * median(plain[1]), "ms/evaluation"),
+        Row("torch.optim.LBFGS, one process, two threads", 1000 * median(plain[2]), "ms/evaluation"),
+        Row("two such processes at once: the limit", 1000 * median(at_once), "ms/evaluation"),
+        Row(name, 1000 * median(ours), "ms/evaluation"),
+        at_least(name, one, FASTER, "one process, one thread"),
+        Row("two such processes at once", median(_ratios(plain[1], at_once)), "x", "one of them alone"),
+        Row(name, median(_ratios(at_once, ours)), "x", "two such processes at once"),
+        Row(name, two, "x", "one process, two threads"),
+    ]
+
+
+def _ratios(theirs: list[float], ours: list[float]) -> list[float]:
+    return [a / b for a, b in zip(theirs, ours, strict=True)]
+
+
+def _plain(zygote: Zygote, iterations: int, threads: int, processes: int = 1) -> list[float]:
+    """Seconds of one evaluation in each of several processes, which run at the same time."""
+    order = PlainOrder(SIZES[-1], SAMPLES, iterations, threads)
+    started = [Process(zygote, "rainband.bench.baselines.lbfgs:plain_main", order, "L-BFGS") for _ in range(processes)]
+    return [process.result()[0] for process in started]
+
+
+def _traffic() -> list[Row]:
+    """What an iteration sends to and from the coordinator, and a pass over the data to and from the servers."""
+    found = {size: _sandblaster("mlp", _mlp(size), FULL_HISTORY, N_PUSH) for size in SIZES}
+    downpour = _downpour_bytes(SIZES[0])
+    return [
+        *(
+            at_most(f"to and from the coordinator, 2 servers, {size} parameters", f.led_kb, MOST_KB, "", "KB/iteration")
+            for size, f in found.items()
+        ),
+        Row("a pass over the data, Downpour, 0.1M parameters", downpour / 1e6, "MB"),
+        Row("a pass over the data, Sandblaster, 0.1M parameters", found[SIZES[0]].pass_bytes / 1e6, "MB"),
+        Row(
+            f"bytes of a pass, Downpour, {N_PUSH} batches to a push of Sandblaster",
+            downpour / found[SIZES[0]].pass_bytes,
+            "x",
+            "Sandblaster",
+        ),
+    ]
+
+
+def _slow_worker(iterations: int) -> list[Row]:
+    """An evaluation while one worker is slow, against what it would take if each had its share of the data."""
+    even = _sandblaster("digits", {}, iterations, PACED_N_PUSH, slow_factor=1.0).evaluation_s
+    ours = _sandblaster("digits", {}, iterations, PACED_N_PUSH, slow_factor=FACTOR).evaluation_s
+    batches = -(-len(Digits().data()) // Digits().batch_size)
+    static = FACTOR * STEP_S * -(-batches // PACED_WORKERS)
+    return [
+        Row("4 equal workers, on demand", 1000 * even, "ms/evaluation"),
+        Row("one of 4 workers 5 times slower, on demand", 1000 * ours, "ms/evaluation"),
+        Row("one of 4 workers 5 times slower, each a quarter, at best", 1000 * static, "ms/evaluation"),
+        at_least("one of 4 workers 5 times slower, on demand, times sooner", static / ours, 1.0, "each a quarter"),
+    ]
+
+
+def _mlp(size: str) -> dict[str, Any]:
+    return {"parameters": size, "samples": SAMPLES}
+
+
+class Weighed(Coordinator):
+    """Counts the bytes of what leading takes, as they are on the wire."""
+
+    led_bytes = 0
+
+    def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[Out]:
+        self._weigh(message)
+        return self._weighed(super().receive(sender, message, now, body))
+
+    def tick(self, now: float) -> list[Out]:
+        return self._weighed(super().tick(now))
+
+    def look(self, now: float) -> list[Out]:
+        return self._weighed(super().look(now))
+
+    def _weighed(self, outs: list[Out]) -> list[Out]:
+        for out in outs:
+            self._weigh(out.message)
+        return outs
+
+    def _weigh(self, message: Message) -> None:
+        if isinstance(message, LED):
+            self.led_bytes += PREFIX_BYTES + len(encode(message))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a run."""
+
+    evaluation_s: float  # everything between two evaluations included
+    led_kb: float  # of the last iteration
+    pass_bytes: float  # of one evaluation, which is a pass over the data; to and from the servers
+
+
+def _sandblaster(
+    task: str, task_settings: dict[str, Any], iterations: int, n_push: int, slow_factor: float | None = None
+) -> Found:
+    """`slow_factor`: of the last of four workers whose steps take a fixed time; None: two, as fast as they can."""
+    seen: list[events.Iterated] = []
+    weighed: list[int] = []  # so far, after each iteration
+    moved: list[int] = []
+
+    def view(event: events.AnyEvent) -> None:
+        if isinstance(event, events.Iterated):
+            seen.append(event)
+            assert isinstance(launcher.coordinator, Weighed)
+            weighed.append(launcher.coordinator.led_bytes)
+        elif isinstance(event, events.Progress):
+            moved.append(event.pushed_bytes + event.pulled_bytes)
+
+    workers, compute = 2, None
+    if slow_factor is not None:
+        workers = PACED_WORKERS
+        compute = {"kind": "constant", "step_s": STEP_S, "slow_workers": (workers - 1,), "slow_factor": slow_factor}
+    with tempfile.TemporaryDirectory() as root:
+        config = RunConfig(
+            task=task,
+            task_settings=task_settings,
+            strategy="sandblaster",
+            strategy_settings={"iterations": iterations, "n_push": n_push, **SETTINGS},
+            num_workers=workers,
+            num_servers=2,
+            directory=str(new_directory(Path(root), task, "sandblaster")),
+            sim=SimSettings() if compute is None else SimSettings(compute=compute),
+        )
+        launcher = local.Launcher(config, view)
+        launcher.coordinator.__class__ = Weighed
+        with launcher.signals():
+            result = launcher.run()
+    if result.outcome != "finished" or len(seen) < 2:
+        raise RuntimeError(f"the run {result.outcome} {result.reason}: there is nothing to measure.")
+    first, last = seen[0], seen[-1]
+    assert isinstance(launcher.coordinator, Weighed)
+    return Found(
+        evaluation_s=(last.at_s - first.at_s) / (last.evaluations - first.evaluations),
+        led_kb=(launcher.coordinator.led_bytes - weighed[-2]) / 1000,
+        pass_bytes=moved[-1] / last.evaluations,
+    )
+
+
+def _downpour_bytes(size: str) -> float:
+    """To and from the servers in one epoch."""
+    seen: list[events.Progress] = []
+
+    def view(event: events.AnyEvent) -> None:
+        if isinstance(event, events.Progress):
+            seen.append(event)
+
+    with tempfile.TemporaryDirectory() as root:
+        config = RunConfig(
+            task="mlp",
+            task_settings=_mlp(size),
+            strategy="downpour",
+            num_workers=2,
+            num_servers=2,
+            epochs=1,
+            directory=str(new_directory(Path(root), "mlp", "downpour")),
+        )
+        result = local.run(config, view)
+    if result.outcome != "finished":
+        raise RuntimeError(f"the run {result.outcome} {result.reason}: there is nothing to measure.")
+    return seen[-1].pushed_bytes + seen[-1].pulled_bytes

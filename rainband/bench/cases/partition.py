@@ -1,0 +1,30 @@
+"""A net of two branches on two workers, one torch thread in each, against one plain process: one batch at a time."""
+
+from __future__ import annotations
+
+from rainband.bench.harness.models import Branches
+from rainband.bench.harness.processes import PRELOAD
+from rainband.bench.harness.rows import Effort, Row, at_least, median
+from rainband.bench.harness.stage_runs import alone, in_halves, together
+from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.runtimes.processes.zygote import Zygote
+
+
+def run(effort: Effort) -> list[Row]:
+    repeats, seconds = (3, 6.0) if effort == "full" else (1, 4.0)
+    task = Branches()
+    team = TeamPlan(plan=in_halves(task), micros=1)
+    one, two = [], []
+    zygote = Zygote.start(PRELOAD)
+    try:
+        for _ in range(repeats):  # in turns, so that a slow minute of the machine hits both
+            one.append(alone(zygote, task, task.batch_size, seconds))
+            two.append(together(task, team, seconds))
+    finally:
+        zygote.close(1.0)
+    name = "two branches on two workers"
+    return [
+        Row(f"one plain process, batches of {task.batch_size}", median(one), "samples/s"),
+        Row(name, median(two), "samples/s"),
+        at_least(name, median([a / b for a, b in zip(two, one, strict=True)]), 1.6, "one plain process"),
+    ]

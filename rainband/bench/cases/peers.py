@@ -1,0 +1,121 @@
+"""One tensor from worker to worker, against copying it in one process and against gloo's send and recv.
+
+Each time is half of a round trip: there and back, in turns with nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from rainband.bench.baselines.limit import timed
+from rainband.bench.harness.processes import PRELOAD, Process, free_port
+from rainband.bench.harness.rows import Effort, Row, median
+from rainband.protocol.messages import Address, Peer
+from rainband.runtimes.processes.zygote import Zygote
+from rainband.transports.auth import new_run_id, new_secret
+from rainband.transports.event_loop import Switchboard
+from rainband.transports.peers import PeerLinks
+
+SIZES = {"1 MB": 1 << 20, "64 MB": 64 << 20}
+WARM_UP = 3
+
+
+class PeersOrder(msgspec.Struct, frozen=True):
+    """One of two who send a tensor to and fro."""
+
+    index: int
+    secret: bytes
+    run_id: bytes
+    transport: str
+    num_bytes: int
+    rounds: int
+    port: int = 0  # of gloo's ranks
+
+
+def run(effort: Effort) -> list[Row]:
+    rounds = 30 if effort == "full" else 8
+    zygote = Zygote.start(PRELOAD)
+    try:
+        return [row for size, num_bytes in SIZES.items() for row in _size(zygote, size, num_bytes, rounds)]
+    finally:
+        zygote.close(1.0)
+
+
+def _size(zygote: Zygote, size: str, num_bytes: int, rounds: int) -> list[Row]:
+    shm = _pair(zygote, "links_main", "shm", num_bytes, rounds)
+    tcp = _pair(zygote, "links_main", "tcp", num_bytes, rounds)
+    gloo = _pair(zygote, "gloo_main", "", num_bytes, rounds)
+    copy = _copy_s(num_bytes, rounds)
+    name = f"{size} from worker to worker"
+    rows = [Row(f"{name}, shared memory", shm * 1000, "ms"), Row(f"{name}, TCP", tcp * 1000, "ms")]
+    rows += [Row(f"{name}, gloo", gloo * 1000, "ms"), Row(f"{size} copied in one process", copy * 1000, "ms")]
+    rows.append(Row(f"{name}, shared memory", shm / copy, "x", "one copy"))
+    for way, seconds in (("shared memory", shm), ("TCP", tcp)):
+        rows.append(Row(f"{name} sooner, {way}", gloo / seconds, "x", "gloo"))
+    return rows
+
+
+def _pair(zygote: Zygote, entry: str, transport: str, num_bytes: int, rounds: int) -> float:
+    secret, run_id, port = new_secret(), new_run_id(), free_port()
+    ends = socket.socketpair()  # through which each tells the other where it listens
+    processes = []
+    for index in range(2):
+        order = PeersOrder(index, secret, run_id, transport, num_bytes, rounds, port)
+        processes.append(Process(zygote, f"rainband.bench.cases.peers:{entry}", order, "peer", [ends[index].fileno()]))
+    for end in ends:
+        end.close()
+    seconds: list[float] = processes[0].result()
+    processes[1].result()
+    return median(seconds) / 2
+
+
+def _copy_s(num_bytes: int, rounds: int) -> float:
+    source, target = torch.ones(num_bytes // 4), torch.zeros(num_bytes // 4)
+    for _ in range(WARM_UP):
+        target.copy_(source)
+    return median([timed(lambda: target.copy_(source)) for _ in range(rounds)])
+
+
+def links_main(job: bytes, fds: list[int]) -> None:
+    """One end of our links."""
+    order = msgspec.msgpack.decode(job, type=PeersOrder)
+    links = PeerLinks(Peer("worker", order.index), order.secret, order.run_id, Switchboard(), order.transport, 30.0)
+    here, other = links.listen(), 1 - order.index
+    with socket.socket(fileno=fds[1]) as end:
+        end.sendall(msgspec.msgpack.encode(here))
+        there = msgspec.msgpack.decode(end.recv(4096), type=Address)
+    links.connect({order.index: here, other: there})
+    value = [torch.ones(order.num_bytes // 4)]
+
+    def receive() -> None:
+        received = links.recv(other, ("value",))
+        while not received.ready():
+            links.switchboard.wait()
+        received.result()
+
+    _to_and_fro(order, fds[0], lambda: links.send(other, ("value",), value), receive)
+    links.close()
+
+
+def gloo_main(job: bytes, fds: list[int]) -> None:
+    """One of gloo's ranks."""
+    order = msgspec.msgpack.decode(job, type=PeersOrder)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{order.port}", rank=order.index, world_size=2)
+    value, other = torch.ones(order.num_bytes // 4), 1 - order.index
+    _to_and_fro(order, fds[0], lambda: dist.send(value, other), lambda: dist.recv(value, other))
+
+
+def _to_and_fro(order: PeersOrder, fd: int, send: Callable[[], object], receive: Callable[[], object]) -> None:
+    def turn() -> None:
+        for action in (send, receive) if order.index == 0 else (receive, send):
+            action()
+
+    seconds = [timed(turn) for _ in range(WARM_UP + order.rounds)]
+    os.write(fd, msgspec.msgpack.encode(seconds[WARM_UP:]))
+    os.close(fd)

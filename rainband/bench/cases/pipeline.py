@@ -1,0 +1,103 @@
+"""Two stages on two cores, one torch thread in each process: GPipe, 1F1B and PipeDream against one plain process, and
+against torch.distributed.pipelining (gloo) with the same stages, microbatches and schedule.
+
+The model is a chain of equal layers, cut in the middle. Ours and torch's both keep the optimizer in the stage.
+PipeDream updates after every microbatch, so it is held against one process that does; a process with large batches is
+faster, and that ratio is shown, too. Each rate is also held against what the plan predicts for it, from layers that are
+measured alone, with one thread, in the same turn. Stages need large products of matrices: with half the batch, GPipe
+misses its bar.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rainband.bench.harness.models import Chain
+from rainband.bench.harness.processes import PRELOAD
+from rainband.bench.harness.rows import Effort, Row, at_least, median
+from rainband.bench.harness.stage_runs import alone, in_halves, profile_of, together, torch_pipelining
+from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, Forecast, as_batch
+from rainband.runtimes.processes.zygote import Zygote
+from rainband.runtimes.stage_forecast import ONE_MACHINE
+
+MICROS = 8
+TORCH = "torch.distributed.pipelining"
+PLAN = "what its plan predicts"
+
+
+class Flushing(NamedTuple):
+    """A schedule that flushes, as we and as torch call it; and what it is to reach, against one process."""
+
+    name: str
+    torch_name: str
+    bar: float | None
+
+
+SCHEDULES = (Flushing("gpipe", "ScheduleGPipe", 1.4), Flushing("one_f_one_b", "Schedule1F1B", None))
+
+
+def run(effort: Effort) -> list[Row]:
+    repeats, seconds = (3, 6.0) if effort == "full" else (1, 4.0)
+    task = Chain()
+    rates: dict[str, list[float]] = {}
+    zygote = Zygote.start(PRELOAD)
+    try:
+        for _ in range(repeats):  # in turns, so that a slow minute of the machine hits all
+            for name, rate in _once(zygote, task, seconds).items():
+                rates.setdefault(name, []).append(rate)
+    finally:
+        zygote.close(1.0)
+    return _rows(rates, task)
+
+
+def predicted(task: Chain) -> dict[str, float]:
+    """Samples a second of each schedule, from what a microbatch takes here, layer by layer."""
+    plan, small = in_halves(task), task.batch_size // MICROS
+    micro = profile_of(task, small)
+    batch = as_batch(micro, task.batch_size)
+    forecasts = {name: Forecast(plan, batch, name, MICROS, ONE_MACHINE) for name, _, _ in SCHEDULES}
+    forecasts[NEVER_FLUSHED] = Forecast(plan, micro, NEVER_FLUSHED, 1, ONE_MACHINE)
+    return {f"{name}, predicted": f.profile.batch_size / f.batch_s for name, f in forecasts.items()}
+
+
+def _once(zygote: Zygote, task: Chain, seconds: float) -> dict[str, float]:
+    plan = in_halves(task)
+    small = task.batch_size // MICROS
+    rates = predicted(task) | {"alone": alone(zygote, task, task.batch_size, seconds)}
+    rates["alone, small"] = alone(zygote, task, small, seconds)
+    rates["pipedream"] = together(task, TeamPlan(plan=plan), seconds, "pipedream", small)
+    for schedule in SCHEDULES:
+        team = TeamPlan(plan=plan, micros=MICROS, schedule=schedule.name)  # type: ignore[arg-type]
+        rates[schedule.name] = together(task, team, seconds)
+        rates[schedule.torch_name] = torch_pipelining(zygote, schedule.torch_name, MICROS, seconds)
+    return rates
+
+
+def _rows(rates: dict[str, list[float]], task: Chain) -> list[Row]:
+    def ratio(name: str, against: str) -> float:
+        return median([a / b for a, b in zip(rates[name], rates[against], strict=True)])
+
+    small = task.batch_size // MICROS
+    rows = [
+        Row(f"one plain process, batches of {small}", median(rates["alone, small"]), "samples/s"),
+        Row(f"pipedream, 2 stages, batches of {small}", median(rates["pipedream"]), "samples/s"),
+        at_least("pipedream, 2 stages", ratio("pipedream", "alone, small"), 1.6, "one plain process"),
+        Row(f"one plain process, batches of {task.batch_size}", median(rates["alone"]), "samples/s"),
+        Row(
+            "pipedream, 2 stages", ratio("pipedream", "alone"), "x", f"one plain process, batches of {task.batch_size}"
+        ),
+        Row("pipedream, 2 stages", ratio("pipedream", "pipedream, predicted"), "x", PLAN),
+    ]
+    for schedule in SCHEDULES:
+        name = f"{schedule.name}, 2 stages, {MICROS} microbatches"
+        rows.append(Row(f"{TORCH}, {schedule.torch_name}", median(rates[schedule.torch_name]), "samples/s"))
+        rows.append(Row(name, median(rates[schedule.name]), "samples/s"))
+        against_one = ratio(schedule.name, "alone")
+        if schedule.bar is None:
+            rows.append(Row(name, against_one, "x", "one plain process"))
+        else:
+            rows.append(at_least(name, against_one, schedule.bar, "one plain process"))
+        rows.append(at_least(name, ratio(schedule.name, schedule.torch_name), 1.0, TORCH))
+        rows.append(Row(name, ratio(schedule.name, f"{schedule.name}, predicted"), "x", PLAN))
+    return rows

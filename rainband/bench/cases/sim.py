@@ -1,0 +1,194 @@
+"""Is virtual time true, and is it fast?
+
+True: the same runs really and simulated after calibration; the error of the predicted rate and of the waiting. Fast:
+gradients per second of thirty simulated workers, and the seconds that ten thousand take.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from rainband.bench.harness.rows import Effort, Row, at_least, at_most, median
+from rainband.protocol import events
+from rainband.record.calibrate import calibrate
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.processes import launcher as local
+from rainband.runtimes.run import View
+from rainband.runtimes.simulation import run as sim
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel, to_toml
+from rainband.tasks.load import load_task
+
+World = Callable[[RunConfig, View], local.RunResult]
+SIZES = ("0.7M", "5.8M", "20M")
+STRATEGIES = ("downpour", "sync")
+BAR = 0.15
+SAMPLES = {"0.7M": 16384, "5.8M": 4096, "20M": 2048}
+EPOCHS = {"0.7M": 4, "5.8M": 3, "20M": 2}  # some seconds: a rate over one second is that of its beginning
+STEPS = {"0.7M": 300, "5.8M": 60, "20M": 20}  # for a calibration: some seconds, too
+MANY = 30
+
+
+def run(effort: Effort) -> Iterator[Row]:
+    sizes, repeats, crews = (SIZES, 3, (2, 4)) if effort == "full" else (SIZES[:2], 1, (2,))
+    for size, strategy, num_workers in itertools.product(sizes, STRATEGIES, crews):
+        yield from _compare(size, strategy, num_workers, repeats)
+    yield from _throughput(repeats)
+    if effort == "full":
+        yield _scale()
+
+
+# ---- is it true? ----
+
+
+def _compare(size: str, strategy: str, num_workers: int, repeats: int) -> list[Row]:
+    """Calibrate and run in turns, so that a slow minute of the machine hits both; each run lies between two models."""
+    real, predicted = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(size, strategy, num_workers, Path(folder, "calibrating"))
+        before = calibrate(config, steps=STEPS[size])
+        for number in range(repeats):
+            real.append(_measured(_config(size, strategy, num_workers, Path(folder, f"real-{number}")), local.run))
+            after = calibrate(config, steps=STEPS[size])
+            file = Path(folder, f"model-{number}.toml")
+            file.write_text(to_toml(_between(before, after)), encoding="utf-8")
+            before = after
+            virtual = msgspec.structs.replace(
+                _config(size, strategy, num_workers, Path(folder, f"sim-{number}")),
+                sim=SimSettings(model=str(file), time_only=True),
+            )
+            predicted.append(_measured(virtual, sim.run))
+    name = f"{strategy}, {num_workers} workers, {size}"
+    of_rate = median([abs(p.rate / r.rate - 1) for p, r in zip(predicted, real, strict=True)])
+    of_wait = median([abs(p.waited - r.waited) for p, r in zip(predicted, real, strict=True)])
+    return [
+        Row(f"{name}: really", median([r.rate for r in real]), "samples/s"),
+        Row(f"{name}: predicted", median([p.rate for p in predicted]), "samples/s"),
+        at_most(f"{name}: error of the rate", of_rate, BAR, "the real run", unit=""),
+        Row(f"{name}: part of the time spent waiting, really", median([r.waited for r in real]), ""),
+        Row(f"{name}: part of the time spent waiting, predicted", median([p.waited for p in predicted]), ""),
+        at_most(f"{name}: error of the waiting, as a part of the time", of_wait, BAR, "the real run", unit=""),
+    ]
+
+
+def _between(before: ClusterModel, after: ClusterModel) -> ClusterModel:
+    """The machine as it was between two calibrations."""
+    compute = replace(
+        before.compute,
+        trace_s=before.compute.trace_s + after.compute.trace_s,
+        step_s=(before.compute.step_s + after.compute.step_s) / 2,
+    )
+    speeds = (
+        *("apply_bytes_per_s", "gather_bytes_per_s", "read_bytes_per_s", "push_bytes_per_s", "pull_bytes_per_s"),
+        *("message_s", "worker_message_s", "crowding", "wake_s", "moves"),
+    )
+    nodes = replace(
+        before.nodes, **{name: (getattr(before.nodes, name) + getattr(after.nodes, name)) / 2 for name in speeds}
+    )
+    return ClusterModel(before.network, compute, nodes)
+
+
+def _config(size: str, strategy: str, num_workers: int, directory: Path) -> RunConfig:
+    directory.mkdir()
+    return RunConfig(
+        task="mlp",
+        task_settings={"parameters": size, "samples": SAMPLES[size]},
+        strategy=strategy,
+        epochs=EPOCHS[size],
+        strategy_settings={"optimizer": "sgd", "lr": 1e-3},
+        num_workers=num_workers,
+        num_servers=1,
+        failure_timeout_s=1.0,
+        directory=str(directory),
+    )
+
+
+class Measured(NamedTuple):
+    rate: float  # samples per second, between the first and the last report
+    waited: float  # the part of that time
+
+
+def _measured(config: RunConfig, world: World) -> Measured:
+    seen: list[events.Progress] = []
+
+    def view(event: events.AnyEvent) -> None:
+        if isinstance(event, events.Progress) and event.samples_done:
+            seen.append(event)
+
+    result = world(config, view)
+    if result.outcome != "finished" or len(seen) < 2:
+        raise RuntimeError(f"the run {result.outcome} {result.reason} with {len(seen)} reports: nothing to measure.")
+    first, last = seen[0], seen[-1]
+    seconds = last.at_s - first.at_s
+    waited = [last.waited_s[worker] - first.waited_s.get(worker, 0.0) for worker in last.waited_s]
+    return Measured((last.samples_done - first.samples_done) / seconds, sum(waited) / len(waited) / seconds)
+
+
+# ---- is it fast? ----
+
+
+def _throughput(repeats: int) -> list[Row]:
+    """Gradients per second of thirty simulated workers, and of one plain process, in turns.
+
+    The plain process computes nothing but gradients, or trains: the simulated run does the servers' steps as well.
+    By the processor's time: what else runs on the machine takes none of it.
+    """
+    against: dict[str, list[float]] = {"one plain process, gradients alone": [], "one plain process that trains": []}
+    for _ in range(3 * repeats):
+        simulated = _simulated()
+        for name, ratios in against.items():
+            ratios.append(simulated / _plain(trains="trains" in name))
+    what = f"{MANY} simulated workers on digits: gradients per second"
+    alone, trains = against.items()
+    return [Row(what, median(alone[1]), "x", alone[0]), at_least(what, median(trains[1]), 0.8, trains[0])]
+
+
+def _plain(trains: bool) -> float:
+    task = load_task("digits", {})
+    data, module = task.data(), task.model()
+    optimizer = torch.optim.Adagrad(module.parameters(), lr=0.02)  # as the simulated servers have it
+    batches = [torch.arange(at, at + task.batch_size) for at in range(0, len(data) - task.batch_size, task.batch_size)]
+    with sim.one_thread():
+        began = time.process_time()
+        for _ in range(task.epochs):
+            for batch in batches:
+                optimizer.zero_grad()
+                task.loss(module, data.batch(batch.numpy())).backward()  # type: ignore[no-untyped-call]
+                if trains:
+                    optimizer.step()
+        return task.epochs * len(batches) / (time.process_time() - began)
+
+
+def _simulated() -> float:
+    moments: dict[str, float] = {}
+
+    def view(event: events.AnyEvent) -> None:
+        if isinstance(event, events.PhaseChanged):
+            moments[event.phase] = time.process_time()
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = RunConfig(task="digits", strategy="downpour", num_workers=MANY, num_servers=2, directory=folder)
+        result = sim.run(config, view)
+    return float(result.books["applied"]) / (moments["concluding"] - moments["running"])
+
+
+def _scale() -> Row:
+    """Ten thousand workers, a hundred servers, twenty steps each, on one core."""
+    settings = SimSettings(time_only=True, steps=20)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        sim.run(
+            RunConfig(
+                task="digits", strategy="downpour", num_workers=10_000, num_servers=100, directory=folder, sim=settings
+            ),
+            lambda event: None,
+        )
+    return at_most("10,000 workers, 100 servers, 20 steps, time only", time.perf_counter() - began, 30.0, "", unit="s")

@@ -1,0 +1,1 @@
+"""What benchmarks share: processes, clusters, models and rows."""

@@ -1,0 +1,256 @@
+"""Real servers and workers for measurements: processes from a zygote, led by a minimal coordinator."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from rainband.bench.baselines.limit import Limit, timed
+from rainband.bench.harness.processes import Process
+from rainband.model.flat_parameters import Flat
+from rainband.model.gradient import Gradient
+from rainband.protocol.data_plan import Plan
+from rainband.protocol.layout import BlockSpec, cut, deal
+from rainband.protocol.messages import COORDINATOR, Address, Assign, Bye, Message, Opened, Peer, Ready, ServerJoin
+from rainband.protocol.optimizer_spec import OptimizerSpec
+from rainband.protocol.worker_stats import Stats
+from rainband.runtimes.config import Job, RunConfig, encode_job
+from rainband.runtimes.processes.zygote import Exited, Failed, Started, Zygote
+from rainband.strategy import Batch, Port
+from rainband.transports.auth import new_run_id, new_secret
+from rainband.transports.connect import can_share_memory, dial, listen_unix, this_machine
+from rainband.transports.connection import Connection
+from rainband.transports.event_loop import Switchboard
+from rainband.transports.hub import Hub
+from rainband.transports.server_links import SharedPort, TcpPort
+from rainband.worker.client import Client
+
+NUM_WORKERS = 4
+PLAN = Plan(fingerprint="", layout="", num_samples=1 << 24, batch_size=1, epochs=1, seed=0, portion_batches=64)
+
+
+class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a measuring worker needs to know."""
+
+    index: int
+    num_elements: int
+    rounds: int
+    warmup: int
+    addresses: tuple[Address, ...]
+    owners: tuple[int, ...]
+    blocks: tuple[BlockSpec, ...]
+    transport: str
+    run_id: bytes
+    secret: bytes
+    limit: OptimizerSpec | None  # measured in turns with the exchange
+
+
+Seconds = list[tuple[float, float]]  # of each exchange, and of the limit just after it
+
+
+class Rig:
+    """Some servers that hold one vector, and workers that push to and pull from them."""
+
+    def __init__(self, zygote: Zygote, num_elements: int, num_servers: int, optimizer: str, transport: str) -> None:
+        self.zygote = zygote
+        self.num_elements = num_elements
+        self.num_servers = num_servers
+        self.transport = transport
+        self.optimizer = optimizer
+        self.run_id, self.secret = new_run_id(), new_secret()
+        self.addresses: dict[int, Address] = {}
+        self.ready: set[int] = set()
+        self.started: dict[int, int] = {}  # token -> process
+        self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, 1 << 26)
+        self.unix = f"rainband-{self.run_id.hex()}"
+        self.hub.listen(listen_unix(self.unix))
+        self.tokens = [self._start_server(index) for index in range(num_servers)]
+        layout = Flat(vector_module(num_elements)).layout
+        self.blocks = cut(layout, num_servers)
+        dealt = deal(self.blocks, num_servers)
+        owner = {block: server for server, mine in enumerate(dealt) for block in mine}
+        self.owners = tuple(owner[block.index] for block in self.blocks)
+        while len(self.addresses) < num_servers:
+            self.hub.run_once(1.0)
+            self._see_servers_live()
+        for index, mine in enumerate(dealt):
+            specs = tuple(self.blocks[b] for b in mine)
+            self.hub.send(Peer("server", index), Assign(PLAN, specs, layout.groups, NUM_WORKERS))
+        self.hub.flush()
+
+    def _see_servers_live(self) -> None:
+        """Nothing is to be measured without them; what a server printed above says why it ended."""
+        for event in self.zygote.events():
+            if isinstance(event, Started) and event.token in self.tokens:
+                self.started[event.token] = event.pid
+            elif isinstance(event, Failed) or (isinstance(event, Exited) and event.token in self.tokens):
+                raise RuntimeError(f"a server ended while it was measured: {event}.")
+
+    def _start_server(self, index: int) -> int:
+        config = RunConfig(
+            task="",
+            strategy="downpour",
+            strategy_settings={"optimizer": self.optimizer, "lr": 1e-3},
+            num_workers=NUM_WORKERS,
+            num_servers=self.num_servers,
+        )
+        job = Job(
+            role="server",
+            index=index,
+            run_id=self.run_id,
+            secret=self.secret,
+            coordinator=Address("", 0, self.unix, this_machine()),
+            config=config,
+        )
+        entry = "rainband.runtimes.processes.server_process:main"
+        return self.zygote.spawn(entry, encode_job(job), f"rainband server {index}", threads=1)
+
+    def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
+        match message:
+            case ServerJoin():
+                self.addresses[connection.peer.index] = message.address
+            case Ready():
+                self.ready.add(connection.peer.index)
+
+    def lost(self, peer: Peer) -> None:
+        """A lost server shows in the measurement."""
+
+    def measure(self, num_workers: int, rounds: int, limit: bool = True) -> list[Seconds]:
+        """Seconds of each push + apply + pull, per worker; all work at the same time."""
+        goes, processes = [], []
+        for index in range(num_workers):
+            go_read, go_write = os.pipe()
+            order = WorkerOrder(
+                index=index,
+                num_elements=self.num_elements,
+                rounds=rounds,
+                warmup=3,
+                addresses=tuple(self.addresses[i] for i in range(self.num_servers)),
+                owners=self.owners,
+                blocks=self.blocks,
+                transport=self.transport,
+                run_id=self.run_id,
+                secret=self.secret,
+                limit=OptimizerSpec(self.optimizer, {"lr": 1e-3}) if limit else None,
+            )
+            entry = "rainband.bench.harness.cluster:worker_main"
+            processes.append(Process(self.zygote, entry, order, f"rainband worker {index}", [go_read]))
+            os.close(go_read)
+            goes.append(go_write)
+        for process in processes:
+            process.read_byte(self._idle)  # it is connected
+        for go in goes:
+            os.write(go, b"g")
+            os.close(go)
+        return [process.result(Seconds, self._idle) for process in processes]
+
+    def _idle(self) -> None:
+        self.hub.run_once(0.0)
+        self._see_servers_live()
+
+    def close(self) -> list[tuple[int, int]]:
+        """End the servers; returns their peak resident sizes, and what they share with other processes, in bytes."""
+        self._see_servers_live()
+        peaks = [(_peak_bytes(pid), _shared_bytes(pid)) for pid in self.started.values()]
+        for index in range(self.num_servers):
+            self.hub.send(Peer("server", index), Bye())
+        self.hub.close()
+        waiting, deadline = set(self.tokens), time.monotonic() + 10
+        while waiting and time.monotonic() < deadline:
+            select.select([self.zygote], [], [], 0.1)
+            waiting -= {event.token for event in self.zygote.events() if isinstance(event, Exited)}
+        return peaks
+
+
+def _peak_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/status") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def _shared_bytes(pid: int) -> int:
+    """Anonymous memory that another process maps too: torch's own objects, as the zygote imported them."""
+    shared = here = 0
+    with open(f"/proc/{pid}/smaps") as mappings:
+        for line in mappings:
+            name, _, rest = line.partition(":")
+            if name == "Shared_Dirty":
+                here = int(rest.split()[0])
+            elif name == "Anonymous" and int(rest.split()[0]):  # comes after it; a mailbox has none
+                shared += here
+    return shared * 1024
+
+
+def vector_module(num_elements: int) -> nn.Module:
+    """A module that is nothing but one long parameter."""
+    module = nn.Module()
+    module.vector = nn.Parameter(torch.zeros(num_elements))
+    return module
+
+
+def worker_main(job: bytes, fds: list[int]) -> None:
+    """A worker that pushes one gradient again and again, and takes the parameters over."""
+    order = msgspec.msgpack.decode(job, type=WorkerOrder)
+    result_fd, go_fd = fds
+    bench = BenchWorker(order)
+    limit = Limit(order.num_elements, order.limit) if order.limit else None
+    os.write(result_fd, b"c")
+    os.read(go_fd, 1)
+    for _ in range(order.warmup):
+        bench.exchange()
+        if limit:
+            limit.apply_and_copy()
+    seconds: Any = []
+    for _ in range(order.rounds):  # in turns, so that what disturbs one disturbs the other
+        seconds.append((timed(bench.exchange), timed(limit.apply_and_copy) if limit else 0.0))
+    os.write(result_fd, msgspec.msgpack.encode(seconds))
+    os.close(result_fd)
+
+
+class BenchWorker:
+    """A client with real ports."""
+
+    def __init__(self, order: WorkerOrder) -> None:
+        self.switchboard = Switchboard()
+        self.client: Client | None = None
+        self.order = order
+        self.stats = Stats()
+        flat = Flat(vector_module(order.num_elements))
+        me = Peer("worker", order.index)
+        ports = [self._port(me, i, address) for i, address in enumerate(order.addresses)]
+        self.client = Client(me, PLAN, flat, order.blocks, order.owners, ports, lambda message: None)
+        self.client.stats = self.stats
+        self.gradient: Tensor = torch.full((order.num_elements,), 1e-3)
+        self.batch = order.index << 20
+        if order.index == 0:
+            self.client.load()
+
+    def _port(self, me: Peer, index: int, address: Address) -> Port:
+        order = self.order
+        specs = [order.blocks[b] for b, owner in enumerate(order.owners) if owner == index]
+        shared = order.transport == "shm"
+        assert not shared or can_share_memory(address)
+        sock, _, key = dial(address, shared, order.secret, order.run_id, me, 5.0)
+        peer = Peer("server", index)
+        if shared:
+            return SharedPort(peer, sock, key, specs, self.switchboard, self._deliver, self.stats)
+        return TcpPort(peer, sock, key, specs, self.switchboard, self._deliver)
+
+    def _deliver(self, message: Message, payload: Tensor | None) -> None:
+        if self.client is not None and not isinstance(message, Opened):
+            self.client.receive(message, payload)
+
+    def exchange(self) -> None:
+        """One push, its apply, and the pull of what came of it."""
+        assert self.client is not None
+        batch = Batch(self.batch // 64, self.batch % 64, 1)
+        self.batch += 1
+        pull = self.client.exchange(Gradient([self.gradient], (batch,), 1, 0.0))
+        while not pull.ready():
+            self.switchboard.wait()

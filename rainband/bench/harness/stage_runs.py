@@ -1,0 +1,104 @@
+"""Runs in which two workers compute one model together, as their samples per second."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rainband.bench.baselines.stages import AloneOrder, PipeliningOrder
+from rainband.bench.harness.models import Branches, Chain
+from rainband.bench.harness.processes import Process, free_port
+from rainband.model_parallel.graph.split_loss import cut_task, measure_samples
+from rainband.model_parallel.placement.placement import Plan, Stage
+from rainband.model_parallel.placement.profile import Profile
+from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.protocol import events
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.processes import launcher as local
+from rainband.runtimes.processes.zygote import Zygote
+from rainband.runtimes.run_directory import new_directory
+from rainband.views.training_time import TrainingTime
+
+MODELS = "rainband.bench.harness.models:"
+OPPONENTS = "rainband.bench.baselines.stages:"
+SAMPLES_PER_S = 2500  # about: only to choose how long a run is
+
+
+def alone(zygote: Zygote, task: Chain, batch_size: int, seconds: float) -> float:
+    """One plain process with this batch size."""
+    order = AloneOrder(_name(task), seconds, batch_size)
+    return float(Process(zygote, f"{OPPONENTS}alone_main", order, "alone").result()[0])
+
+
+def torch_pipelining(zygote: Zygote, schedule: str, micros: int, seconds: float) -> float:
+    """torch.distributed.pipelining over gloo, with the same two stages."""
+    port = free_port()
+    ranks = [
+        Process(
+            zygote,
+            f"{OPPONENTS}pipelining_main",
+            PipeliningOrder(rank, port, schedule, micros, seconds),
+            f"rank {rank}",
+        )
+        for rank in range(2)
+    ]
+    return min(float(rank.result()[0]) for rank in ranks)
+
+
+def in_halves(task: Chain) -> Plan:
+    """Half of the chain's layers for each of two machines; of the branches one each."""
+    cut, _, _ = cut_task(task, task.model(), task.data(), 2)
+    if isinstance(task, Branches):
+        right = {unit for unit in cut.units if unit.startswith("right")}
+        parts = [unit for unit in cut.units if unit not in right], sorted(right, key=cut.units.index)
+    else:
+        parts = list(cut.units[: task.layers]), list(cut.units[task.layers :])
+    return Plan(
+        model=_name(task),
+        kind="partition" if isinstance(task, Branches) else "pipeline",
+        partitioner="halves",
+        num_machines=2,
+        stages=tuple(Stage((machine,), tuple(units)) for machine, units in enumerate(parts)),
+    )
+
+
+def profile_of(task: Chain, samples: int) -> Profile:
+    """What so many samples cost, layer by layer, on one core."""
+    data = task.data()
+    cut, _, _ = cut_task(task, task.model(), data, samples)
+    return measure_samples(task, cut, data, samples, _name(task))
+
+
+def together(
+    task: Chain, team: TeamPlan, seconds: float, strategy: str = "single", batch_size: int | None = None
+) -> float:
+    """Two workers, a share each: from the end of the first step, which warms up, to the end of the last."""
+    training, first_s, first_samples = TrainingTime(), [], batch_size or task.batch_size
+
+    def view(event: events.AnyEvent) -> None:
+        training.absorb(event)
+        if isinstance(event, events.FirstStep):
+            first_s.append(event.at_s)
+
+    settings: dict[str, Any] = {
+        "task": _name(task),
+        "strategy": strategy,
+        "strategy_settings": {"lr": 1e-3},
+        "num_workers": 2,
+        "num_servers": 0,
+        "epochs": max(1, round(seconds * SAMPLES_PER_S / task.samples)),
+        "eval_every_s": 0.0,
+        "batch_size": batch_size,
+        "team": team,
+    }
+    with tempfile.TemporaryDirectory() as root:
+        directory = str(new_directory(Path(root), "bench", strategy))
+        result = local.run(RunConfig(**settings, directory=directory), view)
+    if result.outcome != "finished" or training.ended_s is None:
+        raise RuntimeError(f"the run {result.outcome}: {result.reason}")
+    return (result.samples - first_samples) / (training.ended_s - first_s[0])
+
+
+def _name(task: Chain) -> str:
+    return MODELS + type(task).__name__

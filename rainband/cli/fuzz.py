@@ -1,0 +1,110 @@
+"""`rainband simtest`: runs with random faults in virtual time, each replayed from its seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rainband.cli.report_errors import FAILED, mistakes_told
+
+if TYPE_CHECKING:
+    from rainband.runtimes.simulation.oracle.check import Verdict
+    from rainband.runtimes.simulation.oracle.scenarios import Case
+
+
+def register(app: typer.Typer) -> None:
+    app.command("simtest")(command)
+
+
+def command(
+    seeds: Annotated[
+        str, typer.Argument(metavar="SEED", help="One seed, such as 17; or several, such as 0-1000.")
+    ] = "0-100",
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="downpour, downpour2 (n_push=2), corrected (with compensation), ragged, sync, backup (with a backup "
+            "worker), stale_sync, adaptive_bound, bounded_delay, soft_sync, sandblaster or conjugate_gradient.",
+            show_default="the seed's choice",
+        ),
+    ] = None,
+    faults: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A script of faults.", show_default="one drawn from the seed"),
+    ] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Show every message.")] = False,
+    shrink: Annotated[bool, typer.Option("--shrink", help="Shorten the script of a run that fails.")] = False,
+) -> None:
+    """Run in virtual time with random faults, and say whether the run kept its promises.
+
+    A small task whose gradients are whole numbers is trained while workers, servers, the coordinator and the lines
+    between them fail as a script says, which is drawn from the seed. Promised is: every batch is applied exactly once
+    on every block, the parameters are the right ones to the last bit, rounds are the same everywhere, nobody reads
+    what is too old, nobody waits for ever. What the coordinator leads comes to the same as without faults. A failing
+    seed is shown with the command that runs it again.
+
+    \b
+    rainband simtest 0-1000
+    rainband simtest 17 --trace
+    rainband simtest 17 --faults script.txt --shrink
+    """
+    from rainband.runtimes.simulation.oracle.check import check, shortest
+
+    failed = 0
+    with mistakes_told():
+        for case in _cases(seeds, strategy, faults):
+            verdict = check(case, keep_trace=trace)
+            if verdict.wrong and shrink:
+                verdict = check(shortest(case), keep_trace=trace)
+            failed += bool(verdict.wrong)
+            if verdict.wrong or trace or "-" not in seeds:
+                _show(verdict, shrink or faults is not None)
+    typer.echo(f"{failed} failed" if failed else "all kept their promises")
+    raise typer.Exit(FAILED if failed else 0)
+
+
+def _cases(seeds: str, strategy: str | None, faults: Path | None) -> Iterator[Case]:
+    from dataclasses import replace
+
+    from rainband.runtimes.simulation.models.faults import parse
+    from rainband.runtimes.simulation.oracle.scenarios import KINDS, random_case
+
+    if strategy is not None and strategy not in KINDS:
+        raise ValueError(f"no test of a strategy {strategy!r}: choose from {', '.join(KINDS)}.")
+    script = None if faults is None else parse(faults.read_text(encoding="utf-8"))
+    for seed in _numbers(seeds):
+        case = random_case(seed, strategy)
+        yield case if script is None else replace(case, script=script)
+
+
+def _numbers(seeds: str) -> range:
+    first, dash, last = seeds.partition("-")
+    try:
+        return range(int(first), int(last) if dash else int(first) + 1)
+    except ValueError:
+        raise ValueError(f"{seeds!r} is no seed: write a number, such as 17, or two, such as 0-1000.") from None
+
+
+def _show(verdict: Verdict, shortened: bool) -> None:
+    from rainband.runtimes.simulation.models.faults import text
+    from rainband.runtimes.simulation.models.trace import table
+
+    case = verdict.case
+    typer.echo(
+        f"seed {case.seed}: {case.strategy}, {case.num_workers} workers, {case.num_servers} servers: "
+        f"{verdict.outcome} after {verdict.seconds:.3f} s, trace {verdict.trace.digest()}"
+    )
+    typer.echo(text(case.script))
+    if verdict.trace.lines:
+        typer.echo(table(verdict.trace.lines))
+    for wrong in verdict.wrong:
+        typer.echo(f"WRONG: {wrong}")
+    if verdict.wrong and shortened:
+        typer.echo("To see it again, write the lines of the script to a file, and type")
+        typer.echo(f"  {verdict.command} --faults FILE --trace")
+    elif verdict.wrong:
+        typer.echo(f"To see it again:  {verdict.command} --trace")

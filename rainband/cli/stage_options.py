@@ -1,0 +1,68 @@
+"""What `rainband train` says of models that several workers compute together: --stages, --plan and how."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+import typer
+
+if TYPE_CHECKING:
+    from rainband.model_parallel.placement.placement import Plan
+    from rainband.model_parallel.placement.stage_plan import TeamPlan
+    from rainband.runtimes.config import RunConfig
+    from rainband.runtimes.stage_options import Flow
+
+
+def in_teams(config: RunConfig, stages: int | None, plan: Plan | None, flow: Flow) -> RunConfig:
+    """The run, with the plan by which its workers compute one model together."""
+    from rainband.plugins import load_strategy
+    from rainband.runtimes.stage_options import check_flow, check_plan, check_versions, team_size
+
+    size = team_size(plan, stages) or 1
+    strategy = load_strategy(config.strategy, config.strategy_settings)
+    if size == 1:
+        if any(flow) and config.team is None:
+            raise ValueError(
+                "--microbatches, --schedule and --chunks are for a model in several stages: type --stages 2, too."
+            )
+        return config
+    from rainband.runtimes.stage_plan import make_team_plan
+    from rainband.tasks.load import load_task
+
+    if plan is not None:
+        check_plan(strategy, config.strategy, plan)
+    check_flow(strategy, config.strategy, flow, size, plan)
+    check_versions(strategy, plan.replicas() if plan is not None else [1] * size)
+    if config.record:
+        raise ValueError("--record is for workers with the whole model: leave it out, or --stages.")
+
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    typer.echo(f"measuring {config.task} to cut it for {size} workers ...", err=True)
+    team = make_team_plan(
+        load_task(config.task, config.task_settings),
+        config.task,
+        size,
+        plan=plan,
+        batch_size=config.batch_size,
+        flow=flow,
+        seed=config.seed,
+        threads=config.threads,
+    )
+    for line in _stage_lines(team):
+        typer.echo(line, err=True)
+    return msgspec.structs.replace(config, team=team)
+
+
+def _stage_lines(team: TeamPlan) -> list[str]:
+    lines = []
+    for number, stage in enumerate(team.plan.stages):
+        units = ", ".join(stage.units[:6]) + (f" and {len(stage.units) - 6} more" if len(stage.units) > 6 else "")
+        where = f" (on {len(stage.machines)} workers in turn)" if len(stage.machines) > 1 else ""
+        if team.chunks > 1:
+            where = f" (on worker {number % len(team.workers)})"
+        lines.append(f"  stage {number}{where}: {units}")
+    return lines

@@ -1,0 +1,92 @@
+"""A command under way: who has answered it, what came of it, and what a strategy awaits until then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+
+from rainband.coordinator.journal import Entry, digest
+from rainband.coordinator.work_queue import HandOut
+from rainband.errors import RainbandError
+from rainband.protocol.messages import Answer, Command, Evaluated, Peer
+from rainband.protocol.vectors import ANSWERED
+from rainband.strategy import Evaluation
+
+
+class CommandRefused(RainbandError):
+    """A server would not do what the strategy asked for."""
+
+
+class Pending:
+    """A command under way, and perhaps the evaluation that begins with it."""
+
+    def __init__(self, command: Command, servers: Sequence[Peer], first: Peer, cells: tuple[int, ...] = ()) -> None:
+        self.command = command
+        self.servers = servers
+        self.first = first
+        self.cells = cells
+        self.answers: dict[Peer, Answer] = {}
+        self.evaluated: dict[Peer, Evaluated] = {}
+        self.hand_out: HandOut | None = None
+        self.known: Entry | None = None  # what came of it, from the journal
+
+    @property
+    def point(self) -> int:
+        """The version of every block, once all have answered."""
+        return next(iter(self.answers.values())).version
+
+    def refused(self) -> str:
+        return next((answer.refused for answer in self.answers.values() if answer.refused), "")
+
+    def ready(self) -> bool:
+        if self.known is not None:
+            return True
+        answered = len(self.answers) == len(self.servers)
+        return bool(self.refused()) or (answered and (not self.cells or len(self.evaluated) == len(self.servers)))
+
+    def wait(self) -> Generator[Pending, None, None]:
+        while not self.ready():
+            yield self
+        if refused := self.refused():
+            raise CommandRefused(f"a server refused a command: {refused}.")
+
+    def entry(self) -> Entry:
+        """What came of it."""
+        told = self.evaluated.get(self.first) if self.cells else None
+        if told is None:
+            return Entry(digest(self.command), self.results())
+        loss = told.loss if math.isfinite(told.loss) else None
+        return Entry(digest(self.command), self.results(), loss, told.samples)
+
+    def results(self) -> tuple[float, ...]:
+        """Summed over the servers in their order, so that they are the same each time."""
+        if self.known is not None:
+            return self.known.results
+        answers = [self.answers[server].results for server in self.servers]
+        answered = [operation.kind for operation in self.command.operations if operation.kind in ANSWERED]
+        sums = [sum(results[at] for results in answers) for at in range(len(answered))]
+        return tuple(math.sqrt(s) if kind == "norm" else s for kind, s in zip(answered, sums, strict=True))
+
+
+class Computed:
+    """The numbers that come of a command."""
+
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+
+    def __await__(self) -> Generator[Pending, None, tuple[float, ...]]:
+        yield from self.pending.wait()
+        return self.pending.results()
+
+
+class Evaluating:
+    """The loss that comes of an evaluation."""
+
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+
+    def __await__(self) -> Generator[Pending, None, Evaluation]:
+        yield from self.pending.wait()
+        found = self.pending.known or self.pending.entry()
+        loss = math.nan if found.loss is None else found.loss
+        return Evaluation(loss / max(1, found.samples), found.samples)

@@ -1,0 +1,1 @@
+"""What full-batch strategies share: descent directions and line searches."""

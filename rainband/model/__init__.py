@@ -1,0 +1,1 @@
+"""A model as flat vectors: layout, parameters, gradients, optimizers."""

@@ -1,0 +1,72 @@
+"""The sum of some batches' gradients, as autograd left them: one tensor per parameter, None where there was none."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+from rainband.model.flat_parameters import is_finite
+from rainband.protocol.data_plan import Name, Range, ranges
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.strategy import Batch
+
+
+class Gradient:
+    """Gradients of a module's parameters and the names of the batches they came from."""
+
+    def __init__(self, tensors: list[Tensor | None], batches: tuple[Batch, ...], samples: int, loss: float) -> None:
+        self.tensors = tensors
+        self.batches = batches
+        self.samples = samples
+        self.loss = loss  # mean over the samples
+        self.began: int | None = None  # the worker's clock when it began to compute it
+        self.read: tuple[int, ...] | None = None  # the version of each block at which it was computed
+
+    @cached_property
+    def is_finite(self) -> bool:
+        """Looked at once: whoever asks first, the worker's own step or the push, asks for both."""
+        return is_finite(self.tensors)
+
+    def __add__(self, other: Gradient) -> Gradient:
+        """The sum. It takes over this gradient's memory: do not use the summands afterwards."""
+        return self.plus(other)
+
+    def plus(self, other: Gradient, times: float = 1.0) -> Gradient:
+        """Add so many times another one. It takes over this gradient's memory: do not use the summands afterwards."""
+        both = [(a, b) for a, b in zip(self.tensors, other.tensors, strict=True) if a is not None and b is not None]
+        if both:
+            torch._foreach_add_([a for a, _ in both], [b for _, b in both], alpha=times)
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        tensors = [(None if b is None else b.mul_(times)) if a is None else a for a, b in pairs]
+        samples = self.samples + other.samples
+        loss = (self.loss * self.samples + other.loss * other.samples) / max(1, samples)
+        total = Gradient(tensors, self.batches + other.batches, samples, loss)
+        total.began, total.read = self.began, self.read  # the older: it has missed the most
+        return total
+
+    def __mul__(self, factor: float) -> Gradient:
+        """So many times the gradient. It takes over this gradient's memory: do not use it afterwards."""
+        present = [tensor for tensor in self.tensors if tensor is not None]
+        if present:
+            torch._foreach_mul_(present, factor)
+        product = Gradient(self.tensors, self.batches, self.samples, self.loss)
+        product.began, product.read = self.began, self.read
+        return product
+
+    def name(self) -> Name:
+        """The set of batches, as ranges with their leases."""
+        if len(self.batches) == 1:  # nearly always: nothing to sort
+            batch = self.batches[0]
+            return (Range(batch.portion, batch.k, batch.k + 1, batch.lease),)
+        ordered = sorted(self.batches, key=lambda b: (b.portion, b.lease, b.k))
+        return tuple(
+            r
+            for (portion, lease), some in groupby(ordered, key=lambda b: (b.portion, b.lease))
+            for r in ranges(portion, (b.k for b in some), lease)
+        )

@@ -1,0 +1,190 @@
+"""An optimizer's class, settings and state, on their way from a user's own loop to the servers' blocks and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rainband.model.block_optimizer import build
+from rainband.protocol.layout import BlockSpec, Segment
+from rainband.protocol.optimizer_spec import BUILT_IN, NOT_THE_UPDATE, OptimizerSpec
+
+Numbers = dict[str, dict[int, float]]  # state that is one number per parameter: name -> parameter -> number
+
+
+@dataclass
+class State:
+    """The state of all parameters of a flat vector, in its order; what a parameter does not have is absent."""
+
+    tensors: dict[str, list[Tensor | None]] = field(default_factory=dict)  # name -> one per parameter
+    numbers: Numbers = field(default_factory=dict)
+
+
+# ---- what the optimizer is ----
+
+
+def spec_of(optimizers: Sequence[Optimizer]) -> OptimizerSpec:
+    """The optimizer by its name: one of torch.optim's, or module:Class."""
+    kinds = list(dict.fromkeys(type(optimizer) for optimizer in optimizers))
+    if len(kinds) > 1:
+        names = " and ".join(kind.__name__ for kind in kinds)
+        raise ValueError(
+            f"the optimizers are of different classes ({names}), but the servers of a run have one: "
+            "use one class with different settings, or parameter groups of one optimizer."
+        )
+    (kind,) = kinds
+    for name, class_name in BUILT_IN.items():
+        if getattr(torch.optim, class_name) is kind:
+            return OptimizerSpec(name)
+    return OptimizerSpec(f"{kind.__module__}:{kind.__qualname__}")
+
+
+def settings_of(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
+    """What each parameter group says about the update now, as numbers and lists; notes of others are left out."""
+    return [
+        {name: _plain(group[name]) for name in optimizer.defaults if name not in NOT_THE_UPDATE}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.item() if hasattr(value, "item") else value
+
+
+# ---- the worker's side ----
+
+
+def state_of(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> State:
+    """The state that a user's optimizers have gathered so far."""
+    state, example = State(), _example(optimizers[0])
+    for number, parameter in enumerate(parameters):
+        owner = _owner(optimizers, parameter)
+        for name, value in owner.state.get(parameter, {}).items():
+            if value is None or name not in example:
+                continue
+            if _is_per_element(example[name]):
+                value = value.to(parameter.dtype)
+                state.tensors.setdefault(name, [None] * len(parameters))[number] = value
+            else:
+                state.numbers.setdefault(name, {})[number] = float(value)
+    return state
+
+
+def put_state(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter], state: State) -> None:
+    """Make it the user's optimizers' own, in place of what they have."""
+    example = _example(optimizers[0])
+    for number, parameter in enumerate(parameters):
+        entry: dict[str, Any] = {}
+        for name, like in example.items():
+            if _is_per_element(like):
+                value = state.tensors.get(name, {number: None})[number]
+            else:
+                value = _number_like(like, state.numbers.get(name, {}).get(number))
+            if value is not None:
+                entry[name] = value
+        owner = _owner(optimizers, parameter)
+        owner.state.pop(parameter, None)
+        if entry:
+            owner.state[parameter] = entry
+
+
+def _owner(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> Optimizer:
+    return next(o for o in optimizers if any(p is parameter for g in o.param_groups for p in g["params"]))
+
+
+def _example(optimizer: Optimizer) -> dict[str, Any]:
+    """What one step leaves as the state of a vector: the names, and which of them are per element."""
+    one = torch.ones(1)
+    one.grad = torch.ones(1)
+    (settings,) = settings_of([optimizer])[:1]
+    trial = build(spec_of([optimizer]), [{"params": [one], **settings}])
+    trial.step()
+    return dict(trial.state.get(one, {}))
+
+
+def _is_per_element(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _number_like(example: Any, number: float | None) -> Any:
+    if number is None:
+        return None
+    if isinstance(example, Tensor):
+        return torch.tensor(number, dtype=example.dtype)
+    return type(example)(number)
+
+
+class Gathered:
+    """State that comes back from the servers, block by block, and is put together per parameter."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.state = State()
+        self._memories: dict[tuple[str, int], Tensor] = {}
+
+    def add(self, block: BlockSpec, part: str, absent: Sequence[int], values: Tensor) -> None:
+        for segment in block.segments:
+            if segment.parameter not in absent:
+                memory = self._memory(part, segment.parameter)
+                memory[segment.offset : segment.offset + segment.numel] = values[segment.start : segment.stop]
+
+    def add_numbers(self, numbers: Numbers) -> None:
+        """Each block counts its own steps; the one that has had most says how many there were."""
+        for name, of in numbers.items():
+            known = self.state.numbers.setdefault(name, {})
+            for parameter, number in of.items():
+                known[parameter] = max(number, known.get(parameter, number))
+
+    def _memory(self, part: str, number: int) -> Tensor:
+        """One parameter's state, 1-D, in the order of the parameter's memory."""
+        if (part, number) not in self._memories:
+            like = torch.zeros_like(self.parameters[number].detach())
+            self.state.tensors.setdefault(part, [None] * len(self.parameters))[number] = like
+            self._memories[part, number] = like.as_strided((like.numel(),), (1,))
+        return self._memories[part, number]
+
+
+# ---- the server's side ----
+
+
+def by_segment(
+    segments: Sequence[Segment], parts: Mapping[str, tuple[Tensor, Sequence[int]]], numbers: Numbers
+) -> dict[str, list[Tensor]]:
+    """State as it travels, turned into what a block's optimizer takes: name -> one tensor per segment."""
+    none = torch.empty(0)
+    state = {
+        name: [none if s.parameter in absent else values[s.start : s.stop] for s in segments]
+        for name, (values, absent) in parts.items()
+    }
+    for name, of in numbers.items():
+        state[name] = [
+            torch.tensor(of[s.parameter], dtype=torch.float64) if s.parameter in of else none for s in segments
+        ]
+    return state
+
+
+def as_parts(
+    block: BlockSpec, state: Mapping[str, Sequence[Tensor]]
+) -> tuple[dict[str, tuple[Tensor, tuple[int, ...]]], Numbers]:
+    """A block's state as it travels: tensors as long as the block, with who has none; and the numbers."""
+    parts: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
+    numbers: Numbers = {}
+    for name, tensors in state.items():
+        pairs = list(zip(block.segments, tensors, strict=True))
+        if any(tensor.dim() == 0 for tensor in tensors):
+            numbers[name] = {s.parameter: float(t) for s, t in pairs if t.dim() == 0}
+            continue
+        whole = torch.zeros(block.numel, dtype=getattr(torch, block.dtype))
+        for segment, tensor in pairs:
+            if tensor.numel():
+                whole[segment.start : segment.stop] = tensor
+        parts[name] = whole, tuple(s.parameter for s, t in pairs if not t.numel())
+    return parts, numbers

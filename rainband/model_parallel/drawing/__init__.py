@@ -1,0 +1,1 @@
+"""Placements and schedules as text and pictures."""

@@ -1,0 +1,101 @@
+"""A model answers otherwise when it is evaluated: no dropout, other statistics in BatchNorm.
+
+Submodules of a graph follow `train()` and `eval()` by themselves. What tracing has frozen does not: `if self.training`,
+`F.dropout(x, training=self.training)`, and with torch.export everything. Such a model gets a second graph for
+evaluation, whose units are put where the same parameters are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.graph.graph import Cut
+from rainband.model_parallel.graph.trace import by_fx
+
+
+def cut_for_evaluation(
+    model: nn.Module, training: Cut, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> Cut | None:
+    """The graph of the model in the mode for evaluation; None: that for training follows the mode by itself."""
+    if not model.training or not _is_frozen(model, training.how):
+        return None
+    with evaluating(model):
+        return cut(model, args, kwargs)
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Inside, every part of the models is in the mode for evaluation; afterwards each is as it was."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for module, _ in modes:
+        module.training = False  # not eval(): graphs of torch.export refuse it
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _is_frozen(model: nn.Module, how: str) -> bool:
+    """Would a graph that was made in the other mode be another one? Only fx can be asked cheaply."""
+    if how in ("pieces", "export"):
+        return how == "export"
+    try:
+        trained = _written(by_fx(model))
+        with evaluating(model):
+            return _written(by_fx(model)) != trained
+    except Exception:  # then it is cut in pieces of its own, which follow the mode
+        return False
+
+
+def _written(module: fx.GraphModule) -> list[str]:
+    return [f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}" for node in module.graph.nodes]
+
+
+def placed_alike(evaluation: Cut, training: Cut, stages: Mapping[str, int], is_pipeline: bool) -> dict[str, int]:
+    """Stages for the units of the graph for evaluation, given those of the graph for training.
+
+    A unit goes where all its parameters and buffers are; among such stages, where the unit of the same name is, or else
+    what it reads. In a pipeline that must not be before what it reads.
+    """
+    holders, edges = _holders(training, stages), evaluation.unit_edges()
+    placed: dict[str, int] = {}
+    for unit in evaluation.units:
+        earliest = max((placed[maker] for _, maker, reader in edges if reader == unit and maker in placed), default=0)
+        homes = set(stages.values())
+        for tensor in _tensors_of(evaluation, unit):
+            unused = {0} if isinstance(tensor, nn.Parameter) else homes  # in training: then the first stage holds it
+            homes &= holders.get(id(tensor), unused)
+        possible = sorted(home for home in homes if not is_pipeline or home >= earliest)
+        if not possible:
+            raise ValueError(
+                f"in evaluation the model's unit {unit} needs parameters that are not together, or not after what it "
+                f"reads (stage {earliest}), in this plan: use fewer stages, or give the model a method pieces()."
+            )
+        same = stages.get(unit, -1) if _is_same(evaluation, training, unit) else -1
+        placed[unit] = next((home for home in (same, earliest) if home in possible), possible[0])
+    return placed
+
+
+def _holders(training: Cut, stages: Mapping[str, int]) -> dict[int, set[int]]:
+    """Parameter or buffer (its id) -> the stages that have it."""
+    holders: dict[int, set[int]] = {}
+    for unit in training.units:
+        for tensor in _tensors_of(training, unit):
+            holders.setdefault(id(tensor), set()).add(stages[unit])
+    return holders
+
+
+def _tensors_of(graph: Cut, unit: str) -> list[Tensor]:
+    """The parameters and buffers that a unit uses."""
+    names = graph.members(unit)
+    return [*graph.parameters_of(names).values(), *graph.buffers_of(names)]
+
+
+def _is_same(evaluation: Cut, training: Cut, unit: str) -> bool:
+    return unit in training.nodes and training.nodes[unit].target == evaluation.nodes[unit].target

@@ -1,0 +1,206 @@
+"""Layers of a model in pieces, by name: `split(model, {"fc1": Columns(2)})` gives a model whose pieces can be placed.
+
+    fc1=2  fc1=columns:2     a linear layer, each piece makes some of its outputs
+    fc1=rows:2               a linear layer, each piece takes some of its inputs
+    mlp=pair:2  0:3=pair:2   linear, something elementwise, linear: nothing crosses in between
+    conv=2x2  0:5=2x2        convolutions, pooling and locally connected layers, by tiles of the image
+
+A name is that of a submodule, or of some children of an nn.Sequential one after the other: 0:3 are its first three.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
+from rainband.model_parallel.graph.tiles import Tiled
+
+
+@dataclass(frozen=True)
+class Columns:
+    ways: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    ways: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    ways: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    rows: int
+    columns: int
+    input_size: tuple[int, int] | None = None  # of the images; None: seen when the model runs on the example
+
+
+How = Columns | Rows | Pair | Tiles
+NAMES = "_rainband_split_names"  # the attribute of pieces that says which children they stand for
+WORDS: dict[str, type[Columns | Rows | Pair]] = {"columns": Columns, "rows": Rows, "pair": Pair}
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Some layers of a model: the children `keys` of `parent`."""
+
+    name: str
+    parent: nn.Module
+    keys: tuple[str, ...]
+
+    @property
+    def named(self) -> dict[str, nn.Module]:
+        """What is there, by its names; a Sequential that was named as a whole is what it consists of."""
+        found = {key: self.parent.get_submodule(key) for key in self.keys}
+        first = found[self.keys[0]]
+        return dict(first.named_children()) if len(found) == 1 and isinstance(first, nn.Sequential) else found
+
+    def replace(self, module: nn.Module) -> None:
+        setattr(module, NAMES, (len(self.keys), tuple(self.named)))
+        setattr(self.parent, self.keys[0], module)
+        for key in self.keys[1:]:
+            delattr(self.parent, key)
+
+
+def split(
+    model: nn.Module,
+    hows: Mapping[str, How],
+    example: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Replace layers by their pieces, with the same numbers; the model is changed, and returned.
+
+    `example` and `kwargs` are inputs of the model, which show how large the images are that come to tiles.
+    """
+    targets = {name: _find(model, name) for name in hows}
+    sizes = _image_sizes(model, {n: targets[n] for n, how in hows.items() if isinstance(how, Tiles)}, example, kwargs)
+    pieces = {name: _pieces(targets[name], how, sizes.get(name)) for name, how in hows.items()}
+    for name, module in pieces.items():  # when nothing can be wrong any more
+        targets[name].replace(module)
+    return model
+
+
+def joined(model: nn.Module) -> nn.Module:
+    """The opposite: pieces become ordinary layers again, under their old names and with the numbers they have now."""
+    for parent in list(model.modules()):
+        for key, child in list(parent.named_children()):
+            layers = _whole_layers(child)
+            if layers is None:
+                continue
+            count, names = getattr(child, NAMES, (1, tuple(map(str, range(len(layers))))))
+            if count > 1:  # they were some of the parent's children
+                _put_back(parent, key, dict(zip(names, layers, strict=True)))
+            elif isinstance(child, ByColumns | ByRows):
+                setattr(parent, key, layers[0])
+            else:
+                setattr(parent, key, nn.Sequential(OrderedDict(zip(names, layers, strict=True))))
+    return model
+
+
+def _whole_layers(module: nn.Module) -> list[nn.Module] | None:
+    if isinstance(module, ByColumns | ByRows):
+        return [module.as_linear()]
+    if isinstance(module, AsPair):
+        return [module.first.as_linear(), module.between, module.second.as_linear()]
+    return list(module.as_layers()) if isinstance(module, Tiled) else None
+
+
+def _put_back(parent: nn.Module, key: str, layers: Mapping[str, nn.Module]) -> None:
+    """In the place of one child, in the order in which an nn.Sequential runs them."""
+    after = dict(list(parent.named_children())[1 + [name for name, _ in parent.named_children()].index(key) :])
+    for name in [key, *after]:
+        delattr(parent, name)
+    for name, module in {**layers, **after}.items():
+        parent.add_module(name, module)
+
+
+def read_split(words: str) -> tuple[str, How]:
+    """fc1=2 and the like, as they are typed."""
+    name, equals, how = words.rpartition("=")
+    if grid := re.fullmatch(r"(?:tiles:)?(\d+)x(\d+)", how):
+        return name, Tiles(int(grid[1]), int(grid[2]))
+    found = re.fullmatch(r"(?:(\w+):)?(\d+)", how)
+    if not equals or not name or not found or (found[1] or "columns") not in WORDS:
+        raise ValueError(
+            f"'{words}' says no split: type fc1=2 or fc1=columns:2 (outputs of a linear layer), fc1=rows:2 (its "
+            "inputs), mlp=pair:2 (two linear layers) or conv=2x2 (tiles), with the name of a layer."
+        )
+    return name, WORDS[found[1] or "columns"](int(found[2]))
+
+
+def _find(model: nn.Module, name: str) -> _Target:
+    path, _, last = name.rpartition(".")
+    modules = dict(model.named_modules())
+    parent = modules.get(path)
+    if parent is not None and isinstance(parent, nn.Sequential) and (part := re.fullmatch(r"(\d+):(\d+)", last)):
+        keys = [key for key, _ in parent.named_children()][int(part[1]) : int(part[2])]
+        if keys:
+            return _Target(name, parent, tuple(keys))
+    if parent is not None and last in dict(parent.named_children()):
+        return _Target(name, parent, (last,))
+    known = [f"{n} ({type(m).__name__})" for n, m in modules.items() if isinstance(m, nn.Linear | nn.Sequential) and n]
+    raise ValueError(
+        f"the model has no layer '{name}' to split: it has {', '.join(known) or 'none that can be'}. A part of an "
+        "nn.Sequential is named 0:3."
+    )
+
+
+def _pieces(target: _Target, how: How, image_size: tuple[int, int] | None) -> nn.Module:
+    layers = list(target.named.values())
+    kinds = ", ".join(type(layer).__name__ for layer in layers)
+    if isinstance(how, Tiles):
+        size = how.input_size or image_size
+        if size is None:
+            raise ValueError(f"tiles of '{target.name}' need the size of its images: give input_size, or an example.")
+        return Tiled(nn.Sequential(*layers), size, how.rows, how.columns)
+    if isinstance(how, Pair):
+        if len(layers) == 3 and isinstance(layers[0], nn.Linear) and isinstance(layers[2], nn.Linear):
+            return AsPair(layers[0], layers[1], layers[2], how.ways)
+        raise ValueError(
+            f"'{target.name}' is {kinds}: a pair is linear, something elementwise, linear, one after the other in an "
+            "nn.Sequential (0:3=pair:2)."
+        )
+    if len(layers) == 1 and isinstance(layers[0], nn.Linear):
+        return ByColumns(layers[0], how.ways) if isinstance(how, Columns) else ByRows(layers[0], how.ways)
+    raise ValueError(
+        f"'{target.name}' is {kinds}: only an nn.Linear is split by columns or rows; convolutions are by tiles (=2x2)."
+    )
+
+
+def _image_sizes(
+    model: nn.Module, targets: Mapping[str, _Target], example: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> dict[str, tuple[int, int]]:
+    """Height and width of what comes to these layers, seen in one run on the example."""
+    if not targets or not (example or kwargs):
+        return {}
+    seen: dict[str, tuple[int, int]] = {}
+    hooks = []
+    for name, target in targets.items():
+
+        def note(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+            seen[name] = (args[0].shape[-2], args[0].shape[-1])
+
+        hooks.append(target.parent.get_submodule(target.keys[0]).register_forward_pre_hook(note))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = next((p.device for p in model.parameters()), None)  # meta, where the model has no values
+    args, words = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (tuple(example), dict(kwargs or {})))
+    try:
+        with torch.no_grad():
+            model(*args, **words)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen

@@ -1,0 +1,131 @@
+"""Place units on machines so that one batch takes least time, under a limit of memory: branches go side by side.
+
+Small graphs are searched completely. Larger ones start from several guesses (all on one machine, equal stretches of the
+order, each unit where it would finish first) and move one unit at a time while that helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+from rainband.model_parallel.placement.merge_units import along_chains
+from rainband.model_parallel.placement.placement import Plan, from_placement
+from rainband.model_parallel.placement.predict import PartitionClock, predicted
+from rainband.model_parallel.placement.profile import Profile, Resources
+
+MAX_COMPLETE = 5_000  # placements that are all tried
+MAX_UNITS = 32  # more are merged along chains
+NEARLY = 1.05  # as slow as this is as good as the best, if it takes fewer machines
+MAX_ROUNDS = 20  # of moving every unit everywhere
+
+
+def balanced(profile: Profile, resources: Resources) -> Plan:
+    """The partition of the smallest predicted time that was found, or one on fewer machines that is nearly as fast."""
+    coarse = along_chains(profile, MAX_UNITS)
+    search = _Search(coarse.profile, resources)
+    if resources.num_machines ** max(0, len(coarse.profile.units) - 1) <= MAX_COMPLETE:
+        search.seconds_of_all(filter(search.fits, search.everything()))
+    else:
+        for start in filter(search.fits, search.guesses()):
+            search.improve(start)
+    if not search.known:
+        raise ValueError(
+            f"{profile.model or 'the model'} does not fit on {resources.num_machines} machines of "
+            f"{resources.memory_bytes:,} bytes: use more of them (--machines), or larger ones (--memory)."
+        )
+    placed = zip(coarse.profile.names, search.choice(), strict=True)
+    placement = {unit: machine for name, machine in placed for unit in coarse.members[name]}
+    plan = from_placement(profile, placement, "balanced", resources.num_machines)
+    return predicted(plan, profile, resources)
+
+
+class _Search:
+    def __init__(self, profile: Profile, resources: Resources) -> None:
+        self.profile = profile
+        self.resources = resources
+        self.clock = PartitionClock(profile, resources.network)
+        self.known: dict[tuple[int, ...], float] = {}  # placements that fit, and their times
+
+    def seconds(self, where: tuple[int, ...]) -> float:
+        if where not in self.known:
+            self.known[where] = self.clock.batch_s(dict(zip(self.profile.names, where, strict=True)))
+        return self.known[where]
+
+    def seconds_of_all(self, placements: Iterable[tuple[int, ...]]) -> None:
+        for where in placements:
+            self.seconds(where)
+
+    def choice(self) -> tuple[int, ...]:
+        """Of all that are nearly as fast as the fastest, the one on the fewest machines."""
+        enough_s = min(self.known.values()) * NEARLY
+        near = [where for where, seconds in self.known.items() if seconds <= enough_s]
+        return min(near, key=lambda where: (len(set(where)), self.known[where], where))
+
+    def fits(self, where: tuple[int, ...]) -> bool:
+        parameters: dict[int, int] = {}
+        activations: dict[int, int] = {}
+        for unit, machine in zip(self.profile.units, where, strict=True):
+            parameters[machine] = parameters.get(machine, 0) + unit.parameter_bytes
+            activations[machine] = activations.get(machine, 0) + unit.activation_bytes
+        return all(self.resources.fits(parameters[m], activations[m], in_flight=1) for m in parameters)
+
+    def everything(self) -> Iterator[tuple[int, ...]]:
+        """All placements; where all machines are alike, the first unit may as well be on machine 0."""
+        machines = range(self.resources.num_machines)
+        first = machines if self.resources.network.machines_per_group else range(1)
+        yield from product(first, *([machines] * (len(self.profile.units) - 1)))
+
+    def guesses(self) -> Iterator[tuple[int, ...]]:
+        for used in range(1, self.resources.num_machines + 1):
+            yield self._stretches(used, [unit.seconds for unit in self.profile.units])
+            yield self._stretches(used, [unit.parameter_bytes for unit in self.profile.units])
+        yield self._earliest_finish()
+        yield self._first_fit()
+
+    def _stretches(self, used: int, weights: list[float] | list[int]) -> tuple[int, ...]:
+        """Consecutive units, of about equal weight for each machine."""
+        total, so_far, where = sum(weights) or 1, 0.0, []
+        for weight in weights:
+            where.append(min(used - 1, int((so_far + weight / 2) / total * used)))
+            so_far += weight
+        return tuple(where)
+
+    def _first_fit(self) -> tuple[int, ...]:
+        """The first machine with room, going on to the next and never back."""
+        where: list[int] = []
+        for number in range(len(self.profile.units)):
+            at = where[-1] if where else 0
+            rest = len(self.profile.units) - number - 1
+            alone = range(self.resources.num_machines, self.resources.num_machines + rest)  # placed later
+            if not self.fits((*where, at, *alone)) and at + 1 < self.resources.num_machines:
+                at += 1
+            where.append(at)
+        return tuple(where)
+
+    def _earliest_finish(self) -> tuple[int, ...]:
+        """Each unit, in order, where its forward would end first (list scheduling)."""
+        place = self.profile.place
+        network = self.resources.network
+        where: list[int] = []
+        free, done = [0.0] * self.resources.num_machines, [0.0] * len(self.profile.units)
+        for number, unit in enumerate(self.profile.units):
+            read = [(v.num_bytes, place[v.maker]) for v in self.profile.values if unit.name in v.readers]
+            ends = []
+            for machine in range(self.resources.num_machines):
+                arrivals = [done[m] + network.transfer_s(size, where[m], machine) for size, m in read]
+                ends.append(max([free[machine], *arrivals]) + unit.seconds)
+            best = ends.index(min(ends))
+            done[number] = free[best] = ends[best]
+            where.append(best)
+        return tuple(where)
+
+    def improve(self, where: tuple[int, ...]) -> None:
+        """Move one unit at a time to where it is best, until nothing helps."""
+        for _ in range(MAX_ROUNDS):
+            before = where
+            for number in range(len(where)):
+                others = [where[:number] + (m,) + where[number + 1 :] for m in range(self.resources.num_machines)]
+                where = min([where, *filter(self.fits, others)], key=self.seconds)
+            if where == before:
+                break

@@ -1,0 +1,221 @@
+"""A plan: which unit of a model runs on which machine. It is data: printed, drawn, saved, edited, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rainband.model_parallel.placement.profile import Profile, Resources
+
+SUFFIXES = (".json", ".toml")
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """Units that run together; on several machines: each is a replica, and batches are dealt in turn."""
+
+    machines: tuple[int, ...]
+    units: tuple[str, ...]
+    split: dict[str, int] = {}  # unit -> which of `machines`; then these are no replicas, but share each microbatch
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """What a partitioner expects of its plan."""
+
+    batch_s: float  # between two batches that come out, once it runs
+    alone_s: float  # on one machine
+    crossing_bytes: int  # in one batch, forward and backward
+    memory_bytes: tuple[int, ...]  # of each stage's machine
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Stages of a model on machines.
+
+    partition   one batch at a time; any unit may be anywhere, and every stage is one machine
+    pipeline    many batches on the way; values go from earlier stages to later ones only
+
+    A pipeline's stage may be on several machines (replicas), or a machine may have several stages, dealt in turn.
+    """
+
+    model: str
+    kind: Literal["partition", "pipeline"]
+    partitioner: str
+    num_machines: int
+    stages: tuple[Stage, ...]
+    predicted: Prediction | None = None
+
+    def placement(self) -> dict[str, int]:
+        """Unit -> its (first) machine."""
+        return {unit: stage.machines[0] for stage in self.stages for unit in stage.units}
+
+    def stage_of(self) -> dict[str, int]:
+        """Unit -> the number of its stage."""
+        return {unit: number for number, stage in enumerate(self.stages) for unit in stage.units}
+
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(1 if stage.split else len(stage.machines) for stage in self.stages)
+
+    def move(self, unit: str, stage: int) -> Plan:
+        """The same plan with one unit elsewhere; what was predicted no longer holds."""
+        if unit not in self.stage_of():
+            raise ValueError(f"the plan has no unit '{unit}': it has {', '.join(self.stage_of())}.")
+        if not 0 <= stage < len(self.stages):
+            raise ValueError(f"the plan has no stage {stage}: choose from 0 to {len(self.stages) - 1}.")
+        stages = [
+            msgspec.structs.replace(s, units=tuple(u for u in s.units if u != unit) + ((unit,) if n == stage else ()))
+            for n, s in enumerate(self.stages)
+        ]
+        return msgspec.structs.replace(self, stages=tuple(stages), predicted=None)
+
+
+def is_interleaved(plan: Plan) -> bool:
+    """Has a machine several stages?"""
+    return len({stage.machines for stage in plan.stages}) < len(plan.stages)
+
+
+def in_flight(replicas: tuple[int, ...], stage: int) -> int:
+    """Batches that a machine of this stage has begun and not finished, at most: one, and those of the warm-up."""
+    return (sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage] + 1
+
+
+def check(plan: Plan, profile: Profile, resources: Resources | None = None) -> None:
+    """Raise ValueError, which says what to change, if the plan does not fit the model or the machines."""
+    _check_units(plan, profile)
+    _check_machines(plan)
+    if plan.kind == "pipeline":
+        _check_direction(plan, profile)
+    if resources is not None:
+        _check_memory(plan, profile, resources)
+
+
+def _check_units(plan: Plan, profile: Profile) -> None:
+    placed = [unit for stage in plan.stages for unit in stage.units]
+    if twice := sorted({unit for unit in placed if placed.count(unit) > 1}):
+        raise ValueError(f"the plan places {', '.join(twice)} more than once: give each unit one stage.")
+    if unknown := [unit for unit in placed if unit not in profile.place]:
+        raise ValueError(
+            f"the plan places {', '.join(unknown)}, which {profile.model or 'the model'} does not have: its units are "
+            f"{', '.join(profile.names)}. Make a new plan if the model has changed."
+        )
+    if missing := [unit for unit in profile.names if unit not in placed]:
+        raise ValueError(f"the plan does not place {', '.join(missing)}: give each unit a stage.")
+
+
+def _check_machines(plan: Plan) -> None:
+    used = [machine for stage in plan.stages for machine in stage.machines]
+    for number, stage in enumerate(plan.stages):
+        if not stage.machines:
+            raise ValueError(f"stage {number} has no machine: give it one, or remove it.")
+        if not stage.units:
+            raise ValueError(f"stage {number} has no units: give it one, or remove it.")
+        if plan.kind == "partition" and len(stage.machines) > 1:
+            raise ValueError(f"stage {number} is on {len(stage.machines)} machines: only a pipeline has replicas.")
+    twice = sorted({machine for machine in used if used.count(machine) > 1})
+    if twice and (plan.kind == "partition" or not _are_dealt_in_turn(plan)):
+        raise ValueError(
+            f"machine {twice[0]} has more than one stage: put their units into one, or deal the stages of a pipeline "
+            "to all its machines in turn (0, 1, 0, 1)."
+        )
+    if outside := [machine for machine in used if not 0 <= machine < plan.num_machines]:
+        raise ValueError(
+            f"the plan uses machine {outside[0]} of {plan.num_machines}: they are numbered from 0 "
+            f"to {plan.num_machines - 1}."
+        )
+
+
+def _are_dealt_in_turn(plan: Plan) -> bool:
+    """Stage s is on machine s mod P, and all machines have equally many."""
+    homes = [stage.machines for stage in plan.stages]
+    count = len(set(homes))
+    rounds = len(homes) // count
+    return max(map(len, homes)) == 1 and count > 1 and homes == homes[:count] * rounds
+
+
+def _check_direction(plan: Plan, profile: Profile) -> None:
+    stage = plan.stage_of()
+    for value in profile.values:
+        for reader in value.readers:
+            if stage[reader] < stage[value.maker]:
+                raise ValueError(
+                    f"{reader} in stage {stage[reader]} reads {value.name} of stage {stage[value.maker]}: in a "
+                    "pipeline values go to later stages only. Move one of them, or make the plan a partition."
+                )
+
+
+def _check_memory(plan: Plan, profile: Profile, resources: Resources) -> None:
+    of_machine: dict[int, int] = {}
+    for number, (stage, needed) in enumerate(zip(plan.stages, memory(plan, profile, resources), strict=True)):
+        home = stage.machines[0]
+        of_machine[home] = of_machine.get(home, 0) + needed
+        if resources.memory_bytes and of_machine[home] > resources.memory_bytes:
+            raise ValueError(
+                f"stage {number} ({', '.join(stage.units[:3])}{', …' if len(stage.units) > 3 else ''}) needs "
+                f"{of_machine[home]:,} bytes and a machine has {resources.memory_bytes:,}: move a unit to another "
+                "stage, or use more machines."
+            )
+
+
+def memory(plan: Plan, profile: Profile, resources: Resources) -> tuple[int, ...]:
+    """Bytes that a machine of each stage needs for it.
+
+    In a pipeline that is as much as a schedule without a flush takes: a version and activations for each batch on the
+    way. Stages that share a machine are for a schedule that flushes: one version, the activations of one batch.
+    """
+    replicas, one_batch = plan.replicas(), plan.kind == "partition" or is_interleaved(plan)
+    return tuple(
+        resources.needed(
+            profile.parameter_bytes(stage.units),
+            profile.activation_bytes(stage.units),
+            1 if one_batch else in_flight(replicas, number),
+        )
+        for number, stage in enumerate(plan.stages)
+    )
+
+
+def from_placement(profile: Profile, placement: Mapping[str, int], partitioner: str, num_machines: int) -> Plan:
+    """A partition from a map of units to machines."""
+    machines = sorted(set(placement.values()))
+    stages = [Stage((m,), tuple(unit for unit in profile.names if placement[unit] == m)) for m in machines]
+    return Plan(
+        model=profile.model,
+        kind="partition",
+        partitioner=partitioner,
+        num_machines=num_machines,
+        stages=tuple(stages),
+    )
+
+
+def save(plan: Plan, path: Path) -> None:
+    check_file_name(path)
+    text = _to_toml(plan) if path.suffix == ".toml" else msgspec.json.format(msgspec.json.encode(plan)).decode() + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def load(path: Path) -> Plan:
+    check_file_name(path)
+    decode = msgspec.toml.decode if path.suffix == ".toml" else msgspec.json.decode
+    try:
+        return decode(path.read_bytes(), type=Plan)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path} is no plan: {error}. `rainband plan TASK --out {path.name}` writes one.") from None
+
+
+def check_file_name(path: Path) -> None:
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"a plan is a file that ends in {' or '.join(SUFFIXES)}, not {path.name}.")
+
+
+def _to_toml(plan: Plan) -> str:
+    """TOML needs no library to be written when it is this small: one table per stage, easy to edit."""
+    word = msgspec.json.encode  # strings and lists of them are written as in JSON
+    lines = [f"{name} = {word(getattr(plan, name)).decode()}" for name in ("model", "kind", "partitioner")]
+    lines.append(f"num_machines = {plan.num_machines}")
+    for stage in plan.stages:
+        lines += ["", "[[stages]]", f"machines = {word(stage.machines).decode()}"]
+        lines += ["units = [", *(f"    {word(unit).decode()}," for unit in stage.units), "]"]
+    if plan.predicted is not None:
+        lines += ["", "[predicted]"]
+        lines += [f"{k} = {word(v).decode()}" for k, v in msgspec.structs.asdict(plan.predicted).items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,175 @@
+r"""What a plan should take, from a profile and a network.
+
+A partition does one batch at a time: fragments in their order, each when its machine is free and what it reads is
+there. A value is sent once to each machine that reads it, and its gradient comes back once; messages wait for the card
+they leave by, and for the one they come to.
+
+A pipeline gives a batch as often as its slowest link allows (PipeDream, Narayanan et al. 2019). For a stage
+of m machines with parameters w, and the values a that go to later stages,
+
+    stage     max( sum T_l , 2 (m - 1) / m |w| / B ) / m
+    between   2 a / B                                   (here: the bytes forward and backward, as measured)
+
+A round of m batches is one update, for which each machine sends 2 (m - 1) / m |w| bytes, as in a ring: B is the speed
+of a machine's own card, in each direction. (The paper's first version has twice that, for lines that send and receive
+in turn.) In a stage that is in G groups, a group sends 2 (G - 1) / G |w| to the others, once in a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from rainband.model_parallel.graph.fragment_order import Key, fragment_keys
+from rainband.model_parallel.placement.placement import Plan, Prediction, Stage, memory
+from rainband.model_parallel.placement.profile import Network, Profile, Resources, Value
+from rainband.model_parallel.schedules.play import Send, Times, play
+
+
+class Step(NamedTuple):
+    """Forward or backward of a microbatch through a fragment of a partition."""
+
+    fragment: Key
+    kind: Literal["F", "B"]
+    micro: int
+
+
+def predicted(plan: Plan, profile: Profile, resources: Resources) -> Plan:
+    """The plan with what it should take."""
+    network = resources.network
+    if plan.kind == "pipeline":
+        batch_s = pipeline_s(plan, profile, network)
+    else:
+        batch_s = partition_s(profile, plan.placement(), network)
+    prediction = Prediction(
+        batch_s=batch_s,
+        alone_s=profile.seconds(profile.names),
+        crossing_bytes=sum(count for _, _, count in crossings(plan, profile)),
+        memory_bytes=memory(plan, profile, resources),
+    )
+    return msgspec.structs.replace(plan, predicted=prediction)
+
+
+def crossings(plan: Plan, profile: Profile) -> list[tuple[Value, int, int]]:
+    """(value, stage that reads it, bytes both ways), once per value and stage that is not its own."""
+    stage = plan.stage_of()
+    found = []
+    for value in profile.values:
+        for reader in sorted({stage[r] for r in value.readers} - {stage[value.maker]}):
+            found.append((value, reader, value.num_bytes))
+    return found
+
+
+def pipeline_s(plan: Plan, profile: Profile, network: Network) -> float:
+    """Seconds between two batches, in the steady state: the slowest machine or link."""
+    machines: dict[tuple[int, ...], float] = {}
+    links: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+    for number, stage in enumerate(plan.stages):
+        machines[stage.machines] = machines.get(stage.machines, 0.0) + _stage_s(stage, profile, network)
+        if number and (before := plan.stages[number - 1]).machines != stage.machines:
+            spread = _groups(before, network)
+            near = spread == _groups(stage, network)
+            size = _crossing_bytes(plan, profile, number - 1)
+            link = (before.machines, stage.machines)
+            links[link] = links.get(link, 0.0) + size / network.speed(near) / (len(spread) if near else 1)
+    return max([*machines.values(), *links.values(), *_between_groups_s(plan, profile, network)])
+
+
+def _stage_s(stage: Stage, profile: Profile, network: Network) -> float:
+    """A batch's share of a round: batches are dealt to all machines alike, gradients summed in each group."""
+    groups = [network.group(machine) for machine in stage.machines]
+    together = max(map(groups.count, groups))
+    sync_s = ring_bytes(together, profile.parameter_bytes(stage.units)) / network.speed(True)
+    return max(profile.seconds(stage.units), sync_s) / len(stage.machines)
+
+
+def _between_groups_s(plan: Plan, profile: Profile, network: Network) -> list[float]:
+    """Of each group: all its stages that are in other groups, too, share the way there."""
+    used: dict[int, float] = {}
+    for stage in plan.stages:
+        spread = _groups(stage, network)
+        size = ring_bytes(len(spread), profile.parameter_bytes(stage.units)) / len(stage.machines)
+        for group in spread:
+            used[group] = used.get(group, 0.0) + size / network.speed(False)
+    return list(used.values())
+
+
+def ring_bytes(machines: int, num_bytes: int) -> float:
+    """What each of so many machines sends to sum vectors of this size."""
+    return 2 * (machines - 1) / machines * num_bytes
+
+
+def _groups(stage: Stage, network: Network) -> tuple[int, ...]:
+    """The groups that a stage is spread over."""
+    return tuple(sorted({network.group(machine) for machine in stage.machines}))
+
+
+def _crossing_bytes(plan: Plan, profile: Profile, stage: int) -> int:
+    """Between this stage and those before it on one side, and all later ones on the other."""
+    of = plan.stage_of()
+    return sum(v.num_bytes for v in profile.values if of[v.maker] <= stage < max(of[r] for r in v.readers))
+
+
+def partition_s(profile: Profile, placement: Mapping[str, int], network: Network) -> float:
+    """Seconds of one batch, forward and backward."""
+    return PartitionClock(profile, network).batch_s(placement)
+
+
+class PartitionClock:
+    """Plays one batch of a partition; made once, because a search asks it thousands of times."""
+
+    def __init__(self, profile: Profile, network: Network) -> None:
+        self.network = network
+        self.forward = {unit.name: unit.forward_s for unit in profile.units}
+        self.backward = {unit.name: unit.backward_s for unit in profile.units}
+        self.values = profile.values
+        self.read: dict[str, list[str]] = {name: [] for name in profile.names}
+        for value in profile.values:
+            for reader in value.readers:
+                self.read[reader].append(value.maker)
+
+    def batch_s(self, placement: Mapping[str, int], micros: int = 1) -> float:
+        return self.play(placement, micros).total_s
+
+    def play(self, placement: Mapping[str, int], micros: int = 1) -> Times[Step]:
+        """When each fragment is at work: microbatches one after the other, each forward, then backward."""
+        key = fragment_keys(self.read, placement)
+        order = sorted(set(key.values()))
+        rows: dict[int, list[Step]] = {}
+        for micro in range(micros):
+            for step in [*(Step(f, "F", micro) for f in order), *(Step(f, "B", micro) for f in order[::-1])]:
+                rows.setdefault(step.fragment[1], []).append(step)
+        work = {"F": _sums(self.forward, key), "B": _sums(self.backward, key)}
+        seconds = {step: work[step.kind][step.fragment] for row in rows.values() for step in row}
+        sends = [send for micro in range(micros) for send in self._sends(key, order, micro)]
+        return play(list(rows.values()), seconds, sends)
+
+    def _sends(self, key: Mapping[str, Key], order: Sequence[Key], micro: int) -> Iterator[Send[Step]]:
+        """Yield values forward and gradients back, once per reading machine; the loss needs all that nobody reads."""
+        read: set[Key] = set()
+        for value in self.values:
+            home, readers = key[value.maker], sorted({key[reader] for reader in value.readers} - {key[value.maker]})
+            if readers:
+                read.add(home)
+            machines = {reader[1] for reader in readers}  # beginning with the next: not all with the first
+            for machine in sorted(machines, key=lambda other, here=home[1]: (other < here, other)):  # type: ignore[misc]
+                those = [reader for reader in readers if reader[1] == machine]
+                there = self.network.sending_s(value.forward_bytes, home[1], machine)
+                yield Send((Step(home, "F", micro),), tuple(Step(f, "F", micro) for f in those), *there)
+                if value.backward_bytes or not value.forward_bytes:  # integers have no gradient
+                    back = self.network.sending_s(value.backward_bytes, machine, home[1])
+                    yield Send(tuple(Step(f, "B", micro) for f in those), (Step(home, "B", micro),), *back)
+        last = [fragment for fragment in order if fragment not in read]
+        for one, other in product(last, last):
+            if one != other:
+                yield Send((Step(one, "F", micro),), (Step(other, "B", micro),))
+
+
+def _sums(seconds: Mapping[str, float], key: Mapping[str, Key]) -> dict[Key, float]:
+    totals: dict[Key, float] = {}
+    for name, fragment in key.items():
+        totals[fragment] = totals.get(fragment, 0.0) + seconds[name]
+    return totals

@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables: building, checking and playing them."""

@@ -1,0 +1,160 @@
+"""Play a schedule table against the clock: does it end, how long is it idle, what must it keep?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rainband.model_parallel.schedules.play import Send, Stuck, play
+from rainband.model_parallel.schedules.table import Action, Table
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of each action of a stage; a stage given no time of its own takes the first."""
+
+    forward_s: tuple[float, ...] = (1.0,)
+    backward_s: tuple[float, ...] = (2.0,)
+    update_s: float = 0.0
+    send_s: float = 0.0  # from one machine to another
+    links_s: Mapping[tuple[int, int], float] = field(default_factory=dict)  # the same by (stage, stage), where known
+
+    def sending_s(self, source: int, target: int) -> float:
+        return self.links_s.get((source, target), self.send_s)
+
+    def of(self, action: Action) -> float:
+        if action.kind == "U":
+            return self.update_s
+        seconds = self.forward_s if action.kind == "F" else self.backward_s
+        return seconds[action.stage] if action.stage < len(seconds) else seconds[0]
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an action was done."""
+
+    machine: int
+    action: Action
+    from_s: float
+    to_s: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What came out; lists have one number per machine."""
+
+    spans: tuple[Span, ...]
+    total_s: float
+    bubble: float  # share of the machines' time in which they had nothing to do
+    peak_activations: tuple[int, ...]  # microbatches, times stages, whose forward is kept
+    peak_versions: tuple[int, ...]  # memories of parameters, largest number for one of the machine's stages
+
+
+def check(table: Table, costs: Costs | None = None) -> Facts:
+    """Raise ValueError, naming actions, if the table cannot be played or is incomplete; else say what it takes."""
+    _check_complete(table)
+    _check_versions(table)
+    spans = _play(table, costs or Costs())
+    total = max(span.to_s for span in spans)
+    busy = sum(span.to_s - span.from_s for span in spans)
+    return Facts(
+        spans=tuple(spans),
+        total_s=total,
+        bubble=1 - busy / (total * len(table.rows)) if total else 0.0,
+        peak_activations=tuple(_peak_activations(row) for row in table.rows),
+        peak_versions=tuple(_peak_versions(table, machine) for machine in range(len(table.rows))),
+    )
+
+
+def _check_complete(table: Table) -> None:
+    counts = Counter((machine, *action[:3]) for machine, row in enumerate(table.rows) for action in row)
+    wanted = set()
+    for stage in range(table.num_stages):
+        for micro in range(table.num_micros):
+            wanted |= {(table.home(stage, micro), stage, kind, micro) for kind in ("F", "B")}
+        for update in range(table.num_updates(stage)):
+            wanted |= {(machine, stage, "U", update) for machine in table.homes[stage]}
+    wrong = [
+        *(f"machine {m} lacks {s}{k}{n}" for m, s, k, n in sorted(wanted - counts.keys())),
+        *(f"machine {m} should not do {s}{k}{n}" for m, s, k, n in sorted(counts.keys() - wanted)),
+        *(f"machine {m} does {s}{k}{n} {count} times" for (m, s, k, n), count in sorted(counts.items()) if count > 1),
+    ]
+    if wrong:
+        raise ValueError(f"the schedule {table.name} is incomplete: {'; '.join(wrong[:5])}.")
+
+
+def needs(table: Table, machine: int, action: Action) -> list[tuple[int, Action]]:
+    """What must be done before an action: (machine, action), where only stage, kind and micro of the action count."""
+    stage, kind, micro, _ = action
+    if kind == "F":
+        return [(table.home(stage - 1, micro), Action(stage - 1, "F", micro, 0))] if stage else []
+    if kind == "B":
+        own = [(machine, Action(stage, "F", micro, 0))]
+        later = stage + 1 < table.num_stages
+        return own + ([(table.home(stage + 1, micro), Action(stage + 1, "B", micro, 0))] if later else [])
+    return [(table.home(stage, m), Action(stage, "B", m, 0)) for m in table.micros_of(stage, micro)]
+
+
+def _play(table: Table, costs: Costs) -> list[Span]:
+    rows = [[(machine, *action[:3]) for action in row] for machine, row in enumerate(table.rows)]
+    actions = {(machine, *action[:3]): action for machine, row in enumerate(table.rows) for action in row}
+    sends = [
+        Send(((other, *needed[:3]),), (task,), 0.0, costs.sending_s(needed.stage, action.stage))
+        for task, action in actions.items()
+        for other, needed in needs(table, task[0], action)
+    ]
+    try:
+        times = play(rows, {task: costs.of(action) for task, action in actions.items()}, sends)
+    except Stuck as stuck:
+        waiting = ", ".join(f"machine {machine} at {actions[task]}" for machine, task in stuck.waiting.items())
+        raise ValueError(f"the schedule {table.name} deadlocks: {waiting} wait for each other.") from None
+    return [Span(task[0], action, times.start_s[task], times.end_s[task]) for task, action in actions.items()]
+
+
+def _check_versions(table: Table) -> None:
+    for machine, row in enumerate(table.rows):
+        version: dict[tuple[int, int], int] = {}
+        for action in row:
+            _check_version(table, machine, action, version)
+
+
+def _check_version(table: Table, machine: int, action: Action, version: dict[tuple[int, int], int]) -> None:
+    """Versions come in their order, and none is used before it is made."""
+    key = (machine, action.stage)
+    newest = version.get(key, 0)
+    if action.kind == "U":
+        if action.version != newest + 1 or action.micro != newest:
+            raise ValueError(f"in {table.name}, {action} makes version {action.version} after version {newest}.")
+        version[key] = action.version
+    elif action.version > newest:
+        raise ValueError(f"in {table.name}, {action} uses version {action.version}, but the newest is {newest}.")
+    elif not table.stash and action.version != newest:
+        raise ValueError(f"in {table.name}, {action} uses version {action.version}, which was overwritten by {newest}.")
+
+
+def _peak_activations(row: tuple[Action, ...]) -> int:
+    kept = peak = 0
+    for action in row:
+        kept += {"F": 1, "B": -1, "U": 0}[action.kind]
+        peak = max(peak, kept)
+    return peak
+
+
+def _peak_versions(table: Table, machine: int) -> int:
+    """Memories of one stage: an update needs a new one only if the version before it is still needed."""
+    peak = 1
+    live: dict[int, set[int]] = {}
+    for place, action in enumerate(table.rows[machine]):
+        versions = live.setdefault(action.stage, {0})
+        if action.kind == "U":
+            newest = max(versions)
+            if not table.stash or table.last_use.get((machine, action.stage, newest), -1) < place:
+                versions.discard(newest)
+            versions.add(action.version)
+        peak = max(peak, len(versions))
+        gone = {
+            v for v in versions if v < max(versions) and table.last_use.get((machine, action.stage, v), -1) <= place
+        }
+        versions -= gone
+    return peak

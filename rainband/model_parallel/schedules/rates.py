@@ -1,0 +1,159 @@
+"""How often a schedule gives a batch: its table is made for a plan, and played with the times of a profile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from rainband.model_parallel.placement.partitioners import Partitioner, make_plan
+from rainband.model_parallel.placement.pipedream_planner import interleaved, pipedream, straight
+from rainband.model_parallel.placement.placement import Plan, is_interleaved
+from rainband.model_parallel.placement.profile import Network, Profile, Resources
+from rainband.model_parallel.schedules import builders as schedules
+from rainband.model_parallel.schedules.builders import SCHEDULES
+from rainband.model_parallel.schedules.check import Costs, Facts, check
+from rainband.model_parallel.schedules.table import Table, need
+
+FLUSHES = ("gpipe", "one_f_one_b", "interleaved")  # they train as one process does on the whole batch
+PLAN_WITH: dict[str, Partitioner] = {"pipedream": pipedream, "interleaved": interleaved}  # the others: straight
+
+
+@dataclass(frozen=True)
+class Played:
+    """A schedule of a plan."""
+
+    plan: Plan
+    table: Table
+    facts: Facts
+    batch_s: float  # between two batches, once it runs
+    late: int  # updates between the parameters a gradient was computed at and those it is applied to, at most
+
+
+def partitioner_for(schedule: str | None) -> Partitioner:
+    """Who plans for a schedule, if nobody says otherwise."""
+    return pipedream if schedule is None else PLAN_WITH.get(schedule, straight)
+
+
+def check_schedule(name: str, plan: Plan | None = None) -> None:
+    """Raise ValueError if there is no such schedule, or not for this plan; it says what to type."""
+    need(name in SCHEDULES, f"no schedule named '{name}': choose from {', '.join(SCHEDULES)}, or all.")
+    if plan is None:
+        return
+    need(
+        plan.kind == "pipeline",
+        "a schedule is for a pipeline, and the plan is a partition: leave --partitioner out, or use straight.",
+    )
+    replicas = plan.replicas()
+    need(
+        name == "pipedream" or max(replicas) == 1,
+        f"the plan has replicas {replicas} of stages, which only the schedule pipedream knows: leave --partitioner "
+        "out, or use straight.",
+    )
+    several = is_interleaved(plan)
+    need(
+        name != "interleaved" or several or len(replicas) == 1,
+        "interleaved needs several stages on each machine, and the plan has one: plan anew, without --partitioner and "
+        "--plan.",
+    )
+    need(
+        name == "interleaved" or not several,
+        f"the plan has several stages on a machine, which only the schedule interleaved knows, not {name}.",
+    )
+
+
+def played(name: str, plan: Plan, profile: Profile, resources: Resources, micros: int) -> Played:
+    """Play a schedule with the plan's stages; a batch has so many microbatches."""
+    check_schedule(name, plan)
+    costs = costs_of(name, plan, profile, resources, micros)
+    table = table_of(name, plan, micros, batches=1)
+    batch_s = steady_s(name, plan, micros, costs)
+    if name == "pipedream" and plan.predicted is not None:  # replicas' updates take time, too
+        batch_s = max(batch_s, plan.predicted.batch_s)
+    return Played(plan, table, check(table, costs), batch_s, _late(table))
+
+
+def steady_s(name: str, plan: Plan, micros: int, costs: Costs) -> float:
+    """Seconds between two batches, once the pipeline is full: what doubling the number of batches adds."""
+    if name == "pipedream":
+        micros = 1  # each microbatch is a batch of its own
+    full = full_after(name, plan)
+    once, twice = (check(table_of(name, plan, micros, batches), costs).total_s for batches in (full, 2 * full))
+    return (twice - once) / full
+
+
+def full_after(name: str, plan: Plan) -> int:
+    """After so many batches a pipeline is full, and all replicas of a stage have had as many of them."""
+    if name == "pipedream":
+        return 2 * math.lcm(*plan.replicas()) * len(plan.stages)
+    return 1 if name in FLUSHES else 2
+
+
+def every_schedule(
+    profile: Profile, resources: Resources, micros: int, chunks: int = 2
+) -> dict[str, Played | ValueError]:
+    """Each schedule with the plan that suits it; where there is none, why."""
+    found: dict[str, Played | ValueError] = {}
+    for name in SCHEDULES:
+        try:
+            planner = partitioner_for(name)
+            planner = partial(interleaved, chunks=chunks) if planner is interleaved else planner
+            plan = make_plan(planner, profile, resources)
+            found[name] = played(name, plan, profile, resources, micros)
+        except ValueError as error:
+            found[name] = error
+    return found
+
+
+def table_of(name: str, plan: Plan, micros: int, batches: int) -> Table:
+    """The schedule's table for so many batches of so many microbatches."""
+    stages = len(plan.stages)
+    match name:
+        case "gpipe":
+            return schedules.gpipe(stages, micros, batches)
+        case "one_f_one_b":
+            return schedules.one_f_one_b(stages, micros, batches)
+        case "interleaved":
+            machines = len({stage.machines for stage in plan.stages})
+            return schedules.interleaved(machines, stages // machines, micros, batches)
+        case "two_buffered":
+            return schedules.two_buffered(stages, micros, max(2, batches))
+        case _:
+            return schedules.pipedream(plan.replicas(), micros * batches)
+
+
+def costs_of(name: str, plan: Plan, profile: Profile, resources: Resources, micros: int) -> Costs:
+    """Of a microbatch: a batch's share, except where each microbatch is a batch of its own."""
+    share = 1 if name == "pipedream" else micros
+    units = [[profile.by_name[unit] for unit in stage.units] for stage in plan.stages]
+    return Costs(
+        forward_s=tuple(sum(unit.forward_s for unit in stage) / share for stage in units),
+        backward_s=tuple(sum(unit.backward_s for unit in stage) / share for stage in units),
+        links_s=_links(plan, profile, resources.network, share),
+    )
+
+
+def _links(plan: Plan, profile: Profile, network: Network, share: int) -> dict[tuple[int, int], float]:
+    """(stage, the next) and back: what a microbatch's values take on their way. What skips a stage comes meanwhile."""
+    links: dict[tuple[int, int], float] = {}
+    for a, (stage, after) in enumerate(pairwise(plan.stages)):
+        made, read = set(stage.units), set(after.units)
+        values = [value for value in profile.values if value.maker in made and read & set(value.readers)]
+        here, there = stage.machines[0], after.machines[0]
+        if values:
+            links[a, a + 1] = network.transfer_s(sum(v.forward_bytes for v in values) // share, here, there)
+        if any(value.backward_bytes for value in values):
+            links[a + 1, a] = network.transfer_s(sum(v.backward_bytes for v in values) // share, there, here)
+    return links
+
+
+def _late(table: Table) -> int:
+    """An update makes version v + 1 of version v: how old is the oldest gradient in it?"""
+    late = 0
+    for row in table.rows:
+        for action in row:
+            if action.kind == "B":
+                update = action.micro // table.micros_per_update[action.stage]
+                late = max(late, update - action.version)
+    return late

@@ -1,0 +1,181 @@
+"""The books of a run: what became of every batch, counted twice in two ways so that they can be checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from rainband.protocol.data_plan import Plan
+from rainband.protocol.messages import Limit, Report
+
+TOO_FAR = "not finite, at a step that was too long"  # of a line search, which then takes a shorter one
+
+
+class Staleness(msgspec.Struct, frozen=True):
+    """How many updates a gradient had missed when it was applied."""
+
+    mean: float
+    max: int
+    histogram: dict[int, int]
+    per_worker_mean: dict[int, float]
+    per_worker_max: dict[int, int] = {}
+    per_block: dict[int, BlockStaleness] = {}
+    bound: float | None = None  # what the rule lets a reader miss, in its own unit; none: it promises nothing
+    unit: str = ""
+    largest: float = 0.0  # what a reader did miss, in that unit
+    exceeded: int = 0  # gradients whose readers missed more
+    waited_for: dict[int, dict[int, float]] = {}  # worker -> for whom it was held back -> seconds
+
+    @property
+    def broken(self) -> str:
+        """How the bound was broken, in words; "" if it was kept."""
+        if self.bound is None or not self.exceeded:
+            return ""
+        return (
+            f"readers may miss {self.bound:g} {self.unit}, and {self.exceeded} gradients came from readers that "
+            f"missed up to {self.largest:g}. Please report it, with the run's directory."
+        )
+
+
+class BlockStaleness(msgspec.Struct, frozen=True):
+    """Of the updates of one block."""
+
+    mean: float
+    max: int
+
+
+class Books(msgspec.Struct, frozen=True):
+    """Every batch ends as applied or as skipped with a reason, exactly once on every block."""
+
+    batches: int  # in the plan
+    applied: int  # on every block
+    skipped: dict[str, int]  # reason -> batches
+    lost: int  # marked as had by a block, yet neither applied nor skipped there; the worst block
+    twice: int  # applied more often than marked; the worst block
+    not_done: int  # the run ended before their turn
+    leased_again: int  # portions taken from a worker and given to another
+    refused: dict[str, int]  # pushes refused, by reason
+    updates: int  # applied to blocks, all together
+    extras: int = 0  # pushes named by their sender, not by batches: a step without a new batch, a loader of one's own
+    torn: int = 0  # pushes without a name, or writes in place, that are only partly in: their sender ended in between
+    unlocked: bool = False  # steps were added to one memory without locks: if some overwrote others is not known
+
+    @property
+    def balanced(self) -> bool:
+        return not self.lost and not self.twice
+
+
+def worst_limit(limits: Iterable[Limit | None]) -> Limit | None:
+    """All together: the most that any reader missed on any block, and how often it was too much."""
+    known = [limit for limit in limits if limit is not None]
+    if not known:
+        return None
+    worst = max(known, key=lambda limit: (limit.largest - limit.bound, limit.largest))
+    return Limit(worst.bound, worst.unit, worst.largest, sum(limit.exceeded for limit in known))
+
+
+def merge(into: dict[int, dict[int, int]], counted: Mapping[int, Mapping[int, int]]) -> None:
+    """Add histograms of staleness, by worker."""
+    for worker, histogram in counted.items():
+        known = into.get(worker)
+        if known is None:
+            into[worker] = dict(histogram)
+            continue
+        for missed, times in histogram.items():
+            known[missed] = known.get(missed, 0) + times
+
+
+def staleness_of(reports: Iterable[Report]) -> Staleness:
+    reports = list(reports)
+    per_worker: dict[int, dict[int, int]] = {}
+    for report in reports:
+        merge(per_worker, report.staleness)
+    total: dict[int, int] = {}
+    for counts in per_worker.values():
+        for missed, times in counts.items():
+            total[missed] = total.get(missed, 0) + times
+    return Staleness(
+        mean=_mean(total),
+        max=max(total, default=0),
+        histogram=dict(sorted(total.items())),
+        per_worker_mean={worker: _mean(counts) for worker, counts in sorted(per_worker.items())},
+        per_worker_max={worker: max(counts, default=0) for worker, counts in sorted(per_worker.items())},
+        per_block=_per_block(reports),
+        **_promise(worst_limit(report.limit for report in reports)),
+    )
+
+
+def staleness_so_far(reports: Iterable[Report]) -> Staleness:
+    """The same without who missed what: of thousands of workers that takes long."""
+    reports = list(reports)
+    blocks = [missed for report in reports for missed in report.missed]
+    pushes = sum(missed.pushes for missed in blocks)
+    return Staleness(
+        mean=sum(missed.total for missed in blocks) / pushes if pushes else 0.0,
+        max=max((missed.most for missed in blocks), default=0),
+        histogram={},
+        per_worker_mean={},
+        **_promise(worst_limit(report.limit for report in reports)),
+    )
+
+
+def _per_block(reports: Iterable[Report]) -> dict[int, BlockStaleness]:
+    blocks = sorted((missed for report in reports for missed in report.missed), key=lambda missed: missed.block)
+    return {m.block: BlockStaleness(m.total / m.pushes if m.pushes else 0.0, m.most) for m in blocks}
+
+
+def _promise(limit: Limit | None) -> dict[str, Any]:
+    return {} if limit is None else msgspec.structs.asdict(limit)
+
+
+def _mean(counts: Mapping[int, int]) -> float:
+    number = sum(counts.values())
+    return sum([value * times for value, times in counts.items()]) / number if number else 0.0
+
+
+def balance(plan: Plan, reports: Iterable[Report], leased_again: int) -> Books:
+    """Add up the reports of all owners of blocks."""
+    reports = list(reports)
+    blocks = [tally for report in reports for tally in report.blocks]
+    unexplained = [tally.had - tally.applied - tally.skipped - tally.buffered for tally in blocks]
+    refused: Counter[str] = Counter()
+    masks: dict[tuple[int, str], int] = {}
+    for report in reports:
+        refused.update(report.refused)
+        for s in report.skipped:
+            masks[s.portion, s.reason] = masks.get((s.portion, s.reason), 0) | s.mask
+    skipped: Counter[str] = Counter()
+    for (_, reason), mask in masks.items():
+        skipped[reason] += mask.bit_count()
+    applied = min((tally.applied for tally in blocks), default=0)
+    lost = max(0, *unexplained, 0)
+    extras = [tally.extras for tally in blocks] or [0]
+    return Books(
+        batches=plan.num_batches,
+        applied=applied,
+        skipped=dict(skipped),
+        lost=lost,
+        twice=max(0, *(-n for n in unexplained), 0),
+        not_done=max(0, plan.num_batches - applied - sum(skipped.values()) - lost),
+        leased_again=leased_again,
+        refused=dict(refused),
+        updates=sum(r.updates for r in reports),
+        extras=min(extras),
+        torn=max(extras) - min(extras) + sum(r.cut_short for r in reports),
+        unlocked=any(r.unlocked for r in reports),
+    )
+
+
+def balance_led(books: Books, reports: Iterable[Report], batches: int) -> Books:
+    """The books where the coordinator has asked for evaluations: so many batches in all of them together."""
+    tallies = [tally for report in reports for tally in report.blocks]
+    skipped = min((tally.skipped for tally in tallies), default=0)
+    return msgspec.structs.replace(
+        books,
+        batches=batches,
+        skipped={TOO_FAR: skipped} if skipped else {},
+        not_done=max(0, batches - books.applied - skipped - books.lost),
+    )

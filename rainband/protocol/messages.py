@@ -1,0 +1,552 @@
+"""Every message between nodes: typed records, encoded by msgspec, never anything that could run.
+
+Tensor bytes travel raw beside a message, as its payload. Who sent a message is known from the connection's
+handshake, so no message says who it is from.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from rainband.protocol.data_plan import Name, Plan
+from rainband.protocol.layout import BlockSpec, Layout
+from rainband.protocol.optimizer_spec import OptimizerSpec
+from rainband.protocol.vectors import Operation
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """A node: its role, its number within the role, and which life of it this is."""
+
+    role: str  # worker, server, coordinator
+    index: int
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        return self.role if self.role == "coordinator" else f"{self.role} {self.index}"
+
+
+COORDINATOR = Peer("coordinator", 0)
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base class of all messages; each kind has a number, its `tag`: used on the wire and in traces."""
+
+
+# ---- worker to server -----------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag=1):
+    """A worker opens its data connection; over shared memory its mailbox comes along as a file descriptor."""
+
+    slots: int = 0
+    slot_bytes: int = 0
+
+
+class Load(Message, frozen=True, tag=2):
+    """The first values of a block, or before them a part of its optimizer's first state; the payload is the values."""
+
+    block: int
+    dtype: str
+    numel: int
+    slot: int = -1
+    part: str = ""  # the state's name; none: the parameters themselves, which come last
+    absent: tuple[int, ...] = ()  # parameters that have no such state yet
+    numbers: dict[str, dict[int, float]] = {}  # state that is one number per parameter: name -> parameter -> number
+
+
+class Push(Message, frozen=True, tag=3):
+    """One block of a gradient, named by the set of batches it sums; the payload is the gradient."""
+
+    block: int
+    worker: int  # must be the sender's own number
+    sequence: int  # the sender's number for this push, the same on every block
+    name: Name
+    samples: int
+    clock: int  # cells the sender has pushed, this one included
+    term: int  # of the parameters it was computed from
+    version: int
+    dtype: str
+    numel: int
+    point: int = -1  # the round, where the algorithm fixes the parameters
+    absent: tuple[int, ...] = ()  # parameters that had no gradient; not the same as zero
+    skip: str = ""  # a reason: mark the batches, there is no gradient
+    want: bool = False  # send the block's parameters back as soon as the rule admits it
+    slot: int = -1  # place in the sender's mailbox; -1: the bytes follow the header
+    groups: tuple[dict[str, Any], ...] = ()  # the sender's optimizer settings, when they changed since its last push
+    began: int = -1  # the sender's clock when it began to compute this
+    loss: float = 0.0  # in an evaluation: the mean over the samples; it travels with the gradient
+
+
+class FetchState(Message, frozen=True, tag=4):
+    """A worker asks for the state of the servers' optimizers."""
+
+
+class Pull(Message, frozen=True, tag=5):
+    """Asks for the parameters: of a round exactly (point), or as they are when the rule admits this clock."""
+
+    sequence: int
+    clock: int = -1  # cells the reader has pushed; -1: it does not compute with what it reads, and waits for nobody
+    point: int = -1
+    base: int = 0  # the clock at which the reader began; it has pushed nothing before
+    part: int = 0  # the blocks of this part of the model
+
+
+class Named(Message, frozen=True, tag=6):
+    """The owner of block 0 has chosen the cells of a round; by way of the coordinator, to all other servers."""
+
+    round: int
+    columns: tuple[int, ...]
+
+
+class Rest(Message, frozen=True, tag=7):
+    """A worker has nothing to do: it need not be waited for until it pulls again."""
+
+
+# ---- server to worker -----------------------------------------------------------------------------------------------
+
+
+class Opened(Message, frozen=True, tag=20):
+    """Answer to Hello; over shared memory the published parameters come along as a file descriptor."""
+
+    buffers: int = 1
+
+
+class Loaded(Message, frozen=True, tag=21):
+    """A block has its first values."""
+
+    block: int
+    slot: int = -1
+
+
+class PushResult(IntEnum):
+    """What a block did with a push. Whatever the answer, `ACCEPTED` to `LATE` say that the sender goes on."""
+
+    ACCEPTED = 1  # applied, or buffered until its round is complete
+    DUPLICATE = 2  # the block has already accepted exactly these batches
+    OVERLAPS = 3  # the block has already accepted some of these batches, under another push ID
+    REVOKED = 4  # the lease is no longer valid
+    LATE = 5  # its round is over
+    BAD = 6  # malformed; the sender is at fault
+    EARLY = 7  # its round has not begun here
+    WRONG_SERVER = 8  # the block is not on this server, or not in this term
+
+
+class LeaseEnd(IntEnum):
+    """Why a worker returns a lease."""
+
+    DONE = 1
+    REVOKED = 2
+    OVERLAPS = 3
+    STOPPED = 4
+    UNUSED = 5
+
+
+class Ack(Message, frozen=True, tag=22):
+    """What became of a push on one block."""
+
+    block: int
+    sequence: int
+    result: PushResult
+    term: int
+    version: int
+    slot: int = -1
+    reason: str = ""
+
+
+class Params(Message, frozen=True, tag=23):
+    """One block's parameters may be read now; the payload is the values, unless they lie in shared memory."""
+
+    block: int
+    sequence: int
+    term: int
+    version: int
+    point: int = -1
+    late: bool = False  # the round asked for is over, its parameters are gone
+    asks: bool = False  # readers must ask each time, also where memory is shared: the rule admits them
+    clock: int = -1  # the reader's, as this block has it; if it is behind that, it was given up and begins anew
+    kept: int = -1  # the reader, if a copy is kept of what it is given
+
+
+class Held(Message, frozen=True, tag=24):
+    """A pull is held back: the reader is too far ahead of this worker."""
+
+    sequence: int
+    worker: int
+
+
+class StatePart(Message, frozen=True, tag=25):
+    """A part of one block's optimizer state; the payload is its values. The last part has no name, but the numbers."""
+
+    block: int
+    part: str
+    absent: tuple[int, ...] = ()
+    numbers: dict[str, dict[int, float]] = {}
+
+
+# ---- worker to worker -----------------------------------------------------------------------------------------------
+
+
+class Value(Message, frozen=True, tag=40):
+    """A nest of values for another worker; the payload is its tensors, unless they lie in memory that was lent."""
+
+    tag: tuple[int | str, ...]  # what the receiver asks for it by
+    nest: bytes  # all but the tensors' contents, see transports/nests.py
+    segment: int = -1  # of the sender's; -1: the bytes follow the header
+
+
+class Lend(Message, frozen=True, tag=41):
+    """Memory in which values will lie; it comes along as a file descriptor. A number used again replaces the former."""
+
+    segment: int
+    num_bytes: int
+
+
+class GiveBack(Message, frozen=True, tag=42):
+    """What lay in a segment was read; its owner may write to it again."""
+
+    segment: int
+
+
+# ---- coordinator and server -----------------------------------------------------------------------------------------
+
+
+class ServerJoin(Message, frozen=True, tag=60):
+    """A server says where workers find it."""
+
+    address: Address
+    capability: str = ""  # torch version and CPU capability: copies must agree
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a server listens: a TCP port for everyone, a Unix socket for its own machine."""
+
+    host: str
+    port: int
+    unix: str = ""  # abstract name: no file, so nothing is left behind
+    machine: str = ""  # equal on one machine only
+
+
+class Assign(Message, frozen=True, tag=61):
+    """The blocks a server owns from now on."""
+
+    plan: Plan
+    blocks: tuple[BlockSpec, ...]
+    groups: tuple[dict[str, Any], ...]
+    num_workers: int
+    term: int = 1
+    optimizer: OptimizerSpec | None = None  # of a user's own loop; none: the strategy's
+
+
+class Planned(Message, frozen=True, tag=62):
+    """The data of a user's own loop is known now; to servers, and to workers when all servers know it."""
+
+    plan: Plan
+
+
+class Ready(Message, frozen=True, tag=63):
+    """All blocks have their first values."""
+
+
+class Revoke(Message, frozen=True, tag=64):
+    """To servers: fence a portion, that is refuse smaller lease numbers from now on, and answer with the sets.
+
+    To the worker that had it: leave it to others.
+    """
+
+    portion: int
+    lease: int
+
+
+class Sets(Message, frozen=True, tag=65):
+    """Which batches of a portion each block has had, as masks."""
+
+    portion: int
+    lease: int
+    masks: tuple[int, ...]
+
+
+class Forget(Message, frozen=True, tag=66):
+    """Do not wait for that worker; what it gave stays."""
+
+    worker: int
+
+
+class Tune(Message, frozen=True, tag=67):
+    """Go on with another learning rate, or another bound."""
+
+    number: int  # a decision that comes twice counts once
+    lr_factor: float = 1.0  # on the rate that holds now
+    bound: int | None = None
+
+
+class Ask(Message, frozen=True, tag=68):
+    """Asks for a Report."""
+
+
+class Flush(Message, frozen=True, tag=69):
+    """Apply what is buffered; answered with a Report."""
+
+
+class Command(Message, frozen=True, tag=70):
+    """Vector arithmetic on every block, and perhaps an evaluation of the loss that begins with it.
+
+    Numbered by (term, number): who gets one again answers the same again, and does nothing.
+    """
+
+    term: int  # the coordinator's
+    number: int
+    operations: tuple[Operation, ...]
+    cells: int = 0  # an evaluation of so many cells begins; the sum of its gradients becomes the vector `gradient`
+
+
+class Answer(Message, frozen=True, tag=71):
+    """What came of a command on one server: a number for each dot product and the square of each norm, in order."""
+
+    term: int
+    number: int
+    results: tuple[float, ...]
+    version: int  # of every block, now
+    refused: str = ""  # why nothing was done
+
+
+class Evaluated(Message, frozen=True, tag=72):
+    """Every block of a server has every cell of an evaluation."""
+
+    point: int
+    loss: float  # the sum over the samples; of the server with block 0
+    samples: int
+
+
+class Skipped(msgspec.Struct, frozen=True, array_like=True):
+    """Batches that were skipped, and why."""
+
+    portion: int
+    mask: int
+    reason: str
+
+
+class Tally(msgspec.Struct, frozen=True, array_like=True):
+    """One block's counts of batches: what is marked must be what was applied, skipped or is still buffered."""
+
+    had: int
+    applied: int
+    skipped: int
+    buffered: int
+    extras: int = 0  # pushes that are named by their sender, not by batches
+
+
+class Missed(msgspec.Struct, frozen=True, array_like=True):
+    """How many updates the gradients that one block applied had missed."""
+
+    block: int
+    pushes: int
+    total: int
+    most: int
+
+
+class Limit(msgspec.Struct, frozen=True, array_like=True):
+    """What a rule lets readers miss, in its own unit, and what they did miss."""
+
+    bound: float
+    unit: str
+    largest: float  # that any gradient's reader missed
+    exceeded: int = 0  # gradients whose readers missed more than the bound
+
+
+class Report(Message, frozen=True, tag=73):
+    """The marks and the measurements of one server."""
+
+    low: int  # every portion below is complete on all of this server's blocks
+    full: tuple[int, ...]  # and these above it
+    had: int  # batches had, the least over its blocks
+    updates: int  # applied to its blocks so far
+    blocks: tuple[Tally, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    refused: dict[str, int] = {}
+    staleness: dict[int, dict[int, int]] = {}  # worker -> updates missed -> how often
+    flushed: bool = False
+    measured: bool = True  # no: the staleness is left out, the last one told holds
+    missed: tuple[Missed, ...] = ()  # by each block
+    limit: Limit | None = None  # of the worst block
+    guard: bool = False  # the strategy wants the run to be guarded against divergence
+    adapt: tuple[int, int] | None = None  # from where to where its bound may be moved
+    bound: int | None = None  # that holds now
+    gathers: int | None = None  # gradients that make one update now; none: each rule has its own way
+    unlocked: bool = False  # workers add in place: whether two additions overwrote each other is not known
+    cut_short: int = 0  # updates that were being written, by a worker itself, when it was lost
+
+
+# ---- coordinator and worker -----------------------------------------------------------------------------------------
+
+
+class Join(Message, frozen=True, tag=100):
+    """A worker has built the task: what it found decides the plan, or must agree with it."""
+
+    fingerprint: str
+    num_samples: int
+    layout: Layout
+    batch_size: int
+    epochs: int
+    cell_batches: int
+    rounds: bool
+    warm_batches: int = 0
+    own_loop: bool = False  # a user's own loop: its data is told later, or never; it ends when the loops do
+    optimizer: OptimizerSpec | None = None  # the user's, for the servers to run
+    led: bool = False  # the coordinator leads: the data is gone over as often as it asks for
+    address: Address | None = None  # where the others of its team reach it; none: it computes the whole model
+
+
+class Dataset(Message, frozen=True, tag=101):
+    """What a user's own loop draws its batches from; all workers must say the same."""
+
+    fingerprint: str
+    num_samples: int
+    batch_size: int
+    epochs: int  # 0: as many as the loops go on for
+
+
+class Away(Message, frozen=True, tag=102):
+    """A worker will not work for a while, by its own word: its work is for others, but the end waits for it."""
+
+
+class Dry(Message, frozen=True, tag=103):
+    """Answer to Want: all data is leased or done; some may come back."""
+
+
+class Welcome(Message, frozen=True, tag=104):
+    """The plan, and who owns which block."""
+
+    plan: Plan
+    servers: tuple[Address, ...]
+    owners: tuple[int, ...]  # server of each block
+    blocks: tuple[BlockSpec, ...]
+    load: bool = False  # send the servers your parameters: they are the first values
+    team: tuple[Address, ...] = ()  # of those who compute one model together, in the order of their machines
+
+
+class Go(Message, frozen=True, tag=105):
+    """The servers are ready: begin."""
+
+
+class Want(Message, frozen=True, tag=106):
+    """A worker asks for a lease."""
+
+    idle: bool = False  # it has nothing to do until it gets one
+
+
+class Lease(Message, frozen=True, tag=107):
+    """A portion, or what is missing of it, is this worker's to do."""
+
+    portion: int
+    lease: int
+    groups: tuple[tuple[int, ...], ...]
+
+
+class Cells(Message, frozen=True, tag=108):
+    """Cells of an evaluation for a worker to compute, in this order; perhaps copies of what others are slow with."""
+
+    point: int  # the version of every block at which they are computed
+    cells: tuple[int, ...]
+
+
+class Delivered(Message, frozen=True, tag=109):
+    """Others have delivered these cells: a worker that has them, too, may leave off."""
+
+    point: int
+    cells: tuple[int, ...]
+
+
+class Return(Message, frozen=True, tag=110):
+    """A worker gives a lease back."""
+
+    portion: int
+    lease: int
+    reason: LeaseEnd
+
+
+class Beat(Message, frozen=True, tag=111):
+    """A worker is alive; its acknowledged pushes say that it works."""
+
+    acked: int = 0
+    waiting: bool = False  # for others: then it is not to blame for not working
+    waited_s: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    loss: float = 0.0  # mean over the samples since the last beat
+    loss_samples: int = 0
+    pushed_bytes: int = 0
+    pulled_bytes: int = 0
+    torn_reads: int = 0
+    waited_for: dict[int, float] = {}  # worker -> seconds that it was too slow for this one
+    metrics: dict[str, float] = {}  # the last that it measured
+    computed_s: float = 0.0  # gradients, or pieces of them
+    sent_bytes: int = 0  # to the others of its team
+
+
+class Finish(Message, frozen=True, tag=112):
+    """Every batch is done: the loops over data end."""
+
+
+class Halt(Message, frozen=True, tag=113):
+    """End early: finish the cell at hand, give the leases back."""
+
+    reason: str
+
+
+class Ended(Message, frozen=True, tag=114):
+    """A worker's strategy has returned; the payload is its buffers (BatchNorm statistics)."""
+
+    samples: int
+
+
+class Conclude(Message, frozen=True, tag=115):
+    """Pull the final parameters, evaluate, and save the model there; the payload is the mean of all buffers."""
+
+    path: str
+
+
+class Concluded(Message, frozen=True, tag=116):
+    """The final metrics."""
+
+    metrics: dict[str, float]
+
+
+class Failed(Message, frozen=True, tag=117):
+    """The user's code raised on a worker."""
+
+    step: int
+    error: str
+    traceback: str
+
+
+class Bye(Message, frozen=True, tag=118):
+    """The run is over; nothing will be answered any more."""
+
+    reason: str = ""
+
+
+AnyMessage = (
+    Hello | Load | Push | Pull | Opened | Loaded | Ack | Params | ServerJoin | Assign | Ready | Revoke | Sets
+    | Forget | Ask | Flush | Report | Join | Welcome | Go | Want | Lease | Return | Beat | Finish | Halt | Ended
+    | Conclude | Concluded | Failed | Bye | FetchState | StatePart | Planned | Dataset | Away | Dry | Rest | Held
+    | Tune | Named | Command | Answer | Evaluated | Cells | Delivered | Value | Lend | GiveBack
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Raises msgspec.DecodeError for anything that is not one of our messages."""
+    try:
+        message: Message = _decoder.decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"a word is no text: {error}") from None
+    return message

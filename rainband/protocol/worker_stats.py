@@ -1,0 +1,56 @@
+"""What a worker counts about itself and tells in its heartbeats."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from rainband.protocol.messages import Beat
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a worker tells in its heartbeats; written by the computing thread, read by another."""
+
+    acked: int = 0
+    waiting: bool = False
+    steps: int = 0
+    samples: int = 0
+    loss_sum: float = 0.0
+    loss_samples: int = 0
+    pushed_bytes: int = 0
+    pulled_bytes: int = 0
+    computed_s: float = 0.0  # seconds spent computing gradients, or pieces of them
+    sent_bytes: int = 0  # of tensors, to the others who compute the same model
+    torn_reads: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)  # the last that were measured
+    held_by: int | None = None  # the worker that is waited for now, as a server has told
+    waited_for: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # worker -> seconds
+    waited_s: float = 0.0  # seconds spent waiting, for whatever it was
+
+    def waited(self, seconds: float) -> None:
+        """A wait is over; if a server has said for whom it was, that is kept too."""
+        self.waited_s += seconds
+        if self.held_by is not None:
+            self.waited_for[self.held_by] += seconds
+            self.held_by = None
+
+    def beat(self) -> Beat:
+        """The numbers so far; the loss is that of the time since the last beat."""
+        loss_sum, samples, self.loss_sum, self.loss_samples = self.loss_sum, self.loss_samples, 0.0, 0
+        return Beat(
+            acked=self.acked,
+            waiting=self.waiting,
+            waited_s=self.waited_s,
+            steps=self.steps,
+            samples=self.samples,
+            loss=loss_sum / samples if samples else 0.0,
+            loss_samples=samples,
+            pushed_bytes=self.pushed_bytes,
+            pulled_bytes=self.pulled_bytes,
+            computed_s=self.computed_s,
+            sent_bytes=self.sent_bytes,
+            torn_reads=self.torn_reads,
+            waited_for=dict(self.waited_for),
+            metrics=self.metrics,
+        )

@@ -1,0 +1,1 @@
+"""Record what a run did, replay it, and calibrate a simulation from it."""

@@ -1,0 +1,288 @@
+"""Measure this machine, and make of it the model with which virtual time can tell what a run here would take.
+
+A measuring process simulates a few steps with real gradients and takes the time of every piece: of the gradient, of
+what the worker does besides (checking, its own step, copying), of a server's work on a push, of taking a block over.
+It runs alone, and in turns beside others, as many as there will be workers, which shows what they take from each
+other. What a message costs is what is left of a short real run: see `pieces`. All is measured in the processor's time:
+what other programs take of the machine meanwhile is not part of the model.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from math import fsum
+from typing import Any
+
+import msgspec
+import torch
+
+from rainband.model.gradient import Gradient
+from rainband.protocol import events
+from rainband.protocol.messages import Push
+from rainband.record.message_cost import WARM_UP, Besides, besides
+from rainband.record.wakeup_latency import Waking, measure_waking, read_all
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.processes.launcher import Launcher
+from rainband.runtimes.processes.zygote import Zygote
+from rainband.runtimes.simulation.cluster import Notes, World
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
+from rainband.runtimes.simulation.models.compute import ComputeModel
+from rainband.runtimes.simulation.models.network import NetworkModel
+from rainband.runtimes.simulation.nodes import ServerNode
+from rainband.runtimes.simulation.run import make_play, settings_of
+from rainband.runtimes.simulation.worker import WorkerNode
+from rainband.server.server import Server
+from rainband.strategy import Batch
+from rainband.worker.client import Client
+from rainband.worker.worker import ModuleWorker
+
+PRELOAD = ("torch", "torch._dynamo", "rainband.record.calibrate")
+TURNS = 5  # of measuring alone and together
+ENDLESS = 1_000_000  # epochs: a measurement must not come to the end of the data
+IN_MEMORY_S = 1e-6  # a message is there at once; what it takes to send, to wake up and to read it is counted elsewhere
+INSTANT = ClusterModel(NetworkModel(latency_s=0.0), ComputeModel(kind="constant", step_s=1.0), NodeModel())
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Seconds of each piece of a step, as one process measured them."""
+
+    compute_s: list[float]
+    push_s: list[float]  # a worker checks a gradient and copies it to where it is sent from
+    step_s: list[float]  # its own step, where the strategy has one
+    apply_s: list[float]  # a server, per block that it makes a step with
+    gather_s: list[float]  # and per block that it only adds to others, where the strategy has such
+    take_s: list[float]  # a worker takes a block over
+    model_bytes: int
+    num_blocks: int
+
+
+def calibrate(config: RunConfig, steps: int = 40) -> ClusterModel:
+    """Measure what a run of this task and strategy takes on this machine.
+
+    Alone and together are measured in turns, so that a slow moment of the machine hits both.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    zygote = Zygote.start(PRELOAD)
+    a_crowd = min(2, num_cores)
+    meters = [Meter(zygote, config) for _ in range(max(a_crowd, min(config.num_workers, 2 * num_cores)))]
+    try:
+        alone, together = [], []
+        for _ in range(TURNS):
+            alone.append(read_off(meters[:1], -(-steps // TURNS))[0])
+            together += read_off(meters, -(-steps // TURNS))
+        waking = measure_waking(zygote)
+    finally:
+        for meter in meters:
+            meter.close()
+        zygote.close(1.0)
+    num_busy = min(len(meters), num_cores)
+    return assemble(joined(alone), together, num_busy, num_cores, waking, short_run(config, num_busy, steps))
+
+
+def short_run(config: RunConfig, num_workers: int, steps: int) -> Besides:
+    """A real run of some steps, for what messages cost."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = msgspec.structs.replace(
+            config,
+            num_workers=num_workers,
+            epochs=ENDLESS,
+            eval_every_s=0.0,
+            failure_timeout_s=1.0,  # progress is told five times as often
+            directory=folder,
+            pieces=True,
+            timeline=False,
+            record=False,
+        )
+
+        def view(event: events.AnyEvent) -> None:
+            enough = isinstance(event, events.Progress) and event.batches_done >= num_workers * (2 * WARM_UP + steps)
+            if enough and not launcher.interrupts:
+                launcher.stop_soon()
+
+        launcher = Launcher(config, view)
+        with launcher.signals():
+            result = launcher.run()
+        if launcher.signal:
+            raise KeyboardInterrupt
+        if result.outcome != "stopped":
+            raise ValueError(f"the run to measure {result.outcome}: {result.reason}")
+        return besides(folder)
+
+
+def joined(parts: list[Measured]) -> Measured:
+    """All pieces together."""
+    lists = ("compute_s", "push_s", "step_s", "apply_s", "gather_s", "take_s")
+    pieces: dict[str, list[float]] = {name: [t for part in parts for t in getattr(part, name)] for name in lists}
+    return Measured(**pieces, model_bytes=parts[0].model_bytes, num_blocks=parts[0].num_blocks)
+
+
+def assemble(
+    alone: Measured, together: list[Measured], num_busy: int, num_cores: int, waking: Waking, besides: Besides
+) -> ClusterModel:
+    """From the pieces to a model: one machine with its cores, of which so many were busy together."""
+    if not alone.apply_s:  # where the coordinator leads, pushes are gathered, and steps are commands
+        alone = msgspec.structs.replace(alone, apply_s=alone.gather_s, gather_s=[])
+    for piece in ("compute_s", "push_s", "apply_s", "take_s"):
+        if not _usual(getattr(alone, piece)):
+            raise ValueError(f"too few steps to measure {piece.removesuffix('_s')}: try twice as many with --steps.")
+    slower = max(1.0, _usual([t for one in together for t in one.compute_s]) / _usual(alone.compute_s))
+    crowding = (slower - 1) / (num_busy - 1) if num_busy > 1 else 0.0
+    block_bytes = alone.model_bytes / alone.num_blocks
+    pace = _usual(alone.compute_s) / besides.compute_s  # the machine may have been slower or faster meanwhile
+    nodes = NodeModel(
+        apply_bytes_per_s=block_bytes / _usual(alone.apply_s),
+        gather_bytes_per_s=block_bytes / _usual(alone.gather_s) if _usual(alone.gather_s) else 0.0,
+        read_bytes_per_s=block_bytes / _usual(alone.take_s),
+        push_bytes_per_s=alone.model_bytes / (_usual(alone.push_s) + _usual(alone.step_s)),
+        pull_bytes_per_s=block_bytes / _usual(alone.take_s),
+        message_s=pace * besides.server_s,
+        worker_message_s=pace * besides.worker_s,
+        shared_memory=True,
+        cores=num_cores,
+        crowding=crowding,
+        wake_s=waking.wake_s,
+        moves=waking.moves,
+    )
+    trace = tuple(round(t, 7) for t in alone.compute_s)
+    network = NetworkModel(latency_s=IN_MEMORY_S, bytes_per_s=1e10)
+    return ClusterModel(network, ComputeModel(kind="trace", trace_s=trace, step_s=_usual(alone.compute_s)), nodes)
+
+
+def _usual(values: list[float]) -> float:
+    """The mean without the fastest and the slowest tenth."""
+    ordered = sorted(values)
+    middle = ordered[len(ordered) // 10 : len(ordered) - len(ordered) // 10]
+    return fsum(middle) / len(middle) if middle else 0.0
+
+
+# ---- processes ----
+
+
+class Meter:
+    """A measuring process; it measures when asked to."""
+
+    def __init__(self, zygote: Zygote, config: RunConfig) -> None:
+        theirs_in, self.asks = os.pipe()
+        self.answers, theirs_out = os.pipe()
+        job = msgspec.msgpack.encode(config)
+        zygote.spawn("rainband.record.calibrate:measure_main", job, "rainband calibrate", [theirs_in, theirs_out], 1)
+        os.close(theirs_in)
+        os.close(theirs_out)
+
+    def ask(self, steps: int) -> None:
+        os.write(self.asks, steps.to_bytes(4, "little"))
+
+    def close(self) -> None:
+        """It ends when nobody can ask it any more."""
+        os.close(self.asks)
+        os.close(self.answers)
+
+    def answer(self) -> Measured:
+        length = int.from_bytes(read_all(self.answers, 4), "little")
+        return msgspec.msgpack.decode(read_all(self.answers, length), type=Measured)
+
+
+def read_off(meters: list[Meter], steps: int) -> list[Measured]:
+    """Let them all measure at the same time."""
+    for meter in meters:
+        meter.ask(steps)
+    return [meter.answer() for meter in meters]
+
+
+def measure_main(job: bytes, fds: list[int]) -> None:
+    """A measuring process."""
+    torch.set_num_threads(1)
+    stopwatch = Stopwatch(msgspec.msgpack.decode(job, type=RunConfig))
+    asks, answers = fds
+    with open(asks, "rb") as reader, open(answers, "wb") as writer:
+        while asked := reader.read(4):
+            data = msgspec.msgpack.encode(stopwatch.measure(int.from_bytes(asked, "little")))
+            writer.write(len(data).to_bytes(4, "little") + data)
+            writer.flush()
+
+
+# ---- taking the time ----
+
+
+class Stopwatch:
+    """Puts clocks around the pieces of a simulated run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._forget()
+        config = msgspec.structs.replace(config, epochs=ENDLESS)
+        self.world = world = World(make_play(config), settings_of(config, ""), INSTANT, Notes())
+        world.start()
+        for server in world.servers.values():
+            assert isinstance(server, ServerNode)
+            server.server.receive = self._timed_server(server.server)  # type: ignore[method-assign]
+        for worker in world.workers.values():
+            self._time_worker(worker)
+        self._run(WARM_UP)
+
+    def _forget(self) -> None:
+        names = ("compute", "push", "step", "apply", "gather", "take")
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
+
+    def _run(self, steps: int) -> None:
+        while len(self.seconds["compute"]) < steps:
+            self.world.run(until_s=self.world.clock.now + 1.0)
+
+    def measure(self, steps: int) -> Measured:
+        """Measure so many more steps."""
+        self._forget()
+        self._run(steps)
+        blocks = self.world.leader.block_bytes
+        pieces = {f"{name}_s": seconds for name, seconds in self.seconds.items()}
+        return Measured(**pieces, model_bytes=sum(blocks), num_blocks=len(blocks))
+
+    def _time_worker(self, node: WorkerNode) -> None:
+        node.body.gradient = self._timed(as_it_is, "compute")  # type: ignore[method-assign]
+        make_worker = node.body.worker
+
+        def watched(index: int, client: Client) -> ModuleWorker:
+            worker = make_worker(index, client)
+            client.take = self._timed(client.take, "take")  # type: ignore[method-assign]
+            client._push = self._timed(client._push, "push")  # type: ignore[method-assign]
+            worker.params.step = self._timed(worker.params.step, "step")  # type: ignore[method-assign]
+            return worker
+
+        node.body.worker = watched  # type: ignore[method-assign]
+
+    def _timed_server(self, server: Server) -> Callable[..., Any]:
+        receive = server.receive
+
+        def timed(sender: Any, message: Any, *rest: Any, **named: Any) -> Any:
+            updates, began = server.updates, time.process_time()
+            outs = receive(sender, message, *rest, **named)
+            if isinstance(message, Push):
+                seconds = self.seconds["apply" if server.updates > updates else "gather"]
+                seconds.append(time.process_time() - began)
+            return outs
+
+        return timed
+
+    def _timed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*args: Any, **named: Any) -> Any:
+            began = time.process_time()
+            result = work(*args, **named)
+            self.seconds[name].append(time.process_time() - began)
+            return result
+
+        return timed
+
+
+def as_it_is(worker: ModuleWorker, batch: Batch) -> Gradient:
+    """As a real worker has it: what is done for the push is measured with the push."""
+    return worker.compute(batch)
+
+
+def describe(config: RunConfig, model: ClusterModel) -> str:
+    """What stands at the top of the file."""
+    step_ms = 1e3 * model.compute.step_s
+    return (
+        f"This machine, measured with {config.task} and {config.strategy}: a gradient takes {step_ms:.2f} ms alone, "
+        f"{100 * model.nodes.crowding:.0f} % longer for each other busy core."
+    )

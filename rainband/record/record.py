@@ -1,0 +1,198 @@
+"""Record the order of an asynchronous run, a few bytes for each push and pull, so that it can be repeated exactly.
+
+A server notes in which order it applied pushes, a worker its leases and which version of each block it read. All else
+follows from the plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from rainband.protocol.messages import Ack, Assign, Lease, Message, Params, Peer, Push, PushResult, Welcome
+from rainband.server.server import Server
+from rainband.worker.client import Client
+
+LENGTH_BYTES = 2
+LONG = (1 << 8 * LENGTH_BYTES) - 1  # the length of a longer note follows in eight bytes
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The parent of all notes."""
+
+
+class Began(Note, frozen=True, tag=0):
+    """What the bits of gradients depend on besides the data."""
+
+    torch: str
+    cpu_capability: str
+    threads: int
+
+
+class Read(Note, frozen=True, tag=1):
+    """A worker was given a block's parameters for one of its pulls."""
+
+    sequence: int
+    block: int
+    version: int
+
+
+class Applied(Note, frozen=True, tag=2):
+    """A push reached a block; the order of these is the order of the updates."""
+
+    block: int
+    worker: int
+    sequence: int
+
+
+class Refused(Note, frozen=True, tag=3):
+    """A push came to nothing."""
+
+    worker: int
+    result: str
+
+
+class Leased(Note, frozen=True, tag=4):
+    """A worker was given a portion."""
+
+    portion: int
+    lease: int
+    groups: tuple[tuple[int, ...], ...]
+
+
+class Assigned(Note, frozen=True, tag=5):
+    """A server's blocks."""
+
+    assign: Assign
+
+
+class Welcomed(Note, frozen=True, tag=6):
+    """The plan, as a worker was told."""
+
+    welcome: Welcome
+
+
+AnyNote = Began | Read | Applied | Refused | Leased | Assigned | Welcomed
+
+
+def here() -> Began:
+    """This machine."""
+    return Began(str(torch.__version__), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+
+
+class Recorder:
+    """Writes the notes of one process."""
+
+    def __init__(self, directory: str, peer: Peer) -> None:
+        # Not buffered: a process may be killed at any moment, and what it noted should outlive it.
+        self.file = open(Path(directory, f"record-{peer.role}-{peer.index}.bin"), "wb", buffering=0)  # noqa: SIM115
+        self.encoder = msgspec.msgpack.Encoder()
+        self.write(here())
+
+    def write(self, note: AnyNote) -> None:
+        data = self.encoder.encode(note)
+        length = min(len(data), LONG).to_bytes(LENGTH_BYTES, "little")
+        longer = len(data).to_bytes(8, "little") if len(data) >= LONG else b""
+        self.file.write(length + longer + data)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def watch_client(self, client: Client, welcome: Welcome) -> None:
+        self.write(Welcomed(welcome))
+        receive = client.receive
+
+        def noted(message: Message, *rest: Any) -> None:
+            match message:
+                case Lease():
+                    self.write(Leased(message.portion, message.lease, message.groups))
+                case Params() if not message.late:
+                    self.write(Read(message.sequence, message.block, message.version))
+            receive(message, *rest)
+
+        client.receive = noted  # type: ignore[method-assign, assignment]
+
+    def watch_server(self, server: Server) -> None:
+        receive = server.receive
+
+        def noted(sender: Peer, message: Message, *rest: Any, **named: Any) -> Any:
+            outs = receive(sender, message, *rest, **named)
+            if isinstance(message, Push):
+                [ack] = [out.message for out in outs if isinstance(out.message, Ack)]
+                assert isinstance(ack, Ack)
+                self.write(
+                    Applied(message.block, message.worker, message.sequence)
+                    if ack.result == PushResult.ACCEPTED
+                    else Refused(message.worker, ack.result.name.lower())
+                )
+            elif isinstance(message, Assign):
+                self.write(Assigned(message))
+            return outs
+
+        server.receive = noted  # type: ignore[method-assign]
+
+
+def read_notes(path: Path) -> Iterator[AnyNote]:
+    """All notes of one process; a torn one at the end does not count."""
+    decoder = msgspec.msgpack.Decoder(AnyNote)
+    data, at = memoryview(path.read_bytes()), 0
+    while at + LENGTH_BYTES <= len(data):
+        length = int.from_bytes(data[at : at + LENGTH_BYTES], "little")
+        at += LENGTH_BYTES
+        if length == LONG:
+            length = int.from_bytes(data[at : at + 8], "little")
+            at += 8
+        if at + length > len(data):
+            return
+        yield decoder.decode(data[at : at + length])
+        at += length
+
+
+@dataclass
+class Record:
+    """What a run's processes noted."""
+
+    began: Began
+    welcome: Welcome
+    servers: list[Assigned]
+    leases: dict[int, list[Leased]]  # worker -> in order
+    reads: dict[tuple[int, int, int], int]  # (worker, pull, block) -> version
+    order: dict[int, deque[Applied]]  # block -> what it applied, in order
+
+
+def read_record(directory: Path) -> Record:
+    """Put the notes of all processes together."""
+    workers = {int(path.stem.split("-")[2]): list(read_notes(path)) for path in directory.glob("record-worker-*.bin")}
+    servers = {int(path.stem.split("-")[2]): list(read_notes(path)) for path in directory.glob("record-server-*.bin")}
+    if not workers or not servers:
+        raise ValueError(
+            f"{directory.name} was not recorded, so it cannot be repeated: start it with --record. "
+            "(Rounds, as of sync, need no record: the same seed gives the same bits.)"
+        )
+    every = [note for notes in (*workers.values(), *servers.values()) for note in notes]
+    if refused := Counter(note.result for note in every if isinstance(note, Refused)):
+        told = ", ".join(f"{times} {result}" for result, times in refused.items())
+        raise ValueError(f"{directory.name} cannot be repeated: pushes were refused in it ({told}).")
+    order: dict[int, deque[Applied]] = {}
+    for note in every:
+        if isinstance(note, Applied):
+            order.setdefault(note.block, deque()).append(note)
+    return Record(
+        began=next(note for note in every if isinstance(note, Began)),
+        welcome=next(note.welcome for note in every if isinstance(note, Welcomed)),
+        servers=[note for i in sorted(servers) for note in servers[i] if isinstance(note, Assigned)],
+        leases={w: [note for note in notes if isinstance(note, Leased)] for w, notes in sorted(workers.items())},
+        reads={
+            (w, note.sequence, note.block): note.version
+            for w, notes in sorted(workers.items())
+            for note in notes
+            if isinstance(note, Read)
+        },
+        order=order,
+    )

@@ -1,0 +1,322 @@
+"""Repeat a recorded asynchronous run bit for bit: the same gradients, applied and read in the same order.
+
+There is no clock here, only order. A block goes on to its next version when the push that was next has been made
+again, and everyone who had read this version has read it again. Workers run as far as they can.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf, nan, sqrt
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import safetensors.torch
+import torch
+import xxhash
+from torch import Tensor
+
+from rainband.protocol.layout import BlockSpec
+from rainband.protocol.messages import Ack, Finish, Lease, Load, Message, Params, Peer, Pull, Push
+from rainband.protocol.steps import Handle, Steps
+from rainband.record.record import Began, Record, here, read_record
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.run_directory import read_config
+from rainband.runtimes.simulation import run as sim
+from rainband.runtimes.simulation.gradients import RealBody
+from rainband.runtimes.simulation.models.trace import name_of
+from rainband.runtimes.simulation.nodes import publish
+from rainband.runtimes.simulation.run import Simulated, make_play, one_thread
+from rainband.runtimes.simulation.worker import Body
+from rainband.server.server import Server
+from rainband.strategy import Port, ServerHalf
+from rainband.worker.client import Client
+from rainband.worker.worker import Compute, ModuleWorker
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+
+
+class Update(NamedTuple):
+    """One update, as the first block had it."""
+
+    number: int  # the version it made
+    worker: int
+    batches: str  # what its gradient came from
+    read: int  # the version its gradient was computed at
+    staleness: int
+    loss: float  # of its batches
+    norm: float  # of its gradient; nan: it was skipped
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a repetition came to."""
+
+    pushes: int
+    numbers: int
+    different: int  # numbers that are not the same bits as those of the saved model
+    saved_hash: str  # of the saved model's bits; empty: there is none
+    repeated_hash: str
+    warning: str = ""
+
+
+def replay(
+    directory: Path,
+    note: Callable[[Update], None] | None = None,
+    until: int | None = None,
+    model: Path | None = None,
+) -> Replayed:
+    """Repeat a run and compare its model; `note` is told of every update.
+
+    With `until`, every block stops at that version. The parameters at the end are saved as `model`.
+    """
+    config = read_config(directory)
+    record = read_record(directory)
+    with one_thread():
+        repetition = Repetition(config, record, note, until)
+        repetition.run()
+    values = repetition.parameters()
+    if model is not None:
+        safetensors.torch.save_file(values, str(model))
+    then = directory / "model.safetensors"
+    saved = safetensors.torch.load_file(str(then)) if then.is_file() and until is None else {}
+    known = {name: value for name, value in values.items() if name in saved}  # of tied parameters only one is saved
+    return Replayed(
+        pushes=repetition.pushes,
+        numbers=sum(value.numel() for value in known.values()),
+        different=sum(int((bits(saved[name]) != bits(value)).sum()) for name, value in known.items()),
+        saved_hash=hash_of({name: saved[name] for name in known}),
+        repeated_hash=hash_of(known or values),
+        warning=why_bits_may_differ(record.began),
+    )
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Its numbers as whole numbers: a NaN is equal to itself."""
+    return tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()])
+
+
+def hash_of(tensors: dict[str, Tensor]) -> str:
+    hasher = xxhash.xxh3_64()
+    for _, tensor in sorted(tensors.items()):
+        hasher.update(bits(tensor).numpy().tobytes())
+    return hasher.hexdigest() if tensors else ""
+
+
+def why_bits_may_differ(then: Began | Simulated) -> str:
+    """What the bits of gradients depend on, where it is not as it was then."""
+    now = here()
+    pairs = {
+        "torch": (then.torch, now.torch),
+        "the CPU's capability": (then.cpu_capability, now.cpu_capability),
+        "the number of threads": (then.threads, 1),
+    }
+    return "; ".join(f"{what} was {old} and is {new}" for what, (old, new) in pairs.items() if old != new)
+
+
+def replay_simulated(directory: Path, folder: Path) -> tuple[Simulated, Simulated]:
+    """Simulate a simulated run once more, in a folder of its own; what it was then, and what it is now.
+
+    The trace is kept there.
+    """
+    config = read_config(directory)
+    config = msgspec.structs.replace(config, directory=str(folder), sim=msgspec.structs.replace(config.sim, trace=True))
+    then = read_simulated(directory)
+    sim.run(config, lambda event: None, model=then.model)
+    return then, read_simulated(folder)
+
+
+def read_simulated(directory: Path) -> Simulated:
+    return msgspec.json.decode((directory / "simulation.json").read_bytes(), type=Simulated)
+
+
+@dataclass
+class Actor:
+    """One worker of the repetition."""
+
+    index: int
+    body: Body
+    client: Client
+    worker: ModuleWorker
+    steps: Steps[None]
+    waiting: Handle | None = None
+    asked: set[tuple[int, int]] = field(default_factory=set)  # (pull, block) not answered yet
+
+
+class Repetition:
+    """All nodes, without a clock."""
+
+    def __init__(
+        self, config: RunConfig, record: Record, note: Callable[[Update], None] | None, until: int | None = None
+    ) -> None:
+        self.record = record
+        self.note = note
+        self.until = inf if until is None else until
+        self.losses: dict[tuple[int, int], float] = {}  # (portion, batch) -> of its gradient
+        self.squares: dict[tuple[int, int], float] = {}  # (worker, sequence) -> of its gradient's norm
+        self.play = make_play(config)
+        half = self.play.strategy.server(config.num_workers)
+        if half is None or half.rule().reads != "any":
+            raise ValueError(f"{config.strategy} reads by rounds or rules: only asynchronous runs are repeated.")
+        self.pushes = 0
+        self.servers: list[Server] = []
+        self.owner: dict[int, Server] = {}
+        self.made: dict[tuple[int, int, int], tuple[Push, Tensor | None]] = {}  # (block, worker, sequence) -> a push
+        self.actors = {index: self._actor(index) for index in record.leases}
+        self._load()
+        self.unread = Counter((block, version) for (_, _, block), version in record.reads.items())
+
+    def _actor(self, index: int) -> Actor:
+        welcome, body = self.record.welcome, self.play.body()
+        ports: list[Port] = [ReplayPort(self, index) for _ in welcome.servers]
+        client = body.make_client(Peer("worker", index), welcome, ports, lambda message: None)
+        for lease in self.record.leases[index]:
+            client.receive(Lease(lease.portion, lease.lease, lease.groups))
+        worker = body.worker(index, client)
+        strategy = self.play.strategy
+        return Actor(index, body, client, worker, Steps(strategy.run(worker)))
+
+    def _load(self) -> None:
+        """Servers with their first values: those of the seed, as any worker has them."""
+        first = next(iter(self.actors.values())).client
+        for assigned in self.record.servers:
+            server = Server(self._half, publish)
+            server.receive(Peer("coordinator", 0), assigned.assign)
+            self.servers.append(server)
+            for spec in assigned.assign.blocks:
+                load = Load(spec.index, spec.dtype, spec.numel)
+                server.receive(Peer("worker", 0), load, first.views[spec.index].clone())
+                self.owner[spec.index] = server
+
+    def _half(self, num_workers: int) -> ServerHalf:
+        half = self.play.strategy.server(num_workers)
+        assert half is not None
+        return half
+
+    # ---- going on --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while self._everyone_goes_on() | self._blocks_go_on():
+            pass
+        left = sum(map(len, self.record.order.values()))
+        if left and self.until == inf:
+            raise ValueError(f"the record does not fit: {left} updates could not be made again.")
+
+    def _everyone_goes_on(self) -> bool:
+        return bool(sum(self._go_on(actor) for actor in self.actors.values()))  # all of them, not up to the first
+
+    def _go_on(self, actor: Actor) -> bool:
+        moved = self._answer(actor)
+        while not actor.steps.over and (actor.waiting is None or actor.waiting.ready()):
+            actor.body.sit_down()
+            moved = True
+            wanted = actor.steps.go_on()
+            if actor.steps.over:
+                break
+            actor.waiting = None
+            if isinstance(wanted, Compute):
+                wanted.result = actor.body.gradient(actor.worker, wanted.batch)
+                self.losses[wanted.batch.portion, wanted.batch.k] = wanted.result.loss
+            else:
+                assert isinstance(wanted, Handle)
+                actor.waiting = wanted
+            self._answer(actor)
+        return moved
+
+    def _answer(self, actor: Actor) -> bool:
+        """Give a worker the versions it had read, as far as they are there."""
+        moved = False
+        for sequence, block in sorted(actor.asked):
+            version = self.record.reads.get((actor.index, sequence, block))
+            at = self.owner[block].blocks[block]
+            if version is not None and at.version == version:
+                actor.asked.discard((sequence, block))
+                self.unread[block, version] -= 1
+                values = at.place.of(version).clone()
+                actor.client.receive(Params(block, sequence, 1, version), values)
+                moved = True
+        return moved
+
+    def _blocks_go_on(self) -> bool:
+        return bool(sum(self._apply_next(block) for block in self.record.order))
+
+    def _apply_next(self, block: int) -> bool:
+        order, at = self.record.order[block], self.owner[block].blocks[block]
+        if not order or at.version >= self.until or self.unread[block, at.version] > 0:
+            return False
+        key = block, order[0].worker, order[0].sequence
+        if key not in self.made:
+            return False
+        order.popleft()
+        push, payload = self.made.pop(key)
+        if self.note is not None and block == 0:
+            self.note(self._update(push, at.version))
+        peer = Peer("worker", push.worker)
+        for out in self.owner[block].receive(peer, push, payload):
+            if isinstance(out.message, Ack):
+                self.actors[push.worker].client.receive(out.message)
+        self.pushes += 1
+        if not any(self.record.order.values()):
+            for actor in self.actors.values():
+                actor.client.receive(Finish())
+        return True
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def _update(self, push: Push, version: int) -> Update:
+        losses = [self.losses[r.portion, k] for r in push.name for k in range(r.first, r.last)]
+        norm = sqrt(self.squares.pop((push.worker, push.sequence), nan))
+        loss = sum(losses) / len(losses) if losses else nan
+        return Update(version + 1, push.worker, name_of(push.name), push.version, version - push.version, loss, norm)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """As they are now, by name."""
+        body = next(iter(self.actors.values())).body
+        assert isinstance(body, RealBody)
+        flat = body.memory.flat
+        for block, server in self.owner.items():
+            at = server.blocks[block]
+            flat.view(at.spec).copy_(at.place.of(at.version))
+        body.desk.owner = None
+        body.sit_down()
+        return {name: value.detach().clone() for name, value in body.memory.module.named_parameters()}
+
+
+class ReplayPort:
+    """A way to a server that is kept until its turn comes."""
+
+    direct = False
+
+    def __init__(self, repetition: Repetition, worker: int) -> None:
+        self.repetition = repetition
+        self.worker = worker
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, Pull):
+            self._asks(message.sequence, range(len(self.repetition.record.welcome.blocks)))
+        elif isinstance(message, Push):  # batches that were skipped
+            self._push(message, None)
+
+    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+        assert isinstance(message, Push)
+        payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
+        fill(payload)
+        squares, key = self.repetition.squares, (self.worker, message.sequence)
+        if self.repetition.note is not None:
+            squares[key] = squares.get(key, 0.0) + float(payload.double().square().sum())
+        self._push(message, payload)
+
+    def _push(self, message: Push, payload: Tensor | None) -> None:
+        self.repetition.made[message.block, self.worker, message.sequence] = message, payload
+        if message.want:
+            self._asks(message.sequence, [message.block])
+
+    def _asks(self, sequence: int, blocks: range | list[int]) -> None:
+        actor = self.repetition.actors[self.worker]
+        actor.asked |= {(sequence, block) for block in blocks}
+
+    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+        raise AssertionError("parameters come with the answer, there is nothing to read in place")

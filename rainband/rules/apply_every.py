@@ -1,0 +1,84 @@
+"""Between the two ends: one update for so many gradients, whoever they are from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rainband.protocol.data_plan import num_batches
+from rainband.strategy import Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.protocol.messages import Push
+    from rainband.strategy import Block
+
+
+class MeanOfArrivals(Rule):
+    """One update with the mean of every `count` gradients; those that missed updates may weigh less.
+
+    The weight of a gradient is 1 / count, or 1 / (count * missed) if `by_staleness` and it has missed any. What is left
+    at the end is applied with the same weights, so that every gradient counts alike.
+
+    With `count_for`, the count is that of the workers which are there: it follows when one is lost, comes back or is
+    new, from the next update on.
+    """
+
+    count: int = 1
+
+    def __init__(
+        self,
+        count: int,
+        by_staleness: bool = False,
+        num_workers: int = 0,
+        count_for: Callable[[int], int] | None = None,
+    ) -> None:
+        self.count = count
+        self.by_staleness = by_staleness
+        self.members = set(range(num_workers))
+        self.count_for = count_for
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.count_for is not None and self.members:
+            self.count = self.count_for(len(self.members))
+        self.total: Tensor | None = None
+        self.pushes: list[Push] = []
+        self.absent: set[int] | None = None  # parameters without a gradient in all of them
+
+    @property
+    def buffered(self) -> int:
+        return sum(num_batches(push.name) for push in self.pushes)
+
+    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+        self._is_there(push.worker)
+        if gradient is None:
+            return
+        missed = block.version - push.version
+        weight = 1 / (self.count * max(1, missed)) if self.by_staleness else 1 / self.count
+        if self.count == 1:
+            block.apply(gradient if weight == 1 else gradient * weight, [push], push.absent)
+            return
+        self.pushes.append(push)
+        self.absent = set(push.absent) if self.absent is None else self.absent & set(push.absent)
+        self.total = gradient * weight if self.total is None else self.total.add_(gradient, alpha=weight)
+        if len(self.pushes) == self.count:
+            self.flush(block)
+
+    def forget(self, block: Block, worker: int) -> None:
+        """Nobody is waited for, and what it gave stays; but an update needs fewer gradients now."""
+        self.members.discard(worker)
+        if not self.pushes:
+            self._begin()
+
+    def _is_there(self, worker: int) -> None:
+        if worker not in self.members:
+            self.members.add(worker)
+            if not self.pushes:
+                self._begin()
+
+    def flush(self, block: Block) -> None:
+        if self.total is not None:
+            block.apply(self.total, self.pushes, self.absent or ())
+            self._begin()

@@ -1,0 +1,114 @@
+"""Bounded asynchrony: whoever is too far ahead of the slowest waits with its next read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rainband.protocol.data_plan import num_batches
+from rainband.protocol.messages import Limit
+from rainband.rules.clocks import Clocks
+from rainband.strategy import Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.protocol.messages import Pull, Push
+    from rainband.strategy import Block
+
+
+class Bounded(Rule):
+    """Apply what comes, and measure how far ahead of the slowest its reader was; who may read is left open.
+
+    What was missed is measured when a gradient comes, from the version it was computed at, and not from what was
+    admitted. It is compared with the bound that held when its reader was admitted.
+    """
+
+    reads: Literal["admitted"] = "admitted"
+    clocked = True
+    bound: int = 0
+    unit = ""
+
+    def __init__(self, bound: int, last: int | None = None) -> None:
+        self.first = self.bound = bound
+        self.last = bound if last is None else last  # the bound goes there as the data is done
+        self.clocks = Clocks()
+        self.done = 0  # batches that have come
+        self.granted: dict[tuple[int, int], int] = {}  # (reader, its clock) -> the bound under which it was admitted
+        self.largest = 0  # the most that a reader was ahead of the slowest
+        self.exceeded = 0  # gradients from readers that were further ahead than the bound
+
+    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+        self._measure(push)
+        self.done += num_batches(push.name)
+        if self.last != self.first:
+            self.bound = round(self.first + (self.last - self.first) * min(1.0, self.done / block.plan.num_batches))
+        if gradient is not None:
+            block.apply(gradient, [push], push.absent)
+
+    def _measure(self, push: Push) -> None:
+        began = push.began if push.began >= 0 else push.clock - 1
+        ahead = began - self.clocks.slowest_at(push.version)
+        self.largest = max(self.largest, ahead)
+        self.exceeded += ahead > self.granted.pop((push.worker, began), self.bound)
+
+    def retune(self, bound: int) -> None:
+        """Another bound from now on."""
+        self.first = self.last = self.bound = bound
+
+    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+        if pull.clock < 0:
+            return True  # it does not compute with it
+        if not self._may_read(pull.clock, reader):
+            return False
+        before = self.granted.get((reader, pull.clock), 0)  # a question may come twice, and the first answer count
+        self.granted[reader, pull.clock] = max(before, self.bound)
+        return True
+
+    def _may_read(self, clock: int, reader: int) -> bool:
+        raise AssertionError("each kind of bound says who may read")
+
+    def holder(self, block: Block, pull: Pull, reader: int) -> int | None:
+        return self.clocks.laggard(but=reader)
+
+    def enter(self, block: Block, worker: int, base: int) -> None:
+        self.clocks.enter(worker, base, block.version)
+
+    def tick(self, block: Block, worker: int, clock: int) -> None:
+        self.granted.pop((worker, clock - 1), None)  # of a push that came to nothing
+        self.clocks.tick(worker, clock, block.version)
+
+    def clock_of(self, worker: int) -> int:
+        return self.clocks.of.get(worker, 0)
+
+    def forget(self, block: Block, worker: int) -> None:
+        self.clocks.leave(worker, block.version)
+
+    def limit(self) -> Limit:
+        return Limit(max(self.first, self.last), self.unit, self.largest, self.exceeded)
+
+
+class WaitForSlowest(Bounded):
+    """A reader at clock c waits until everyone has done c - bound cells, and itself all c.
+
+    So it has read all that anyone pushed up to clock c - bound, and its own.
+    """
+
+    unit = "clocks"
+
+    def _may_read(self, clock: int, reader: int) -> bool:
+        clocks = self.clocks
+        return clocks.of.get(reader, 0) >= clock and (not clocks.members or clock - clocks.slowest <= self.bound)
+
+
+class WaitForTasks(Bounded):
+    """A worker starts its task number t when everyone, itself included, has finished all its tasks before t - bound.
+
+    A task starts with its read. So up to `bound` tasks of one worker may be under way, and with a bound of 1 or more
+    the parameters for a task can be fetched while the one before it is computed.
+    """
+
+    unit = "tasks"
+
+    def _may_read(self, clock: int, reader: int) -> bool:
+        clocks = self.clocks
+        return not clocks.members or clock - min(clocks.slowest, clocks.of.get(reader, 0)) <= self.bound

@@ -1,0 +1,26 @@
+"""Evaluations: cells are added up at parameters that only the coordinator's commands change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rainband.strategy import Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.protocol.messages import Pull, Push
+    from rainband.strategy import Block
+
+
+class SumOfCells(Rule):
+    """Add every cell to the block's gradient, each once, whoever delivers it first."""
+
+    reads: Literal["admitted"] = "admitted"
+
+    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            block.accumulate(gradient, push)
+
+    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+        return block.version >= pull.point

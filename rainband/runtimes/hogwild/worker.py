@@ -1,0 +1,176 @@
+"""A worker whose parameters are memory that all workers share: it computes there, and adds its steps there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rainband.model.flat_parameters import Flat
+from rainband.model.gradient import Gradient
+from rainband.protocol.layout import Settings
+from rainband.protocol.lr_schedules import Schedule
+from rainband.protocol.messages import Ask, LeaseEnd, Loaded, Message, Peer, Welcome
+from rainband.protocol.optimizer_spec import OptimizerSpec
+from rainband.runtimes.hogwild.memory import OneMemory, places_of
+from rainband.runtimes.processes.module_model import ModuleModel
+from rainband.strategy import Batch, Port
+from rainband.tasks.task import Data, Task
+from rainband.transports.shared_memory import Segment
+from rainband.worker.client import Client
+from rainband.worker.worker import Compute, ModuleWorker
+
+LOOK_EVERY_S = 0.05  # at what the coordinator has said: workers that never wait would not hear it
+
+
+class MemoryClient(Client):
+    """A client without servers: the first values go into the memory, and the tables there stand for answers."""
+
+    def __init__(
+        self, me: Peer, welcome: Welcome, flat: Flat, memory: OneMemory, tell: Callable[[Message], None]
+    ) -> None:
+        super().__init__(me, welcome.plan, flat, welcome.blocks, (), (), tell)
+        self.memory = memory
+
+    def load_memory(self, values: Sequence[Tensor]) -> None:
+        """Write the first values, and say so."""
+        for vector, first in zip(self.memory.vectors, values, strict=True):
+            vector.copy_(first)
+        self.tell(Loaded(0))
+
+    def load(self, state: object = None) -> None:
+        """This worker's own parameters are the first values."""
+        self.load_memory(self.flat.vectors)
+
+
+class MemoryWorker(ModuleWorker):
+    """A worker that steps in the memory of all."""
+
+    client: MemoryClient
+    began_at = 0  # updates in the memory when it began to compute
+
+    def gradient(self, batch: Batch) -> Compute:
+        self.began_at = self.client.memory.version
+        return Compute(self, batch)
+
+    def tensors(self) -> list[Tensor | None]:
+        """Gradients as autograd left them: of a sparse one only the rows that were touched are written."""
+        grads = [parameter.grad for parameter in self.flat.parameters]
+        return [g.coalesce() if g is not None and g.layout is torch.sparse_coo else g for g in grads]
+
+    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> InPlace:  # type: ignore[override]
+        places = self.flat.over(self.client.memory.vectors).places
+        lr = spec.settings["lr"]
+        assert isinstance(lr, int | float), "every strategy's optimizer has one"
+        return InPlace(self, places, lr, schedule)
+
+
+class InPlace:
+    """w -= lr * g, component by component, in the memory of all: no lock, and nobody is asked."""
+
+    def __init__(self, worker: MemoryWorker, places: Sequence[Tensor], lr: float, schedule: Schedule) -> None:
+        self.worker = worker
+        self.client = worker.client
+        self.memory = worker.client.memory
+        self.schedule = schedule
+        layout = worker.flat.layout
+        rates = [_rate(number, group, lr) for number, group in enumerate(layout.groups)]
+        self.places = [(place, rates[spec.group]) for place, spec in zip(places, layout.parameters, strict=True)]
+
+    def step(self, gradient: Gradient) -> None:
+        (batch,) = gradient.batches
+        index, memory = self.worker.index, self.memory
+        if memory.is_fenced(batch):
+            memory.refuse(index)
+            if batch.portion in self.client.leases:
+                self.client.give_back(batch.portion, LeaseEnd.REVOKED)
+            return
+        if gradient.is_finite:
+            memory.begin(index, batch)
+            self._add(gradient.tensors, memory.lr_factor * self.schedule.scale(self._position(batch)))
+            memory.wrote(index, batch, max(0, memory.version - self.worker.began_at))
+        else:
+            memory.skip(batch)
+        self.client.stats.acked += 1
+        if memory.is_complete(batch.portion):
+            self.client.tell(Ask())  # the keeper looks, and tells how far it is
+        self.client.settle(gradient.name())
+
+    def _position(self, batch: Batch) -> float:
+        return self.worker.plan.position(batch.portion, batch.k)
+
+    def _add(self, tensors: Sequence[Tensor | None], factor: float) -> None:
+        for (place, rate), tensor in zip(self.places, tensors, strict=True):
+            if tensor is not None:
+                add_in_place(place, tensor, -rate * factor)
+
+
+@torch.no_grad()
+def add_in_place(place: Tensor, tensor: Tensor, factor: float) -> None:
+    """Add so many times a tensor to shared memory; of a sparse one only the rows that it has are written."""
+    place.add_(tensor, alpha=factor)
+
+
+def _rate(number: int, group: Settings, lr: float) -> float:
+    """The learning rate of a parameter group, which can have nothing else of its own."""
+    if other := {name: value for name, value in group.items() if name != "lr" and value}:
+        told = ", ".join(f"{name}={value}" for name, value in other.items())
+        raise ValueError(
+            f"parameter group {number} has {told}, and plain SGD in shared memory knows only lr: leave it out, or "
+            "choose downpour."
+        )
+    rate = group.get("lr", lr)
+    assert isinstance(rate, int | float), "torch.optim has checked it"
+    return float(rate)
+
+
+class MemoryModel(ModuleModel):
+    """A model whose parameters are memory that all workers share, inherited as the file `fd`."""
+
+    def __init__(self, num_workers: int, task: Task, data: Data, flat: Flat, fd: int) -> None:
+        _refuse_other_devices(flat)
+        super().__init__(num_workers, task, data, flat)
+        self.fd = fd
+
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        num_bytes = places_of(welcome.blocks, welcome.plan, self.num_workers).num_bytes
+        segment = Segment.open(self.fd, num_bytes, writable=True)
+        memory = OneMemory(segment.mapping, welcome.blocks, welcome.plan, self.num_workers)
+        return MemoryClient(me, welcome, self.flat.over(memory.vectors), memory, tell)
+
+    def load(self, client: Client) -> None:
+        assert isinstance(client, MemoryClient)
+        client.load_memory(self.flat.vectors)
+
+    async def started(self, client: Client) -> None:
+        client.flat.attach()
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        return MemoryWorker(index, self.num_workers, self.task, self.data, self.flat.module, client)
+
+
+def _refuse_other_devices(flat: Flat) -> None:
+    others = {vector.device for vector in flat.layout.vectors} - {"cpu"}
+    if others:
+        raise ValueError(
+            f"the model is on {', '.join(sorted(others))}: hogwild's memory is that of the CPU. Build the model there, "
+            "or choose downpour."
+        )
+
+
+class Looking:
+    """Looks now and then at what has come, because a worker that always has work never waits."""
+
+    def __init__(self, wait: Callable[[float], object], then: Callable[[], None] | None) -> None:
+        self.wait = wait
+        self.then = then
+        self.next_at = time.monotonic() + LOOK_EVERY_S
+
+    def before_step(self) -> None:
+        if time.monotonic() >= self.next_at:
+            self.wait(0.0)
+            self.next_at = time.monotonic() + LOOK_EVERY_S
+        if self.then is not None:
+            self.then()

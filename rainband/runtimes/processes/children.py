@@ -1,0 +1,92 @@
+"""The processes that a zygote has forked: started, signalled, collected, and at the end all of them gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+
+from rainband.runtimes.processes.zygote import Exited
+
+
+class Children:
+    """The processes that were forked, each the leader of its own process group."""
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}  # token -> pid, and back
+        self.tokens: dict[int, int] = {}
+
+    def fork(self, token: int) -> int:
+        """Fork a child into its own process group; return 0 in the child."""
+        # A signal sent at once must wait until the child has reset its handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _reset_signals()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        # Both sides make the group, so that neither finds it missing; the later one may be refused.
+        with suppress(OSError):
+            os.setpgid(pid, pid)
+        if pid != 0:
+            self.pids[token], self.tokens[pid] = pid, token
+        return pid
+
+    def signal(self, token: int, signum: int) -> None:
+        if token in self.pids:
+            os.kill(self.pids[token], signum)
+
+    def signal_groups(self, signum: int) -> None:
+        for pid in self.tokens:
+            _signal_group(pid, signum)
+
+    def reap(self) -> Iterator[Exited]:
+        """Collect the dead; what is left of their groups (a DataLoader's workers) is killed."""
+        while (pid := _next_dead()) is not None:
+            if pid in self.tokens:
+                # Before collecting it: until then its number cannot be another's.
+                _signal_group(pid, signal.SIGKILL)
+            yield from self._collect(pid)
+
+    def end(self) -> list[Exited]:
+        """Kill and collect all that is left, also orphans that had left their group."""
+        import psutil  # here: what is imported before a fork weighs on every child
+
+        self.signal_groups(signal.SIGKILL)
+        exited: list[Exited] = []
+        while left := {*self.tokens, *(child.pid for child in psutil.Process().children())}:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            for pid in left:
+                exited += self._collect(pid)
+        return exited
+
+    def _collect(self, pid: int) -> Iterator[Exited]:
+        _, status = os.waitpid(pid, 0)
+        token = self.tokens.pop(pid, None)
+        if token is None:
+            return  # an orphan
+        del self.pids[token]
+        code = os.waitstatus_to_exitcode(status)
+        yield Exited(token, pid, code if code >= 0 else None, -code if code < 0 else None)
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    with suppress(ProcessLookupError):  # it may have moved to another group
+        os.killpg(pid, signum)
+
+
+def _next_dead() -> int | None:
+    with suppress(ChildProcessError):
+        dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return dead.si_pid if dead else None
+    return None
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)

@@ -1,0 +1,333 @@
+"""The world `local`: one run as processes on this machine, forked from a zygote, led from here.
+
+Any exit leaves nothing behind: children belong to the zygote, which ends them when this process does, however that
+happens; memory files and sockets have no names.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from rainband.coordinator.coordinator import Coordinator, Out
+from rainband.plugins import load_strategy
+from rainband.protocol import events
+from rainband.protocol.messages import COORDINATOR, Address, Message, Peer
+from rainband.runtimes.config import Job, RunConfig, encode_job, is_one_memory, lead_of
+from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, Keeper
+from rainband.runtimes.processes.zygote import Exited, Failed, Zygote
+from rainband.runtimes.run import Phases, Run, View
+from rainband.runtimes.run import RunResult as RunResult
+from rainband.runtimes.run_directory import OutputLog, calendar_time
+from rainband.strategy import Strategy
+from rainband.transports.auth import new_run_id, new_secret
+from rainband.transports.connect import listen_unix, this_machine
+from rainband.transports.connection import Connection
+from rainband.transports.hub import Hub
+from rainband.transports.shared_memory import Segment
+
+ENTRIES = {
+    "worker": "rainband.runtimes.processes.worker_main:main",
+    "server": "rainband.runtimes.processes.server_process:main",
+}
+SCRIPT = "rainband.runtimes.training_loop.script_process:main"  # the entry of a worker that runs a script of the user's
+# Servers are forked first: they need no torch._dynamo, and so do not hold its 70 MB.
+SERVERS_NEED = ("torch", ENTRIES["server"].partition(":")[0])
+WORKERS_NEED = ("torch._dynamo", *(entry.partition(":")[0] for entry in (ENTRIES["worker"], SCRIPT)))
+MAX_BODY_BYTES = 1 << 28  # a worker's buffers
+GRACE_S = 1.0
+EXIT_KNOWN_S = 0.2  # a process has ended when its connections close; the zygote says how, a moment later
+FINE = "exit code 0"
+MAX_TICK_S = 1.0  # people watch the progress, however patient the failure timeout is
+
+
+def run(
+    config: RunConfig,
+    view: View,
+    capture: bool = False,
+    entries: Mapping[str, str] = ENTRIES,
+    fds: Sequence[int] = (),
+    strategy: Strategy | None = None,
+) -> RunResult:
+    """Run to the end; returns also when it failed, with the reason.
+
+    With `capture`, what the processes print comes as `Printed` events and lies in output.log. `entries` says which
+    function is a process of which role; each process gets copies of `fds`. A `strategy` that has no name is handed in.
+    """
+    entries = {**entries, "worker": SCRIPT} if config.script else entries
+    launcher = Launcher(config, view, capture, entries, fds, strategy)
+    with launcher.signals():
+        return launcher.run()
+
+
+class Launcher(Run):
+    """Starts the processes, leads them through the coordinator, and clears up."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        view: View,
+        capture: bool = False,
+        entries: Mapping[str, str] = ENTRIES,
+        fds: Sequence[int] = (),
+        strategy: Strategy | None = None,
+    ) -> None:
+        super().__init__(config, view)
+        self.entries = entries
+        self.fds = fds
+        self.output = OutputLog(self.directory) if capture else None
+        with self.output.inherited() if self.output else nullcontext():
+            self.zygote = Zygote.start(SERVERS_NEED)  # before all else: its imports take the longest
+        self.started_at = time.monotonic()
+        self.run_id, self.secret = new_run_id(), new_secret()
+        strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
+        self.strategy = strategy
+        one_memory = is_one_memory(strategy)
+        self.memory = Segment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
+        self.keeper = Keeper(self._make_room, strategy.requires.guard) if one_memory else None
+        settings = msgspec.structs.replace(self.settings, num_servers=1) if self.keeper else self.settings
+        self.coordinator = Coordinator(settings, lead_of(strategy))
+        if self.keeper is not None:
+            self.keeper.join(self.coordinator)
+        self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
+        self.processes: dict[int, Peer] = {}  # token -> who
+        self.causes: dict[Peer, str] = {}  # how processes ended
+        self.phases = Phases(self.coordinator, self.emit, self._now)
+        self.interrupts = 0
+
+    def stop_soon(self) -> None:
+        """As Ctrl-C does: workers finish the cell at hand."""
+        self.interrupts += 1
+
+    def run(self) -> RunResult:
+        self.begin(calendar_time())
+        listener = listen_unix(f"rainband-{self.run_id.hex()}")
+        self.hub.listen(listener)
+        self.hub.watch(self.zygote.fileno(), self._children)
+        try:
+            self._start_processes(Address("", 0, f"rainband-{self.run_id.hex()}", this_machine()))
+            self._predict()
+            self._loop()
+            self._see_scripts_out()
+        finally:
+            self.hub.close()
+            self.zygote.close(0.0 if self.interrupts > 1 else GRACE_S)
+            if self.memory is not None:
+                os.close(self.memory)
+            for half in self.directory.glob("*.part"):  # of one that was ended while it saved
+                half.unlink()
+        return self._result()
+
+    def _predict(self) -> None:
+        """Say how fast a model in stages should be trained."""
+        if self.config.team is None:
+            return
+        from rainband.runtimes.stage_forecast import (
+            predicted_of,  # only these runs need it, and processes start meanwhile
+        )
+
+        if (predicted := predicted_of(self.config, self.strategy)) is not None:
+            self.emit(predicted)
+
+    def _start_processes(self, address: Address) -> None:
+        for index in range(self.config.num_servers):
+            self._start(address, "server", index, threads=1)
+        self.zygote.preload(WORKERS_NEED)
+        for index in range(self.config.num_workers):
+            self._start(address, "worker", index, self.config.threads)
+
+    def _start(self, address: Address, role: str, index: int, threads: int | None) -> None:
+        job = Job(
+            role=role,
+            index=index,
+            run_id=self.run_id,
+            secret=self.secret,
+            coordinator=address,
+            config=self.config,
+            memory=self.memory is not None,
+        )
+        title = f"rainband {role} {index}"
+        fds = self.fds if self.memory is None else [*self.fds, self.memory]
+        token = self.zygote.spawn(self.entries[role], encode_job(job), title, fds=fds, threads=threads)
+        self.processes[token] = Peer(role, index)
+
+    def _loop(self) -> None:
+        tick_s = min(MAX_TICK_S, self.config.failure_timeout_s / 5)
+        ticked_at = time.monotonic()
+        while self.coordinator.phase != "over" and self.interrupts < 2:
+            self.hub.run_once(max(0.0, self._look_at(ticked_at + tick_s) - time.monotonic()))
+            if self.interrupts and self.coordinator.outcome == "finished":
+                self._send(self.coordinator.stop("stopped", "interrupted"))
+            if time.monotonic() - ticked_at >= tick_s:
+                self.hub.run_once(0.0)  # we may have slept: hear what came meanwhile before judging who is late
+                ticked_at = time.monotonic()
+                self._send(self.coordinator.tick(self._now()))
+                self._show_output()
+            self.phases.show()
+        self.hub.flush()
+
+    def _look_at(self, tick_at: float) -> float:
+        """Until when to wait for messages: the next tick, or when someone is overdue."""
+        due_at = self.coordinator.due_at()
+        if due_at is None:
+            return tick_at
+        if due_at <= self._now():
+            self._send(self.coordinator.look(self._now()))
+            return tick_at
+        return min(tick_at, self.started_at + due_at)
+
+    def _see_scripts_out(self) -> None:
+        """The run is over, but a user's script may go on to evaluate and to save: it ends by itself."""
+        if not self.config.script or self.coordinator.outcome == "failed":
+            return
+        workers = [peer for peer in self.processes.values() if peer.role == "worker"]
+        while self.interrupts < 2 and not all(peer in self.causes for peer in workers):
+            self.hub.run_once(MAX_TICK_S)
+            self._show_output()
+        # Those that were lost during the training are known, and their work was done by others.
+        known = self.coordinator.workers
+        there = [peer for peer in workers if peer.index in known and known[peer.index].here]
+        wrong = [f"{peer}: {self.causes[peer]}" for peer in there if self.causes.get(peer, FINE) != FINE]
+        if wrong and not self.interrupts:
+            self.coordinator.failed(f"the script failed after the training ({'; '.join(wrong)})")
+
+    def _now(self) -> float:
+        return time.monotonic() - self.started_at
+
+    def _make_room(self, num_bytes: int) -> Any:
+        """The memory of all workers, when its size is known."""
+        assert self.memory is not None
+        return Segment.settle(self.memory, num_bytes).mapping
+
+    def _send(self, outs: list[Out]) -> None:
+        if self.keeper is not None:
+            outs = self.keeper.answered(self.coordinator, outs, self._now())
+        for out in outs:
+            self.hub.send(out.to, out.message, out.body)
+
+    def _show_output(self, to_the_end: bool = False) -> None:
+        if self.output is None:
+            return
+        lines, left_out = self.output.new_lines(to_the_end)
+        if lines:
+            self.emit(events.Printed(at_s=self._now(), lines=tuple(lines), left_out=left_out))
+
+    # ---- the hub's handler -----------------------------------------------------------------------------------------
+
+    def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
+        if self.keeper is not None and isinstance(message, FROM_WORKERS):
+            return self._send([Out(KEEPER, message)])
+        self._send(self.coordinator.receive(connection.peer, message, self._now(), body))
+
+    def lost(self, peer: Peer) -> None:
+        """A connection closed; how its process ended is known a moment later."""
+        deadline = time.monotonic() + EXIT_KNOWN_S
+        poll = select.poll()
+        poll.register(self.zygote.fileno(), select.POLLIN)
+        while peer not in self.causes and peer in self.processes.values() and self.coordinator.phase != "over":
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                break
+            self._children()
+        self._send(self.coordinator.lost(peer, self._now(), self.causes.get(peer, "its connection closed")))
+        self._died_early(peer)
+
+    # ---- processes -------------------------------------------------------------------------------------------------
+
+    def _note_exits(self) -> list[Peer]:
+        ended = []
+        for event in self.zygote.events():
+            if isinstance(event, Failed):
+                self._send(self.coordinator.stop("failed", event.reason))
+            if isinstance(event, Exited):
+                peer = self.processes[event.token]
+                self.causes[peer] = _how(event)
+                ended.append(peer)
+        return ended
+
+    def _children(self) -> None:
+        for peer in self._note_exits():
+            if peer not in self.hub.peers:
+                self._send(self.coordinator.lost(peer, self._now(), self.causes[peer]))
+                self._died_early(peer)
+
+    def _died_early(self, peer: Peer) -> None:
+        known = peer.index in (self.coordinator.workers if peer.role == "worker" else self.coordinator.servers)
+        if not known and self.coordinator.phase == "forming":
+            cause = self.causes.get(peer, "its connection closed")
+            why = f"{peer} ended before it joined ({cause})"
+            if self.config.script and cause == FINE:
+                why = f"{self.config.task} never joined: it needs `with rainband.join(model, optimizer) as run:`"
+            self._send(self.coordinator.stop("failed", why))
+        elif not known and peer.role == "worker" and peer in self.causes:
+            self._send(self.coordinator.never_comes(peer, self._now(), self.causes[peer]))
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Ctrl-C once: finish cleanly; twice: now. The same for a polite kill and a closed terminal.
+
+        Only the main thread can be asked; in any other the run is not interrupted.
+        """
+        self.signal = 0
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.stop_soon()
+            self.signal = number
+
+        before = {number: signal.signal(number, note) for number in numbers}
+        old_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+
+        def awake() -> None:
+            ours.recv(64)
+
+        self.hub.watch(ours.fileno(), awake)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(old_fd)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            ours.close()
+            theirs.close()
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def _result(self) -> RunResult:
+        self.phases.show()
+        self._show_output(to_the_end=True)
+        twice = "interrupted twice" if self.interrupts > 1 else ""
+        result = self.result(RunResult, self.coordinator, self._now(), self._exit_code(), twice)
+        self.end(result)
+        self.log.close()
+        if self.output is not None:
+            self.output.close()
+        return result
+
+    def _exit_code(self) -> int | None:
+        if not self.interrupts:
+            return None
+        return 130 if self.signal == signal.SIGINT else 75
+
+
+def _how(exited: Exited) -> str:
+    if exited.signal == signal.SIGKILL:
+        return "killed by signal 9, often for want of memory"
+    if exited.signal:
+        return f"killed by signal {exited.signal}"
+    return f"exit code {exited.code}"

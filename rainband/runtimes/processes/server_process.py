@@ -1,0 +1,177 @@
+"""A server as a process: the state machine, behind a hub."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rainband.errors import PeerLost
+from rainband.plugins import load_strategy
+from rainband.protocol.layout import BlockSpec
+from rainband.protocol.messages import (
+    COORDINATOR,
+    Address,
+    Beat,
+    Bye,
+    Hello,
+    Load,
+    Message,
+    Opened,
+    Params,
+    Peer,
+    Push,
+    ServerJoin,
+    StatePart,
+)
+from rainband.protocol.parameter_buffers import Place
+from rainband.runtimes.config import Job, decode_job
+from rainband.server.server import Server
+from rainband.strategy import ServerHalf, Strategy
+from rainband.transports.connect import dial, listen_tcp, listen_unix, this_machine
+from rainband.transports.connection import Connection
+from rainband.transports.hub import Hub
+from rainband.transports.shared_memory import Mailbox, Published
+
+MAX_BODY_BYTES = 1 << 26
+MAX_MAILBOX_BYTES = 1 << 30
+
+
+def main(job: bytes, fds: list[int]) -> None:
+    """The entry of a server's process."""
+    serve(decode_job(job))
+
+
+def serve(job: Job, strategy: Strategy | None = None) -> None:
+    """Be a server; a strategy that is not handed in is the one that the configuration names."""
+    torch.set_num_threads(1)  # one thread owns the blocks: no locks, and the same bits on every machine
+    leave_out_the_compiler()
+    if job.config.script:  # an optimizer of the user's own may lie beside it
+        sys.path.insert(0, os.path.dirname(job.config.script))
+    ServerProcess(job, strategy).run()
+
+
+def leave_out_the_compiler() -> None:
+    """Torch imports its compiler, 70 MB, to keep it away from some methods of optimizers. A server compiles nothing."""
+    for wrapped in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
+        method = getattr(wrapped, "__wrapped__", None)
+        if method is not None:
+            setattr(method, "__dynamo_disable", method)  # where torch looks for what it made the first time
+
+
+class ServerProcess:
+    """Hands messages from the hub to the server and its answers back."""
+
+    def __init__(self, job: Job, strategy: Strategy | None = None) -> None:
+        config = job.config
+        self.job = job
+        self.me = Peer("server", job.index)
+        self.strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
+        self.server = Server(self._half, self._publish)
+        if config.record:
+            from rainband.record.record import Recorder  # it knows the workers' side too, which servers never need
+
+            Recorder(config.directory, self.me).watch_server(self.server)
+        if config.pieces:
+            from rainband.record.message_cost import Pieces
+
+            Pieces(config.directory, f"server-{job.index}").watch_server(self.server)
+        self.published: Published | None = None
+        self.over = False
+        self.hub = Hub(self.me, job.secret, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)
+
+    def _half(self, num_workers: int) -> ServerHalf:
+        half = self.strategy.server(num_workers)
+        assert half is not None, "a strategy without servers was given one"
+        return half
+
+    def _publish(self, specs: Sequence[BlockSpec], buffers: int) -> list[Place]:
+        self.published = Published.create(specs, buffers)
+        self.published.segment.seal_against_writers()
+        return [self.published.place(spec) for spec in specs]
+
+    def run(self) -> None:
+        unix = listen_unix(f"rainband-{self.job.run_id.hex()}-{self.job.index}")
+        tcp = listen_tcp("127.0.0.1")
+        self.hub.listen(unix)
+        self.hub.listen(tcp)
+        timeout_s = self.job.config.failure_timeout_s
+        address = self.job.coordinator
+        try:
+            sock, peer, key = dial(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
+        except PeerLost:
+            sys.exit(1)  # the run has ended before we came to it
+        self.hub.adopt(sock, peer, key)
+        here = Address("127.0.0.1", tcp.getsockname()[1], unix.getsockname()[1:].decode(), this_machine())
+        self.hub.send(COORDINATOR, ServerJoin(here, f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"))
+        beat_at = time.monotonic()
+        while not self.over:
+            self.hub.run_once(timeout_s / 5)
+            if time.monotonic() - beat_at > timeout_s / 5:
+                beat_at = time.monotonic()
+                self.hub.send(COORDINATOR, Beat())
+        self.hub.close()
+
+    # ---- the hub's handler -----------------------------------------------------------------------------------------
+
+    def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
+        if isinstance(message, Hello):
+            return self._open(connection, message)
+        if isinstance(message, Bye) and connection.peer == COORDINATOR:
+            self.over = True
+            return
+        try:
+            payload = self._payload(connection, message, body)
+        except (ValueError, RuntimeError):  # the second is torch's, of a dtype that memory cannot be viewed as
+            payload = None  # the server refuses it, with a reason
+        for out in self.server.receive(connection.peer, message, payload):
+            target = self.hub.peers.get(out.to)
+            if target is None:
+                continue
+            if out.read:
+                target.reads.append(out.message)
+            else:
+                target.send(out.message)
+            self.hub.queue(target)
+
+    def lost(self, peer: Peer) -> None:
+        if peer == COORDINATOR:
+            self.over = True
+        self.server.lost(peer)
+
+    def _open(self, connection: Connection, hello: Hello) -> None:
+        """A worker's data connection; with shared memory, take its mailbox and show it our parameters."""
+        fds, connection.fds = connection.fds, []
+        connection.takes_fds = False
+        shared, spare = (fds[:1], fds[1:]) if hello.slots and self.published is not None else ([], fds)
+        for fd in spare:
+            os.close(fd)
+        if not shared:
+            connection.send(Opened())
+            self.hub.queue(connection)
+            return
+        assert self.published is not None
+        try:
+            connection.mailbox = Mailbox.open(shared[0], hello.slots, hello.slot_bytes, MAX_MAILBOX_BYTES)
+            connection.send_with_fd(Opened(self.published.buffers), self.published.segment.fd)
+        except (ValueError, OSError) as error:
+            self.hub.refuse(connection, str(error))
+
+    def _payload(self, connection: Connection, message: Message, body: memoryview | None) -> Tensor | None:
+        if isinstance(message, Push | Load) and message.slot >= 0 and connection.mailbox is not None:
+            tensor: Tensor = connection.mailbox.tensor(message.slot, message.dtype, message.numel)
+            return tensor
+        return None if body is None else torch.frombuffer(body, dtype=torch.uint8)
+
+    def _read_now(self, asked: Message) -> tuple[Message, memoryview | None]:
+        """The reply to a pull, at the moment it leaves; the connection makes a private copy of it."""
+        assert isinstance(asked, Params | StatePart)
+        message, values = self.server.read_state(asked) if isinstance(asked, StatePart) else self.server.read(asked)
+        if values is None:
+            return message, None
+        return message, memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]

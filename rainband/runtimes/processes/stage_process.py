@@ -1,0 +1,93 @@
+"""A worker of a team as a process: links up with the others, computes its share, saves its part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from rainband.model.flat_parameters import Flat
+from rainband.model.save import join_parts, save_part
+from rainband.model_parallel.execution.microbatch_run import Team
+from rainband.model_parallel.execution.submodel import Share
+from rainband.model_parallel.execution.worker import ShareWorker, WholeModel
+from rainband.model_parallel.graph.split_loss import build_model
+from rainband.protocol.messages import Address, Welcome
+from rainband.runtimes.config import Job
+from rainband.runtimes.processes.drive import drive
+from rainband.runtimes.processes.periodic_eval import Measuring, measure
+from rainband.runtimes.processes.worker_process import WorkerProcess
+from rainband.runtimes.stage_model import TeamModel
+from rainband.strategy import Arrival, Port, Strategy, Tag
+from rainband.tasks.task import Data, Task
+from rainband.transports.peers import PeerLinks
+from rainband.worker.session import WorkerModel
+from rainband.worker.worker import ModuleWorker
+
+
+class TeamLinks:
+    """The links to the others of one team, by their machine in its plan."""
+
+    def __init__(self, links: PeerLinks, first: int) -> None:
+        self.links = links
+        self.first = first  # the number of the team's first worker
+
+    def send(self, to: int, tag: Tag, payload: Any) -> None:
+        self.links.send(self.first + to, tag, payload)
+
+    def recv(self, source: int, tag: Tag) -> Arrival:
+        return self.links.recv(self.first + source, tag)
+
+
+class TeamProcess(WorkerProcess):
+    """One worker of a team."""
+
+    def __init__(self, job: Job, task: Task | None, strategy: Strategy | None) -> None:
+        super().__init__(job, task, strategy)
+        assert self.config.team is not None
+        self.plan = self.config.team
+        self.place = job.index % self.plan.size
+        timeout_s = self.config.failure_timeout_s
+        self.links = PeerLinks(self.me, job.secret, job.run_id, self.switchboard, self.config.transport, timeout_s)
+        self.first = job.index - self.place
+
+    def _build(self, task: Task) -> tuple[Data, WorkerModel, Flat]:
+        module = build_model(task)
+        data = task.data()
+        share = Share(task, module, data, self.plan, self.place)
+        model = SavedInParts(task, data, share, self.config.num_replicas)
+        model.team = Team(TeamLinks(self.links, self.first), self.place, self.plan.size)
+        model.drive = self._drive
+        return data, model, model.flat
+
+    def _address(self) -> Address | None:
+        return self.links.listen()
+
+    def open_links(self, welcome: Welcome, part: int) -> list[Port]:
+        self.links.connect({self.first + place: address for place, address in enumerate(welcome.team)})
+        return super().open_links(welcome, part)
+
+    def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
+        """Measuring comes between two cells, not before each piece of work: all of the team must take part."""
+        assert isinstance(worker, ShareWorker)
+        if self.index == 0 and self.config.eval_every_s:
+            model = WholeModel(worker, self._drive)
+            measuring = Measuring(worker.task, model, self.stats, self.config.eval_every_s)
+            worker.before_cell = measuring.before_step
+        return None
+
+    def _drive(self, coroutine: Coroutine[Any, None, Any]) -> Any:
+        return drive(coroutine, self.wait)
+
+
+class SavedInParts(TeamModel):
+    """Each process saves its part; the first joins the files, and has the whole team evaluate."""
+
+    drive: Callable[[Coroutine[Any, None, Any]], Any]
+
+    def handed_over(self, path: str) -> str:
+        return save_part(self.share.held(), path, self.share.place)
+
+    def put_together(self, worker: ShareWorker, parts: list[str], path: str) -> dict[str, float]:
+        join_parts([Path(part) for part in parts if part], path)
+        return measure(worker.task, WholeModel(worker, self.drive))

@@ -1,0 +1,153 @@
+"""A worker's place in a run: its connections to the coordinator and the servers, and the way in and out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch import Tensor
+
+from rainband.errors import CoordinatorLost, RainbandError, ServerLost
+from rainband.protocol.layout import BlockSpec
+from rainband.protocol.messages import Address, Failed, Load, Message, Peer, Push, Welcome
+from rainband.runtimes.config import Job
+from rainband.strategy import Port, Strategy
+from rainband.transports.connect import can_share_memory, dial
+from rainband.transports.coordinator_link import Control
+from rainband.transports.event_loop import Switchboard
+from rainband.transports.server_links import SharedPort, TcpPort
+from rainband.worker.session import Session
+from rainband.worker.worker import ModuleWorker
+
+
+def flush_output() -> None:
+    """What the user's code has printed must be out before the run can end: then processes are ended quickly."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError, ValueError):  # closed by the user, or nobody reads it
+            stream.flush()
+
+
+class Nowhere:
+    """In the place of the way to a server that holds nothing of ours."""
+
+    direct = False
+
+    def send(self, message: Message) -> None:
+        raise AssertionError("there is nothing to say to it")
+
+    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+        raise AssertionError("it has none of our blocks")
+
+    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+        raise AssertionError("it has none of our blocks")
+
+
+class Member:
+    """One worker of a run. Messages are dealt with on the thread that waits."""
+
+    def __init__(self, job: Job, strategy: Strategy | None = None) -> None:
+        self.job = job
+        self.config = job.config
+        self.me = Peer("worker", job.index)
+        self.index = job.index
+        self.num_workers = job.config.num_workers
+        self.strategy = strategy
+        self.optimizers = job.config.optimizers
+        self.switchboard = Switchboard()
+        self.session = Session(self.me, self)
+        self.stats = self.session.stats
+        self.control: Control | None = None
+        self.joined = False  # a user's own loop has taken this place
+        self.left = False  # and has come to its end
+        self.knows_its_place = False  # the user has asked which part of the data is this worker's
+
+    def connect(self) -> None:
+        """Call the coordinator; from then on it hears our heartbeats."""
+        if self.control is not None:
+            return
+        address, timeout_s = self.job.coordinator, self.config.failure_timeout_s
+        try:
+            sock, _, key = dial(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
+        except RainbandError as error:
+            raise CoordinatorLost("the coordinator", f"calling it ({error})") from None
+        self.control = Control(sock, key, self.switchboard, self._from_coordinator, self.stats, timeout_s / 5)
+
+    def tell(self, message: Message, body: bytes | None = None) -> None:
+        """Send something to the coordinator."""
+        assert self.control is not None, "connect first"
+        self.control.send(message, body)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until something has come and deal with it; False: nothing came in time."""
+        return self.switchboard.wait(timeout_s)
+
+    # ---- what a worker's life needs ----------------------------------------------------------------------------------
+
+    def open_links(self, welcome: Welcome, part: int) -> list[Port]:
+        """Call the servers; where several workers compute one model, only those that hold blocks of this part."""
+        if self.job.memory:
+            return []  # the parameters are memory that all workers share
+        needed = {owner for block, owner in zip(welcome.blocks, welcome.owners, strict=False) if block.part == part}
+        return [
+            self._port(i, address, welcome) if i in needed or not welcome.team else Nowhere()
+            for i, address in enumerate(welcome.servers)
+        ]
+
+    def before_training(self, worker: ModuleWorker) -> None:
+        """A process says what watches its worker."""
+
+    def flush_output(self) -> None:
+        flush_output()
+
+    async def saved(self) -> None:
+        """Saving returns when the file is there."""
+
+    # ---- when it fails ---------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException, trace: str) -> None:
+        """Tell the coordinator what went wrong in the user's code (with a trace) or between the nodes, and leave."""
+        flush_output()
+        step = 0 if self.session.client is None else self.stats.steps + 1  # the one it was at
+        failed = Failed(step, f"{type(error).__name__}: {error}", trace)
+        try:
+            self.connect()
+            if not trace:  # when a server is gone, the coordinator hears of it by itself, and says more
+                self._wait_for_goodbye(self.config.failure_timeout_s)
+            self.tell(failed)
+            if trace:
+                self._wait_for_goodbye(None)
+        except RainbandError:
+            return
+
+    def _wait_for_goodbye(self, timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while deadline is None or time.monotonic() < deadline:
+            with suppress(ServerLost):  # one that we know of, or one more
+                self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def _port(self, index: int, address: Address, welcome: Welcome) -> Port:
+        peer = Peer("server", index)
+        # A record, and a rule that keeps what it gave, need reads that have one version: memory may be written to
+        # while it is read.
+        one_version = self.config.record or self._reads_are_kept()
+        shared = can_share_memory(address) and self.config.transport != "tcp" and not one_version
+        if self.config.transport == "shm" and not shared:
+            raise ValueError(f"{peer} is not on this machine, or memory cannot be shared here: use --transport tcp.")
+        specs = [welcome.blocks[b] for b, owner in enumerate(welcome.owners) if owner == index]
+        sock, _, key = dial(address, shared, self.job.secret, self.job.run_id, self.me, self.config.failure_timeout_s)
+        if shared:
+            return SharedPort(peer, sock, key, specs, self.switchboard, self._from_server, self.stats)
+        return TcpPort(peer, sock, key, specs, self.switchboard, self._from_server)
+
+    def _reads_are_kept(self) -> bool:
+        half = self.session.strategy.server(self.num_workers)
+        return half is not None and half.rule().keeps_reads
+
+    def _from_server(self, message: Message, payload: Tensor | None) -> None:
+        if self.session.client is not None:
+            self.session.receive(message, payload)
+
+    def _from_coordinator(self, message: Message, body: memoryview | None) -> None:
+        self.session.receive(message, body)

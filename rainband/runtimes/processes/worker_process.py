@@ -1,0 +1,105 @@
+"""One worker as a process: builds the task and the model, and drives its life by blocking."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rainband.model.block_optimizer import build
+from rainband.model.flat_parameters import Flat
+from rainband.plugins import load_strategy
+from rainband.protocol.messages import Address, Join
+from rainband.record.message_cost import Pieces
+from rainband.record.record import Recorder
+from rainband.record.spans import SpanFile, Watch
+from rainband.runtimes.config import Job, lead_of
+from rainband.runtimes.hogwild.worker import Looking, MemoryModel
+from rainband.runtimes.processes.drive import drive
+from rainband.runtimes.processes.min_step_time import at_its_pace
+from rainband.runtimes.processes.module_model import ModuleModel
+from rainband.runtimes.processes.periodic_eval import Measuring
+from rainband.runtimes.processes.prefetch import prefetched
+from rainband.runtimes.processes.worker_link import Member
+from rainband.strategy import Strategy
+from rainband.tasks.load import load_task
+from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
+from rainband.worker.lifecycle import run_worker
+from rainband.worker.session import WorkerModel
+from rainband.worker.worker import ModuleWorker
+
+
+class WorkerProcess(Member):
+    """One worker of a run, as a process."""
+
+    def __init__(self, job: Job, task: Task | None, strategy: Strategy | None, memory: int | None = None) -> None:
+        super().__init__(job, strategy)
+        self.memory = memory
+        self.task = task
+
+    def run(self) -> None:
+        self.connect()  # first: it is heard of while the task loads
+        strategy = self.strategy or load_strategy(self.config.strategy, self.config.strategy_settings)
+        task = self.task or load_task(self.config.task, self.config.task_settings)
+        torch.manual_seed(self.config.seed)
+        data, model, flat = self._build(task)
+        half = strategy.server(self.config.num_replicas)
+        if half is not None:
+            build(half.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
+        join = Join(
+            fingerprint=fingerprint(data),
+            num_samples=len(data),
+            layout=flat.layout,
+            batch_size=self.config.batch_size or task.batch_size,
+            epochs=self.config.epochs or task.epochs,
+            cell_batches=strategy.requires.batches_per_item,
+            rounds=strategy.requires.waits == "rounds",
+            warm_batches=strategy.requires.warm_start_batches,
+            led=lead_of(strategy) is not None,
+            address=self._address(),
+        )
+        self.session.prepare(strategy, join, model)
+        drive(run_worker(self.session), self.wait, self.session)
+
+    def _build(self, task: Task) -> tuple[Data, WorkerModel, Flat]:
+        module = task.model()
+        data = task.data()
+        flat = Flat(module, parameter_groups(task, module))
+        num_workers = self.config.num_workers
+        if self.memory is None:
+            return data, ModuleModel(num_workers, task, data, flat), flat
+        return data, MemoryModel(num_workers, task, data, flat, self.memory), flat
+
+    def _address(self) -> Address | None:
+        """Where the others of a team can call it."""
+        return None
+
+    def before_training(self, worker: ModuleWorker) -> None:
+        config, session = self.config, self.session
+        if config.record and self.memory is None and config.team is None:
+            Recorder(config.directory, self.me).watch_client(worker.client, session.welcome)
+        at_its_pace(worker, config)
+        prefetched(worker)
+        if config.pieces:
+            Pieces(config.directory, f"worker-{self.index}").watch_worker(worker)
+        session.watch = self._watch()
+        if session.watch is not None:
+            session.watch.follow(worker)
+        session.before_step = self._before_step(worker)
+
+    def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
+        measuring = self._measuring(worker)
+        return measuring if self.memory is None else Looking(self.wait, measuring).before_step
+
+    def _measuring(self, worker: ModuleWorker) -> Callable[[], None] | None:
+        if self.index or not self.config.eval_every_s:
+            return None
+        return Measuring(worker.task, worker.module, self.stats, self.config.eval_every_s).before_step
+
+    def _watch(self) -> Watch | None:
+        if not self.config.timeline:
+            return None
+        file = SpanFile(Path(self.config.directory) / f"spans-worker-{self.index}.jsonl")
+        return Watch(f"worker {self.index}", time.monotonic, file.write)

@@ -1,0 +1,368 @@
+"""The zygote: imports the slow modules once, forks a process for each job, reaps it, ends with its launcher.
+
+It never computes: a forked child hangs for ever in its first parallel region if its parent has had one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import linecache
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple
+
+import msgspec
+
+from rainband.runtimes.processes.children import Children
+from rainband.runtimes.processes.titles import set_title
+from rainband.runtimes.processes.zygote import (
+    MAX_FDS,
+    MAX_MESSAGE_BYTES,
+    Close,
+    Command,
+    Event,
+    Failed,
+    Preload,
+    Signal,
+    Spawn,
+    Started,
+)
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # glibc's malloc.h
+
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+class Job(NamedTuple):
+    """What a forked child has to do."""
+
+    spawn: Spawn
+    content_fd: int
+    fds: list[int]
+
+
+def main(control_fd: int) -> None:
+    """Be the zygote; in each forked child, go on to its job and leave by the interpreter's normal exit."""
+    del sys.argv[1:]
+    set_title("rainband zygote")
+    job = _serve(socket.socket(fileno=control_fd))
+    if job is None:
+        os._exit(0)  # taking torch down would take half a second, and somebody may be waiting for us
+    _do(job)
+
+
+def _serve(control: socket.socket) -> Job | None:
+    control.set_inheritable(False)
+    _set_zygote_signals()
+    _share_one_heap()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below us become our children, so that we find them
+    return Loop(control).run()
+
+
+class Loop:
+    """Takes commands, reports events, and notices the dead."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.pid = os.getpid()
+        self.control = control
+        self.children = Children()
+        self.outbox: deque[Event] = deque()
+        self.deadline: float | None = None  # set by Close
+        self.wake_reader, self.wake_writer = socket.socketpair()
+        self.wake_reader.setblocking(False)
+        self.wake_writer.setblocking(False)
+        self.selector = selectors.PollSelector()  # not epoll, whose list a forked child would share
+        self.selector.register(control, selectors.EVENT_READ)
+        self.selector.register(self.wake_reader, selectors.EVENT_READ)
+        signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+
+    def run(self) -> Job | None:
+        """Serve until the launcher is gone or has closed; a forked child returns from here with its job."""
+        while not self._closed():
+            for key, mask in self.selector.select(self._timeout_s()):
+                if key.fileobj is self.wake_reader:
+                    self._reap()
+                    continue
+                if mask & selectors.EVENT_WRITE:
+                    self._flush()
+                if mask & selectors.EVENT_READ:
+                    command, fds = _receive(self.control)
+                    if command is None or (isinstance(command, Preload) and not self._preload(command.modules)):
+                        self.children.end()
+                        return None
+                    if (job := self._obey(command, fds)) is not None:
+                        return job
+        self.outbox += self.children.end()
+        self._flush(flag=0)  # nothing else to do: wait
+        return None
+
+    def _obey(self, command: Command, fds: list[int]) -> Job | None:
+        match command:
+            case Spawn():
+                return self._spawn(command, fds)
+            case Signal():
+                self.children.signal(command.token, command.signum)
+            case Close():
+                self.deadline = time.monotonic() + command.grace_s
+                self.children.signal_groups(signal.SIGTERM)
+        return None
+
+    def _preload(self, names: Sequence[str]) -> bool:
+        def gone() -> None:
+            self.children.end()
+            os._exit(0)
+
+        if not _preload(self.control, names, gone):
+            return False
+        _give_back_freed_memory()
+        gc.freeze()  # children need not walk over what was imported, and so do not copy it
+        return True
+
+    def _spawn(self, spawn: Spawn, fds: list[int]) -> Job | None:
+        try:
+            if len(fds) != 1 + spawn.num_fds:
+                raise OSError("too many open files: raise the limit (ulimit -n)")
+            pid = self.children.fork(spawn.token)
+        except OSError as error:
+            self._report(Failed(spawn.token, f"cannot start {spawn.title!r}: {error}"))
+        else:
+            if pid == 0:
+                self._leave()
+                return Job(spawn, fds[0], fds[1:])
+            self._report(Started(spawn.token, pid))
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _leave(self) -> None:
+        """In a child: close what is the zygote's alone, and never outlive it."""
+        for theirs in (self.selector, self.control, self.wake_reader, self.wake_writer):
+            theirs.close()
+        _die_with(self.pid)
+
+    def _reap(self) -> None:
+        with suppress(BlockingIOError):
+            while self.wake_reader.recv(4096):
+                pass
+        for exited in self.children.reap():
+            self._report(exited)
+
+    def _report(self, event: Event) -> None:
+        self.outbox.append(event)
+        self._flush()
+
+    def _flush(self, flag: int = socket.MSG_DONTWAIT) -> None:
+        """Send what the launcher has room for; do not wait for it, as it may be waiting for us."""
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self.outbox:
+                self.control.send(msgspec.msgpack.encode(self.outbox[0]), socket.MSG_NOSIGNAL | flag)
+                self.outbox.popleft()
+        more = selectors.EVENT_WRITE if self.outbox else 0
+        self.selector.modify(self.control, selectors.EVENT_READ | more)
+
+    def _closed(self) -> bool:
+        return self.deadline is not None and (not self.children.pids or time.monotonic() >= self.deadline)
+
+    def _timeout_s(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+
+def _receive(control: socket.socket) -> tuple[Command | None, list[int]]:
+    """Wait for a command and its open files; None if the launcher is gone."""
+    try:
+        message, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, MAX_FDS)
+    except ConnectionResetError:
+        return None, []
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return (_command_decoder.decode(message) if message else None), fds
+
+
+def _preload(control: socket.socket, names: Sequence[str], gone: Callable[[], None]) -> bool:
+    try:
+        with _ending_with(control, gone):
+            for name in names:
+                _import_if_there(name)
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()  # or each child would print it again
+    except BaseException:
+        reason = traceback.format_exc()[-MAX_MESSAGE_BYTES // 5 :]  # a letter may take four bytes
+        with suppress(BrokenPipeError):
+            control.send(msgspec.msgpack.encode(Failed(None, reason)), socket.MSG_NOSIGNAL)
+        return False
+    return True
+
+
+def _import_if_there(name: str) -> None:
+    try:
+        __import__(name)  # unlike importlib.import_module, it leaves no frames of its own in a traceback
+    except ModuleNotFoundError as error:
+        if not _is_missing(name, error):
+            raise
+
+
+def _is_missing(name: str, error: ModuleNotFoundError) -> bool:
+    """Is it the module itself, or a package it is in, that does not exist, and not one that it imports?"""
+    return error.name is not None and f"{name}.".startswith(f"{error.name}.")
+
+
+@contextmanager
+def _ending_with(control: socket.socket, gone: Callable[[], None]) -> Iterator[None]:
+    """Importing takes seconds: if the launcher goes away meanwhile, the zygote goes at once."""
+    stop_reader, stop_writer = socket.socketpair()
+    poll = select.poll()
+    poll.register(control, 0)  # only the end of the connection, not the jobs that queue up
+    poll.register(stop_reader, 0)
+
+    def watch() -> None:
+        if control.fileno() in dict(poll.poll()):
+            gone()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop_writer.close()
+        watcher.join()  # a fork wants no other thread
+        stop_reader.close()
+
+
+def _give_back_freed_memory() -> None:
+    """What importing left over counts as every child's own."""
+    linecache.clearcache()  # torch reads its own sources
+    sys.path_importer_cache.clear()  # listings of all folders that modules came from
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc keep large blocks: a gradient given back to the kernel is paged in anew at every step."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(_M_TOP_PAD, 64 * 2**20)
+
+
+def _share_one_heap() -> None:
+    """Before there are threads: what one of them receives would lie in a heap of its own, given back at every step."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_ARENA_MAX, 1)
+
+
+def _set_zygote_signals() -> None:
+    """Nothing but the launcher's end ends the zygote.
+
+    Schedulers and service managers send SIGTERM to every process at once, and the jobs must get their grace.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what the launcher's thread had blocked
+
+
+def _die_with(parent: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def _do(job: Job) -> None:
+    try:
+        set_title(job.spawn.title)
+        if job.spawn.threads is not None:
+            _set_num_threads(job.spawn.threads)
+        _seed_anew()
+        _print_by_line()
+        _keep_freed_memory()
+        function = _find(job.spawn)
+        function(_read(job.content_fd), job.fds)
+    except BaseException:
+        sys.excepthook = partial(_show_without_our_frames, sys.excepthook)
+        raise
+
+
+def _set_num_threads(threads: int) -> None:
+    import torch  # in the zygote already, unless it was told otherwise
+
+    torch.set_num_threads(threads)
+
+
+def _seed_anew() -> None:
+    """Children would otherwise draw the same numbers (Python's own `random` sees to itself)."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+
+
+def _print_by_line() -> None:
+    """What a job prints is seen when it prints it, in whole lines, and survives however the process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)  # a line is one write, whatever was asked
+
+
+def _find(spawn: Spawn) -> Callable[[bytes, list[int]], object]:
+    module_name, _, function_name = spawn.entry.partition(":")
+    try:
+        __import__(module_name)
+    except ModuleNotFoundError as error:
+        if not _is_missing(module_name, error):
+            raise
+        sys.exit(_not_found(spawn, f"there is no module {error.name!r} on the launcher's sys.path"))
+    function = getattr(sys.modules[module_name], function_name, None)
+    if not callable(function):
+        sys.exit(_not_found(spawn, f"module {module_name!r} has no function {function_name!r}"))
+    found: Callable[[bytes, list[int]], object] = function
+    return found
+
+
+def _not_found(spawn: Spawn, reason: str) -> str:
+    return f"cannot start {spawn.title!r} at {spawn.entry!r}: {reason}."
+
+
+def _read(fd: int) -> bytes:
+    with open(fd, "rb") as file:
+        file.seek(0)  # the launcher has left it at the end
+        return file.read()
+
+
+def _show_without_our_frames(
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Print a traceback that begins where the job's own code does."""
+    first, frame = trace, trace
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == __file__ and frame.tb_next is not None:
+            first = frame.tb_next
+        frame = frame.tb_next
+    show(kind, error.with_traceback(first), first)

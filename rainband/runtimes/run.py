@@ -1,0 +1,159 @@
+"""One run as others see it, in every runtime: its directory, its events and phases, its result and exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from rainband import __version__
+from rainband.coordinator.coordinator import Coordinator, RunSettings
+from rainband.protocol import events
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.result import judged
+from rainband.runtimes.run_directory import EventLog, write_config
+
+View = Callable[[events.AnyEvent], None]
+
+
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to: the last line of `rainband train --json`."""
+
+    outcome: str  # finished, stopped, failed
+    reason: str
+    strategy: str
+    task: str
+    workers: int
+    servers: int
+    samples: int
+    seconds: float  # from the start of the first process to the end
+    training_s: float = 0.0  # of these, from the beginning of the first step to the end of the last
+    samples_per_s: float  # while it trained
+    metrics: dict[str, float]
+    books: dict[str, Any]
+    staleness: dict[str, Any]
+    directory: str
+    exit_code: int = 0
+
+
+Result = TypeVar("Result", bound=RunResult)
+
+
+class Phases:
+    """Passes on the coordinator's events, and says when its phase changes."""
+
+    def __init__(self, coordinator: Coordinator, emit: View, now: Callable[[], float]) -> None:
+        self.coordinator = coordinator
+        self.emit = emit
+        self.now = now
+        self.phase = coordinator.phase  # the last one that was told
+
+    def show(self) -> None:
+        coordinator, changed = self.coordinator, self.coordinator.phase != self.phase
+        if changed and coordinator.phase == "concluding":
+            coordinator.note_progress(self.now())  # every worker has told its last numbers
+        for event in coordinator.take_events():
+            self.emit(event)
+        if changed:
+            self.phase = coordinator.phase
+            self.emit(events.PhaseChanged(at_s=self.now(), phase=self.phase, reason=coordinator.reason))
+
+
+class Run:
+    """The frame of a run. A runtime starts the nodes and drives them between `begin` and `end`."""
+
+    def __init__(self, config: RunConfig, view: View) -> None:
+        self.config = config
+        self.view = view
+        self.directory = Path(config.directory)
+        self.log = EventLog(self.directory)
+
+    @property
+    def settings(self) -> RunSettings:
+        return settings_of(self.config, str(self.directory / "model.safetensors"))
+
+    def emit(self, event: events.AnyEvent) -> None:
+        self.log.write(event)
+        self.view(event)
+
+    def begin(self, started_at: str = "") -> None:
+        """Write down what is run, and say that it begins."""
+        config = self.config
+        write_config(self.directory, config)
+        self.emit(
+            events.RunStarted(
+                at_s=0.0,
+                task=config.task,
+                strategy=config.strategy,
+                settings=dict(config.strategy_settings),
+                num_workers=config.num_workers,
+                num_servers=config.num_servers,
+                version=__version__,
+                started_at=started_at,
+            )
+        )
+
+    def result(
+        self,
+        kind: type[Result],
+        coordinator: Coordinator,
+        seconds: float,
+        exit_code: int | None = None,
+        stopped: str = "",
+        **more: Any,
+    ) -> Result:
+        """What it came to. `exit_code`: of a run that was interrupted; `stopped`: why it was not seen to its end."""
+        config, books, samples = self.config, coordinator.books(), coordinator.samples_done()
+        training_s = self.log.training.seconds
+        outcome, reason = judged(coordinator.outcome, coordinator.reason, books, config)
+        if stopped:
+            outcome, reason = "stopped", stopped
+        return kind(
+            outcome=outcome,
+            reason=reason,
+            strategy=config.strategy,
+            task=config.task,
+            workers=config.num_workers,
+            servers=config.num_servers,
+            samples=samples,
+            seconds=seconds,
+            training_s=training_s,
+            samples_per_s=samples / (training_s or seconds) if seconds else 0.0,
+            metrics=coordinator.metrics,
+            books=msgspec.to_builtins(books) if books else {},
+            staleness=msgspec.to_builtins(coordinator.staleness(), str_keys=True),
+            directory=str(self.directory),
+            exit_code=int(outcome == "failed") if exit_code is None else exit_code,
+            **more,
+        )
+
+    def end(self, result: RunResult) -> None:
+        """Say what it came to: the last event. Whoever made the run closes its log, once."""
+        self.emit(
+            events.RunEnded(
+                at_s=result.seconds,
+                outcome=result.outcome,
+                reason=result.reason,
+                seconds=result.seconds,
+                training_s=result.training_s,
+                samples=result.samples,
+                metrics=result.metrics,
+                books=result.books,
+                staleness=result.staleness,
+            )
+        )
+
+
+def settings_of(config: RunConfig, model_path: str) -> RunSettings:
+    """What the coordinator must know."""
+    return RunSettings(
+        num_workers=config.num_workers,
+        num_servers=config.num_servers,
+        seed=config.seed,
+        failure_timeout_s=config.failure_timeout_s,
+        model_path=model_path,
+        optimizers=config.optimizers,
+        team_size=config.team.size if config.team else 1,
+    )

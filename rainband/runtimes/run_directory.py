@@ -1,0 +1,145 @@
+"""A run's directory: its configuration, its events, its model. Two runs never share one."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from rainband.protocol.events import AnyEvent, Progress, RunEnded
+from rainband.runtimes.config import RunConfig
+from rainband.views.sinks import Guarded
+from rainband.views.sinks.sqlite import Sqlite
+from rainband.views.training_time import TrainingTime
+
+log = logging.getLogger("rainband")
+
+MAX_LINES = 20  # shown of what processes print between two looks: the last ones; the rest is in output.log
+CHUNK_BYTES = 1 << 20  # read at a look; what is more is for the next
+MAX_LINE_CHARS = 500
+
+
+def new_directory(root: Path, task: str, strategy: str) -> Path:
+    """Make a directory that nobody has: the time, what runs, and a number where that is taken."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = f"{stamp}-{_plain(task)}-{_plain(strategy)}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 1000):
+            path = root / (name if number == 1 else f"{name}-{number}")
+            with suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except OSError as error:
+        why = f"{error.strerror}, so no run can have its directory there; give another place with --runs"
+        raise OSError(error.errno, why, str(root)) from None
+    raise ValueError(f"cannot make a directory for the run in {root}: clear it, or give another with --runs.")
+
+
+def _plain(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name.rpartition(":")[2])
+
+
+def calendar_time() -> str:
+    """The time now, in UTC, to the millisecond: such times sort as text."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def write_config(directory: Path, config: RunConfig) -> None:
+    """What reproduces the run. The secret is no part of it."""
+    data = msgspec.json.encode(config)
+    (directory / "config.json").write_bytes(msgspec.json.format(data, indent=2) + b"\n")
+
+
+def read_config(path: Path) -> RunConfig:
+    """The configuration of an earlier run, from its config.json or its directory."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunConfig)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}. Give the config.json of a run.") from None
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path} is no configuration of a run: {error}.") from None
+
+
+class EventLog:
+    """Writes events as lines of JSON; a line is whole as soon as it is there, so a crash leaves it readable.
+
+    The file is locked while the run lives. The kernel takes the lock away when the process ends, however it
+    does, so a reader can tell a run that goes on from one that was killed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            self.file = (directory / "events.jsonl").open("xb", buffering=0)
+        except FileExistsError:
+            raise ValueError(f"{directory} already holds a run: two never share a directory.") from None
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.encoder = msgspec.json.Encoder()
+        self.training = TrainingTime()
+        self.metrics = Guarded(lambda: Sqlite(directory), log.warning)
+
+    def write(self, event: AnyEvent) -> None:
+        self.training.absorb(event)
+        self.file.write(self.encoder.encode(event) + b"\n")
+        if isinstance(event, Progress | RunEnded):
+            self.metrics.write(event)
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.file.close()
+
+
+class OutputLog:
+    """What a run's processes print: all of it in output.log, so that it does not tear the progress view."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "output.log"
+        self.file = self.path.open("ab+", buffering=0)
+        self.read_to = 0
+        self.rest = b""  # of a line that has not ended yet
+
+    @contextmanager
+    def inherited(self) -> Iterator[None]:
+        """Processes started inside, and theirs, print into the file."""
+        kept = [(fd, os.dup(fd)) for fd in (1, 2)]
+        try:
+            for fd, _ in kept:
+                os.dup2(self.file.fileno(), fd)
+            yield
+        finally:
+            for fd, copy in kept:
+                os.dup2(copy, fd)
+                os.close(copy)
+
+    def new_lines(self, to_the_end: bool = False) -> tuple[list[str], int]:
+        """The last whole lines since the last call, and how many came before; at the end an unfinished one."""
+        data = self.rest + self._unread(to_the_end)
+        self.read_to += len(data) - len(self.rest)
+        whole, newline, self.rest = data.rpartition(b"\n")
+        if to_the_end or len(self.rest) > MAX_LINE_CHARS:
+            whole, self.rest = whole + newline + self.rest, b""
+        lines = [line for line in whole.decode(errors="replace").splitlines() if line.strip()]
+        # The last ones: a traceback ends with what went wrong.
+        return [line[:MAX_LINE_CHARS] for line in lines[-MAX_LINES:]], max(0, len(lines) - MAX_LINES)
+
+    def _unread(self, to_the_end: bool) -> bytes:
+        data = chunk = os.pread(self.file.fileno(), CHUNK_BYTES, self.read_to)
+        while to_the_end and chunk:
+            chunk = os.pread(self.file.fileno(), CHUNK_BYTES, self.read_to + len(data))
+            data += chunk
+        return data
+
+    def close(self) -> None:
+        """Leave no empty file."""
+        empty = os.fstat(self.file.fileno()).st_size == 0
+        self.file.close()
+        if empty:
+            self.path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Runs in virtual time, with the same nodes, strategies and rules."""

@@ -1,0 +1,204 @@
+"""Thousands of workers and many servers, time only: what goes to all servers is one message.
+
+Shared with every other world: the coordinator, the strategies' coroutines, the client, and one real server with one
+block that has no elements, which stands for all of them (marks, rules, rounds, clocks, staleness, books). Modelled:
+that all servers take messages in one order, and when each of them has received, applied and answered (vectors of
+times). Left out: racks' uplinks, jitter, faults, and shared memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from heapq import heappop, heappush
+from math import inf
+
+import msgspec
+from torch import Tensor
+
+from rainband.protocol.layout import BlockSpec, Layout, cut, deal
+from rainband.protocol.messages import Ack, Assign, Load, Message, Params, Peer, Push, Welcome
+from rainband.runtimes.simulation.message_bus import Node, Payload, Post
+from rainband.runtimes.simulation.models.aggregated_servers import Bank, Times
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel
+from rainband.runtimes.simulation.models.network import Machine
+from rainband.runtimes.simulation.nodes import publish
+from rainband.runtimes.simulation.shared_module import NOTHING, hollow
+from rainband.runtimes.simulation.worker import WorkerNode
+from rainband.server.server import Out, Server
+from rainband.strategy import ServerHalf
+
+ALL = Peer("server", 0)  # the coordinator knows of one server, which is all of them
+Arriving = tuple[float, int, WorkerNode, Message, float]  # (when, a number, whose, it, when its first byte left)
+
+
+class BankNode(Node):
+    """All servers as one node, which takes no event for each message.
+
+    What happens at the servers at one moment reaches nobody else before a latency later. So messages may lie that
+    long: then all that has happened meanwhile happens at once, in the order of its time.
+    """
+
+    def __init__(self, post: Post, machine: Machine, half: Callable[[int], ServerHalf], bank: Bank) -> None:
+        super().__init__(post, ALL, machine)
+        self.name = "servers"
+        self.server = Server(half, publish)
+        self.bank = bank
+        self.latency_s = bank.latency_s
+        self.arriving: list[Arriving] = []  # a heap: in the order in which they begin to arrive
+        self.number = 0
+        # The server in the middle takes one after the other, and its card too: these are in the order of their time.
+        self.taken: deque[tuple[float, WorkerNode, Message, Times]] = deque()  # (handled at, whose, it, by each server)
+        self.leaving: deque[tuple[float, WorkerNode, Params, float]] = deque()  # (leaves at, for, it, arrives at)
+        self.looks_at = inf
+        self.trace_message = post.trace.message
+
+    def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
+        """What the coordinator says; it takes the servers no time."""
+        self._catch_up()
+        for out in self.server.receive(sender, message, payload):
+            self._send(out, self.bank.free(), self.clock.now)
+        self._look_again()
+
+    def expect(self, arrives: float, worker: WorkerNode, message: Message, left_at: float) -> None:
+        """A worker's message will begin to arrive; the first byte of a push left then."""
+        self.number = number = self.number + 1
+        heappush(self.arriving, (arrives, number, worker, message, left_at))
+        if arrives + self.latency_s < self.looks_at:
+            self._look_at(arrives + self.latency_s)
+
+    def _look_at(self, at_s: float) -> None:
+        self.looks_at = at_s
+        self.clock.at(at_s, self._look)
+
+    def _look(self) -> None:
+        if self.clock.now == self.looks_at:  # otherwise something came that was earlier
+            self._catch_up()
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """A latency after the next thing happens: what comes of it arrives no earlier."""
+        heads = [queue[0][0] for queue in (self.arriving, self.taken, self.leaving) if queue]
+        self.looks_at = inf
+        if heads:
+            self._look_at(max(self.clock.now, min(heads) + self.bank.latency_s))
+
+    def _catch_up(self) -> None:
+        """Let everything happen whose time has come."""
+        arriving, taken, leaving, now = self.arriving, self.taken, self.leaving, self.clock.now
+        arrives = arriving[0][0] if arriving else inf
+        handled = taken[0][0] if taken else inf
+        leaves = leaving[0][0] if leaving else inf
+        while arrives <= now or handled <= now or leaves <= now:
+            if handled <= leaves and handled <= arrives:
+                self._handle(*taken.popleft())
+                handled = taken[0][0] if taken else inf
+                leaves = leaving[0][0] if leaving else inf  # it may have been answered
+            elif leaves <= arrives:
+                self._leave(*leaving.popleft())
+                leaves = leaving[0][0] if leaving else inf
+            else:
+                self._take(*heappop(arriving))
+                arrives = arriving[0][0] if arriving else inf
+                handled = taken[0][0]
+
+    def _take(self, arrives: float, number: int, worker: WorkerNode, message: Message, left_at: float) -> None:
+        bank, kind = self.bank, type(message)
+        if (kind is Push and not message.skip) or kind is Load:  # type: ignore[attr-defined]
+            times = bank.apply(left_at)
+        else:
+            times = bank.ask(arrives)
+        self.taken.append((bank.in_the_middle(times), worker, message, times))
+
+    def _handle(self, at_s: float, worker: WorkerNode, message: Message, times: Times) -> None:
+        peer = worker.peer
+        self.trace_message(at_s, worker.name, self.name, message)
+        for out in self.server.receive(peer, message, NOTHING):
+            if out.to is peer:
+                self._answer(worker, out.message, times, at_s)
+            else:
+                self._send(out, times, at_s)
+
+    def _send(self, out: Out, times: Times, at_s: float) -> None:
+        worker = self.post.nodes.get(out.to)
+        if not isinstance(worker, WorkerNode):
+            self.post.send(self, out.to, out.message, at_s=at_s)
+        else:
+            self._answer(worker, out.message, times, at_s)
+
+    def _answer(self, worker: WorkerNode, message: Message, times: Times, at_s: float) -> None:
+        if type(message) is Params:
+            leaves, arrives = self.bank.reply(worker.machine, times)
+            self.leaving.append((leaves, worker, message, arrives))
+            return
+        last = self.bank.at_the_last(times)
+        self._deliver_at((last if last > at_s else at_s) + self.bank.latency_s, worker, message, None)
+
+    def _leave(self, at_s: float, worker: WorkerNode, params: Params, arrives: float) -> None:
+        """Replies are read when they leave: what was applied while they queued is in them."""
+        message, _ = self.server.read(params)
+        self._deliver_at(arrives, worker, message, NOTHING)
+
+    def _deliver_at(self, arrives: float, worker: WorkerNode, message: Message, payload: Payload) -> None:
+        """Who computes looks at messages only afterwards, and some can wait for the next one: these need no event."""
+        if payload is None and type(message) is Ack and worker.can_wait_with(message):
+            worker.later.append((arrives, message))
+        else:
+            looks_at = max(arrives, worker.busy_until, self.clock.now)
+            self.clock.at(looks_at, partial(worker.receive, self.peer, message, payload))
+        self.trace_message(arrives, self.name, worker.name, message)
+
+
+class BankPort:
+    """A worker's way to all servers at once."""
+
+    direct = False
+
+    def __init__(self, worker: WorkerNode, node: BankNode) -> None:
+        self.worker = worker
+        self.node = node
+        self.peer = node.peer
+        self.copying_s = node.bank.total_bytes / worker.costs.push_bytes_per_s
+
+    def send(self, message: Message) -> None:
+        worker, node = self.worker, self.node
+        now, at_s = node.clock.now, worker.busy_until  # free_at(), written out
+        if at_s < now:
+            at_s = now
+        node.expect(at_s + node.latency_s, worker, message, at_s)
+
+    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+        worker, bank = self.worker, self.node.bank
+        # The first share leaves while the next ones are copied: only the copying of the first is waited for.
+        now, at_s = worker.clock.now, worker.busy_until
+        if at_s < now:
+            at_s = now
+        worker.busy_until = at_s + self.copying_s
+        begin = bank.leave(worker.machine, at_s)
+        worker.stats.pushed_bytes += bank.total_bytes
+        self.node.expect(begin + bank.latency_s, worker, message, begin)
+
+    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+        raise AssertionError("parameters come with the answer, there is nothing to read in place")
+
+
+def make_bank(model: ClusterModel, layout: Layout, num_servers: int) -> Bank:
+    """The servers' shares of a model."""
+    if model.nodes.shared_memory or model.nodes.cores:
+        raise ValueError("in bulk every node has a machine of its own: leave shared_memory and cores out of the model.")
+    if model.nodes.gather_bytes_per_s:
+        raise ValueError("in bulk every push takes a server as long: leave gather_bytes_per_s out of the model.")
+    blocks = cut(layout, num_servers)
+    dealt = deal(blocks, num_servers)
+    return Bank(model, [sum(blocks[b].num_bytes for b in mine) for mine in dealt], list(map(len, dealt)))
+
+
+def as_one_block(message: Message) -> Message:
+    """The blocks that nodes are told of become one without elements, owned by the one server."""
+    match message:
+        case Welcome():
+            return msgspec.structs.replace(message, blocks=(hollow(message.blocks[0]),), owners=(0,))
+        case Assign():
+            return msgspec.structs.replace(message, blocks=(hollow(message.blocks[0]),))
+    return message

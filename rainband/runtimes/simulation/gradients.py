@@ -1,0 +1,84 @@
+"""What simulated workers compute with: one module for all of them, or nothing at all where only time counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import nn
+
+from rainband.model.flat_parameters import Flat
+from rainband.model.gradient import Gradient
+from rainband.protocol.messages import Conclude, Message, Peer, Welcome
+from rainband.runtimes.simulation.shared_module import Desk, DeskClient, WrittenGradient, hollow_flat
+from rainband.runtimes.simulation.worker import Body
+from rainband.strategy import Batch, Port
+from rainband.tasks.task import Data, Task
+from rainband.worker.client import Client
+from rainband.worker.session import pull_final
+from rainband.worker.worker import ModuleWorker
+
+
+class RealBody(Body):
+    """Computes true gradients at the worker's own parameters."""
+
+    def __init__(self, desk: Desk, task: Task, data: Data, num_workers: int) -> None:
+        self.desk = desk
+        self.task = task
+        self.data = data
+        self.num_workers = num_workers
+        self.memory = desk.memory()
+
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        return DeskClient(me, welcome.plan, self.memory.flat, welcome.blocks, welcome.owners, ports, tell)
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        worker = ModuleWorker(index, self.num_workers, self.task, self.data, self.memory.module, client)
+        worker.sampler = self.desk.sampler(worker.plan)
+        return worker
+
+    def sit_down(self) -> None:
+        self.desk.seat(self.memory)
+
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
+        return WrittenGradient(worker.compute(batch), self.memory.flat, self.desk.wholes)
+
+    def evaluate(self, worker: ModuleWorker) -> dict[str, float]:
+        """The module is that of all workers: it gets its mode back."""
+        was_training = worker.module.training
+        try:
+            return super().evaluate(worker)
+        finally:
+            worker.module.train(was_training)
+
+
+class NoGradient(Gradient):
+    """The name of a gradient that was not computed."""
+
+    is_finite = True
+
+
+class TimeBody(Body):
+    """Computes nothing: a gradient is its name."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.flat: Flat = hollow_flat()
+        self.module = nn.Module()
+
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        return Client(me, welcome.plan, self.flat, welcome.blocks, welcome.owners, ports, tell)
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        nothing = cast(Any, None)
+        return ModuleWorker(index, self.num_workers, nothing, nothing, self.module, client)
+
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
+        samples = worker.plan.samples_in(batch.portion, batch.k)
+        worker.client.stats.steps += 1
+        worker.client.stats.samples += samples
+        return NoGradient([], (batch,), samples, 0.0)
+
+    async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: object) -> dict[str, float]:
+        await pull_final(worker.client)
+        return {}

@@ -1,0 +1,177 @@
+"""Messages between simulated nodes: letters that travel through the virtual network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from rainband.protocol.messages import (
+    Ack,
+    Answer,
+    Ask,
+    Beat,
+    Command,
+    Evaluated,
+    Finish,
+    Lease,
+    Message,
+    Peer,
+    Pull,
+    Push,
+    Report,
+    Return,
+    Revoke,
+    Sets,
+    Want,
+)
+from rainband.runtimes.simulation.models.clock import VirtualClock
+from rainband.runtimes.simulation.models.network import Flow, Machine, Network, Parcel
+from rainband.runtimes.simulation.models.trace import NodeEvent, Trace
+
+HEADER_BYTES = 100  # a message without its payload, more or less
+KEEPING_TIME = frozenset(
+    (Beat, Ask, Report, Revoke, Sets)
+)  # what ticks repeat; a run that has only these left is stuck
+MAY_OVERTAKE = frozenset((Push, Ack))
+MAY_COME_TWICE = (
+    *(Push, Ack, Pull, Revoke, Sets, Ask, Report, Lease, Want, Return, Beat, Finish),
+    *(Command, Answer, Evaluated),
+)
+
+Payload = Any  # a tensor, bytes, or None
+
+
+class Node:
+    """A simulated node: may be paused and killed."""
+
+    __slots__ = (
+        *("alive", "backlog", "clock", "disk_s", "flows", "killed_at", "machine", "name", "paused_until", "peer"),
+        *("post", "skew_s", "__dict__"),
+    )
+
+    def __init__(self, post: Post, peer: Peer, machine: Machine) -> None:
+        self.post = post
+        self.clock = post.clock
+        self.peer = peer
+        self.machine = machine
+        self.name = str(peer) + ("" if not peer.incarnation else f"'{peer.incarnation}")
+        self.alive = True
+        self.killed_at = inf
+        self.paused_until = 0.0
+        self.skew_s = 0.0  # its clock is so far ahead
+        self.disk_s = 0.0  # what it saves takes so much longer
+        self.backlog: list[Callable[[], None]] = []  # what came while it was paused
+        self.flows: dict[Peer, Flow] = {}
+
+    def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
+        raise AssertionError("each kind of node says what it does with a message")
+
+    def lost(self, peer: Peer) -> None:
+        """The connection to a node has closed."""
+
+    def wake(self, do: Callable[[], None]) -> None:
+        """Do something now, or when the pause is over; never when dead."""
+        if self.clock.now < self.paused_until:
+            if not self.backlog:
+                self.clock.at(self.paused_until, self._go_on)
+            self.backlog.append(do)
+        elif self.alive:
+            do()
+
+    def _go_on(self) -> None:
+        if self.clock.now < self.paused_until:  # paused again
+            self.clock.at(self.paused_until, self._go_on)
+            return
+        backlog, self.backlog = self.backlog, []
+        for do in backlog:
+            if self.alive:
+                do()
+
+
+class Letter(Parcel):
+    """A message from one node to another."""
+
+    __slots__ = ("idle", "is_read_late", "lost", "may_overtake", "message", "payload", "read", "source", "target")
+
+    def __init__(
+        self, flow: Flow, source: Node, target: Node, message: Message | None, payload: Payload, num_bytes: int
+    ) -> None:
+        self.flow = flow
+        self.num_bytes = num_bytes
+        self.left_at = 0.0
+        self.arrived = False
+        self.source = source
+        self.target = target
+        self.message = message  # None: the connection closes
+        self.payload = payload
+        kind = type(message)
+        self.idle = kind in KEEPING_TIME
+        self.may_overtake = kind in MAY_OVERTAKE
+        self.is_read_late = False
+        self.lost = False  # the sender's machine died with it
+        self.read: Callable[[], tuple[Message, Payload]] | None = None
+
+    def leave(self) -> None:
+        assert self.read is not None
+        if self.source.alive:
+            self.message, self.payload = self.read()
+
+    def deliver(self) -> None:
+        source, target, message = self.source, self.target, self.message
+        if self.lost or not target.alive:
+            return
+        post = target.post
+        now = post.clock.now
+        if message is None:
+            post.trace.note(now, target.name, NodeEvent.LOST_PEER, f"lost {source.name}")
+            target.wake(lambda: target.lost(source.peer))
+            return
+        if self.left_at > source.killed_at:
+            return  # it was still in the sender's hands
+        post.trace.message(now, source.name, target.name, message)
+        if now < target.paused_until:
+            target.wake(lambda: target.receive(source.peer, message, self.payload))
+        else:
+            target.receive(source.peer, message, self.payload)
+
+
+class Post:
+    """Carries letters between nodes; one that is addressed to nobody is dropped, as by a closed connection."""
+
+    def __init__(self, clock: VirtualClock, network: Network, trace: Trace) -> None:
+        self.clock = clock
+        self.network = network
+        self.trace = trace
+        self.nodes: dict[Peer, Node] = {}
+
+    def send(
+        self,
+        source: Node,
+        to: Peer,
+        message: Message | None,
+        payload: Payload = None,
+        num_bytes: int = HEADER_BYTES,
+        at_s: float | None = None,
+        read: Callable[[], tuple[Message, Payload]] | None = None,
+    ) -> None:
+        """Send a message, now or a little later. `read` makes it when its first byte leaves."""
+        target = self.nodes.get(to)
+        if target is None:
+            return
+        flow = source.flows.get(to) or self.flow(source, target)
+        if flow.broken and message is not None:
+            return
+        letter = Letter(flow, source, target, message, payload, num_bytes)
+        if read is not None:
+            letter.is_read_late, letter.read = True, read
+        at_s = self.clock.now if at_s is None else at_s
+        self.network.send(letter, at_s)
+        if flow.repeat_until > self.clock.now and isinstance(message, MAY_COME_TWICE) and read is None:
+            self.network.send(Letter(flow, source, target, message, payload, num_bytes), at_s)
+
+    def flow(self, source: Node, target: Node) -> Flow:
+        flow = source.flows.get(target.peer)
+        if flow is None:
+            flow = source.flows[target.peer] = Flow(source.machine, target.machine)
+        return flow

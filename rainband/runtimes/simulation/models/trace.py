@@ -1,0 +1,156 @@
+"""What happened in a simulated run: a hash that is equal when the runs are, and a table that people can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import xxhash
+
+from rainband.protocol.data_plan import Name
+from rainband.protocol.messages import Ack, AnyMessage, Lease, Load, Message, Params, Pull, Push, Return, Revoke, Sets
+
+# What a schedule is made of, for each kind of message that has more than its kind: numbers only, so that neither a new
+# field nor another word changes the hash of a run.
+SCHEDULE: dict[type[Message], Callable[[Any], object]] = {
+    Push: lambda m: (m.block, m.worker, m.sequence, m.name, m.samples, m.clock, m.version, m.point, m.want, not m.skip),
+    Ack: lambda m: (m.block, m.sequence, m.result, m.version),
+    Pull: lambda m: (m.sequence, m.clock, m.point, m.base, m.part),
+    Params: lambda m: (m.block, m.sequence, m.version, m.point, m.late, m.clock),
+    Load: lambda m: (m.block, m.numel, len(m.part)),
+    Lease: lambda m: (m.portion, m.lease, m.groups),
+    Return: lambda m: (m.portion, m.lease, m.reason),
+    Revoke: lambda m: (m.portion, m.lease),
+    Sets: lambda m: (m.portion, m.lease, m.masks),
+}
+
+
+class NodeEvent(IntEnum):
+    """What can happen to a node besides messages."""
+
+    KILLED = 1
+    CRASHED = 2
+    STARTED = 3
+    PAUSED = 4
+    CLOCK_JUMPED = 5
+    DISK_SLOWED = 6
+    LINK_FAULT = 7
+    DISCONNECTED = 8
+    LOST_PEER = 9
+
+
+FILE = "trace.jsonl"
+TAGS: dict[type[Message], int] = {kind: kind.__struct_config__.tag for kind in get_args(AnyMessage)}
+AT_ONCE = 1000  # lines are hashed together: that is faster
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Line(msgspec.Struct, frozen=True, array_like=True):
+    """One thing that happened."""
+
+    at_s: float
+    source: str
+    target: str  # the same as the source where it is about one node
+    what: str
+
+
+class Trace:
+    """Hashes every line; keeps them only when asked to."""
+
+    def __init__(self, keep: bool = False) -> None:
+        self.lines: list[Line] | None = [] if keep else None
+        self.hasher = xxhash.xxh3_64()
+        self.unhashed: list[tuple[object, ...]] = []
+
+    def note(self, at_s: float, node: str, event: NodeEvent, what: str) -> None:
+        """Note an event of a node, and `what` it was for people."""
+        self.unhashed.append((at_s, node, event))
+        if self.lines is not None:
+            self.lines.append(Line(at_s, node, node, what))
+
+    def message(self, at_s: float, source: str, target: str, message: Message) -> None:
+        """Note that a message arrived. Its measurements (losses, staleness) do not count: a schedule has no values."""
+        kind = type(message)
+        unhashed = self.unhashed
+        schedule = SCHEDULE.get(kind)
+        unhashed.append((at_s, source, target, TAGS[kind], schedule(message) if schedule else 0))
+        if len(unhashed) >= AT_ONCE:
+            self._hash()
+        if self.lines is not None:
+            self.lines.append(Line(at_s, source, target, brief(message)))
+
+    def _hash(self) -> None:
+        self.hasher.update(_encode(self.unhashed))
+        self.unhashed.clear()
+
+    def values(self, data: bytes) -> None:
+        """Let numbers count as well: the final parameters."""
+        self._hash()
+        self.hasher.update(data)
+
+    def digest(self) -> str:
+        self._hash()
+        return self.hasher.hexdigest()
+
+
+def name_of(name: Name) -> str:
+    """A push's name for people: 3:0-2 is batches 0 and 1 of portion 3, 3:0-2#4 under lease 4."""
+    return "+".join(f"{r.portion}:{r.first}-{r.last}" + (f"#{r.lease}" if r.lease != 1 else "") for r in name)
+
+
+def brief(message: Message) -> str:
+    """A message in a few words. Nothing here depends on the values of gradients."""
+    match message:
+        case Push():
+            skip = f" skip({message.skip})" if message.skip else ""
+            point = f" round {message.point}" if message.point >= 0 else ""
+            read = f" read v{message.version}"
+            return f"push {message.sequence} block {message.block} {name_of(message.name)}{point}{read}{skip}"
+        case Ack():
+            return f"{message.result.name.lower()} {message.sequence} block {message.block} v{message.version}"
+        case Pull():
+            return f"pull {message.sequence}" + (f" round {message.point}" if message.point >= 0 else "")
+        case Params():
+            late = " late" if message.late else ""
+            return f"params {message.sequence} block {message.block} v{message.version}{late}"
+        case Load():
+            return f"load block {message.block}"
+        case Lease():
+            return f"lease {message.portion}#{message.lease} {_groups(message.groups)}"
+        case Return():
+            return f"return {message.portion}#{message.lease} {message.reason.name.lower()}"
+        case Revoke():
+            return f"revoke {message.portion}#{message.lease}"
+        case Sets():
+            return f"sets {message.portion}#{message.lease} {' '.join(map(bin, message.masks))}"
+    return type(message).__name__.lower()
+
+
+def _groups(groups: Iterable[Iterable[int]]) -> str:
+    return "|".join(",".join(map(str, group)) for group in groups)
+
+
+def table(lines: Iterable[Line], hide: tuple[str, ...] = ("beat", "ask", "report")) -> str:
+    """The lines as a table; what only keeps time is left out."""
+    rows = [
+        (f"{line.at_s:.6f}", line.source, "" if line.target == line.source else f"> {line.target}", line.what)
+        for line in lines
+        if line.what.split(" ")[0] not in hide
+    ]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+    return "\n".join(
+        f"{at:>{widths[0]}}  {source:<{widths[1]}}  {target:<{widths[2]}}  {what}".rstrip()
+        for at, source, target, what in rows
+    )
+
+
+def write_lines(directory: Path, lines: Iterable[Line]) -> None:
+    (directory / FILE).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+
+def read_lines(directory: Path) -> list[Line]:
+    decoder = msgspec.json.Decoder(Line)
+    return [decoder.decode(line) for line in (directory / FILE).read_bytes().splitlines()]

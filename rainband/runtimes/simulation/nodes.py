@@ -1,0 +1,252 @@
+"""The simulated coordinator and servers: the same state machines as everywhere, behind virtual mailboxes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rainband.coordinator.coordinator import Coordinator
+from rainband.coordinator.coordinator import Out as CoordinatorOut
+from rainband.protocol import events
+from rainband.protocol.layout import BlockSpec
+from rainband.protocol.messages import Address, Assign, Bye, Load, Message, Params, Peer, Push, ServerJoin, Welcome
+from rainband.protocol.parameter_buffers import Place
+from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, Keeper
+from rainband.runtimes.run import Phases
+from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload, Post
+from rainband.runtimes.simulation.models.cluster_model import NodeModel
+from rainband.runtimes.simulation.models.cores import nothing
+from rainband.runtimes.simulation.models.network import Machine
+from rainband.runtimes.simulation.shared_module import NOTHING, hollow
+from rainband.server.server import Out, Server
+from rainband.strategy import ServerHalf
+from rainband.transports.hub import FRAMES_BEFORE_FLUSH
+
+
+class Processor(Protocol):
+    """Whoever does work that takes a processor's time."""
+
+    def work(self, amount_s: float, then: Callable[[], None], who: Hashable) -> None: ...
+
+    def alongside(self, start_s: float, amount_s: float, who: Hashable) -> float:
+        """Work of one's own from a moment on; returns how long it takes."""
+
+
+class CoordinatorNode(Node):
+    """Leads the run; nobody waits for its own work, but where it shares cores with others, they feel it."""
+
+    def __init__(
+        self,
+        post: Post,
+        peer: Peer,
+        machine: Machine,
+        coordinator: Coordinator,
+        show: Callable[[events.AnyEvent], None],
+        tick_s: float,
+        fitting: Callable[[Message], Message],
+    ) -> None:
+        super().__init__(post, peer, machine)
+        self.coordinator = coordinator
+        self.show = show
+        self.tick_s = tick_s
+        self.fitting = fitting  # what nodes are told of their blocks: where only time counts, these are hollow
+        self.block_bytes: list[int] = []  # as they really are
+        self.looks_at: float | None = None  # at that moment someone may be overdue
+        self.phases = Phases(coordinator, lambda event: self.show(event), self.clock.now_s)
+        self.keeper: Keeper | None = None  # of a memory that all workers share
+        self.occupy: Callable[[], None] = nothing  # a message takes its process time, where it shares cores with others
+        self.clock.after(tick_s, self._tick, idle=True)
+
+    def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
+        self.occupy()
+        if self.keeper is not None and isinstance(message, FROM_WORKERS):
+            return self.send([CoordinatorOut(KEEPER, message)])
+        self.send(self.coordinator.receive(sender, message, self._now(), payload))
+
+    def lost(self, peer: Peer) -> None:
+        why = "its connection closed"
+        if peer.role == "worker" and peer.index not in self.coordinator.workers:
+            self.send(self.coordinator.never_comes(peer, self._now(), why))
+        self.send(self.coordinator.lost(peer, self._now(), why))
+
+    def _now(self) -> float:
+        """As its own clock has it."""
+        return self.clock.now + self.skew_s
+
+    def _tick(self) -> None:
+        self.clock.after(self.tick_s, self._tick, idle=True)
+        self.wake(lambda: self.send(self.coordinator.tick(self._now())))
+
+    def send(self, outs: list[CoordinatorOut]) -> None:
+        if self.keeper is not None:
+            outs = self.keeper.answered(self.coordinator, outs, self._now())
+        for out in outs:
+            message = self._fitting(out.message)
+            size = HEADER_BYTES + len(out.body or b"")
+            self.post.send(self, out.to, message, out.body, size)
+        if self.coordinator.events or self.coordinator.phase != self.phases.phase:
+            self.phases.show()
+        due_at = self.coordinator.due_at()
+        if due_at is not None and (self.looks_at is None or due_at < self.looks_at):
+            self.looks_at = due_at
+            self.clock.at(max(self.clock.now, due_at - self.skew_s), lambda: self.wake(self._look))
+
+    def _look(self) -> None:
+        """Somebody may be overdue by now."""
+        self.looks_at = None
+        self.send(self.coordinator.look(self._now()))
+
+    def _fitting(self, message: Message) -> Message:
+        if not isinstance(message, (Welcome, Assign)):
+            return message
+        fitted = self.fitting(message)
+        if isinstance(message, Welcome) and not self.block_bytes:
+            sizes = [block.num_bytes for block in message.blocks]
+            assert isinstance(fitted, Welcome)
+            self.block_bytes = sizes if len(fitted.blocks) == len(sizes) else [sum(sizes)]  # one for all of them
+        return fitted
+
+
+def as_they_are(message: Message) -> Message:
+    return message
+
+
+def without_elements(message: Message) -> Message:
+    """Nodes are told of hollow blocks."""
+    assert isinstance(message, (Welcome, Assign))
+    return msgspec.structs.replace(message, blocks=tuple(map(hollow, message.blocks)))
+
+
+class ServerNode(Node):
+    """One thread that takes messages one after the other; applying a gradient takes time."""
+
+    def __init__(
+        self,
+        post: Post,
+        peer: Peer,
+        machine: Machine,
+        half: Callable[[int], ServerHalf],
+        costs: NodeModel,
+        cores: Processor,
+        block_bytes: Callable[[int], int],
+        span: Callable[[str, str, float, float], None],
+    ) -> None:
+        super().__init__(post, peer, machine)
+        self.server = Server(half, publish)
+        self.costs = costs
+        self.cores = cores
+        # On one machine messages come at once: then answers to several leave together, as a hub sends them.
+        self.flushes_after = FRAMES_BEFORE_FLUSH if costs.cores else 1
+        self.found = 0  # messages that were there when it last looked and are not handled yet
+        self.unsent: list[Out] = []
+        self.unsent_for = 0  # messages
+        self.gather_bytes_per_s = costs.gather_bytes_per_s or costs.apply_bytes_per_s
+        self.block_bytes = block_bytes
+        self.span = span
+        self.queue: deque[tuple[Peer, Message | None, Payload]] = deque()  # None: its connection has closed
+        self.busy = False
+        self.began_at = 0.0
+        self.assigned: Callable[[Server], None] | None = None  # who wants to know when it has its blocks
+        self.owed_s = 0.0  # work for replies that were just sent; the next message waits for it
+
+    def join(self, coordinator: Peer) -> None:
+        self.post.send(self, coordinator, ServerJoin(Address("", 0, self.name)))
+
+    def receive(self, sender: Peer, message: Message | None, payload: Payload) -> None:
+        self.queue.append((sender, message, payload))
+        if not self.busy:
+            self._next()
+
+    def _next(self) -> None:
+        if not self.queue:
+            return
+        self.busy = True
+        self.found = self.found or len(self.queue)
+        sender, message, payload = self.queue.popleft()
+        self.began_at = self.clock.now
+        handle = partial(self._handle, sender, message, payload)
+        self.cores.work(self._cost_s(message, payload), lambda: self.wake(handle), self.peer)
+
+    def _cost_s(self, message: Message | None, payload: Payload) -> float:
+        if isinstance(message, (Push, Load)) and payload is not None:
+            return self.costs.message_s + self.block_bytes(message.block) / self.gather_bytes_per_s
+        return self.costs.message_s
+
+    def _handle(self, sender: Peer, message: Message | None, payload: Payload) -> None:
+        if message is None:
+            self.server.lost(sender)
+            self._answer([])
+            return
+        updates = self.server.updates
+        outs = [] if isinstance(message, Bye) else self.server.receive(sender, message, payload)
+        if isinstance(message, Assign) and self.assigned is not None:
+            self.assigned(self.server)
+        if not isinstance(message, Push):
+            self._answer(outs)
+            return
+        step_s = self._step_s(message) if self.server.updates > updates else 0.0
+        done = partial(self._pushed, outs)
+        if step_s:
+            self.cores.work(step_s, lambda: self.wake(done), self.peer)
+        else:
+            done()
+
+    def _step_s(self, push: Push) -> float:
+        """What a step takes longer than adding a gradient to others."""
+        num_bytes = self.block_bytes(push.block)
+        return max(0.0, num_bytes / self.costs.apply_bytes_per_s - num_bytes / self.gather_bytes_per_s)
+
+    def _pushed(self, outs: list[Out]) -> None:
+        self.span(self.name, "apply", self.began_at, self.clock.now)
+        self._answer(outs)
+
+    def _answer(self, outs: list[Out]) -> None:
+        self.busy = False
+        self.unsent += outs
+        self.unsent_for += 1
+        self.found -= 1
+        if not self.found or self.unsent_for == self.flushes_after:
+            outs, self.unsent, self.unsent_for = self.unsent, [], 0
+            for out in outs:
+                self._send(out)
+        if self.owed_s:
+            owed_s, self.owed_s, self.busy = self.owed_s, 0.0, True
+            self.cores.work(owed_s, lambda: self.wake(self._free), self.peer)
+        else:
+            self._next()
+
+    def _free(self) -> None:
+        self.busy = False
+        self._next()
+
+    def _send(self, out: Out) -> None:
+        if not out.read or self.costs.shared_memory:
+            self.post.send(self, out.to, out.message)
+            return
+        params = out.message
+        assert isinstance(params, Params)
+        num_bytes = self.block_bytes(params.block)
+        self.owed_s += num_bytes / self.costs.read_bytes_per_s
+        self.post.send(self, out.to, params, num_bytes=HEADER_BYTES + num_bytes, read=lambda: self._read(params))
+
+    def _read(self, params: Params) -> tuple[Message, Tensor | None]:
+        """The reply to a pull at the moment it leaves: a private copy, as the block changes on."""
+        message, values = self.server.read(params)
+        return message, None if values is None else values.clone() if values.numel() else NOTHING
+
+    def lost(self, peer: Peer) -> None:
+        self.receive(peer, None, None)  # in its turn, after what came before
+
+
+def publish(specs: Sequence[BlockSpec], buffers: int) -> list[Place]:
+    """Room for blocks in this process's own memory."""
+    return [
+        Place([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
+        for spec in specs
+    ]

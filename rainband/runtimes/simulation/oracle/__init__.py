@@ -1,0 +1,1 @@
+"""Random runs with faults, and the checks that each must pass."""

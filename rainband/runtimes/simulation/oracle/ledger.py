@@ -1,0 +1,114 @@
+"""What a simulated run really did: every update of every block, and what every gradient was computed at.
+
+It is kept apart from marks and books, which are the run's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rainband.protocol.messages import Push
+from rainband.rules import Compensated
+from rainband.runtimes.simulation.oracle.scenarios import STRENGTH, Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.protocol.vectors import Operation
+    from rainband.server.block import Block
+    from rainband.server.server import Server
+    from rainband.strategy import Batch
+    from rainband.worker.worker import ModuleWorker
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step of a block's optimizer."""
+
+    batches: frozenset[tuple[int, int]]  # (portion, k)
+    divisor: int  # of the sum of their gradients
+
+
+class Ledger:
+    """Counts what reaches the optimizer of each block, and keeps all its versions."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.blocks: dict[int, Block] = {}
+        self.versions: dict[tuple[int, int], Tensor] = {}  # (block, version) -> what it was, once it is no more
+        self.wrong: list[str] = []
+        self.applied: dict[int, Counter[tuple[int, int]]] = {}  # block -> batch -> times
+        self.updates: dict[int, list[Update]] = {}  # by block
+
+    def watch(self, server: Server) -> None:
+        self.blocks |= server.blocks
+        for block in server.blocks.values():
+            self.applied[block.index], self.updates[block.index] = Counter(), []
+            block.apply = self._counted(block)  # type: ignore[method-assign, assignment]
+            block.compute = self._kept(block)  # type: ignore[method-assign, assignment]
+
+    def _counted(self, block: Block) -> Callable[[Tensor, Sequence[Push], Collection[int]], None]:
+        apply, number = block.apply, block.index
+
+        def counted(gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
+            batches = [(r.portion, k) for p in pushes if not p.skip for r in p.name for k in range(r.first, r.last)]
+            self.applied[number].update(batches)
+            divisor = block.rule.count or len(batches)  # of a mean over so many that come
+            self.updates[number].append(Update(frozenset(batches), divisor))
+            if isinstance(block.rule, Compensated):
+                self._look_at_correction(block, block.rule, gradient, pushes[0])
+            self._keep(block)
+            apply(gradient, pushes, absent)
+
+        return counted
+
+    def _kept(self, block: Block) -> Callable[[Sequence[Operation], bool], list[float]]:
+        compute = block.compute
+
+        def kept(operations: Sequence[Operation], renewed: bool) -> list[float]:
+            if renewed:
+                self._keep(block)
+            return compute(operations, renewed)
+
+        return kept
+
+    def _keep(self, block: Block) -> None:
+        """It becomes another version now."""
+        self.versions[block.index, block.version] = block.place.of(block.version).clone()
+
+    def gradient(self, block: Block, batch: tuple[int, int]) -> Tensor:
+        """A block's piece of the gradient of a batch that somebody has computed."""
+        return self.stage.gradients[block.plan.number(*batch)][block.spec.start : block.spec.stop]
+
+    def _look_at_correction(self, block: Block, rule: Compensated, gradient: Tensor, push: Push) -> None:
+        """Was the gradient corrected by what has changed since the version that it was computed at?
+
+        Of a worker that was given up, the server does not know any more what it has read.
+        """
+        plain = self.gradient(block, (push.name[0].portion, push.name[0].first))
+        size, expected = plain.numel(), plain
+        if push.version != block.version and push.version in rule.given.get(push.worker, {}):
+            change = block.values[:size] - self.versions[block.index, push.version][:size]
+            expected = plain + STRENGTH * plain * plain * change
+        if not torch.allclose(gradient[:size], expected, rtol=1e-5, atol=1e-3):
+            self.wrong.append(f"block {block.index}: a gradient at version {push.version} is wrongly corrected")
+
+    def look_at(self, worker: ModuleWorker, batch: Batch) -> None:
+        """A gradient is about to be computed: are the parameters what they are said to be?"""
+        client, plan, exactly = worker.client, worker.plan, -1
+        if plan.columns:
+            exactly = plan.round_of(batch.portion, batch.k)
+        elif plan.led:
+            exactly = batch.lease  # the evaluation for which its cell was handed out
+        for index, version in enumerate(client.versions):
+            block = self.blocks[index]
+            true = block.place.of(version) if version == block.version else self.versions.get((index, version))
+            if true is None or not torch.equal(client.views[index], true):
+                self.wrong.append(f"worker {worker.index} has other parameters than version {version} of {index}")
+            if exactly not in (-1, version):
+                self.wrong.append(f"worker {worker.index} computes at version {version} of {index}, not {exactly}")

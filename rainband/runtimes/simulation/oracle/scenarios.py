@@ -1,0 +1,182 @@
+"""What runs with random faults are made of: strategies, a task for each, and how its right result is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from operator import add
+from random import Random
+from typing import TYPE_CHECKING, Literal
+
+from rainband.model.flat_parameters import Flat
+from rainband.model.gradient import Gradient
+from rainband.plugins import load_strategy
+from rainband.runtimes.simulation.cluster import Play
+from rainband.runtimes.simulation.gradients import RealBody
+from rainband.runtimes.simulation.models.faults import Chances, Script, random_script
+from rainband.runtimes.simulation.run import join_of
+from rainband.runtimes.simulation.shared_module import Desk
+from rainband.strategy import Batch, Requirements, ServerHalf, Strategy, Worker
+from rainband.tasks.linear import Linear
+from rainband.tasks.quadratic import Quadratic
+from rainband.worker.worker import ModuleWorker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.runtimes.simulation.oracle.ledger import Ledger
+
+LR = 0.25  # a power of two: every sum of updates is exact
+TIMEOUT_S = 1.0
+TASK = Linear(dimension=48, samples=32, batch_size=2, epochs=1)
+BOWL = Quadratic(dimension=48, samples=24, batch_size=2, epochs=1, condition=4.0)
+PLAIN = {"optimizer": "sgd", "lr": LR}
+STRENGTH = 1 / 64  # of a compensation
+
+Known = Literal["sum", "rounds", "first", "gathered", "corrected", "led"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A strategy, and how its result is known.
+
+    sum         every gradient counts alike: the parameters are known to the last bit
+    rounds      each update is the mean of a round
+    first       the same, of those that were not dropped; every batch is in a round or dropped
+    gathered    each update divides by how many gradients make one, which follows the workers that are there
+    corrected   each gradient is corrected by what has changed since it was read
+    led         the coordinator leads: the same iterates as without faults, up to rounding
+    """
+
+    make: Callable[[], Strategy]
+    known: Known = "sum"
+
+
+@dataclass(frozen=True)
+class Ragged(Strategy):
+    """Downpour whose workers sum other numbers of batches in each push, as loops of their own may: nothing lines up."""
+
+    cell_batches: int = 4
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(batches_per_item=self.cell_batches)
+
+    async def run(self, worker: Worker) -> None:
+        await worker.server.pull()
+        async for cell in worker.cells():
+            cut = 2 + worker.index % (self.cell_batches - 1)
+            for at in range(0, len(cell.batches), cut):
+                gradients = [await worker.gradient(batch) for batch in cell.batches[at : at + cut]]
+                worker.server.push(reduce(add, gradients))
+
+    def server(self, num_workers: int) -> ServerHalf | None:
+        return load_strategy("downpour", PLAIN).server(num_workers)
+
+
+def _kind(name: str, known: Known = "sum", **settings: object) -> Kind:
+    return Kind(lambda: load_strategy(name, {**PLAIN, **settings}), known)
+
+
+def _led(name: str) -> Kind:
+    return Kind(lambda: load_strategy(name, {"iterations": 3, "n_push": 2}), "led")
+
+
+KINDS: dict[str, Kind] = {
+    "downpour": _kind("downpour"),
+    "downpour2": _kind("downpour", n_push=2, overlap=False),
+    "corrected": _kind("downpour", "corrected", compensation=STRENGTH),
+    "ragged": Kind(Ragged),
+    "sync": _kind("sync", "rounds"),
+    "backup": _kind("sync", "first", backup_workers=1),
+    "stale_sync": _kind("stale_sync", bound=1),
+    "adaptive_bound": _kind("adaptive_bound", low=0, high=3),
+    "bounded_delay": _kind("bounded_delay", tau=2, tau_last=1),
+    "soft_sync": _kind("soft_sync", "gathered", scaling="none"),
+    "sandblaster": _led("sandblaster"),
+    "conjugate_gradient": _led("conjugate_gradient"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run with faults."""
+
+    seed: int
+    strategy: str  # one of KINDS
+    num_workers: int
+    num_servers: int
+    script: Script
+
+    @property
+    def known(self) -> Known:
+        return KINDS[self.strategy].known
+
+
+def random_case(seed: int, strategy: str | None = None) -> Case:
+    """Everything about a run follows from its seed."""
+    random = Random(f"case {seed}")
+    drawn = Random(f"strategy {seed}").choice(list(KINDS))
+    num_workers, num_servers = random.choice((2, 4)), random.choice((1, 2, 3))
+    name = strategy or drawn
+    led = KINDS[name].known == "led"  # then a coordinator can be replaced
+    chances = Chances(1.5, TIMEOUT_S, servers_die=random.random() < 0.1, coordinator_returns=led)
+    script = random_script(random, num_workers, num_servers, chances)
+    return Case(seed, name, num_workers, num_servers, script)
+
+
+class Stage:
+    """What all runs of a strategy share; every run gets memory of its own."""
+
+    def __init__(self, strategy: str) -> None:
+        kind = KINDS[strategy]
+        self.strategy = kind.make()
+        self.task = BOWL if kind.known == "led" else TASK
+        self.data = self.task.data()
+        model = self.task.model().double() if kind.known == "led" else self.task.model()
+        flat = Flat(model)
+        self.desk = Desk(flat)
+        self.join = join_of(self.strategy, flat, "", len(self.data), self.task.batch_size, self.task.epochs)
+        self.gradients: dict[int, Tensor] = {}  # by the number of the batch, where they are the same at any parameters
+
+    def play(self, ledger: Ledger, num_workers: int) -> Play:
+        body = LookingBody if self.task is BOWL else CountingBody
+        return Play(self.strategy, self.join, lambda: body(self, ledger, num_workers), real=True)
+
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> Tensor:
+        """Of the task that counts: each is computed once for all runs, which have one plan."""
+        number = worker.plan.number(batch.portion, batch.k)
+        if number not in self.gradients:
+            samples = self.data.batch(worker.sampler.indices(batch))
+            self.gradients[number] = samples[0].mean(0)
+        return self.gradients[number]
+
+
+stage_of = lru_cache(maxsize=32)(Stage)  # building one takes as long as a run
+
+
+class LookingBody(RealBody):
+    """Computes true gradients; the ledger looks at what they are computed at."""
+
+    def __init__(self, stage: Stage, ledger: Ledger, num_workers: int) -> None:
+        super().__init__(stage.desk, stage.task, stage.data, num_workers)
+        self.stage = stage
+        self.ledger = ledger
+
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
+        self.ledger.look_at(worker, batch)
+        return super().gradient(worker, batch)
+
+
+class CountingBody(LookingBody):
+    """Gradients of this task do not depend on the parameters."""
+
+    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
+        self.ledger.look_at(worker, batch)
+        samples, stats = worker.plan.samples_in(batch.portion, batch.k), worker.client.stats
+        stats.steps += 1
+        stats.loss_sum += samples
+        stats.loss_samples += samples  # a loss of 1, always: all is well
+        tensor = self.stage.gradient(worker, batch)[None].clone()
+        return Gradient([tensor], (batch,), samples, 1.0)

@@ -1,0 +1,283 @@
+"""The world `sim`: one run in virtual time, in this process, with the same nodes, strategies, rules and books.
+
+Only the transport and the clock are other ones. A run has the same result, the same events and the same directory as
+a real one; its seconds are virtual.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import torch
+
+from rainband.errors import Deadlock
+from rainband.model.block_optimizer import build
+from rainband.model.flat_parameters import Flat
+from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.plugins import load_strategy
+from rainband.protocol.messages import Address, Join
+from rainband.record.spans import Span, write_spans
+from rainband.runtimes.config import RunConfig, is_one_memory, lead_of
+from rainband.runtimes.hogwild.server import Keeper
+from rainband.runtimes.processes.server_process import leave_out_the_compiler
+from rainband.runtimes.run import Run, RunResult, View
+from rainband.runtimes.run import settings_of as settings_of
+from rainband.runtimes.simulation.cluster import Notes, Play, World
+from rainband.runtimes.simulation.fault_injector import Trouble
+from rainband.runtimes.simulation.gradients import RealBody, TimeBody
+from rainband.runtimes.simulation.hogwild import MemoryBody
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel, load_model
+from rainband.runtimes.simulation.models.faults import parse
+from rainband.runtimes.simulation.models.trace import Trace, write_lines
+from rainband.runtimes.simulation.shared_module import Desk
+from rainband.runtimes.simulation.stages import TeamBody
+from rainband.runtimes.stage_forecast import predicted_of
+from rainband.strategy import Strategy
+from rainband.tasks.load import load_task
+from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
+
+PROGRESS_POINTS = 30  # as many events tell of the progress of a run; heartbeats come as often
+POINTS_IN_BULK = 8
+BULK_FROM = 10_000  # connections between workers and servers
+
+
+class SimulatedResult(RunResult, frozen=True, kw_only=True):
+    """What a simulated run came to."""
+
+    trace_hash: str  # the same for the same seed, in every process
+
+
+class Simulated(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulated run was, to compare it with another: simulation.json in the run's directory."""
+
+    trace_hash: str  # equal when every message came at the same moment and the parameters are the same bits
+    time_only: bool
+    torch: str  # with gradients, bits depend on these three
+    cpu_capability: str
+    threads: int
+    events: int
+    wall_s: float
+    model: ClusterModel
+
+
+def run(
+    config: RunConfig,
+    view: View,
+    capture: bool = False,
+    model: ClusterModel | None = None,
+    task: Task | None = None,
+    strategy: Strategy | None = None,
+) -> SimulatedResult:
+    """Run to the end; returns also when it failed, with the reason. A run that cannot go on raises Deadlock.
+
+    There are no other processes, so there is nothing to `capture`. A `model` comes before the one of the
+    configuration, whose file may have changed; so do a task and a strategy that have no name to be found by.
+    """
+    with one_thread(), little_garbage(none_at_all=in_bulk(config)):
+        model = model or load_model(config.sim.model, config.sim.compute)
+        return Simulation(config, view, model, make_play(config, task, strategy)).run()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Bits of gradients depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def little_garbage(none_at_all: bool) -> Iterator[None]:
+    """Collecting goes through all objects of thousands of workers, and finds nothing: nodes make no cycles.
+
+    What is there now is not looked at again; what comes, rarely, for the sake of the user's code, if any runs at all.
+    """
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(0 if none_at_all else 100_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.freeze()  # what came meanwhile is old now: otherwise all of it would be gone through at once
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+class Simulation(Run):
+    """One run and its directory."""
+
+    def __init__(self, config: RunConfig, view: View, model: ClusterModel, play: Play) -> None:
+        super().__init__(config, view)
+        self.model = model
+        self.trace = Trace(keep=config.sim.trace)
+        self.spans: list[Span] = []
+        self.started_at = time.monotonic()
+        self.interrupted = False
+        play.eval_every_s = config.eval_every_s
+        self.expected_s = self._expected_s(play.join)
+        settings = self.settings
+        if in_bulk(config):  # nothing fails there, and with thousands of workers nobody is asked often how he is
+            patient_s = max(config.failure_timeout_s, self.expected_s)
+            settings = msgspec.structs.replace(settings, failure_timeout_s=patient_s)
+        spans = None if in_bulk(config) else self.spans
+        self.world = World(play, settings, self.model, Notes(self.trace, spans, self.emit), self._tick_s())
+
+    def _expected_s(self, join: Join) -> float:
+        """The time that computing takes, or the servers, if that is more; roughly."""
+        batches = -(-join.num_samples // join.batch_size) * join.epochs
+        network, nodes = self.model.network, self.model.nodes
+        share = sum(p.numel for p in join.layout.parameters) * 4 / max(1, self.config.num_servers)
+        on_server_s = 2 * nodes.message_s + share / nodes.apply_bytes_per_s + share / nodes.read_bytes_per_s
+        return batches * max(
+            self.model.compute.mean_s / self.config.num_workers, share / network.bytes_per_s, on_server_s
+        )
+
+    def _tick_s(self) -> float:
+        """A fifth of the failure timeout, as everywhere; less where the run would be over before."""
+        points = POINTS_IN_BULK if in_bulk(self.config) else PROGRESS_POINTS
+        between_s = max(self.expected_s / points, 1e-6)
+        return between_s if in_bulk(self.config) else min(self.config.failure_timeout_s / 5, between_s)
+
+    def run(self) -> SimulatedResult:
+        self.begin()
+        if (predicted := predicted_of(self.config, self.world.strategy, self.model)) is not None:
+            self.emit(predicted)
+        Trouble(self.world, parse(self.config.sim.faults), self.config.seed)
+        self.world.start()
+        try:
+            self._drive()
+            return self._result()
+        finally:
+            self.log.close()
+
+    def _drive(self) -> None:
+        try:
+            self.world.run()
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.world.leader.send(self.world.coordinator.stop("stopped", "interrupted"))
+            self.world.run()
+        except Deadlock as deadlock:
+            self.world.coordinator.failed(str(deadlock))
+            self._result()
+            raise
+
+    def _result(self) -> SimulatedResult:
+        coordinator = self.world.coordinator
+        self.world.leader.send([])  # the last events
+        code = 130 if self.interrupted else None
+        result = self.result(SimulatedResult, coordinator, self.world.clock.now, code, trace_hash=self._trace_hash())
+        self._write_simulated(result.trace_hash)
+        self.end(result)
+        return result
+
+    def _trace_hash(self) -> str:
+        for server in self.world.servers.values():
+            for block in server.server.blocks.values():
+                self.trace.values(block.values.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
+        keeper = self.world.leader.keeper
+        for vector in keeper.memory.vectors if keeper is not None and keeper.memory is not None else ():
+            self.trace.values(vector.view(torch.uint8).numpy().tobytes())
+        return self.trace.digest()
+
+    def _write_simulated(self, trace_hash: str) -> None:
+        simulated = Simulated(
+            trace_hash=trace_hash,
+            time_only=self.config.sim.time_only,
+            torch=str(torch.__version__),
+            cpu_capability=torch.backends.cpu.get_cpu_capability(),
+            threads=torch.get_num_threads(),
+            events=self.world.clock.done,
+            wall_s=time.monotonic() - self.started_at,
+            model=self.model,
+        )
+        if self.spans:
+            write_spans(self.directory, self.spans)
+        if self.trace.lines is not None:
+            write_lines(self.directory, self.trace.lines)
+        data = msgspec.json.format(msgspec.json.encode(simulated), indent=2)
+        (self.directory / "simulation.json").write_bytes(data + b"\n")
+
+
+def in_bulk(config: RunConfig) -> bool:
+    """Is what goes to all servers one message?"""
+    if config.sim.bulk is not None:
+        return config.sim.bulk and config.sim.time_only
+    return config.sim.time_only and config.num_workers * config.num_servers >= BULK_FROM
+
+
+def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | None = None) -> Play:
+    """Build the strategy, the task and its one module; an object that is given comes before its name."""
+    strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
+    task = task or load_task(config.task, config.task_settings)
+    torch.manual_seed(config.seed)
+    flat = Flat(module := task.model(), parameter_groups(task, module))
+    if config.sim.time_only:
+        leave_out_the_compiler()
+    half = strategy.server(config.num_replicas)
+    if half is not None:
+        build(half.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
+    if config.sim.time_only:
+        if config.team is not None:
+            raise ValueError("times of stages alone are told by rainband plan --schedule: leave --time-only out.")
+        return _time_only(config, strategy, task, flat)
+    data = task.data()
+    if config.team is not None:
+        return _in_teams(config, config.team, strategy, task, data)
+    desk = Desk(flat)
+    join = join_of(strategy, flat, fingerprint(data), len(data), *_sizes(config, task))
+    if is_one_memory(strategy):
+        keeper = Keeper(bytearray, strategy.requires.guard)
+        return Play(
+            strategy, join, lambda: MemoryBody(desk, task, data, config.num_workers, keeper), True, keeper=keeper
+        )
+    return Play(strategy, join, lambda: RealBody(desk, task, data, config.num_workers), real=True)
+
+
+def _in_teams(config: RunConfig, plan: TeamPlan, strategy: Strategy, task: Task, data: Data) -> Play:
+    def body(index: int) -> TeamBody:
+        return TeamBody(task, data, plan, index % plan.size, config.num_replicas, config.seed)
+
+    join = join_of(strategy, body(0).flat, fingerprint(data), len(data), *_sizes(config, task))
+    return Play(strategy, msgspec.structs.replace(join, address=Address("", 0)), lambda: body(0), real=True, team=body)
+
+
+def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Play:
+    if not config.num_servers:
+        raise ValueError("where only time is simulated there must be servers: use --servers 1.")
+    if lead_of(strategy) is not None:
+        raise ValueError(f"what {config.strategy} does next depends on the loss: leave --time-only out.")
+    batch_size, epochs = _sizes(config, task)
+    if config.sim.steps is None:
+        num_samples = len(task.data())
+    else:
+        num_samples, epochs = config.sim.steps * config.num_workers * batch_size, 1
+    join = join_of(strategy, flat, "", num_samples, batch_size, epochs)
+    body = TimeBody(config.num_workers)
+    return Play(strategy, join, lambda: body, real=False, bulk=in_bulk(config))
+
+
+def _sizes(config: RunConfig, task: Task) -> tuple[int, int]:
+    return config.batch_size or task.batch_size, config.epochs or task.epochs
+
+
+def join_of(strategy: Strategy, flat: Flat, mark: str, num_samples: int, batch_size: int, epochs: int) -> Join:
+    """What every worker says when it joins."""
+    return Join(
+        fingerprint=mark,
+        num_samples=num_samples,
+        layout=flat.layout,
+        batch_size=batch_size,
+        epochs=epochs,
+        cell_batches=strategy.requires.batches_per_item,
+        rounds=strategy.requires.waits == "rounds",
+        warm_batches=strategy.requires.warm_start_batches,
+        led=lead_of(strategy) is not None,
+    )

@@ -1,0 +1,146 @@
+"""The parameters of many simulated workers, for one module: each has memory of its own, which it attaches to compute.
+
+Forward and backward happen in one event, so nobody else's parameters come between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import isfinite
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from rainband.model.flat_parameters import Flat, is_finite
+from rainband.model.gradient import Gradient
+from rainband.protocol.data_plan import Plan
+from rainband.protocol.layout import BlockSpec, cut
+from rainband.strategy import Batch
+from rainband.worker.client import Client
+from rainband.worker.worker import Sampler
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+NOTHING = torch.empty(0)
+KEPT_EPOCHS = 8
+
+
+class Memory:
+    """One worker's parameters and buffers."""
+
+    def __init__(self, flat: Flat, buffers: list[Tensor]) -> None:
+        self.flat = flat
+        self.module: nn.Module = flat.module
+        self.buffers = [buffer.clone() for buffer in buffers]
+
+
+class Desk:
+    """The one module, and whose parameters it has now."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+        self.buffers = list(flat.module.buffers())
+        self.first_buffers = [buffer.clone() for buffer in self.buffers]
+        self.wholes = cut(flat.layout, block_bytes=1 << 60)  # every vector as one block
+        self.owner: Memory | None = None
+        self.samplers: dict[Plan, SharedSampler] = {}
+
+    def memory(self) -> Memory:
+        """Memory for one more worker, with the first values."""
+        return Memory(self.flat.twin(), self.first_buffers)
+
+    def seat(self, memory: Memory) -> None:
+        """Make a worker's parameters and buffers the module's."""
+        if self.owner is memory:
+            return
+        self.owner = memory
+        memory.flat.attach()
+        for buffer, own in zip(self.buffers, memory.buffers, strict=True):
+            buffer.data = own
+
+    def sampler(self, plan: Plan) -> SharedSampler:
+        return self.samplers.setdefault(plan, SharedSampler(plan))
+
+
+class WrittenGradient(Gradient):
+    """A gradient that is written once, where it is sent from: blocks of it are pieces of that, not copies."""
+
+    def __init__(self, gradient: Gradient, flat: Flat, wholes: Sequence[BlockSpec]) -> None:
+        super().__init__(gradient.tensors, gradient.batches, gradient.samples, gradient.loss)
+        self.flat = flat
+        self.wholes = wholes
+
+    @cached_property
+    def vectors(self) -> list[Tensor]:
+        vectors = [torch.empty(whole.numel, dtype=getattr(torch, whole.dtype)) for whole in self.wholes]
+        for whole, vector in zip(self.wholes, vectors, strict=True):
+            self.flat.write(whole, self.tensors, vector)
+        return vectors
+
+    @cached_property
+    def is_finite(self) -> bool:
+        return all(isfinite(vector.sum().item()) for vector in self.vectors) or is_finite(self.tensors)
+
+
+class DeskClient(Client):
+    """A client whose gradients may be written already."""
+
+    def _filler(self, block: BlockSpec, gradient: Gradient) -> Callable[[Tensor], None]:
+        if isinstance(gradient, WrittenGradient):
+            return Written(gradient.vectors[block.vector][block.start : block.stop])
+        return super()._filler(block, gradient)
+
+
+class Written:
+    """Fills memory with what is written elsewhere; who can do without a copy takes that."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __call__(self, out: Tensor) -> None:
+        out.copy_(self.values)
+
+
+class SharedSampler(Sampler):
+    """One for all workers; they may be in several epochs, whose orders are kept."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.of_epoch: dict[int, Sampler] = {}
+
+    def indices(self, batch: Batch) -> NDArray[np.int64]:
+        epoch = self.plan.epoch_of(batch.portion)
+        if epoch not in self.of_epoch:
+            self.of_epoch[epoch] = Sampler(self.plan)
+            self.of_epoch.pop(epoch - KEPT_EPOCHS, None)
+        return self.of_epoch[epoch].indices(batch)
+
+
+class Hollow:
+    """What stands for the parameters where only time is simulated: there are none."""
+
+    def view(self, block: BlockSpec) -> Tensor:
+        return NOTHING
+
+    def write(self, block: BlockSpec, tensors: list[Tensor | None], out: Tensor) -> None:
+        """There is nothing to write."""
+
+    def absent(self, tensors: list[Tensor | None]) -> tuple[int, ...]:
+        return ()
+
+    def add_(self, tensors: list[Tensor | None], alpha: float) -> None:
+        """There is nothing to add to."""
+
+
+def hollow_flat() -> Flat:
+    """A stand-in for a Flat, to the extent that pushing, pulling and a worker's own step use one."""
+    return cast(Flat, Hollow())
+
+
+def hollow(spec: BlockSpec) -> BlockSpec:
+    """A block without elements: every state machine treats it like any other, and nothing is computed."""
+    return BlockSpec(spec.index, spec.vector, spec.dtype, spec.start, spec.start, (), spec.part)

@@ -1,0 +1,97 @@
+"""What the plan of a run in stages predicts for this run: its schedule, microbatches, copies, world and network."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from rainband.model_parallel.placement.profile import Network
+from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, PARTITION, Forecast, as_batch
+from rainband.protocol import events
+from rainband.runtimes.simulation.message_bus import HEADER_BYTES
+from rainband.runtimes.stage_plan import is_pipeline
+
+if TYPE_CHECKING:
+    from rainband.model_parallel.placement.stage_plan import TeamPlan
+    from rainband.runtimes.config import RunConfig
+    from rainband.runtimes.simulation.models.cluster_model import ClusterModel
+    from rainband.strategy import Strategy
+
+# As `rainband bench peers` has measured on one machine: 64 kB in 0.26 ms, 64 MB in 17; by TCP 0.38 and 65.
+ONE_MACHINE = Network(bytes_per_s=4e9, latency_s=200e-6)  # shared memory: a copy, and waking another process
+BY_TCP = Network(bytes_per_s=1e9, latency_s=300e-6)
+
+
+def predicted_of(
+    config: RunConfig, strategy: Strategy, model: ClusterModel | None = None
+) -> events.PipelinePredicted | None:
+    """None: every worker computes the whole model, or nothing was measured before the start."""
+    if config.team is None:
+        return None
+    forecast = forecast_of(config, _schedule(config.team, strategy), model)
+    if forecast is None:
+        return None
+    cores = model.nodes.cores if model is not None else _usable_cores()
+    batches_per_s = config.num_replicas / forecast.batch_s
+    if cores:  # with fewer than there are workers, these compute in turns
+        batches_per_s = min(batches_per_s, cores / forecast.alone_s)
+    return events.PipelinePredicted(
+        at_s=0.0,
+        samples_per_s=batches_per_s * forecast.profile.batch_size,
+        busy=batches_per_s * forecast.alone_s / config.num_workers,
+        batch_s=forecast.batch_s,
+        schedule=forecast.schedule,
+        micros=forecast.micros,
+        stages=tuple(events.StagePredicted(*share) for share in forecast.shares),
+        left_out=tuple(_left_out(config, forecast, model)),
+    )
+
+
+def forecast_of(config: RunConfig, schedule: str, model: ClusterModel | None = None) -> Forecast | None:
+    """`schedule`: of the pipeline, or PARTITION; `model`: of virtual time."""
+    team = config.team
+    if team is None or team.profile is None:
+        return None
+    profile, network = team.profile, BY_TCP if config.transport == "tcp" else ONE_MACHINE
+    alone_s = profile.seconds(profile.names)
+    if not alone_s:
+        return None
+    micros = 1 if schedule == NEVER_FLUSHED else min(team.micros, profile.batch_size)
+    if schedule == "interleaved":  # which deals whole rounds, also where some of one have no samples
+        micros = team.micros
+    if model is not None:  # there a gradient takes as long as the model of computing says
+        profile = profile.scaled(model.compute.mean_s / alone_s)
+        network = _as_simulated(model)
+    elif micros > 1 and team.micro_profile is not None:
+        profile = as_batch(team.micro_profile, profile.batch_size)
+    return Forecast(team.plan, profile, schedule, micros, network)
+
+
+def _schedule(team: TeamPlan, strategy: Strategy) -> str:
+    if team.plan.kind == "partition":
+        return PARTITION
+    return NEVER_FLUSHED if is_pipeline(strategy) else team.schedule
+
+
+def _as_simulated(model: ClusterModel) -> Network:
+    """A message has a header; jitter is a delay in the mean."""
+    network = model.network
+    header_s = HEADER_BYTES / network.bytes_per_s
+    return Network(bytes_per_s=network.bytes_per_s, latency_s=network.latency_s + network.jitter_s + header_s)
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _left_out(config: RunConfig, forecast: Forecast, model: ClusterModel | None) -> list[str]:
+    left_out = ["reading data", "the loss", "updates"] if model is None else []
+    if config.num_servers:
+        left_out.append("servers")
+    if model is not None and model.compute.slow_workers:
+        left_out.append("slow workers")
+    if model is not None and model.network.rack_size:
+        left_out.append("racks")
+    if model is None and forecast.profile.counted:
+        left_out.append("how fast this machine is (the model was built without values, and nothing was measured)")
+    return left_out

@@ -1,0 +1,77 @@
+"""One worker's share of a model that several compute together: how it is ended and saved, in every runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rainband.errors import PeerLost
+from rainband.model_parallel.execution.microbatch_run import Team
+from rainband.model_parallel.execution.submodel import Share
+from rainband.model_parallel.execution.worker import ShareWorker
+from rainband.protocol.messages import Conclude, Message, Peer, Welcome
+from rainband.strategy import Port, Tag
+from rainband.tasks.task import Data, Task, parameter_groups
+from rainband.worker.client import Client
+from rainband.worker.session import Buffers, WorkerModel, pull_latest
+from rainband.worker.worker import ModuleWorker
+
+SAVED: Tag = ("saved",)
+
+
+class TeamModel(WorkerModel):
+    """A share of the model; the first worker of the team says what is to be done after the end."""
+
+    team: Team
+
+    def __init__(self, task: Task, data: Data, share: Share, num_replicas: int) -> None:
+        self.task, self.data, self.share = task, data, share
+        self.part = share.machine
+        self.num_replicas = num_replicas
+        self.flat = share.flat(parameter_groups(task, share.model))
+        self.first_is_gone = False
+
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        return Client(me, welcome.plan, self.flat, welcome.blocks, welcome.owners, ports, tell, self.part)
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        return ShareWorker(index, self.num_replicas, self.task, self.data, self.share, client, self.team)
+
+    async def ended(self, worker: ModuleWorker) -> None:
+        self.team.say_end()
+        self.team.forget_ends()
+
+    def has_order(self, worker: ModuleWorker) -> bool:
+        assert isinstance(worker, ShareWorker)
+        return not worker.leads and not self.first_is_gone and worker.next_order().ready()
+
+    async def follow_order(self, worker: ModuleWorker) -> None:
+        assert isinstance(worker, ShareWorker)
+        try:
+            what, payload = await worker.next_order()
+            worker.take_order()
+            if what == "answer":
+                await worker.answer(payload)
+        except PeerLost:
+            self.first_is_gone = True  # a goodbye is under way
+
+    async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
+        """Each hands over its part of the model; the first puts them together and evaluates."""
+        assert isinstance(worker, ShareWorker)
+        await pull_latest(worker.client)
+        if buffers is not None:
+            worker.set_buffers(buffers)
+        mine = self.handed_over(conclude.path)
+        if not worker.leads:
+            self.team.send(0, SAVED, mine)
+            return None
+        parts = [mine, *[await self.team.receive(other, SAVED) for other in self.team.others]]
+        return self.put_together(worker, parts, conclude.path)
+
+    def handed_over(self, path: str) -> Any:
+        """What the first of the team gets: tensors, or the name of a file that has them."""
+        raise NotImplementedError
+
+    def put_together(self, worker: ShareWorker, parts: list[Any], path: str) -> dict[str, float]:
+        """Save the whole model, and evaluate it."""
+        raise NotImplementedError

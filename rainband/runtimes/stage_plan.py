@@ -1,0 +1,111 @@
+"""Before a run whose workers compute one model together: who of them gets what. Made once, and told to all."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from rainband.model_parallel.placement.placement import is_interleaved
+from rainband.model_parallel.placement.stage_plan import Flushing, TeamPlan, workers_of
+
+if TYPE_CHECKING:
+    from rainband.model_parallel.placement.partitioners import Partitioner
+    from rainband.model_parallel.placement.placement import Plan
+    from rainband.model_parallel.placement.profile import Profile
+    from rainband.runtimes.stage_options import Flow
+    from rainband.strategy import Strategy
+    from rainband.tasks.task import Task
+
+MICROS_PER_STAGE = 2  # where none are asked for: then a third to a half of the time of the first stages is not idle
+
+
+def make_team_plan(
+    task: Task,
+    name: str,
+    stages: int,
+    *,
+    plan: Plan | None = None,
+    batch_size: int | None = None,
+    flow: Flow,
+    seed: int = 0,
+    threads: int = 1,
+) -> TeamPlan:
+    """Measure the task's model and cut it into stages of about equal time; or check a plan that is given.
+
+    `stages`: so many workers compute one copy of the model; interleaved, each of them has several stages. `threads`: of
+    torch, in each worker.
+    """
+    import torch
+
+    from rainband.model_parallel.graph.split_loss import build_model, cut_task, measure_samples
+    from rainband.model_parallel.placement.partitioners import make_plan
+    from rainband.model_parallel.placement.placement import check
+    from rainband.model_parallel.placement.profile import Resources
+
+    torch.manual_seed(seed)
+    size = batch_size or task.batch_size
+    model = build_model(task)
+    data = task.data()
+    graph, _, _ = cut_task(task, model, data, size)
+    profile = measure_samples(task, graph, data, size, name, threads)
+    if plan is None:
+        plan = make_plan(_planner(profile, stages, flow), profile, Resources(num_machines=stages))
+    else:
+        check(plan, profile)
+    micros = flow.micros or _usual_micros(plan, size)
+    part, cuts = max(2, -(-profile.batch_size // micros)), micros > 1 and not profile.counted
+    return TeamPlan(
+        plan=plan,
+        micros=micros,
+        schedule="interleaved" if is_interleaved(plan) else cast(Flushing, flow.schedule or "one_f_one_b"),
+        example_size=min(size, profile.batch_size),
+        seed=seed,
+        profile=profile,
+        micro_profile=measure_samples(task, graph, data, part, name, threads) if cuts else None,
+    )
+
+
+def _planner(profile: Profile, workers: int, flow: Flow) -> Partitioner:
+    from rainband.model_parallel.placement import pipedream_planner as pipedream
+
+    if not flow.interleaves:
+        return pipedream.in_stages
+    chunks = flow.stages_each
+    if len(profile.units) < workers * chunks:
+        raise ValueError(
+            f"{profile.model or 'the model'} has {len(profile.units)} units, and {chunks} stages on each of {workers} "
+            f"workers are {workers * chunks}: type fewer --stages or --chunks, or mark smaller pieces."
+        )
+    return partial(pipedream.interleaved, chunks=chunks)
+
+
+def _usual_micros(plan: Plan, batch_size: int) -> int:
+    if plan.kind == "partition":
+        return 1
+    workers = len(workers_of(plan))
+    usual = max(1, min(batch_size, MICROS_PER_STAGE * workers))
+    return max(1, usual // workers) * workers if is_interleaved(plan) else usual  # dealt in rounds of one per worker
+
+
+def is_pipeline(strategy: Strategy) -> bool:
+    """Is it made of stages that are never flushed?"""
+    return strategy.requires.stages is not None
+
+
+def check_team(strategy: Strategy, name: str, workers: int, size: int) -> None:
+    """Can this strategy train so many workers in teams of this size?"""
+    if size == 1:
+        if is_pipeline(strategy):
+            raise ValueError(f"{name} is a pipeline of stages: say how many, for example --stages 2.")
+        return
+
+    if workers % size:
+        right = max(1, workers // size) * size
+        raise ValueError(
+            f"--workers {workers} are no whole number of models of {size} stages each: type --workers {right} or "
+            f"{right + size}."
+        )
+    if strategy.requires.whole_model:
+        raise ValueError(
+            f"{name} needs the whole model in each worker: leave out --stages, or choose downpour or sync."
+        )

@@ -1,0 +1,1 @@
+"""Custom training loops: a user's script as a worker."""

@@ -1,0 +1,243 @@
+"""A strategy's coroutine inside a user's own loop: suspended at the next gradient until the user steps."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rainband.model.gradient import Gradient
+from rainband.protocol.steps import Steps
+from rainband.runtimes.processes.drive import drive_until
+from rainband.strategy import Batch, Cell, Strategy
+from rainband.worker.client import Client, PullHandle, PushHandle, StillWanted
+from rainband.worker.lifecycle import run_worker
+from rainband.worker.worker import OwnMarks, buffers_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.protocol.lr_schedules import Schedule
+    from rainband.protocol.optimizer_spec import OptimizerSpec
+    from rainband.strategy import StageOfPipeline, Stashes
+    from rainband.worker.session import Session
+
+SOME_BATCH = Batch(-1, -1, -1)  # in a cell of which nobody knows yet what the user will draw
+
+
+class UsersTurn:
+    """Something that only the user's loop can give."""
+
+    come = False
+    result: Any = None
+
+    def give(self, result: Any) -> None:
+        self.come, self.result = True, result
+
+    def __await__(self) -> Generator[UsersTurn, None, Any]:
+        while not self.come:
+            yield self
+        return self.result
+
+
+class NextGradient(UsersTurn):
+    """The gradient that the user's next step brings."""
+
+
+class NextCell(UsersTurn):
+    """The cell that comes next; none at the end."""
+
+
+class LoopEnd(UsersTurn):
+    """The end of the user's loop."""
+
+
+class LoopWorker:
+    """What a strategy may touch, when the computing is done by somebody's own loop."""
+
+    def __init__(
+        self,
+        index: int,
+        num_workers: int,
+        client: Client,
+        params: LoopParameters,
+        step_now: Callable[[Sequence[Tensor | None]], None],
+        strategy: Strategy,
+    ) -> None:
+        self.index = index
+        self.num_workers = num_workers
+        self.client = client
+        self.params = params
+        self.server = LoopServers(client)
+        self.step_now = step_now
+        self.marks = None if client.ports else OwnMarks(client)
+        self.given = 0  # gradients of the cell at hand
+        # In rounds a cell is a batch of the plan, given when it is drawn; otherwise it is so many steps of the user.
+        self.rounds = strategy.requires.waits == "rounds"
+        self.steps_per_cell = strategy.requires.batches_per_item
+        self.ending = False
+
+    async def cells(self) -> AsyncIterator[Cell]:
+        while (cell := await self._next_cell()) is not None:
+            self.given = 0
+            yield cell
+
+    async def _next_cell(self) -> Cell | None:
+        if self.rounds or self.ending:
+            cell: Cell | None = await NextCell()
+            return cell
+        return Cell((SOME_BATCH,) * self.steps_per_cell)
+
+    @property
+    def seen(self) -> int:
+        """Statistics count by the samples seen; of a loader of one's own only the steps are known."""
+        return self.client.stats.samples or self.client.stats.steps
+
+    def buffers(self) -> bytes:
+        return buffers_of(self.client.flat.module)
+
+    def gradient(self, batch: Batch) -> NextGradient:
+        return NextGradient()
+
+    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> UsersOptimizer:
+        """The user's own, whatever the strategy would have chosen."""
+        return UsersOptimizer(self)
+
+    def still_wants(self, cell: Cell) -> StillWanted:
+        return self.client.still_wants(cell)
+
+    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> StageOfPipeline:
+        raise ValueError("a loop of your own computes the whole model: a pipeline needs rainband train --stages 2.")
+
+    def skip(self, batches: tuple[Batch, ...], reason: str) -> None:
+        """Mark batches that no step will name."""
+        nothing = Gradient([None] * len(self.client.flat.parameters), batches, 0, 0.0)
+        if self.marks is not None:
+            self.marks.add(nothing.name(), reason)
+        elif batches:
+            self.client.skip(nothing, reason)
+
+
+class LoopServers:
+    """The servers, as a strategy sees them. A gradient of nothing, which ends a cell early, is not sent."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def push(self, gradient: Gradient) -> PushHandle:
+        return self.client.push(gradient) if _is_something(gradient) else PushHandle((), 0)
+
+    def exchange(self, gradient: Gradient) -> PullHandle:
+        return self.client.exchange(gradient) if _is_something(gradient) else self.client.pull()
+
+    def pull(self, round: int | None = None, ahead: int = 0) -> PullHandle:
+        return self.client.pull(round, ahead)
+
+
+def _is_something(gradient: Gradient) -> bool:
+    return bool(gradient.batches) or any(tensor is not None for tensor in gradient.tensors)
+
+
+class LoopParameters:
+    """The worker's own copy of the parameters; its steps follow the user's learning rates."""
+
+    def __init__(self, client: Client, rates: Callable[[], Sequence[float]]) -> None:
+        self.flat = client.flat
+        self.rates = rates  # of each parameter group, now
+        self.first_rate = rates()[0]
+
+    def step(self, gradient: Gradient, lr: float) -> None:
+        """params -= lr * gradient, where the user's schedule scales lr as it has scaled each group's rate."""
+        if not gradient.is_finite:
+            return
+        factor = lr / self.first_rate if self.first_rate else 1.0
+        rates = self.rates()
+        for rate in dict.fromkeys(rates):
+            of_rate = [
+                tensor if rates[spec.group] == rate else None
+                for spec, tensor in zip(self.flat.layout.parameters, gradient.tensors, strict=True)
+            ]
+            self.flat.add_(of_rate, -factor * rate)
+
+
+class UsersOptimizer:
+    """The user's own optimizer, stepping on this worker at the moment the strategy says so."""
+
+    def __init__(self, worker: LoopWorker) -> None:
+        self.worker = worker
+
+    def step(self, gradient: Gradient) -> None:
+        if not _is_something(gradient):
+            return
+        if not gradient.is_finite:
+            self.worker.skip(gradient.batches, "not finite")
+            return
+        self.worker.step_now(gradient.tensors)
+        if self.worker.marks is not None:
+            self.worker.marks.add(gradient.name())
+
+
+class Suspended:
+    """Goes on with the worker's life whenever the user's loop gives it something, until it is the user's turn again."""
+
+    def __init__(self, session: Session, wait: Callable[..., object]) -> None:
+        self.session = session
+        self.wait = wait
+        self.life = Steps(run_worker(session))
+        self.wanted: UsersTurn | None = None
+        self._go_on()
+
+    @property
+    def worker(self) -> LoopWorker:
+        worker = self.session.worker
+        assert isinstance(worker, LoopWorker)
+        return worker
+
+    @property
+    def over(self) -> bool:
+        """The strategy has returned, or was stopped."""
+        return not self.session.training
+
+    def _go_on(self) -> None:
+        self.wanted = drive_until(self.life, self.wait, self.session, (UsersTurn,))
+
+    def step(self, gradient: Gradient) -> None:
+        """The user has stepped."""
+        if self.over:
+            return  # the run was stopped
+        assert isinstance(self.wanted, NextGradient), "in rounds a step needs a batch"
+        self.worker.given += 1
+        gradient.began, gradient.read = self.worker.client.clock, tuple(self.worker.client.versions)
+        self.wanted.give(gradient)
+        self._go_on()
+
+    def begin(self, cell: Cell) -> bool:
+        """In rounds: the user has drawn this cell. False: the strategy found that it is not needed any more."""
+        if isinstance(self.wanted, NextCell):
+            self.wanted.give(cell)
+            self._go_on()
+        return isinstance(self.wanted, NextGradient)
+
+    def end_cell(self) -> bool:
+        """Let the strategy push what it has: what is missing of the cell is nothing. False: it has nothing."""
+        nothing = Gradient([None] * len(self.worker.client.flat.parameters), (), 0, 0.0)
+        owes = isinstance(self.wanted, NextGradient) and bool(self.worker.given)
+        while isinstance(self.wanted, NextGradient) and self.worker.given:
+            self.step(nothing)
+        return owes
+
+    def end_round(self) -> None:
+        """In rounds: the cell at hand was skipped, nothing comes of it."""
+        self.worker.given += 1
+        self.end_cell()
+
+    def finish(self) -> None:
+        """The loop is over: let the strategy push what it has, and return; then the worker leaves the run."""
+        self.worker.ending = True
+        self.worker.given += 1  # also a cell that has not begun
+        self.end_cell()
+        if isinstance(self.wanted, NextCell):
+            self.wanted.give(None)
+            self._go_on()
+        assert isinstance(self.wanted, LoopEnd), "a strategy returns when there are no more cells"
+        self.wanted.give(None)
+        self._go_on()

@@ -1,0 +1,76 @@
+"""What can be joined: which optimizers the servers of a strategy can run, and what to tell about the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from rainband.model.block_optimizer import why_not_blockwise
+from rainband.model.optimizer_state import settings_of, spec_of
+from rainband.plugins import find_strategy, strategy_names
+from rainband.protocol.optimizer_spec import OptimizerSpec
+from rainband.runtimes.config import refuse_led
+from rainband.strategy import Strategy
+
+
+def takes_any_optimizer(strategy: Strategy) -> bool:
+    """Does the user's optimizer run on the worker, so that it may be any?"""
+    return strategy.requires.optimizer == "workers"
+
+
+def following(strategy: Strategy, optimizers: Sequence[Optimizer]) -> Strategy:
+    """The strategy with the user's optimizer and rate in place of its own, for a worker's own steps."""
+    fields = {field.name for field in dataclasses.fields(strategy)}  # type: ignore[arg-type]
+    user = {"lr": settings_of(optimizers)[0]["lr"], "optimizer": spec_of(optimizers[:1]).name}
+    changes = {name: value for name, value in user.items() if name in fields}
+    followed: Strategy = dataclasses.replace(strategy, **changes)  # type: ignore[type-var]
+    return followed
+
+
+def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, importable: Sequence[str]) -> None:
+    """Say what is wrong with joining these; `importable` are the classes that servers may import besides torch's."""
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
+    if left_out:
+        warnings.warn(
+            f"{len(left_out)} parameters of the model are in no group of the optimizer ({left_out[0]}, ...): they are "
+            "not shared. If another optimizer trains them, join both: rainband.join(model, [first, second]).",
+            stacklevel=5,
+        )
+    refuse_led(strategy, type(strategy).__name__.lower())
+    if not takes_any_optimizer(strategy):
+        _check_optimizer(spec_of(optimizers), optimizers, strategy, importable)
+
+
+def _check_optimizer(
+    spec: OptimizerSpec, optimizers: Sequence[Optimizer], strategy: Strategy, importable: Sequence[str]
+) -> None:
+    kind, name = type(optimizers[0]), type(strategy).__name__.lower()
+    reason = why_not_blockwise(kind, settings_of(optimizers)[0])
+    if reason:
+        raise ValueError(
+            f"{kind.__name__} cannot be cut into blocks, so {name} cannot run it on the servers: {reason}. "
+            f"Use a strategy that leaves it to the workers (--strategy {', '.join(_strategies_for_any())}), "
+            "or an optimizer that works element by element, such as SGD, Adam or Adagrad."
+        )
+    if ":" in spec.name and spec.name not in importable:
+        where = "" if not spec.name.startswith("__main__") else " Put it into a module first, beside the script."
+        raise ValueError(
+            f"{kind.__name__} is not one of torch.optim, and servers import only what the one who starts them names: "
+            f"type rainband run --optimizer {spec.name.replace('__main__', 'module')} ...{where}"
+        )
+
+
+def _strategies_for_any() -> list[str]:
+    names = []
+    for name in strategy_names():
+        try:
+            if takes_any_optimizer(find_strategy(name)()):
+                names.append(name)
+        except (ValueError, TypeError):  # one that cannot be made without settings
+            continue
+    return names

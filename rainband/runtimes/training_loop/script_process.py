@@ -1,0 +1,55 @@
+"""A worker that runs a script of the user's as `python train.py` would, with a place in the run for `join`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+
+from rainband.errors import RainbandError
+from rainband.plugins import load_strategy
+from rainband.runtimes.config import decode_job
+from rainband.runtimes.processes.worker_link import Member
+from rainband.runtimes.processes.worker_main import users_traceback
+from rainband.runtimes.training_loop import loop as own_loop  # noqa: F401  imported in the zygote, for all scripts at once
+from rainband.runtimes.training_loop.script_random import same_random_numbers
+from rainband.worker.session import Dismissed
+
+
+def main(job: bytes, fds: list[int]) -> None:
+    """The entry of the process."""
+    decoded = decode_job(job)
+    config = decoded.config
+    member = Member(decoded, load_strategy(config.strategy, config.strategy_settings))
+    same_random_numbers(config.seed)
+    try:
+        run_script(config.script, config.arguments, member)
+    except Dismissed:
+        sys.exit(1)  # the launcher knows why, and tells it once
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except RainbandError as error:
+        member.fail(error, "")
+        sys.exit(1)
+    except Exception as error:
+        if member.left:
+            raise  # the run is over, so nobody else would show it
+        member.fail(error, users_traceback(error))
+        sys.exit(1)
+
+
+def run_script(path: str, arguments: tuple[str, ...], member: object) -> None:
+    """Execute a file as __main__, for good: what it leaves to the end of the process still finds its names."""
+    main_module = ModuleType("__main__")
+    main_module.__file__ = path
+    main_module.__loader__ = SourceFileLoader("__main__", path)
+    main_module.__spec__ = None
+    vars(main_module)["__builtins__"] = __builtins__
+    vars(main_module)["__rainband__"] = member
+    sys.modules["__main__"] = main_module
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, vars(main_module))

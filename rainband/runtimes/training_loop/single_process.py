@@ -1,0 +1,81 @@
+"""A script with rainband.join that was started without a run: it trains alone, with the same batches in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from rainband.protocol.data_plan import MAX_PORTION_BATCHES, Plan
+from rainband.runtimes.training_loop.batches import InOrder, described, loader
+
+OPEN_ENDED = 1 << 20
+
+
+class Alone:
+    """Has all that a loop among several has, and leaves model and optimizer as they are."""
+
+    index = 0
+    num_workers = 1
+
+    def __init__(self) -> None:
+        self.num_epochs = 0
+        self.passes = 0
+        self.batches_done = 0
+        self.plan: Plan | None = None
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """There is nobody to wait for."""
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Say how many passes over the data there will be."""
+        if number < 1:
+            raise ValueError(f"run.epochs({number}): give 1 or more.")
+        self.num_epochs = number
+        return iter(range(number))
+
+    def batches(self, dataset: Any, batch_size: int = 1, **loader_arguments: Any) -> Iterator[Any]:
+        """One pass over the data, shuffled."""
+        if self.plan is None:
+            data = described(dataset, batch_size, self.num_epochs, loader_arguments)
+            self.plan = Plan(
+                fingerprint=data.fingerprint,
+                layout="",
+                num_samples=data.num_samples,
+                batch_size=batch_size,
+                epochs=self.num_epochs or OPEN_ENDED,
+                seed=0,
+                portion_batches=MAX_PORTION_BATCHES,
+            )
+        order = InOrder(self.plan, self.passes)
+        self.passes += 1
+        return self._one_pass(loader(dataset, order, loader_arguments))
+
+    def _one_pass(self, batches: Any) -> Iterator[Any]:
+        for samples in batches:
+            yield samples
+            self.batches_done += 1
+
+    @property
+    def progress(self) -> float:
+        """How far the run is, from 0 to 1."""
+        if not self.num_epochs:
+            raise ValueError("how far the run is can be said when its length is: write `for epoch in run.epochs(10):`.")
+        return 0.0 if self.plan is None else self.batches_done / self.plan.num_batches
+
+    def skip(self, reason: str = "") -> None:
+        """Nobody counts the batches."""
+
+    def log(self, *, loss: object) -> None:
+        """Nobody watches."""
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Nobody waits."""
+        yield

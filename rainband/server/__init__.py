@@ -1,0 +1,1 @@
+"""A parameter server: a state machine that owns blocks. No I/O."""

@@ -1,0 +1,508 @@
+"""A server: a state machine that owns blocks. Message in, state change, messages out; no I/O, no clock, no threads.
+
+Because it is deterministic, the same object serves real sockets, virtual time and the fault tests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from rainband.model.optimizer_state import as_parts
+from rainband.protocol.accounting import merge, worst_limit
+from rainband.protocol.data_plan import Name, Plan, why_not
+from rainband.protocol.layout import BlockSpec
+from rainband.protocol.lr_schedules import Schedule
+from rainband.protocol.messages import (
+    COORDINATOR,
+    Ack,
+    Ask,
+    Assign,
+    Command,
+    FetchState,
+    Flush,
+    Forget,
+    Held,
+    Load,
+    Loaded,
+    Message,
+    Named,
+    Params,
+    Peer,
+    Planned,
+    Pull,
+    Push,
+    PushResult,
+    Ready,
+    Report,
+    Rest,
+    Revoke,
+    Sets,
+    Skipped,
+    StatePart,
+    Tune,
+)
+from rainband.protocol.parameter_buffers import Place
+from rainband.server.block import Block
+from rainband.server.commands import Led
+from rainband.strategy import ServerHalf
+
+DONE_WITH = frozenset(r for r in PushResult if r <= PushResult.LATE)  # whatever the answer, the sender goes on
+REPORTS = 50  # about completed portions in a whole run, besides those that the coordinator asks for
+Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
+
+
+class Out(NamedTuple):
+    """A message to send. Where `read` is set, the payload is read when the bytes leave: see `Server.read`."""
+
+    to: Peer
+    message: Message
+    read: bool = False
+
+
+def _word(result: PushResult) -> str:
+    """Return the name of a result as reports count it."""
+    return result.name.lower()
+
+
+class Server:
+    """Owns its blocks; knows its term, and the lowest valid lease number of each portion."""
+
+    def __init__(self, half: Callable[[int], ServerHalf], publish: Publish) -> None:
+        self.half = half
+        self.publish = publish
+        self.term = 1
+        self.assigned = False
+        self.loads: list[tuple[Peer, Load, Tensor | None]] = []  # that came before the blocks they are for
+        self.blocks: dict[int, Block] = {}
+        self.floor: dict[int, int] = {}
+        self.report_every = 1  # portions completed between two reports: see `_follow`
+        self.completed = 0
+        self.unreported = False  # portions were completed of which the coordinator has not heard
+        self.low = 0  # every portion below was complete at the last report
+        self.complete: Counter[int] = Counter()  # portion -> blocks that have all of it
+        self.refused: Counter[str] = Counter()
+        self.updates = 0
+        self.asks = False  # readers must ask the rule, also where they could read in place
+        self.guard = False
+        self.adapt: tuple[int, int] | None = None
+        self.tuned = 0  # the last decision that was taken
+        self.naming = False  # block 0 chooses the cells of a round
+        self.led: Led | None = None  # what the coordinator's commands have come to
+        self.lives: dict[int, int] = {}  # worker -> the incarnation whose clock counts
+        self.held: dict[Peer, tuple[int, int]] = {}  # reader -> (its pull, for whom it waits), as it was told
+        self.good_name: tuple[Name, int] = ((), -1)  # checked last: a push comes as many messages with the same name
+
+    def receive(self, sender: Peer, message: Message, payload: Tensor | None = None) -> list[Out]:
+        """Take one message; returns what to send."""
+        match message:
+            case Push():
+                return self._push(sender, message, payload)
+            case Pull():
+                return self._pull(sender, message)
+            case Load():
+                return self._load(sender, message, payload)
+            case FetchState():
+                return self._fetch_state(sender)
+            case Rest() if sender.role == "worker":
+                return self._rest(sender)
+        if sender.role != "coordinator":
+            self.refused[f"{type(message).__name__} from a {sender.role}"] += 1
+            return []
+        match message:
+            case Assign():
+                return self._assign(message)
+            case Planned():
+                return self._planned(message)
+            case Revoke():
+                return self._revoke(message)
+            case Forget():
+                return self._forget(message)
+            case Named():
+                return self._named(message)
+            case Tune():
+                return self._tune(message)
+            case Command():
+                return self._command(message)
+            case Ask():  # who was lost meanwhile may have been waited for
+                return [*self._admit_all(), Out(COORDINATOR, self.report())]
+            case Flush():
+                for block in self.blocks.values():
+                    block.rule.flush(block)
+                return [*self._admit_all(), Out(COORDINATOR, self.report(flushed=True))]
+        return []
+
+    # ---- the accepting of a push, in this order, in one step per block -------------------------------------------
+
+    def _push(self, sender: Peer, push: Push, payload: Tensor | None) -> list[Out]:
+        block = self.blocks.get(push.block)
+        if block is None:
+            self.refused[_word(PushResult.WRONG_SERVER)] += 1
+            return [
+                Out(
+                    sender,
+                    Ack(push.block, push.sequence, PushResult.WRONG_SERVER, self.term, 0, push.slot, "not my block"),
+                )
+            ]
+        result, reason = self._accept(sender, block, push, payload)
+        if result > PushResult.DUPLICATE:
+            self.refused[_word(result)] += 1
+        ack = Ack(push.block, push.sequence, result, self.term, block.version, push.slot, reason)
+        outs = [Out(sender, ack)]
+        if block.clocked and result in DONE_WITH and self.lives.get(push.worker) == sender.incarnation:
+            block.rule.tick(block, push.worker, push.clock)
+        if push.want:
+            self._wait(block, sender, Pull(push.sequence, push.clock, push.point))
+        if block.waiting:
+            outs += self._admit(block)
+        if self.naming:  # before the report: others must hear of the last round before they are told to flush
+            outs += self._name(block)
+        if self.unreported:
+            outs += self._report_progress(block)
+        if self.led is not None and result == PushResult.ACCEPTED:
+            outs += [Out(COORDINATOR, message) for message in self.led.evaluated()]
+        return outs
+
+    def _accept(self, sender: Peer, block: Block, push: Push, payload: Tensor | None) -> tuple[PushResult, str]:
+        if push.term > self.term:
+            return PushResult.WRONG_SERVER, f"term {push.term} has not begun here"
+        # Also if the push itself comes to nothing: the sender does not say it again.
+        if push.groups and sender.index == push.worker and (unfit := block.take_groups(push.worker, push.groups)):
+            return PushResult.BAD, unfit
+        if self.floor and any(self.floor.get(r.portion, 0) > r.lease for r in push.name):
+            return PushResult.REVOKED, ""
+        if sender.role != "worker" or sender.index != push.worker:
+            return PushResult.BAD, f"a push of worker {push.worker} came from {sender}"
+        if push.name != self.good_name[0] or push.point != self.good_name[1]:
+            wrong = why_not(block.plan, push.name, push.point)
+            if wrong:
+                return PushResult.BAD, wrong
+            self.good_name = push.name, push.point
+        gradient, wrong = self._gradient(block, push, payload)
+        if wrong:
+            return PushResult.BAD, wrong
+        if push.point >= 0 and push.point != block.version:
+            return (
+                (PushResult.LATE, "")
+                if push.point < block.version
+                else (PushResult.EARLY, f"at version {block.version}")
+            )
+        if self._has_had(sender, block, push):
+            return PushResult.DUPLICATE, ""
+        if block.marks.has_some(push.name):
+            return PushResult.OVERLAPS, ""
+        self._take(sender, block, push, gradient)
+        return PushResult.ACCEPTED, ""
+
+    def _gradient(self, block: Block, push: Push, payload: Tensor | None) -> tuple[Tensor | None, str]:
+        """The gradient in the block's working precision, or what is wrong with it."""
+        if push.skip:
+            return None, ""
+        if push.samples < 1:
+            return None, f"a gradient of {push.samples} samples has no weight"
+        if push.numel != block.numel or push.dtype != block.spec.dtype:
+            wanted = f"{block.spec.numel} x {block.spec.dtype}"
+            return None, f"block {block.spec.index} is {wanted}, the push is {push.numel} x {push.dtype}"
+        if payload is None or payload.nbytes != block.num_bytes:
+            return None, f"the payload is not the {block.spec.num_bytes} bytes of block {block.spec.index}"
+        gradient = payload if payload.dtype == block.dtype else payload.view(block.dtype)
+        if gradient.dtype != block.master_dtype:
+            gradient = gradient.to(block.master_dtype)
+        return gradient, ""  # its sender has seen that it is finite, and checksums that it came as it was sent
+
+    def _has_had(self, sender: Peer, block: Block, push: Push) -> bool:
+        if push.name:
+            return block.marks.has_all(push.name)
+        return push.sequence <= block.extras.get((sender.index, sender.incarnation), -1)
+
+    def _take(self, sender: Peer, block: Block, push: Push, gradient: Tensor | None) -> None:
+        if push.name:
+            self._mark(block, push.name)
+            if self.led is not None and block is next(iter(self.blocks.values())):
+                self.led.took(push)
+        else:
+            block.extras[sender.index, sender.incarnation] = push.sequence
+        if push.skip:
+            block.skip(push.name, push.skip)
+        before = block.version
+        block.rule.absorb(block, push, gradient)
+        self.updates += block.version - before
+        if block.dropped:
+            self._drop(block)
+
+    def _mark(self, block: Block, name: Name) -> None:
+        for portion in block.marks.add(name):
+            self.complete[portion] += 1
+            if self.complete[portion] == len(self.blocks):  # this was the last block that lacked it
+                self.completed += 1
+                self.unreported = self.led is None
+                if self.led is not None:
+                    self.led.complete += 1
+
+    def _drop(self, block: Block) -> None:
+        """The rule has done with batches that may not have come."""
+        dropped, block.dropped = block.dropped, []
+        for name in dropped:
+            self._mark(block, name)
+
+    def _report_progress(self, block: Block) -> list[Out]:
+        """Tell of portions that are complete: each, or where there are very many, every so many."""
+        due = self.completed % self.report_every == 0 or block.marks.low == block.plan.num_portions
+        if not self.unreported or not due:
+            return []
+        self.unreported = False
+        return [Out(COORDINATOR, self.report(measured=False))]
+
+    # ---- rounds in which block 0 chooses ---------------------------------------------------------------------------
+
+    def _name(self, block: Block) -> list[Out]:
+        """If block 0 has just chosen the cells of a round: tell the other blocks, here and elsewhere."""
+        chosen = [] if block.index else block.rule.take_chosen()
+        if not chosen:
+            return []
+        outs = [out for named in chosen for out in self._named(named)]
+        return [*(Out(COORDINATOR, named) for named in chosen), *outs]
+
+    def _named(self, named: Named) -> list[Out]:
+        for block in self.blocks.values():
+            before = block.version
+            block.rule.choose(block, named)
+            self.updates += block.version - before
+            self._drop(block)
+        last = next(reversed(self.blocks.values()), None)
+        return self._admit_all() + ([] if last is None else self._report_progress(last))
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def _pull(self, sender: Peer, pull: Pull) -> list[Out]:
+        outs: list[Out] = []
+        for block in self.blocks.values():
+            if block.part != pull.part:
+                continue
+            nobody_waits = block.loaded and not block.waiting and not block.clocked
+            if nobody_waits and block.rule.admits(block, pull, sender.index):
+                outs.append(Out(sender, self._params(block, pull, sender.index), True))
+            else:
+                self._wait(block, sender, pull)
+                outs += self._admit(block)
+        return outs
+
+    def _wait(self, block: Block, sender: Peer, pull: Pull) -> None:
+        """A reader's newest question counts: a late answer to an older one would land on top of its answer."""
+        if block.clocked and pull.clock >= 0 and sender.role == "worker":
+            self.lives[sender.index] = max(sender.incarnation, self.lives.get(sender.index, 0))
+            block.rule.enter(block, sender.index, pull.base)
+        block.waiting.pop(sender, None)
+        block.waiting[sender] = pull
+
+    def _admit_all(self) -> list[Out]:
+        return [out for block in self.blocks.values() if block.waiting for out in self._admit(block)]
+
+    def _admit(self, block: Block) -> list[Out]:
+        if not block.loaded:
+            return []
+        admits = block.rule.admits
+        admitted = [(to, pull) for to, pull in block.waiting.items() if admits(block, pull, to.index)]
+        for to, _ in admitted:
+            del block.waiting[to]
+        outs = [Out(to, self._params(block, pull, to.index), read=True) for to, pull in admitted]
+        if block.clocked and block.waiting:
+            outs += self._hold(block)
+        return outs
+
+    def _params(self, block: Block, pull: Pull, reader: int) -> Params:
+        if block.keeps_reads and pull.clock >= 0:
+            block.rule.give(block, reader)
+            kept = reader
+        else:
+            kept = -1
+        clock = -1 if not block.clocked or pull.clock < 0 else block.rule.clock_of(reader)
+        return Params(
+            block.index,
+            pull.sequence,
+            self.term,
+            block.version,
+            pull.point,
+            asks=self.asks,
+            clock=clock,
+            kept=kept,
+        )
+
+    def _hold(self, block: Block) -> list[Out]:
+        """Tell those who have to wait for whom; once, unless it becomes somebody else."""
+        outs = []
+        for reader, pull in block.waiting.items():
+            holder = block.rule.holder(block, pull, reader.index)
+            if holder is not None and self.held.get(reader) != (pull.sequence, holder):
+                self.held[reader] = pull.sequence, holder
+                outs.append(Out(reader, Held(pull.sequence, holder)))
+        return outs
+
+    def read(self, params: Params) -> tuple[Params, Tensor | None]:
+        """A block's parameters as they are at this moment, for a reply that is about to leave."""
+        block = self.blocks[params.block]
+        if block.keeps_reads and params.kept >= 0:
+            copy = block.rule.copy_of(params.kept, params.version)
+            if copy is not None:  # otherwise the reader was given up meanwhile
+                return params, copy
+        kept = len(block.place.buffers) - 1  # in rounds version r is kept beside r + 1, not longer
+        late = params.point >= 0 and block.version > params.point + kept
+        version = params.point if params.point >= 0 else block.version
+        if late or version != params.version or self.term != params.term:
+            params = msgspec.structs.replace(params, term=self.term, version=version, late=late)
+        return params, None if late else block.place.of(version)
+
+    def _fetch_state(self, sender: Peer) -> list[Out]:
+        """The state of every block's optimizer: the large parts first, each read when it leaves, then the numbers."""
+        outs = []
+        for index, block in self.blocks.items():
+            assert block.optimizer is not None
+            parts, numbers = as_parts(block.spec, block.optimizer.state())
+            outs += [Out(sender, StatePart(index, part), read=True) for part in parts]
+            outs.append(Out(sender, StatePart(index, "", numbers=numbers), read=True))
+        return outs
+
+    def read_state(self, message: StatePart) -> tuple[StatePart, Tensor | None]:
+        """One part of a block's state, as it is at this moment."""
+        if not message.part:
+            return message, None
+        block = self.blocks[message.block]
+        assert block.optimizer is not None
+        parts, _ = as_parts(block.spec, {message.part: block.optimizer.state()[message.part]})
+        values, absent = parts[message.part]
+        return StatePart(message.block, message.part, absent), values
+
+    # ---- what the coordinator says ---------------------------------------------------------------------------------
+
+    def _assign(self, assign: Assign) -> list[Out]:
+        self.term = assign.term
+        half = self.half(assign.num_workers)
+        if assign.optimizer is not None:  # a user's own, with a schedule of its own
+            half = replace(half, optimizer=assign.optimizer, schedule=Schedule())
+        rule = half.rule()
+        reads = rule.reads
+        self.asks = reads == "admitted"
+        self.naming = rule.chooses
+        self.guard, self.adapt = half.guard and assign.optimizer is None, half.adapt
+        self.led = Led(half.vectors) if half.vectors else None
+        buffers = 2 if reads == "round" else 1
+        places = self.publish(assign.blocks, buffers)
+        self.blocks = {
+            spec.index: Block(spec, place, assign.plan, half, assign.groups)
+            for spec, place in zip(assign.blocks, places, strict=True)
+        }
+        self.assigned = True
+        self._follow(assign.plan)
+        loads, self.loads = self.loads, []
+        outs = [out for load in loads for out in self._load(*load)]
+        return outs if self.blocks else [Out(COORDINATOR, Ready())]
+
+    def _load(self, sender: Peer, load: Load, payload: Tensor | None) -> list[Out]:
+        if not self.assigned:  # a worker may hear of its servers before they hear of their blocks
+            self.loads.append((sender, load, None if payload is None else payload.clone()))
+            return []
+        block = self.blocks.get(load.block)
+        wanted = None if block is None else (block.spec.dtype, block.spec.numel, block.spec.num_bytes)
+        given = None if payload is None else payload.numel() * payload.element_size()
+        begun = block is not None and bool(block.marks.count or block.version)
+        if block is None or payload is None or wanted != (load.dtype, load.numel, given) or begun:
+            self.refused["load"] += 1
+            return [] if block is None or not block.loaded else [Out(sender, Loaded(load.block, load.slot))]
+        block.load(load, payload.view(block.dtype))
+        outs = [Out(sender, Loaded(load.block, load.slot))]
+        if not load.part and all(b.loaded for b in self.blocks.values()):
+            outs += [Out(COORDINATOR, Ready()), *self._admit_all()]
+        return outs
+
+    def _planned(self, planned: Planned) -> list[Out]:
+        for block in self.blocks.values():
+            block.replan(planned.plan)
+        self._follow(planned.plan)
+        return [Out(COORDINATOR, Ready())]
+
+    def _follow(self, plan: Plan) -> None:
+        """Where there are very many portions, tell of some at once; in rounds of each, others may wait for that."""
+        self.report_every = 1 if plan.columns else max(1, plan.num_portions // REPORTS)
+
+    def _command(self, command: Command) -> list[Out]:
+        if self.led is None:
+            self.refused["command"] += 1
+            return []
+        before = self.led.version
+        answers = self.led.command(command, list(self.blocks.values()))
+        if self.led.version != before:
+            self.complete.clear()
+            self.updates += len(self.blocks)
+        return [*(Out(COORDINATOR, answer) for answer in answers), *self._admit_all()]
+
+    def _revoke(self, revoke: Revoke) -> list[Out]:
+        self.floor[revoke.portion] = max(self.floor.get(revoke.portion, 0), revoke.lease)
+        masks = tuple(block.marks.of(revoke.portion) for block in self.blocks.values())
+        return [Out(COORDINATOR, Sets(revoke.portion, revoke.lease, masks))]
+
+    def _forget(self, forget: Forget) -> list[Out]:
+        for block in self.blocks.values():
+            block.rule.forget(block, forget.worker)
+        return self._admit_all()
+
+    def _tune(self, tune: Tune) -> list[Out]:
+        if tune.number <= self.tuned:
+            return []
+        self.tuned = tune.number
+        for block in self.blocks.values():
+            block.lr_factor *= tune.lr_factor
+            if tune.bound is not None:
+                block.rule.retune(tune.bound)
+        return self._admit_all()
+
+    def _rest(self, worker: Peer) -> list[Out]:
+        return self._forget(Forget(worker.index)) if self.lives.get(worker.index) == worker.incarnation else []
+
+    def lost(self, peer: Peer) -> None:
+        """A connection is gone: nobody waits there for an answer any more, or is waited for."""
+        self.held.pop(peer, None)
+        for block in self.blocks.values():
+            block.waiting.pop(peer, None)
+            if block.clocked and self.lives.get(peer.index) == peer.incarnation and peer.role == "worker":
+                block.rule.forget(block, peer.index)
+
+    def report(self, flushed: bool = False, measured: bool = True) -> Report:
+        """The marks; the measurements, which take longer, only when asked for."""
+        blocks = list(self.blocks.values())
+        low = min((b.marks.low for b in blocks), default=0)
+        if low != self.low:  # of portions below that nobody will ask again
+            self.low = low
+            self.floor = {portion: lease for portion, lease in self.floor.items() if portion >= low}
+            for portion in [portion for portion in self.complete if portion < low]:
+                del self.complete[portion]
+        num_blocks = len(blocks)
+        skipped: dict[tuple[int, str], int] = {}
+        staleness: dict[int, dict[int, int]] = {}
+        for block in blocks:
+            for key, mask in block.skipped.items():
+                skipped[key] = skipped.get(key, 0) | mask
+            if measured:
+                merge(staleness, block.staleness)
+        return Report(
+            low=low,
+            full=tuple(sorted([portion for portion, times in self.complete.items() if times == num_blocks])),
+            had=min((b.marks.count for b in blocks), default=0),
+            updates=self.updates,
+            blocks=tuple(b.tally() for b in blocks),
+            skipped=tuple(Skipped(p, mask, reason) for (p, reason), mask in sorted(skipped.items())),
+            refused=dict(self.refused),
+            staleness=staleness,
+            flushed=flushed,
+            measured=measured,
+            missed=tuple(block.missed() for block in blocks) if measured else (),
+            guard=self.guard,
+            adapt=self.adapt,
+            bound=next((b.rule.bound for b in blocks), None),
+            gathers=next((b.rule.count for b in blocks), None),
+            limit=worst_limit(block.limit() for block in blocks) if measured else None,
+        )

@@ -1,0 +1,174 @@
+"""Memory shared between processes of one machine: published parameters and mailboxes.
+
+Both are sealed memory files, handed over a Unix socket. They have no names, so nothing is left behind whatever is
+killed, and the small /dev/shm of a container is no limit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rainband.protocol.layout import BlockSpec
+from rainband.protocol.parameter_buffers import Place
+
+PAGE = 4096
+WORD_BYTES = 64  # one cache line per version word: writers of neighbours do not disturb readers
+READ_TRIES = 8  # then a read is taken as it is, at its smaller version, and counted as torn
+
+
+class Segment:
+    """A memory file, mapped."""
+
+    def __init__(self, fd: int, num_bytes: int, writable: bool) -> None:
+        self.fd = fd
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        populate = getattr(mmap, "MAP_POPULATE", 0)  # a page fault per page later costs eight times as much
+        self.mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | populate, prot=protection)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that read-only memory must not be written; we know
+            self.bytes = torch.frombuffer(self.mapping, dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, name: str, num_bytes: int) -> Segment:
+        return cls.settle(cls.reserve(name), num_bytes)
+
+    @staticmethod
+    def reserve(name: str) -> int:
+        """A memory file whose size is not known yet, to be handed to children."""
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+    @classmethod
+    def settle(cls, fd: int, num_bytes: int) -> Segment:
+        """Give a reserved file its size, once and for all."""
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return cls(fd, num_bytes, writable=True)
+
+    @classmethod
+    def open(cls, fd: int, num_bytes: int, writable: bool) -> Segment:
+        """Map what another process made; refuses a file that could be cut off under our feet. The fd is used up."""
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if seals & fcntl.F_SEAL_SHRINK and os.fstat(fd).st_size == num_bytes:
+                return cls(fd, num_bytes, writable)
+        except OSError:
+            pass  # it is no memory file at all
+        finally:
+            os.close(fd)  # the mapping has its own
+        raise ValueError(f"shared memory of {num_bytes} bytes was announced, something else was handed over.")
+
+    def seal_against_writers(self) -> None:
+        """We go on writing; nobody else can map it writable any more."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, 0x10)  # F_SEAL_FUTURE_WRITE, which Python 3.11 has no name for
+
+
+def places_of(specs: Sequence[BlockSpec], buffers: int) -> tuple[list[list[int]], int]:
+    """Where each block's buffers begin in a server's published memory, and how long that is."""
+    at = -(-len(specs) * WORD_BYTES // PAGE) * PAGE
+    offsets: list[list[int]] = []
+    for spec in specs:
+        size = -(-spec.num_bytes // 64) * 64
+        offsets.append([at + i * size for i in range(buffers)])
+        at += buffers * size
+    return offsets, max(PAGE, -(-at // PAGE) * PAGE)
+
+
+class Published:
+    """A server's parameters, where every process of the machine can read them."""
+
+    def __init__(self, segment: Segment, specs: Sequence[BlockSpec], buffers: int) -> None:
+        self.segment = segment
+        self.buffers = buffers
+        offsets, _ = places_of(specs, buffers)
+        self.words = memoryview(segment.mapping)[: max(1, len(specs)) * WORD_BYTES].cast("q")
+        self.stride = WORD_BYTES // 8
+        self.at = {spec.index: i * self.stride for i, spec in enumerate(specs)}
+        self.values = {
+            spec.index: [
+                segment.bytes[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype)) for offset in places
+            ]
+            for spec, places in zip(specs, offsets, strict=True)
+        }
+
+    @classmethod
+    def create(cls, specs: Sequence[BlockSpec], buffers: int) -> Published:
+        _, num_bytes = places_of(specs, buffers)
+        return cls(Segment.create("rainband parameters", num_bytes), specs, buffers)
+
+    @classmethod
+    def open(cls, fd: int, specs: Sequence[BlockSpec], buffers: int) -> Published:
+        _, num_bytes = places_of(specs, buffers)
+        return cls(Segment.open(fd, num_bytes, writable=False), specs, buffers)
+
+    def place(self, spec: BlockSpec) -> Place:
+        return Place(self.words, self.at[spec.index], self.values[spec.index])
+
+    def read(self, block: int, out: Tensor) -> tuple[int, int]:
+        """Copy a block as it is; returns its version, and how often it changed while we looked."""
+        at, buffers = self.at[block], self.values[block]
+        for torn in range(READ_TRIES):
+            before = self.words[at]
+            out.copy_(buffers[(before >> 1) % len(buffers)])
+            if before & 1 == 0 and self.words[at] == before:
+                return before >> 1, torn
+            os.sched_yield()  # its writer may be waiting for our core
+        return before >> 1, READ_TRIES
+
+    def read_round(self, block: int, version: int, out: Tensor) -> bool:
+        """Copy exactly this version of a block; False when it is gone, also when it went while we copied."""
+        at = self.at[block]
+        buffers = self.values[block]
+        last = version + len(buffers) - 1  # with two buffers a version is kept beside the next one
+        if not version <= self.words[at] >> 1 <= last:
+            return False
+        out.copy_(buffers[version % len(buffers)])
+        return self.words[at] <= 2 * last  # beyond that its buffer is being written again
+
+
+class Mailbox:
+    """A ring of slots in which one worker leaves payloads for one server."""
+
+    def __init__(self, segment: Segment, slots: int, slot_bytes: int) -> None:
+        self.segment = segment
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self._tensors: dict[tuple[int, str, int], Tensor] = {}
+
+    @classmethod
+    def create(cls, slots: int, slot_bytes: int) -> Mailbox:
+        return cls(Segment.create("rainband mailbox", slots * slot_bytes), slots, slot_bytes)
+
+    @classmethod
+    def open(cls, fd: int, slots: int, slot_bytes: int, max_bytes: int) -> Mailbox:
+        if slots < 1 or slot_bytes < 1 or slot_bytes % 64 or slots * slot_bytes > max_bytes:
+            os.close(fd)
+            raise ValueError(
+                f"a mailbox of {slots} x {slot_bytes} bytes: slots have multiples of 64, all together {max_bytes}."
+            )
+        return cls(Segment.open(fd, slots * slot_bytes, writable=False), slots, slot_bytes)
+
+    def tensor(self, slot: int, dtype: str, numel: int) -> Tensor:
+        """The payload in a slot; the tensors are kept, as the same few are asked for again and again."""
+        key = slot, dtype, numel
+        tensor = self._tensors.get(key)
+        if tensor is None:
+            if not 0 <= slot < self.slots or not 0 <= numel * _item_bytes(dtype) <= self.slot_bytes:
+                raise ValueError(f"no {numel} x {dtype} in slot {slot} of {self.slots} x {self.slot_bytes} bytes.")
+            start = slot * self.slot_bytes
+            raw = self.segment.bytes[start : start + numel * _item_bytes(dtype)]
+            tensor = self._tensors[key] = raw.view(getattr(torch, dtype))
+        return tensor
+
+
+def _item_bytes(dtype: str) -> int:
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"no dtype named {dtype!r}.")
+    return found.itemsize

@@ -1,0 +1,1 @@
+"""Text and pictures of runs, made from their events alone."""

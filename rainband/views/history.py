@@ -1,0 +1,372 @@
+"""A run as its events tell it: so far, while it runs, or read back from its directory, crashed or not."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rainband.protocol.events import (
+    AnyEvent,
+    Iterated,
+    Joined,
+    LeasedAgain,
+    Lost,
+    PhaseChanged,
+    PipelinePredicted,
+    PlanMade,
+    Printed,
+    Progress,
+    Returned,
+    RunEnded,
+    RunStarted,
+    UserError,
+)
+from rainband.views.training_time import TrainingTime
+
+WINDOW = 6  # rates are those of the last so many Progress events
+SLOW = 0.6  # of what the others do
+LOCK_STEP = 0.9  # rates that differ by less are those of workers who wait for each other
+MUCH_WAITING = 0.2  # of the time
+
+
+@dataclass(frozen=True)
+class WorkerNow:
+    """One worker, as people want to see it."""
+
+    index: int
+    per_s: float  # samples, or steps where only those are known
+    waited_s: float
+    waiting: float  # the share of the last seconds it spent waiting, 0 to 1
+    slow: bool
+    gone: str  # why it is not waited for; "": it is there
+
+
+@dataclass
+class RunSoFar:
+    """All that is known of a run after some of its events."""
+
+    at_s: float = 0.0
+    phase: str = "forming"
+    stopping: str = ""  # why it ends early
+    started: RunStarted | None = None
+    plan: PlanMade | None = None
+    predicted: PipelinePredicted | None = None  # where several workers compute one model together
+    joined: set[str] = field(default_factory=set)
+    gone: dict[str, str] = field(default_factory=dict)  # node -> why
+    losses: int = 0  # how often a node was lost or late
+    leased_again: int = 0
+    training: TrainingTime = field(default_factory=TrainingTime)
+    progress: list[Progress] = field(default_factory=list)
+    iterated: Iterated | None = None  # the last iteration of a run that the coordinator leads
+    error: UserError | None = None
+    ended: RunEnded | None = None
+
+    def absorb(self, event: AnyEvent) -> None:
+        """Take one event, in the order of the run."""
+        self.at_s = max(self.at_s, event.at_s)
+        self.training.absorb(event)
+        match event:
+            case RunStarted():
+                self.started = event
+            case PlanMade():
+                self.plan = event
+            case PipelinePredicted():
+                self.predicted = event
+            case PhaseChanged():
+                self.phase, self.stopping = event.phase, event.reason
+            case Joined():
+                self.joined.add(event.node)
+                self.gone.pop(event.node, None)
+            case Lost():
+                self.gone[event.node] = event.why
+                self.losses += 1
+            case Returned():
+                self.gone.pop(event.node, None)
+            case LeasedAgain():
+                self.leased_again += 1
+            case Progress():
+                self.progress.append(event)
+            case Iterated():
+                self.iterated = event
+            case UserError():
+                self.error = self.error or event
+            case RunEnded():
+                self.ended = event
+            case Printed():
+                pass
+
+    @property
+    def last(self) -> Progress | None:
+        return self.progress[-1] if self.progress else None
+
+    @property
+    def samples(self) -> int:
+        """In the whole run; 0 while that is not known."""
+        if self.plan is not None:
+            return self.plan.num_samples * self.plan.epochs
+        return self.last.samples if self.last else 0
+
+    @property
+    def samples_done(self) -> int:
+        if self.ended is not None:
+            return self.ended.samples
+        return self.last.samples_done if self.last else 0
+
+    @property
+    def loss(self) -> float | None:
+        """The newest that is known."""
+        if self.iterated is not None:
+            return self.iterated.loss
+        return next((p.loss for p in reversed(self.progress) if p.loss is not None), None)
+
+    @property
+    def is_virtual(self) -> bool:
+        """Are its seconds those of a simulation?"""
+        return self.started is not None and not self.started.started_at  # it began at no time of the calendar
+
+    @property
+    def unit(self) -> str:
+        """What is counted: loops with loaders of their own tell only their steps."""
+        steps = self.plan is None and self.last is not None and self.last.batches_done and not self.last.samples_done
+        return "step" if steps else "sample"
+
+    @property
+    def done(self) -> int:
+        """Samples, or steps where only those are known."""
+        if self.unit == "sample" or self.last is None:
+            return self.samples_done
+        books: Mapping[str, Any] = self.ended.books if self.ended else {}
+        return int(books.get("extras", self.last.batches_done))
+
+    @property
+    def per_s(self) -> float:
+        """Samples, or steps where only those are known, done by all together over the last few seconds."""
+        steps = self.unit == "step"
+        points = [(p.at_s, p.batches_done if steps else p.samples_done) for p in self.progress[-WINDOW:]]
+        if len(points) < 3 and self.training.began_s is not None:
+            points.insert(0, (self.training.began_s, 0))  # one look alone, or two that follow at once, say nothing
+        if len(points) < 2:
+            return 0.0
+        (first_s, before), (last_s, now) = points[0], points[-1]
+        return (now - before) / (last_s - first_s) if last_s > first_s else 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """What is left to do, at the pace of the last few seconds."""
+        rate = self.per_s
+        return (self.samples - self.samples_done) / rate if rate > 0 and self.samples else None
+
+    def workers(self) -> list[WorkerNow]:
+        """Every worker that has been there, by number."""
+        if self.last is None:
+            return []
+        rates = self.last.steps_per_s if self.unit == "step" else self.last.samples_per_s
+        shares = self._waiting_shares()
+        slow = self._slow(rates, shares)
+        known = {int(node.split()[1]) for node in self.joined if node.startswith("worker ")} | set(rates)
+        return [
+            WorkerNow(
+                index=i,
+                per_s=rates.get(i, 0.0),
+                waited_s=self.last.waited_s.get(i, 0.0),
+                waiting=shares.get(i, 0.0),
+                slow=i in slow,
+                gone=self.gone.get(f"worker {i}", ""),
+            )
+            for i in sorted(known)
+        ]
+
+    def _waiting_shares(self) -> dict[int, float]:
+        first, last = self.progress[-WINDOW:][0], self.progress[-1]
+        span_s = last.at_s - first.at_s
+        if span_s <= 0:
+            return {}
+        waited = {i: waited_s - first.waited_s.get(i, 0.0) for i, waited_s in last.waited_s.items()}
+        return {i: min(1.0, max(0.0, waited_s / span_s)) for i, waited_s in waited.items()}
+
+    def _slow(self, rates: dict[int, float], shares: dict[int, float]) -> set[int]:
+        """Who holds the others up, or does much less than they do. The first seconds say nothing yet."""
+        here = {i: rate for i, rate in rates.items() if f"worker {i}" not in self.gone}
+        if len(here) < 2 or len(self.progress) < 3 or self.phase != "running":
+            return set()
+        in_step = min(here.values()) > LOCK_STEP * max(here.values())
+        all_rates, all_shares = sorted(here.values()), sorted(shares.get(i, 0.0) for i in here)
+        slow = set()
+        for i, rate in here.items():
+            share = shares.get(i, 0.0)
+            others_wait = _middle_without(share, all_shares)
+            waited_for = in_step and others_wait > MUCH_WAITING and share < others_wait / 3
+            if waited_for or rate < SLOW * _middle_without(rate, all_rates):
+                slow.add(i)
+        return slow
+
+
+def _middle_without(value: float, ordered: list[float]) -> float:
+    """The median of all the others; at least one other is there."""
+    place, others = bisect_left(ordered, value), len(ordered) - 1
+    low, high = (others - 1) // 2, others // 2
+    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
+
+
+def told_by(events: Iterable[AnyEvent]) -> RunSoFar:
+    """What these events tell, from the first on."""
+    so_far = RunSoFar()
+    for event in events:
+        so_far.absorb(event)
+    return so_far
+
+
+# ---- a run's directory ----
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory, as it is now; a killed run has no end, and perhaps a line that was cut."""
+
+    directory: Path
+    config: dict[str, Any]  # {} where it cannot be read
+    events: list[AnyEvent]
+    unreadable: int  # lines of events.jsonl that were cut, or come from another version
+    alive: bool  # its launcher still runs
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @cached_property
+    def so_far(self) -> RunSoFar:
+        return told_by(self.events)
+
+    @property
+    def state(self) -> str:
+        """running, finished, stopped or failed; killed: it ended without saying so."""
+        if self.so_far.ended is not None:
+            return self.so_far.ended.outcome
+        return "running" if self.alive else "killed"
+
+    @property
+    def model(self) -> Path | None:
+        path = self.directory / "model.safetensors"
+        return path if path.is_file() else None
+
+
+def read_run(directory: Path) -> Run:
+    """Read what is there, whatever happened to the run."""
+    events, unreadable = _read_events(directory / "events.jsonl")
+    return Run(
+        directory=directory,
+        config=_read_config(directory / "config.json"),
+        events=events,
+        unreadable=unreadable,
+        alive=_is_locked(directory / "events.jsonl"),
+    )
+
+
+def list_runs(root: Path) -> list[Path]:
+    """The directories of runs under `root`, newest first."""
+    if not root.is_dir():
+        return []
+    runs = [path for path in root.iterdir() if is_run(path)]
+    return sorted(runs, key=lambda path: (_started_at(path), path.name), reverse=True)
+
+
+def is_run(path: Path) -> bool:
+    return (path / "config.json").is_file() or (path / "events.jsonl").is_file()
+
+
+def find_run(root: Path, word: str) -> Path:
+    """A run by its directory, its name, the beginning of its name, or `last`."""
+    runs = list_runs(root)
+    names = [path.name for path in runs]
+    if word in names:
+        return root / word
+    if is_run(Path(word)):
+        return Path(word)
+    if not runs:
+        raise ValueError(
+            f"there are no runs in {root}: train something (rainband train digits downpour), "
+            "or say where they are with --runs."
+        )
+    if word == "last":
+        return runs[0]
+    matching = [name for name in names if name.startswith(word)]
+    if len(matching) == 1:
+        return root / matching[0]
+    if matching:
+        raise ValueError(f"{word} is the beginning of {_some(matching)}: type more of it.")
+    raise ValueError(f"no run named {word} in {root}: there are {_some(names)}. Or type last.")
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def _read_events(path: Path) -> tuple[list[AnyEvent], int]:
+    events, unreadable = [], 0
+    for line in _lines(path):
+        try:
+            events.append(_decoder.decode(line))
+        except msgspec.MsgspecError:
+            unreadable += 1
+    return events, unreadable
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from (line for line in file if line.strip())
+    except OSError:
+        return
+
+
+def _started_at(directory: Path) -> str:
+    """As its first event says; where that says nothing, as old as its oldest file seems to be."""
+    for line in _lines(directory / "events.jsonl"):
+        try:
+            event = _decoder.decode(line)
+        except msgspec.MsgspecError:
+            break
+        if isinstance(event, RunStarted) and event.started_at:
+            return event.started_at
+        break
+    files = [directory / "config.json", directory / "events.jsonl"]
+    oldest_s = min(file.stat().st_mtime for file in files if file.is_file())
+    return datetime.fromtimestamp(oldest_s, UTC).isoformat(timespec="milliseconds")
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether the run's launcher lives: it holds a lock, which the kernel takes away when it ends."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def loss_curve(progress: Iterable[Progress], over_time: bool = False) -> list[tuple[float, float]]:
+    """(samples done, or seconds; loss), where the loss is known and finite."""
+    known = [(p, p.loss) for p in progress if p.loss is not None and math.isfinite(p.loss)]
+    return [(p.at_s if over_time else p.samples_done, loss) for p, loss in known]

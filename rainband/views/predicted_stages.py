@@ -1,0 +1,85 @@
+"""A model in stages: how fast its plan said it would be trained, next to how fast it was."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rainband.views.formatting import percent, short, size, table
+from rainband.views.history import RunSoFar
+
+
+class Stage(NamedTuple):
+    """Of one batch: what the workers of a stage did, all of them together."""
+
+    compute_s: float
+    waited_s: float
+    other_s: float  # reading data, sending, updates
+    sent_bytes: float
+
+
+class Measured(NamedTuple):
+    samples_per_s: float
+    busy: float  # the part of the workers' time in which they computed
+    stages: tuple[Stage, ...]
+
+
+def measured(so_far: RunSoFar) -> Measured | None:
+    """While it trained, from what the workers have told; none before the end, or where one was lost."""
+    predicted, last, training_s = so_far.predicted, so_far.last, so_far.training.seconds
+    if predicted is None or last is None or not training_s or not last.batches_done:
+        return None
+    crew = [stage.workers for stage in predicted.stages]
+    if not last.computed_s or sorted(last.computed_s) != list(range(len(last.computed_s) // sum(crew) * sum(crew))):
+        return None
+    stage_of = [number for number, workers in enumerate(crew) for _ in range(workers)]
+    sums = [[0.0, 0.0, 0.0, 0.0] for _ in crew]
+    for worker, compute_s in last.computed_s.items():
+        total, waited_s = sums[stage_of[worker % sum(crew)]], last.waited_s.get(worker, 0.0)
+        rest_s = max(0.0, training_s - compute_s - waited_s)
+        for place, value in enumerate((compute_s, waited_s, rest_s, last.sent_bytes.get(worker, 0))):
+            total[place] += value / last.batches_done
+    return Measured(
+        samples_per_s=last.samples_done / training_s,
+        busy=sum(last.computed_s.values()) / (training_s * len(last.computed_s)),
+        stages=tuple(Stage(*total) for total in sums),
+    )
+
+
+def lines(so_far: RunSoFar) -> list[str]:
+    """For the end of a run; none where every worker computed the whole model."""
+    predicted, seen = so_far.predicted, measured(so_far)
+    if predicted is None:
+        return []
+    said = f"predicted {short(predicted.samples_per_s)} samples/s (busy {percent(predicted.busy)})"
+    if seen is None:
+        return [said]
+    head = f"{said}, measured {short(seen.samples_per_s)} samples/s (busy {percent(seen.busy)})"
+    rows: list[tuple[str, ...]] = [("a batch", "computes", "predicted", "waits", "else", "sends", "predicted")]
+    for number, (stage, expected) in enumerate(zip(seen.stages, predicted.stages, strict=True)):
+        name = f"stage {number}" + (f", {expected.workers} workers" if expected.workers > 1 else "")
+        times = [_ms(s) for s in (stage.compute_s, expected.compute_s, stage.waited_s, stage.other_s)]
+        rows.append((name, *times, size(stage.sent_bytes), size(expected.sent_bytes)))
+    left_out = [f"the prediction leaves out {_listed(predicted.left_out)}"] if predicted.left_out else []
+    return [head, *table(rows), *left_out]
+
+
+def as_facts(so_far: RunSoFar) -> dict[str, Any] | None:
+    """For a program; None where every worker computed the whole model."""
+    if so_far.predicted is None:
+        return None
+    seen = measured(so_far)
+    told: dict[str, Any] = msgspec.to_builtins(so_far.predicted)
+    of_run = None
+    if seen is not None:
+        of_run = {**seen._asdict(), "stages": [stage._asdict() for stage in seen.stages]}
+    return {"predicted": {k: v for k, v in told.items() if k not in ("event", "at_s")}, "measured": of_run}
+
+
+def _ms(seconds: float) -> str:
+    return f"{short(seconds * 1e3)} ms"
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

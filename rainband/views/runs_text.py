@@ -1,0 +1,224 @@
+"""Runs that were, as text: a list of them, one in full, two side by side."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from typing import Any
+
+import msgspec
+import typer
+
+from rainband.cli.configure import command_of
+from rainband.views import predicted_stages as predicted
+from rainband.views.charts import curve, histogram, ink_for
+from rainband.views.event_text import crew, how_far, plan_made, user_error
+from rainband.views.formatting import assignment, count, duration, short, table, whole
+from rainband.views.history import Run, loss_curve
+from rainband.views.summary import results, summary
+
+CHART_WIDTH = 72
+MEASURES = {  # as people read them -> as programs do
+    "seconds": "seconds",
+    "of them training": "training_s",
+    "samples": "samples",
+    "samples/s": "samples_per_s",
+}
+OF_THE_TASK = ("batch_size", "epochs")  # what a task has its own of
+
+
+def to_json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+# ---- one run ----
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What a program would read."""
+    so_far = run.so_far
+    ended = so_far.ended
+    return {
+        "name": run.name,
+        "directory": str(run.directory),
+        "state": run.state,
+        "reason": ended.reason if ended else "",
+        "started_at": so_far.started.started_at if so_far.started else "",
+        "config": run.config,
+        "samples": so_far.samples_done,
+        "seconds": ended.seconds if ended else so_far.at_s,
+        "training_s": so_far.training.seconds if ended else None,
+        "world": "sim" if so_far.is_virtual else "local",
+        "samples_per_s": _rate(run),
+        "metrics": ended.metrics if ended else {},
+        "loss": so_far.loss,
+        "books": ended.books if ended else {},
+        "staleness": ended.staleness if ended else {},
+        "pipeline": predicted.as_facts(so_far),
+        "model": str(run.model) if run.model else None,
+        "unreadable": run.unreadable,
+    }
+
+
+def _rate(run: Run) -> float:
+    """While it trained; of a run that says nothing of it, over all of its time."""
+    so_far, ended = run.so_far, run.so_far.ended
+    seconds = so_far.training.seconds or (ended.seconds if ended else so_far.at_s - (so_far.training.began_s or 0.0))
+    return so_far.samples_done / seconds if seconds else 0.0
+
+
+def listed(runs: list[Run], width: int = 0) -> list[str]:
+    """A line for each; where the lines would be wider than the terminal, only what matters most."""
+    rows = [("run", "state", "crew", "samples", "time", "result"), *map(_row, runs)]
+    lines = table(rows)
+    if not width or max(map(len, lines)) <= width:
+        return lines
+    return table([(row[0], row[1], row[-1]) for row in rows], width=width)
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    so_far = run.so_far
+    started = so_far.started
+    return (
+        run.name,
+        run.state,
+        f"{started.num_workers} + {started.num_servers}" if started else "",
+        whole(so_far.done) if so_far.unit == "sample" else count(so_far.done, so_far.unit),
+        duration(so_far.at_s) + (" (virtual)" if so_far.is_virtual else ""),
+        _result(run),
+    )
+
+
+def _result(run: Run) -> str:
+    ended = run.so_far.ended
+    if ended and ended.metrics:
+        return results(ended.metrics)
+    return "" if run.so_far.loss is None else f"training loss {short(run.so_far.loss)}"
+
+
+def shown(run: Run) -> list[str]:
+    """What it was, how it ended, its books, its staleness, its curve."""
+    so_far = run.so_far
+    width = max(40, min(CHART_WIDTH, shutil.get_terminal_size().columns - 2))
+    ink = ink_for(typer.get_text_stream("stdout").encoding)
+    lines = [f"{run.name}: {run.state}", *table(_about(run), indent="  ", width=width), ""]
+    if so_far.error:
+        lines += [*user_error(so_far.error), ""]
+    if so_far.ended:
+        lines += summary(so_far, run.directory)
+    else:
+        lines += _without_end(run)
+    staleness = _histogram_of(run)
+    if staleness:
+        lines += ["", "staleness: updates missed by a gradient, and how many missed so many"]
+        lines += [f"  {line}" for line in histogram(staleness, width, ink)]
+    plotted = curve(loss_curve(so_far.progress), width, ink=ink)
+    if plotted:
+        lines += ["", "training loss, over the samples done", *(f"  {line}" for line in plotted)]
+    if plotted and so_far.is_virtual:
+        timed = curve(loss_curve(so_far.progress, over_time=True), width, ink=ink)
+        lines += ["", "training loss, over seconds of virtual time", *(f"  {line}" for line in timed)]
+    return lines
+
+
+def _about(run: Run) -> list[tuple[str, str]]:
+    so_far, rows = run.so_far, []
+    if started := so_far.started:
+        settings = " ".join(assignment(name, value) for name, value in started.settings.items())
+        rows.append(("what", f"{started.task} with {started.strategy} {settings}".rstrip()))
+        rows.append(("who", crew(started.num_workers, started.num_servers)))
+        if so_far.is_virtual:
+            rows.append(("time", "virtual: all seconds are those of a simulation (--world sim)"))
+        if started.started_at:
+            rows.append(("when", _local_time(started.started_at)))
+    if so_far.plan:
+        rows.append(("plan", plan_made(so_far.plan)))
+    if run.unreadable:
+        rows.append(("note", f"{run.unreadable} lines of events.jsonl could not be read"))
+    if run.config:
+        rows.append(("again", _again(run)))
+    return rows
+
+
+def _again(run: Run) -> str:
+    """What to type to do it again."""
+    if run.config.get("script"):
+        return command_of(run.config)
+    return f"rainband train --config {run.directory / 'config.json'}"
+
+
+def _without_end(run: Run) -> list[str]:
+    if run.state == "running":
+        return ["still running; so far:", f"  {how_far(run.so_far).strip()}"]
+    last = how_far(run.so_far).strip() if run.so_far.last else "nothing was done yet"
+    return [
+        "it was killed, or its machine stopped: there is no end and no model. The last known:",
+        f"  {last}",
+    ]
+
+
+def _histogram_of(run: Run) -> dict[int, int]:
+    ended = run.so_far.ended
+    counts: Any = ended.staleness.get("histogram", {}) if ended else {}
+    return {int(value): number for value, number in counts.items()}
+
+
+def _local_time(text: str) -> str:
+    return datetime.datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+# ---- two runs ----
+
+
+def compared(a: Run, b: Run) -> list[str]:
+    """What came of each, side by side, and what was set otherwise."""
+    settings = [row for row in _settings_rows(a, b) if row[1] != row[2]]
+    rows = [("", "first", "second", "second / first"), *_outcome_rows(a, b)]
+    lines = [*table([("first", a.name), ("second", b.name)]), "", *table(rows), ""]
+    if not settings:
+        return [*lines, "Both were set alike."]
+    return [*lines, "What was set otherwise:", *table([("", "first", "second"), *settings], indent="  ")]
+
+
+def _settings_rows(a: Run, b: Run) -> list[tuple[str, str, str]]:
+    flat_a, flat_b = _flat(a.config), _flat(b.config)
+    names = [name for name in [*flat_a, *(n for n in flat_b if n not in flat_a)] if name != "directory"]
+    return [(name, _text(name, flat_a.get(name, "-")), _text(name, flat_b.get(name, "-"))) for name in names]
+
+
+def _text(name: str, value: object) -> str:
+    if value is None and name in OF_THE_TASK:
+        return "the task's own"
+    return assignment(name, value).partition("=")[2]
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the strategy by their own name, those of the task as they are typed."""
+    plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    of_task = {f"task.{name}": value for name, value in config.get("task_settings", {}).items()}
+    of_sim = {f"sim.{name}": value for name, value in config.get("sim", {}).items()}
+    return {
+        **plain,
+        **config.get("strategy_settings", {}),
+        **of_task,
+        **(of_sim if config.get("world") == "sim" else {}),
+    }
+
+
+def _outcome_rows(a: Run, b: Run) -> list[tuple[str, str, str, str]]:
+    both = [facts(a), facts(b)]
+    rows = [("state", a.state, b.state, "")]
+    rows += [_ratio(label, *(fact[name] for fact in both)) for label, name in MEASURES.items()]
+    names = [*both[0]["metrics"], *(n for n in both[1]["metrics"] if n not in both[0]["metrics"])]
+    rows += [_ratio(name, *(fact["metrics"].get(name) for fact in both)) for name in names]
+    rows.append(_ratio("training loss", both[0]["loss"], both[1]["loss"]))
+    for name in ("mean", "max"):
+        rows.append(_ratio(f"staleness, {name}", *(fact["staleness"].get(name) for fact in both)))
+    for name in ("applied", "not_done", "leased_again", "lost", "twice"):
+        rows.append(_ratio(f"batches {name}".replace("_", " "), *(fact["books"].get(name) for fact in both)))
+    return [row for row in rows if row[1] != "-" or row[2] != "-"]
+
+
+def _ratio(name: str, a: float | None, b: float | None) -> tuple[str, str, str, str]:
+    ratio = f"{b / a:.2f}" if a and b is not None else ""
+    return name, "-" if a is None else short(a), "-" if b is None else short(b), ratio

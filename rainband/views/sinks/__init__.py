@@ -1,0 +1,48 @@
+"""Where events go besides events.jsonl: one file per kind of reader. A sink reads events and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from rainband.protocol.events import AnyEvent
+
+
+class Sink(Protocol):
+    """Takes every event of one run, in order."""
+
+    def write(self, event: AnyEvent) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Guarded:
+    """A sink that may fail (a full disk, say) without harming the run: that is told once."""
+
+    def __init__(self, open_sink: Callable[[], Sink], complain: Callable[[str], None]) -> None:
+        self.open_sink = open_sink
+        self.complain = complain
+        self.sink: Sink | None = None
+        self.failed = False
+
+    def write(self, event: AnyEvent) -> None:
+        self._try(lambda: self._opened().write(event))
+
+    def close(self) -> None:
+        if self.sink is not None:
+            self._try(self.sink.close)
+
+    def _opened(self) -> Sink:
+        if self.sink is None:
+            self.sink = self.open_sink()
+        return self.sink
+
+    def _try(self, do: Callable[[], None]) -> None:
+        if self.failed:
+            return
+        try:
+            do()
+        except Exception as error:  # whatever its library raises: what it writes is less than the training
+            self.failed = True
+            name = type(self.sink).__name__ if self.sink is not None else "a sink"
+            self.complain(f"{name} is no longer written ({type(error).__name__}: {error}); the run goes on.")

@@ -1,0 +1,78 @@
+"""How far the run was, for TensorBoard: curves over the samples done, in the folder tensorboard/ of the run.
+
+tensorboard --logdir runs
+"""
+
+from __future__ import annotations
+
+import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rainband.protocol.events import AnyEvent, Progress, RunEnded, RunStarted
+
+FLUSH_S = 5  # so that a page that is open shows what is new
+
+
+class TensorBoard:
+    """Needs the extra `metrics`."""
+
+    def __init__(self, directory: Path) -> None:
+        check_installed()
+        self.library = _Library()
+        self.writer = self.library.EventFileWriter(str(directory / "tensorboard"), flush_secs=FLUSH_S)
+        self.began_s = 0.0  # on the calendar
+
+    def write(self, event: AnyEvent) -> None:
+        match event:
+            case RunStarted(started_at=str(text)) if text:
+                self.began_s = datetime.datetime.fromisoformat(text).timestamp()
+            case Progress():
+                self._add(event.at_s, event.samples_done, _curves(event))
+            case RunEnded():
+                known = {f"result/{name}": v for name, v in event.metrics.items() if v is not None}
+                self._add(event.at_s, event.samples, known)
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def _add(self, at_s: float, samples_done: int, values: dict[str, float]) -> None:
+        summary = self.library.Summary(
+            value=[self.library.Summary.Value(tag=name, simple_value=v) for name, v in values.items()]
+        )
+        self.writer.add_event(self.library.Event(wall_time=self.began_s + at_s, step=samples_done, summary=summary))
+
+
+def _curves(event: Progress) -> dict[str, float]:
+    curves = {
+        "samples_per_s": sum(event.samples_per_s.values()),
+        "staleness/mean": event.staleness_mean,
+        "staleness/max": float(event.staleness_max),
+    }
+    if event.loss is not None:
+        curves["loss"] = event.loss
+    curves |= {f"worker_{i}/samples_per_s": rate for i, rate in event.samples_per_s.items()}
+    return curves | {f"worker_{i}/waited_s": waited_s for i, waited_s in event.waited_s.items()}
+
+
+class _Library:
+    """What is used of the package tensorboard: its own writer, because torch's would import torch for it."""
+
+    def __init__(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.Event: Any = Event
+        self.Summary: Any = Summary
+        self.EventFileWriter: Any = EventFileWriter
+
+
+def check_installed() -> None:
+    """Importing it takes seconds; finding it does not."""
+    if find_spec("tensorboard") is None:
+        raise ValueError(
+            "--tensorboard needs TensorBoard, which is not installed: type pip install 'rainband[metrics]', "
+            "or take --csv, which needs nothing."
+        )

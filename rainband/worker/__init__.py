@@ -1,0 +1,1 @@
+"""A worker: its client of the servers, its session and its lifecycle."""

@@ -1,0 +1,172 @@
+"""A worker's session: who it is, what it was told, and what a runtime and a model supply to its life."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rainband.errors import RainbandError
+from rainband.model.save import save_model
+from rainband.protocol.messages import Bye, Conclude, Go, Join, LeaseEnd, Loaded, Message, Opened, Peer, Welcome
+from rainband.protocol.steps import Handle
+from rainband.protocol.worker_stats import Stats
+from rainband.runtimes.processes.periodic_eval import measure
+from rainband.strategy import Port, Strategy
+from rainband.worker.client import Client
+from rainband.worker.worker import ModuleWorker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.record.spans import Watch
+
+FOR_THE_SESSION = frozenset((Bye, Welcome, Go, Conclude, Loaded, Opened))  # the client gets the others
+Buffers = bytes | memoryview | None
+
+
+class Dismissed(RainbandError):
+    """The coordinator has said goodbye."""
+
+
+class WorkerRuntime(Protocol):
+    """What a runtime supplies to a worker, besides driving it (waiting, time and compute: see `drive`)."""
+
+    def tell(self, message: Message, body: bytes | None = None) -> None:
+        """Send a message to the coordinator."""
+
+    def open_links(self, welcome: Welcome, part: int) -> list[Port]:
+        """Open the links to the servers, and to the others of a team."""
+
+    def before_training(self, worker: ModuleWorker) -> None:
+        """The strategy begins now: attach whatever watches the worker."""
+
+    def flush_output(self) -> None:
+        """What the user's code has printed is out when this returns."""
+
+    async def saved(self) -> None:
+        """Return when the files that were written are on disk."""
+
+
+class WorkerModel:
+    """What a worker computes with, and how that is started, ended and saved."""
+
+    stays = True  # after saving, until the coordinator says goodbye
+    part = 0  # of a model that several workers compute together
+
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        raise NotImplementedError
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        """What the strategy sees."""
+        raise NotImplementedError
+
+    def load(self, client: Client) -> None:
+        """Send the first values to the servers."""
+        client.load()
+
+    async def started(self, client: Client) -> None:
+        """Every block has its first values."""
+
+    async def ended(self, worker: ModuleWorker) -> None:
+        """The strategy has come to its end, regularly or not."""
+
+    def return_leases(self, worker: ModuleWorker) -> None:
+        """Nothing more will come of what is leased to it."""
+        worker.client.give_all_back(LeaseEnd.STOPPED)
+
+    def has_order(self, worker: ModuleWorker) -> bool:
+        """Does another worker of the team want something of this one, which has come to its end?"""
+        return False
+
+    async def follow_order(self, worker: ModuleWorker) -> None:
+        """Do what the other worker wants."""
+
+    async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
+        """Fetch the final parameters, save the model, and evaluate it; None: another worker of the team reports."""
+        await pull_final(worker.client)
+        if buffers is not None:
+            worker.set_buffers(buffers)
+        save_model(worker.module, conclude.path)  # first: an error in the user's measuring must not cost the model
+        return self.evaluate(worker)
+
+    def evaluate(self, worker: ModuleWorker) -> dict[str, float]:
+        return measure(worker.task, worker.module)
+
+
+async def pull_final(client: Client) -> None:
+    """Copy the parameters that are to be saved into the model."""
+    if client.blocks and client.ports:
+        await client.final_parameters()
+
+
+async def pull_latest(client: Client) -> None:
+    """Copy the parameters as the servers have them now into the model."""
+    if client.blocks and client.ports:
+        await client.pull_latest()
+
+
+class Session:
+    """One worker of one run. Messages come in through `receive`; the life in `lifecycle.py` waits on what they say."""
+
+    __slots__ = (
+        *("before_step", "client", "conclusion", "early", "go", "is_welcome", "join", "me", "model", "runtime"),
+        *("stats", "stopped", "strategy", "training", "watch", "welcome", "worker"),
+    )
+
+    strategy: Strategy  # these are known when they are loaded: a process connects before, so that its errors are heard
+    join: Join
+    model: WorkerModel
+    welcome: Welcome  # the last that came, if any
+    worker: ModuleWorker  # once it has entered the run
+
+    def __init__(self, me: Peer, runtime: WorkerRuntime) -> None:
+        self.me = me
+        self.runtime = runtime
+        self.stats = Stats()
+        self.client: Client | None = None
+        self.is_welcome = False
+        self.go = False
+        self.conclusion: tuple[Conclude, Buffers] | None = None  # what to save, once all have come to their end
+        self.early: list[Message] = []  # messages for the client that came before there was one
+        self.training = False  # the strategy runs: only then is it told to stop, and its waiting counted
+        self.stopped = False  # it was told
+        self.watch: Watch | None = None
+        self.before_step: Callable[[], None] | None = None
+
+    def prepare(self, strategy: Strategy, join: Join, model: WorkerModel) -> None:
+        """Say what it will do, and with what."""
+        self.strategy, self.join, self.model = strategy, join, model
+
+    def receive(self, message: Message, payload: Tensor | Buffers = None) -> None:
+        """Take a message from the coordinator or a server; raises Dismissed when the run is over."""
+        if type(message) in FOR_THE_SESSION:
+            self._take_order(message, payload)  # type: ignore[arg-type]
+        elif self.client is None:
+            self.early.append(message)
+        else:
+            self.client.receive(message, payload)  # type: ignore[arg-type]
+
+    def _take_order(self, message: Message, body: Buffers) -> None:
+        match message:
+            case Bye():
+                raise Dismissed(message.reason or "the run is over.")
+            case Welcome():
+                self.welcome, self.is_welcome = message, True
+            case Go():
+                self.go = True
+            case Conclude():
+                self.conclusion = message, body
+
+    def open(self, welcome: Welcome, ports: Sequence[Port]) -> Client:
+        """Make the client, and give it what came before."""
+        self.client = client = self.model.make_client(self.me, welcome, list(ports), self.runtime.tell)
+        client.stats = self.stats
+        for message in self.early:  # the run may be at its end before we have entered it
+            client.receive(message)
+        return client
+
+    def must_stop(self, handle: Handle) -> bool:
+        """The run stops, and what others would have to do may never come: then the strategy is told, once."""
+        if not self.training or self.stopped or self.client is None:
+            return False
+        return handle.is_vain(self.client.stopping)

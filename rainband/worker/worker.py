@@ -1,0 +1,261 @@
+"""A worker: what a strategy may touch, and the computing of a gradient that is a pure function of its batch's name."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Generator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+
+from rainband.model.block_optimizer import build
+from rainband.model.flat_parameters import Flat
+from rainband.model.gradient import Gradient
+from rainband.protocol.data_plan import Marks, Name, Plan, num_batches
+from rainband.protocol.lr_schedules import Schedule
+from rainband.protocol.messages import Report, Skipped, Tally
+from rainband.protocol.steps import Work
+from rainband.strategy import Batch, Cell
+from rainband.worker.client import Client, PullHandle, StillWanted
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+
+    from rainband.protocol.optimizer_spec import OptimizerSpec
+    from rainband.strategy import StageOfPipeline, Stashes
+    from rainband.tasks.task import Data, Task
+
+
+class Compute(Work):
+    """A gradient that is wanted."""
+
+    def __init__(self, worker: ModuleWorker, batch: Batch) -> None:
+        self.worker = worker
+        self.batch = batch
+        self.result: Gradient | None = None
+        # While it computes, newer parameters may come for the next one.
+        self.began, self.read = worker.client.clock, tuple(worker.client.versions)
+
+    def perform(self) -> None:
+        self.result = self.worker.compute(self.batch)
+
+    def __await__(self) -> Generator[Compute, None, Gradient]:
+        while self.result is None:
+            yield self
+        self.result.began, self.result.read = self.began, self.read
+        return self.result
+
+
+class Sampler:
+    """Which samples a batch of the plan has: the same for whoever asks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.epoch = -1
+        self.order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def indices(self, batch: Batch) -> NDArray[np.int64]:
+        epoch = self.plan.epoch_of(batch.portion)
+        if epoch != self.epoch:
+            generator = np.random.Generator(np.random.PCG64([self.plan.seed, epoch]))
+            self.epoch, self.order = epoch, generator.permutation(self.plan.num_samples)
+        start = self.plan.number(batch.portion, batch.k) * self.plan.batch_size
+        return self.order[start : start + self.plan.batch_size]
+
+
+class ServerSide:
+    """The servers, as a strategy sees them."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.push = client.push
+
+    def exchange(self, gradient: Gradient) -> PullHandle:
+        return self.client.exchange(gradient)
+
+    def pull(self, round: int | None = None, ahead: int = 0) -> PullHandle:
+        return self.client.pull(round, ahead)
+
+
+class OwnParameters:
+    """The worker's own copy of the parameters."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+
+    def step(self, gradient: Gradient, lr: float) -> None:
+        if gradient.is_finite:  # or every gradient after it would not be, either
+            self.flat.add_(gradient.tensors, -lr)
+
+
+class ModuleWorker:
+    """A worker that trains a module on a task."""
+
+    def __init__(self, index: int, num_workers: int, task: Task, data: Data, module: nn.Module, client: Client) -> None:
+        self.index = index
+        self.num_workers = num_workers
+        self.task = task
+        self.data = data
+        self.module = module
+        self.client = client
+        self.plan = client.plan
+        self.flat = client.flat
+        self.params = OwnParameters(self.flat)
+        self.server = ServerSide(client)
+        self.sampler = Sampler(self.plan)
+        self.cell: Cell | None = None
+
+    async def cells(self) -> AsyncIterator[Cell]:
+        """The cells leased to this worker, until the run's data is done."""
+        while not self.client.finished and not self.client.stopping:
+            cell = self.client.next_cell()
+            if cell is None:
+                await self.client.news()
+            else:
+                yield cell
+
+    def still_wants(self, cell: Cell) -> StillWanted:
+        return self.client.still_wants(cell)
+
+    @property
+    def seen(self) -> int:
+        """Samples that its buffers have followed."""
+        return self.client.stats.samples
+
+    def gradient(self, batch: Batch) -> Compute:
+        return Compute(self, batch)
+
+    def compute(self, batch: Batch) -> Gradient:
+        """The gradient of the mean loss of a batch: a function of the parameters and the batch's name alone."""
+        torch.default_generator.manual_seed(self._seed(batch))
+        samples = self.fetch(batch)
+        for parameter in self.flat.parameters:
+            parameter.grad = None
+        loss = self.task.loss(self.module, samples)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.flat.check()
+        num_samples = self.plan.samples_in(batch.portion, batch.k)
+        gradient = Gradient(self.tensors(), (batch,), num_samples, loss.item())
+        self._count(gradient)
+        return gradient
+
+    def fetch(self, batch: Batch) -> Any:
+        """The samples of a batch; a world may have them prepared ahead."""
+        return self.data.batch(self.sampler.indices(batch))
+
+    def tensors(self) -> list[Tensor | None]:
+        """The gradients that autograd has left."""
+        return self.flat.gradients()
+
+    def _seed(self, batch: Batch) -> int:
+        name = f"{self.plan.seed} {batch.portion} {batch.k}"
+        return xxhash.xxh3_64_intdigest(name.encode()) >> 1
+
+    def _count(self, gradient: Gradient) -> None:
+        stats = self.client.stats
+        stats.steps += 1
+        stats.samples += gradient.samples
+        stats.loss_sum += gradient.loss * gradient.samples
+        stats.loss_samples += gradient.samples
+        if stats.steps == 1:
+            self.client.tell(stats.beat())  # at once: people watch for the first sign of life
+
+    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> OwnOptimizer:
+        return OwnOptimizer(self, spec, schedule)
+
+    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> StageOfPipeline:
+        raise ValueError("this worker computes the whole model: a pipeline needs stages, for example --stages 2.")
+
+    # ---- what is no function of gradients: BatchNorm's statistics --------------------------------------------------
+
+    def buffers(self) -> bytes:
+        return buffers_of(self.module)
+
+    def set_buffers(self, body: bytes | memoryview) -> None:
+        set_buffers(self.module, body)
+
+
+def buffers_of(module: nn.Module) -> bytes:
+    """All buffers of numbers, as one float64 vector."""
+    parts = [b.detach().double().reshape(-1) for b in _numeric_buffers(module)]
+    return torch.cat(parts).numpy().tobytes() if parts else b""
+
+
+def set_buffers(module: nn.Module, body: bytes | memoryview) -> None:
+    values = torch.frombuffer(bytearray(body), dtype=torch.float64)
+    at = 0
+    for buffer in _numeric_buffers(module):
+        part = values[at : at + buffer.numel()].view(buffer.shape)
+        buffer.copy_(part if buffer.is_floating_point() else part.round())
+        at += buffer.numel()
+
+
+def _numeric_buffers(module: nn.Module) -> list[torch.Tensor]:
+    return [b for b in module.buffers() if not b.is_complex() and b.dtype != torch.bool]
+
+
+class OwnOptimizer:
+    """Plain PyTorch on one worker."""
+
+    def __init__(self, worker: ModuleWorker, spec: OptimizerSpec, schedule: Schedule) -> None:
+        self.worker = worker
+        self.schedule = schedule
+        self.marks = OwnMarks(worker.client)
+        groups: list[dict[str, Any]] = [{"params": [], **settings} for settings in worker.flat.layout.groups]
+        for spec_, parameter in zip(worker.flat.layout.parameters, worker.flat.parameters, strict=True):
+            groups[spec_.group]["params"].append(parameter)
+        self.optimizer = build(spec, [group for group in groups if group["params"]])
+        self.base = [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, gradient: Gradient) -> None:
+        if not gradient.is_finite:
+            self.marks.add(gradient.name(), "not finite")
+            return
+        first = gradient.batches[0]
+        scale = self.schedule.scale(self.worker.plan.position(first.portion, first.k))
+        for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
+            group["lr"] = lr * scale
+        for parameter, tensor in zip(self.worker.flat.parameters, gradient.tensors, strict=True):
+            parameter.grad = tensor
+        self.optimizer.step()
+        self.marks.add(gradient.name())
+
+
+class OwnMarks:
+    """Where there are no servers, a worker remembers itself what was done, and tells it."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.marks = Marks(client.plan)
+        self.applied = 0
+        self.extras = 0
+        self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask
+
+    def add(self, name: Name, skip: str = "") -> None:
+        """These batches are done, or skipped for a reason."""
+        self.client.stats.acked += 1
+        if self.marks.plan != self.client.plan:  # it became known after the first steps
+            self.marks = Marks(self.client.plan)
+        if skip:
+            self.skipped.update({(r.portion, skip): self.skipped.get((r.portion, skip), 0) | r.mask for r in name})
+        else:
+            self.applied += num_batches(name)
+            self.extras += not name
+        if self.marks.add(name):
+            self.client.tell(self.report())
+        self.client.settle(name)
+
+    def report(self, flushed: bool = False) -> Report:
+        full = tuple(p for p in sorted(self.marks.open) if self.marks.is_full(p))
+        num_skipped = sum(mask.bit_count() for mask in self.skipped.values())
+        return Report(
+            low=self.marks.low,
+            full=full,
+            had=self.marks.count,
+            updates=self.applied + self.extras,
+            blocks=(Tally(self.marks.count, self.applied, num_skipped, 0, self.extras),),
+            skipped=tuple(Skipped(p, mask, reason) for (p, reason), mask in sorted(self.skipped.items())),
+            flushed=flushed,
+        )
