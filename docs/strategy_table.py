@@ -26,8 +26,8 @@ def row(path: Path) -> str:
     if advice is None or ". Not " not in advice:
         raise ValueError(f"{path}: its docstring should have a paragraph 'Use it when ... . Not when ... .'")
     use, avoid = advice.removeprefix("Use it ").split(". Not ", 1)
-    cells = [f"[`{path.stem}`](rainband/strategies/{path.name})", paragraphs[0], use, avoid]
-    return "| " + " | ".join(cell.rstrip(".").replace("|", "\\|") for cell in cells) + " |"
+    work_items = [f"[`{path.stem}`](rainband/strategies/{path.name})", paragraphs[0], use, avoid]
+    return "| " + " | ".join(work_item.rstrip(".").replace("|", "\\|") for work_item in work_items) + " |"
 
 
 def _paragraphs(path: Path) -> list[str]:

@@ -73,7 +73,8 @@ fitted = {name: rainband.fit(task, how, workers=2, servers=1, epochs=found.nfev)
 print(f"L-BFGS: {found.nit} iterations, {found.nfev} passes: largest error {found.metrics['error']:.2g}")
 for name, one in fitted.items():
     print(f"{name + ':':7s} {found.nfev} passes: largest error {one.metrics['error']:.2g}")
-print(f"{found.books.applied} of {found.books.batches} batches counted, {found.books.twice} twice")
+kept = found.accounting
+print(f"{kept.applied} of {kept.batches} batches counted, {kept.applied_twice} twice")
 
 
 def plot(path: Path) -> None:

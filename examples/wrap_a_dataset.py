@@ -49,7 +49,7 @@ task = rainband.ModuleTask(  # 1
 downpour = rainband.Downpour(n_push=2)
 result = rainband.fit(task, strategy=downpour, workers=2, servers=1, epochs=1 if tiny else 10)
 
-books = result.books
+kept = result.accounting
 print(f"accuracy {result.metrics['accuracy']:.3f}")
-print(f"{books.applied} of {books.batches} batches applied, {books.lost} lost, {books.twice} twice")
+print(f"{kept.applied} of {kept.batches} batches applied, {kept.lost} lost, {kept.applied_twice} twice")
 print(f"the module is here: {type(result.module).__name__}; the run is in {result.directory}")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from rainband.protocol.accounting import Books, Staleness
+    from rainband.protocol.accounting import BatchAccounting, Staleness
     from rainband.protocol.events import AnyEvent, Progress
     from rainband.runtimes.config import RunConfig
     from rainband.runtimes.processes.launcher import RunResult
@@ -30,13 +30,13 @@ ENTRIES = {"worker": "rainband.fit:be_worker", "server": "rainband.fit:be_server
 
 
 @dataclasses.dataclass(frozen=True)
-class Fitted:
+class FitResult:
     """What came of a training."""
 
     module: nn.Module  # trained, in evaluation mode
     metrics: dict[str, float]  # of the task's `evaluate`
     history: list[Progress]  # how it went: samples done, loss, staleness, ...
-    books: Books  # what became of every batch
+    accounting: BatchAccounting  # what became of every batch
     staleness: Staleness
     directory: Path  # events, metrics and model.safetensors
     outcome: str  # finished, or stopped (by Ctrl-C)
@@ -61,9 +61,9 @@ def fit(
     failure_timeout_s: float = 5.0,
     runs: str | Path = "runs",
     on_event: Callable[[AnyEvent], None] | None = None,
-    world: str = "local",
+    runtime: str = "processes",
     network: str = "lan",
-) -> Fitted:
+) -> FitResult:
     """Train `task` with `workers` processes and `servers` parameter servers; returns when it is done.
 
     `task` is any object with model(), data(), loss(), evaluate(), batch_size and epochs, or the name of a built-in
@@ -73,7 +73,7 @@ def fit(
     With stages=2 the model is cut in two, and every two workers compute one copy of it together; a batch is cut into
     `microbatches`, so that both have something to do. `schedule` says in which order: one_f_one_b, gpipe, or
     interleaved, where each worker has several stages (`chunks`, two of them) and is idle for a shorter time. `plan` is
-    a file of `rainband plan`, which says how to cut the model.
+    a file of `rainband placement`, which says how to cut the model.
 
     With world="sim" the run is simulated, in virtual time and in this process, over a `network` (lan, 1gbit, wan,
     datacentre, or a TOML file); its seconds are virtual, its gradients true.
@@ -83,7 +83,14 @@ def fit(
     from rainband.errors import RainbandError
     from rainband.runtimes.advice import foreseen
     from rainband.runtimes.config import RunConfig, SimSettings, check_epochs, is_one_memory
-    from rainband.runtimes.stage_options import Flow, check_flow, check_plan, check_versions, read_plan, team_size
+    from rainband.runtimes.stage_options import (
+        PipelineOptions,
+        check_flow,
+        check_plan,
+        check_versions,
+        read_plan,
+        team_size,
+    )
     from rainband.runtimes.stage_plan import check_team, make_team_plan
 
     task_name, task_settings = _named(task, "rainband.tasks")
@@ -91,7 +98,7 @@ def fit(
     made: Strategy = _object(strategy, strategy_name, strategy_settings)
     called = strategy_name or type(strategy).__name__
     check_epochs(made, called, epochs)
-    cut, flow = read_plan(Path(plan) if plan else None, stages), Flow(microbatches, schedule, chunks)
+    cut, flow = read_plan(Path(plan) if plan else None, stages), PipelineOptions(microbatches, schedule, chunks)
     size = team_size(cut, stages) or 1
     if is_one_memory(made):
         servers = 0
@@ -105,8 +112,8 @@ def fit(
         check_versions(made, cut.replicas() if cut is not None else [1] * size)
     elif any(flow):
         raise ValueError("microbatches, schedule and chunks are for a model in several stages: give stages=2, too.")
-    if world not in ("local", "sim"):
-        raise ValueError(f"no world named {world!r}: choose local (processes on this machine) or sim (virtual time).")
+    if runtime not in ("processes", "sim"):
+        raise ValueError(f"no world named {runtime!r}: choose local (processes on this machine) or sim (virtual time).")
     if workers < 1 or servers < 0:
         raise ValueError(f"workers={workers}, servers={servers}: there must be at least one worker.")
     config = RunConfig(
@@ -122,7 +129,7 @@ def fit(
         threads=threads,
         transport=transport,
         failure_timeout_s=failure_timeout_s,
-        world=world,
+        runtime=runtime,
         sim=SimSettings(model=network),
     )
     if size > 1:
@@ -135,7 +142,7 @@ def fit(
         warnings.warn(text, stacklevel=2)
     notes = _Notes(on_event)
     carried = {"task": None if task_name else task, "strategy": None if strategy_name else strategy}
-    with _inherited(carried if world == "local" else {}) as fds:
+    with _inherited(carried if runtime == "processes" else {}) as fds:
         config = _in_directory(config, Path(runs))
         result = _train(config, task, made, notes, fds)
     if result.outcome == "failed":
@@ -148,7 +155,7 @@ def _train(config: RunConfig, task: Task | str, strategy: Strategy, notes: _Note
     from rainband.runtimes.processes import launcher as local
     from rainband.runtimes.simulation import run as sim
 
-    if config.world == "sim":
+    if config.runtime == "sim":
         made: Task = _object(task, config.task, config.task_settings)
         return sim.run(config, notes, task=made, strategy=strategy)
     return local.run(config, notes, capture=True, entries=ENTRIES, fds=fds, strategy=strategy)
@@ -157,7 +164,7 @@ def _train(config: RunConfig, task: Task | str, strategy: Strategy, notes: _Note
 def _warn_if_diverged(result: RunResult) -> None:
     from rainband.runtimes.result import diverged
 
-    if many := diverged(result.books):
+    if many := diverged(result.accounting):
         warnings.warn(
             f"the training diverged: {many.skipped} of {many.batches} batches were skipped, because their gradients "
             "were not finite. Try a smaller learning rate, and see whether there is NaN in the data.",
@@ -174,12 +181,12 @@ class _Notes:
         self.traceback = ""
 
     def __call__(self, event: AnyEvent) -> None:
-        from rainband.protocol.events import Printed, Progress, UserError
+        from rainband.protocol.events import ProcessOutput, Progress, UserError
 
         match event:
             case Progress():
                 self.history.append(event)
-            case Printed():
+            case ProcessOutput():
                 print(*event.lines, sep="\n")
             case UserError():
                 self.traceback = f"\n\n{event.traceback}"
@@ -195,12 +202,12 @@ def _in_directory(config: RunConfig, runs: Path) -> RunConfig:
     return msgspec.structs.replace(config, directory=str(new_directory(runs, config.task, config.strategy)))
 
 
-def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Notes) -> Fitted:
+def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Notes) -> FitResult:
     import msgspec
     import safetensors.torch
     import torch
 
-    from rainband.protocol.accounting import Books, Staleness
+    from rainband.protocol.accounting import BatchAccounting, Staleness
 
     directory = Path(config.directory)
     with torch.random.fork_rng(devices=[]):
@@ -208,11 +215,11 @@ def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Note
     saved = directory / "model.safetensors"
     if saved.exists():  # a run that was interrupted before it began has none
         safetensors.torch.load_model(module, str(saved))
-    return Fitted(
+    return FitResult(
         module=module.eval(),
         metrics=result.metrics,
         history=notes.history,
-        books=msgspec.convert(result.books, Books),
+        accounting=msgspec.convert(result.accounting, BatchAccounting),
         staleness=msgspec.convert(result.staleness, Staleness, strict=False),
         directory=directory,
         outcome=result.outcome,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from rainband.runtimes.training_loop.loop import OwnLoop
-    from rainband.runtimes.training_loop.single_process import Alone
+    from rainband.runtimes.training_loop.loop import TrainingLoop
+    from rainband.runtimes.training_loop.single_process import SingleProcessLoop
 
 MEMBERSHIP = "__rainband__"  # `rainband run` leaves a script's place in the run under this name in its __main__
 
@@ -30,7 +30,7 @@ def place() -> tuple[int, int]:
     return member.index, member.num_workers
 
 
-def join(model: nn.Module, optimizer: Any) -> OwnLoop | Alone:
+def join(model: nn.Module, optimizer: Any) -> TrainingLoop | SingleProcessLoop:
     """Train this model together with the other workers; in a script started by `rainband run`.
 
         with rainband.join(model, optimizer) as run:
@@ -47,13 +47,13 @@ def join(model: nn.Module, optimizer: Any) -> OwnLoop | Alone:
     main = sys.modules["__main__"]
     member = getattr(main, MEMBERSHIP, None)
     if member is None:
-        from rainband.runtimes.training_loop.single_process import Alone
+        from rainband.runtimes.training_loop.single_process import SingleProcessLoop
 
         _say_alone()
-        return Alone()
+        return SingleProcessLoop()
     if getattr(member, "joined", False):
         raise ValueError("this script has joined its run already: train all that is to be trained in one `with`.")
     member.joined = True
-    from rainband.runtimes.training_loop.loop import OwnLoop
+    from rainband.runtimes.training_loop.loop import TrainingLoop
 
-    return OwnLoop(model, optimizers, member)
+    return TrainingLoop(model, optimizers, member)

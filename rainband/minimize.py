@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from rainband.protocol.accounting import Books
-    from rainband.protocol.events import AnyEvent, Iterated
+    from rainband.protocol.accounting import BatchAccounting
+    from rainband.protocol.events import AnyEvent, IterationDone
     from rainband.tasks.task import Task
 
 METHODS = {"lbfgs": "sandblaster", "cg": "conjugate_gradient"}
@@ -28,7 +28,7 @@ STATUS = {"iterations are done": 1, "no lower loss": 2, "not finite": 3, "stoppe
 
 
 @dataclass(frozen=True)
-class Minimum:
+class MinimizeResult:
     """What was found."""
 
     x: NDArray[Any]  # all parameters of the model as one vector, in the order of module.parameters()
@@ -40,10 +40,10 @@ class Minimum:
     nit: int  # iterations
     nfev: int  # evaluations of the loss, each with its gradient
     njev: int
-    history: list[Iterated]  # each iteration: loss, gradient norm, step, evaluations, ...
+    history: list[IterationDone]  # each iteration: loss, gradient norm, step, evaluations, ...
     module: nn.Module  # with these parameters
     metrics: dict[str, float]  # of the task's `evaluate`
-    books: Books  # what became of every batch
+    accounting: BatchAccounting  # what became of every batch
     directory: Path
 
 
@@ -54,10 +54,10 @@ def minimize(
     servers: int = 2,
     *,
     tol: float | None = None,
-    callback: Callable[[Iterated], None] | None = None,
+    callback: Callable[[IterationDone], None] | None = None,
     run: dict[str, Any] | None = None,
     **settings: Any,
-) -> Minimum:
+) -> MinimizeResult:
     """Minimise the loss of `task` over all its samples, by "lbfgs" or "cg"; returns when it is done.
 
     `tol` is the norm of the gradient at which to stop. `callback` is called with every iteration. `settings` are those
@@ -65,16 +65,16 @@ def minimize(
     is what rainband.fit takes besides: batch_size, seed, threads, transport, ...
     """
     from rainband.plugins import load_strategy
-    from rainband.protocol.events import Iterated
+    from rainband.protocol.events import IterationDone
 
     if method not in METHODS:
         raise ValueError(f"no method named {method!r}: choose from {', '.join(METHODS)}.")
     if tol is not None:
         settings = {"loss_tolerance": 0.0, **settings, "gradient_tolerance": tol}
-    history: list[Iterated] = []
+    history: list[IterationDone] = []
 
     def note(event: AnyEvent) -> None:
-        if isinstance(event, Iterated):
+        if isinstance(event, IterationDone):
             history.append(event)
             if callback is not None:
                 callback(event)
@@ -84,7 +84,7 @@ def minimize(
     return _minimum(fitted, history)
 
 
-def _minimum(fitted: Any, history: list[Iterated]) -> Minimum:
+def _minimum(fitted: Any, history: list[IterationDone]) -> MinimizeResult:
     from torch.nn.utils import parameters_to_vector
 
     if not history:
@@ -93,7 +93,7 @@ def _minimum(fitted: Any, history: list[Iterated]) -> Minimum:
     message = last.end or "stopped"
     converged = message.startswith(CONVERGED)
     status = 0 if converged else next(number for words, number in STATUS.items() if words in message)
-    return Minimum(
+    return MinimizeResult(
         x=parameters_to_vector(fitted.module.parameters()).detach().numpy(),
         fun=float("nan") if last.loss is None else last.loss,
         gradient_norm=float("nan") if last.gradient_norm is None else last.gradient_norm,
@@ -106,6 +106,6 @@ def _minimum(fitted: Any, history: list[Iterated]) -> Minimum:
         history=history,
         module=fitted.module,
         metrics=fitted.metrics,
-        books=fitted.books,
+        accounting=fitted.accounting,
         directory=fitted.directory,
     )

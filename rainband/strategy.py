@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.model.gradient import Gradient as Gradient
-    from rainband.protocol.data_plan import Name, Plan
+    from rainband.protocol.data_plan import DataPlan, PushId
     from rainband.protocol.layout import BlockSpec
     from rainband.protocol.lr_schedules import Schedule
-    from rainband.protocol.messages import Limit, Load, Message, Named, Pull, Push
+    from rainband.protocol.messages import InitBlock, Message, Pull, Push, RoundChosen, StalenessLimit
     from rainband.protocol.optimizer_spec import OptimizerSpec
-    from rainband.protocol.parameter_buffers import Place
+    from rainband.protocol.parameter_buffers import ParameterBuffer
     from rainband.protocol.vectors import Operation
 else:
     Gradient = Any  # strategies import the name for annotations only: no torch for --help
@@ -37,7 +37,7 @@ class Requirements:
     coordinated: bool = False  # lead() runs on the coordinator, and decides how often the data is used
     shared_memory: bool = False  # all workers write to one copy of the parameters, on one machine
     whole_model: bool = False  # a worker must hold the whole model: no stages
-    stages: Stashes | None = None  # a pipeline whose stages step by themselves, with these weight versions
+    stages: StageVersions | None = None  # a pipeline whose stages step by themselves, with these weight versions
     custom_loop: bool = True  # a user's own training loop may use it
     guard: bool = False  # without servers: the divergence guard may lower the learning rate
 
@@ -74,11 +74,11 @@ class Strategy(ABC):
         """What a run must know before it starts."""
         return Requirements()
 
-    def server(self, num_workers: int) -> ServerHalf | None:
+    def server(self, num_workers: int) -> ServerPart | None:
         """The server part; None where `requires.servers` is false."""
         return None
 
-    async def lead(self, coordinator: Leading) -> None:
+    async def coordinate(self, coordinator: CoordinatorApi) -> None:
         """The coordinator part, if `requires.coordinated`; when it returns, the run is done."""
         raise NotImplementedError(f"{type(self).__name__} has no coordinator part.")
 
@@ -98,11 +98,11 @@ class Evaluation(NamedTuple):
     samples: int
 
 
-class Leading(Protocol):
+class CoordinatorApi(Protocol):
     """All that `lead` may touch. Operations start at the call; awaiting waits."""
 
     @property
-    def num_cells(self) -> int:
+    def num_items(self) -> int:
         """Into how many cells the data is cut."""
 
     @property
@@ -111,7 +111,7 @@ class Leading(Protocol):
     def compute(self, *operations: Operation) -> Awaitable[tuple[float, ...]]:
         """Vector arithmetic on every block of every server; the numbers of its dot products and norms, in order."""
 
-    def evaluate(self, *operations: Operation, cells: Sequence[int] | None = None) -> Awaitable[Evaluation]:
+    def evaluate(self, *operations: Operation, work_items: Sequence[int] | None = None) -> Awaitable[Evaluation]:
         """The same, and then the loss and its gradient at the parameters as they are now, over some cells or all."""
 
     def note(self, iteration: int, loss: float, gradient_norm: float, step: float, end: str = "") -> None:
@@ -119,7 +119,7 @@ class Leading(Protocol):
 
 
 @dataclass(frozen=True)
-class ServerHalf:
+class ServerPart:
     """What every block of a server gets: a rule of its own, an optimizer, a learning-rate schedule."""
 
     rule: Callable[[], Rule]
@@ -171,60 +171,60 @@ class Rule:
         """How far a reader may be ahead; None: there is no bound."""
         return None
 
-    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+    def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         """An accepted push has come (no gradient: its batches are skipped). The gradient is only lent."""
         raise NotImplementedError
 
-    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+    def admits(self, block: RuleBlock, pull: Pull, reader: int) -> bool:
         """May this reader read now?"""
         return True
 
-    def forget(self, block: Block, worker: int) -> None:
+    def forget(self, block: RuleBlock, worker: int) -> None:
         """Do not wait for that worker; what it gave stays."""
 
-    def flush(self, block: Block) -> None:
+    def flush(self, block: RuleBlock) -> None:
         """Apply what is buffered: the end of the run, or other numbers."""
 
     def retune(self, bound: int) -> None:
         """Use another bound from now on."""
 
-    def limit(self) -> Limit | None:
+    def limit(self) -> StalenessLimit | None:
         """The bound, and the most that a reader missed; None: it bounds nothing."""
         return None
 
-    def enter(self, block: Block, worker: int, base: int) -> None:
+    def enter(self, block: RuleBlock, worker: int, base: int) -> None:
         """A worker asks to read: from now on it is waited for. It has pushed nothing before clock `base`."""
 
-    def tick(self, block: Block, worker: int, clock: int) -> None:
+    def tick(self, block: RuleBlock, worker: int, clock: int) -> None:
         """A push of this worker was answered, whatever became of it."""
 
     def clock_of(self, worker: int) -> int:
         return -1
 
-    def holder(self, block: Block, pull: Pull, reader: int) -> int | None:
+    def holder(self, block: RuleBlock, pull: Pull, reader: int) -> int | None:
         """For whom does a reader wait that is not admitted? None: for its own pushes."""
         return None
 
-    def take_chosen(self) -> list[Named]:
+    def take_chosen(self) -> list[RoundChosen]:
         """What block 0 has chosen since the last call, to be told to the others."""
         return []
 
-    def choose(self, block: Block, named: Named) -> None:
+    def choose(self, block: RuleBlock, named: RoundChosen) -> None:
         """Block 0 has chosen."""
 
-    def give(self, block: Block, reader: int) -> None:
+    def give(self, block: RuleBlock, reader: int) -> None:
         """A reader is admitted, and computes with the block as it is now."""
 
     def copy_of(self, reader: int, version: int) -> Tensor | None:
         return None
 
 
-class Block(Protocol):
+class RuleBlock(Protocol):
     """What a rule may touch of a block."""
 
     index: int
-    plan: Plan
-    place: Place
+    plan: DataPlan
+    place: ParameterBuffer
     values: Tensor  # the parameters, in the precision in which they are kept
     version: int
 
@@ -237,7 +237,7 @@ class Block(Protocol):
     def accumulate(self, gradient: Tensor, push: Push) -> None:
         """Add to the sum of the evaluation at hand; the parameters stay as they are."""
 
-    def drop(self, names: Sequence[Name], reason: str) -> None:
+    def drop(self, names: Sequence[PushId], reason: str) -> None:
         """These batches come to nothing, for a reason: whether they have come or not, they are done with."""
 
 
@@ -256,10 +256,10 @@ class Worker(Protocol):
     @property
     def server(self) -> Servers: ...
 
-    def cells(self) -> AsyncIterator[Cell]:
+    def work_items(self) -> AsyncIterator[WorkItem]:
         """The cells leased to this worker, until the run's data is done; in rounds, each when its round is open."""
 
-    def still_wants(self, cell: Cell) -> Awaitable[bool]:
+    def still_needed(self, work_item: WorkItem) -> Awaitable[bool]:
         """Is a cell that was begun still this worker's to do? Looks at what has come; others may have delivered it."""
 
     def gradient(self, batch: Batch) -> Awaitable[Gradient]:
@@ -268,7 +268,7 @@ class Worker(Protocol):
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> LocalOptimizer:
         """An optimizer that runs on this worker, on its own parameters."""
 
-    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> StageOfPipeline:
+    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         """The stage that this worker is, where several compute one model together."""
 
 
@@ -277,7 +277,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Stashes:
+class StageVersions:
     """How a stage deals with the versions of its parameters."""
 
     stash: bool = True  # a backward uses those of its forward
@@ -287,7 +287,7 @@ class Stashes:
     micros: int = 0  # double-buffered: so many batches make an update; 0: one for each stage
 
 
-class StageOfPipeline(Protocol):
+class PipelineStage(Protocol):
     """A worker's own stage of a pipeline that is never flushed."""
 
     ahead: int  # forwards before the first backward
@@ -364,7 +364,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     lease: int
 
 
-class Cell(msgspec.Struct, frozen=True, gc=False):
+class WorkItem(msgspec.Struct, frozen=True, gc=False):
     """The unit of pushing: batches that are summed into one push."""
 
     batches: tuple[Batch, ...]
@@ -380,10 +380,10 @@ class Port(Protocol):
     def send(self, message: Message) -> None:
         """Send a message without payload."""
 
-    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
         """Send a message with a payload that `fill` writes; returns when it was written, may wait for room."""
 
-    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+    def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         """Direct only: copy a block's parameters; returns the version, None if that point is gone."""
 
 

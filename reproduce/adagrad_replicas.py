@@ -15,7 +15,7 @@ WORKERS = (1, 8, 16, 32)
 EPOCHS, BATCH_SIZE, USABLE = 4, 16, 30.0  # with fewer errors than that, in percent, so many workers are of use
 RATES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # with many workers the smallest is not the best
 ADAGRAD: dict[str, Any] = {"optimizer": "adagrad", "lr": 0.01}
-WARM: dict[str, Any] = {"warm_batches": 90}  # one epoch
+WARM: dict[str, Any] = {"warm_start_batches": 90}  # one epoch
 Point = tuple[float, float, float]  # workers, mean error, spread
 
 

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from rainband.coordinator.coordinator import RunSettings
 from rainband.model.flat_parameters import Flat
 from rainband.protocol.messages import Push
-from rainband.runtimes.simulation.cluster import Notes, Play, World
-from rainband.runtimes.simulation.gradients import RealBody
+from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
+from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.run import join_of
-from rainband.runtimes.simulation.shared_module import Desk
+from rainband.runtimes.simulation.shared_module import SharedModule
 from rainband.strategies.soft_sync import SoftSync
 from rainband.tasks.quadratic import Quadratic
 from reproduce.runs import arguments, draw, report
@@ -42,13 +42,13 @@ MODEL = ClusterModel(
 def trajectory(groups: int, seed: int) -> NDArray[np.float64]:
     """The distance from the lowest point after each update of one run."""
     flat, data = Flat(TASK.model()), TASK.data()
-    strategy, desk = SoftSync(n=groups, scaling="none", lr=RATE, guard=False), Desk(flat)
+    strategy, shared_module = SoftSync(n=groups, scaling="none", lr=RATE, guard=False), SharedModule(flat)
     join = join_of(strategy, flat, "", len(data), TASK.batch_size, TASK.epochs)
-    play = Play(strategy, join, lambda: RealBody(desk, TASK, data, groups), real=True)
-    world = World(play, RunSettings(num_workers=groups, num_servers=1), MODEL, Notes(), seed=seed)
+    play = Scenario(strategy, join, lambda: GradientCompute(shared_module, TASK, data, groups), real=True)
+    runtime = SimulatedCluster(play, RunSettings(num_workers=groups, num_servers=1), MODEL, Notes(), seed=seed)
     path: list[float] = []
-    world.start()
-    node = world.servers[0]
+    runtime.start()
+    node = runtime.servers[0]
 
     def watch() -> None:
         (block,) = node.server.blocks.values()
@@ -61,7 +61,7 @@ def trajectory(groups: int, seed: int) -> NDArray[np.float64]:
         block.apply = noted  # type: ignore[method-assign, assignment]
 
     node.assigned = lambda server: watch()  # type: ignore[union-attr]
-    world.run()
+    runtime.run()
     target = float(data.batch(np.arange(1))[0][0])
     return np.array(path[:UPDATES]) - target
 

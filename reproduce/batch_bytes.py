@@ -9,12 +9,12 @@ from __future__ import annotations
 from rainband.coordinator.coordinator import RunSettings
 from rainband.model.flat_parameters import Flat
 from rainband.plugins import load_strategy
-from rainband.protocol.events import AnyEvent, Iterated
-from rainband.runtimes.simulation.cluster import Notes, Play, World
-from rainband.runtimes.simulation.gradients import RealBody
+from rainband.protocol.events import AnyEvent, IterationDone
+from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
+from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.cluster_model import load_model
 from rainband.runtimes.simulation.run import join_of
-from rainband.runtimes.simulation.shared_module import Desk
+from rainband.runtimes.simulation.shared_module import SharedModule
 from rainband.strategy import Strategy
 from rainband.tasks.digits import Digits
 from reproduce.runs import arguments, draw, over_seeds, report
@@ -26,19 +26,19 @@ N_PUSH = (1, 4, 16, 45)  # of the 90 minibatches in a pass; with 45 each worker 
 def bytes_per_pass(strategy: Strategy, seed: int) -> float:
     task, passes = Digits(), [1]
     flat, data = Flat(task.model()), task.data()
-    desk = Desk(flat)
+    shared_module = SharedModule(flat)
     join = join_of(strategy, flat, "", len(data), BATCH_SIZE, epochs=1)
-    play = Play(strategy, join, lambda: RealBody(desk, task, data, WORKERS), real=True)
+    play = Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, WORKERS), real=True)
 
     def show(event: AnyEvent) -> None:
-        if isinstance(event, Iterated):
+        if isinstance(event, IterationDone):
             passes[0] = event.evaluations
 
     settings = RunSettings(num_workers=WORKERS, num_servers=1, seed=seed)
-    world = World(play, settings, load_model("lan", {"step_s": 0.01}), Notes(show=show), seed=seed)
-    world.start()
-    world.run()
-    stats = [worker.stats for worker in world.workers.values()]
+    runtime = SimulatedCluster(play, settings, load_model("lan", {"step_s": 0.01}), Notes(show=show), seed=seed)
+    runtime.start()
+    runtime.run()
+    stats = [worker.stats for worker in runtime.workers.values()]
     saved = sum(4 * parameter.numel() for parameter in flat.parameters)  # the model is fetched once more at the end
     return (sum(s.pushed_bytes + s.pulled_bytes for s in stats) - saved) / passes[0]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rainband.model_parallel.placement.profile import Profile, Unit, Value
+from rainband.model_parallel.placement.profile import CutValue, Profile, Unit
 
 IMAGE = (3, 224, 224)
 FLOAT_BYTES = 4
@@ -96,6 +96,6 @@ def profile_of(net: str, batch_size: int, flops_per_s: float) -> Profile:
         )
         size = y.numel() * FLOAT_BYTES
         if place + 1 < len(names):
-            values.append(Value(name, name, (names[place + 1],), size, size))
+            values.append(CutValue(name, name, (names[place + 1],), size, size))
         x = y
     return Profile(net, batch_size, tuple(units), tuple(values))

@@ -21,7 +21,7 @@ from torch import nn
 
 from rainband.model.layers import LocallyConnected2d
 from rainband.model_parallel.graph.tile_regions import Window, bounds, overlaps
-from rainband.model_parallel.placement.profile import Profile, Unit, Value
+from rainband.model_parallel.placement.profile import CutValue, Profile, Unit
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel, load_model
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from reproduce.runs import arguments, draw, over_seeds, report
@@ -83,18 +83,18 @@ def speech(machines: int) -> Profile:
         names = [f"{layer}.{part}" for part in range(machines)]
         times = linear_s(inputs, outputs // machines)
         units += [Unit(name, *times, inputs * outputs // machines * FLOAT_BYTES) for name in names]
-        values += [Value(name, name, tuple(names), *_both_ways(SPEECH[layer] / machines)) for name in below]
+        values += [CutValue(name, name, tuple(names), *_both_ways(SPEECH[layer] / machines)) for name in below]
         below = names
     tops = [f"softmax.{part}" for part in range(machines)]
     units += [Unit(name) for name in tops]
-    values += [Value(name, name, tuple(tops), BATCH * FLOAT_BYTES, 0) for name in below]
+    values += [CutValue(name, name, tuple(tops), BATCH * FLOAT_BYTES, 0) for name in below]
     return Profile("speech", BATCH, tuple(units), tuple(values))
 
 
 def images(rows: int, columns: int) -> Profile:
     """Tile t of each layer on machine t; rims go to neighbours, what is pooled to all, for their share of classes."""
     units: list[Unit] = []
-    values: list[Value] = []
+    values: list[CutValue] = []
     tiles, side, channels = rows * columns, PIXELS, 3
     for layer in range(LOCAL_LAYERS):
         here = (bounds(side, rows), bounds(side, columns))
@@ -111,13 +111,13 @@ def images(rows: int, columns: int) -> Profile:
     tops = [f"classes.{tile}" for tile in range(tiles)]
     units += [Unit(name, *linear_s(POOLED, -(-CLASSES // tiles)), POOLED * CLASSES // tiles * 4) for name in tops]
     last = [f"{LOCAL_LAYERS - 1}.{tile}" for tile in range(tiles)]
-    values += [Value(f"{name} pooled", name, tuple(tops), *_both_ways(POOLED / tiles)) for name in last]
+    values += [CutValue(f"{name} pooled", name, tuple(tops), *_both_ways(POOLED / tiles)) for name in last]
     return Profile("images", BATCH, tuple(units), tuple(values))
 
 
 def _rims(
     below: str, reader: str, edges: tuple[list[int], list[int]], tile: tuple[tuple[int, int], ...], channels: int
-) -> list[Value]:
+) -> list[CutValue]:
     """What a tile needs of every tile of the layer below, its own included."""
     window = Window(kernel=WINDOW)
     seen = [window.sees(begin, end, edge[-1]) for (begin, end), edge in zip(tile, edges, strict=True)]
@@ -126,7 +126,7 @@ def _rims(
         for across in overlaps(edges[1], seen[1].begin, seen[1].end):
             source = down.tile * (len(edges[1]) - 1) + across.tile
             numbers = (down.end - down.begin) * (across.end - across.begin) * channels
-            parts.append(Value(f"{below}{source} to {reader}", f"{below}{source}", (reader,), *_both_ways(numbers)))
+            parts.append(CutValue(f"{below}{source} to {reader}", f"{below}{source}", (reader,), *_both_ways(numbers)))
     return parts
 
 

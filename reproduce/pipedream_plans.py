@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from rainband.model_parallel.placement.pipedream_planner import pipedream
-from rainband.model_parallel.placement.placement import Plan, Stage
+from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.predict import predicted
-from rainband.model_parallel.placement.profile import Network, Profile, Resources
+from rainband.model_parallel.placement.profile import LinkSpeed, Profile, Resources
 from rainband.model_parallel.schedules.builders import pipedream as table_of
 from rainband.model_parallel.schedules.check import Costs
 from rainband.model_parallel.schedules.check import check as play
@@ -32,7 +32,7 @@ MICROS = 400  # played to see the rate
 
 
 def cluster(gbit: float) -> Resources:
-    network = Network(
+    network = LinkSpeed(
         bytes_per_s=INSIDE_BYTES_PER_S,
         latency_s=20e-6,
         machines_per_group=PER_SERVER,
@@ -42,19 +42,21 @@ def cluster(gbit: float) -> Resources:
     return Resources(num_machines=MACHINES, network=network)
 
 
-def data_parallel(numbers: Profile, resources: Resources) -> Plan:
+def data_parallel(numbers: Profile, resources: Resources) -> Placement:
     """Every machine has the whole model."""
-    everything = Stage(tuple(range(MACHINES)), numbers.names)
-    plan = Plan(model=numbers.model, kind="pipeline", partitioner="none", num_machines=MACHINES, stages=(everything,))
+    everything = PlacedStage(tuple(range(MACHINES)), numbers.names)
+    plan = Placement(
+        model=numbers.model, kind="pipeline", partitioner="none", num_machines=MACHINES, stages=(everything,)
+    )
     return predicted(plan, numbers, resources)
 
 
-def batch_s(plan: Plan) -> float:
+def batch_s(plan: Placement) -> float:
     assert plan.predicted is not None
     return plan.predicted.batch_s
 
 
-def played_s(plan: Plan, numbers: Profile) -> float:
+def played_s(plan: Placement, numbers: Profile) -> float:
     """Seconds between two batches when the plan's schedule is played, computing only: a check of the formula."""
     units = [[numbers.by_name[name] for name in stage.units] for stage in plan.stages]
     costs = Costs(
@@ -65,7 +67,7 @@ def played_s(plan: Plan, numbers: Profile) -> float:
     return (full - half) / (MICROS - MICROS // 2)
 
 
-def sent_bytes(plan: Plan, numbers: Profile) -> float:
+def sent_bytes(plan: Placement, numbers: Profile) -> float:
     """In one batch, by all machines: gradients and parameters of replicas, and what crosses stages."""
     assert plan.predicted is not None
     replicated = [(len(stage.machines), numbers.parameter_bytes(stage.units)) for stage in plan.stages]
@@ -79,7 +81,7 @@ def profile(net: str, teraflops: float) -> Profile:
 
 @dataclass(frozen=True)
 class Compared:
-    plan: Plan
+    plan: Placement
     shape: str  # machines of each stage: 15-1; of data parallelism: 16
     images_per_s: float
     gain: float  # over data parallelism

@@ -21,10 +21,10 @@ NAMES = ("on demand", "static split", "at best")
 
 def evaluation_s(factor: float, seed: int) -> float:
     """The mean time of an evaluation."""
-    seen: list[events.Iterated] = []
+    seen: list[events.IterationDone] = []
 
     def note(event: events.AnyEvent) -> None:
-        if isinstance(event, events.Iterated):
+        if isinstance(event, events.IterationDone):
             seen.append(event)
 
     compute = {"kind": "constant", "step_s": STEP_S, "slow_workers": (0,), "slow_factor": factor}
@@ -35,7 +35,7 @@ def evaluation_s(factor: float, seed: int) -> float:
             strategy_settings={"iterations": 6, "n_push": 1, "gradient_tolerance": 0.0, "loss_tolerance": 0.0},
             num_workers=WORKERS,
             num_servers=1,
-            world="sim",
+            runtime="sim",
             seed=seed,
             batch_size=16,
             directory=folder,

@@ -75,7 +75,7 @@ def simulate(
             strategy_settings=settings,
             num_workers=workers,
             num_servers=1,
-            world="sim",
+            runtime="sim",
             seed=seed,
             batch_size=batch_size,
             epochs=epochs,

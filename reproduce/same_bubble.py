@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from rainband.model_parallel.execution.in_process import Pipeline
 from rainband.model_parallel.execution.stage import Stage
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.graph.split_loss import Micro
+from rainband.model_parallel.graph.split_loss import LossMicrobatch
 from rainband.model_parallel.schedules.builders import gpipe, one_f_one_b
 from rainband.model_parallel.schedules.check import Costs, check
 from rainband.model_parallel.schedules.table import Table
@@ -72,7 +72,7 @@ def peak_bytes(schedule: Callable[[int, int], Table], stages: int, micros: int) 
     stage_of = {unit: int(unit.split("_")[1]) for unit in graph.units}
     pipeline = Pipeline(graph, stage_of, schedule(stages, micros), partial(torch.optim.SGD, lr=0.1))
     saved = {number: Saved(stage) for (_, number), stage in pipeline.stages.items()}
-    pipeline.run([Micro((x,), lambda y: (y**2).mean(), SAMPLES) for x in batches])
+    pipeline.run([LossMicrobatch((x,), lambda y: (y**2).mean(), SAMPLES) for x in batches])
     assert all(stage.now == 0 for stage in saved.values()), "something was not freed"
     return [saved[number].peak for number in range(stages)]
 
@@ -83,10 +83,10 @@ def largest_error() -> tuple[float, float]:
     for stages, micros in SIZES:
         for forward_s, backward_s in COSTS:
             costs = Costs((forward_s,), (backward_s,))
-            facts = [check(make(stages, micros), costs) for make in SCHEDULES.values()]
+            state = [check(make(stages, micros), costs) for make in SCHEDULES.values()]
             wanted = (stages - 1) / (micros + stages - 1)
-            from_formula = max(from_formula, *(abs(fact.bubble - wanted) for fact in facts))
-            from_each_other = max(from_each_other, abs(facts[0].total_s - facts[1].total_s))
+            from_formula = max(from_formula, *(abs(fact.bubble - wanted) for fact in state))
+            from_each_other = max(from_each_other, abs(state[0].total_s - state[1].total_s))
     return from_formula, from_each_other
 
 

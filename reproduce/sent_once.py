@@ -20,7 +20,7 @@ from reproduce.runs import arguments, draw, over_seeds, report
 LAYERS, WIDTH, REACH = 4, 24, 3  # a local node reads from neighbours at most so far away
 SIZE, BATCH = 4, 6  # numbers in a node, samples
 MACHINES = (2, 3, 4, 6, 8, 12)
-KINDS = ("local", "fully connected")
+KINDS = ("processes", "fully connected")
 
 Wiring = dict[tuple[int, int], tuple[int, ...]]  # (layer, place) -> the places of the layer below that it reads
 
@@ -32,7 +32,7 @@ def wiring(kind: str, dice: random.Random) -> Wiring:
         for place in range(WIDTH):
             near = range(max(0, place - REACH), min(WIDTH, place + REACH + 1))
             chosen = tuple(p for p in near if p == place or dice.random() < 2 / 3)
-            reads[layer, place] = chosen if kind == "local" else tuple(range(WIDTH))
+            reads[layer, place] = chosen if kind == "processes" else tuple(range(WIDTH))
     return reads
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from rainband.model_parallel.placement.profile import Profile, Value
+from rainband.model_parallel.placement.profile import CutValue, Profile
 from rainband.runtimes.simulation.models.clock import VirtualClock
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel
-from rainband.runtimes.simulation.models.compute import ComputeModel, Pace
+from rainband.runtimes.simulation.models.compute import ComputeModel, ComputePace
 from rainband.runtimes.simulation.models.network import Flow, Network, Parcel
 
 Do = Callable[[], None]
@@ -44,7 +44,7 @@ class _Host:
 
     def __init__(self, play: _Play, number: int, compute: ComputeModel, seed: int) -> None:
         self.play, self.number = play, number
-        self.pace = Pace(compute, seed, number)
+        self.pace = ComputePace(compute, seed, number)
         self.card = play.network.machine()
         self.flows: dict[int, Flow] = {}
         self.jobs: deque[tuple[float, Do]] = deque()
@@ -82,8 +82,8 @@ class _Play:
         self.message_s = cluster.nodes.message_s
         numbers = range(max(placement.values()) + 1)
         self.hosts = [_Host(self, number, cluster.compute, seed) for number in numbers]
-        self.made: dict[str, list[Value]] = {name: [] for name in profile.names}
-        self.read: dict[str, list[Value]] = {name: [] for name in profile.names}
+        self.made: dict[str, list[CutValue]] = {name: [] for name in profile.names}
+        self.read: dict[str, list[CutValue]] = {name: [] for name in profile.names}
         for value in profile.values:
             self.made[value.maker].append(value)
             for reader in value.readers:
@@ -114,21 +114,21 @@ class _Play:
         if not self.missing[name]:
             self._backward(name)
 
-    def _arrived(self, value: Value, machine: int) -> None:
+    def _arrived(self, value: CutValue, machine: int) -> None:
         for reader in value.readers:
             if self.placement[reader] == machine:
                 self.missing[reader] -= 1
                 if not self.missing[reader]:
                     self._forward(reader)
 
-    def _others(self, value: Value) -> list[int]:
+    def _others(self, value: CutValue) -> list[int]:
         """Machines to send to, beginning with the next: then they do not all begin with the first."""
         here, count = self.placement[value.maker], len(self.hosts)
         return sorted({self.placement[r] for r in value.readers} - {here}, key=lambda other: (other - here) % count)
 
     # ---- backward ----
 
-    def _returns(self, value: Value) -> list[int]:
+    def _returns(self, value: CutValue) -> list[int]:
         """Machines from which a gradient comes back; the value's own counts if it reads it, too."""
         here = self.placement[value.maker]
         machines = {self.placement[reader] for reader in value.readers}
@@ -152,7 +152,7 @@ class _Play:
             elif value.backward_bytes:
                 host.send(self.hosts[home], value.backward_bytes, lambda v=value: self._returned(v))  # type: ignore[misc]
 
-    def _returned(self, value: Value) -> None:
+    def _returned(self, value: CutValue) -> None:
         self.missing[value.maker] -= 1
         if not self.missing[value.maker]:
             self._backward(value.maker)

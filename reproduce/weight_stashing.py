@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from rainband.model_parallel.execution.in_process import Pipeline
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.graph.split_loss import Micro
+from rainband.model_parallel.graph.split_loss import LossMicrobatch
 from rainband.model_parallel.schedules.builders import pipedream
 from rainband.model_parallel.schedules.table import Table
 from rainband.tasks.digits import Digits
@@ -56,7 +56,7 @@ def by_pipeline(model: nn.Sequential, batches: Samples, table: Table) -> list[fl
     graph = cut(model, (batches[0][0],))
     stages = {unit: int(unit.split("_")[1]) for unit in graph.units}  # _2_0 is in the third of the stages
     pipeline = Pipeline(graph, stages, table, partial(torch.optim.SGD, lr=LR))
-    return pipeline.run([Micro((x,), partial(functional.cross_entropy, target=y), len(x)) for x, y in batches])
+    return pipeline.run([LossMicrobatch((x,), partial(functional.cross_entropy, target=y), len(x)) for x, y in batches])
 
 
 def by_delayed_sgd(model: nn.Sequential, batches: Samples, delay_of: Callable[[int], int]) -> list[float]:

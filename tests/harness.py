@@ -24,59 +24,74 @@ import rainband.server.block
 from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.errors import Stop
 from rainband.model.gradient import Gradient
-from rainband.protocol.data_plan import Plan, choose_portion_batches
-from rainband.protocol.layout import BlockSpec, Entry, arrange
+from rainband.protocol.data_plan import DataPlan, choose_portion_batches
+from rainband.protocol.layout import BlockSpec, LayoutEntry, arrange
 from rainband.protocol.messages import (
     COORDINATOR,
+    AcceptedBatches,
     Ack,
     Address,
-    Ask,
-    Beat,
-    Bye,
     Conclude,
     Concluded,
     Ended,
     Finish,
     Forget,
     Go,
+    Heartbeat,
+    InitBlock,
     Join,
     Lease,
     LeaseEnd,
-    Load,
+    LeaseRequest,
     Message,
     Params,
     Peer,
     Pull,
     Push,
     Report,
+    ReportRequest,
     Return,
     Revoke,
     ServerJoin,
-    Sets,
-    Want,
+    Shutdown,
     Welcome,
     decode,
     encode,
 )
-from rainband.protocol.parameter_buffers import Place
+from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.server.block import Block
 from rainband.server.server import Server
-from rainband.strategy import Batch, ServerHalf
+from rainband.strategy import Batch, ServerPart
 from rainband.worker.client import Client, Handle, PullHandle
 from rainband.worker.worker import Compute, ModuleWorker, ServerSide
 from tests.ledger import ELEMENTS, Case, CountingOptimizer, Ledger, Memory, Wrong, check_block, number_of
 
 TIMEOUT_S = 5.0
 M = TypeVar("M", bound=Message)
-MAY_COME_TWICE = (Push, Ack, Pull, Params, Revoke, Sets, Forget, Ask, Report, Lease, Want, Return, Beat, Finish)
-MAY_COME_AGAIN_LATER = (Push, Ack, Revoke, Sets)
+MAY_COME_TWICE = (
+    Push,
+    Ack,
+    Pull,
+    Params,
+    Revoke,
+    AcceptedBatches,
+    Forget,
+    ReportRequest,
+    Report,
+    Lease,
+    LeaseRequest,
+    Return,
+    Heartbeat,
+    Finish,
+)
+MAY_COME_AGAIN_LATER = (Push, Ack, Revoke, AcceptedBatches)
 
 
 class Killed(BaseException):
     """A worker's process ends here, in the middle of whatever it was doing."""
 
 
-class Letter(NamedTuple):
+class InFlight(NamedTuple):
     """What travels on a line."""
 
     message: Message | None  # None: the connection has closed
@@ -85,7 +100,7 @@ class Letter(NamedTuple):
     read: bool = False  # the payload is read when it arrives, not when it was sent
 
 
-CLOSED = Letter(None)
+CLOSED = InFlight(None)
 
 
 def replaced(message: M, **changes: object) -> M:
@@ -113,49 +128,49 @@ class Faults:
 class LinePort:
     """A worker's way to one server: a line, or the server's own memory."""
 
-    def __init__(self, world: World, worker: Node, server: Peer) -> None:
-        self.world = world
+    def __init__(self, cluster: SimulatedCluster, worker: Node, server: Peer) -> None:
+        self.cluster = cluster
         self.worker = worker
         self.server = server
-        self.direct = world.case.direct
-        self.unanswered: dict[tuple[int, int], Letter] = {}  # (block, sequence) -> the push, to be sent again
+        self.direct = cluster.case.direct
+        self.unanswered: dict[tuple[int, int], InFlight] = {}  # (block, sequence) -> the push, to be sent again
         self.inbox: dict[int, Tensor] = {}  # a reply lands here, over the one before
 
     def send(self, message: Message) -> None:
-        self._send(Letter(message))
+        self._send(InFlight(message))
 
-    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
-        if self.direct and self.world.random.random() < 0.1:  # waiting for room, it takes what has come
-            self.world.hand_over_some(self.server, self.worker.peer)
+    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+        if self.direct and self.cluster.random.random() < 0.1:  # waiting for room, it takes what has come
+            self.cluster.hand_over_some(self.server, self.worker.peer)
         payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
         fill(payload)
-        self._send(Letter(message, payload))
+        self._send(InFlight(message, payload))
 
-    def _send(self, letter: Letter) -> None:
+    def _send(self, in_flight: InFlight) -> None:
         self.worker.may_die()
-        if isinstance(letter.message, Push):
-            self.unanswered[letter.message.block, letter.message.sequence] = letter
-        self.world.post(self.worker.peer, self.server, letter)
+        if isinstance(in_flight.message, Push):
+            self.unanswered[in_flight.message.block, in_flight.message.sequence] = in_flight
+        self.cluster.bus(self.worker.peer, self.server, in_flight)
 
-    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
-        block = self.world.servers[self.server].blocks[spec.index]
-        if not (point < 0 or point <= block.version <= point + 1):
+    def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
+        block = self.cluster.servers[self.server].blocks[spec.index]
+        if not (at_version < 0 or at_version <= block.version <= at_version + 1):
             return None
-        version = block.version if point < 0 else point
+        version = block.version if at_version < 0 else at_version
         out.copy_(block.place.of(version))
         return version
 
-    def arrived(self, letter: Letter) -> Letter:
+    def arrived(self, in_flight: InFlight) -> InFlight:
         """Before a reply is handed to the client."""
-        match letter.message:
+        match in_flight.message:
             case Ack():
-                self.unanswered.pop((letter.message.block, letter.message.sequence), None)
-            case Params() if letter.payload is not None:
-                block = letter.message.block
-                inbox = self.inbox.setdefault(block, torch.empty_like(letter.payload))
-                inbox.copy_(letter.payload)
-                return letter._replace(payload=None if self.direct else inbox)
-        return letter
+                self.unanswered.pop((in_flight.message.block, in_flight.message.sequence), None)
+            case Params() if in_flight.payload is not None:
+                block = in_flight.message.block
+                inbox = self.inbox.setdefault(block, torch.empty_like(in_flight.payload))
+                inbox.copy_(in_flight.payload)
+                return in_flight._replace(payload=None if self.direct else inbox)
+        return in_flight
 
 
 class OwnParameters:
@@ -171,13 +186,13 @@ class OwnParameters:
 class Node:
     """A worker from its first word to its last: the same steps as its process takes."""
 
-    def __init__(self, world: World, peer: Peer) -> None:
-        self.world = world
-        self.case = world.case
+    def __init__(self, cluster: SimulatedCluster, peer: Peer) -> None:
+        self.cluster = cluster
+        self.case = cluster.case
         self.peer = peer
         self.index = peer.index
-        self.num_workers = world.case.num_workers
-        self.memory = Memory(world.layout, world.ledger)
+        self.num_workers = cluster.case.num_workers
+        self.memory = Memory(cluster.layout, cluster.ledger)
         self.params = OwnParameters(self.memory)
         self.client: Client | None = None
         self.ports: list[LinePort] = []
@@ -193,7 +208,7 @@ class Node:
 
     # ---- what a strategy may touch ----
 
-    cells = ModuleWorker.cells
+    work_items = ModuleWorker.work_items
 
     @property
     def server(self) -> ServerSide:
@@ -217,18 +232,18 @@ class Node:
             raise Killed
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
-        self.world.post(self.peer, COORDINATOR, Letter(message, body=body))
+        self.cluster.bus(self.peer, COORDINATOR, InFlight(message, body=body))
 
-    def receive(self, sender: Peer, letter: Letter) -> None:
-        message = letter.message
+    def receive(self, sender: Peer, in_flight: InFlight) -> None:
+        message = in_flight.message
         assert message is not None
         if sender.role == "server":
-            letter = self.ports[sender.index].arrived(letter)
+            in_flight = self.ports[sender.index].arrived(in_flight)
             assert self.client is not None
-            self.client.receive(message, letter.payload)
+            self.client.receive(message, in_flight.payload)
             return
         match message:
-            case Bye():
+            case Shutdown():
                 self.dismissed = True
             case Welcome():
                 self.welcome = message
@@ -242,7 +257,7 @@ class Node:
                 self.client.receive(message)
 
     def _live(self) -> Iterator[Callable[[], bool]]:
-        self.tell(self.world.join())
+        self.tell(self.cluster.join())
         yield lambda: self.welcome is not None
         client = self._enter()
         yield lambda: self.go or self._must_load()
@@ -252,14 +267,14 @@ class Node:
         yield from self._drive(client)
         yield lambda: not client.pushes
         client.give_all_back(LeaseEnd.STOPPED)
-        self.tell(client.stats.beat())
+        self.tell(client.stats.heartbeat())
         self.tell(Ended(client.stats.samples))
         while True:
             yield lambda: self.conclude
             self.conclude = False
             pull = client.pull_latest()
             yield pull.ready
-            self.world.saved = [parameter.clone() for parameter in self.memory.parameters]
+            self.cluster.saved = [parameter.clone() for parameter in self.memory.parameters]
             self.tell(Concluded({}))
 
     def _must_load(self) -> bool:
@@ -267,7 +282,7 @@ class Node:
 
     def _enter(self) -> Client:
         assert self.welcome is not None
-        self.ports = [LinePort(self.world, self, Peer("server", i)) for i in range(self.case.num_servers)]
+        self.ports = [LinePort(self.cluster, self, Peer("server", i)) for i in range(self.case.num_servers)]
         self.client = Client(
             self.peer,
             self.welcome.plan,
@@ -319,10 +334,10 @@ class Node:
             self.check_round_read(plan.round_of(batch.portion, batch.k), plan)
         return Gradient(self.gradients(number), (batch,), samples, 0.0)
 
-    def check_round_read(self, round_: int, plan: Plan) -> None:
+    def check_round_read(self, round_: int, plan: DataPlan) -> None:
         """A cell of a round is computed at exactly that round's version of every block."""
         for block, (parameter, versions) in enumerate(
-            zip(self.memory.parameters, self.world.versions_of(plan), strict=True)
+            zip(self.memory.parameters, self.cluster.versions_of(plan), strict=True)
         ):
             if not torch.equal(parameter, versions[round_].to(parameter.dtype)):
                 equal = [r for r, v in enumerate(versions) if torch.equal(parameter, v.to(parameter.dtype))]
@@ -336,7 +351,7 @@ class Node:
                 tensors.append(None)
                 continue
             gradient = torch.zeros_like(parameter)
-            gradient[number] = self.world.ledger.amount(index, number)
+            gradient[number] = self.cluster.ledger.amount(index, number)
             if number in self.case.not_finite and index == number % len(self.memory.parameters):
                 gradient[number] = math.nan
             tensors.append(gradient)
@@ -357,7 +372,7 @@ class Outcome:
     saved: list[Tensor] = field(default_factory=list)
 
 
-class World:
+class SimulatedCluster:
     """All nodes of a run, the lines between them, and what goes wrong."""
 
     def __init__(
@@ -375,14 +390,14 @@ class World:
         self.max_steps = max_steps
         self.ledger = Ledger(case)
         entries = [
-            Entry(f"{dtype} {v} {s}", (ELEMENTS,), dtype, device=f"vector {v}")
+            LayoutEntry(f"{dtype} {v} {s}", (ELEMENTS,), dtype, device=f"vector {v}")
             for v, dtype in enumerate(case.dtypes)
             for s in range(case.num_servers)
         ]
         self.layout = arrange(entries)
         self.now = 0.0
         self.steps = 0
-        self.lines: dict[tuple[Peer, Peer], deque[Letter]] = {}
+        self.lines: dict[tuple[Peer, Peer], deque[InFlight]] = {}
         self.speed: dict[tuple[Peer, Peer], float] = {}
         self.saved: list[Tensor] = []
         self.versions: list[list[Tensor]] = []
@@ -394,7 +409,7 @@ class World:
         )
         self.servers = {Peer("server", i): Server(self._half, self._publish) for i in range(case.num_servers)}
         for peer in self.servers:
-            self.post(peer, COORDINATOR, Letter(ServerJoin(Address("here", 0))))
+            self.bus(peer, COORDINATOR, InFlight(ServerJoin(Address("here", 0))))
         self.workers: dict[Peer, Node] = {}
         for index in range(case.num_workers):
             self._add_worker(Peer("worker", index))
@@ -404,14 +419,14 @@ class World:
     def _portion_batches(self, *given: int) -> int:
         return self.case.portion_batches or choose_portion_batches(*given)
 
-    def _half(self, num_workers: int) -> ServerHalf:
+    def _half(self, num_workers: int) -> ServerPart:
         half = self.case.strategy.server(num_workers)
         assert half is not None
         return half
 
-    def _publish(self, specs: Sequence[BlockSpec], buffers: int) -> list[Place]:
+    def _publish(self, specs: Sequence[BlockSpec], buffers: int) -> list[ParameterBuffer]:
         return [
-            Place([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
+            ParameterBuffer([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
             for spec in specs
         ]
 
@@ -423,9 +438,9 @@ class World:
             layout=self.layout,
             batch_size=self.case.batch_size,
             epochs=self.case.epochs,
-            cell_batches=strategy.requires.batches_per_item,
+            batches_per_item=strategy.requires.batches_per_item,
             rounds=self.case.rounds,
-            warm_batches=strategy.requires.warm_start_batches,
+            warm_start_batches=strategy.requires.warm_start_batches,
         )
 
     def _add_worker(self, peer: Peer) -> Node:
@@ -434,37 +449,37 @@ class World:
 
     # ---- lines ----
 
-    def post(self, sender: Peer, to: Peer, letter: Letter) -> None:
+    def bus(self, sender: Peer, to: Peer, in_flight: InFlight) -> None:
         if to.role == "worker" and to not in self.workers:
             return  # nobody is there any more
-        if letter.message is not None:
-            letter = letter._replace(message=decode(encode(letter.message)))
+        if in_flight.message is not None:
+            in_flight = in_flight._replace(message=decode(encode(in_flight.message)))
         key = sender, to
         if key not in self.lines:
             self.lines[key] = deque()
             self.speed[key] = self.random.choice((1.0, 1.0, 0.3, 0.05))
-        self.lines[key].append(letter)
+        self.lines[key].append(in_flight)
 
     def deliver(self, sender: Peer, to: Peer) -> None:
         line = self.lines[sender, to]
-        letter = line.popleft()
-        if isinstance(letter.message, MAY_COME_TWICE) and self.random.random() < self.faults.duplicates:
-            later = isinstance(letter.message, MAY_COME_AGAIN_LATER) and self.random.random() < 0.5
-            line.append(letter) if later else line.appendleft(letter)
-        self.hand_over(sender, to, letter)
+        in_flight = line.popleft()
+        if isinstance(in_flight.message, MAY_COME_TWICE) and self.random.random() < self.faults.duplicates:
+            later = isinstance(in_flight.message, MAY_COME_AGAIN_LATER) and self.random.random() < 0.5
+            line.append(in_flight) if later else line.appendleft(in_flight)
+        self.hand_over(sender, to, in_flight)
 
-    def hand_over(self, sender: Peer, to: Peer, letter: Letter) -> None:
-        self.trace.append((sender, to, letter.message))
+    def hand_over(self, sender: Peer, to: Peer, in_flight: InFlight) -> None:
+        self.trace.append((sender, to, in_flight.message))
         if to == COORDINATOR:
-            self._coordinator_gets(sender, letter)
+            self._coordinator_gets(sender, in_flight)
         elif to.role == "server":
-            self._server_gets(sender, to, letter)
+            self._server_gets(sender, to, in_flight)
         elif to in self.workers:
-            if letter.read:
-                letter = self._read(sender, letter)
+            if in_flight.read:
+                in_flight = self._read(sender, in_flight)
             node = self.workers[to]
             try:
-                node.receive(sender, letter)
+                node.receive(sender, in_flight)
             except Killed:  # with what it sends at once
                 self.bury(node)
 
@@ -473,31 +488,31 @@ class World:
         for _ in range(self.random.randint(0, len(line))):
             self.deliver(sender, to)
 
-    def _read(self, server: Peer, letter: Letter) -> Letter:
-        assert isinstance(letter.message, Params)
-        message, values = self.servers[server].read(letter.message)
-        return Letter(message, None if values is None else values.clone())
+    def _read(self, server: Peer, in_flight: InFlight) -> InFlight:
+        assert isinstance(in_flight.message, Params)
+        message, values = self.servers[server].read(in_flight.message)
+        return InFlight(message, None if values is None else values.clone())
 
-    def _coordinator_gets(self, sender: Peer, letter: Letter) -> None:
-        if letter.message is None:
+    def _coordinator_gets(self, sender: Peer, in_flight: InFlight) -> None:
+        if in_flight.message is None:
             self._say(self.coordinator.lost(sender, self.now))
         else:
-            self._say(self.coordinator.receive(sender, letter.message, self.now, letter.body))
+            self._say(self.coordinator.receive(sender, in_flight.message, self.now, in_flight.body))
 
     def _say(self, outs: Sequence[Any]) -> None:
         for out in outs:
-            self.post(COORDINATOR, out.to, Letter(out.message, body=out.body))
+            self.bus(COORDINATOR, out.to, InFlight(out.message, body=out.body))
 
-    def _server_gets(self, sender: Peer, to: Peer, letter: Letter) -> None:
+    def _server_gets(self, sender: Peer, to: Peer, in_flight: InFlight) -> None:
         server = self.servers[to]
-        if letter.message is None:
+        if in_flight.message is None:
             server.lost(sender)
             return
-        for out in server.receive(sender, letter.message, letter.payload):
-            reply = Letter(out.message, read=out.read)
+        for out in server.receive(sender, in_flight.message, in_flight.payload):
+            reply = InFlight(out.message, read=out.read)
             if out.read and self.random.random() < 0.5:  # its bytes leave at once, or when the line is free
                 reply = self._read(to, reply)
-            self.post(to, out.to, reply)
+            self.bus(to, out.to, reply)
 
     # ---- faults ----
 
@@ -543,7 +558,7 @@ class World:
                 del self.lines[sender, to]
         for to in (COORDINATOR, *self.servers):
             if (node.peer, to) not in self.lines:
-                self.post(node.peer, to, CLOSED)
+                self.bus(node.peer, to, CLOSED)
         if self.restarts_left:
             self.restarts_left -= 1
             self._add_worker(Peer("worker", node.peer.index, node.peer.incarnation + 1))
@@ -567,7 +582,7 @@ class World:
         self.now += TIMEOUT_S + 0.1
         for other in list(self.workers.values()):
             if other is not node and other.client is not None and not other.paused:
-                self.hand_over(other.peer, COORDINATOR, Letter(other.client.stats.beat()))
+                self.hand_over(other.peer, COORDINATOR, InFlight(other.client.stats.heartbeat()))
         if self.coordinator.phase != "over":
             self._say(self.coordinator.tick(self.now))
 
@@ -581,15 +596,15 @@ class World:
             if line:
                 self.lines[key] = deque(list(line)[: self.random.randint(0, len(line))])
         self.trace.append((node.peer, "connects again to", port.server))
-        self.post(node.peer, port.server, CLOSED)
+        self.bus(node.peer, port.server, CLOSED)
         again = list(port.unanswered.values())
         self.random.shuffle(again)
-        for letter in again:
-            self.post(node.peer, port.server, letter)
+        for in_flight in again:
+            self.bus(node.peer, port.server, in_flight)
         pull = node.client.pulling if node.client else None
         in_place = port.direct and node.client is not None and node.client.asks is False
-        if pull is not None and pull.asked is not None and not (in_place and pull.point < 0):
-            self.post(node.peer, port.server, Letter(pull.asked))
+        if pull is not None and pull.asked is not None and not (in_place and pull.at_version < 0):
+            self.bus(node.peer, port.server, InFlight(pull.asked))
 
     def _join_late(self) -> None:
         index = 1 + max(w.index for w in self.workers.values())
@@ -643,7 +658,7 @@ class World:
         self.now += self.random.choice((0.2, 1.0, 2.0))
         for node in self.workers.values():
             if node.client is not None and not node.paused and not node.dismissed:
-                node.tell(node.client.stats.beat())
+                node.tell(node.client.stats.heartbeat())
         if self.coordinator.phase != "over":
             self._say(self.coordinator.tick(self.now))
 
@@ -652,12 +667,12 @@ class World:
         held = {str(w.peer): dict(w.leases) for w in c.workers.values()}
         steps = "\n".join(" ".join(map(str, what)) for what in self.trace)
         return (
-            f"phase {c.phase}, {c.facts.batches_done()} of {self.case.num_batches} batches, leases {held}, "
+            f"phase {c.phase}, {c.state.batches_done()} of {self.case.num_batches} batches, leases {held}, "
             f"to do again {c.leases.again}, asking {list(c.leases.gathering)}, wanting {c.leases.wanting}, "
             f"here {[i for i, w in c.workers.items() if w.here]}; last steps:\n{steps}"
         )
 
-    def versions_of(self, plan: Plan) -> list[list[Tensor]]:
+    def versions_of(self, plan: DataPlan) -> list[list[Tensor]]:
         """In rounds: every version of every block, as it must be."""
         if not self.versions:
             self.versions = [self.ledger.versions(b, plan.columns) for b in range(self.case.num_blocks)]
@@ -667,27 +682,27 @@ class World:
 # ---- promises --------------------------------------------------------------------------------------------------------
 
 
-def check(world: World, outcome: Outcome) -> None:
+def check(cluster: SimulatedCluster, outcome: Outcome) -> None:
     """All that is promised at the end of a run, whatever went wrong on its way."""
-    coordinator, case = outcome.coordinator, world.case
-    books = coordinator.books()
-    if books is None and world.faults.stop:
+    coordinator, case = outcome.coordinator, cluster.case
+    accounting = coordinator.accounting()
+    if accounting is None and cluster.faults.stop:
         return  # stopped before there was a plan
-    assert books is not None
-    if not books.balanced:
-        raise Wrong(f"the books do not balance: {books}")
+    assert accounting is not None
+    if not accounting.balanced:
+        raise Wrong(f"the books do not balance: {accounting}")
     for index, block in outcome.blocks.items():
-        check_block(world.ledger, index, block)
-    if coordinator.outcome == "stopped" and world.faults.stop:
+        check_block(cluster.ledger, index, block)
+    if coordinator.outcome == "stopped" and cluster.faults.stop:
         return
-    if coordinator.outcome != "finished" or books.not_done:
-        raise Wrong(f"{coordinator.outcome} {coordinator.reason}: {books}")
+    if coordinator.outcome != "finished" or accounting.not_processed:
+        raise Wrong(f"{coordinator.outcome} {coordinator.reason}: {accounting}")
     skipped = {frozenset((key, mask) for key, mask in b.skipped.items() if mask) for b in outcome.blocks.values()}
     if case.rounds and len(skipped) > 1:
         raise Wrong(f"the blocks have made rounds of different cells: they skipped {skipped}")
     for index, block in outcome.blocks.items():
-        if block.marks.count != case.num_batches:
-            raise Wrong(f"block {index} had {block.marks.count} batches of {case.num_batches}")
+        if block.accepted_set.count != case.num_batches:
+            raise Wrong(f"block {index} had {block.accepted_set.count} batches of {case.num_batches}")
         if not torch.equal(outcome.saved[index], block.values.to(outcome.saved[index].dtype)):
             raise Wrong(f"block {index} of the saved model is not the server's")
 
@@ -697,12 +712,12 @@ def run(
     case: Case,
     faults: Faults = Faults(),  # noqa: B008
     max_steps: int = 20_000,
-    prepare: Callable[[World], None] = lambda world: None,
+    prepare: Callable[[SimulatedCluster], None] = lambda cluster: None,
 ) -> Outcome:
     """Run a case to its end and check all promises; the optimizer is the harness's own."""
-    world = World(seed, case, faults, max_steps)
-    prepare(world)
+    cluster = SimulatedCluster(seed, case, faults, max_steps)
+    prepare(cluster)
     with patch.object(rainband.server.block, "BlockOptimizer", CountingOptimizer):
-        outcome = world.run()
-    check(world, outcome)
+        outcome = cluster.run()
+    check(cluster, outcome)
     return outcome

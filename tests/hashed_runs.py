@@ -53,7 +53,7 @@ def stages(strategy: str, count: int, replicas: int, faults: str = "", servers: 
         strategy_settings=settings,
         num_workers=count * replicas,
         num_servers=servers,
-        world="sim",
+        runtime="sim",
         epochs=2,
         sim=SimSettings(faults=faults),
         team=planned(task, count, kind="pipeline"),

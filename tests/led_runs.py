@@ -15,15 +15,15 @@ from rainband.coordinator.coordinator import RunSettings
 from rainband.full_batch.line_search import Trial, armijo, strong_wolfe
 from rainband.model.flat_parameters import Flat
 from rainband.protocol import events
-from rainband.runtimes.simulation.cluster import Notes, Play, World
-from rainband.runtimes.simulation.fault_injector import Trouble
-from rainband.runtimes.simulation.gradients import RealBody
+from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
+from rainband.runtimes.simulation.fault_injector import FaultInjector
+from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.faults import parse
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.run import join_of
-from rainband.runtimes.simulation.shared_module import Desk
+from rainband.runtimes.simulation.shared_module import SharedModule
 from rainband.strategies.sandblaster import Sandblaster
 from rainband.tasks.task import TensorData
 
@@ -128,8 +128,8 @@ class Rosenbrock(Logistic):
 class Ran:
     """What came of a run."""
 
-    world: World
-    iterated: list[events.Iterated] = field(default_factory=list)
+    cluster: SimulatedCluster
+    iterated: list[events.IterationDone] = field(default_factory=list)
     iterates: list[Tensor] = field(default_factory=list)  # the parameters after each iteration
     vectors: int = 0  # the most that a block had, its parameters included
 
@@ -138,10 +138,10 @@ class Ran:
         return self.iterated[-1].end
 
 
-def parameters(world: World) -> Tensor:
+def parameters(cluster: SimulatedCluster) -> Tensor:
     """All parameters, in the order of the flat vector, without what lies between them."""
     pieces = []
-    for _, block in sorted((b.index, b) for node in world.servers.values() for b in node.server.blocks.values()):
+    for _, block in sorted((b.index, b) for node in cluster.servers.values() for b in node.server.blocks.values()):
         pieces += [block.values[segment.start : segment.stop] for segment in block.spec.segments]
     return torch.cat(pieces).clone()
 
@@ -158,25 +158,25 @@ def led(
 ) -> Ran:
     """Run it to its end in virtual time."""
     flat = Flat(task.model())
-    data, desk = task.data(), Desk(flat)
+    data, shared_module = task.data(), SharedModule(flat)
     join = join_of(strategy, flat, "", len(data), task.batch_size, task.epochs)
-    play = Play(strategy, join, lambda: RealBody(desk, task, data, num_workers), real=True)
+    play = Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, num_workers), real=True)
     settings = RunSettings(num_workers=num_workers, num_servers=num_servers, failure_timeout_s=TIMEOUT_S)
     shuffle = Random(seed) if seed else None
     ran: Ran
 
     def show(event: events.AnyEvent) -> None:
-        if isinstance(event, events.Iterated):
+        if isinstance(event, events.IterationDone):
             ran.iterated.append(event)
-            ran.iterates.append(parameters(ran.world))
+            ran.iterates.append(parameters(ran.cluster))
 
-    ran = Ran(World(play, settings, model, Notes(show=show), TIMEOUT_S / 5, shuffle, seed))
-    Trouble(ran.world, parse(faults), seed)
-    ran.world.start()
-    for node in ran.world.servers.values():
+    ran = Ran(SimulatedCluster(play, settings, model, Notes(show=show), TIMEOUT_S / 5, shuffle, seed))
+    FaultInjector(ran.cluster, parse(faults), seed)
+    ran.cluster.start()
+    for node in ran.cluster.servers.values():
         node.assigned = lambda server: [_count_vectors(ran, block) for block in server.blocks.values()]  # type: ignore
     if run:
-        ran.world.run(until_s=600.0)
+        ran.cluster.run(until_s=600.0)
     return ran
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rainband.protocol.data_plan import Plan, bits
+from rainband.protocol.data_plan import DataPlan, bits
 from rainband.protocol.layout import BlockSpec, Layout
 from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.rules.rounds import TOO_LATE
@@ -94,8 +94,8 @@ class Ledger:
         """In rounds: every version of a block, from the first values to the last; some cells may have been dropped."""
         values = self.first(block)
         versions = [values.clone()]
-        for cells in self.rounds(columns):
-            counted = [b for b in cells if b not in without]
+        for work_items in self.rounds(columns):
+            counted = [b for b in work_items if b not in without]
             num_samples = sum(self.samples(b) for b in counted if b not in self.case.not_finite)
             for batch in counted:
                 weight = self.samples(batch) / num_samples if num_samples else 0.0
@@ -170,22 +170,22 @@ class Memory:
 def check_block(ledger: Ledger, index: int, block: Block) -> None:
     """The parameters of a block are what its marks say, to the last bit: each batch once, nothing else."""
     plan, not_finite = block.plan, ledger.case.not_finite
-    if not block.loaded and not block.marks.count:
+    if not block.loaded and not block.accepted_set.count:
         return  # the run was stopped before it had begun
-    had = {number_of(plan, p, k) for p in range(plan.num_portions) for k in bits(block.marks.of(p))}
+    accepted = {number_of(plan, p, k) for p in range(plan.num_portions) for k in bits(block.accepted_set.of(p))}
     skipped = {number_of(plan, p, k) for (p, _), mask in block.skipped.items() for k in bits(mask)}
-    if skipped & had != skipped or not_finite & had - skipped:
-        raise Wrong(f"block {index} skipped {skipped} of {had}; not finite are {set(not_finite)}")
+    if skipped & accepted != skipped or not_finite & accepted - skipped:
+        raise Wrong(f"block {index} skipped {skipped} of {accepted}; not finite are {set(not_finite)}")
     if plan.columns:
         reasons = {number_of(plan, p, k): reason for (p, reason), mask in block.skipped.items() for k in bits(mask)}
         late = [number for number, reason in reasons.items() if reason == TOO_LATE]
         wanted = ledger.versions(index, plan.columns, late)[block.version]
     else:
-        wanted = ledger.after(index, had - skipped)
+        wanted = ledger.after(index, accepted - skipped)
     if not torch.equal(block.values, wanted.to(block.values.dtype)):
         raise Wrong(ledger.describe(index, block.values, wanted))
 
 
-def number_of(plan: Plan, portion: int, k: int) -> int:
+def number_of(plan: DataPlan, portion: int, k: int) -> int:
     """The number of a batch in the whole run."""
     return plan.epoch_of(portion) * plan.batches_per_epoch + plan.number(portion, k)

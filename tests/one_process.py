@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 from rainband.coordinator.coordinator import Coordinator, RunSettings
-from rainband.protocol.accounting import Books
+from rainband.protocol.accounting import BatchAccounting
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import (
     COORDINATOR,
     Address,
-    Bye,
-    Load,
+    InitBlock,
     Message,
     Params,
     Peer,
     Push,
     ServerJoin,
+    Shutdown,
     StatePart,
     Welcome,
     decode,
     encode,
 )
-from rainband.protocol.parameter_buffers import Place
-from rainband.runtimes.training_loop.loop import OwnLoop
+from rainband.protocol.parameter_buffers import ParameterBuffer
+from rainband.runtimes.training_loop.loop import TrainingLoop
 from rainband.server.server import Server
 from rainband.strategies.downpour import Downpour
-from rainband.strategy import ServerHalf, Strategy
+from rainband.strategy import ServerPart, Strategy
 from rainband.worker.session import Session
 
 ME = Peer("worker", 0)
@@ -60,7 +60,7 @@ class OneProcess:
         self.servers = {Peer("server", i): Server(self._half, _publish) for i in range(num_servers)}
         self.session = Session(ME, self)
 
-    def _half(self, num_workers: int) -> ServerHalf:
+    def _half(self, num_workers: int) -> ServerPart:
         half = self.strategy.server(num_workers)
         assert half is not None
         return half
@@ -69,10 +69,10 @@ class OneProcess:
 
     def connect(self) -> None:
         for peer in self.servers:
-            self.post(peer, COORDINATOR, ServerJoin(Address("", 0)))
+            self.bus(peer, COORDINATOR, ServerJoin(Address("", 0)))
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
-        self.post(ME, COORDINATOR, message, body)
+        self.bus(ME, COORDINATOR, message, body)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         if not self.mail:
@@ -93,7 +93,7 @@ class OneProcess:
 
     # ---- the post ----
 
-    def post(self, sender: Peer, to: Peer, message: Message, payload: Any = None) -> None:
+    def bus(self, sender: Peer, to: Peer, message: Message, payload: Any = None) -> None:
         self.sent[type(message).__name__] += 1
         self.mail.append((sender, to, encode(message), payload))
 
@@ -101,7 +101,7 @@ class OneProcess:
         message = decode(data)
         if to == COORDINATOR:
             for told in self.coordinator.receive(sender, message, self.now, payload):
-                self.post(COORDINATOR, told.to, told.message, told.body)
+                self.bus(COORDINATOR, told.to, told.message, told.body)
         elif to == ME:
             self._to_worker(message, payload)
         else:
@@ -113,16 +113,16 @@ class OneProcess:
             self.pushes.append(message)
         for out in server.receive(sender, message, payload):
             if not out.read:
-                self.post(to, out.to, out.message)
+                self.bus(to, out.to, out.message)
             elif isinstance(out.message, StatePart):
-                self.post(to, out.to, *server.read_state(out.message))
+                self.bus(to, out.to, *server.read_state(out.message))
             else:
                 assert isinstance(out.message, Params)
                 params, values = server.read(out.message)
-                self.post(to, out.to, params, None if values is None else values.clone())
+                self.bus(to, out.to, params, None if values is None else values.clone())
 
     def _to_worker(self, message: Message, payload: Any) -> None:
-        if isinstance(message, Bye):
+        if isinstance(message, Shutdown):
             assert self.left, f"dismissed: {message.reason}"
         else:
             self.session.receive(message, payload)
@@ -130,15 +130,15 @@ class OneProcess:
     # ---- what a test asks ----
 
     @property
-    def books(self) -> Books:
+    def accounting(self) -> BatchAccounting:
         """As they are when everyone has left."""
         while self.mail:
             self.wait()
         assert self.coordinator.phase == "over", self.coordinator.phase
-        books = self.coordinator.books()
-        assert books is not None
-        assert books.balanced
-        return books
+        accounting = self.coordinator.accounting()
+        assert accounting is not None
+        assert accounting.balanced
+        return accounting
 
     @property
     def num_pushed(self) -> int:
@@ -156,27 +156,27 @@ class MemoryPort:
         self.server = server
 
     def send(self, message: Message) -> None:
-        self.run.post(ME, self.server, message)
+        self.run.bus(ME, self.server, message)
 
-    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
         payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
         fill(payload)
-        self.run.post(ME, self.server, message, payload)
+        self.run.bus(ME, self.server, message, payload)
 
-    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+    def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         raise AssertionError("there is nothing to read in place")
 
 
-def _publish(specs: Sequence[BlockSpec], buffers: int) -> list[Place]:
+def _publish(specs: Sequence[BlockSpec], buffers: int) -> list[ParameterBuffer]:
     return [
-        Place([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
+        ParameterBuffer([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
         for spec in specs
     ]
 
 
 @contextmanager
-def joined(model: Any, optimizer: Any, member: OneProcess) -> Iterator[OwnLoop]:
+def joined(model: Any, optimizer: Any, member: OneProcess) -> Iterator[TrainingLoop]:
     """As rainband.join, with the place in the run handed in."""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    with OwnLoop(model, optimizers, member) as run:
+    with TrainingLoop(model, optimizers, member) as run:
         yield run

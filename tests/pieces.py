@@ -8,83 +8,83 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rainband.protocol.data_plan import Name, Plan, Range
-from rainband.protocol.layout import BlockSpec, Entry, Layout, arrange, cut
+from rainband.protocol.data_plan import BatchRange, DataPlan, PushId
+from rainband.protocol.layout import BlockSpec, Layout, LayoutEntry, arrange, cut
 from rainband.protocol.lr_schedules import Schedule
-from rainband.protocol.messages import COORDINATOR, Ack, Assign, Load, Peer, Push
+from rainband.protocol.messages import COORDINATOR, Ack, Assign, InitBlock, Peer, Push
 from rainband.protocol.optimizer_spec import OptimizerSpec
-from rainband.protocol.parameter_buffers import Place
+from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.rules import ApplyOnArrival, MeanOfRound
 from rainband.server.block import Block
-from rainband.server.server import Out, Server
-from rainband.strategy import Rule, ServerHalf
+from rainband.server.server import Server, ServerOutput
+from rainband.strategy import Rule, ServerPart
 
 NUMEL = 32
 WORKERS = [Peer("worker", i) for i in range(4)]
 
 
-def make_plan(num_batches: int = 8, portion_batches: int = 4, **others: Any) -> Plan:
+def make_plan(num_batches: int = 8, portion_batches: int = 4, **others: Any) -> DataPlan:
     """One sample per batch and one epoch, unless told otherwise."""
     given = {"num_samples": num_batches, "batch_size": 1, "epochs": 1, "seed": 0, **others}
-    return Plan(fingerprint="data", layout="model", portion_batches=portion_batches, **given)
+    return DataPlan(fingerprint="data", layout="model", portion_batches=portion_batches, **given)
 
 
-def rounds_plan(num_batches: int = 6, columns: int = 3, portion_batches: int = 2, **others: Any) -> Plan:
+def rounds_plan(num_batches: int = 6, columns: int = 3, portion_batches: int = 2, **others: Any) -> DataPlan:
     """Two rounds of three cells, unless told otherwise."""
     return make_plan(num_batches, portion_batches, columns=columns, **others)
 
 
-def named(portion: int, first: int, last: int | None = None, lease: int = 1) -> Name:
+def named(portion: int, first: int, last: int | None = None, lease: int = 1) -> PushId:
     """One range; a single batch if `last` is not given."""
-    return (Range(portion, first, first + 1 if last is None else last, lease),)
+    return (BatchRange(portion, first, first + 1 if last is None else last, lease),)
 
 
-def make_push(name: Name, worker: int = 0, block: int = 0, **others: Any) -> Push:
+def make_push(name: PushId, worker: int = 0, block: int = 0, **others: Any) -> Push:
     given = {"sequence": 1, "samples": 1, "clock": 1, "term": 1, "version": 0, "dtype": "float32", "numel": NUMEL}
     return Push(block=block, worker=worker, name=name, **{**given, **others})
 
 
-def cell_push(plan: Plan, round_: int, column: int, **others: Any) -> Push:
+def cell_push(plan: DataPlan, round_: int, column: int, **others: Any) -> Push:
     """The push of one cell of a round."""
     group, k = divmod(round_, plan.portion_batches)
-    return make_push(named(group * plan.columns + column, k), point=round_, **others)
+    return make_push(named(group * plan.columns + column, k), at_version=round_, **others)
 
 
 def layout_of(num_blocks: int, dtype: str = "float32") -> Layout:
     """As many parameters of one block each."""
-    return arrange([Entry(f"p{i}", (NUMEL,), dtype) for i in range(num_blocks)])
+    return arrange([LayoutEntry(f"p{i}", (NUMEL,), dtype) for i in range(num_blocks)])
 
 
 def specs_of(num_blocks: int, dtype: str = "float32") -> tuple[BlockSpec, ...]:
     return cut(layout_of(num_blocks, dtype), num_servers=num_blocks)
 
 
-def make_half(rule: Callable[[], Rule] = ApplyOnArrival, lr: float = 0.5, **others: Any) -> ServerHalf:
+def make_half(rule: Callable[[], Rule] = ApplyOnArrival, lr: float = 0.5, **others: Any) -> ServerPart:
     optimizer = others.get("optimizer") or OptimizerSpec("sgd", {"lr": lr})
-    return ServerHalf(rule, optimizer, others.get("schedule") or Schedule())
+    return ServerPart(rule, optimizer, others.get("schedule") or Schedule())
 
 
-def make_place(spec: BlockSpec, buffers: int) -> Place:
-    return Place([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
+def make_place(spec: BlockSpec, buffers: int) -> ParameterBuffer:
+    return ParameterBuffer([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
 
 
-def make_block(plan: Plan | None = None, half: ServerHalf | None = None, dtype: str = "float32") -> Block:
+def make_block(plan: DataPlan | None = None, half: ServerPart | None = None, dtype: str = "float32") -> Block:
     """One block, loaded with zeros."""
     spec, half = specs_of(1, dtype)[0], half or make_half()
     buffers = 2 if half.rule().reads == "round" else 1
     block = Block(spec, make_place(spec, buffers), plan or make_plan(), half, ({},))
-    block.load(Load(0, dtype, NUMEL), torch.zeros(NUMEL, dtype=block.dtype))
+    block.load(InitBlock(0, dtype, NUMEL), torch.zeros(NUMEL, dtype=block.dtype))
     return block
 
 
-def make_server(num_blocks: int = 1, plan: Plan | None = None, loaded: bool = True, **others: Any) -> Server:
+def make_server(num_blocks: int = 1, plan: DataPlan | None = None, loaded: bool = True, **others: Any) -> Server:
     """A server that owns all blocks; rounds if the plan has them."""
     plan = plan or make_plan()
     half = make_half(MeanOfRound if plan.columns else ApplyOnArrival, **others)
     server = Server(lambda _: half, lambda specs, buffers: [make_place(spec, buffers) for spec in specs])
     server.receive(COORDINATOR, Assign(plan, specs_of(num_blocks), ({},), num_workers=len(WORKERS)))
     for block in range(num_blocks if loaded else 0):
-        server.receive(WORKERS[0], Load(block, "float32", NUMEL), full(0.0))
+        server.receive(WORKERS[0], InitBlock(block, "float32", NUMEL), full(0.0))
     return server
 
 
@@ -93,7 +93,7 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full((NUMEL,), value, dtype=dtype)
 
 
-def answer(outs: Sequence[Out]) -> Ack:
+def answer(outs: Sequence[ServerOutput]) -> Ack:
     """The answer to a push."""
     (ack,) = [out.message for out in outs if isinstance(out.message, Ack)]
     return ack

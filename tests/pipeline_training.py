@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from rainband.model_parallel.execution.in_process import Pipeline
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.graph.split_loss import Micro
+from rainband.model_parallel.graph.split_loss import LossMicrobatch
 from rainband.model_parallel.schedules.table import Table
 
 LR = 0.5
@@ -40,14 +40,14 @@ def samples(count: int, size: int = 2) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(size, 4).double(), torch.randn(size, 4).double()) for _ in range(count)]
 
 
-def as_micros(batches: Sequence[tuple[Tensor, Tensor]]) -> list[Micro]:
-    return [Micro((x,), partial(squares, target=y), samples=len(x)) for x, y in batches]
+def as_micros(batches: Sequence[tuple[Tensor, Tensor]]) -> list[LossMicrobatch]:
+    return [LossMicrobatch((x,), partial(squares, target=y), samples=len(x)) for x, y in batches]
 
 
 def trained(
     model: nn.Module,
     table: Table,
-    micros: Sequence[Micro],
+    micros: Sequence[LossMicrobatch],
     recompute: bool = False,
     stages: dict[str, int] | None = None,
 ) -> tuple[Pipeline, list[float]]:

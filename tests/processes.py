@@ -26,7 +26,7 @@ import safetensors.torch
 from torch import Tensor
 
 from rainband.cli import main as cli
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes import launcher as local
@@ -122,16 +122,16 @@ def be_zygote(job: bytes, fds: list[int]) -> None:
 class Grandchild:
     """A zygote that another zygote has forked, with what `Zygote` uses of a Popen."""
 
-    def __init__(self, nest: Nest, token: int) -> None:
-        self.nest = nest
+    def __init__(self, launcher: RunLauncher, token: int) -> None:
+        self.launcher = launcher
         self.token = token
 
     @property
     def pid(self) -> int:
-        return wait_for(lambda: self.nest.all(Started, self.token), "a zygote")[0].pid
+        return wait_for(lambda: self.launcher.all(Started, self.token), "a zygote")[0].pid
 
     def wait(self, timeout_s: float | None = None) -> int:
-        (ended,) = wait_for(lambda: self.nest.all(Exited, self.token), "the end of a zygote")
+        (ended,) = wait_for(lambda: self.launcher.all(Exited, self.token), "the end of a zygote")
         return ended.code if ended.code is not None else -(ended.signal or 0)
 
     def kill(self) -> None:
@@ -162,32 +162,32 @@ class Forked:
 
 
 @pytest.fixture(scope="session")
-def nest() -> Iterator[Nest]:
+def launcher() -> Iterator[RunLauncher]:
     """The warm process; started by the first test that wants it."""
-    nest = Nest(Zygote.start((*SERVERS_NEED, *WORKERS_NEED, "tests.processes")))
-    token = nest.zygote.spawn("tests.processes:do_nothing", b"", "the first")
-    ended = lambda: [e for e in nest.note() if isinstance(e, Exited) and e.token == token]  # noqa: E731
+    launcher = RunLauncher(Zygote.start((*SERVERS_NEED, *WORKERS_NEED, "tests.processes")))
+    token = launcher.zygote.spawn("tests.processes:do_nothing", b"", "the first")
+    ended = lambda: [e for e in launcher.note() if isinstance(e, Exited) and e.token == token]  # noqa: E731
     wait_for(ended, "imports", 2 * DEADLINE_S)  # here, so that no test is to blame for the time they take
-    yield nest
-    nest.zygote.close(grace_s=0.0)
+    yield launcher
+    launcher.zygote.close(grace_s=0.0)
 
 
 @pytest.fixture
-def warm(nest: Nest) -> Iterator[None]:
+def warm(launcher: RunLauncher) -> Iterator[None]:
     """For launchers in the tests' own process (`fit`, `minimize`): their zygote need not import torch again."""
-    with warmed(nest):
+    with warmed(launcher):
         yield
 
 
 @contextmanager
-def warmed(nest: Nest) -> Iterator[None]:
+def warmed(launcher: RunLauncher) -> Iterator[None]:
     """Until it is left, zygotes are forked from the warm process."""
 
     def start(preload: Sequence[str] = ()) -> Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        token = nest.zygote.spawn("tests.processes:be_zygote", b"", "zygote", fds=[theirs.fileno()])
+        token = launcher.zygote.spawn("tests.processes:be_zygote", b"", "zygote", fds=[theirs.fileno()])
         theirs.close()
-        zygote = Zygote(Grandchild(nest, token), ours)  # type: ignore[arg-type]
+        zygote = Zygote(Grandchild(launcher, token), ours)  # type: ignore[arg-type]
         zygote.preload(preload)
         return zygote
 
@@ -196,7 +196,7 @@ def warmed(nest: Nest) -> Iterator[None]:
         yield
 
 
-class Nest:
+class RunLauncher:
     """Starts launchers, one after the other."""
 
     def __init__(self, zygote: Zygote) -> None:
@@ -233,7 +233,7 @@ class Nest:
         timeout_s: float = 5.0,
         optimizer: str = "sgd",
         gated: bool = True,
-        team: TeamPlan | None = None,
+        team: StagePlan | None = None,
         eval_every_s: float = 10.0,
         **settings: Any,
     ) -> Iterator[Run]:
@@ -279,8 +279,8 @@ class Nest:
 class Run:
     """One run, seen from outside."""
 
-    def __init__(self, nest: Nest, token: int, order: Order, directory: Path, gate: Gate | None) -> None:
-        self.nest = nest
+    def __init__(self, launcher: RunLauncher, token: int, order: Order, directory: Path, gate: Gate | None) -> None:
+        self.starter = launcher
         self.token = token
         self.order = order
         self.directory = directory
@@ -301,13 +301,13 @@ class Run:
     @property
     def launcher(self) -> int:
         def started() -> list[Started]:
-            return [e for e in self.nest.note() if isinstance(e, Started) and e.token == self.token]
+            return [e for e in self.starter.note() if isinstance(e, Started) and e.token == self.token]
 
         return wait_for(started, "the launcher")[0].pid
 
     @property
     def exited(self) -> Exited | None:
-        return next((e for e in self.nest.note() if isinstance(e, Exited) and e.token == self.token), None)
+        return next((e for e in self.starter.note() if isinstance(e, Exited) and e.token == self.token), None)
 
     # ---- what has happened so far
 
@@ -349,7 +349,7 @@ class Run:
         self.remember()
 
     def remember(self) -> None:
-        processes = self.nest.processes()
+        processes = self.starter.processes()
         self.pids |= {process.pid for process in processes}
         self.sockets |= sockets_of(self.pids)
 
@@ -368,7 +368,7 @@ class Run:
 
         def named() -> list[psutil.Process]:
             found = []
-            for process in self.nest.processes():
+            for process in self.starter.processes():
                 with suppress(psutil.NoSuchProcess):
                     if process.cmdline()[:1] == [title]:
                         found.append(process)
@@ -415,13 +415,13 @@ class Run:
         return safetensors.torch.load_file(self.directory / "model.safetensors")
 
     def clear_up(self) -> None:
-        """After a test that went wrong, too: the next one must find the nest empty."""
+        """After a test that went wrong, too: the next one must find no process left."""
         if self.exited is None:
             with suppress(ProcessLookupError):
                 os.kill(self.launcher, signal.SIGKILL)
         with suppress(AssertionError):
-            wait_for(lambda: not self.nest.processes(), "the end of all processes", 5.0)
-        for process in self.nest.processes():
+            wait_for(lambda: not self.starter.processes(), "the end of all processes", 5.0)
+        for process in self.starter.processes():
             self.pids.add(-1)  # it did not end by itself: `left_nothing` says so
             process.kill()
         if self._gate is not None:
@@ -474,7 +474,7 @@ def _listening() -> Iterator[tuple[str, str]]:
 def exact(run: Run) -> bool:
     """Are the parameters those of every batch applied exactly once, to the last bit?"""
     task = Gated(**{name: value for name, value in run.config.task_settings.items() if name != "gate"})
-    cells = run.config.num_workers if run.config.strategy == "sync" else 1  # a round steps once, by their mean
-    num_steps = task.samples // task.batch_size * task.epochs / cells
-    wanted = {"weight": task.linear.after(LR / cells).tolist(), "bias": [-LR * num_steps]}
+    work_items = run.config.num_workers if run.config.strategy == "sync" else 1  # a round steps once, by their mean
+    num_steps = task.samples // task.batch_size * task.epochs / work_items
+    wanted = {"weight": task.linear.after(LR / work_items).tolist(), "bias": [-LR * num_steps]}
     return {name: values.flatten().tolist() for name, values in run.parameters().items()} == wanted

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from rainband.rules import WaitForSlowest
+from rainband.rules import StalenessBound
 from rainband.strategies.stale_sync import StaleSync
-from rainband.strategy import ServerHalf
+from rainband.strategy import ServerPart
 
 
-class AdmitsAnyone(WaitForSlowest):
+class AdmitsAnyone(StalenessBound):
     """Says that nobody reads further ahead than the bound, and asks nobody how far it is."""
 
     def _may_read(self, clock: int, reader: int) -> bool:
@@ -25,7 +25,7 @@ class Boundless(StaleSync):
 
     bound: int = 0
 
-    def server(self, num_workers: int) -> ServerHalf:
+    def server(self, num_workers: int) -> ServerPart:
         return replace(super().server(num_workers), rule=partial(AdmitsAnyone, self.bound))
 
 

@@ -12,7 +12,7 @@ from rainband.model.layers import LocallyConnected2d
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
 from rainband.model_parallel.graph.tiles import Tiled, tile_of
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.tasks.task import TensorData
 from tests.team_tasks import Shaped, planned
 
@@ -67,7 +67,7 @@ class InPieces(Shaped):
         return (answer * answer).sum() / (1024 * len(answer))  # batches of four: that is exact, too
 
 
-def plan_of(name: str) -> TeamPlan:
+def plan_of(name: str) -> StagePlan:
     """The first piece of every layer on one worker, the second on the other; what is whole on the first."""
     task = InPieces(name)
 

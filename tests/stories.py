@@ -15,9 +15,9 @@ BOOKS = {
     "applied": 898,
     "skipped": {"not finite": 2},
     "lost": 0,
-    "twice": 0,
-    "not_done": 0,
-    "leased_again": 3,
+    "applied_twice": 0,
+    "not_processed": 0,
+    "reassigned": 3,
     "refused": {"fenced": 5, "wrong_server": 1},
     "updates": 1796,
 }
@@ -80,7 +80,7 @@ def ended(outcome: str = "finished", reason: str = "", **metrics: float | None) 
         seconds=20.0,
         samples=2000,
         metrics=metrics or {"accuracy": 0.975},
-        books=dict(BOOKS),
+        accounting=dict(BOOKS),
         staleness=dict(STALENESS),
         training_s=20.0,
     )

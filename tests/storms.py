@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
-from rainband.rules import MeanOfArrivals
+from rainband.rules import ApplyEvery
 from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
-from rainband.strategy import Block, Requirements, ServerHalf, Strategy, Worker
+from rainband.strategy import Requirements, RuleBlock, ServerPart, Strategy, Worker
 from tests.harness import Faults, Outcome, run
 from tests.ledger import LR, Case
 
@@ -24,21 +24,21 @@ from tests.ledger import LR, Case
 class Ragged(Strategy):
     """Downpour whose workers cut a cell differently, as loops of their own would: no two begin alike."""
 
-    cell_batches: int = 4
+    batches_per_item: int = 4
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(batches_per_item=self.cell_batches)
+        return Requirements(batches_per_item=self.batches_per_item)
 
     async def run(self, worker: Worker) -> None:
         await worker.server.pull()
-        async for cell in worker.cells():
-            cut = 2 + worker.index % (self.cell_batches - 1)
-            for at in range(0, len(cell.batches), cut):
-                gradients = [await worker.gradient(batch) for batch in cell.batches[at : at + cut]]
+        async for work_item in worker.work_items():
+            cut = 2 + worker.index % (self.batches_per_item - 1)
+            for at in range(0, len(work_item.batches), cut):
+                gradients = [await worker.gradient(batch) for batch in work_item.batches[at : at + cut]]
                 worker.server.push(functools.reduce(operator.add, gradients))
 
-    def server(self, num_workers: int) -> ServerHalf:
+    def server(self, num_workers: int) -> ServerPart:
         return Downpour(lr=LR, optimizer="sgd", guard=False).server(num_workers)
 
 
@@ -86,13 +86,13 @@ def _draw_downpour(r: random.Random) -> Downpour:
         lr=LR,
         optimizer="sgd",
         overlap=r.random() < 0.5,
-        warm_batches=r.choice((0, 0, 4)),
+        warm_start_batches=r.choice((0, 0, 4)),
         guard=False,  # or not every gradient would count alike
     )
 
 
 def _draw_ragged(r: random.Random) -> Ragged:
-    return Ragged(cell_batches=r.randint(3, 5))
+    return Ragged(batches_per_item=r.randint(3, 5))
 
 
 def _draw_sync(r: random.Random) -> Sync:
@@ -111,10 +111,10 @@ def _draw_bounded_delay(r: random.Random) -> BoundedDelay:
     return BoundedDelay(tau=r.choice((0, 1, 1, 3)), tau_last=r.choice((None, None, 0, 4)), lr=LR, guard=False)
 
 
-class SumOfArrivals(MeanOfArrivals):
+class SumOfArrivals(ApplyEvery):
     """The same updates, but every gradient counts as much as Downpour's, however many there are in one."""
 
-    def flush(self, block: Block) -> None:
+    def flush(self, block: RuleBlock) -> None:
         if self.total is not None:
             self.total.mul_(self.count)
         super().flush(block)
@@ -129,7 +129,7 @@ class Softly(Strategy):
     async def run(self, worker: Worker) -> None:
         await SoftSync().run(worker)
 
-    def server(self, num_workers: int) -> ServerHalf:
+    def server(self, num_workers: int) -> ServerPart:
         soft = SoftSync(n=self.n, lr=LR, scaling="none", guard=False)
         rule = partial(SumOfArrivals, soft.count(num_workers), False, num_workers, soft.count)
         return replace(soft.server(num_workers), rule=rule)

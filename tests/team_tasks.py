@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rainband.model.gradient import Gradient
-from rainband.model_parallel.execution.microbatch_run import Team
-from rainband.model_parallel.execution.submodel import Share
+from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
+from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import ShareWorker
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_loss import build_model
-from rainband.model_parallel.placement.placement import Plan, Stage
-from rainband.model_parallel.placement.stage_plan import TeamPlan
-from rainband.protocol.data_plan import Plan as DataPlan
+from rainband.model_parallel.placement.placement import PlacedStage, Placement
+from rainband.model_parallel.placement.stage_plan import StagePlan
+from rainband.protocol.data_plan import DataPlan as DataPlan
 from rainband.protocol.messages import Finish, Lease, Message, Peer, Report
 from rainband.protocol.peer_inbox import Inbox
 from rainband.strategy import Batch, Tag
@@ -69,7 +69,7 @@ def planned(
     kind: str = "pipeline",
     replicas: Sequence[int] | None = None,
     **settings: Any,
-) -> TeamPlan:
+) -> StagePlan:
     """A plan by hand: unit -> machine; or so many stages of about as many units each."""
     graph = cut(build_model(task), task.data().batch(range(2)))
     if isinstance(placement, int):
@@ -77,20 +77,24 @@ def planned(
     size = max(placement.values()) + 1
     counts = list(replicas or [1] * size)
     stages = [
-        Stage(tuple(range(sum(counts[:m]), sum(counts[: m + 1]))), tuple(u for u in graph.units if placement[u] == m))
+        PlacedStage(
+            tuple(range(sum(counts[:m]), sum(counts[: m + 1]))), tuple(u for u in graph.units if placement[u] == m)
+        )
         for m in range(size)
     ]
     machines = sum(counts)
-    plan = Plan(model=task.name, kind=cast(Any, kind), partitioner="hand", num_machines=machines, stages=tuple(stages))
-    return TeamPlan(plan=plan, example_size=2, **settings)
+    plan = Placement(
+        model=task.name, kind=cast(Any, kind), partitioner="hand", num_machines=machines, stages=tuple(stages)
+    )
+    return StagePlan(plan=plan, example_size=2, **settings)
 
 
-def dealt(task: Shaped, machines: int, chunks: int, micros: int) -> TeamPlan:
+def dealt(task: Shaped, machines: int, chunks: int, micros: int) -> StagePlan:
     """A plan by hand with several stages on each machine: stage s on machine s mod P."""
     plan = planned(task, machines * chunks).plan
-    stages = tuple(Stage((number % machines,), stage.units) for number, stage in enumerate(plan.stages))
+    stages = tuple(PlacedStage((number % machines,), stage.units) for number, stage in enumerate(plan.stages))
     plan = msgspec.structs.replace(plan, stages=stages, num_machines=machines)
-    return TeamPlan(plan=plan, micros=micros, schedule="interleaved", example_size=2)
+    return StagePlan(plan=plan, micros=micros, schedule="interleaved", example_size=2)
 
 
 class Room:
@@ -120,18 +124,18 @@ class RoomPeers:
 
 
 def worker_of(
-    task: Shaped, plan: TeamPlan, place: int, room: Room, tell: Callable[[Message], None] = lambda message: None
+    task: Shaped, plan: StagePlan, place: int, room: Room, tell: Callable[[Message], None] = lambda message: None
 ) -> ShareWorker:
     model = build_model(task)
-    share = Share(task, model, task.data(), plan, place)
+    share = Submodel(task, model, task.data(), plan, place)
     flat = share.flat(parameter_groups(task, model))
     client = Client(Peer("worker", place), data_plan(task), flat, (), (), (), tell, share.machine)
-    team = Team(RoomPeers(room, place), place, plan.size)
+    team = ReplicaLinks(RoomPeers(room, place), place, plan.size)
     return ShareWorker(place, 1, task, task.data(), share, client, team)
 
 
 def trained_team(
-    task: Shaped, plan: TeamPlan, strategy: Any, order: Sequence[int] | None = None, late: bool = False
+    task: Shaped, plan: StagePlan, strategy: Any, order: Sequence[int] | None = None, late: bool = False
 ) -> list[ShareWorker]:
     """A team without servers, from the first batch to the last; `late`: a portion comes when all before it are done."""
     room = Room(plan.size)
@@ -148,7 +152,7 @@ def trained_team(
 
     def told(place: int, message: Message) -> None:
         if isinstance(message, Report):
-            reports[place] = message.had
+            reports[place] = message.accepted
         if len(reports) == plan.size and min(reports.values()) == leased:
             if coming:
                 lease()

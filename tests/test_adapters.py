@@ -40,7 +40,7 @@ def same_as_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callabl
         monkeypatch.delattr(sys.modules["__main__"], "__rainband__")
         for a, b in zip(alone.state_dict().values(), shared.state_dict().values(), strict=True):
             torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
-        assert (member.num_pushed, member.books.extras) == (pushes, pushes)
+        assert (member.num_pushed, member.accounting.untracked_pushes) == (pushes, pushes)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rainband.protocol.data_plan import bits
-from rainband.protocol.messages import Named
-from rainband.rules import FirstOfRound
+from rainband.protocol.messages import RoundChosen
+from rainband.rules import FirstArrivalsOfRound
 from rainband.rules.rounds import TOO_LATE
 from rainband.strategies.sync import Sync
 from rainband.tasks.linear import Linear
@@ -37,23 +37,23 @@ class Chooser(Recorder):
 
 
 def test_of_three_cells_the_first_two_make_the_round_and_the_last_is_dropped() -> None:
-    rule, block = FirstOfRound(needed=2), Chooser(index=0)
+    rule, block = FirstArrivalsOfRound(needed=2), Chooser(index=0)
 
     rule.absorb(block, cell_push(block.plan, 0, column=2), number(6.0))
     assert block.numbers() == [] and rule.buffered == 1
     rule.absorb(block, cell_push(block.plan, 0, column=0), number(2.0))
 
     assert block.numbers() == [4.0] and rule.buffered == 0
-    assert rule.chosen == [Named(0, (0, 2))] and block.dropped == [(1, 0)]
+    assert rule.chosen == [RoundChosen(0, (0, 2))] and block.dropped == [(1, 0)]
 
 
 def test_another_block_waits_until_it_is_told_which_and_takes_the_same() -> None:
-    rule, block = FirstOfRound(needed=2), Chooser(index=1)
+    rule, block = FirstArrivalsOfRound(needed=2), Chooser(index=1)
     for column, value in ((1, 100.0), (2, 6.0)):
         rule.absorb(block, cell_push(block.plan, 0, column=column), number(value))
     assert block.numbers() == [] and rule.buffered == 2
 
-    rule.choose(block, Named(0, (0, 2)))
+    rule.choose(block, RoundChosen(0, (0, 2)))
     assert block.numbers() == []  # one of them has yet to come
     rule.absorb(block, cell_push(block.plan, 0, column=0), number(2.0))
 
@@ -61,17 +61,17 @@ def test_another_block_waits_until_it_is_told_which_and_takes_the_same() -> None
 
 
 def test_a_choice_that_comes_twice_or_too_late_changes_nothing() -> None:
-    rule, block = FirstOfRound(needed=2), Chooser(index=1)
+    rule, block = FirstArrivalsOfRound(needed=2), Chooser(index=1)
     for column in (0, 2):
         rule.absorb(block, cell_push(block.plan, 0, column=column), number(1.0))
     for _ in range(2):
-        rule.choose(block, Named(0, (0, 2)))
+        rule.choose(block, RoundChosen(0, (0, 2)))
 
     assert block.numbers() == [1.0] and block.version == 1 and rule.named is None
 
 
 def test_a_short_last_round_needs_no_more_cells_than_it_has() -> None:
-    rule, block = FirstOfRound(needed=2), Chooser(index=0)
+    rule, block = FirstArrivalsOfRound(needed=2), Chooser(index=0)
     block.plan = rounds_plan(num_batches=4, columns=3)
     block.version = 1
     rule.absorb(block, cell_push(block.plan, 1, column=0), number(7.0))
@@ -93,11 +93,11 @@ def test_every_batch_is_applied_or_dropped_and_the_same_ones_are_dropped_on_ever
             )
             for b in outcome.blocks.values()
         }
-        books = outcome.coordinator.books()
-        assert len(dropped) == 1 and books is not None
+        accounting = outcome.coordinator.accounting()
+        assert len(dropped) == 1 and accounting is not None
         number_dropped = len(next(iter(dropped)))
-        assert books.applied + number_dropped == books.batches == 24
-        assert books.skipped == ({TOO_LATE: number_dropped} if number_dropped else {})
+        assert accounting.applied + number_dropped == accounting.batches == 24
+        assert accounting.skipped == ({TOO_LATE: number_dropped} if number_dropped else {})
         dropped_ever += number_dropped
     assert dropped_ever > 8 * 4
 
@@ -113,13 +113,13 @@ def test_nobody_waits_for_the_slow_one() -> None:
     task = Linear(dimension=48, samples=36, batch_size=1, epochs=1)
     times = {}
     for backup in (0, 1):
-        world = world_of(Sync(lr=0.25, backup_workers=backup), 3, model, task=task)
-        world.start()
-        world.run()
-        books = world.coordinator.books()
-        assert world.spans is not None and books is not None
-        times[backup] = max(s.to_s for s in world.spans if s.what == "compute" and s.node != "worker 2")
-        assert sum(books.skipped.values()) == 12 * backup
+        cluster = world_of(Sync(lr=0.25, backup_workers=backup), 3, model, task=task)
+        cluster.start()
+        cluster.run()
+        accounting = cluster.coordinator.accounting()
+        assert cluster.spans is not None and accounting is not None
+        times[backup] = max(s.to_s for s in cluster.spans if s.what == "compute" and s.node != "worker 2")
+        assert sum(accounting.skipped.values()) == 12 * backup
     assert times[1] == pytest.approx(12.0) and times[0] > 30
 
 
@@ -137,10 +137,10 @@ def test_linear_scaling_takes_as_large_a_step_on_the_mean_as_all_workers_would_o
     task = Linear(dimension=16, samples=16, batch_size=1, epochs=1)
     ends = []
     for num_workers in (1, 4):
-        world = world_of(Sync(lr=0.25, scaling="linear"), num_workers, num_servers=1, task=task)
-        world.start()
-        world.run()
-        (block,) = world.servers[0].server.blocks.values()
+        cluster = world_of(Sync(lr=0.25, scaling="linear"), num_workers, num_servers=1, task=task)
+        cluster.start()
+        cluster.run()
+        (block,) = cluster.servers[0].server.blocks.values()
         ends.append(block.values.clone())
     assert torch.equal(ends[0], ends[1])
 

@@ -13,7 +13,7 @@ from rainband.bench.harness.rows import Effort, Row
 from rainband.bench.harness.stage_runs import in_halves
 from rainband.model_parallel.execution.partitioned import Partitioned
 from rainband.model_parallel.graph.split_loss import cut_task
-from rainband.model_parallel.placement.profile import Profile, Unit, Value
+from rainband.model_parallel.placement.profile import CutValue, Profile, Unit
 
 SMALL = {"layers": 4, "width": 8, "samples": 32, "batch_size": 16}
 
@@ -58,7 +58,7 @@ def test_rates_are_predicted_from_what_a_microbatch_takes(monkeypatch: pytest.Mo
 
     def layers(task: Chain, samples: int) -> Profile:
         names = [unit for stage in in_halves(task).stages for unit in stage.units]
-        values = tuple(Value(a, a, (b,), 64, 64) for a, b in pairwise(names))
+        values = tuple(CutValue(a, a, (b,), 64, 64) for a, b in pairwise(names))
         return Profile("", samples, tuple(Unit(name, 1.0, 2.0) for name in names), values)
 
     monkeypatch.setattr(pipeline, "profile_of", layers)

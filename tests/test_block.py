@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rainband.protocol.lr_schedules import Schedule
-from rainband.protocol.messages import Load, Tally
+from rainband.protocol.messages import InitBlock, Tally
 from rainband.protocol.optimizer_spec import OptimizerSpec
-from rainband.protocol.parameter_buffers import Place
+from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.rules import MeanOfRound
 from rainband.server.block import Block
 from tests.pieces import (
@@ -35,7 +35,7 @@ from tests.pieces import (
 
 def test_the_version_word_is_odd_while_the_block_is_written() -> None:
     words = [7, 40, 9]
-    place = Place(words, 1, [full(0.0)])
+    place = ParameterBuffer(words, 1, [full(0.0)])
 
     place.begin()
     assert words == [7, 41, 9]
@@ -45,9 +45,9 @@ def test_the_version_word_is_odd_while_the_block_is_written() -> None:
 
 def test_versions_take_turns_in_two_buffers() -> None:
     even, odd = full(0.0), full(1.0)
-    place = Place([0], 0, [even, odd])
+    place = ParameterBuffer([0], 0, [even, odd])
     assert place.of(4) is even and place.of(5) is odd
-    assert Place([0], 0, [even]).of(5) is even
+    assert ParameterBuffer([0], 0, [even]).of(5) is even
 
 
 # ---- one step ----
@@ -85,7 +85,7 @@ def test_the_rate_is_that_of_the_batchs_place_in_the_plan_not_of_the_steps_so_fa
 
 def test_a_push_without_name_is_where_the_data_is() -> None:
     block = make_block(make_plan(num_batches=4), make_half(lr=1.0, schedule=Schedule("linear")))
-    block.marks.add(named(0, 0, 2))
+    block.accepted_set.add(named(0, 0, 2))
 
     block.apply(full(1.0), [make_push(())], ())
 
@@ -156,7 +156,7 @@ def test_a_round_without_a_step_is_a_version_like_any_other() -> None:
 def test_sixteen_bit_parameters_are_kept_in_32() -> None:
     """256 + 1 is 256 in bfloat16: steps of 1 would be lost one by one, together they are not."""
     block = make_block(half=make_half(lr=1.0), dtype="bfloat16")
-    block.load(Load(0, "bfloat16", NUMEL), full(256.0, torch.bfloat16))
+    block.load(InitBlock(0, "bfloat16", NUMEL), full(256.0, torch.bfloat16))
 
     for k in range(4):
         block.apply(full(-1.0), [make_push(named(0, k))], ())
@@ -169,7 +169,7 @@ def test_first_values_are_in_every_buffer_and_in_the_master() -> None:
     for dtype in ("float32", "float64", "bfloat16"):
         for rule in (None, MeanOfRound):
             block = make_block(rounds_plan(), make_half(rule) if rule else None, dtype)
-            block.load(Load(0, dtype, NUMEL), full(3.0, block.dtype))
+            block.load(InitBlock(0, dtype, NUMEL), full(3.0, block.dtype))
             assert value_of(block) == 3.0
             assert all(set(buffer.tolist()) == {3.0} for buffer in block.place.buffers)
 
@@ -196,12 +196,12 @@ def test_the_tally_counts_what_is_marked_applied_skipped_and_buffered() -> None:
     pushes = [cell_push(plan, 0, 0), cell_push(plan, 0, 1, skip="not finite"), cell_push(plan, 0, 2)]
     pushes.append(cell_push(plan, 1, 2))
     for push in pushes:
-        block.marks.add(push.name)
+        block.accepted_set.add(push.name)
         if push.skip:
             block.skip(push.name, push.skip)
         block.rule.absorb(block, push, None if push.skip else full(1.0))
 
-    assert block.tally() == Tally(had=4, applied=2, skipped=1, buffered=1)
+    assert block.tally() == Tally(accepted=4, applied=2, skipped=1, buffered=1)
 
 
 def test_the_same_batch_skipped_twice_for_one_reason_counts_once() -> None:
@@ -215,14 +215,14 @@ def test_the_same_batch_skipped_twice_for_one_reason_counts_once() -> None:
 
 def state_of(block: Block) -> dict[str, Any]:
     """All that a block remembers."""
-    return {"values": block.values.tolist(), "version": block.version, "marks": dict(block.marks.open)}
+    return {"values": block.values.tolist(), "version": block.version, "marks": dict(block.accepted_set.open)}
 
 
 def test_blocks_share_nothing() -> None:
     ours, other = make_block(), make_block()
     before = state_of(other)
 
-    ours.marks.add(named(0, 0))
+    ours.accepted_set.add(named(0, 0))
     ours.apply(full(1.0), [make_push(named(0, 0))], ())
 
     assert state_of(other) == before != state_of(ours)

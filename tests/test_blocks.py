@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband.protocol.layout import BlockSpec, Entry, Layout, Segment, Settings, arrange, cut, deal
+from rainband.protocol.layout import BlockSegment, BlockSpec, Layout, LayoutEntry, Settings, arrange, cut, deal
 
 MIB = 1 << 20
 
 
 def one_parameter(numel: int, dtype: str = "float32") -> Layout:
-    return arrange([Entry("weight", (numel,), dtype)])
+    return arrange([LayoutEntry("weight", (numel,), dtype)])
 
 
 def block_of_bytes(index: int, num_bytes: int) -> BlockSpec:
@@ -29,14 +29,14 @@ def layouts(draw: st.DrawFn) -> Layout:
     shapes = st.lists(st.integers(0, 12), max_size=3).map(tuple)
     dtypes = st.sampled_from(["float32", "float64", "bfloat16", "float16"])
     kinds = draw(st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=8))
-    return arrange([Entry(f"p{i}", shape, dtype) for i, (shape, dtype) in enumerate(kinds)])
+    return arrange([LayoutEntry(f"p{i}", shape, dtype) for i, (shape, dtype) in enumerate(kinds)])
 
 
 block_sizes = st.sampled_from([1, 64, 100, 256, 4096, MIB])
 
 
 def test_a_parameter_starts_on_a_64_byte_boundary_and_the_vector_ends_on_one() -> None:
-    layout = arrange([Entry("a", (3,)), Entry("b", (4, 5)), Entry("c", ())])
+    layout = arrange([LayoutEntry("a", (3,)), LayoutEntry("b", (4, 5)), LayoutEntry("c", ())])
 
     assert [p.start for p in layout.parameters] == [0, 16, 48]
     assert [p.numel for p in layout.parameters] == [3, 20, 1]
@@ -44,21 +44,21 @@ def test_a_parameter_starts_on_a_64_byte_boundary_and_the_vector_ends_on_one() -
 
 
 def test_64_bytes_are_32_elements_of_two_bytes() -> None:
-    layout = arrange([Entry("a", (3,), "bfloat16"), Entry("b", (3,), "bfloat16")])
+    layout = arrange([LayoutEntry("a", (3,), "bfloat16"), LayoutEntry("b", (3,), "bfloat16")])
     assert [p.start for p in layout.parameters] == [0, 32]
 
 
 def test_a_start_is_a_multiple_of_16_elements_even_where_8_would_be_64_bytes() -> None:
-    layout = arrange([Entry("a", (3,), "float64"), Entry("b", (3,), "float64")])
+    layout = arrange([LayoutEntry("a", (3,), "float64"), LayoutEntry("b", (3,), "float64")])
     assert [p.start for p in layout.parameters] == [0, 16]
 
 
 def test_each_dtype_on_each_device_has_a_vector_of_its_own() -> None:
     entries = [
-        Entry("a", (1,)),
-        Entry("b", (1,), "float64"),
-        Entry("c", (1,), device="cuda:0"),
-        Entry("d", (1,)),
+        LayoutEntry("a", (1,)),
+        LayoutEntry("b", (1,), "float64"),
+        LayoutEntry("c", (1,), device="cuda:0"),
+        LayoutEntry("d", (1,)),
     ]
     layout = arrange(entries)
 
@@ -71,7 +71,7 @@ def test_each_dtype_on_each_device_has_a_vector_of_its_own() -> None:
 
 
 def test_an_empty_parameter_has_a_place_but_no_segment() -> None:
-    layout = arrange([Entry("a", (2,)), Entry("empty", (0, 7)), Entry("b", (2,))])
+    layout = arrange([LayoutEntry("a", (2,)), LayoutEntry("empty", (0, 7)), LayoutEntry("b", (2,))])
 
     assert [p.start for p in layout.parameters] == [0, 16, 16]
     assert [s.parameter for s in cut(layout)[0].segments] == [0, 2]
@@ -83,13 +83,13 @@ def test_a_model_without_elements_has_no_blocks() -> None:
 
 
 def test_blocks_hold_pieces_of_parameters_and_leave_the_gaps_out() -> None:
-    layout = arrange([Entry("a", (20,)), Entry("b", (30,), group=1)], groups=[{"lr": 0.1}, {"lr": 0.2}])
+    layout = arrange([LayoutEntry("a", (20,)), LayoutEntry("b", (30,), group=1)], groups=[{"lr": 0.1}, {"lr": 0.2}])
     first, second = cut(layout, block_bytes=48 * 4)  # 64 elements in blocks of 48 at most: two of 32
 
     assert (first.start, first.stop, first.num_bytes) == (0, 32, 128)
-    assert first.segments == (Segment(parameter=0, offset=0, start=0, stop=20, group=0),)
+    assert first.segments == (BlockSegment(parameter=0, offset=0, start=0, stop=20, group=0),)
     assert (second.start, second.stop) == (32, 64)
-    assert second.segments == (Segment(parameter=1, offset=0, start=0, stop=30, group=1),)
+    assert second.segments == (BlockSegment(parameter=1, offset=0, start=0, stop=30, group=1),)
 
 
 def test_a_parameter_goes_on_in_the_next_block_where_it_stopped() -> None:
@@ -191,7 +191,7 @@ def test_every_block_is_dealt_once_and_servers_differ_by_one_block_at_most(sizes
 
 def test_a_layout_and_its_blocks_come_back_the_same_over_the_wire() -> None:
     groups: list[Settings] = [{"lr": 0.1, "betas": [0.9, 0.999], "nesterov": False, "name": "all", "n": 3, "x": None}]
-    layout = arrange([Entry("conv", (2, 3, 4), order=(0, 2, 1)), Entry("bias", (2,), "float64")], groups)
+    layout = arrange([LayoutEntry("conv", (2, 3, 4), order=(0, 2, 1)), LayoutEntry("bias", (2,), "float64")], groups)
     blocks = cut(layout, block_bytes=64)
 
     sent = msgspec.msgpack.encode(layout)
@@ -206,25 +206,25 @@ def test_the_digest_is_the_same_in_every_process() -> None:
 
 
 def test_the_digest_is_of_the_model_not_of_the_device_or_the_settings_of_the_moment() -> None:
-    here = arrange([Entry("w", (2, 3))], [{"lr": 0.1}])
-    there = arrange([Entry("w", (2, 3), device="cuda:0")], [{"lr": 0.05}])
+    here = arrange([LayoutEntry("w", (2, 3))], [{"lr": 0.1}])
+    there = arrange([LayoutEntry("w", (2, 3), device="cuda:0")], [{"lr": 0.05}])
     assert here.digest() == there.digest()
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        Entry("v", (2, 3)),
-        Entry("w", (3, 2)),
-        Entry("w", (2, 3), "float16"),
-        Entry("w", (2, 3), group=1),
-        Entry("w", (2, 3), order=(1, 0)),
+        LayoutEntry("v", (2, 3)),
+        LayoutEntry("w", (3, 2)),
+        LayoutEntry("w", (2, 3), "float16"),
+        LayoutEntry("w", (2, 3), group=1),
+        LayoutEntry("w", (2, 3), order=(1, 0)),
     ],
     ids=["name", "shape", "dtype", "group", "order in memory"],
 )
-def test_another_model_has_another_digest(other: Entry) -> None:
+def test_another_model_has_another_digest(other: LayoutEntry) -> None:
     groups: list[Settings] = [{"lr": 0.1}, {"lr": 0.2}]
-    assert arrange([other], groups).digest() != arrange([Entry("w", (2, 3))], groups).digest()
+    assert arrange([other], groups).digest() != arrange([LayoutEntry("w", (2, 3))], groups).digest()
 
 
 def test_the_layout_can_be_read_without_torch() -> None:

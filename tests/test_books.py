@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rainband.protocol.accounting import Books, balance, staleness_of, staleness_so_far
-from rainband.protocol.messages import COORDINATOR, Ask, Missed, Report, Skipped, Tally
+from rainband.protocol.accounting import BatchAccounting, balance, staleness_of, staleness_so_far
+from rainband.protocol.messages import COORDINATOR, Missed, Report, ReportRequest, Skipped, Tally
 from rainband.server.block import Block
 from rainband.server.server import Server
 from tests.pieces import full, make_plan, make_push, make_server, named, send
@@ -16,69 +16,74 @@ from tests.pieces import full, make_plan, make_push, make_server, named, send
 
 def report(*blocks: Tally, **others: Any) -> Report:
     return Report(
-        low=0, full=(), had=min(b.had for b in blocks), updates=others.pop("updates", 0), blocks=blocks, **others
+        low=0,
+        full=(),
+        accepted=min(b.accepted for b in blocks),
+        updates=others.pop("updates", 0),
+        blocks=blocks,
+        **others,
     )
 
 
-def books_of(*reports: Report, num_batches: int = 8) -> Books:
-    return balance(make_plan(num_batches=num_batches), reports, leased_again=0)
+def books_of(*reports: Report, num_batches: int = 8) -> BatchAccounting:
+    return balance(make_plan(num_batches=num_batches), reports, reassigned=0)
 
 
 def test_eight_batches_applied_on_every_block_balance() -> None:
-    books = books_of(report(Tally(8, 8, 0, 0), Tally(8, 8, 0, 0), updates=16))
+    accounting = books_of(report(Tally(8, 8, 0, 0), Tally(8, 8, 0, 0), updates=16))
 
-    assert (books.batches, books.applied, books.not_done, books.updates) == (8, 8, 0, 16)
-    assert books.balanced and (books.lost, books.twice) == (0, 0)
+    assert (accounting.batches, accounting.applied, accounting.not_processed, accounting.updates) == (8, 8, 0, 16)
+    assert accounting.balanced and (accounting.lost, accounting.applied_twice) == (0, 0)
 
 
 def test_a_batch_that_is_marked_and_neither_applied_nor_skipped_is_lost() -> None:
-    books = books_of(report(Tally(8, 8, 0, 0), Tally(8, 7, 0, 0)))
+    accounting = books_of(report(Tally(8, 8, 0, 0), Tally(8, 7, 0, 0)))
 
-    assert (books.lost, books.twice, books.balanced) == (1, 0, False)
+    assert (accounting.lost, accounting.applied_twice, accounting.balanced) == (1, 0, False)
 
 
 def test_a_batch_applied_more_often_than_marked_shows_as_twice() -> None:
-    books = books_of(report(Tally(8, 10, 0, 0)), report(Tally(8, 8, 0, 0)))
+    accounting = books_of(report(Tally(8, 10, 0, 0)), report(Tally(8, 8, 0, 0)))
 
-    assert (books.lost, books.twice, books.balanced) == (0, 2, False)
+    assert (accounting.lost, accounting.applied_twice, accounting.balanced) == (0, 2, False)
 
 
 def test_what_one_block_lost_is_not_made_good_by_what_another_had_twice() -> None:
-    books = books_of(report(Tally(8, 7, 0, 0), Tally(8, 9, 0, 0)))
+    accounting = books_of(report(Tally(8, 7, 0, 0), Tally(8, 9, 0, 0)))
 
-    assert (books.lost, books.twice, books.balanced) == (1, 1, False)
+    assert (accounting.lost, accounting.applied_twice, accounting.balanced) == (1, 1, False)
 
 
 def test_what_is_buffered_is_not_lost() -> None:
-    books = books_of(report(Tally(3, 1, 0, 2)))
+    accounting = books_of(report(Tally(3, 1, 0, 2)))
 
-    assert books.balanced and (books.applied, books.not_done) == (1, 7)
+    assert accounting.balanced and (accounting.applied, accounting.not_processed) == (1, 7)
 
 
 def test_skipped_batches_are_counted_by_reason_and_once_for_all_blocks() -> None:
     skipped = (Skipped(0, 0b11, "not finite"), Skipped(1, 0b1, "not finite"), Skipped(1, 0b10, "asked to"))
-    books = books_of(report(Tally(8, 4, 4, 0), skipped=skipped), report(Tally(8, 4, 4, 0), skipped=skipped))
+    accounting = books_of(report(Tally(8, 4, 4, 0), skipped=skipped), report(Tally(8, 4, 4, 0), skipped=skipped))
 
-    assert books.skipped == {"not finite": 3, "asked to": 1}
-    assert books.balanced and (books.applied, books.not_done) == (4, 0)
+    assert accounting.skipped == {"not finite": 3, "asked to": 1}
+    assert accounting.balanced and (accounting.applied, accounting.not_processed) == (4, 0)
 
 
 def test_a_run_that_ended_early_says_how_many_were_not_done() -> None:
-    books = books_of(report(Tally(5, 5, 0, 0), Tally(3, 3, 0, 0)))
+    accounting = books_of(report(Tally(5, 5, 0, 0), Tally(3, 3, 0, 0)))
 
-    assert (books.applied, books.not_done) == (3, 5)
+    assert (accounting.applied, accounting.not_processed) == (3, 5)
 
 
 def test_a_server_without_blocks_says_nothing() -> None:
-    empty = Report(low=0, full=(), had=0, updates=0)
+    empty = Report(low=0, full=(), accepted=0, updates=0)
     assert books_of(report(Tally(8, 8, 0, 0)), empty).applied == 8
 
 
 def test_refusals_of_all_servers_are_added_up() -> None:
-    books = books_of(
+    accounting = books_of(
         report(Tally(8, 8, 0, 0), refused={"revoked": 2}), report(Tally(8, 8, 0, 0), refused={"revoked": 1, "late": 4})
     )
-    assert books.refused == {"revoked": 3, "late": 4}
+    assert accounting.refused == {"revoked": 3, "late": 4}
 
 
 def test_staleness_is_weighted_by_how_often_it_was_seen() -> None:
@@ -109,17 +114,17 @@ def test_nothing_pushed_is_no_staleness() -> None:
 # ---- counted by a server that does what it must not ----
 
 
-def books_after_three_pushes(server: Server) -> Books:
+def books_after_three_pushes(server: Server) -> BatchAccounting:
     for k in range(3):
         send(server, make_push(named(0, k)))
-    (out,) = server.receive(COORDINATOR, Ask())
+    (out,) = server.receive(COORDINATOR, ReportRequest())
     assert isinstance(out.message, Report)
     return books_of(out.message)
 
 
 def test_three_pushes_balance() -> None:
-    books = books_after_three_pushes(make_server())
-    assert books.balanced and (books.applied, books.not_done) == (3, 5)
+    accounting = books_after_three_pushes(make_server())
+    assert accounting.balanced and (accounting.applied, accounting.not_processed) == (3, 5)
 
 
 def test_a_server_that_applies_a_push_twice_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +135,14 @@ def test_a_server_that_applies_a_push_twice_is_found_out(monkeypatch: pytest.Mon
         true_apply(block, *given)
 
     monkeypatch.setattr(Block, "apply", apply_twice)
-    books = books_after_three_pushes(make_server())
-    assert (books.lost, books.twice, books.balanced) == (0, 3, False)
+    accounting = books_after_three_pushes(make_server())
+    assert (accounting.lost, accounting.applied_twice, accounting.balanced) == (0, 3, False)
 
 
 def test_a_server_that_marks_and_does_not_apply_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Block, "apply", lambda *_: None)
     server = make_server()
-    books = books_after_three_pushes(server)
+    accounting = books_after_three_pushes(server)
 
-    assert (books.lost, books.twice, books.balanced) == (3, 0, False)
+    assert (accounting.lost, accounting.applied_twice, accounting.balanced) == (3, 0, False)
     assert torch.equal(server.blocks[0].values, full(0.0))

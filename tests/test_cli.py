@@ -281,7 +281,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, story: list[events.AnyEvent], exit_
             seconds=20.0,
             samples_per_s=100.0,
             metrics={"accuracy": 0.975},
-            books={"batches": 900},
+            accounting={"batches": 900},
             staleness={"mean": 0.5},
             directory=config.directory,
             exit_code=exit_code,
@@ -300,7 +300,7 @@ def test_training_shows_its_progress_and_ends_with_the_books(monkeypatch: pytest
         "digits with downpour: 2 workers and 1 server",
         "starting 2 workers and 1 server ...",
     ]
-    assert "  books      898 of 900 batches applied to every block, 0 lost, 0 twice" in lines
+    assert "  batches    898 of 900 applied, 0 lost, 0 applied twice" in lines
     [config] = asked
     assert (config.num_workers, config.failure_timeout_s, config.strategy_settings["n_push"]) == (2, 3.0, 4)
     assert Path(config.directory).parent == Path("runs") and Path(config.directory).is_dir()
@@ -318,12 +318,12 @@ def test_json_is_all_there_is_on_standard_output(monkeypatch: pytest.MonkeyPatch
         "samples",
         "seconds",
         "metrics",
-        "books",
+        "accounting",
         "staleness",
         "directory",
     ):
         assert name in result
-    assert "898 of 900 batches" in said.err
+    assert "898 of 900 applied" in said.err
 
 
 @pytest.mark.parametrize("exit_code", [0, 1, 75, 130])
@@ -336,7 +336,7 @@ def test_what_is_typed_wrong_starts_nothing_and_leaves_nothing(monkeypatch: pyte
     asked = pretend(monkeypatch, [])
     for words in (
         ("digits", "downpour", "npush=4"),
-        ("digits", "sync", "--world", "mars"),
+        ("digits", "sync", "--runtime", "mars"),
         ("digits", "sync", "--workers", "0"),
         ("digits", "sync", "--no-such-option"),
         (),
@@ -430,9 +430,9 @@ def test_programs_can_read_the_explanation() -> None:
         "needed": False,
         "doc": "for the mean over all K cells, before scaling",
     }
-    facts = Said("explain", "--json").json
-    assert [fact["name"] for fact in facts if fact["kind"] == "strategy"] == strategy_names()
-    assert [fact["name"] for fact in facts if fact["kind"] == "task"] == task_names()
+    state = Said("explain", "--json").json
+    assert [fact["name"] for fact in state if fact["kind"] == "strategy"] == strategy_names()
+    assert [fact["name"] for fact in state if fact["kind"] == "task"] == task_names()
 
 
 def test_a_strategy_that_does_not_exist_is_told() -> None:
@@ -463,7 +463,7 @@ def test_a_run_is_shown_with_its_books_its_staleness_and_its_curve() -> None:
     lines = Said("runs", "show", "last").out.splitlines()
     assert lines[0] == "one: finished"
     assert "  what   digits with downpour n_push=4 overlap=true local_lr=none" in lines
-    assert "  books      898 of 900 batches applied to every block, 0 lost, 0 twice" in lines
+    assert "  batches    898 of 900 applied, 0 lost, 0 applied twice" in lines
     assert [line.split()[0] + " " + line.split()[-1] for line in lines if "█" in line] == [
         "0 6",
         "1 3",
@@ -647,8 +647,12 @@ def test_a_real_run_ends_with_one_json_object_and_a_directory_that_can_be_looked
     [line] = result.stdout.splitlines()  # what workers print is no part of it
     told = json.loads(line)
     assert (told["workers"], told["servers"], told["samples"]) == (2, 1, 1024)
-    assert (told["books"]["applied"], told["books"]["lost"], told["books"]["twice"]) == (256, 0, 0)
-    assert "| a word from a worker" in result.stderr and "256 of 256 batches applied" in result.stderr
+    assert (told["accounting"]["applied"], told["accounting"]["lost"], told["accounting"]["applied_twice"]) == (
+        256,
+        0,
+        0,
+    )
+    assert "| a word from a worker" in result.stderr and "256 of 256 applied" in result.stderr
     directory = Path(told["directory"])
     names = {path.name for path in directory.iterdir()}
     assert names == {"config.json", "events.jsonl", "metrics.sqlite", "model.safetensors", "output.log"}

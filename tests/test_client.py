@@ -12,15 +12,16 @@ from torch import Tensor
 
 from rainband.errors import Refused
 from rainband.model.gradient import Gradient
-from rainband.protocol.data_plan import Plan, Range
+from rainband.protocol.data_plan import BatchRange, DataPlan
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import (
     Ack,
     Finish,
     Halt,
+    InitBlock,
     Lease,
     LeaseEnd,
-    Load,
+    LeaseRequest,
     Message,
     Params,
     Peer,
@@ -29,9 +30,8 @@ from rainband.protocol.messages import (
     PushResult,
     Return,
     Revoke,
-    Want,
 )
-from rainband.strategy import Batch, Cell
+from rainband.strategy import Batch, WorkItem
 from rainband.worker.client import Client, PullHandle
 from tests.pieces import NUMEL, full, layout_of, make_plan, named, rounds_plan, specs_of
 
@@ -48,13 +48,13 @@ class FakePort:
     def send(self, message: Message) -> None:
         self.sent.append(message)
 
-    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
         payload = torch.full((message.numel,), math.nan, dtype=getattr(torch, message.dtype))
         fill(payload)
         self.sent.append(message)
         self.payloads.append(payload)
 
-    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+    def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         found = self.readable[spec.index]
         if found is None:
             return None
@@ -86,7 +86,7 @@ class FakeFlat:
 class Setting:
     """A client with two blocks on one port each, and what it told the coordinator."""
 
-    def __init__(self, plan: Plan | None = None, direct: bool = False) -> None:
+    def __init__(self, plan: DataPlan | None = None, direct: bool = False) -> None:
         self.ports = [FakePort(direct), FakePort(direct)]
         self.told: list[Message] = []
         self.flat = FakeFlat(2)
@@ -105,8 +105,8 @@ class Setting:
 
     def next_batches(self) -> list[tuple[int, int]]:
         """The next cell, as (portion, k)."""
-        cell = self.client.next_cell()
-        return [] if cell is None else [(b.portion, b.k) for b in cell.batches]
+        work_item = self.client.next_item()
+        return [] if work_item is None else [(b.portion, b.k) for b in work_item.batches]
 
     def push(self, portion: int, *ks: int, number: int = 1, values: tuple[float | None, ...] = (1.0, 2.0)) -> Any:
         tensors = [None if value is None else full(value) for value in values]
@@ -135,26 +135,26 @@ def test_a_worker_asks_once_and_keeps_one_lease_ahead() -> None:
     s = Setting(make_plan(num_batches=8, portion_batches=2))
 
     assert s.next_batches() == [] and s.next_batches() == []
-    assert s.told == [Want()]
+    assert s.told == [LeaseRequest()]
     s.lease(0, (0, 1))
     assert s.next_batches() == [(0, 0)]
-    assert s.told == [Want()] * 2
+    assert s.told == [LeaseRequest()] * 2
     s.lease(1, (0, 1))
-    assert s.next_batches() == [(0, 1)] and s.told == [Want()] * 2  # one to go on with, one ahead
+    assert s.next_batches() == [(0, 1)] and s.told == [LeaseRequest()] * 2  # one to go on with, one ahead
     assert [s.next_batches() for _ in range(3)] == [[(1, 0)], [(1, 1)], []]
-    assert s.told == [Want()] * 3
+    assert s.told == [LeaseRequest()] * 3
 
 
 def test_a_lease_is_cut_into_cells_that_never_mix_groups() -> None:
-    s = Setting(make_plan(num_batches=8, portion_batches=8, cell_batches=2))
+    s = Setting(make_plan(num_batches=8, portion_batches=8, batches_per_item=2))
     s.lease(0, (0, 1, 2), (4, 7), number=3)
 
-    cells = [s.client.next_cell() for _ in range(3)]
+    work_items = [s.client.next_item() for _ in range(3)]
 
-    assert cells == [
-        Cell((Batch(0, 0, 3), Batch(0, 1, 3))),
-        Cell((Batch(0, 2, 3),)),
-        Cell((Batch(0, 4, 3), Batch(0, 7, 3)), more=False),
+    assert work_items == [
+        WorkItem((Batch(0, 0, 3), Batch(0, 1, 3))),
+        WorkItem((Batch(0, 2, 3),)),
+        WorkItem((Batch(0, 4, 3), Batch(0, 7, 3)), more=False),
     ]
 
 
@@ -163,11 +163,11 @@ def test_a_cell_says_whether_another_one_is_at_hand(columns: int) -> None:
     s = Setting(make_plan(num_batches=8, portion_batches=2, columns=columns))
     s.lease(0, (0,))
     s.lease(1, (0,))
-    cells = [s.client.next_cell()]
+    work_items = [s.client.next_item()]
     for block in range(2 if columns else 0):  # the round it has asked for begins
-        s.params(block, s.client.sequence, point=0)
-    cells += [s.client.next_cell(), s.client.next_cell()]
-    assert [cell.more for cell in cells if cell is not None] == [True, False]
+        s.params(block, s.client.sequence, at_version=0)
+    work_items += [s.client.next_item(), s.client.next_item()]
+    assert [work_item.more for work_item in work_items if work_item is not None] == [True, False]
 
 
 def test_a_lease_is_given_back_as_done_when_every_block_has_answered_for_every_batch() -> None:
@@ -250,10 +250,10 @@ def test_at_the_end_nothing_more_is_asked_for_and_what_is_left_is_given_back() -
 def test_news_is_whatever_comes() -> None:
     s = Setting()
     for message in (Lease(0, 1, ((0,),)), Finish(), Halt("enough")):
-        news = s.client.news()
-        assert not news.ready()
+        state_changed = s.client.state_changed()
+        assert not state_changed.ready()
         s.client.receive(message)
-        assert news.ready()
+        assert state_changed.ready()
     assert s.client.stopping and s.client.finished
 
 
@@ -267,7 +267,7 @@ def test_a_push_goes_to_every_block_under_one_number_with_its_own_piece() -> Non
 
     (first,), (second,) = s.ports[0].sent, s.ports[1].sent
     assert isinstance(first, Push) and isinstance(second, Push)
-    assert first.name == second.name == (Range(1, 2, 4, lease=4),)
+    assert first.name == second.name == (BatchRange(1, 2, 4, lease=4),)
     assert (first.worker, first.sequence, first.clock, first.samples) == (3, 1, 1, 2)
     assert (first.block, first.version, second.block, second.version) == (0, 5, 1, 6)
     assert torch.equal(s.ports[0].payloads[0], full(1.0)) and torch.equal(s.ports[1].payloads[0], full(2.0))
@@ -423,21 +423,21 @@ def pull_of(s: Setting) -> PullHandle:
 def test_a_cell_is_handed_out_when_every_block_has_its_rounds_version() -> None:
     s = in_rounds()
     assert s.next_batches() == []
-    assert [port.all(Pull)[-1].point for port in s.ports] == [0, 0]
+    assert [port.all(Pull)[-1].at_version for port in s.ports] == [0, 0]
 
-    s.params(0, pull_of(s).sequence, point=0)
+    s.params(0, pull_of(s).sequence, at_version=0)
     assert s.next_batches() == []
-    s.params(1, pull_of(s).sequence, point=0)
+    s.params(1, pull_of(s).sequence, at_version=0)
 
-    cell = s.client.next_cell()
-    assert cell == Cell((Batch(1, 0, 1),), round=0)
+    work_item = s.client.next_item()
+    assert work_item == WorkItem((Batch(1, 0, 1),), round=0)
     assert s.client.pull(0).ready() and len(s.ports[0].all(Pull)) == 1
 
 
 def test_a_push_in_rounds_says_which() -> None:
     s = in_rounds()
     s.push(1, 2)
-    assert s.ports[0].all(Push)[0].point == 2
+    assert s.ports[0].all(Push)[0].at_version == 2
 
 
 def test_of_several_leases_the_lowest_round_comes_first() -> None:
@@ -445,12 +445,12 @@ def test_of_several_leases_the_lowest_round_comes_first() -> None:
     s.lease(0, (2, 3), number=2)  # what a dead worker left of the first column
     for block in (0, 1):
         s.next_batches()
-        s.params(block, pull_of(s).sequence, point=0)
+        s.params(block, pull_of(s).sequence, at_version=0)
     assert s.next_batches() == [(1, 0)]
     s.client.leases[1].todo.popleft()  # round 1 is done as well
 
     s.next_batches()
-    assert pull_of(s).point == 2
+    assert pull_of(s).at_version == 2
 
 
 def test_a_missing_cell_of_a_lower_round_is_asked_for_though_a_later_one_was() -> None:
@@ -458,29 +458,29 @@ def test_a_missing_cell_of_a_lower_round_is_asked_for_though_a_later_one_was() -
     s.next_batches()
     s.client.leases[1].todo.popleft()
     s.next_batches()
-    assert pull_of(s).point == 1
+    assert pull_of(s).at_version == 1
 
     s.lease(0, (0,), number=2)
     s.next_batches()
 
-    assert pull_of(s).point == 0
+    assert pull_of(s).at_version == 0
 
 
 def test_a_round_that_is_over_is_not_ours_to_do_any_more() -> None:
     s = in_rounds()
     s.next_batches()
-    s.params(0, pull_of(s).sequence, point=0, late=True)
+    s.params(0, pull_of(s).sequence, at_version=0, late=True)
 
     assert not s.returned()
     s.next_batches()
-    assert pull_of(s).point == 1 and s.client.leases[1].unsettled == {1, 2, 3}
+    assert pull_of(s).at_version == 1 and s.client.leases[1].unsettled == {1, 2, 3}
 
 
 def test_a_lease_whose_rounds_are_all_over_is_given_back() -> None:
     s = Setting(rounds_plan(num_batches=8, columns=2, portion_batches=4))
     s.lease(1, (0,))
     s.next_batches()
-    s.params(1, pull_of(s).sequence, point=0, late=True)
+    s.params(1, pull_of(s).sequence, at_version=0, late=True)
 
     assert s.returned() == [Return(1, 1, LeaseEnd.DONE)] and s.next_batches() == []
 
@@ -490,7 +490,7 @@ def test_a_version_that_goes_while_it_is_read_in_place_is_late() -> None:
     s.ports[0].readable[0], s.ports[1].readable[1] = (0, 1.0), None
     s.next_batches()
     for block in (0, 1):
-        s.params(block, pull_of(s).sequence, point=0)
+        s.params(block, pull_of(s).sequence, at_version=0)
 
     assert s.next_batches() == [(1, 0)]
     pull = s.client.pull(0)
@@ -514,5 +514,5 @@ def test_the_first_values_are_this_workers_parameters() -> None:
     s.flat.vector[:NUMEL] = 3.0
     s.client.load()
 
-    assert [port.all(Load)[0].block for port in s.ports] == [0, 1]
+    assert [port.all(InitBlock)[0].block for port in s.ports] == [0, 1]
     assert torch.equal(s.ports[0].payloads[0], full(3.0)) and torch.equal(s.ports[1].payloads[0], full(0.0))

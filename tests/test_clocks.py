@@ -9,27 +9,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband.protocol.data_plan import Plan
+from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import (
     COORDINATOR,
-    Ask,
     Assign,
     Forget,
-    Held,
-    Limit,
-    Load,
+    Idle,
+    InitBlock,
     Message,
     Params,
     Peer,
     Pull,
+    PullDelayed,
     PushResult,
-    Rest,
+    ReportRequest,
     Revoke,
+    StalenessLimit,
 )
-from rainband.rules import Clocks, WaitForSlowest, WaitForTasks
+from rainband.rules import Clocks, StalenessBound, TaskBound
 from rainband.server.server import Server
 from rainband.strategies.stale_sync import StaleSync
-from tests.harness import Faults, Node, World, run
+from tests.harness import Faults, Node, SimulatedCluster, run
 from tests.ledger import LR, Case, Ledger, number_of
 from tests.pieces import WORKERS, full, make_half, make_place, make_plan, make_push, named, specs_of
 from tests.storms import run_seed
@@ -138,7 +138,7 @@ class Brute:
 @given(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=120))
 def test_a_reader_is_admitted_exactly_when_the_definition_admits_it(bound: int, moves: list[tuple[int, int]]) -> None:
     """Random schedules: cells arrive in any order, workers come, rest and come back."""
-    rule, tasks, block, brute = WaitForSlowest(bound), WaitForTasks(bound), Recorder(make_plan(64)), Brute(bound)
+    rule, tasks, block, brute = StalenessBound(bound), TaskBound(bound), Recorder(make_plan(64)), Brute(bound)
     tasks.clocks = rule.clocks
     for worker, move in moves:
         if move == 0 and worker not in brute.began:
@@ -153,10 +153,10 @@ def test_a_reader_is_admitted_exactly_when_the_definition_admits_it(bound: int, 
             brute.sent[worker] += 1
             brute.on_the_way[worker].append(brute.sent[worker])
         elif move >= 4 and worker in brute.began and brute.on_the_way[worker]:
-            cell = brute.on_the_way[worker].pop(0 if move == 4 else -1)
-            brute.arrived[worker].add(cell)
-            rule.absorb(block, make_push(named(0, 0), worker, clock=cell, version=block.version), number(1.0))
-            rule.tick(block, worker, cell)
+            work_item = brute.on_the_way[worker].pop(0 if move == 4 else -1)
+            brute.arrived[worker].add(work_item)
+            rule.absorb(block, make_push(named(0, 0), worker, clock=work_item, version=block.version), number(1.0))
+            rule.tick(block, worker, work_item)
         for reader in brute.began:
             pull = Pull(1, clock=brute.sent[reader])
             assert rule.admits(block, pull, reader) == brute.admits(reader)
@@ -169,7 +169,7 @@ def test_a_reader_is_admitted_exactly_when_the_definition_admits_it(bound: int, 
 
 
 def test_a_gradient_of_a_reader_that_was_too_far_ahead_is_counted_with_how_far() -> None:
-    rule, block = WaitForSlowest(bound=1), Recorder(make_plan())
+    rule, block = StalenessBound(bound=1), Recorder(make_plan())
     for worker in (0, 1):
         rule.enter(block, worker, base=0)
 
@@ -177,12 +177,12 @@ def test_a_gradient_of_a_reader_that_was_too_far_ahead_is_counted_with_how_far()
         rule.absorb(block, make_push(named(0, clock - 1), 0, clock=clock, version=block.version), number(1.0))
         rule.tick(block, 0, clock)
 
-    assert rule.limit() == Limit(bound=1, unit="clocks", largest=3, exceeded=2)
+    assert rule.limit() == StalenessLimit(bound=1, unit="clocks", largest=3, exceeded=2)
 
 
 def test_it_counts_what_the_reader_had_seen_not_what_is_there_now() -> None:
     """The slow one has caught up when the gradient comes, but the gradient was computed without it."""
-    rule, block = WaitForSlowest(bound=0), Recorder(make_plan())
+    rule, block = StalenessBound(bound=0), Recorder(make_plan())
     for worker in (0, 1):
         rule.enter(block, worker, base=0)
     rule.absorb(block, make_push(named(0, 0), 0, clock=1, version=0), number(1.0))
@@ -197,7 +197,7 @@ def test_it_counts_what_the_reader_had_seen_not_what_is_there_now() -> None:
 
 
 def test_a_bound_goes_from_first_to_last_as_the_data_is_done_and_each_reader_is_held_to_the_one_it_was_given() -> None:
-    rule, block = WaitForTasks(4, last=0), Recorder(make_plan(num_batches=8))
+    rule, block = TaskBound(4, last=0), Recorder(make_plan(num_batches=8))
     rule.enter(block, 0, base=0)
     rule.enter(block, 1, base=0)
     assert rule.admits(block, Pull(1, clock=4), reader=0)
@@ -219,11 +219,11 @@ def test_a_bound_goes_from_first_to_last_as_the_data_is_done_and_each_reader_is_
 
 
 def make_server(bound: int, num_blocks: int = 1) -> Server:
-    half = make_half(lambda: WaitForSlowest(bound))
+    half = make_half(lambda: StalenessBound(bound))
     server = Server(lambda _: half, lambda specs, buffers: [make_place(spec, buffers) for spec in specs])
     server.receive(COORDINATOR, Assign(make_plan(16), specs_of(num_blocks), ({},), num_workers=2))
     for block in range(num_blocks):
-        server.receive(WORKERS[0], Load(block, "float32", 32), full(0.0))
+        server.receive(WORKERS[0], InitBlock(block, "float32", 32), full(0.0))
     return server
 
 
@@ -233,7 +233,7 @@ def told(server: Server, sender: Peer, message: Message) -> list[tuple[str, obje
     return [
         (str(out.to), out.message)
         for out in server.receive(sender, message, payload)
-        if isinstance(out.message, Params | Held)
+        if isinstance(out.message, Params | PullDelayed)
     ]
 
 
@@ -244,14 +244,14 @@ def test_a_pull_is_held_back_and_says_for_whom_and_goes_out_when_that_one_has_pu
         assert isinstance(params, Params) and params.asks and params.clock == 0
 
     told(server, WORKERS[0], make_push(named(0, 0), 0, clock=1))
-    assert told(server, WORKERS[0], Pull(2, clock=1)) == [("worker 0", Held(2, worker=1))]
+    assert told(server, WORKERS[0], Pull(2, clock=1)) == [("worker 0", PullDelayed(2, worker=1))]
     assert told(server, WORKERS[0], Pull(2, clock=1)) == []  # it knows
 
     (((to, params)),) = told(server, WORKERS[1], make_push(named(0, 1), 1, clock=1))
     assert to == "worker 0" and isinstance(params, Params) and (params.sequence, params.version) == (2, 2)
 
 
-@pytest.mark.parametrize("message", [Forget(1), PushResult.REVOKED, PushResult.DUPLICATE, "skip", Rest()])
+@pytest.mark.parametrize("message", [Forget(1), PushResult.REVOKED, PushResult.DUPLICATE, "skip", Idle()])
 def test_whatever_becomes_of_the_slow_ones_push_or_of_itself_the_others_go_on(message: Message | str) -> None:
     server = make_server(bound=0)
     for worker in (0, 1):
@@ -271,7 +271,7 @@ def test_whatever_becomes_of_the_slow_ones_push_or_of_itself_the_others_go_on(me
         case Forget():
             answers = told(server, COORDINATOR, message)
         case _:
-            assert isinstance(message, Rest)
+            assert isinstance(message, Idle)
             answers = told(server, sender, message)
     assert [to for to, _ in answers] == ["worker 0"]
 
@@ -284,7 +284,7 @@ def test_a_lost_connection_is_not_waited_for_from_the_next_look_on() -> None:
     told(server, WORKERS[0], Pull(2, clock=1))
 
     server.lost(WORKERS[1])
-    assert [to for to, _ in told(server, COORDINATOR, Ask())] == ["worker 0"]
+    assert [to for to, _ in told(server, COORDINATOR, ReportRequest())] == ["worker 0"]
 
 
 def test_an_earlier_life_of_a_worker_does_not_tick_its_clock() -> None:
@@ -303,7 +303,7 @@ def test_the_worst_block_is_reported() -> None:
         told(server, WORKERS[0], make_push(named(0, clock), 0, block=1, clock=clock, version=clock - 1))
 
     report = server.report()
-    assert report.limit == Limit(bound=0, unit="clocks", largest=2, exceeded=2)
+    assert report.limit == StalenessLimit(bound=0, unit="clocks", largest=2, exceeded=2)
     assert [(m.block, m.pushes, m.total, m.most) for m in report.missed] == [(0, 0, 0, 0), (1, 3, 0, 0)]
 
 
@@ -327,7 +327,7 @@ class Reader(Node):
     pushed: ClassVar[dict[tuple[int, int], int]] = {}  # (worker, clock) -> batch
 
     def _compute(self, client, batch):  # type: ignore[no-untyped-def]
-        plan: Plan = client.plan
+        plan: DataPlan = client.plan
         for block, parameter in enumerate(self.memory.parameters):
             first = Ledger(self.case).first(block)
             seen = frozenset((parameter.double() != first).nonzero().flatten().tolist())
@@ -343,26 +343,28 @@ def test_every_read_has_what_the_paper_promises_on_every_block(bound: int, direc
     furthest = 0
     for seed in range(6):
         Reader.reads, Reader.pushed = [], {}
-        world = World(seed, Case(StaleSync(bound, lr=LR), 3, num_servers=2, num_samples=60, direct=direct), node=Reader)
-        world.time_passes = 0.0  # so nobody is given up
-        world.run()
+        cluster = SimulatedCluster(
+            seed, Case(StaleSync(bound, lr=LR), 3, num_servers=2, num_samples=60, direct=direct), node=Reader
+        )
+        cluster.time_passes = 0.0  # so nobody is given up
+        cluster.run()
         for read in Reader.reads:
             for (worker, clock), batch in Reader.pushed.items():
                 must = read.clock if worker == read.reader else read.clock - bound
                 assert clock > must or batch in read.batches, (seed, read, worker, clock)
                 if clock > must and batch not in read.batches and worker != read.reader:
                     furthest = max(furthest, read.clock - clock + 1)
-        staleness = world.coordinator.staleness()
+        staleness = cluster.coordinator.staleness()
         assert (staleness.bound, staleness.unit, staleness.exceeded) == (bound, "clocks", 0)
         assert staleness.largest <= bound and staleness.max <= 2 * (2 * bound + 1)  # (P-1)(2s+1), for P = 3
     assert furthest == bound or direct or bound == 0  # so far may they be ahead, and so far they do come
 
 
 def test_a_run_that_breaks_its_bound_fails_and_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WaitForSlowest, "admits", lambda self, block, pull, reader: True)
+    monkeypatch.setattr(StalenessBound, "admits", lambda self, block, pull, reader: True)
     for seed in range(10):
-        world = World(seed, Case(StaleSync(bound=0, lr=LR), 3, num_servers=2, num_samples=60))
-        outcome = world.run()
+        cluster = SimulatedCluster(seed, Case(StaleSync(bound=0, lr=LR), 3, num_servers=2, num_samples=60))
+        outcome = cluster.run()
         if outcome.coordinator.staleness().exceeded:
             assert outcome.coordinator.outcome == "failed"
             assert "readers may miss 0 clocks, and" in outcome.coordinator.reason
@@ -384,7 +386,7 @@ def test_whatever_goes_wrong_nobody_waits_for_ever(seed: int) -> None:
 def test_it_is_lock_step_with_bound_0_and_two_workers() -> None:
     """Nobody begins its second cell before the other has done its first."""
     Reader.reads, Reader.pushed = [], {}
-    World(3, Case(StaleSync(bound=0, lr=LR), 2, num_samples=40), node=Reader).run()
+    SimulatedCluster(3, Case(StaleSync(bound=0, lr=LR), 2, num_samples=40), node=Reader).run()
     for read in Reader.reads:
         others = [b for (w, k), b in Reader.pushed.items() if w != read.reader and k <= read.clock]
         assert set(others) <= read.batches

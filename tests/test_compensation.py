@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rainband.protocol.messages import COORDINATOR, Assign, Forget, Load, Params, Pull
-from rainband.rules import ApplyOnArrival, Compensated, MeanOfArrivals, WaitForSlowest, compensated
+from rainband.protocol.messages import COORDINATOR, Assign, Forget, InitBlock, Params, Pull
+from rainband.rules import ApplyEvery, ApplyOnArrival, Compensated, StalenessBound, compensated
 from rainband.server.server import Server
 from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategy import Rule, Strategy
-from tests.harness import Faults, World
+from tests.harness import Faults, SimulatedCluster
 from tests.ledger import Case
 from tests.pieces import WORKERS, full, make_half, make_place, make_plan, make_push, named, send, specs_of, value_of
 from tests.test_sim_world import INSTANT, world_of
@@ -32,7 +32,7 @@ def make_server(rule: Rule) -> Server:
     half = make_half(lambda: rule, lr=0.5)
     server = Server(lambda _: half, lambda specs, buffers: [make_place(spec, buffers) for spec in specs])
     server.receive(COORDINATOR, Assign(make_plan(16), specs_of(1), ({},), num_workers=2))
-    server.receive(WORKERS[0], Load(0, "float32", 32), full(0.0))
+    server.receive(WORKERS[0], InitBlock(0, "float32", 32), full(0.0))
     return server
 
 
@@ -138,18 +138,22 @@ def test_one_copy_is_kept_for_each_worker_and_none_for_the_forgotten() -> None:
 
 
 def test_it_can_be_put_around_any_rule_and_shows_what_that_one_can_do() -> None:
-    around = Compensated(WaitForSlowest(3), 0.5)
+    around = Compensated(StalenessBound(3), 0.5)
     limit = around.limit()
     assert around.clocked and limit is not None and limit.bound == 3
-    assert not Compensated(MeanOfArrivals(2), 0.5).clocked
+    assert not Compensated(ApplyEvery(2), 0.5).clocked
     assert compensated(ApplyOnArrival, 0.0) is ApplyOnArrival
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
 def test_strategies_run_with_it_to_the_end_also_when_a_worker_dies(strategy: Strategy) -> None:
     for seed in range(4):
-        books = World(seed, Case(strategy, 3, num_servers=2), Faults(kills=seed % 2)).run().coordinator.books()
-        assert books is not None and books.balanced and books.applied == books.batches
+        accounting = (
+            SimulatedCluster(seed, Case(strategy, 3, num_servers=2), Faults(kills=seed % 2))
+            .run()
+            .coordinator.accounting()
+        )
+        assert accounting is not None and accounting.balanced and accounting.applied == accounting.batches
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
@@ -165,10 +169,10 @@ def test_every_gradient_finds_the_copy_it_was_computed_with(
         true_absorb(rule, block, push, gradient)
 
     monkeypatch.setattr(Compensated, "absorb", absorb)
-    world = world_of(strategy, 3, INSTANT)
-    world.start()
-    world.run()
-    assert world.coordinator.outcome == "finished" and missing == []
+    cluster = world_of(strategy, 3, INSTANT)
+    cluster.start()
+    cluster.run()
+    assert cluster.coordinator.outcome == "finished" and missing == []
 
 
 def test_wrong_settings_are_told_at_once() -> None:

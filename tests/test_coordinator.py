@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rainband.coordinator.coordinator import Coordinator, Out, RunSettings
+from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput, RunSettings
 from rainband.protocol import events
 from rainband.protocol.messages import (
+    AcceptedBatches,
     Address,
-    Ask,
     Assign,
-    Beat,
-    Bye,
     Conclude,
     Concluded,
     Ended,
@@ -24,19 +22,21 @@ from rainband.protocol.messages import (
     Forget,
     Go,
     Halt,
+    Heartbeat,
     Join,
     Lease,
     LeaseEnd,
+    LeaseRequest,
     Message,
     Peer,
     Ready,
     Report,
+    ReportRequest,
     Return,
     Revoke,
     ServerJoin,
-    Sets,
+    Shutdown,
     Tally,
-    Want,
     Welcome,
 )
 from tests.pieces import layout_of
@@ -59,18 +59,18 @@ class Run:
             "layout": layout_of(num_servers or 1),
             "batch_size": 1,
             "epochs": 1,
-            "cell_batches": 1,
+            "batches_per_item": 1,
             "rounds": False,
             **join,
         }
         self.num_servers = num_servers
         self.now = 0.0
         self.said: list[tuple[str, Message]] = []
-        self.had = [0] * num_servers
+        self.accepted = [0] * num_servers
 
     # ---- what others do ----
 
-    def take(self, outs: list[Out]) -> list[Message]:
+    def take(self, outs: list[CoordinatorOutput]) -> list[Message]:
         self.said += [(str(out.to), out.message) for out in outs]
         return [out.message for out in outs]
 
@@ -91,24 +91,24 @@ class Run:
         return self.take(self.coordinator.lost(Peer(role, index, incarnation), self.now, "killed"))
 
     def wants(self, index: int) -> list[Lease]:
-        return [m for m in self.from_worker(index, Want()) if isinstance(m, Lease)]
+        return [m for m in self.from_worker(index, LeaseRequest()) if isinstance(m, Lease)]
 
     def returns(self, index: int, lease: Lease, reason: LeaseEnd = LeaseEnd.DONE) -> list[Message]:
         return self.from_worker(index, Return(lease.portion, lease.lease, reason))
 
-    def report(self, server: int, had: int, full: tuple[int, ...] = (), **others: Any) -> list[Message]:
-        given = {"low": 0, "updates": had, "blocks": (Tally(had, had, 0, 0),), **others}
-        return self.from_server(server, Report(full=full, had=had, **given))
+    def report(self, server: int, accepted: int, full: tuple[int, ...] = (), **others: Any) -> list[Message]:
+        given = {"low": 0, "updates": accepted, "blocks": (Tally(accepted, accepted, 0, 0),), **others}
+        return self.from_server(server, Report(full=full, accepted=accepted, **given))
 
-    def reports(self, had: int, full: tuple[int, ...] = (), **others: Any) -> list[Message]:
-        return [m for server in range(self.num_servers) for m in self.report(server, had, full, **others)]
+    def reports(self, accepted: int, full: tuple[int, ...] = (), **others: Any) -> list[Message]:
+        return [m for server in range(self.num_servers) for m in self.report(server, accepted, full, **others)]
 
     def ticks(self, seconds: float = 1.0) -> list[Message]:
         self.now += seconds
         return self.take(self.coordinator.tick(self.now))
 
-    def beats(self, index: int, **numbers: Any) -> list[Message]:
-        return self.from_worker(index, Beat(**numbers))
+    def heartbeats(self, index: int, **numbers: Any) -> list[Message]:
+        return self.from_worker(index, Heartbeat(**numbers))
 
     # ---- what came of it ----
 
@@ -203,7 +203,7 @@ def test_when_the_worker_with_the_first_values_dies_another_gives_them(died_in: 
 def test_a_worker_with_another_plan_is_told_what_differs(changes: dict[str, Any], differs: str) -> None:
     run = running()
     (bye,) = run.joins(2, **changes)
-    assert isinstance(bye, Bye) and f"worker 2 does not fit this run: {differs}" in bye.reason
+    assert isinstance(bye, Shutdown) and f"worker 2 does not fit this run: {differs}" in bye.reason
 
 
 def test_who_comes_late_begins_at_once() -> None:
@@ -224,7 +224,7 @@ def test_who_comes_when_all_is_done_is_sent_away_and_not_waited_for(phase: str) 
 
     (bye,) = run.joins(1)
 
-    assert isinstance(bye, Bye) and 1 not in run.coordinator.workers
+    assert isinstance(bye, Shutdown) and 1 not in run.coordinator.workers
 
 
 # ---- leases ----
@@ -251,10 +251,10 @@ def test_a_portion_is_done_when_the_marks_say_so_not_when_a_worker_does() -> Non
 
     run.returns(0, first)
     run.returns(1, second)
-    assert run.coordinator.facts.batches_done() == 0 and run.phase == "running"
-    run.report(0, had=2, low=2)
+    assert run.coordinator.state.batches_done() == 0 and run.phase == "running"
+    run.report(0, accepted=2, low=2)
     assert run.phase == "running"
-    run.report(1, had=2, low=2)
+    run.report(1, accepted=2, low=2)
 
     assert run.phase == "flushing"
 
@@ -267,14 +267,14 @@ def test_what_was_returned_as_done_and_is_not_in_the_marks_in_time_is_asked_for(
 
     run.now += TIMEOUT_S + 1
     for worker in (0, 1):
-        run.beats(worker)
+        run.heartbeats(worker)
     assert Revoke(0, 2) in run.ticks(0.0)
 
 
 def test_nobody_takes_a_servers_answer_from_a_worker() -> None:
     run = running(num_workers=1, num_servers=1)
-    run.from_worker(0, Report(low=8, full=(), had=8, updates=8, blocks=(Tally(8, 8, 0, 0),)))
-    assert run.coordinator.facts.batches_done() == 0
+    run.from_worker(0, Report(low=8, full=(), accepted=8, updates=8, blocks=(Tally(8, 8, 0, 0),)))
+    assert run.coordinator.state.batches_done() == 0
 
 
 @pytest.mark.parametrize("how", ["killed", "silent", "revoked", "overlaps", "stopped"])
@@ -287,7 +287,7 @@ def test_a_lease_is_taken_back_by_a_fence_and_what_is_missing_leased_again(how: 
         run.lost("worker", 0)
     elif how == "silent":
         run.now = TIMEOUT_S + 1
-        run.beats(1)
+        run.heartbeats(1)
         run.ticks(0.0)
     else:
         run.returns(0, lease, LeaseEnd[how.upper()])
@@ -296,21 +296,21 @@ def test_a_lease_is_taken_back_by_a_fence_and_what_is_missing_leased_again(how: 
         assert Revoke(0, 2) in run.told(server)
         assert (Forget(0) in run.told(server)) == (how in ("killed", "silent"))
     assert all(found.portion != 0 for found in run.wants(1))  # not before all have answered
-    run.from_server(0, Sets(0, 2, masks=(0b0000_0111,)))
+    run.from_server(0, AcceptedBatches(0, 2, masks=(0b0000_0111,)))
     assert not [m for m in run.told("worker 1") if m == Lease(0, 2, ((1, 2), (3, 4, 5, 6, 7)))]
-    outs = run.from_server(1, Sets(0, 2, masks=(0b0000_0001,))) + run.wants(1)
+    outs = run.from_server(1, AcceptedBatches(0, 2, masks=(0b0000_0001,))) + run.wants(1)
 
     assert Lease(0, 2, ((1, 2), (3, 4, 5, 6, 7))) in outs
-    assert run.coordinator.facts.leased_again == 1
-    assert [(e.portion, e.batches, e.from_worker) for e in run.events(events.LeasedAgain)] == [(0, 7, 0)]
+    assert run.coordinator.state.reassigned == 1
+    assert [(e.portion, e.batches, e.from_worker) for e in run.events(events.BatchesReassigned)] == [(0, 7, 0)]
 
 
 def test_answers_to_an_earlier_fence_do_not_count() -> None:
     run = running(num_samples=64)
     (lease,) = run.wants(0)
     run.returns(0, lease, LeaseEnd.REVOKED)
-    run.from_server(0, Sets(0, 1, masks=(0xFF,)))
-    run.from_server(1, Sets(0, 1, masks=(0xFF,)))
+    run.from_server(0, AcceptedBatches(0, 1, masks=(0xFF,)))
+    run.from_server(1, AcceptedBatches(0, 1, masks=(0xFF,)))
     assert 0 in run.coordinator.leases.gathering
 
 
@@ -318,7 +318,7 @@ def test_a_fence_that_is_not_answered_is_asked_for_again() -> None:
     run = running(num_samples=64)
     (lease,) = run.wants(0)
     run.returns(0, lease, LeaseEnd.OVERLAPS)
-    run.from_server(0, Sets(0, 2, masks=(0,)))
+    run.from_server(0, AcceptedBatches(0, 2, masks=(0,)))
     run.said.clear()
 
     run.ticks()
@@ -331,16 +331,16 @@ def test_a_portion_that_lacks_nothing_is_not_leased_again() -> None:
     (lease,) = run.wants(0)
     run.lost("worker", 0)
     for server in range(2):
-        run.from_server(server, Sets(lease.portion, 2, masks=(0xFF,)))
+        run.from_server(server, AcceptedBatches(lease.portion, 2, masks=(0xFF,)))
 
-    assert run.coordinator.leases.again == {} and run.coordinator.facts.leased_again == 0
+    assert run.coordinator.leases.again == {} and run.coordinator.state.reassigned == 0
 
 
 def test_a_lease_that_was_taken_back_cannot_be_returned() -> None:
     run = running(num_samples=64)
     (lease,) = run.wants(0)
     run.now = TIMEOUT_S + 1
-    run.beats(1)
+    run.heartbeats(1)
     run.ticks(0.0)
 
     assert run.returns(0, lease, LeaseEnd.DONE) == []
@@ -355,7 +355,7 @@ def suspected(**join: Any) -> Run:
     run = running(num_samples=64, **join)
     run.wants(0)
     run.now = TIMEOUT_S + 1
-    run.beats(1)
+    run.heartbeats(1)
     run.ticks(0.0)
     assert not run.coordinator.workers[0].here
     return run
@@ -368,7 +368,9 @@ def test_who_is_not_heard_of_is_given_up_and_gets_nothing() -> None:
     assert not [m for m in run.ticks(0.0) if isinstance(m, Lease)]
 
 
-@pytest.mark.parametrize("sign", [Want(), Return(0, 1, LeaseEnd.REVOKED), Beat(waiting=True), Beat(acked=1), Ended(0)])
+@pytest.mark.parametrize(
+    "sign", [LeaseRequest(), Return(0, 1, LeaseEnd.REVOKED), Heartbeat(waiting=True), Heartbeat(acked=1), Ended(0)]
+)
 def test_who_works_or_waits_for_work_is_here_again(sign: Message) -> None:
     run = suspected()
     run.from_worker(0, sign)
@@ -378,19 +380,19 @@ def test_who_works_or_waits_for_work_is_here_again(sign: Message) -> None:
 
 def test_a_heartbeat_alone_says_alive_and_not_working() -> None:
     run = suspected()
-    run.beats(0, acked=0)
+    run.heartbeats(0, acked=0)
     assert not run.coordinator.workers[0].here
 
 
 def test_a_worker_that_acknowledged_long_ago_and_hangs_now_does_not_come_back_by_its_heartbeat() -> None:
     run = running(num_samples=64)
     run.wants(0)
-    run.beats(0, acked=7)
+    run.heartbeats(0, acked=7)
     run.now = TIMEOUT_S + 1
-    run.beats(1)
+    run.heartbeats(1)
     run.ticks(0.0)
 
-    run.beats(0, acked=7)
+    run.heartbeats(0, acked=7)
 
     assert not run.coordinator.workers[0].here
 
@@ -400,17 +402,17 @@ def test_who_beats_and_pushes_nothing_is_away() -> None:
     run.wants(0)
     for acked in range(1, 4):  # a second for each push is what is usual here
         run.now += 1.0
-        run.beats(0, acked=acked)
-        run.beats(1)
+        run.heartbeats(0, acked=acked)
+        run.heartbeats(1)
     assert run.coordinator.workers[0].slowest_s == 1.0
 
     for _ in range(20):  # up to twice the timeout and ten times what is usual
-        run.beats(0, acked=3)
-        run.beats(1)
+        run.heartbeats(0, acked=3)
+        run.heartbeats(1)
         run.ticks()
     assert run.coordinator.workers[0].here
-    run.beats(0, acked=3)
-    run.beats(1)
+    run.heartbeats(0, acked=3)
+    run.heartbeats(1)
     run.ticks()
 
     assert not run.coordinator.workers[0].here
@@ -422,10 +424,10 @@ def test_who_hangs_before_its_first_push_is_away_after_ten_times_what_the_first_
     run.wants(0)
     run.wants(1)
     run.now += 2.0
-    run.beats(0, acked=1)
+    run.heartbeats(0, acked=1)
     for acked in range(2, 40):  # from then on it is quick, and only its first one counts
-        run.beats(1, acked=0)
-        run.beats(0, acked=acked)
+        run.heartbeats(1, acked=0)
+        run.heartbeats(0, acked=acked)
         run.ticks(1.0)
         late = run.now > 2 * TIMEOUT_S + 10 * 2.0
         assert run.coordinator.workers[1].here is not late
@@ -437,8 +439,8 @@ def test_nobody_is_away_before_anyone_has_pushed() -> None:
     run.wants(0)
     run.wants(1)
     for _ in range(100):
-        run.beats(0, acked=0)
-        run.beats(1, acked=0)
+        run.heartbeats(0, acked=0)
+        run.heartbeats(1, acked=0)
         run.ticks()
     assert run.coordinator.workers[0].here and run.coordinator.workers[1].here
 
@@ -446,19 +448,19 @@ def test_nobody_is_away_before_anyone_has_pushed() -> None:
 @pytest.mark.parametrize("waited_for", [True, False])
 def test_a_loop_that_hangs_in_a_loader_of_its_own_is_away_when_others_wait_for_it(waited_for: bool) -> None:
     """It has no leases, so only who waits can say that it is missed."""
-    run = running(own_loop=True)
+    run = running(custom_loop=True)
     for acked in range(1, 4):
         run.now += 1.0
-        run.beats(0, acked=acked)
-        run.beats(1, acked=acked)
+        run.heartbeats(0, acked=acked)
+        run.heartbeats(1, acked=acked)
     for _ in range(int(2 * TIMEOUT_S + 10) + 2):
-        run.beats(0, acked=3)
-        run.beats(1, acked=3, waiting=waited_for)
+        run.heartbeats(0, acked=3)
+        run.heartbeats(1, acked=3, waiting=waited_for)
         run.ticks()
 
     assert run.coordinator.workers[0].here is not waited_for
     assert run.coordinator.workers[1].here
-    run.beats(0, acked=4)
+    run.heartbeats(0, acked=4)
     assert run.coordinator.workers[0].here
 
 
@@ -466,11 +468,11 @@ def test_who_waits_for_others_is_not_to_blame() -> None:
     run = running(num_samples=64)
     run.wants(0)
     run.now = 1.0
-    run.beats(0, acked=1)
+    run.heartbeats(0, acked=1)
     for _ in range(50):
         run.ticks()
-        run.beats(0, acked=1, waiting=True)
-        run.beats(1)
+        run.heartbeats(0, acked=1, waiting=True)
+        run.heartbeats(1)
     assert run.coordinator.workers[0].here
 
 
@@ -483,7 +485,7 @@ def test_a_worker_that_was_started_again_is_another_one() -> None:
     assert Revoke(lease.portion, 2) in outs and Forget(0) in outs
     assert [type(m) for m in outs if isinstance(m, Welcome | Go)] == [Welcome, Go]
     assert run.lost("worker", 0, incarnation=0) == []
-    assert run.from_worker(0, Want(), incarnation=0) == []
+    assert run.from_worker(0, LeaseRequest(), incarnation=0) == []
     assert run.coordinator.workers[0].connected
     assert run.joins(0, incarnation=0) == []  # a word of its earlier life, late
 
@@ -501,7 +503,7 @@ def test_a_portion_that_cost_three_workers_their_lives_ends_the_run() -> None:
         assert lease.portion == 0
         run.lost("worker", worker)
         for server in range(2):
-            run.from_server(server, Sets(0, death + 2, masks=(0,)))
+            run.from_server(server, AcceptedBatches(0, death + 2, masks=(0,)))
 
     assert run.phase == "over"
     assert (run.coordinator.outcome, run.coordinator.reason) == ("failed", "portion 0 ended 3 workers")
@@ -533,13 +535,13 @@ def test_a_server_that_falls_silent_is_asked_and_told_of_once_and_again_when_it_
     run = running(num_samples=64)
     for _ in range(8):
         run.ticks()
-        run.report(0, had=0)
+        run.report(0, accepted=0)
         for worker in (0, 1):
-            run.beats(worker)
+            run.heartbeats(worker)
     assert [(e.node, e.why) for e in run.events(events.Lost)] == [
         ("server 1", "not heard of for 6.0 s; all wait for it")
     ]
-    run.report(1, had=0)
+    run.report(1, accepted=0)
     assert [e.node for e in run.events(events.Returned)] == ["server 1"] and run.phase == "running"
 
 
@@ -548,9 +550,9 @@ def test_a_server_that_is_silent_for_ten_times_the_timeout_ends_the_run() -> Non
     for _ in range(51):
         assert run.phase == "running"
         run.ticks()
-        run.report(0, had=0)
+        run.report(0, accepted=0)
         for worker in (0, 1):
-            run.beats(worker)
+            run.heartbeats(worker)
     assert (run.phase, run.coordinator.outcome) == ("over", "failed")
     assert run.coordinator.reason.startswith("server 1 was lost (not heard of for 51 s). It held the only copy of")
 
@@ -566,7 +568,7 @@ def test_a_clock_that_jumps_ends_no_run() -> None:
 
 
 def test_one_worker_warms_up_alone() -> None:
-    run = running(num_samples=64, warm_batches=8)
+    run = running(num_samples=64, warm_start_batches=8)
     assert run.wants(1) == []
     (lease,) = run.wants(0)
     run.returns(0, lease)
@@ -577,11 +579,11 @@ def test_one_worker_warms_up_alone() -> None:
 
 
 def test_when_the_one_that_warms_up_dies_the_next_goes_on() -> None:
-    run = running(num_samples=64, warm_batches=8)
+    run = running(num_samples=64, warm_start_batches=8)
     run.wants(1)
     run.wants(0)
     run.lost("worker", 0)
-    outs = [m for server in range(2) for m in run.from_server(server, Sets(0, 2, masks=(0,)))]
+    outs = [m for server in range(2) for m in run.from_server(server, AcceptedBatches(0, 2, masks=(0,)))]
     assert [m.portion for m in outs if isinstance(m, Lease)] == [0]
 
 
@@ -599,10 +601,10 @@ def test_a_dead_workers_column_goes_to_one_that_waits() -> None:
     run = running(num_workers=2, num_samples=8, rounds=True)
     run.wants(0)
     run.wants(1)
-    run.from_worker(1, Want())
+    run.from_worker(1, LeaseRequest())
 
     run.lost("worker", 0)
-    outs = [m for server in range(2) for m in run.from_server(server, Sets(0, 2, masks=(0b1,)))]
+    outs = [m for server in range(2) for m in run.from_server(server, AcceptedBatches(0, 2, masks=(0b1,)))]
 
     assert Lease(0, 2, ((1, 2, 3),)) in outs
 
@@ -617,19 +619,19 @@ def test_who_comes_later_gets_its_columns_from_those_who_came_first() -> None:
     run.joins(1)
     run.said.clear()
 
-    run.from_worker(1, Want())
+    run.from_worker(1, LeaseRequest())
     fences = [Revoke(3, 2), Revoke(7, 2)]
     assert run.told("server 0") == fences == run.told("worker 0")  # of each group the last one
-    run.from_server(0, Sets(3, 2, masks=(0b1,)))
+    run.from_server(0, AcceptedBatches(3, 2, masks=(0b1,)))
     # To who has fewest of them, though another has waited for longer; and without what was done already.
     assert run.told("worker 1") == [Lease(3, 2, (tuple(range(1, 16)),))]
 
     def settled() -> dict[int, list[int]]:
         for _ in range(8):
             for worker in run.coordinator.workers:
-                run.from_worker(worker, Want())
+                run.from_worker(worker, LeaseRequest())
             for portion in list(run.coordinator.leases.gathering):
-                run.from_server(0, Sets(portion, run.coordinator.leases.numbers[portion], masks=(0,)))
+                run.from_server(0, AcceptedBatches(portion, run.coordinator.leases.numbers[portion], masks=(0,)))
         return {index: sorted(worker.leases) for index, worker in run.coordinator.workers.items()}
 
     assert settled() == {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
@@ -638,7 +640,7 @@ def test_who_comes_later_gets_its_columns_from_those_who_came_first() -> None:
     run.joins(3)
     in_first_group = {index: [p for p in mine if p < 4] for index, mine in settled().items()}
     assert sorted(in_first_group.values()) == [[0], [1], [2], [3]]
-    assert run.coordinator.facts.leased_again == 0  # nobody was lost, and nothing is done twice
+    assert run.coordinator.state.reassigned == 0  # nobody was lost, and nothing is done twice
 
 
 def test_who_has_as_many_columns_as_it_can_takes_none_from_others() -> None:
@@ -678,14 +680,14 @@ def test_a_run_ends_step_by_step() -> None:
     assert run.report(1, 8, low=8, flushed=True) == [Finish(), Finish()] and run.phase == "finishing"
     assert run.from_worker(0, Ended(5)) == []
     assert Conclude("model") in run.from_worker(1, Ended(3)) and run.phase == "concluding"
-    assert Ask() in run.told("server 0")
+    assert ReportRequest() in run.told("server 0")
     run.from_worker(0, Concluded({"accuracy": 0.5}))
     outs = run.reports(8, low=8)
 
-    assert outs == [Bye("")] * 4 and run.phase == "over"
+    assert outs == [Shutdown("")] * 4 and run.phase == "over"
     assert run.coordinator.metrics == {"accuracy": 0.5} and run.coordinator.outcome == "finished"
-    books = run.coordinator.books()
-    assert books is not None and books.balanced and (books.applied, books.not_done) == (8, 0)
+    accounting = run.coordinator.accounting()
+    assert accounting is not None and accounting.balanced and (accounting.applied, accounting.not_processed) == (8, 0)
 
 
 def test_a_report_that_was_asked_for_meanwhile_does_not_undo_the_flush() -> None:
@@ -723,7 +725,7 @@ def test_when_the_worker_that_saves_the_model_dies_another_saves_it() -> None:
 def test_when_the_worker_that_saves_the_model_falls_silent_another_saves_it() -> None:
     run = concluding()
     run.now += TIMEOUT_S + 1
-    run.beats(1)
+    run.heartbeats(1)
     assert Conclude("model") in run.ticks(0.0)
     assert run.coordinator.ending.concluder == 1
 
@@ -731,7 +733,7 @@ def test_when_the_worker_that_saves_the_model_falls_silent_another_saves_it() ->
 def test_when_all_that_could_save_the_model_fall_silent_one_of_them_is_asked_again() -> None:
     run = concluding()
     run.now += TIMEOUT_S + 1
-    run.beats(1)
+    run.heartbeats(1)
     run.ticks(0.0)
 
     assert Conclude("model") in run.ticks(TIMEOUT_S + 1)
@@ -743,7 +745,7 @@ def test_who_falls_silent_while_the_run_ends_is_not_waited_for() -> None:
     run.reports(8, low=8, flushed=True)
     run.from_worker(1, Ended(4))
     run.now += TIMEOUT_S + 1
-    run.beats(1)
+    run.heartbeats(1)
 
     assert Conclude("model") in run.ticks(0.0)
 
@@ -754,7 +756,7 @@ def test_several_may_fall_silent_at_once() -> None:
     run.reports(8, low=8, flushed=True)
     run.from_worker(2, Ended(8))
     run.now += TIMEOUT_S + 1
-    run.beats(2)
+    run.heartbeats(2)
 
     assert Conclude("model") in run.ticks(0.0)
 
@@ -792,12 +794,10 @@ def test_rounds_of_several_batches_at_a_time_are_refused() -> None:
     run = Run()
     for server in (0, 1):
         run.server_joins(server)
-    outs = run.joins(0, rounds=True, cell_batches=2)
+    outs = run.joins(0, rounds=True, batches_per_item=2)
 
     assert [
-        m
-        for m in outs
-        if isinstance(m, Bye) and "pushes one batch at a time, and this one wants cells of 2" in m.reason
+        m for m in outs if isinstance(m, Shutdown) and "pushes one batch at a time, and this one requests 2" in m.reason
     ]
     assert run.coordinator.outcome == "failed"
 
@@ -818,7 +818,7 @@ def test_the_users_error_is_shown_once_and_ends_the_run() -> None:
     outs = run.from_worker(0, Failed(step=3, error="ValueError: no", traceback="..."))
     run.from_worker(1, Failed(step=4, error="ValueError: no", traceback="..."))
 
-    assert [m for m in outs if isinstance(m, Bye | Halt)]
+    assert [m for m in outs if isinstance(m, Shutdown | Halt)]
     assert [(e.worker, e.step, e.error) for e in run.events(events.UserError)] == [(0, 3, "ValueError: no")]
     assert run.coordinator.outcome == "failed"
     assert run.coordinator.reason == "worker 0 failed at step 3: ValueError: no"
@@ -827,7 +827,7 @@ def test_the_users_error_is_shown_once_and_ends_the_run() -> None:
 def test_one_worker_without_servers_is_done_when_its_own_marks_say_so() -> None:
     run = Run(num_workers=1, num_servers=0)
     assert [type(m) for m in run.joins(0)] == [Welcome, Go]
-    own = Report(low=2, full=(), had=8, updates=8, blocks=(Tally(8, 8, 0, 0),))
+    own = Report(low=2, full=(), accepted=8, updates=8, blocks=(Tally(8, 8, 0, 0),))
 
     assert run.wants(0) and Finish() in run.from_worker(0, own)
     assert Conclude("model") in run.from_worker(0, Ended(8))

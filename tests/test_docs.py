@@ -156,11 +156,11 @@ def test_the_page_about_events_lists_every_event() -> None:
 
 
 def test_the_page_about_books_lists_every_entry() -> None:
-    from rainband.protocol.accounting import Books
+    from rainband.protocol.accounting import BatchAccounting
 
     text = (ROOT / "docs" / "the_run_directory.md").read_text(encoding="utf-8")
     table = text.split("| entry | counts |")[1].split("\n\n")[0]
-    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(Books.__struct_fields__)
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(BatchAccounting.__struct_fields__)
 
 
 def test_the_protocol_lists_every_answer_a_server_gives() -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rainband.coordinator.work_queue import HandOut, Pace
+from rainband.coordinator.work_queue import WorkerPace, WorkQueue
 
 
-def done(hand_out: HandOut, worker: int, cells: tuple[int, ...], now: float) -> None:
-    for cell in cells:
-        hand_out.returned(worker, cell, now)
+def done(hand_out: WorkQueue, worker: int, work_items: tuple[int, ...], now: float) -> None:
+    for work_item in work_items:
+        hand_out.returned(worker, work_item, now)
 
 
 def test_cells_that_follow_each_other_go_to_one_worker_many_at_first() -> None:
     """24 cells and 2 workers: a third of its half are 4, then 20 / 6 = 3."""
-    hand_out = HandOut(range(24), Pace())
+    hand_out = WorkQueue(range(24), WorkerPace())
     assert hand_out.give(0, 2, now=0.0) == (0, 1, 2, 3)
     assert hand_out.give(1, 2, now=0.0) == (12, 13, 14)
     done(hand_out, 0, (0, 1, 2, 3), 1.0)
@@ -23,24 +23,24 @@ def test_cells_that_follow_each_other_go_to_one_worker_many_at_first() -> None:
 
 
 def test_the_last_cells_are_given_one_at_a_time() -> None:
-    hand_out = HandOut(range(4), Pace())
+    hand_out = WorkQueue(range(4), WorkerPace())
     assert [hand_out.give(0, 1, now=0.0, idle=False) for _ in range(3)] == [(0,), (1,), (2,)]
-    hand_out = HandOut(range(4), Pace())
+    hand_out = WorkQueue(range(4), WorkerPace())
     assert [hand_out.give(0, 2, now=0.0) for _ in range(5)] == [(0,), (1,), (2,), (3,), ()]
 
 
 def test_in_the_next_evaluation_a_worker_begins_where_it_began_before() -> None:
-    pace = Pace()
-    first = HandOut(range(24), pace)
+    pace = WorkerPace()
+    first = WorkQueue(range(24), pace)
     first.give(1, 2, now=0.0)
-    assert HandOut(range(24), pace).give(1, 2, now=9.0)[0] == 12
+    assert WorkQueue(range(24), pace).give(1, 2, now=9.0)[0] == 12
 
 
 def test_an_idle_worker_gets_a_copy_only_of_what_is_late() -> None:
     """Cells take 1 s: one that was begun at 0 is late at 2."""
-    pace = Pace()
+    pace = WorkerPace()
     pace.times_s.append(1.0)
-    hand_out = HandOut(range(2), pace)
+    hand_out = WorkQueue(range(2), pace)
     hand_out.give(0, 2, now=0.0)
     done(hand_out, 1, hand_out.give(1, 2, now=0.0), 1.0)
     assert hand_out.give(1, 2, now=1.9) == () and hand_out.next_due([1]) == 2.0
@@ -49,14 +49,14 @@ def test_an_idle_worker_gets_a_copy_only_of_what_is_late() -> None:
 
 
 def test_nobody_waits_for_a_copy_of_what_it_has_itself() -> None:
-    hand_out = HandOut([0], Pace())
+    hand_out = WorkQueue([0], WorkerPace())
     hand_out.give(0, 1, now=0.0)
     assert hand_out.next_due([0]) is None and hand_out.next_due([0, 1]) is not None
 
 
 def test_the_last_cells_are_not_given_ahead_to_those_who_are_at_work() -> None:
     """Two workers, three cells: whoever is done first gets the third, not who asks first."""
-    hand_out = HandOut(range(3), Pace())
+    hand_out = WorkQueue(range(3), WorkerPace())
     assert hand_out.give(0, 2, now=0.0, idle=False) == (0,)
     assert hand_out.give(1, 2, now=0.0, idle=False) == (1,)
     assert hand_out.give(0, 2, now=0.1, idle=False) == ()
@@ -64,9 +64,9 @@ def test_the_last_cells_are_not_given_ahead_to_those_who_are_at_work() -> None:
 
 
 def test_who_has_a_copy_is_told_when_it_is_not_needed_any_more() -> None:
-    pace = Pace()
+    pace = WorkerPace()
     pace.times_s.append(1.0)
-    hand_out = HandOut([0], pace)
+    hand_out = WorkQueue([0], pace)
     for worker in (0, 1):
         assert hand_out.give(worker, 2, now=2.0 * worker) == (0,)
     assert hand_out.copied() == {0: (0,), 1: (0,)}
@@ -75,32 +75,32 @@ def test_who_has_a_copy_is_told_when_it_is_not_needed_any_more() -> None:
 
 
 def test_a_second_copy_waits_twice_as_long() -> None:
-    pace = Pace()
+    pace = WorkerPace()
     pace.times_s.append(1.0)
-    hand_out = HandOut([0], pace)
+    hand_out = WorkQueue([0], pace)
     assert [hand_out.give(w, 3, now=2.0 if w else 0.0) for w in range(3)] == [(0,), (0,), ()]
     assert hand_out.give(2, 3, now=4.0) == (0,)
 
 
 def test_of_what_a_slow_worker_has_the_last_is_copied_first() -> None:
-    pace = Pace()
+    pace = WorkerPace()
     pace.times_s.append(1.0)
-    hand_out = HandOut(range(9), pace)
+    hand_out = WorkQueue(range(9), pace)
     assert hand_out.give(0, 1, now=0.0) == (0, 1, 2)
     hand_out.fresh.clear()
     assert hand_out.give(1, 1, now=99.0) == (2,)
 
 
 def test_what_a_lost_worker_had_not_delivered_is_done_again_and_nothing_else() -> None:
-    hand_out = HandOut(range(9), Pace())
-    cells = hand_out.give(0, 1, now=0.0)
-    done(hand_out, 0, cells[:1], 1.0)
+    hand_out = WorkQueue(range(9), WorkerPace())
+    work_items = hand_out.give(0, 1, now=0.0)
+    done(hand_out, 0, work_items[:1], 1.0)
     assert hand_out.forget(0) == 1
     assert hand_out.fresh == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_a_cell_is_delivered_once_whoever_says_so_again() -> None:
-    hand_out = HandOut([0], Pace())
+    hand_out = WorkQueue([0], WorkerPace())
     hand_out.give(0, 1, now=0.0)
     for _ in range(2):
         hand_out.returned(0, 0, 1.0)
@@ -108,9 +108,9 @@ def test_a_cell_is_delivered_once_whoever_says_so_again() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_whoever_is_fast_slow_or_lost_every_cell_is_delivered(num_cells: int, num_workers: int, random: object) -> None:
+def test_whoever_is_fast_slow_or_lost_every_cell_is_delivered(num_items: int, num_workers: int, random: object) -> None:
     choose = random.choice  # type: ignore[attr-defined]
-    hand_out, now = HandOut(range(num_cells), Pace()), 0.0
+    hand_out, now = WorkQueue(range(num_items), WorkerPace()), 0.0
     todo: dict[int, list[int]] = {worker: [] for worker in range(num_workers)}
     alive = list(todo)
     for _ in range(2000):
@@ -126,4 +126,4 @@ def test_whoever_is_fast_slow_or_lost_every_cell_is_delivered(num_cells: int, nu
         else:
             todo[worker] += hand_out.give(worker, len(alive), now)
     assert not hand_out.open
-    assert sum(hand_out.delivered.values()) == num_cells
+    assert sum(hand_out.delivered.values()) == num_items

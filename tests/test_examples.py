@@ -49,9 +49,9 @@ WHAT_IT_PRINTS = {"image_classifier": "accuracy", "char_lm": "'The ", "table_reg
 def test_a_script_runs_in_two_workers_and_the_books_balance(script: Path, tmp_path: Path) -> None:
     result = last_json(rainband_run("--json", str(script), "--tiny", cwd=tmp_path))
     assert result["outcome"] == "finished"
-    books = result["books"]
-    assert books["batches"] == books["applied"] == BATCHES[script.stem]
-    assert (books["lost"], books["twice"]) == (0, 0)
+    accounting = result["accounting"]
+    assert accounting["batches"] == accounting["applied"] == BATCHES[script.stem]
+    assert (accounting["lost"], accounting["applied_twice"]) == (0, 0)
     assert (tmp_path / result["directory"] / "model.safetensors").is_file()
 
 

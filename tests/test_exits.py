@@ -1,6 +1,6 @@
 """Every way a run can end: it says what happened, gives the right exit code, and leaves nothing behind.
 
-That no process, socket, piece of shared memory or half file is left is looked at after every run here: see `Nest.run`.
+That no process, socket, piece of shared memory or half file is left is checked after every run: see `RunLauncher.run`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rainband.protocol import events
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes import launcher as local
 from rainband.runtimes.run_directory import read_config
-from tests.processes import LR, Nest, Run
+from tests.processes import LR, Run, RunLauncher
 
 pytestmark = pytest.mark.processes
 
 
 def model_has_what_the_books_say(run: Run) -> bool:
     """The gradient of the bias is 1, so it counts the batches that were applied."""
-    return bool(run.parameters()["bias"].item() == -LR * run.result().books["applied"])
+    return bool(run.parameters()["bias"].item() == -LR * run.result().accounting["applied"])
 
 
 def ended_as(run: Run) -> tuple[str, int | None]:
@@ -37,9 +37,9 @@ def ended_as(run: Run) -> tuple[str, int | None]:
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_ctrl_c_once_finishes_the_batches_at_hand_saves_the_model_and_balances_the_books(
-    nest: Nest, tmp_path: Path, transport: str
+    launcher: RunLauncher, tmp_path: Path, transport: str
 ) -> None:
-    with nest.run(tmp_path, transport=transport) as run:
+    with launcher.run(tmp_path, transport=transport) as run:
         run.under_way()
         run.gate.let(50)
         run.done(10)
@@ -47,16 +47,16 @@ def test_ctrl_c_once_finishes_the_batches_at_hand_saves_the_model_and_balances_t
         run.first(events.PhaseChanged, phase="finishing", reason="interrupted")
         run.gate.open()
         assert run.ended() == 130
-        books = run.result().books
-        assert (books["lost"], books["twice"]) == (0, 0)
-        assert 10 <= books["applied"] <= 60  # the two at hand, and hardly more
-        assert books["applied"] + books["not_done"] == books["batches"] == 256
+        accounting = run.result().accounting
+        assert (accounting["lost"], accounting["applied_twice"]) == (0, 0)
+        assert 10 <= accounting["applied"] <= 60  # the two at hand, and hardly more
+        assert accounting["applied"] + accounting["not_processed"] == accounting["batches"] == 256
         assert model_has_what_the_books_say(run)
         assert ended_as(run) == ("stopped", 130)
 
 
-def test_ctrl_c_twice_ends_at_once(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path) as run:
+def test_ctrl_c_twice_ends_at_once(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path) as run:
         run.under_way()  # at the gate, which stays shut
         run.signal(signal.SIGINT)
         run.first(events.PhaseChanged, phase="finishing")
@@ -67,8 +67,10 @@ def test_ctrl_c_twice_ends_at_once(nest: Nest, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_a_polite_kill_is_obeyed_and_the_exit_code_says_try_again(nest: Nest, tmp_path: Path, signum: int) -> None:
-    with nest.run(tmp_path) as run:
+def test_a_polite_kill_is_obeyed_and_the_exit_code_says_try_again(
+    launcher: RunLauncher, tmp_path: Path, signum: int
+) -> None:
+    with launcher.run(tmp_path) as run:
         run.under_way()
         run.signal(signum)
         run.gate.open()
@@ -77,18 +79,18 @@ def test_a_polite_kill_is_obeyed_and_the_exit_code_says_try_again(nest: Nest, tm
         assert model_has_what_the_books_say(run)
 
 
-def test_ctrl_c_before_anyone_has_joined_ends_at_once(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, slow_build=True) as run:
+def test_ctrl_c_before_anyone_has_joined_ends_at_once(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, slow_build=True) as run:
         run.first(events.Joined, node="server 0")
         run.signal(signal.SIGINT)
         assert ended_as(run) == ("stopped", 130)
-        assert run.result().books == {}
+        assert run.result().accounting == {}
 
 
 def test_a_launcher_killed_takes_everyone_along_and_leaves_a_directory_that_can_be_read(
-    nest: Nest, tmp_path: Path
+    launcher: RunLauncher, tmp_path: Path
 ) -> None:
-    with nest.run(tmp_path) as run:
+    with launcher.run(tmp_path) as run:
         run.under_way()
         run.gate.let(100)
         run.done(10)
@@ -114,9 +116,9 @@ def test_a_launcher_killed_takes_everyone_along_and_leaves_a_directory_that_can_
     ],
 )
 def test_a_server_killed_ends_the_run_which_says_what_was_lost(
-    nest: Nest, tmp_path: Path, strategy: str, transport: str
+    launcher: RunLauncher, tmp_path: Path, strategy: str, transport: str
 ) -> None:
-    with nest.run(tmp_path, strategy, transport=transport, timeout_s=1.0) as run:
+    with launcher.run(tmp_path, strategy, transport=transport, timeout_s=1.0) as run:
         run.under_way()
         run.gate.let(100)
         run.done(1)  # then the coordinator knows what it holds
@@ -130,16 +132,16 @@ def test_a_server_killed_ends_the_run_which_says_what_was_lost(
         assert run.printed() == ""
 
 
-def test_a_server_killed_before_it_has_joined_ends_the_run(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, slow_build=True) as run:
+def test_a_server_killed_before_it_has_joined_ends_the_run(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, slow_build=True) as run:
         run.server(0).kill()
         assert ended_as(run) == ("failed", 1)
         assert "server 0" in run.result().reason
         assert "killed by signal 9" in run.result().reason
 
 
-def test_a_server_killed_before_it_has_its_first_values_ends_the_run(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, slow_build=True) as run:
+def test_a_server_killed_before_it_has_its_first_values_ends_the_run(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, slow_build=True) as run:
         run.first(events.Joined, node="server 0")
         run.first(events.Joined, node="server 1")
         server = run.server(1)
@@ -151,8 +153,8 @@ def test_a_server_killed_before_it_has_its_first_values_ends_the_run(nest: Nest,
         assert "server 1 was lost (killed by signal 9" in run.result().reason
 
 
-def test_without_any_worker_the_run_ends_and_says_so(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path) as run:
+def test_without_any_worker_the_run_ends_and_says_so(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path) as run:
         run.under_way()
         run.worker(0).kill()
         run.worker(1).kill()
@@ -160,8 +162,8 @@ def test_without_any_worker_the_run_ends_and_says_so(nest: Nest, tmp_path: Path)
         assert run.result().reason.startswith("no worker is left: worker ")
 
 
-def test_a_worker_killed_before_it_has_joined_is_told_and_not_waited_for(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, slow_build=True) as run:
+def test_a_worker_killed_before_it_has_joined_is_told_and_not_waited_for(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, slow_build=True) as run:
         run.gate.let_build(1)
         run.first(events.PhaseChanged, phase="running")
         (joined,) = [e for e in run.all(events.Joined) if "worker" in e.node]
@@ -173,16 +175,16 @@ def test_a_worker_killed_before_it_has_joined_is_told_and_not_waited_for(nest: N
         assert run.result().reason.startswith("no worker is left: worker ")
 
 
-def test_a_batch_that_ends_whoever_computes_it_ends_the_run_after_three(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, workers=4, samples=256, die_at=100) as run:
+def test_a_batch_that_ends_whoever_computes_it_ends_the_run_after_three(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, workers=4, samples=256, die_at=100) as run:
         run.drip()
         assert ended_as(run) == ("failed", 1)
         assert "ended 3 workers" in run.result().reason
         assert len([e for e in run.all(events.Lost) if "signal 9" in e.why]) >= 3
 
 
-def test_a_zygote_killed_ends_the_run_which_says_so(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path) as run:
+def test_a_zygote_killed_ends_the_run_which_says_so(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path) as run:
         run.under_way()
         run.process("rainband zygote").kill()
         assert ended_as(run) == ("failed", 1)
@@ -201,8 +203,10 @@ def test_a_directory_that_holds_a_run_is_not_written_to(tmp_path: Path) -> None:
 # ---- by the user's own code -----------------------------------------------------------------------------------------
 
 
-def test_a_crash_in_the_loss_is_shown_once_with_rank_and_step_and_ends_the_others(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, workers=3, crash_at=7) as run:
+def test_a_crash_in_the_loss_is_shown_once_with_rank_and_step_and_ends_the_others(
+    launcher: RunLauncher, tmp_path: Path
+) -> None:
+    with launcher.run(tmp_path, workers=3, crash_at=7) as run:
         run.under_way()
         run.gate.let(256)  # not enough to do again what the others had at hand: they stay at the gate
         assert ended_as(run) == ("failed", 1)
@@ -214,8 +218,8 @@ def test_a_crash_in_the_loss_is_shown_once_with_rank_and_step_and_ends_the_other
         assert run.printed() == ""
 
 
-def test_a_crash_at_the_very_first_step_is_step_1(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, gated=False, samples=4, crash_at=0) as run:
+def test_a_crash_at_the_very_first_step_is_step_1(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, gated=False, samples=4, crash_at=0) as run:
         assert ended_as(run) == ("failed", 1)
         (error,) = run.all(events.UserError)
         assert error.step == 1
@@ -231,9 +235,9 @@ def test_a_crash_at_the_very_first_step_is_step_1(nest: Nest, tmp_path: Path) ->
     ],
 )
 def test_a_task_that_cannot_be_had_is_told_once(
-    nest: Nest, tmp_path: Path, task: str, settings: dict[str, Any], complaint: str
+    launcher: RunLauncher, tmp_path: Path, task: str, settings: dict[str, Any], complaint: str
 ) -> None:
-    with nest.run(tmp_path, task=task, gated=False, **settings) as run:
+    with launcher.run(tmp_path, task=task, gated=False, **settings) as run:
         assert ended_as(run) == ("failed", 1)
         (error,) = run.all(events.UserError)
         assert complaint in error.error
@@ -241,16 +245,16 @@ def test_a_task_that_cannot_be_had_is_told_once(
         assert run.printed() == ""
 
 
-def test_an_error_while_the_model_is_measured_does_not_cost_the_model(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, gated=False, unmeasurable=True) as run:
+def test_an_error_while_the_model_is_measured_does_not_cost_the_model(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, gated=False, unmeasurable=True) as run:
         assert ended_as(run) == ("failed", 1)
         (error,) = run.all(events.UserError)
         assert error.error == "ArithmeticError: this model cannot be measured"
         assert model_has_what_the_books_say(run)
 
 
-def test_the_terminal_shows_a_crash_once_from_the_users_own_line_on(nest: Nest, tmp_path: Path) -> None:
-    with nest.command(tmp_path, "tests.gated:Gated", "downpour", "task.crash_at=0", "--workers", "2") as run:
+def test_the_terminal_shows_a_crash_once_from_the_users_own_line_on(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.command(tmp_path, "tests.gated:Gated", "downpour", "task.crash_at=0", "--workers", "2") as run:
         assert run.ended() == 1
         shown = run.printed()
         assert shown.count("Traceback") == shown.count("one too many\n") == 1
@@ -258,14 +262,14 @@ def test_the_terminal_shows_a_crash_once_from_the_users_own_line_on(nest: Nest, 
         assert "work.py" not in shown
 
 
-def test_a_terminal_that_was_closed_does_not_end_the_training(nest: Nest, tmp_path: Path) -> None:
-    with nest.command(tmp_path, "tests.gated:Gated", "downpour", "--workers", "2", deaf=True) as run:
+def test_a_terminal_that_was_closed_does_not_end_the_training(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.command(tmp_path, "tests.gated:Gated", "downpour", "--workers", "2", deaf=True) as run:
         assert run.ended() == 0
         assert len(list(run.directory.glob("*/model.safetensors"))) == 1
         assert run.printed() == ""
 
 
-def test_what_the_users_code_prints_is_not_lost(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, gated=False, samples=256, says="here") as run:
+def test_what_the_users_code_prints_is_not_lost(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, gated=False, samples=256, says="here") as run:
         assert ended_as(run) == ("finished", 0)
         assert run.printed().count("here") == 64

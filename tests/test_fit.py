@@ -182,7 +182,7 @@ def test_importing_does_not_import_torch() -> None:
 
 def test_a_training_that_diverged_is_warned_of() -> None:
     def result(skipped: int) -> Any:
-        return SimpleNamespace(books={"batches": 100, "not_done": 0, "skipped": {"not finite": skipped}})
+        return SimpleNamespace(accounting={"batches": 100, "not_processed": 0, "skipped": {"not finite": skipped}})
 
     with pytest.warns(UserWarning, match="the training diverged: 60 of 100 batches were skipped"):
         _warn_if_diverged(result(60))
@@ -199,11 +199,11 @@ def test_a_fit_in_virtual_time_trains_what_a_prompt_defines(tmp_path: Path) -> N
 
     task = Local(dimension=16, samples=32, batch_size=2, epochs=1)
     plain = rainband.Downpour(optimizer="sgd", lr=0.25)
-    result = rainband.fit(task, plain, workers=2, servers=2, world="sim", network="wan", runs=tmp_path)
+    result = rainband.fit(task, plain, workers=2, servers=2, runtime="sim", network="wan", runs=tmp_path)
     assert torch.equal(next(result.module.parameters())[0], task.after(0.25))
-    assert result.books.applied == 16 and result.history[-1].at_s > 0.03  # a wan's latency
+    assert result.accounting.applied == 16 and result.history[-1].at_s > 0.03  # a wan's latency
 
 
 def test_another_world_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no world named 'moon': choose local"):
-        rainband.fit("digits", world="moon", runs=tmp_path)
+        rainband.fit("digits", runtime="moon", runs=tmp_path)

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 import rainband
 from rainband.cli.main import build_app
-from rainband.cli.warnings import before, last_straggler
-from rainband.model_parallel.placement.placement import Plan, Stage
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.placement import PlacedStage, Placement
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy, strategy_names
 from rainband.protocol import events
 from rainband.runtimes.advice import foreseen, straggler_among, straggler_of
@@ -23,6 +22,7 @@ from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.run_directory import EventLog, new_directory, write_config
 from rainband.runtimes.simulation import run as sim
 from rainband.strategy import Straggler
+from rainband.views.warnings import before, last_straggler
 
 SLOW = Straggler("worker 3", 5.0)
 NOW_AND_THEN = Straggler("one step in 20", 10.0, always=False)
@@ -137,15 +137,15 @@ def test_an_n_larger_than_the_workers_is_told_also_what_it_does_to_the_rate() ->
 
 def test_where_several_workers_compute_one_model_its_copies_count(tmp_path: Path) -> None:
     """Eight workers, two for each copy: four."""
-    stages = (Stage((0,), ("first",)), Stage((1,), ("last",)))
-    plan = Plan(model="", kind="pipeline", partitioner="", num_machines=2, stages=stages)
+    stages = (PlacedStage((0,), ("first",)), PlacedStage((1,), ("last",)))
+    plan = Placement(model="", kind="pipeline", partitioner="", num_machines=2, stages=stages)
     config = RunConfig(
         task="digits",
         strategy="soft_sync",
         strategy_settings={"n": 3},
         num_workers=8,
         num_servers=1,
-        team=TeamPlan(plan=plan),
+        team=StagePlan(plan=plan),
     )
     assert "n=3 does not divide 4 copies of the model" in " ".join(line.strip() for line in before(config, tmp_path))
 
@@ -199,7 +199,7 @@ def test_the_staleness_that_is_expected_is_the_one_that_is_seen(
         strategy_settings=settings,
         num_workers=4,
         num_servers=1,
-        world="sim",
+        runtime="sim",
         directory=str(tmp_path),
         sim=SimSettings(compute={"kind": "constant"}),
     )
@@ -217,7 +217,7 @@ def typed(*words: str) -> Any:
 
 def test_train_says_it_before_it_begins(tmp_path: Path) -> None:
     words = ("linear", "stale_sync", "bound=0", "task.samples=64", "task.epochs=1", "lr=0.0625")
-    where = ("--world", "sim", "--workers", "2", "compute.slow_workers=1", "--runs", str(tmp_path))
+    where = ("--runtime", "sim", "--workers", "2", "compute.slow_workers=1", "--runs", str(tmp_path))
     result = typed("train", *words, *where)
     assert result.exit_code == 0
     text = " ".join(result.output.split())

@@ -9,45 +9,45 @@ from typing import Any
 
 import numpy as np
 
-from rainband.protocol.messages import Cells, Delivered, Message, Want
+from rainband.protocol.messages import AssignItems, ItemsDelivered, LeaseRequest, Message
 from rainband.runtimes.processes.prefetch import Prefetch, prefetched
 from rainband.strategy import Batch
 from rainband.tasks.task import DatasetData
-from rainband.worker.work_items import Handed
+from rainband.worker.work_items import ItemsInHand
 from rainband.worker.worker import Sampler
 from tests.pieces import make_plan
 
-PLAN = make_plan(portion_batches=2, cell_batches=2, led=True)  # four cells of two batches
+PLAN = make_plan(portion_batches=2, batches_per_item=2, coordinated=True)  # four cells of two batches
 
 
-def hand() -> tuple[Handed, list[Message]]:
+def hand() -> tuple[ItemsInHand, list[Message]]:
     told: list[Message] = []
-    return Handed(told.append), told
+    return ItemsInHand(told.append), told
 
 
 def test_it_asks_while_it_computes_the_last_cell_and_says_when_it_has_none() -> None:
     handed, told = hand()
-    assert handed.next(PLAN) is None and told == [Want(idle=True)]
-    handed.take(Cells(1, (0, 1)))
-    assert handed.next(PLAN) is not None and told == [Want(idle=True)]
-    assert handed.next(PLAN) is not None and told == [Want(idle=True), Want()]
-    assert handed.next(PLAN) is None and told == [Want(idle=True), Want(), Want(idle=True)]
+    assert handed.next(PLAN) is None and told == [LeaseRequest(idle=True)]
+    handed.take(AssignItems(1, (0, 1)))
+    assert handed.next(PLAN) is not None and told == [LeaseRequest(idle=True)]
+    assert handed.next(PLAN) is not None and told == [LeaseRequest(idle=True), LeaseRequest()]
+    assert handed.next(PLAN) is None and told == [LeaseRequest(idle=True), LeaseRequest(), LeaseRequest(idle=True)]
     assert handed.next(PLAN) is None and len(told) == 3  # once
 
 
 def test_a_cell_is_its_batches_at_the_point_of_the_evaluation() -> None:
     handed, _ = hand()
-    handed.take(Cells(7, (3,)))
-    cell = handed.next(PLAN)
-    assert cell is not None and cell.round == 7 and cell.batches == (Batch(3, 0, 7), Batch(3, 1, 7))
+    handed.take(AssignItems(7, (3,)))
+    work_item = handed.next(PLAN)
+    assert work_item is not None and work_item.round == 7 and work_item.batches == (Batch(3, 0, 7), Batch(3, 1, 7))
 
 
 def test_what_others_have_delivered_is_neither_begun_nor_ended() -> None:
     handed, _ = hand()
-    handed.take(Cells(1, (0, 1, 2)))
+    handed.take(AssignItems(1, (0, 1, 2)))
     begun = handed.next(PLAN)
     assert begun is not None and handed.wants(begun)
-    handed.leave_off(Delivered(1, (0, 1)))
+    handed.leave_off(ItemsDelivered(1, (0, 1)))
     assert not handed.wants(begun)
     following = handed.next(PLAN)
     assert following is not None and following.batches[0].portion == 2 and handed.wants(following)
@@ -55,9 +55,9 @@ def test_what_others_have_delivered_is_neither_begun_nor_ended() -> None:
 
 def test_cells_of_the_next_evaluation_end_those_of_this_one() -> None:
     handed, _ = hand()
-    handed.take(Cells(1, (0, 1)))
+    handed.take(AssignItems(1, (0, 1)))
     begun = handed.next(PLAN)
-    handed.take(Cells(2, (0,)))
+    handed.take(AssignItems(2, (0,)))
     assert begun is not None and not handed.wants(begun)
     following = handed.next(PLAN)
     assert following is not None and (following.round, handed.next(PLAN)) == (2, None)
@@ -65,15 +65,15 @@ def test_cells_of_the_next_evaluation_end_those_of_this_one() -> None:
 
 def test_words_of_an_evaluation_that_is_over_change_nothing() -> None:
     handed, _ = hand()
-    handed.take(Cells(2, (0,)))
-    handed.take(Cells(1, (3,)))
-    handed.leave_off(Delivered(1, (0,)))
-    assert list(handed.cells) == [0]
+    handed.take(AssignItems(2, (0,)))
+    handed.take(AssignItems(1, (3,)))
+    handed.leave_off(ItemsDelivered(1, (0,)))
+    assert list(handed.work_items) == [0]
 
 
 def test_what_comes_next_is_the_rest_of_the_cell_and_then_the_next_one() -> None:
     handed, _ = hand()
-    handed.take(Cells(1, (0, 2)))
+    handed.take(AssignItems(1, (0, 2)))
     handed.next(PLAN)
     assert handed.after(Batch(0, 0, 1), PLAN) == Batch(0, 1, 1)
     assert handed.after(Batch(0, 1, 1), PLAN) == Batch(2, 0, 1)
@@ -103,9 +103,9 @@ class Files:
         return [int(i) for i in indices]
 
 
-def reader(data: Any, *cells: int) -> Any:
+def reader(data: Any, *work_items: int) -> Any:
     handed, _ = hand()
-    handed.take(Cells(1, cells))
+    handed.take(AssignItems(1, work_items))
     handed.next(PLAN)
     worker = SimpleNamespace(
         plan=PLAN, data=data, sampler=Sampler(PLAN), client=SimpleNamespace(handed=handed), fetch=None

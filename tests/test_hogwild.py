@@ -20,25 +20,25 @@ from rainband.cli.configure import configured
 from rainband.model.flat_parameters import Flat
 from rainband.plugins import load_strategy
 from rainband.protocol import events
-from rainband.protocol.data_plan import Plan
+from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import cut
 from rainband.protocol.messages import (
-    Ask,
+    AcceptedBatches,
+    AdjustRule,
     Assign,
+    BlockReady,
     Flush,
     Forget,
-    Loaded,
     Message,
     Ready,
     Report,
+    ReportRequest,
     Revoke,
-    Sets,
     Skipped,
-    Tune,
 )
-from rainband.runtimes.config import RunConfig, SimSettings, refuse_led
-from rainband.runtimes.hogwild.memory import STALEST, OneMemory, places_of
-from rainband.runtimes.hogwild.server import Keeper
+from rainband.runtimes.config import RunConfig, SimSettings, refuse_coordinated
+from rainband.runtimes.hogwild.memory import STALEST, SharedParameters, places_of
+from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.hogwild.worker import _rate, add_in_place
 from rainband.runtimes.simulation import run as sim
 from rainband.strategy import Batch
@@ -46,34 +46,34 @@ from rainband.tasks.clicks import Clicks
 from rainband.tasks.linear import Linear
 from rainband.tasks.quadratic import Quadratic
 from rainband.tasks.task import TensorData
-from rainband.views.summary import books as told
+from rainband.views.summary import accounting as told
 from rainband.worker.worker import Sampler
 from tests.pieces import make_plan
-from tests.processes import LR, Nest, exact
+from tests.processes import LR, RunLauncher, exact
 
 WORKERS = 3
 PLAN = make_plan(num_samples=40, batch_size=2, epochs=1, portion_batches=8)  # portions of 8, 8 and 4 batches
 BLOCKS = cut(Flat(nn.Linear(5, 3)).layout)
 
 
-def assign(plan: Plan = PLAN) -> Assign:
+def assign(plan: DataPlan = PLAN) -> Assign:
     return Assign(plan, BLOCKS, ({},), WORKERS)
 
 
-def kept() -> tuple[Keeper, OneMemory]:
-    keeper = Keeper(bytearray, guard=True)
-    assert keeper.receive(assign()) == []
-    assert keeper.memory is not None
-    return keeper, keeper.memory
+def kept() -> tuple[HogwildServer, SharedParameters]:
+    hogwild_server = HogwildServer(bytearray, guard=True)
+    assert hogwild_server.receive(assign()) == []
+    assert hogwild_server.memory is not None
+    return hogwild_server, hogwild_server.memory
 
 
-def reported(keeper: Keeper, message: Message | None = None) -> Report:
-    (report,) = keeper.receive(message or Ask())
+def reported(hogwild_server: HogwildServer, message: Message | None = None) -> Report:
+    (report,) = hogwild_server.receive(message or ReportRequest())
     assert isinstance(report, Report)
     return report
 
 
-def write(memory: OneMemory, worker: int, batch: Batch, missed: int = 0) -> None:
+def write(memory: SharedParameters, worker: int, batch: Batch, missed: int = 0) -> None:
     memory.begin(worker, batch)
     memory.wrote(worker, batch, missed)
 
@@ -95,12 +95,12 @@ def test_parameters_and_tables_lie_beside_each_other_on_lines_of_their_own() -> 
 
 def test_two_who_map_the_same_bytes_see_the_same() -> None:
     buffer = bytearray(places_of(BLOCKS, PLAN, WORKERS).num_bytes)
-    mine, yours = (OneMemory(buffer, BLOCKS, PLAN, WORKERS) for _ in range(2))
+    mine, yours = (SharedParameters(buffer, BLOCKS, PLAN, WORKERS) for _ in range(2))
 
     mine.vectors[0][7] = 2.5
     write(mine, 1, Batch(0, 3, 1))
     assert yours.vectors[0][7] == 2.5
-    assert yours.marks(0) == 0b1000 and yours.version == 1
+    assert yours.accepted_set(0) == 0b1000 and yours.version == 1
 
 
 def test_the_version_is_what_all_workers_have_written_and_each_counts_for_itself() -> None:
@@ -129,70 +129,70 @@ def test_a_fence_holds_for_smaller_lease_numbers_and_never_falls() -> None:
 
 def test_what_was_written_under_a_lease_that_was_taken_back_is_counted_and_not_marked() -> None:
     """The books say so: it was applied once more than it is marked."""
-    keeper, memory = kept()
+    hogwild_server, memory = kept()
     batch = Batch(1, 2, 1)
     memory.begin(0, batch)
     memory.fence(1, 2)
     memory.wrote(0, batch, 0)
 
-    assert memory.marks(1) == 0 and memory.version == 1
-    (tally,) = reported(keeper).blocks
-    assert (tally.had, tally.applied) == (0, 1)
+    assert memory.accepted_set(1) == 0 and memory.version == 1
+    (tally,) = reported(hogwild_server).blocks
+    assert (tally.accepted, tally.applied) == (0, 1)
 
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_whether_a_worker_was_writing_when_it_was_lost_is_seen(finished: bool) -> None:
-    keeper, memory = kept()
+    hogwild_server, memory = kept()
     memory.begin(2, Batch(1, 0, 1))
     if finished:
         memory.wrote(2, Batch(1, 0, 1), 0)
 
     assert memory.is_writing(2) is not finished and not memory.is_writing(0)
-    keeper.receive(Forget(2))
+    hogwild_server.receive(Forget(2))
     write(memory, 0, Batch(1, 0, 2))  # another does it again
-    assert reported(keeper).cut_short == (0 if finished else 1)
+    assert reported(hogwild_server).cut_short == (0 if finished else 1)
 
 
 # ---- its keeper ----
 
 
 def test_the_run_may_begin_when_the_first_values_are_in() -> None:
-    keeper, _ = kept()
-    assert keeper.receive(Loaded(0)) == [Ready()]
+    hogwild_server, _ = kept()
+    assert hogwild_server.receive(BlockReady(0)) == [Ready()]
 
 
 def test_before_the_size_is_known_there_is_nothing_to_say() -> None:
-    assert Keeper(bytearray).receive(Ask()) == []
+    assert HogwildServer(bytearray).receive(ReportRequest()) == []
 
 
 def test_a_portion_taken_back_is_fenced_and_its_marks_are_told() -> None:
-    keeper, memory = kept()
+    hogwild_server, memory = kept()
     write(memory, 0, Batch(2, 1, 1))
     memory.skip(Batch(2, 3, 1))
 
-    assert keeper.receive(Revoke(2, 2)) == [Sets(2, 2, (0b1010,))]
+    assert hogwild_server.receive(Revoke(2, 2)) == [AcceptedBatches(2, 2, (0b1010,))]
     assert memory.is_fenced(Batch(2, 0, 1))
 
 
 def test_the_guard_lowers_the_learning_rate_once_for_every_decision() -> None:
-    keeper, memory = kept()
+    hogwild_server, memory = kept()
     assert memory.lr_factor == 1.0
     for number in (1, 1, 2):
-        keeper.receive(Tune(number, 0.5))
+        hogwild_server.receive(AdjustRule(number, 0.5))
     assert memory.lr_factor == 0.25
 
 
 def test_a_report_says_what_is_complete_what_is_skipped_and_what_was_missed() -> None:
-    keeper, memory = kept()
+    hogwild_server, memory = kept()
     for k in range(8):
         write(memory, 0, Batch(0, k, 1), missed=2)
     for k in range(3):
         write(memory, 1, Batch(2, k, 1), missed=0)
     memory.skip(Batch(2, 3, 1))
     memory.refuse(1)
-    report = reported(keeper, Flush())
+    report = reported(hogwild_server, Flush())
 
-    assert (report.low, report.full, report.had, report.updates) == (1, (2,), 12, 11)
+    assert (report.low, report.full, report.accepted, report.updates) == (1, (2,), 12, 11)
     assert report.skipped == (Skipped(2, 0b1000, "not finite"),)
     assert report.refused == {"revoked": 1} and report.flushed and report.guard
     (missed,) = report.missed
@@ -201,16 +201,16 @@ def test_a_report_says_what_is_complete_what_is_skipped_and_what_was_missed() ->
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 7), st.booleans()), max_size=30))
 def test_marks_are_a_set_however_often_and_by_whom_they_are_made(made: list[tuple[int, int, bool]]) -> None:
-    keeper, memory = kept()
+    hogwild_server, memory = kept()
     inside = [(p, k, skipped) for p, k, skipped in made if k < PLAN.batches_in(p)]
     for number, (portion, k, skipped) in enumerate(inside):
         if skipped:
             memory.skip(Batch(portion, k, 1))
         else:
             write(memory, number % WORKERS, Batch(portion, k, 1))
-    report, done = reported(keeper), {(p, k) for p, k, _ in inside}
+    report, done = reported(hogwild_server), {(p, k) for p, k, _ in inside}
 
-    assert report.had == len(done)
+    assert report.accepted == len(done)
     complete = [p for p in range(3) if all((p, k) in done for k in range(PLAN.batches_in(p)))]
     assert sorted({*range(report.low), *report.full}) == complete
     assert report.blocks[0].applied == sum(not skipped for *_, skipped in inside)
@@ -260,7 +260,7 @@ def test_it_needs_no_servers_and_takes_none() -> None:
 
 def test_it_has_no_place_in_a_loop_of_ones_own() -> None:
     with pytest.raises(ValueError, match="in memory that all workers share"):
-        refuse_led(load_strategy("hogwild", {}), "hogwild")
+        refuse_coordinated(load_strategy("hogwild", {}), "hogwild")
 
 
 # ---- in virtual time ----
@@ -276,7 +276,7 @@ def simulated(path: Path, task: str = "linear", workers: int = 3, faults: str = 
         strategy_settings={"lr": LR, "guard": False},
         num_workers=workers,
         num_servers=0,
-        world="sim",
+        runtime="sim",
         directory=str(path),
         failure_timeout_s=0.1,
         sim=SimSettings(compute={"kind": "lognormal", "spread": 0.3}, faults=faults),
@@ -299,13 +299,18 @@ def test_every_batch_is_added_once_and_what_a_gradient_missed_is_what_the_others
 
     assert result.outcome == "finished" and (result.workers, result.servers) == (3, 0)
     assert torch.equal(weights(tmp_path), Linear(**SMALL).after(LR))
-    books = result.books
-    assert (books["applied"], books["lost"], books["twice"], books["torn"]) == (128, 0, 0, 0)
-    assert told(books) == [
+    accounting = result.accounting
+    assert (
+        accounting["applied"],
+        accounting["lost"],
+        accounting["applied_twice"],
+        accounting["partially_applied"],
+    ) == (128, 0, 0, 0)
+    assert told(accounting) == [
         "128 of 128 batches added to one memory, 0 twice",
         "if additions have overwritten each other is not known: there are no locks",
     ]
-    assert told({**books, "torn": 1})[0].endswith("0 twice, 1 cut short by the loss of a worker")
+    assert told({**accounting, "partially_applied": 1})[0].endswith("0 twice, 1 cut short by the loss of a worker")
     assert result.staleness["mean"] == pytest.approx(2, abs=0.1)  # two others, at the same pace
 
 
@@ -335,7 +340,7 @@ def test_a_worker_killed_costs_nothing_but_time(tmp_path: Path, faults: str) -> 
     result, seen = simulated(tmp_path, faults=faults, **SMALL)
 
     assert [event.node for event in seen if isinstance(event, events.Lost)] == ["worker 1"]
-    assert any(isinstance(event, events.LeasedAgain) and event.from_worker == 1 for event in seen)
+    assert any(isinstance(event, events.BatchesReassigned) and event.from_worker == 1 for event in seen)
     assert result.outcome == "finished"
     assert torch.equal(weights(tmp_path), Linear(**SMALL).after(LR))
 
@@ -343,8 +348,8 @@ def test_a_worker_killed_costs_nothing_but_time(tmp_path: Path, faults: str) -> 
 def test_one_that_sleeps_through_the_loss_of_its_lease_does_not_write_when_it_wakes(tmp_path: Path) -> None:
     result, _ = simulated(tmp_path, faults="0.120 pause worker 1 for 0.150", **SMALL)
 
-    assert result.books["refused"] == {"revoked": 2}  # the first batch of each portion that it had
-    assert result.books["twice"] == 0
+    assert result.accounting["refused"] == {"revoked": 2}  # the first batch of each portion that it had
+    assert result.accounting["applied_twice"] == 0
     assert torch.equal(weights(tmp_path), Linear(**SMALL).after(LR))
 
 
@@ -364,7 +369,11 @@ def test_whatever_happens_to_workers_every_batch_is_added_exactly_once(story: li
         result, _ = simulated(Path(folder), faults=script, **HALF)
         assert result.outcome == "finished", (script, result.reason)
         assert torch.equal(weights(Path(folder)), Linear(**HALF).after(LR)), script
-    assert (result.books["lost"], result.books["twice"], result.books["not_done"]) == (0, 0, 0)
+    assert (result.accounting["lost"], result.accounting["applied_twice"], result.accounting["not_processed"]) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_nobody_joins_as_a_server(tmp_path: Path) -> None:
@@ -401,38 +410,43 @@ class Rows:
 
 
 @pytest.mark.processes
-def test_of_rows_that_no_two_workers_touch_no_addition_is_lost(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, "hogwild", workers=3, servers=0, task="tests.test_hogwild:Rows", gated=False) as run:
+def test_of_rows_that_no_two_workers_touch_no_addition_is_lost(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, "hogwild", workers=3, servers=0, task="tests.test_hogwild:Rows", gated=False) as run:
         assert run.ended() == 0
         wanted = -LR * torch.arange(1.0, 4097.0)[:, None].expand(4096, 16)
         assert torch.equal(run.parameters()["weight"], wanted)
-        books = run.result().books
-        assert (books["applied"], books["lost"], books["twice"], books["torn"]) == (1024, 0, 0, 0)
+        accounting = run.result().accounting
+        assert (
+            accounting["applied"],
+            accounting["lost"],
+            accounting["applied_twice"],
+            accounting["partially_applied"],
+        ) == (1024, 0, 0, 0)
 
 
 @pytest.mark.processes
-def test_a_worker_killed_at_work_is_not_missed(nest: Nest, tmp_path: Path) -> None:
+def test_a_worker_killed_at_work_is_not_missed(launcher: RunLauncher, tmp_path: Path) -> None:
     """Here one batch passes at a time, so that no addition can be lost to another."""
-    with nest.run(tmp_path, "hogwild", workers=2, servers=0, samples=256) as run:
+    with launcher.run(tmp_path, "hogwild", workers=2, servers=0, samples=256) as run:
         run.under_way()
         run.gate.let(1)
         run.worker(1).kill()
         run.first(events.Lost, node="worker 1")
         run.drip()
         assert run.result().outcome == "finished"
-        assert run.result().books["torn"] == 0
+        assert run.result().accounting["partially_applied"] == 0
         assert exact(run)
 
 
 @pytest.mark.processes
-def test_ctrl_c_is_heard_between_two_steps(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, "hogwild", workers=2, servers=0) as run:
+def test_ctrl_c_is_heard_between_two_steps(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, "hogwild", workers=2, servers=0) as run:
         run.under_way()
         run.signal(signal.SIGINT)
         run.first(events.PhaseChanged, phase="finishing", reason="interrupted")
         run.gate.open()
         assert run.ended() == 130
-        assert run.result().books["lost"] == 0
+        assert run.result().accounting["lost"] == 0
         assert (run.directory / "model.safetensors").exists()
 
 

@@ -18,51 +18,46 @@ ROOT = Path(__file__).parent.parent
 class Layer(NamedTuple):
     """Some modules and packages of rainband, and the layers they may import besides their own."""
 
-    modules: str
+    modules: str  # dotted, below rainband; a package stands for all in it that has no row of its own
     may_import: str
 
 
-# Imports point up this table only: a layer may import itself and layers written above it.
+# Imports point up this table only: a layer may import itself and the layers it names, which are above it.
 # A new module needs a place here. Imports under `if TYPE_CHECKING:` are free, and so is rainband.__version__.
 LAYERS = {
-    "words": Layer(
-        modules="types messages events errors settings schedules optim_spec blocks portions topology places stats "
-        "training_time vectors advice steps peers_inbox",
-        may_import="",
+    "contracts": Layer("strategy errors settings advice protocol", may_import=""),
+    # Computing without communicating: tensors in, tensors out.
+    "model": Layer("model", may_import="contracts"),
+    "rules": Layer("rules", may_import="contracts"),
+    "codecs": Layer("codecs", may_import="contracts"),
+    "collectives": Layer("collectives", may_import="contracts"),
+    "tasks": Layer("tasks", may_import="contracts model"),
+    "graphs": Layer(
+        "model_parallel model_parallel.graph model_parallel.placement model_parallel.schedules model_parallel.drawing",
+        may_import="contracts model",
     ),
-    # Thinking without talking: tensors in, tensors out.
-    "rules": Layer("rules", may_import="words"),
-    "codecs": Layer("codecs", may_import="words"),
-    "collectives": Layer("collectives", may_import="words"),
-    "layers": Layer("layers", may_import="words"),
-    "pipeline": Layer("pipeline", may_import="words layers"),
-    "tasks": Layer("tasks", may_import="words"),
-    "sim": Layer("sim", may_import="words"),
-    "descent": Layer("line_search descent", may_import="words"),
-    # The algorithms: they know what to say, never how it travels.
-    "strategies": Layer("strategies catalogue", may_import="words rules codecs collectives pipeline descent"),
-    # State machines without I/O, and what they are made of.
-    "nodes": Layer(
-        modules="server client worker coordinator duties membership checkpoint "
-        "block books buffers evaluation flat gradient guard handed handover journal leader led optim pending",
-        may_import="words rules codecs",
-    ),
-    # Nodes that compute one model together.
-    "stages": Layer("stages", may_import="words pipeline nodes"),
-    "transports": Layer("transports", may_import="words"),
-    # What shows or keeps a run reads its events and nothing else.
-    "surfaces": Layer("sinks dashboard history", may_import="words"),
-    # What drives nodes and strategies; what a user touches.
-    "worlds": Layer("worlds", may_import="all above"),
+    "full_batch": Layer("full_batch", may_import="contracts"),
+    # The algorithms: they know what to send, never how it travels.
+    "strategies": Layer("strategies plugins", may_import="contracts rules codecs collectives full_batch"),
+    # State machines without I/O.
+    "nodes": Layer("server worker coordinator checkpoint", may_import="contracts model rules codecs tasks"),
+    "execution": Layer("model_parallel.execution", may_import="contracts model graphs nodes"),
+    "transports": Layer("transports", may_import="contracts"),
+    # What reads a run's events and nothing else.
+    "records": Layer("views.history views.sinks views.training_time", may_import="contracts"),
+    "simulation_models": Layer("runtimes.simulation.models", may_import="contracts"),
+    # What drives nodes and strategies; what a user calls.
+    "runtimes": Layer("runtimes record", may_import="all above"),
     "public": Layer("__init__ join fit minimize adapters", may_import="all above"),
+    "views": Layer("views", may_import="all above"),
     "top": Layer("cli bench", may_import="all above"),
 }
 
 # Where these may be imported or called; everywhere else they are a mistake in the design.
 CONCURRENCY = {"threading", "_thread", "socket", "selectors", "multiprocessing", "asyncio", "concurrent"}
-MAY_BE_CONCURRENT = {"transports", "worlds", "bench"}  # bench: opponents are bare sockets
-MAY_START_PROGRAMS = {"transports", "worlds", "bench", "cli"}
-MAY_READ_WALL_TIME = {"events", "bench", "cli"}
+MAY_BE_CONCURRENT = {"transports", "runtimes", "record", "bench"}  # bench: baselines are bare sockets
+MAY_START_PROGRAMS = {"transports", "runtimes", "record", "bench", "cli"}
+MAY_READ_WALL_TIME = {"protocol.events", "bench", "cli", "views"}
 
 UNSAFE_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save"}
@@ -79,7 +74,7 @@ class Module(NamedTuple):
     """One file of the package, read but not run."""
 
     name: str  # "rainband.transports.tcp"
-    family: str  # "transports": the file or folder directly under rainband
+    family: str  # "transports.tcp": the name below rainband
     imports: set[str]  # full names: `from os import path` gives os.path
     calls: set[str]  # as written: "time.time"
     bare_functions: list[str]  # those that lack annotations
@@ -103,7 +98,7 @@ def read_module(name: str, source: str, is_package: bool = False) -> Module:
     folder = name if is_package else name.rpartition(".")[0]
     return Module(
         name,
-        family=name.split(".")[1] if "." in name else "__init__",
+        family=name.partition(".")[2] or "__init__",
         imports={imported for node in nodes for imported in imported_names(node, folder)},
         calls={ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)},
         bare_functions=[f"{node.name} in line {node.lineno}" for node in nodes if is_bare_function(node)],
@@ -162,8 +157,22 @@ def wrong_imports(package: dict[str, Module]) -> list[str]:
     return wrong
 
 
+PLACES = {module: name for name, layer in LAYERS.items() for module in layer.modules.split()}
+
+
 def layer_of(family: str) -> str | None:
-    return next((name for name, layer in LAYERS.items() if family in layer.modules.split()), None)
+    """Return the layer of a module: that of its longest prefix in the table."""
+    return next((PLACES[prefix] for prefix in prefixes_of(family) if prefix in PLACES), None)
+
+
+def prefixes_of(family: str) -> list[str]:
+    """Return "a.b.c", "a.b", "a" for "a.b.c"."""
+    parts = family.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+
+
+def is_within(family: str, packages: set[str]) -> bool:
+    return not packages.isdisjoint(prefixes_of(family))
 
 
 def may_import(layer: str) -> list[str]:
@@ -179,9 +188,7 @@ def imports_of_rainband(module: Module, package: dict[str, Module]) -> set[str]:
 
 def nearest_module(name: str, package: dict[str, Module]) -> str:
     """`rainband.strategy.Worker` is a name in the module rainband.strategy."""
-    parts = name.split(".")
-    prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    return next((prefix for prefix in prefixes if prefix in package), name)
+    return next((prefix for prefix in prefixes_of(name) if prefix in package), name)
 
 
 def import_cycle(package: dict[str, Module]) -> list[str]:
@@ -195,11 +202,11 @@ def import_cycle(package: dict[str, Module]) -> list[str]:
 
 def wrong_concurrency(package: dict[str, Module]) -> list[str]:
     return [
-        f"{module.name} imports {name}: threads and sockets belong in transports/ and worlds/"
+        f"{module.name} imports {name}: threads and sockets belong in transports/ and runtimes/"
         for module in package.values()
         for name in sorted(libraries(module))
-        if (name in CONCURRENCY and module.family not in MAY_BE_CONCURRENT)
-        or (name == "subprocess" and module.family not in MAY_START_PROGRAMS)
+        if (name in CONCURRENCY and not is_within(module.family, MAY_BE_CONCURRENT))
+        or (name == "subprocess" and not is_within(module.family, MAY_START_PROGRAMS))
     ]
 
 
@@ -211,7 +218,7 @@ def wall_times(package: dict[str, Module]) -> list[str]:
     return [
         f"{module.name} uses time.time: take a Clock, or time.monotonic to measure"
         for module in package.values()
-        if "time.time" in module.calls | module.imports and module.family not in MAY_READ_WALL_TIME
+        if "time.time" in module.calls | module.imports and not is_within(module.family, MAY_READ_WALL_TIME)
     ]
 
 
@@ -249,7 +256,7 @@ def test_no_module_imports_itself_through_others(package: dict[str, Module]) -> 
     assert import_cycle(package) == []
 
 
-def test_threads_and_sockets_are_only_in_transports_and_worlds(package: dict[str, Module]) -> None:
+def test_threads_and_sockets_are_only_in_transports_and_runtimes(package: dict[str, Module]) -> None:
     nothing_wrong(wrong_concurrency(package))
 
 
@@ -323,14 +330,14 @@ def test_a_strategy_that_imports_a_transport_is_noticed(line: str) -> None:
     "line",
     [
         "from rainband.strategy import Worker",
-        "from ..types import Worker",
+        "from ..strategy import Worker",
         "from rainband import __version__",
         "if TYPE_CHECKING:\n    from rainband.transports import tcp",
         "if typing.TYPE_CHECKING:\n    from rainband.transports import tcp",
     ],
 )
-def test_a_strategy_may_import_words_and_name_any_type(line: str) -> None:
-    assert wrong_imports(package_of(strategies__calm=line, types="", transports__tcp="")) == []
+def test_a_strategy_may_import_contracts_and_name_any_type(line: str) -> None:
+    assert wrong_imports(package_of(strategies__calm=line, strategy="", transports__tcp="")) == []
 
 
 @pytest.mark.parametrize("condition", ["if TYPE_CHECKING:\n    pass\nelse:", "if not TYPE_CHECKING:"])
@@ -343,13 +350,13 @@ def test_a_module_without_a_place_is_noticed() -> None:
     assert wrong_imports(package_of(utils="")) == ["rainband.utils is in no layer: give it a place in LAYERS"]
 
 
-def test_a_word_that_imports_a_rule_is_noticed() -> None:
-    assert len(wrong_imports(package_of(types="import rainband.rules", rules=""))) == 1
+def test_a_contract_that_imports_a_rule_is_noticed() -> None:
+    assert len(wrong_imports(package_of(strategy="import rainband.rules", rules=""))) == 1
 
 
 def test_a_cycle_is_noticed_even_inside_one_layer() -> None:
-    package = package_of(types="import rainband.protocol.events", events="def late():\n    from rainband import types")
-    assert set(import_cycle(package)) == {"rainband.strategy", "rainband.protocol.events"}
+    package = package_of(strategy="import rainband.errors", errors="def late():\n    from rainband import strategy")
+    assert set(import_cycle(package)) == {"rainband.strategy", "rainband.errors"}
 
 
 @pytest.mark.parametrize(
@@ -361,7 +368,7 @@ def test_a_cycle_is_noticed_even_inside_one_layer() -> None:
         (wrong_concurrency, "server", "def f():\n    import socket"),
         (wrong_concurrency, "server", "import subprocess"),
         (wall_times, "server", "import time\nnow = time.time()"),
-        (wall_times, "worlds__local", "from time import time"),
+        (wall_times, "runtimes__launcher", "from time import time"),
         (unsafe_uses, "checkpoint", "import pickle"),
         (unsafe_uses, "checkpoint", "torch.load('x')"),
         (unsafe_uses, "checkpoint", "from torch import save"),
@@ -381,7 +388,7 @@ def test_a_breach_is_noticed(law: Law, family: str, line: str) -> None:
     [
         (wrong_concurrency, "transports__tcp", "import socket, threading, subprocess"),
         (wrong_concurrency, "bench__ps", "import subprocess"),
-        (wall_times, "events", "import time\nnow = time.time()"),
+        (wall_times, "protocol__events", "import time\nnow = time.time()"),
         (wall_times, "server", "import time\nnow = time.monotonic()"),
         (unsafe_uses, "tasks__digits", "model.eval()"),
         (bare_functions, "server", "class A:\n    def f(self, x: int, *rest: int, **named: int) -> int: ..."),

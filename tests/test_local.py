@@ -12,7 +12,7 @@ import pytest
 
 from rainband.protocol import events
 from rainband.runtimes.processes.launcher import RunResult
-from tests.processes import Nest, Run, exact, wait_for
+from tests.processes import Run, RunLauncher, exact, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -30,36 +30,36 @@ EVERY_WAY = pytest.mark.parametrize(
 
 def balanced(result: RunResult) -> bool:
     """Is every batch of the plan accounted for, none lost, none applied twice?"""
-    books = result.books
-    done = books["applied"] + sum(books["skipped"].values()) + books["not_done"]
-    return (books["lost"], books["twice"], done) == (0, 0, books["batches"])
+    accounting = result.accounting
+    done = accounting["applied"] + sum(accounting["skipped"].values()) + accounting["not_processed"]
+    return (accounting["lost"], accounting["applied_twice"], done) == (0, 0, accounting["batches"])
 
 
 def finished_exactly(run: Run) -> bool:
     result = run.result()
     assert (result.outcome, result.exit_code) == ("finished", 0), result.reason
-    assert balanced(result) and result.books["not_done"] == 0, result.books
+    assert balanced(result) and result.accounting["not_processed"] == 0, result.accounting
     return exact(run)
 
 
 @EVERY_WAY
 def test_two_workers_killed_at_random_instants_cost_nothing(
-    nest: Nest, tmp_path: Path, strategy: str, transport: str
+    launcher: RunLauncher, tmp_path: Path, strategy: str, transport: str
 ) -> None:
-    two_are_killed(nest, tmp_path, strategy, transport, seed=0)
+    two_are_killed(launcher, tmp_path, strategy, transport, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 9))
 @EVERY_WAY
-def test_at_many_more_instants(nest: Nest, tmp_path: Path, strategy: str, transport: str, seed: int) -> None:
-    two_are_killed(nest, tmp_path, strategy, transport, seed)
+def test_at_many_more_instants(launcher: RunLauncher, tmp_path: Path, strategy: str, transport: str, seed: int) -> None:
+    two_are_killed(launcher, tmp_path, strategy, transport, seed)
 
 
-def two_are_killed(nest: Nest, tmp_path: Path, strategy: str, transport: str, seed: int) -> None:
+def two_are_killed(launcher: RunLauncher, tmp_path: Path, strategy: str, transport: str, seed: int) -> None:
     chance = random.Random(f"{strategy} {transport} {seed}")
     samples = {"downpour": 2048, "sync": 4096}[strategy]
-    with nest.run(tmp_path, strategy, workers=4, transport=transport, samples=samples) as run:
+    with launcher.run(tmp_path, strategy, workers=4, transport=transport, samples=samples) as run:
         run.under_way()
         run.gate.let(300)  # not all: it must not be over before they are dead
         for index in chance.sample(range(4), 2):
@@ -69,14 +69,14 @@ def two_are_killed(nest: Nest, tmp_path: Path, strategy: str, transport: str, se
             assert lost.why == "killed by signal 9, often for want of memory"
         run.gate.open()
         assert finished_exactly(run)
-        assert run.result().books["leased_again"] == len(run.all(events.LeasedAgain)) >= 2
+        assert run.result().accounting["reassigned"] == len(run.all(events.BatchesReassigned)) >= 2
 
 
 @BOTH_WAYS
 def test_a_worker_that_is_paused_is_not_waited_for_and_works_again_when_woken(
-    nest: Nest, tmp_path: Path, strategy: str, transport: str
+    launcher: RunLauncher, tmp_path: Path, strategy: str, transport: str
 ) -> None:
-    with nest.run(tmp_path, strategy, workers=4, transport=transport, timeout_s=1.0, samples=4096) as run:
+    with launcher.run(tmp_path, strategy, workers=4, transport=transport, timeout_s=1.0, samples=4096) as run:
         run.under_way()
         sleeper = run.worker(1)
         sleeper.suspend()
@@ -93,8 +93,8 @@ def test_a_worker_that_is_paused_is_not_waited_for_and_works_again_when_woken(
         assert run.gate.begun()[sleeper.pid] > begun + 2  # more than what it had at hand
 
 
-def test_a_worker_that_hangs_is_away_although_its_heart_beats(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, workers=3, timeout_s=0.5, samples=2048, hang_at=0) as run:
+def test_a_worker_that_hangs_is_away_although_its_heart_beats(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, workers=3, timeout_s=0.5, samples=2048, hang_at=0) as run:
         run.under_way()
         run.gate.let(512)  # all of them, and the one that hangs has taken one for itself
         wait_for(lambda: any("away: alive, but no push" in lost.why for lost in run.all(events.Lost)), "it to be away")
@@ -102,11 +102,13 @@ def test_a_worker_that_hangs_is_away_although_its_heart_beats(nest: Nest, tmp_pa
         run.gate.open()
         run.first(events.Returned)
         assert finished_exactly(run)
-        assert run.result().books["leased_again"] >= 1
+        assert run.result().accounting["reassigned"] >= 1
 
 
-def test_a_worker_killed_while_it_gives_the_first_values_is_replaced_by_another(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, slow_build=True) as run:
+def test_a_worker_killed_while_it_gives_the_first_values_is_replaced_by_another(
+    launcher: RunLauncher, tmp_path: Path
+) -> None:
+    with launcher.run(tmp_path, slow_build=True) as run:
         server = run.server(1)
         run.first(events.Joined, node="server 0")
         run.first(events.Joined, node="server 1")
@@ -123,8 +125,8 @@ def test_a_worker_killed_while_it_gives_the_first_values_is_replaced_by_another(
 
 
 @pytest.mark.slow
-def test_a_pause_of_the_launcher_itself_costs_no_worker(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, timeout_s=1.0) as run:
+def test_a_pause_of_the_launcher_itself_costs_no_worker(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, timeout_s=1.0) as run:
         run.under_way()
         run.gate.let(50)
         run.signal(signal.SIGSTOP)
@@ -135,8 +137,8 @@ def test_a_pause_of_the_launcher_itself_costs_no_worker(nest: Nest, tmp_path: Pa
         assert not run.all(events.Lost)
 
 
-def test_a_server_that_is_paused_is_waited_for(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, timeout_s=0.5, samples=2048) as run:
+def test_a_server_that_is_paused_is_waited_for(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, timeout_s=0.5, samples=2048) as run:
         run.under_way()
         run.gate.let(100)
         server = run.server(1)
@@ -149,23 +151,23 @@ def test_a_server_that_is_paused_is_waited_for(nest: Nest, tmp_path: Path) -> No
 
 @EVERY_WAY
 def test_a_gradient_that_is_not_finite_is_skipped_everywhere_and_spoils_no_other(
-    nest: Nest, tmp_path: Path, strategy: str, transport: str
+    launcher: RunLauncher, tmp_path: Path, strategy: str, transport: str
 ) -> None:
-    with nest.run(tmp_path, strategy, transport=transport, curved=True, nan_at=5, epochs=2) as run:
+    with launcher.run(tmp_path, strategy, transport=transport, curved=True, nan_at=5, epochs=2) as run:
         run.gate.open()
         result = run.result()
         assert result.outcome == "finished"
         assert balanced(result)
-        assert result.books["skipped"] == {"not finite": 2}  # once in each epoch
-        assert result.books["applied"] == 510
+        assert result.accounting["skipped"] == {"not finite": 2}  # once in each epoch
+        assert result.accounting["applied"] == 510
         values = [value for tensor in run.parameters().values() for value in tensor.flatten().tolist()]
         assert all(map(math.isfinite, values))
 
 
-def test_ps_and_top_show_each_process_by_its_role(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, workers=3, servers=2) as run:
+def test_ps_and_top_show_each_process_by_its_role(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, workers=3, servers=2) as run:
         run.under_way()
-        shown = {process.cmdline()[0]: process.name() for process in nest.processes()}
+        shown = {process.cmdline()[0]: process.name() for process in launcher.processes()}
         assert {
             "rainband worker 0": "rb worker 0",
             "rainband worker 2": "rb worker 2",

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from rainband.protocol.worker_stats import Stats
-from rainband.runtimes.processes.periodic_eval import Measuring
 from rainband.views.event_text import how_far
 from rainband.views.history import RunSoFar
+from rainband.worker.periodic_eval import PeriodicEval
 from tests.stories import planned, progress, started
 
 
@@ -47,11 +47,11 @@ class Counted:
         return {"accuracy": self.times / 10}
 
 
-def measuring(takes_s: float = 0.0) -> tuple[Measuring, Any, Watch, Stats]:
+def measuring(takes_s: float = 0.0) -> tuple[PeriodicEval, Any, Watch, Stats]:
     watch, stats = Watch(), Stats()
     task: Any = Counted(watch, takes_s)
     module = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())  # of which one part was frozen by the user
-    return Measuring(task, module, stats, 10.0, watch), task, watch, stats
+    return PeriodicEval(task, module, stats, 10.0, watch), task, watch, stats
 
 
 def test_it_measures_every_ten_seconds_and_the_heartbeat_tells() -> None:
@@ -60,7 +60,7 @@ def test_it_measures_every_ten_seconds_and_the_heartbeat_tells() -> None:
         watch.s = float(second)
         measuring_.before_step()
     assert task.times == 3
-    assert stats.beat().metrics == {"accuracy": 0.3}
+    assert stats.heartbeat().metrics == {"accuracy": 0.3}
 
 
 def test_measuring_that_takes_a_second_is_done_every_twenty() -> None:

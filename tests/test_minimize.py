@@ -15,9 +15,9 @@ from rainband.cli.configure import configured
 from rainband.cli.main import build_app
 from rainband.minimize import STATUS, _minimum
 from rainband.plugins import load_strategy
-from rainband.protocol.accounting import Books
-from rainband.protocol.events import Iterated
-from rainband.runtimes.config import RunConfig, SimSettings, refuse_led
+from rainband.protocol.accounting import BatchAccounting
+from rainband.protocol.events import IterationDone
+from rainband.runtimes.config import RunConfig, SimSettings, refuse_coordinated
 from rainband.runtimes.simulation.run import make_play
 from rainband.tasks.quadratic import Quadratic
 
@@ -38,7 +38,9 @@ def test_the_lowest_point_of_a_bowl_is_found(method: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(found.x, TASK.optimum().numpy(), atol=0.01)
     assert found.fun == pytest.approx(found.metrics["loss"], rel=1e-5)
     assert seen == list(range(found.nit + 1)) and found.nfev >= found.nit + 1
-    assert found.books.balanced and found.books.applied == 12 * found.nfev  # every batch once in each evaluation
+    assert (
+        found.accounting.balanced and found.accounting.applied == 12 * found.nfev
+    )  # every batch once in each evaluation
 
 
 @pytest.mark.processes
@@ -50,16 +52,24 @@ def test_what_runs_out_of_iterations_is_no_success(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("message, status", [("the loss is not finite", 3), ("", 4), ("no lower loss was found", 2)])
 def test_each_end_has_a_number(message: str, status: int) -> None:
-    class Fitted:
+    class FitResult:
         module = TASK.model()
         metrics: ClassVar[dict[str, float]] = {}
-        books = Books(0, 0, {}, 0, 0, 0, 0, {}, 0)
+        accounting = BatchAccounting(0, 0, {}, 0, 0, 0, 0, {}, 0)
         directory = Path()
 
-    last = Iterated(
-        at_s=0.0, iteration=1, loss=None, gradient_norm=1.0, step=0.0, evaluations=2, cells=2, backups=0, end=message
+    last = IterationDone(
+        at_s=0.0,
+        iteration=1,
+        loss=None,
+        gradient_norm=1.0,
+        step=0.0,
+        evaluations=2,
+        work_items=2,
+        backups=0,
+        end=message,
     )
-    assert _minimum(Fitted(), [last]).status == status and status in STATUS.values()
+    assert _minimum(FitResult(), [last]).status == status and status in STATUS.values()
 
 
 @pytest.mark.parametrize(
@@ -83,11 +93,11 @@ def test_a_strategy_of_ones_own_can_lead_too(tmp_path: Path) -> None:
 
     from rainband.protocol.vectors import GRADIENT, PARAMS, axpy
     from rainband.strategies.sandblaster import Sandblaster
-    from rainband.strategy import Leading
+    from rainband.strategy import CoordinatorApi
 
     @dataclass(frozen=True)
     class ThreeSteps(Sandblaster):
-        async def lead(self, coordinator: Leading) -> None:
+        async def coordinate(self, coordinator: CoordinatorApi) -> None:
             for iteration in range(3):
                 found = await coordinator.evaluate()
                 await coordinator.compute(axpy(PARAMS, -1.0 / found.samples, GRADIENT))
@@ -104,7 +114,7 @@ def test_a_strategy_of_ones_own_can_lead_too(tmp_path: Path) -> None:
 def test_a_worker_that_is_killed_costs_nothing_but_time(tmp_path: Path) -> None:
     """Two iterations of one life and the rest of another: the end is that of a run in which nobody died."""
 
-    def kill_one(now: Iterated) -> None:
+    def kill_one(now: IterationDone) -> None:
         if now.iteration == 2:
             for process in psutil.Process().children(recursive=True):
                 if process.cmdline() and "rainband worker 1" in process.cmdline()[0]:
@@ -117,7 +127,7 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(tmp_path: Path) -> None:
 
     events = (stormy.directory / "events.jsonl").read_text(encoding="utf-8")
     assert '"Lost"' in events and "worker 1" in events
-    assert stormy.nfev == quiet.nfev and stormy.books.applied == stormy.books.batches == 256 * stormy.nfev
+    assert stormy.nfev == quiet.nfev and stormy.accounting.applied == stormy.accounting.batches == 256 * stormy.nfev
     np.testing.assert_allclose(stormy.x, quiet.x, atol=1e-4)
 
 
@@ -126,8 +136,8 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(tmp_path: Path) -> None:
 
 def test_a_loop_of_ones_own_cannot_be_led() -> None:
     with pytest.raises(ValueError, match=r"no place in a loop of your own: use rainband.minimize\(task\)"):
-        refuse_led(load_strategy("sandblaster", {}), "sandblaster")
-    refuse_led(load_strategy("downpour", {}), "downpour")
+        refuse_coordinated(load_strategy("sandblaster", {}), "sandblaster")
+    refuse_coordinated(load_strategy("downpour", {}), "downpour")
 
 
 def test_epochs_are_for_strategies_that_count_them() -> None:
@@ -139,7 +149,7 @@ def test_epochs_are_for_strategies_that_count_them() -> None:
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["--world", "sim", "--time-only"], "what sandblaster does next depends on the loss: leave out --time-only."),
+        (["--runtime", "sim", "--time-only"], "what sandblaster does next depends on the loss: leave out --time-only."),
         (["--record"], "--record is for asynchronous runs, and sandblaster goes by iterations: run it in virtual time"),
     ],
 )
@@ -150,7 +160,7 @@ def test_what_has_no_meaning_for_it_is_told_on_the_command_line(options: list[st
 
 def test_time_alone_says_nothing_about_a_loss() -> None:
     config = RunConfig(
-        task="quadratic", strategy="sandblaster", num_workers=2, num_servers=1, world="sim",
+        task="quadratic", strategy="sandblaster", num_workers=2, num_servers=1, runtime="sim",
         sim=SimSettings(time_only=True),
     )  # fmt: skip
     with pytest.raises(ValueError, match="depends on the loss: leave --time-only out"):

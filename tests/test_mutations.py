@@ -20,12 +20,12 @@ from torch import Tensor
 import rainband.coordinator.leases
 import rainband.server.server
 from rainband.coordinator.leases import Leases
-from rainband.coordinator.state import Facts
+from rainband.coordinator.state import RunState
 from rainband.model.gradient import Gradient
-from rainband.protocol.data_plan import Marks, Name
+from rainband.protocol.data_plan import AcceptedSet, PushId
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Params, Push, PushResult, Return
-from rainband.rules import Clocks, FirstOfRound, MeanOfArrivals, MeanOfRound, WaitForSlowest
+from rainband.rules import ApplyEvery, Clocks, FirstArrivalsOfRound, MeanOfRound, StalenessBound
 from rainband.server.block import Block
 from rainband.server.server import Server
 from rainband.worker.client import Client
@@ -42,23 +42,23 @@ MAX_SEEDS = 400
 
 def no_dedup(patch: pytest.MonkeyPatch) -> None:
     """A push that was had is applied again."""
-    patch.setattr(Server, "_has_had", lambda *_: False)
-    patch.setattr(Marks, "has_some", lambda *_: False)
+    patch.setattr(Server, "_has_accepted", lambda *_: False)
+    patch.setattr(AcceptedSet, "has_some", lambda *_: False)
 
 
 def high_water_mark(patch: pytest.MonkeyPatch) -> None:
     """A block remembers how far it got in a portion, not which batches it had."""
 
-    def has_all(marks: Marks, name: Name) -> bool:
-        return all(marks.of(r.portion).bit_length() >= r.last for r in name)
+    def has_all(accepted_set: AcceptedSet, name: PushId) -> bool:
+        return all(accepted_set.of(r.portion).bit_length() >= r.last for r in name)
 
-    def add(marks: Marks, name: Name) -> list[int]:
-        return true_add(marks, tuple(r.__class__(r.portion, 0, r.last, r.lease) for r in name))
+    def add(accepted_set: AcceptedSet, name: PushId) -> list[int]:
+        return true_add(accepted_set, tuple(r.__class__(r.portion, 0, r.last, r.lease) for r in name))
 
-    true_add = Marks.add
-    patch.setattr(Marks, "has_all", has_all)
-    patch.setattr(Marks, "has_some", lambda *_: False)
-    patch.setattr(Marks, "add", add)
+    true_add = AcceptedSet.add
+    patch.setattr(AcceptedSet, "has_all", has_all)
+    patch.setattr(AcceptedSet, "has_some", lambda *_: False)
+    patch.setattr(AcceptedSet, "add", add)
 
 
 def no_groups(patch: pytest.MonkeyPatch) -> None:
@@ -94,19 +94,19 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
 
 def what_crosses_is_applied(patch: pytest.MonkeyPatch) -> None:
     no_fence(patch)
-    patch.setattr(Marks, "has_some", lambda *_: False)
+    patch.setattr(AcceptedSet, "has_some", lambda *_: False)
 
 
 def what_crosses_counts_as_had(patch: pytest.MonkeyPatch) -> None:
     no_fence(patch)
 
-    def has_all(marks: Marks, name: Name) -> bool:
-        meets = marks.has_some(name)
+    def has_all(accepted_set: AcceptedSet, name: PushId) -> bool:
+        meets = accepted_set.has_some(name)
         if meets:
-            marks.add(name)
+            accepted_set.add(name)
         return meets
 
-    patch.setattr(Marks, "has_all", has_all)
+    patch.setattr(AcceptedSet, "has_all", has_all)
 
 
 def sum_for_mean(patch: pytest.MonkeyPatch) -> None:
@@ -165,8 +165,8 @@ def inexact_round_reads(patch: pytest.MonkeyPatch) -> None:
         block = server.blocks[params.block]
         return replaced(params, version=block.version), block.place.of(block.version)
 
-    def read_in_place(port: LinePort, spec: BlockSpec, point: int, out: Tensor) -> int:
-        block = port.world.servers[port.server].blocks[spec.index]
+    def read_in_place(port: LinePort, spec: BlockSpec, at_version: int, out: Tensor) -> int:
+        block = port.cluster.servers[port.server].blocks[spec.index]
         out.copy_(block.place.of(block.version))
         return block.version
 
@@ -178,14 +178,14 @@ def version_r_dropped_early(patch: pytest.MonkeyPatch) -> None:
     """A block keeps version r only until it has r + 1."""
 
     def read(server: Server, params: Params) -> tuple[Params, Tensor | None]:
-        if params.point >= 0 and server.blocks[params.block].version > params.point:
+        if params.at_version >= 0 and server.blocks[params.block].version > params.at_version:
             return replaced(params, late=True), None
         return true_read(server, params)
 
-    def read_in_place(port: LinePort, spec: BlockSpec, point: int, out: Tensor) -> int | None:
-        if point >= 0 and port.world.servers[port.server].blocks[spec.index].version > point:
+    def read_in_place(port: LinePort, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
+        if at_version >= 0 and port.cluster.servers[port.server].blocks[spec.index].version > at_version:
             return None
-        return true_read_in_place(port, spec, point, out)
+        return true_read_in_place(port, spec, at_version, out)
 
     true_read, true_read_in_place = Server.read, LinePort.read
     patch.setattr(Server, "read", read)
@@ -204,7 +204,7 @@ def the_idle_are_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WaitForSlowest, "forget", lambda rule, block, worker: None)
+    patch.setattr(StalenessBound, "forget", lambda rule, block, worker: None)
 
 
 def a_push_is_numbered_anew_in_its_middle(patch: pytest.MonkeyPatch) -> None:
@@ -221,45 +221,45 @@ def a_push_is_numbered_anew_in_its_middle(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_gathered_is_not_flushed(patch: pytest.MonkeyPatch) -> None:
-    true_flush = MeanOfArrivals.flush
+    true_flush = ApplyEvery.flush
 
-    def flush(rule: MeanOfArrivals, block: Block) -> None:
+    def flush(rule: ApplyEvery, block: Block) -> None:
         if len(rule.pushes) == rule.count:
             true_flush(rule, block)
 
-    patch.setattr(MeanOfArrivals, "flush", flush)
+    patch.setattr(ApplyEvery, "flush", flush)
 
 
 def what_the_forgotten_gave_is_dropped(patch: pytest.MonkeyPatch) -> None:
-    def forget(rule: MeanOfArrivals, block: Block, worker: int) -> None:
+    def forget(rule: ApplyEvery, block: Block, worker: int) -> None:
         if any(push.worker == worker for push in rule.pushes):
             rule._begin()
 
-    patch.setattr(MeanOfArrivals, "forget", forget)
+    patch.setattr(ApplyEvery, "forget", forget)
 
 
 def each_block_takes_its_own_first_cells(patch: pytest.MonkeyPatch) -> None:
     """With backup workers each block applies the first cells that come to it."""
 
-    def absorb(rule: FirstOfRound, block: Block, push: Push, gradient: Tensor | None) -> None:
+    def absorb(rule: FirstArrivalsOfRound, block: Block, push: Push, gradient: Tensor | None) -> None:
         index, block.index = block.index, 0
         true_absorb(rule, block, push, gradient)
         block.index = index
 
-    true_absorb = FirstOfRound.absorb
-    patch.setattr(FirstOfRound, "absorb", absorb)
+    true_absorb = FirstArrivalsOfRound.absorb
+    patch.setattr(FirstArrivalsOfRound, "absorb", absorb)
 
 
 def everyone_is_admitted(patch: pytest.MonkeyPatch) -> None:
     """The bound is not enforced, only measured."""
-    patch.setattr(WaitForSlowest, "admits", lambda *_: True)
+    patch.setattr(StalenessBound, "admits", lambda *_: True)
 
 
 def one_too_far_is_admitted(patch: pytest.MonkeyPatch) -> None:
-    def admits(rule: WaitForSlowest, block: Block, pull: Any, reader: int) -> bool:
+    def admits(rule: StalenessBound, block: Block, pull: Any, reader: int) -> bool:
         return pull.clock - rule.clocks.slowest <= rule.bound + 1
 
-    patch.setattr(WaitForSlowest, "admits", admits)
+    patch.setattr(StalenessBound, "admits", admits)
 
 
 def who_comes_back_starts_where_it_was(patch: pytest.MonkeyPatch) -> None:
@@ -292,13 +292,13 @@ def done_by_acknowledgements(patch: pytest.MonkeyPatch) -> None:
             acknowledged.add(message.portion)
         return true_returned(leases, worker, message, now) + leases.ending.when_done()
 
-    def batches_done(facts: Facts) -> int:
-        assert facts.plan is not None
-        return sum(map(facts.plan.batches_in, acknowledged))
+    def batches_done(state: RunState) -> int:
+        assert state.plan is not None
+        return sum(map(state.plan.batches_in, acknowledged))
 
     true_returned = Leases.returned
     patch.setattr(Leases, "returned", returned)
-    patch.setattr(Facts, "batches_done", batches_done)
+    patch.setattr(RunState, "batches_done", batches_done)
 
 
 CAUGHT_BY_SCHEDULES: list[tuple[str, Mutation]] = [

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.model.flat_parameters import Flat
-from rainband.protocol.data_plan import Range
+from rainband.protocol.data_plan import BatchRange
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import (
     COORDINATOR,
@@ -32,10 +32,11 @@ from rainband.protocol.messages import (
     Address,
     Assign,
     Go,
+    InitBlock,
     Join,
     Lease,
     LeaseEnd,
-    Load,
+    LeaseRequest,
     Message,
     Params,
     Peer,
@@ -46,10 +47,9 @@ from rainband.protocol.messages import (
     Report,
     Return,
     ServerJoin,
-    Want,
     Welcome,
 )
-from rainband.protocol.parameter_buffers import Place
+from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.server.server import Server
 from rainband.strategies.downpour import Downpour
 from rainband.strategy import Batch
@@ -95,12 +95,12 @@ class Wire:
     def send(self, message: Message) -> None:
         self.sent.append((message, None))
 
-    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
         payload = torch.empty(message.numel)
         fill(payload)  # the one copy: from where autograd left the gradient to where it is sent from
         self.sent.append((message, payload))
 
-    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+    def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         raise AssertionError("only shared memory is read in place")
 
 
@@ -113,7 +113,7 @@ def test_one_gradient() -> None:
     flat = Flat(module, [{"params": list(module.parameters())}])  # from now on the parameters lie in one vector
 
     assert coordinator.receive(SERVER, ServerJoin(Address("here", 0)), now=0.0) == []
-    join = Join("fingerprint", 4, flat.layout, batch_size=1, epochs=1, cell_batches=1, rounds=False)
+    join = Join("fingerprint", 4, flat.layout, batch_size=1, epochs=1, batches_per_item=1, rounds=False)
     to_server, to_worker = coordinator.receive(WORKER, join, now=0.0)
 
     welcome, assign = to_worker.message, to_server.message
@@ -125,8 +125,8 @@ def test_one_gradient() -> None:
 
     # ---- the server makes its blocks; the first worker gives them their first values ------------------------------
 
-    def publish(specs: tuple[BlockSpec, ...], buffers: int) -> list[Place]:
-        return [Place([0], 0, [torch.zeros(spec.numel) for _ in range(buffers)]) for spec in specs]
+    def publish(specs: tuple[BlockSpec, ...], buffers: int) -> list[ParameterBuffer]:
+        return [ParameterBuffer([0], 0, [torch.zeros(spec.numel) for _ in range(buffers)]) for spec in specs]
 
     server = Server(STRATEGY.server, publish)  # type: ignore[arg-type]
     assert server.receive(COORDINATOR, assign) == []
@@ -143,19 +143,19 @@ def test_one_gradient() -> None:
 
     # ---- 1. the worker asks for something to do, and is leased a portion -------------------------------------------
 
-    assert client.next_cell() is None  # nothing yet; but now it has asked
-    assert told.pop() == Want()
-    (out,) = coordinator.receive(WORKER, Want(), now=0.0)
+    assert client.next_item() is None  # nothing yet; but now it has asked
+    assert told.pop() == LeaseRequest()
+    (out,) = coordinator.receive(WORKER, LeaseRequest(), now=0.0)
     assert out.message == Lease(portion=0, lease=1, groups=((0,),))
     client.receive(out.message)
-    cell = client.next_cell()
-    assert cell is not None and cell.batches == (Batch(portion=0, k=0, lease=1),)
+    work_item = client.next_item()
+    assert work_item is not None and work_item.batches == (Batch(portion=0, k=0, lease=1),)
 
     # ---- 2. the gradient: a function of the parameters and of the batch's name, nothing else -----------------------
 
     worker = ModuleWorker(0, 1, task, task.data(), module, client)
-    (sample,) = worker.sampler.indices(cell.batches[0])
-    gradient = worker.compute(cell.batches[0])
+    (sample,) = worker.sampler.indices(work_item.batches[0])
+    gradient = worker.compute(work_item.batches[0])
     (slope,) = gradient.tensors
     assert slope is not None and slope[0].tolist() == SAMPLES[sample].tolist()
 
@@ -165,7 +165,7 @@ def test_one_gradient() -> None:
     handle = client.push(gradient)
     ((push, payload),) = wire.sent
     assert isinstance(push, Push) and payload is not None
-    assert push.name == (Range(portion=0, first=0, last=1, lease=1),)
+    assert push.name == (BatchRange(portion=0, first=0, last=1, lease=1),)
     assert (push.block, push.worker, push.samples, push.version) == (0, 0, 1, 0)
     assert payload[:2].tolist() == SAMPLES[sample].tolist() and payload[2:].count_nonzero() == 0
 
@@ -193,11 +193,16 @@ def test_one_gradient() -> None:
 
     # ---- 7. done is what the marks say: the server has told the coordinator so by itself ---------------------------
 
-    assert isinstance(report, Report) and (report.low, report.had) == (1, 1)
+    assert isinstance(report, Report) and (report.low, report.accepted) == (1, 1)
     coordinator.receive(SERVER, report, now=0.0)
-    assert coordinator.facts.batches_done() == 1
-    books = coordinator.books()
-    assert books is not None and (books.applied, books.not_done, books.lost, books.twice) == (1, 3, 0, 0)
+    assert coordinator.state.batches_done() == 1
+    accounting = coordinator.accounting()
+    assert accounting is not None and (
+        accounting.applied,
+        accounting.not_processed,
+        accounting.lost,
+        accounting.applied_twice,
+    ) == (1, 3, 0, 0)
 
     # ---- 8. the next pull brings it back: beside the parameters first, then in their place -------------------------
 

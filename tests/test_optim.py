@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rainband.model.block_optimizer import BlockOptimizer, build, why_not_blockwise
-from rainband.protocol.layout import BlockSpec, Segment
+from rainband.protocol.layout import BlockSegment, BlockSpec
 from rainband.protocol.optimizer_spec import BUILT_IN, OptimizerSpec
 
 EVERY: list[tuple[str, dict[str, Any]]] = [
@@ -45,7 +45,7 @@ def block_of(*lengths: int, groups: Sequence[int] = ()) -> BlockSpec:
     stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     group_of = groups or [0] * len(lengths)
     segments = tuple(
-        Segment(i, 0, stop - length, stop, group_of[i])
+        BlockSegment(i, 0, stop - length, stop, group_of[i])
         for i, (length, stop) in enumerate(zip(lengths, stops, strict=True))
     )
     return BlockSpec(0, 0, "float32", 0, sum(lengths), segments)
@@ -171,7 +171,7 @@ def test_an_absent_parameter_does_not_move_although_a_zero_gradient_would_move_i
 
 def test_what_lies_between_segments_stays() -> None:
     values = torch.ones(48)
-    segments = (Segment(0, 0, 0, 5, 0), Segment(1, 0, 16, 20, 0), Segment(2, 0, 32, 48, 0))
+    segments = (BlockSegment(0, 0, 0, 5, 0), BlockSegment(1, 0, 16, 20, 0), BlockSegment(2, 0, 32, 48, 0))
     block = BlockSpec(0, 0, "float32", 0, 48, segments)
     BlockOptimizer(OptimizerSpec("sgd", {"lr": 1.0}), block, values, [{}]).step(torch.ones(48))
     assert values.tolist() == [0.0] * 5 + [1.0] * 11 + [0.0] * 4 + [1.0] * 12 + [0.0] * 16
@@ -251,7 +251,7 @@ def blocks_cut_at(cuts: Iterable[int]) -> list[BlockSpec]:
     blocks: list[BlockSpec] = []
     for start, stop in itertools.pairwise(edges):
         inside = [(i, max(a, start), min(b, stop), a) for i, (a, b) in enumerate(PARAMETERS)]
-        segments = tuple(Segment(i, a - origin, a - start, b - start, i) for i, a, b, origin in inside if a < b)
+        segments = tuple(BlockSegment(i, a - origin, a - start, b - start, i) for i, a, b, origin in inside if a < b)
         blocks.append(BlockSpec(len(blocks), 0, "float32", start, stop, segments))
     return blocks
 

@@ -27,12 +27,12 @@ from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Halt, Peer
 from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.rules import ApplyOnArrival
-from rainband.runtimes.training_loop.loop import OwnLoop
-from rainband.runtimes.training_loop.single_process import Alone
+from rainband.runtimes.training_loop.loop import TrainingLoop
+from rainband.runtimes.training_loop.single_process import SingleProcessLoop
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.single import Single
 from rainband.strategies.sync import Sync
-from rainband.strategy import Requirements, ServerHalf, Strategy, Worker
+from rainband.strategy import Requirements, ServerPart, Strategy, Worker
 from tests.lion import Lion
 from tests.one_process import PLAIN, OneProcess, joined
 
@@ -63,13 +63,16 @@ def train(model: nn.Module, optimizer: Optimizer, batch: Any) -> Tensor:
 
 def same_as_plain(script: Script, pushes: int, strategy: Any = PLAIN) -> OneProcess:
     """Run the script alone and joined; the models must be equal, and so many gradients have been pushed."""
-    plain = script(lambda model, optimizer: Alone())
+    plain = script(lambda model, optimizer: SingleProcessLoop())
     member = OneProcess(strategy)
     shared = script(lambda model, optimizer: joined(model, optimizer, member))
     for (name, a), b in zip(plain.state_dict().items(), shared.state_dict().values(), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
     assert member.num_pushed == pushes
-    assert member.books.applied + sum(member.books.skipped.values()) == member.books.batches - member.books.not_done
+    assert (
+        member.accounting.applied + sum(member.accounting.skipped.values())
+        == member.accounting.batches - member.accounting.not_processed
+    )
     return member
 
 
@@ -87,8 +90,13 @@ def test_three_lines_are_enough(strategy: Any) -> None:
                     train(model, optimizer, batch)
         return model
 
-    books = same_as_plain(script, pushes=12, strategy=strategy).books
-    assert (books.batches, books.applied, books.not_done, books.extras) == (12, 12, 0, 0)
+    accounting = same_as_plain(script, pushes=12, strategy=strategy).accounting
+    assert (accounting.batches, accounting.applied, accounting.not_processed, accounting.untracked_pushes) == (
+        12,
+        12,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -201,7 +209,7 @@ def test_accumulating_gradients_over_four_batches_with_a_rest() -> None:
         [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)],
         [(4, 0, 1), (5, 0, 1)],
     ]  # over portion ends
-    assert member.books.applied == 6
+    assert member.accounting.applied == 6
 
 
 def test_mixed_precision_on_the_cpu() -> None:
@@ -234,8 +242,8 @@ def test_a_batch_without_a_step_is_named_by_the_next_step_unless_the_loop_says_s
                 train(model, optimizer, batch)
         return model
 
-    books = same_as_plain(script, pushes=5).books
-    assert (books.applied, books.skipped) == ((5, {"skipped by the loop": 1}) if told else (6, {}))
+    accounting = same_as_plain(script, pushes=5).accounting
+    assert (accounting.applied, accounting.skipped) == ((5, {"skipped by the loop": 1}) if told else (6, {}))
 
 
 def test_breaking_out_early() -> None:
@@ -249,8 +257,8 @@ def test_breaking_out_early() -> None:
                 train(model, optimizer, batch)
         return model
 
-    books = same_as_plain(script, pushes=3).books
-    assert (books.applied, books.skipped, books.not_done) == (3, {"never stepped on": 1}, 2)
+    accounting = same_as_plain(script, pushes=3).accounting
+    assert (accounting.applied, accounting.skipped, accounting.not_processed) == (3, {"never stepped on": 1}, 2)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -287,7 +295,7 @@ def test_a_loader_of_ones_own_is_counted_by_its_pushes() -> None:
 
     member = same_as_plain(script, pushes=6)
     assert all(push.name == () for push in member.pushes)
-    assert (member.books.batches, member.books.extras, member.books.not_done) == (0, 6, 0)
+    assert (member.accounting.batches, member.accounting.untracked_pushes, member.accounting.not_processed) == (0, 6, 0)
 
 
 def test_a_closure() -> None:
@@ -324,9 +332,9 @@ def test_a_gradient_scaler_whose_third_step_is_infinite(fused: bool, strategy: A
                 scaler.update()
         return model
 
-    books = same_as_plain(script, pushes=5 if strategy is PLAIN else 0, strategy=strategy).books
+    accounting = same_as_plain(script, pushes=5 if strategy is PLAIN else 0, strategy=strategy).accounting
     # Unless it is fused, the scaler does not call step() at all, so nothing tells that batch from an accumulated one.
-    assert (books.applied, books.skipped) == ((5, {"not finite": 1}) if fused else (6, {}))
+    assert (accounting.applied, accounting.skipped) == ((5, {"not finite": 1}) if fused else (6, {}))
 
 
 def test_a_head_that_never_gets_a_gradient_stays_as_it_is() -> None:
@@ -379,8 +387,8 @@ def test_a_subclass_that_calls_the_step_of_its_parent() -> None:
                 train(model, optimizer, batch)
         return model
 
-    def alone(model: Any, optimizer: Any) -> Alone:
-        return Alone()
+    def alone(model: Any, optimizer: Any) -> SingleProcessLoop:
+        return SingleProcessLoop()
 
     member = OneProcess(Averaging())  # which leaves the step to the worker: a server could not import the class
     shared = script(lambda model, optimizer: joined(model, optimizer, member))
@@ -472,8 +480,8 @@ def test_two_steps_on_one_batch_are_a_step_and_an_extra() -> None:
                 train(model, optimizer, batch)
         return model
 
-    books = same_as_plain(script, pushes=12).books
-    assert (books.applied, books.extras) == (6, 6)
+    accounting = same_as_plain(script, pushes=12).accounting
+    assert (accounting.applied, accounting.untracked_pushes) == (6, 6)
 
 
 def test_two_optimizers_of_one_class() -> None:
@@ -488,7 +496,7 @@ def test_two_optimizers_of_one_class() -> None:
                 train(model, second, batch)
         return model
 
-    assert same_as_plain(script, pushes=12).books.extras == 6
+    assert same_as_plain(script, pushes=12).accounting.untracked_pushes == 6
 
 
 def test_sixteen_bit_parameters_keep_small_steps_on_the_servers() -> None:
@@ -544,7 +552,7 @@ def test_three_plain_steps_four_joined_and_three_plain_equal_ten_plain(kind: str
             train(model, optimizer, batch)
         return model, optimizer
 
-    plain, plain_optimizer = ten(lambda model, optimizer: Alone())
+    plain, plain_optimizer = ten(lambda model, optimizer: SingleProcessLoop())
     member = OneProcess(strategy)
     member.optimizers = ("tests.lion:Lion",)
     shared, optimizer = ten(lambda model, optimizer: joined(model, optimizer, member))
@@ -626,7 +634,7 @@ def test_a_step_that_waits_for_a_second_one_is_pushed_when_there_are_no_more_bat
             for batch in run.batches(DATA, batch_size=5):  # five batches
                 train(model, optimizer, batch)
     assert [sum(len(r) for r in push.name) for push in member.pushes] == [2, 2, 1]
-    assert member.books.applied == 5
+    assert member.accounting.applied == 5
 
 
 def test_a_loop_may_tell_its_loss_to_those_who_watch() -> None:
@@ -639,9 +647,9 @@ def test_a_loop_may_tell_its_loss_to_those_who_watch() -> None:
             run.log(loss=torch.tensor(1.0 if number == 0 else 4.0, requires_grad=True))
             if number == 0:
                 assert (run.client.stats.loss_sum, run.client.stats.loss_samples) == (16.0, 16)
-        beat = run.client.stats.beat()
-    assert (beat.loss, beat.loss_samples) == (2.0, 24)
-    Alone().log(loss=1.0)  # where nobody watches
+        heartbeat = run.client.stats.heartbeat()
+    assert (heartbeat.loss, heartbeat.loss_samples) == (2.0, 24)
+    SingleProcessLoop().log(loss=1.0)  # where nobody watches
 
 
 def test_an_infinite_gradient_is_skipped_without_servers_too() -> None:
@@ -651,7 +659,7 @@ def test_an_infinite_gradient_is_skipped_without_servers_too() -> None:
     with joined(model, optimizer, member) as run:
         for number, (inputs, labels) in enumerate(run.batches(DATA, batch_size=4)):
             train(model, optimizer, (inputs * math.inf if number == 2 else inputs, labels))
-    assert (member.books.applied, member.books.skipped) == (5, {"not finite": 1})
+    assert (member.accounting.applied, member.accounting.skipped) == (5, {"not finite": 1})
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
@@ -728,7 +736,7 @@ def test_whatever_the_loop_does_with_its_batches_the_books_say_so(deeds: list[st
     member = OneProcess(PLAIN)
     model = nn.Linear(5, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
-    open_, applied, skipped, extras = 0, 0, 0, 0
+    open_, applied, skipped, untracked_pushes = 0, 0, 0, 0
     with joined(model, optimizer, member) as run:
         for _, deed in zip(run.batches(DATA, batch_size=2), deeds, strict=False):
             open_ += 1
@@ -741,13 +749,13 @@ def test_whatever_the_loop_does_with_its_batches_the_books_say_so(deeds: list[st
                 applied, open_ = applied + open_, 0
             if deed == "again":
                 optimizer.step()
-                extras += 1
-    books = member.books
+                untracked_pushes += 1
+    accounting = member.accounting
     drawn = min(12, len(deeds) + 1)  # zip draws one more than it needs
     unstepped = drawn - applied - skipped
-    assert (books.applied, books.extras) == (applied, extras)
+    assert (accounting.applied, accounting.untracked_pushes) == (applied, untracked_pushes)
     wanted = {"skipped by the loop": skipped, "never stepped on": unstepped}
-    assert books.skipped == {reason: count for reason, count in wanted.items() if count}
+    assert accounting.skipped == {reason: count for reason, count in wanted.items() if count}
 
 
 def test_a_loader_with_processes_of_its_own_brings_every_sample_once() -> None:
@@ -763,7 +771,7 @@ def test_a_loader_with_processes_of_its_own_brings_every_sample_once() -> None:
                 model(inputs).sum().backward()
                 optimizer.step()
     assert sorted(seen) == sorted([2.0 * n for n in range(40)] * 2)
-    assert (member.books.applied, member.books.batches) == (28, 28)
+    assert (member.accounting.applied, member.accounting.batches) == (28, 28)
 
 
 def _doubled(samples: list[tuple[Tensor, ...]]) -> tuple[Tensor]:
@@ -777,7 +785,7 @@ def test_breaking_out_of_a_loader_that_fetches_ahead_loses_nothing() -> None:
     optimizer = SGD(model.parameters(), lr=0.0)
     seen: list[float] = []
 
-    def some(run: OwnLoop, number: int) -> None:
+    def some(run: TrainingLoop, number: int) -> None:
         for at, (inputs,) in enumerate(run.batches(numbered, batch_size=1, num_workers=1), 1):
             seen.append(inputs.item())
             model(inputs).sum().backward()
@@ -815,7 +823,7 @@ def test_progress_needs_to_know_how_many_passes_there_are() -> None:
         with pytest.raises(ValueError, match=r"run.epochs\(10\)"):
             _ = run.progress
     with pytest.raises(ValueError, match=r"run.epochs\(10\)"):
-        _ = Alone().progress
+        _ = SingleProcessLoop().progress
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])  # one fetches ahead, by leases that are given back
@@ -832,7 +840,7 @@ def test_who_is_away_gives_its_batches_back_and_goes_on_afterwards(num_workers: 
                         while member.mail:
                             member.wait()
                         assert not member.coordinator.workers[0].leases
-    assert (member.books.applied, member.books.refused) == (6, {})
+    assert (member.accounting.applied, member.accounting.refused) == (6, {})
 
 
 def test_going_away_with_an_open_batch_is_refused() -> None:
@@ -856,9 +864,9 @@ def test_a_stopped_run_ends_the_loop_over_its_batches() -> None:
                 steps += 1
                 if steps == 8:
                     for out in member.coordinator.stop("stopped", "interrupted"):
-                        member.post(member_of(out), out.to, out.message)
+                        member.bus(member_of(out), out.to, out.message)
     assert steps == 8
-    assert (member.books.applied, member.books.not_done) == (8, 22)
+    assert (member.accounting.applied, member.accounting.not_processed) == (8, 22)
 
 
 def test_a_stopped_run_interrupts_a_loop_over_a_loader_of_its_own() -> None:
@@ -870,8 +878,8 @@ def test_a_stopped_run_interrupts_a_loop_over_a_loader_of_its_own() -> None:
             train(model, optimizer, DATA[:4])
             if number == 2:
                 for out in member.coordinator.stop("stopped", "interrupted"):
-                    member.post(member_of(out), out.to, out.message)
-    assert member.books.extras == 3
+                    member.bus(member_of(out), out.to, out.message)
+    assert member.accounting.untracked_pushes == 3
     assert member.left  # with the final parameters
 
 
@@ -913,7 +921,7 @@ def test_a_batch_left_out_of_a_round_is_skipped_by_the_round() -> None:
                 train(model, optimizer, batch)
         return model
 
-    assert same_as_plain(script, pushes=5, strategy=Sync()).books.skipped == {"too hard": 1}
+    assert same_as_plain(script, pushes=5, strategy=Sync()).accounting.skipped == {"too hard": 1}
 
 
 # ---- strategies that leave the step to the worker -------------------------------------------------------------------
@@ -927,14 +935,14 @@ class Averaging(Strategy):
 
     async def run(self, worker: Worker) -> None:
         optimizer = worker.optimizer(OptimizerSpec("sgd", {"lr": 9.9}), Schedule())
-        async for cell in worker.cells():
-            for batch in cell.batches:
+        async for work_item in worker.work_items():
+            for batch in work_item.batches:
                 gradient = await worker.gradient(batch)
                 optimizer.step(gradient)
                 await worker.server.push(gradient)
 
-    def server(self, num_workers: int) -> ServerHalf:
-        return ServerHalf(ApplyOnArrival, OptimizerSpec("sgd", {"lr": 0.0}), Schedule())
+    def server(self, num_workers: int) -> ServerPart:
+        return ServerPart(ApplyOnArrival, OptimizerSpec("sgd", {"lr": 0.0}), Schedule())
 
 
 @dataclass(frozen=True)
@@ -945,12 +953,12 @@ class Doubling(Strategy):
 
     async def run(self, worker: Worker) -> None:
         optimizer = worker.optimizer(OptimizerSpec("sgd"), Schedule())
-        async for cell in worker.cells():
-            for batch in cell.batches:
+        async for work_item in worker.work_items():
+            for batch in work_item.batches:
                 gradient = await worker.gradient(batch)
                 optimizer.step(gradient + gradient)
 
-    def server(self, num_workers: int) -> ServerHalf | None:
+    def server(self, num_workers: int) -> ServerPart | None:
         return None
 
 
@@ -969,8 +977,8 @@ def test_any_optimizer_runs_on_the_worker_where_the_strategy_leaves_it_there() -
                 train(model, optimizer, batch)
         return model
 
-    books = same_as_plain(script, pushes=0, strategy=Single()).books
-    assert (books.applied, books.batches, books.not_done) == (6, 6, 0)
+    accounting = same_as_plain(script, pushes=0, strategy=Single()).accounting
+    assert (accounting.applied, accounting.batches, accounting.not_processed) == (6, 6, 0)
 
 
 def test_a_strategys_own_gradient_is_what_the_users_optimizer_steps_with() -> None:
@@ -995,8 +1003,8 @@ def test_skipping_without_servers_is_in_the_books_too() -> None:
                 optimizer.step()
             else:
                 run.skip("late")
-    books = member.books
-    assert (books.applied, books.skipped, books.extras) == (2, {"late": 4}, 2)
+    accounting = member.accounting
+    assert (accounting.applied, accounting.skipped, accounting.untracked_pushes) == (2, {"late": 4}, 2)
 
 
 # ---- mistakes, told -----------------------------------------------------------------------------------------------
@@ -1083,7 +1091,7 @@ class Endless(torch.utils.data.IterableDataset[int]):
 def test_what_cannot_be_shared_out_is_refused(arguments: dict[str, Any], advice: str, together: bool) -> None:
     model = net()
     optimizer = SGD(model.parameters())
-    with joined(model, optimizer, OneProcess()) if together else nullcontext(Alone()) as run:
+    with joined(model, optimizer, OneProcess()) if together else nullcontext(SingleProcessLoop()) as run:
         with pytest.raises(ValueError, match=advice):
             run.batches(**arguments)
 

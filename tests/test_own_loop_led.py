@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rainband.coordinator.coordinator import Coordinator, Out, RunSettings
+from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput, RunSettings
 from rainband.protocol.events import PlanMade
-from rainband.protocol.layout import Entry, arrange
+from rainband.protocol.layout import LayoutEntry, arrange
 from rainband.protocol.messages import (
     Address,
     Assign,
-    Away,
-    Bye,
     Conclude,
     Concluded,
     Dataset,
-    Dry,
     Ended,
     Finish,
     Flush,
@@ -24,25 +21,28 @@ from rainband.protocol.messages import (
     Join,
     Lease,
     LeaseEnd,
+    LeaseRequest,
     Message,
+    NoWork,
+    Paused,
     Peer,
     Planned,
     Ready,
     Report,
     Return,
     ServerJoin,
+    Shutdown,
     Tally,
-    Want,
     Welcome,
 )
 from rainband.protocol.optimizer_spec import OptimizerSpec
 
 A, B, SERVER = Peer("worker", 0), Peer("worker", 1), Peer("server", 0)
-LAYOUT = arrange([Entry("w", (16,))])
+LAYOUT = arrange([LayoutEntry("w", (16,))])
 DATA = Dataset("data", 32, 1, 1)  # 32 batches of one
 
 
-class Led:
+class CommandExecutor:
     """A coordinator of two workers and one server; `say` tells it something and notes its answers."""
 
     def __init__(self, optimizers: Sequence[str] = (), saved_at: str = "model") -> None:
@@ -50,17 +50,17 @@ class Led:
             RunSettings(num_workers=2, num_servers=1, model_path=saved_at, optimizers=tuple(optimizers))
         )
 
-    def say(self, sender: Peer, message: Message) -> list[Out]:
+    def say(self, sender: Peer, message: Message) -> list[CoordinatorOutput]:
         return self.coordinator.receive(sender, message, now=0.0)
 
-    def begun(self) -> Led:
+    def begun(self) -> CommandExecutor:
         self.say(SERVER, ServerJoin(Address("", 0)))
         self.say(A, joining())
         self.say(B, joining())
         self.say(SERVER, Ready())
         return self
 
-    def drawing(self, dataset: Dataset = DATA) -> Led:
+    def drawing(self, dataset: Dataset = DATA) -> CommandExecutor:
         self.begun()
         self.say(A, dataset)
         self.say(SERVER, Ready())
@@ -68,123 +68,126 @@ class Led:
 
 
 def joining(optimizer: str = "sgd") -> Join:
-    return Join("", 0, LAYOUT, 1, 1, 1, False, own_loop=True, optimizer=OptimizerSpec(optimizer))
+    return Join("", 0, LAYOUT, 1, 1, 1, False, custom_loop=True, optimizer=OptimizerSpec(optimizer))
 
 
-def kinds(outs: list[Out]) -> list[tuple[Peer, type[Message]]]:
+def kinds(outs: list[CoordinatorOutput]) -> list[tuple[Peer, type[Message]]]:
     return [(out.to, type(out.message)) for out in outs]
 
 
-def report(had: int, flushed: bool = False) -> Report:
-    return Report(0, (), had, had, (Tally(had, had, 0, 0),), flushed=flushed)
+def report(accepted: int, flushed: bool = False) -> Report:
+    return Report(0, (), accepted, accepted, (Tally(accepted, accepted, 0, 0),), flushed=flushed)
 
 
 def test_they_begin_together() -> None:
-    led = Led()
-    led.say(SERVER, ServerJoin(Address("", 0)))
-    assert led.say(A, joining()) == []
-    outs = led.say(B, joining())
+    coordinated = CommandExecutor()
+    coordinated.say(SERVER, ServerJoin(Address("", 0)))
+    assert coordinated.say(A, joining()) == []
+    outs = coordinated.say(B, joining())
     assert kinds(outs) == [(SERVER, Assign), (A, Welcome), (B, Welcome)]
     assert isinstance(outs[0].message, Assign) and outs[0].message.optimizer == OptimizerSpec("sgd")
-    assert kinds(led.say(SERVER, Ready())) == [(A, Go), (B, Go)]
+    assert kinds(coordinated.say(SERVER, Ready())) == [(A, Go), (B, Go)]
 
 
 def test_the_first_to_draw_makes_the_plan_when_the_servers_know_it() -> None:
-    led = Led().begun()
-    assert led.say(A, Want()) == [Out(A, Dry())]  # nothing is known to be leased
-    assert kinds(led.say(A, DATA)) == [(SERVER, Planned)]
-    assert led.say(B, DATA) == []
-    assert kinds(led.say(SERVER, Ready())) == [(A, Planned), (B, Planned)]
-    assert kinds(led.say(B, DATA)) == [(B, Planned)]
-    [made] = [event for event in led.coordinator.events if isinstance(event, PlanMade)]
+    coordinated = CommandExecutor().begun()
+    assert coordinated.say(A, LeaseRequest()) == [CoordinatorOutput(A, NoWork())]  # nothing is known to be leased
+    assert kinds(coordinated.say(A, DATA)) == [(SERVER, Planned)]
+    assert coordinated.say(B, DATA) == []
+    assert kinds(coordinated.say(SERVER, Ready())) == [(A, Planned), (B, Planned)]
+    assert kinds(coordinated.say(B, DATA)) == [(B, Planned)]
+    [made] = [event for event in coordinated.coordinator.events if isinstance(event, PlanMade)]
     assert (made.num_samples, made.num_batches, made.epochs) == (32, 32, 1)
 
 
 def test_who_draws_from_other_data_is_sent_away() -> None:
-    [out] = Led().drawing().say(B, Dataset("data", 33, 1, 1))
-    assert isinstance(out.message, Bye)
+    [out] = CommandExecutor().drawing().say(B, Dataset("data", 33, 1, 1))
+    assert isinstance(out.message, Shutdown)
     assert "draws from 1 passes over 33 samples" in out.message.reason
 
 
 def test_who_brings_another_optimizer_is_sent_away() -> None:
-    led = Led()
-    led.say(SERVER, ServerJoin(Address("", 0)))
-    led.say(A, joining())
-    [bye] = [out.message for out in led.say(B, joining("adam")) if isinstance(out.message, Bye)]
+    coordinated = CommandExecutor()
+    coordinated.say(SERVER, ServerJoin(Address("", 0)))
+    coordinated.say(A, joining())
+    [bye] = [out.message for out in coordinated.say(B, joining("adam")) if isinstance(out.message, Shutdown)]
     assert "the optimizer is adam, not sgd" in bye.reason
 
 
 def test_servers_import_no_class_that_only_a_message_names() -> None:
-    [out] = Led().say(A, joining("mylab:Mine"))
-    assert isinstance(out.message, Bye) and "--optimizer" in out.message.reason
-    assert Led(["mylab:Mine"]).say(A, joining("mylab:Mine")) == []
+    [out] = CommandExecutor().say(A, joining("mylab:Mine"))
+    assert isinstance(out.message, Shutdown) and "--optimizer" in out.message.reason
+    assert CommandExecutor(["mylab:Mine"]).say(A, joining("mylab:Mine")) == []
 
 
 def test_when_all_is_leased_who_asks_is_told() -> None:
-    led = Led().drawing()
-    answers = [led.say(A, Want()) for _ in range(9)]  # eight leases of four batches
-    assert [kinds(outs) for outs in answers] == [[(A, Lease)]] * 8 + [[(A, Dry)]]
+    coordinated = CommandExecutor().drawing()
+    answers = [coordinated.say(A, LeaseRequest()) for _ in range(9)]  # eight leases of four batches
+    assert [kinds(outs) for outs in answers] == [[(A, Lease)]] * 8 + [[(A, NoWork)]]
 
 
 def test_a_lease_that_was_not_used_is_leased_again_without_a_word() -> None:
-    led = Led().drawing()
-    [lease] = [out.message for out in led.say(A, Want())]
+    coordinated = CommandExecutor().drawing()
+    [lease] = [out.message for out in coordinated.say(A, LeaseRequest())]
     assert isinstance(lease, Lease)
-    assert led.say(A, Return(lease.portion, lease.lease, LeaseEnd.UNUSED)) == []
-    [again] = [out.message for out in led.say(B, Want())]
+    assert coordinated.say(A, Return(lease.portion, lease.lease, LeaseEnd.UNUSED)) == []
+    [again] = [out.message for out in coordinated.say(B, LeaseRequest())]
     assert again == Lease(lease.portion, lease.lease + 1, lease.groups)
-    assert led.coordinator.facts.leased_again == 0
+    assert coordinated.coordinator.state.reassigned == 0
 
 
 def test_the_run_ends_when_all_have_left_and_everyone_takes_the_result_home() -> None:
-    led = Led().drawing(Dataset("data", 32, 1, 0))
-    led.say(SERVER, report(had=20))
-    assert kinds(led.say(A, Ended(10))) == [(SERVER, Forget)]  # nobody waits for it any more
-    assert kinds(led.say(B, Ended(10))) == [(SERVER, Forget), (SERVER, Flush)]
-    outs = led.say(SERVER, report(had=20, flushed=True))
+    coordinated = CommandExecutor().drawing(Dataset("data", 32, 1, 0))
+    coordinated.say(SERVER, report(accepted=20))
+    assert kinds(coordinated.say(A, Ended(10))) == [(SERVER, Forget)]  # nobody waits for it any more
+    assert kinds(coordinated.say(B, Ended(10))) == [(SERVER, Forget), (SERVER, Flush)]
+    outs = coordinated.say(SERVER, report(accepted=20, flushed=True))
     finished = [(A, Finish), (B, Finish)]
     assert [pair for pair in kinds(outs) if pair[1] in (Finish, Conclude)] == [*finished, (A, Conclude), (B, Conclude)]
     assert [out.message.path for out in outs if isinstance(out.message, Conclude)] == ["model", ""]
-    led.say(SERVER, report(had=20))
-    assert led.say(A, Concluded({})) == []
-    assert (B, Bye) in kinds(led.say(B, Concluded({})))
-    books = led.coordinator.books()
-    assert books is not None and (books.batches, books.not_done) == (32, 12)  # the one pass that was begun
+    coordinated.say(SERVER, report(accepted=20))
+    assert coordinated.say(A, Concluded({})) == []
+    assert (B, Shutdown) in kinds(coordinated.say(B, Concluded({})))
+    accounting = coordinated.coordinator.accounting()
+    assert accounting is not None and (accounting.batches, accounting.not_processed) == (
+        32,
+        12,
+    )  # the one pass that was begun
 
 
 def test_the_end_does_not_wait_for_who_is_lost_but_for_who_is_away_by_its_own_word() -> None:
-    led = Led().drawing()
-    led.say(B, Away())
-    assert kinds(led.say(A, Ended(10))) == [(SERVER, Forget)]
-    assert kinds(led.say(B, Ended(0))) == [(SERVER, Forget), (SERVER, Flush)]
-    other = Led().drawing()
+    coordinated = CommandExecutor().drawing()
+    coordinated.say(B, Paused())
+    assert kinds(coordinated.say(A, Ended(10))) == [(SERVER, Forget)]
+    assert kinds(coordinated.say(B, Ended(0))) == [(SERVER, Forget), (SERVER, Flush)]
+    other = CommandExecutor().drawing()
     other.say(A, Ended(10))
     assert (SERVER, Flush) in kinds(other.coordinator.lost(B, now=0.0))
 
 
 def test_away_gives_the_leases_to_others() -> None:
-    led = Led().drawing()
-    led.say(A, Want())
-    assert "Revoke" in [type(out.message).__name__ for out in led.say(A, Away())]
-    assert not led.coordinator.workers[0].leases
+    coordinated = CommandExecutor().drawing()
+    coordinated.say(A, LeaseRequest())
+    assert "Revoke" in [type(out.message).__name__ for out in coordinated.say(A, Paused())]
+    assert not coordinated.coordinator.workers[0].leases
 
 
 def test_if_the_one_who_saves_is_lost_another_does() -> None:
-    led = Led().drawing()
-    led.say(A, Ended(1))
-    led.say(B, Ended(1))
-    led.say(SERVER, report(had=2, flushed=True))
-    outs = led.coordinator.lost(A, now=0.0)
+    coordinated = CommandExecutor().drawing()
+    coordinated.say(A, Ended(1))
+    coordinated.say(B, Ended(1))
+    coordinated.say(SERVER, report(accepted=2, flushed=True))
+    outs = coordinated.coordinator.lost(A, now=0.0)
     assert [out.message.path for out in outs if isinstance(out.message, Conclude)] == ["model"]
     assert (B, Conclude) in kinds(outs)
 
 
 def test_who_was_given_up_and_ends_all_the_same_takes_the_result_home_too() -> None:
-    led = Led().drawing()
-    led.coordinator.workers[1].here = False  # not heard of for too long
-    led.say(A, Ended(1))
-    assert (A, Conclude) in kinds(led.say(SERVER, report(had=2, flushed=True)))
-    led.say(SERVER, report(had=2))
-    assert (B, Conclude) in kinds(led.say(B, Ended(1)))
-    assert led.say(A, Concluded({})) == []  # B has yet to take it
-    assert (B, Bye) in kinds(led.say(B, Concluded({})))
+    coordinated = CommandExecutor().drawing()
+    coordinated.coordinator.workers[1].here = False  # not heard of for too long
+    coordinated.say(A, Ended(1))
+    assert (A, Conclude) in kinds(coordinated.say(SERVER, report(accepted=2, flushed=True)))
+    coordinated.say(SERVER, report(accepted=2))
+    assert (B, Conclude) in kinds(coordinated.say(B, Ended(1)))
+    assert coordinated.say(A, Concluded({})) == []  # B has yet to take it
+    assert (B, Shutdown) in kinds(coordinated.say(B, Concluded({})))

@@ -18,18 +18,18 @@ import torch
 from hypothesis import given
 
 from rainband.errors import HandshakeFailed, PeerLost
-from rainband.protocol.messages import Address, GiveBack, Hello, Lend, Message, Peer, Value, Want, encode
+from rainband.protocol.messages import Address, GiveBack, Hello, LeaseRequest, Lend, Message, Peer, PeerValue, encode
 from rainband.protocol.peer_inbox import Received
 from rainband.transports import peers_shared, peers_tcp
 from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.connect import dial, this_machine
-from rainband.transports.event_loop import Switchboard
+from rainband.transports.event_loop import EventLoop
 from rainband.transports.frames import pack
 from rainband.transports.peers import PeerLinks
 from rainband.transports.pytrees import outgoing
-from rainband.transports.shared_memory import PAGE, Segment
+from rainband.transports.shared_memory import PAGE, SharedSegment
 from tests.processes import DEADLINE_S, wait_for
-from tests.test_nests import nests, same
+from tests.test_pytrees import nests, same
 
 SECRET = new_secret()
 
@@ -40,7 +40,7 @@ def links_of(
     number: int, transport: str, run_id: bytes, timeout_s: float = DEADLINE_S, lost: list[int] | None = None
 ) -> PeerLinks:
     told = None if lost is None else lost.append
-    return PeerLinks(Peer("worker", number), SECRET, run_id, Switchboard(), transport, timeout_s, told)
+    return PeerLinks(Peer("worker", number), SECRET, run_id, EventLoop(), transport, timeout_s, told)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def until(link: PeerLinks, happened: Callable[[], object]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not happened():
         assert time.monotonic() < deadline, "it does not come"
-        link.switchboard.wait(0.1)
+        link.event_loop.wait(0.1)
 
 
 def get(link: PeerLinks, source: int, *tag: int | str) -> Any:
@@ -103,10 +103,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[PeerLinks]]:
         yield links
 
 
-@given(nest=nests)
-def test_what_is_sent_arrives_to_the_last_bit(pair: list[PeerLinks], nest: Any) -> None:
-    pair[0].send(1, ("nest",), nest)
-    assert same(nest, get(pair[1], 0, "nest"))
+@given(pytree=nests)
+def test_what_is_sent_arrives_to_the_last_bit(pair: list[PeerLinks], pytree: Any) -> None:
+    pair[0].send(1, ("nest",), pytree)
+    assert same(pytree, get(pair[1], 0, "nest"))
 
 
 @both_ways
@@ -281,13 +281,13 @@ def num_open_segments() -> int:
 def test_a_worker_with_another_secret_is_refused(transport: str) -> None:
     run_id = new_run_id()
     first = links_of(0, transport, run_id)
-    stranger = PeerLinks(Peer("worker", 1), new_secret(), run_id, Switchboard(), transport, DEADLINE_S)
+    stranger = PeerLinks(Peer("worker", 1), new_secret(), run_id, EventLoop(), transport, DEADLINE_S)
     addresses = {0: first.listen(), 1: stranger.listen()}
     going = True
 
     def serve() -> None:
         while going:
-            first.switchboard.wait(0.01)
+            first.event_loop.wait(0.01)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -447,8 +447,8 @@ def test_a_forked_child_does_not_keep_a_dead_workers_links_open(transport: str) 
 PAGES = torch.zeros(PAGE)
 
 
-def forged(structure: bytes = b"\xc0", segment: int = -1) -> Value:
-    return Value(("x",), structure, segment)
+def forged(structure: bytes = b"\xc0", segment: int = -1) -> PeerValue:
+    return PeerValue(("x",), structure, segment)
 
 
 @contextmanager
@@ -484,7 +484,7 @@ BAD: Sequence[tuple[str, Any]] = [
     ("a tensor without its bytes", lambda key: frame(forged(outgoing(PAGES).structure), key)),
     ("a segment that was never lent", lambda key: frame(forged(outgoing(PAGES).structure, 3), key)),
     ("memory without its file", lambda key: frame(Lend(0, PAGE), key)),
-    ("what only others may say", lambda key: frame(Want(), key)),
+    ("what only others may say", lambda key: frame(LeaseRequest(), key)),
     ("what was never lent is given back", lambda key: frame(GiveBack(0), key)),
 ]
 
@@ -531,7 +531,7 @@ def is_cut_off(link: PeerLinks, sock: socket.socket) -> None:
 
 def test_memory_that_is_not_what_was_announced_is_refused() -> None:
     lost: list[int] = []
-    segment = Segment.create("test", PAGE)
+    segment = SharedSegment.create("test", PAGE)
     with forger("shm", lost) as (link, sock, key):
         sock.sendall(frame(Hello(), key))
         socket.send_fds(sock, [frame(Lend(0, 2 * PAGE), key)], [segment.fd])
@@ -541,7 +541,7 @@ def test_memory_that_is_not_what_was_announced_is_refused() -> None:
 
 def test_a_tensor_that_reaches_beyond_its_segment_is_refused() -> None:
     lost: list[int] = []
-    segment = Segment.create("test", PAGE)
+    segment = SharedSegment.create("test", PAGE)
     with forger("shm", lost) as (link, sock, key):
         sock.sendall(frame(Hello(), key))
         socket.send_fds(sock, [frame(Lend(0, PAGE), key)], [segment.fd])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rainband.model_parallel.execution.partitioned import Partitioned
-from rainband.model_parallel.graph.cut import CannotCut, cut
+from rainband.model_parallel.graph.cut import CutError, cut
 from rainband.model_parallel.graph.fragments import as_module, by_level
 from rainband.model_parallel.graph.split_marks import whole
 from tests.pipeline_models import (
@@ -147,9 +147,9 @@ def test_pieces_that_leave_out_parameters_or_compute_something_else_are_refused(
         def pieces(self) -> Sequence[nn.Module]:
             return [self.first, nn.Sequential(self.second, nn.Tanh())]
 
-    with pytest.raises(CannotCut, match=r"leaves out the parameters second.weight, second.bias: return modules"):
+    with pytest.raises(CutError, match=r"leaves out the parameters second.weight, second.bias: return modules"):
         cut(Short(), (torch.randn(4, 8),))
-    with pytest.raises(CannotCut, match="gives other numbers than the module"):
+    with pytest.raises(CutError, match="gives other numbers than the module"):
         cut(Swapped(), (torch.randn(4, 8),))
 
 
@@ -157,7 +157,7 @@ def test_pieces_that_leave_out_parameters_or_compute_something_else_are_refused(
 
 
 def test_a_model_that_no_tool_can_follow_is_refused_with_the_reasons_of_both(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CannotCut) as refused:
+    with pytest.raises(CutError) as refused:
         cut(OnData(), (torch.randn(4, 8),))
     message = str(refused.value)
     assert "fx: symbolically traced variables cannot be used as inputs to control flow" in message
@@ -242,7 +242,7 @@ def test_a_write_into_memory_that_is_read_under_another_name_is_refused() -> Non
             return y
 
     with pytest.raises(
-        CannotCut, match=r"fx: node mul_ writes into memory that is read later under another name \(a, view\)"
+        CutError, match=r"fx: node mul_ writes into memory that is read later under another name \(a, view\)"
     ):
         cut(Views(), (torch.randn(4, 8),))
 

@@ -6,25 +6,25 @@ from itertools import pairwise
 
 import pytest
 
-from rainband.model_parallel.placement.placement import Plan, Stage
-from rainband.model_parallel.placement.profile import Network, Profile, Unit, Value
-from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, PARTITION, Forecast, Share, as_batch
+from rainband.model_parallel.placement.placement import PlacedStage, Placement
+from rainband.model_parallel.placement.profile import CutValue, LinkSpeed, Profile, Unit
+from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, PARTITION, Forecast, TimeShare, as_batch
 
-FREE = Network(bytes_per_s=1e15, latency_s=0.0)
-SLOW = Network(bytes_per_s=10.0, latency_s=0.5)
+FREE = LinkSpeed(bytes_per_s=1e15, latency_s=0.0)
+SLOW = LinkSpeed(bytes_per_s=10.0, latency_s=0.5)
 
 
 def chain(units: int, size: int = 20) -> Profile:
     """Units that take 1 s forward and 2 s backward, with 40 bytes of parameters each; batches of 8."""
     names = [f"u{n}" for n in range(units)]
-    values = tuple(Value(a, a, (b,), size, size) for a, b in pairwise(names))
+    values = tuple(CutValue(a, a, (b,), size, size) for a, b in pairwise(names))
     return Profile("chain", 8, tuple(Unit(name, 1.0, 2.0, 40) for name in names), values)
 
 
-def plan_of(*stages: tuple[tuple[int, ...], tuple[str, ...]], kind: str = "pipeline") -> Plan:
+def plan_of(*stages: tuple[tuple[int, ...], tuple[str, ...]], kind: str = "pipeline") -> Placement:
     machines = 1 + max(machine for homes, _ in stages for machine in homes)
-    made = tuple(Stage(*stage) for stage in stages)
-    return Plan(model="", kind=kind, partitioner="me", num_machines=machines, stages=made)  # type: ignore[arg-type]
+    made = tuple(PlacedStage(*stage) for stage in stages)
+    return Placement(model="", kind=kind, partitioner="me", num_machines=machines, stages=made)  # type: ignore[arg-type]
 
 
 TWO = plan_of(((0,), ("u0",)), ((1,), ("u1",)))
@@ -53,11 +53,11 @@ def test_half_a_batch_has_half_of_the_bytes() -> None:
 
 def test_each_worker_computes_its_stage_and_sends_what_others_read() -> None:
     forecast = Forecast(plan_of(((0,), ("u0",)), ((1,), ("u1", "u2")), ((2,), ("u3",))), chain(4), "gpipe", 2, FREE)
-    assert forecast.shares == [Share(1, 3.0, 20.0), Share(1, 6.0, 40.0), Share(1, 3.0, 20.0)]
+    assert forecast.shares == [TimeShare(1, 3.0, 20.0), TimeShare(1, 6.0, 40.0), TimeShare(1, 3.0, 20.0)]
 
 
 def test_a_value_that_two_machines_read_is_sent_twice_and_comes_back_from_both() -> None:
-    profile = Profile("", 8, chain(3).units, (Value("u0", "u0", ("u1", "u2"), 20, 20),))
+    profile = Profile("", 8, chain(3).units, (CutValue("u0", "u0", ("u1", "u2"), 20, 20),))
     forecast = Forecast(plan_of(((0,), ("u0",)), ((1,), ("u1",)), ((2,), ("u2",))), profile, "gpipe", 1, FREE)
     assert [share.sent_bytes for share in forecast.shares] == [40.0, 20.0, 20.0]
 
@@ -66,7 +66,7 @@ def test_replicas_share_batches_and_exchange_their_gradients() -> None:
     """Two batches make one update, for which each of two sends all 40 bytes: 40 for each batch, and 20 of values."""
     plan = plan_of(((0, 1), ("u0",)), ((2,), ("u1",)))
     forecast = Forecast(plan, chain(2), NEVER_FLUSHED, 1, FREE)
-    assert forecast.shares == [Share(2, 3.0, 60.0), Share(1, 3.0, 20.0)]
+    assert forecast.shares == [TimeShare(2, 3.0, 60.0), TimeShare(1, 3.0, 20.0)]
     assert forecast.batch_s == pytest.approx(3.0)  # the second stage has every batch
 
 
@@ -79,22 +79,22 @@ def test_replicas_wait_for_each_others_gradients() -> None:
 def test_stages_that_are_interleaved_on_a_machine_are_one_share() -> None:
     plan = plan_of(((0,), ("u0",)), ((1,), ("u1",)), ((0,), ("u2",)), ((1,), ("u3",)))
     forecast = Forecast(plan, chain(4), "interleaved", 4, FREE)
-    assert forecast.shares == [Share(1, 6.0, 60.0), Share(1, 6.0, 60.0)]
+    assert forecast.shares == [TimeShare(1, 6.0, 60.0), TimeShare(1, 6.0, 60.0)]
     assert forecast.batch_s == pytest.approx(6 * 9 / 8)
 
 
 def test_branches_of_a_partition_run_side_by_side() -> None:
     """u0, then u1 and u2 at once, then u3; 2 bytes each way are 0.7 s where they cross."""
     values = (
-        Value("u0", "u0", ("u1", "u2"), 2, 2),
-        Value("u1", "u1", ("u3",), 2, 2),
-        Value("u2", "u2", ("u3",), 2, 2),
+        CutValue("u0", "u0", ("u1", "u2"), 2, 2),
+        CutValue("u1", "u1", ("u3",), 2, 2),
+        CutValue("u2", "u2", ("u3",), 2, 2),
     )
     profile = Profile("", 8, chain(4).units, values)
     plan = plan_of(((0,), ("u0", "u1", "u3")), ((1,), ("u2",)), kind="partition")
     forecast = Forecast(plan, profile, PARTITION, 1, SLOW)
     assert forecast.batch_s == pytest.approx((1 + 0.7 + 1 + 0.7 + 1) + (2 + 0.7 + 2 + 0.7 + 2))
-    assert forecast.shares == [Share(1, 9.0, 4.0), Share(1, 3.0, 4.0)]
+    assert forecast.shares == [TimeShare(1, 9.0, 4.0), TimeShare(1, 3.0, 4.0)]
     there, back = [d for d in forecast.doings(1) if d.place == 1]
     assert (there.label, back.label) == ("F0", "B0")
     assert [there.from_s, there.to_s, back.from_s, back.to_s] == pytest.approx([1.7, 2.7, 7.1, 9.1])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rainband.model_parallel.execution.fragment_run import Message, Part
+from rainband.model_parallel.execution.fragment_run import FragmentMessage, FragmentRun
 from rainband.model_parallel.execution.partitioned import Partitioned
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.fragment_order import fragment_keys
@@ -186,7 +186,7 @@ def test_parts_take_messages_in_any_order() -> None:
     for seed in range(10):
         dice = random.Random(seed)
         layout = Partitioned(graph, placement).layout
-        parts = {machine: Part(graph, layout, machine) for machine in layout.machines()}
+        parts = {machine: FragmentRun(graph, layout, machine) for machine in layout.machines()}
         carry(parts, [m for part in parts.values() for m in part.begin(graph.bind(args))], dice)
         end = parts[layout.answer_machine]
         loss_of(graph.answer(end.outputs())).backward()
@@ -194,7 +194,7 @@ def test_parts_take_messages_in_any_order() -> None:
         torch.testing.assert_close(gradients(model), expected, rtol=1e-12, atol=1e-12)
 
 
-def carry(parts: Mapping[int, Part], messages: list[Message], dice: random.Random) -> None:
+def carry(parts: Mapping[int, FragmentRun], messages: list[FragmentMessage], dice: random.Random) -> None:
     while messages:
         message = messages.pop(dice.randrange(len(messages)))
         messages += parts[message.destination].receive(message)

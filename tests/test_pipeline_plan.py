@@ -19,8 +19,16 @@ from rainband.model_parallel.graph.split_loss import cut_task, inputs_of, loss_o
 from rainband.model_parallel.placement.measure import measure
 from rainband.model_parallel.placement.partitioners import find_partitioner, make_plan
 from rainband.model_parallel.placement.pipedream_planner import straight
-from rainband.model_parallel.placement.placement import Plan, Stage, check, from_placement, load, memory, save
-from rainband.model_parallel.placement.profile import Network, Profile, Resources, Unit, Value
+from rainband.model_parallel.placement.placement import (
+    PlacedStage,
+    Placement,
+    check,
+    from_placement,
+    load,
+    memory,
+    save,
+)
+from rainband.model_parallel.placement.profile import CutValue, LinkSpeed, Profile, Resources, Unit
 from rainband.model_parallel.schedules.builders import pipedream
 from rainband.model_parallel.schedules.check import check as play
 from rainband.tasks.digits import Digits
@@ -38,15 +46,15 @@ PROFILE = Profile(
     "three",
     8,
     (Unit("a", 1.0, 2.0, 100, 10), Unit("b", 1.0, 2.0, 200, 20), Unit("c", 1.0, 2.0, 300, 30)),
-    (Value("a", "a", ("b", "c"), 1000, 1000), Value("b", "b", ("c",), 500, 0)),
+    (CutValue("a", "a", ("b", "c"), 1000, 1000), CutValue("b", "b", ("c",), 500, 0)),
 )
 
 
-def pipeline(*stages: Stage, machines: int = 3) -> Plan:
-    return Plan(model="three", kind="pipeline", partitioner="me", num_machines=machines, stages=stages)
+def pipeline(*stages: PlacedStage, machines: int = 3) -> Placement:
+    return Placement(model="three", kind="pipeline", partitioner="me", num_machines=machines, stages=stages)
 
 
-GOOD = pipeline(Stage((0, 1), ("a",)), Stage((2,), ("b", "c")))
+GOOD = pipeline(PlacedStage((0, 1), ("a",)), PlacedStage((2,), ("b", "c")))
 
 
 # ---- measuring ----
@@ -121,21 +129,24 @@ def test_a_good_plan_passes() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (pipeline(Stage((0,), ("a", "b"))), "the plan does not place c: give each unit a stage"),
-        (pipeline(Stage((0,), ("a", "b", "c", "a"))), "the plan places a more than once"),
+        (pipeline(PlacedStage((0,), ("a", "b"))), "the plan does not place c: give each unit a stage"),
+        (pipeline(PlacedStage((0,), ("a", "b", "c", "a"))), "the plan places a more than once"),
         (
-            pipeline(Stage((0,), ("a", "b", "c", "d"))),
+            pipeline(PlacedStage((0,), ("a", "b", "c", "d"))),
             "the plan places d, which three does not have: its units are a, b, c",
         ),
-        (pipeline(Stage((0,), ("a",)), Stage((0,), ("b", "c"))), "machine 0 has more than one stage"),
-        (pipeline(Stage((3,), ("a", "b", "c"))), "uses machine 3 of 3: they are numbered from 0 to 2"),
-        (pipeline(Stage((), ("a", "b", "c"))), "stage 0 has no machine"),
-        (pipeline(Stage((0,), ("a", "b", "c")), Stage((1,), ())), "stage 1 has no units"),
-        (pipeline(Stage((0,), ("b",)), Stage((1,), ("a", "c"))), "b in stage 0 reads a of stage 1: in a pipeline"),
+        (pipeline(PlacedStage((0,), ("a",)), PlacedStage((0,), ("b", "c"))), "machine 0 has more than one stage"),
+        (pipeline(PlacedStage((3,), ("a", "b", "c"))), "uses machine 3 of 3: they are numbered from 0 to 2"),
+        (pipeline(PlacedStage((), ("a", "b", "c"))), "stage 0 has no machine"),
+        (pipeline(PlacedStage((0,), ("a", "b", "c")), PlacedStage((1,), ())), "stage 1 has no units"),
+        (
+            pipeline(PlacedStage((0,), ("b",)), PlacedStage((1,), ("a", "c"))),
+            "b in stage 0 reads a of stage 1: in a pipeline",
+        ),
         (msgspec.structs.replace(GOOD, kind="partition"), "stage 0 is on 2 machines: only a pipeline has replicas"),
     ],
 )
-def test_a_wrong_plan_is_told_what_to_change(plan: Plan, message: str) -> None:
+def test_a_wrong_plan_is_told_what_to_change(plan: Placement, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(plan, PROFILE)
 
@@ -145,7 +156,7 @@ def test_a_partition_may_go_back_and_forth() -> None:
 
 
 def test_memory_counts_versions_and_activations_of_the_batches_on_the_way() -> None:
-    plan = pipeline(Stage((0,), ("a",)), Stage((1,), ("b",)), Stage((2,), ("c",)))
+    plan = pipeline(PlacedStage((0,), ("a",)), PlacedStage((1,), ("b",)), PlacedStage((2,), ("c",)))
     resources = Resources(num_machines=3, state_copies=1)
     assert memory(plan, PROFILE, resources) == (100 * 4 + 10 * 3, 200 * 3 + 20 * 2, 300 * 2 + 30)
     with pytest.raises(ValueError, match=r"stage 1 \(b\) needs 640 bytes and a machine has 639: move a unit"):
@@ -159,7 +170,7 @@ def test_a_partition_has_one_batch_on_the_way() -> None:
 
 def test_machines_that_are_no_whole_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="5 machines are not a whole number of groups of 2"):
-        Resources(num_machines=5, network=Network(machines_per_group=2))
+        Resources(num_machines=5, network=LinkSpeed(machines_per_group=2))
 
 
 # ---- editing, saving ----
@@ -230,7 +241,7 @@ def test_a_partitioner_of_ones_own_is_found_checked_and_predicted(
         "    return None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    resources = Resources(num_machines=2, network=Network(latency_s=0.0))
+    resources = Resources(num_machines=2, network=LinkSpeed(latency_s=0.0))
     plan = make_plan(find_partitioner("my_partitioner:first_alone"), PROFILE, resources)
     assert plan.placement() == {"a": 0, "b": 1, "c": 1}
     assert plan.predicted is not None and plan.predicted.crossing_bytes == 2000
@@ -274,7 +285,11 @@ class Odd:
 
 @pytest.mark.parametrize(
     ("way", "message"),
-    [("never", "does not call the model"), ("attribute", "it may only call it"), ("twice", "calls its model twice")],
+    [
+        ("never", "does not call the model"),
+        ("attribute", "it may only call it"),
+        ("applied_twice", "calls its model twice"),
+    ],
 )
 def test_a_loss_that_needs_more_than_the_models_answer_is_told(way: str, message: str) -> None:
     task, batch = Odd(way), (torch.ones(2, 2),)
@@ -305,22 +320,22 @@ def test_digits_learn_in_a_pipeline_of_three_machines() -> None:
     assert trained.sent == 40 * 2 * 2  # two cuts, there and back
 
 
-def pipeline_of(profile: Profile, where: dict[str, int]) -> Plan:
-    stages = [Stage((m,), tuple(u for u in profile.names if where[u] == m)) for m in sorted(set(where.values()))]
-    return Plan(model="digits", kind="pipeline", partitioner="me", num_machines=3, stages=tuple(stages))
+def pipeline_of(profile: Profile, where: dict[str, int]) -> Placement:
+    stages = [PlacedStage((m,), tuple(u for u in profile.names if where[u] == m)) for m in sorted(set(where.values()))]
+    return Placement(model="digits", kind="pipeline", partitioner="me", num_machines=3, stages=tuple(stages))
 
 
 def test_too_small_a_batch_is_told() -> None:
     data = TensorData(torch.ones(1, 8))
     with pytest.raises(ValueError, match="an example of at least two samples"):
-        cut_task(Odd("twice"), Skips(), data, batch_size=4)  # type: ignore[arg-type]
+        cut_task(Odd("applied_twice"), Skips(), data, batch_size=4)  # type: ignore[arg-type]
 
 
 # ---- the command ----
 
 
 def rainband_plan(*options: str) -> str:
-    result = CliRunner().invoke(build_app(), ["plan", "digits", "--repeats", "1", *options])
+    result = CliRunner().invoke(build_app(), ["placement", "digits", "--repeats", "1", *options])
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -337,8 +352,8 @@ def test_the_command_plans_saves_draws_and_plays(tmp_path: Path) -> None:
 
     edited = plan.move(plan.stages[0].units[-1], 0)
     save(edited, tmp_path / "edited.json")
-    again = rainband_plan("--plan", str(tmp_path / "edited.json"), "--json")
-    assert msgspec.json.decode(again, type=Plan).stages == edited.stages
+    again = rainband_plan("--placement", str(tmp_path / "edited.json"), "--json")
+    assert msgspec.json.decode(again, type=Placement).stages == edited.stages
 
 
 @pytest.mark.parametrize(
@@ -347,7 +362,7 @@ def test_the_command_plans_saves_draws_and_plays(tmp_path: Path) -> None:
         (["--partitioner", "fast"], "no partitioner named 'fast'"),
         (["--partitioner", "balanced", "--memory", "0.01"], "does not fit on 2 machines of 10,000 bytes"),
         (["--network", "carrier_pigeon"], "no network named 'carrier_pigeon'"),
-        (["--between", "wan"], "say how many machines are in one"),
+        (["--inter-group-network", "wan"], "say how many machines are in one"),
         (["--partitioner", "balanced", "--schedule", "gpipe"], "a schedule is for a pipeline"),
         (
             ["--partitioner", "straight", "--schedule", "slow"],
@@ -360,6 +375,6 @@ def test_what_is_wrong_is_told_in_one_line(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(build_app(), ["plan", "mlp", "task.samples=64", "--repeats", "1", *options])
+    result = CliRunner().invoke(build_app(), ["placement", "mlp", "task.samples=64", "--repeats", "1", *options])
     assert result.exit_code == 2
     assert message in result.output and "Traceback" not in result.output

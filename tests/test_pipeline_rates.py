@@ -17,24 +17,24 @@ from rainband.model_parallel.drawing.picture import bytes_text, draw_plan, draw_
 from rainband.model_parallel.drawing.text import compared_lines, rate_lines
 from rainband.model_parallel.placement.partitioners import make_plan
 from rainband.model_parallel.placement.pipedream_planner import interleaved, straight
-from rainband.model_parallel.placement.placement import Plan, Stage, check, load, memory
+from rainband.model_parallel.placement.placement import PlacedStage, Placement, check, load, memory
 from rainband.model_parallel.placement.predict import pipeline_s
-from rainband.model_parallel.placement.profile import Network, Profile, Resources, Unit, Value
+from rainband.model_parallel.placement.profile import CutValue, LinkSpeed, Profile, Resources, Unit
 from rainband.model_parallel.schedules.builders import SCHEDULES
 from rainband.model_parallel.schedules.rates import FLUSHES, every_schedule, partitioner_for, played
 
-FREE = Network(bytes_per_s=1e15, latency_s=0.0)
+FREE = LinkSpeed(bytes_per_s=1e15, latency_s=0.0)
 
 
 def chain(units: int, parameters: int = 10**12, size: int = 0) -> Profile:
     """Units that take 1 s forward and 2 s backward; with so many parameters that nobody replicates them."""
     names = [f"u{n}" for n in range(units)]
     made = tuple(Unit(name, 1.0, 2.0, parameters, 7) for name in names)
-    values = tuple(Value(a, a, (b,), size, size) for a, b in pairwise(names))
+    values = tuple(CutValue(a, a, (b,), size, size) for a, b in pairwise(names))
     return Profile("chain", 32, made, values)
 
 
-DEAR = Network(bytes_per_s=1e9, latency_s=0.0)  # updates of replicas take a thousand seconds
+DEAR = LinkSpeed(bytes_per_s=1e9, latency_s=0.0)  # updates of replicas take a thousand seconds
 
 
 # ---- rates ----
@@ -74,8 +74,10 @@ def test_what_cannot_be_played_is_told_and_the_others_are_compared() -> None:
 def test_replicas_that_wait_for_their_update_are_no_faster_than_it() -> None:
     """One unit of 3 s on two machines: 1.5 s a batch, if 10 bytes did not take 4 s for two batches."""
     profile = chain(1, parameters=10)
-    both = Plan(model="", kind="pipeline", partitioner="me", num_machines=2, stages=(Stage((0, 1), ("u0",)),))
-    slow = Resources(num_machines=2, network=Network(bytes_per_s=2.5, latency_s=0.0))
+    both = Placement(
+        model="", kind="pipeline", partitioner="me", num_machines=2, stages=(PlacedStage((0, 1), ("u0",)),)
+    )
+    slow = Resources(num_machines=2, network=LinkSpeed(bytes_per_s=2.5, latency_s=0.0))
     quick = Resources(num_machines=2, network=FREE)
     for resources, seconds in ((slow, 2.0), (quick, 1.5)):
         plan = make_plan(lambda profile, resources: both, profile, resources)
@@ -107,8 +109,8 @@ def test_stages_are_dealt_to_machines_in_turn() -> None:
 
 def test_a_link_carries_what_crosses_it_in_every_round() -> None:
     """Two crossings from machine 0 to 1 and one back, of 10 + 10 bytes: 40 bytes there."""
-    plan = make_plan(interleaved, chain(4, size=10), Resources(num_machines=2, network=Network(bytes_per_s=2.0)))
-    assert pipeline_s(plan, chain(4, parameters=0, size=10), Network(bytes_per_s=2.0)) == 40 / 2
+    plan = make_plan(interleaved, chain(4, size=10), Resources(num_machines=2, network=LinkSpeed(bytes_per_s=2.0)))
+    assert pipeline_s(plan, chain(4, parameters=0, size=10), LinkSpeed(bytes_per_s=2.0)) == 40 / 2
 
 
 def test_a_machine_needs_memory_for_all_its_stages() -> None:
@@ -122,8 +124,8 @@ def test_a_machine_needs_memory_for_all_its_stages() -> None:
 
 @pytest.mark.parametrize("homes", [(0, 1, 1, 0), (0, 1, 0), (0, 0)])
 def test_stages_that_are_not_dealt_in_turn_are_refused(homes: tuple[int, ...]) -> None:
-    stages = tuple(Stage((home,), (f"u{n}",)) for n, home in enumerate(homes))
-    plan = Plan(model="", kind="pipeline", partitioner="me", num_machines=2, stages=stages)
+    stages = tuple(PlacedStage((home,), (f"u{n}",)) for n, home in enumerate(homes))
+    plan = Placement(model="", kind="pipeline", partitioner="me", num_machines=2, stages=stages)
     with pytest.raises(ValueError, match=r"deal the stages of a pipeline to all its machines in turn \(0, 1, 0, 1\)"):
         check(plan, chain(len(homes)))
 
@@ -158,7 +160,7 @@ def graphs(draw: st.DrawFn) -> Profile:
     for number, name in enumerate(names[:-1]):
         readers = draw(st.sets(st.sampled_from(names[number + 1 :]), max_size=3))
         if readers:
-            values.append(Value(name, name, tuple(sorted(readers, key=names.index)), 1, 1))
+            values.append(CutValue(name, name, tuple(sorted(readers, key=names.index)), 1, 1))
     return Profile("", 1, tuple(map(Unit, names)), tuple(values))
 
 
@@ -173,7 +175,7 @@ def test_branches_stand_beside_each_other_in_an_order_without_crossings() -> Non
     """Two branches whose units are listed crosswise: each stays in its column."""
     names = ["stem", "a1", "b1", "b2", "a2", "join"]
     edges = [("stem", ("a1", "b1")), ("a1", ("a2",)), ("b1", ("b2",)), ("a2", ("join",)), ("b2", ("join",))]
-    values = tuple(Value(maker, maker, readers, 1, 1) for maker, readers in edges)
+    values = tuple(CutValue(maker, maker, readers, 1, 1) for maker, readers in edges)
     where = spots(Profile("", 1, tuple(map(Unit, names)), values))
     assert where["stem"] == Spot(0.5, 0.0) and where["join"] == Spot(0.5, 3.0)
     assert where["a1"].column == where["a2"].column and where["b1"].column == where["b2"].column
@@ -204,7 +206,7 @@ def test_every_schedule_and_its_plan_can_be_drawn(name: str, tmp_path: Path) -> 
 
 
 def rainband_plan(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(build_app(), ["plan", *words, "--repeats", "1"])
+    result = CliRunner().invoke(build_app(), ["placement", *words, "--repeats", "1"])
     return result.exit_code, result.output
 
 
@@ -217,12 +219,12 @@ def test_the_command_compares_all_schedules() -> None:
 
 def test_the_command_plans_as_the_schedule_needs_it_and_saves_that(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
-    code, text = rainband_plan("digits", "--schedule", "interleaved", "--chunks", "3", "--out", str(file))
+    code, text = rainband_plan("digits", "--schedule", "interleaved", "--stages-per-worker", "3", "--out", str(file))
     assert code == 0, text
     assert [stage.machines for stage in load(file).stages] == [(0,), (1,)] * 3
     assert "interleaved: 6 stages, 8 microbatches" in text and "no gradient is late" in text
-    code, text = rainband_plan("digits", "--plan", str(file), "--schedule", "interleaved", "--json")
-    assert msgspec.json.decode(text, type=Plan).stages == load(file).stages
+    code, text = rainband_plan("digits", "--placement", str(file), "--schedule", "interleaved", "--json")
+    assert msgspec.json.decode(text, type=Placement).stages == load(file).stages
 
 
 def test_a_model_of_ones_own_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +260,10 @@ def test_a_model_of_ones_own_is_planned(tmp_path: Path, monkeypatch: pytest.Monk
         (["--draw", "plan.jpg"], "a picture is a file that ends in .png, .svg, .pdf, not plan.jpg"),
         (["--draw", "nowhere/plan.png"], "there is no folder nowhere for the picture"),
         (["--schedule", "interleaved", "--microbatches", "7"], r"Choose 8 (--microbatches)"),
-        (["--schedule", "interleaved", "--chunks", "7"], "use fewer machines (--machines) or stages (--chunks)"),
+        (
+            ["--schedule", "interleaved", "--stages-per-worker", "7"],
+            "use fewer machines (--machines) or stages (--stages-per-worker)",
+        ),
     ],
 )
 def test_a_mistake_is_told_with_what_to_type(words: list[str], message: str) -> None:

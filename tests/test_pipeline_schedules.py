@@ -45,9 +45,9 @@ def test_the_bubble_of_a_flush_is_the_same_for_gpipe_and_1f1b_whatever_the_times
 ) -> None:
     stages, micros = size
     table = name(stages, micros)  # type: ignore[operator]
-    facts = check(table, Costs(forward_s=(float(times[0]),), backward_s=(float(times[1]),)))
-    assert facts.bubble == pytest.approx((stages - 1) / (micros + stages - 1))
-    assert facts.total_s == pytest.approx((micros + stages - 1) * sum(times))
+    state = check(table, Costs(forward_s=(float(times[0]),), backward_s=(float(times[1]),)))
+    assert state.bubble == pytest.approx((stages - 1) / (micros + stages - 1))
+    assert state.total_s == pytest.approx((micros + stages - 1) * sum(times))
 
 
 def test_gpipe_at_four_by_four_idles_for_three_sevenths() -> None:
@@ -66,12 +66,12 @@ def test_with_a_flush_1f1b_keeps_fewer_activations_and_all_keep_one_version(stag
 @pytest.mark.parametrize(("machines", "micros"), [size for size in SIZES if size[1] % size[0] == 0])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_interleaving_divides_the_bubble(machines: int, micros: int, chunks: int) -> None:
-    facts = check(interleaved(machines, chunks, micros))
-    assert facts.bubble == pytest.approx((machines - 1) / (chunks * micros + machines - 1))
+    state = check(interleaved(machines, chunks, micros))
+    assert state.bubble == pytest.approx((machines - 1) / (chunks * micros + machines - 1))
     total = chunks * micros
     ahead = [total if micros == machines else 2 * (machines - m - 1) + (chunks - 1) * machines for m in range(machines)]
-    assert facts.peak_activations == tuple(min(total, count + 1) for count in ahead)
-    assert facts.peak_versions == (1,) * machines
+    assert state.peak_activations == tuple(min(total, count + 1) for count in ahead)
+    assert state.peak_versions == (1,) * machines
 
 
 def versions_needed(delay: int, micros: int) -> int:
@@ -86,36 +86,36 @@ def versions_needed(delay: int, micros: int) -> int:
 
 @pytest.mark.parametrize(("stages", "micros"), SIZES)
 def test_pipedream_never_waits_and_keeps_a_version_for_each_batch_on_the_way(stages: int, micros: int) -> None:
-    facts = check(pipedream([1] * stages, micros))
-    assert facts.bubble == pytest.approx((stages - 1) / (micros + stages - 1))  # filling and draining, once for the run
-    assert facts.peak_activations == tuple(min(micros, stages - stage) for stage in range(stages))
-    assert facts.peak_versions == tuple(versions_needed(stages - 1 - stage, micros) for stage in range(stages))
+    state = check(pipedream([1] * stages, micros))
+    assert state.bubble == pytest.approx((stages - 1) / (micros + stages - 1))  # filling and draining, once for the run
+    assert state.peak_activations == tuple(min(micros, stages - stage) for stage in range(stages))
+    assert state.peak_versions == tuple(versions_needed(stages - 1 - stage, micros) for stage in range(stages))
 
 
 @pytest.mark.parametrize(("stages", "micros"), SIZES)
 def test_vertical_sync_costs_every_stage_the_versions_of_the_first(stages: int, micros: int) -> None:
-    facts = check(pipedream([1] * stages, micros, vertical_sync=True))
-    assert facts.peak_versions == (versions_needed(stages - 1, micros),) * stages
+    state = check(pipedream([1] * stages, micros, vertical_sync=True))
+    assert state.peak_versions == (versions_needed(stages - 1, micros),) * stages
 
 
 @pytest.mark.parametrize(("stages", "micros"), [size for size in SIZES if size[1] >= size[0]])
 def test_two_buffers_are_two_and_never_wait(stages: int, micros: int) -> None:
     batches = 4
-    facts = check(two_buffered(stages, micros, batches))
-    assert set(facts.peak_versions) == {2}
-    assert facts.bubble == pytest.approx((stages - 1) / (batches * micros + stages - 1))
-    assert facts.peak_activations == tuple(min(batches * micros, stages - stage) for stage in range(stages))
+    state = check(two_buffered(stages, micros, batches))
+    assert set(state.peak_versions) == {2}
+    assert state.bubble == pytest.approx((stages - 1) / (batches * micros + stages - 1))
+    assert state.peak_activations == tuple(min(batches * micros, stages - stage) for stage in range(stages))
 
 
 @pytest.mark.parametrize("replicas", [(2,), (2, 1), (1, 2), (3, 1), (2, 2), (2, 1, 1), (4, 2, 1), (1, 3, 2)])
 @pytest.mark.parametrize("micros", [1, 5, 12, 24])
 def test_replicas_keep_what_the_planner_counts_on(replicas: tuple[int, ...], micros: int) -> None:
-    facts = check(pipedream(replicas, micros))
+    state = check(pipedream(replicas, micros))
     counted = [in_flight(replicas, stage) for stage, count in enumerate(replicas) for _ in range(count)]
-    assert all(kept <= most for kept, most in zip(facts.peak_activations, counted, strict=True))
-    assert all(kept <= most for kept, most in zip(facts.peak_versions, counted, strict=True))
+    assert all(kept <= most for kept, most in zip(state.peak_activations, counted, strict=True))
+    assert all(kept <= most for kept, most in zip(state.peak_versions, counted, strict=True))
     if micros == 24:
-        assert facts.peak_activations == tuple(counted)
+        assert state.peak_activations == tuple(counted)
 
 
 def test_a_stage_with_twice_the_work_and_two_machines_keeps_up() -> None:

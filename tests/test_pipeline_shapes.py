@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from rainband.model_parallel.execution.in_process import Pipeline
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.graph.split_loss import Micro
+from rainband.model_parallel.graph.split_loss import LossMicrobatch
 from rainband.model_parallel.schedules.builders import gpipe, one_f_one_b, pipedream
 from rainband.model_parallel.schedules.table import Table
 from tests.pipeline_models import (
@@ -48,7 +48,7 @@ def test_skips_and_outputs_of_early_stages_reach_the_loss(table: Table, recomput
     model = Skips().double()
     alone = copy.deepcopy(model)
     batches = samples(4)
-    micros = [Micro((x,), partial(both, target=y), samples=2) for x, y in batches]
+    micros = [LossMicrobatch((x,), partial(both, target=y), samples=2) for x, y in batches]
     stages = {"a": 0, "tanh": 0, "b": 1, "tanh_1": 1, "add": 1, "add_1": 2, "c": 2}
     pipeline, _ = trained(model, table, micros, recompute, stages)
     optimizer = SGD(alone.parameters(), lr=LR)
@@ -74,7 +74,7 @@ class Shared(nn.Module):
 
 def test_an_output_that_the_last_stage_also_reads_is_sent_once_and_its_gradient_comes_back_once() -> None:
     model = Shared().double()
-    micros = [Micro((x,), partial(both, target=y), samples=2) for x, y in samples(2)]
+    micros = [LossMicrobatch((x,), partial(both, target=y), samples=2) for x, y in samples(2)]
     pipeline, _ = trained(model, gpipe(2, 2), micros, stages={"a": 0, "b": 1})
     assert pipeline.sent == 2 * 2
 
@@ -91,7 +91,7 @@ def test_models_of_all_shapes_train_in_stages_as_in_one_process(name: str, recom
     alone = copy.deepcopy(model)
     graph = cut(model, args)
     stages = {unit: 3 * place // len(graph.units) for place, unit in enumerate(graph.units)}
-    micros = [Micro(args, every_output, samples=len(args[0])) for _ in range(4)]
+    micros = [LossMicrobatch(args, every_output, samples=len(args[0])) for _ in range(4)]
     pipeline = Pipeline(graph, stages, one_f_one_b(3, 2, batches=2), sgd, recompute=recompute)
     losses = pipeline.run(micros)
     optimizer = SGD(alone.parameters(), lr=LR)

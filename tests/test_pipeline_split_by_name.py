@@ -13,7 +13,7 @@ from rainband.cli.main import build_app
 from rainband.model.layers import LocallyConnected2d
 from rainband.model_parallel.execution.partitioned import Partitioned
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.graph.split import Columns, How, Pair, Rows, Tiles, joined, read_split, split
+from rainband.model_parallel.graph.split import Columns, How, LayerPair, Rows, Tiles, joined, read_split, split
 from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
 from rainband.model_parallel.graph.tiles import Tiled
 from rainband.model_parallel.placement.measure import measure
@@ -73,9 +73,9 @@ def squares(answer: Tensor) -> Tensor:
 CASES: dict[str, tuple[type[Net] | object, dict[str, How], int]] = {
     "columns": (Net, {"fc1": Columns(2)}, 2),
     "rows": (Net, {"fc2": Rows(4)}, 4),
-    "pair": (Net, {"mlp": Pair(3)}, 3),
+    "pair": (Net, {"mlp": LayerPair(3)}, 3),
     "one of the pair": (Net, {"mlp.0": Columns(2), "mlp.2": Rows(2)}, 2),
-    "all": (Net, {"fc1": Columns(3), "mlp": Pair(3), "fc2": Rows(3)}, 3),
+    "all": (Net, {"fc1": Columns(3), "mlp": LayerPair(3), "fc2": Rows(3)}, 3),
     "tiles": (local_net, {"0:5": Tiles(2, 2)}, 4),
     "tiles and columns": (local_net, {"0:5": Tiles(1, 2), "6": Columns(2)}, 2),
 }
@@ -136,14 +136,14 @@ def test_names_of_a_sequential_come_back_too() -> None:
     model.add_module("down", nn.Linear(6, 2))
     model.add_module("end", nn.Linear(2, 2))
     names = list(model.state_dict())
-    split(model, {"0:3": Pair(2)})
+    split(model, {"0:3": LayerPair(2)})
     assert [name for name, _ in model.named_children()] == ["up", "end"]
     assert list(joined(model).state_dict()) == names
 
 
 def test_what_is_between_a_pair_stays_with_its_piece() -> None:
     """The input goes there, a part of the sum comes back: two values, not four."""
-    model = split(nn.Sequential(nn.Tanh(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), {"1:4": Pair(2)})
+    model = split(nn.Sequential(nn.Tanh(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), {"1:4": LayerPair(2)})
     x = torch.randn(3, 4)
     graph = cut(model, (x,))
     plan = pieces(measure(graph, (x,), repeats=1), Resources(num_machines=2))
@@ -185,7 +185,7 @@ def test_pieces_made_anew_have_first_values_as_large_as_the_whole_layers(case: s
         ("fc1=2", ("fc1", Columns(2))),
         ("a.b=columns:3", ("a.b", Columns(3))),
         ("fc1=rows:2", ("fc1", Rows(2))),
-        ("0:3=pair:4", ("0:3", Pair(4))),
+        ("0:3=pair:4", ("0:3", LayerPair(4))),
         ("conv=2x3", ("conv", Tiles(2, 3))),
         ("conv=tiles:2x3", ("conv", Tiles(2, 3))),
     ],
@@ -206,7 +206,7 @@ def test_what_says_no_split_is_told(words: str) -> None:
         ({"fc9": Columns(2)}, r"no layer 'fc9' to split: it has fc1 \(Linear\), fc2 \(Linear\), mlp \(Sequential\)"),
         ({"fc1": Columns(9)}, "cannot split 8 outputs 9 ways: choose from 1 to 8"),
         ({"mlp": Rows(2)}, "'mlp' is Linear, ReLU, Linear: only an nn.Linear is split by columns or rows"),
-        ({"fc1": Pair(2)}, "'fc1' is Linear: a pair is linear, something elementwise, linear"),
+        ({"fc1": LayerPair(2)}, "'fc1' is Linear: a pair is linear, something elementwise, linear"),
         ({"mlp": Tiles(2, 2)}, "tiles of 'mlp' need the size of its images: give input_size, or an example"),
         ({"mlp": Tiles(2, 2, (4, 4))}, r"Linear.* cannot be cut into tiles"),
         ({"mlp.0:9x": Columns(2)}, "A part of an nn.Sequential is named 0:3"),
@@ -224,7 +224,7 @@ def test_a_split_that_cannot_be_made_is_told_and_changes_nothing(hows: dict[str,
 
 
 def rainband_plan(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(build_app(), ["plan", *words, "--repeats", "1"])
+    result = CliRunner().invoke(build_app(), ["placement", *words, "--repeats", "1"])
     return result.exit_code, result.output
 
 

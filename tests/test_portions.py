@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from rainband.protocol.data_plan import (
     MAX_PORTION_BATCHES,
-    Marks,
-    Plan,
-    Range,
+    AcceptedSet,
+    BatchRange,
+    DataPlan,
     bits,
-    cells,
     choose_portion_batches,
     groups,
     num_batches,
     ranges,
-    why_not,
+    validate_push_id,
+    work_items,
 )
 from tests.pieces import make_plan, named, rounds_plan
 
@@ -59,7 +59,7 @@ def test_seven_batches_for_three_columns_are_three_rounds_and_the_last_has_one_c
     plan = rounds_plan(num_batches=7, columns=3, portion_batches=2)
 
     assert plan.num_rounds == 3
-    assert [plan.cells_in_round(r) for r in range(3)] == [3, 3, 1]
+    assert [plan.items_in_round(r) for r in range(3)] == [3, 3, 1]
 
 
 def test_a_portion_is_one_column_of_consecutive_rounds() -> None:
@@ -75,14 +75,14 @@ def test_rounds_are_numbered_through_all_epochs() -> None:
     plan = rounds_plan(num_batches=3, columns=2, portion_batches=2, epochs=2)
 
     assert plan.num_rounds == 4
-    assert [plan.cells_in_round(r) for r in range(4)] == [2, 1, 2, 1]
+    assert [plan.items_in_round(r) for r in range(4)] == [2, 1, 2, 1]
     assert [plan.round_of(p, 0) for p in range(plan.num_portions)] == [0, 0, 2, 2]
 
 
 def test_more_columns_than_batches_leave_columns_empty() -> None:
     plan = rounds_plan(num_batches=2, columns=5, portion_batches=1)
 
-    assert plan.num_rounds == 1 and plan.cells_in_round(0) == 2
+    assert plan.num_rounds == 1 and plan.items_in_round(0) == 2
     assert [plan.batches_in(p) for p in range(plan.num_portions)] == [1, 1, 0, 0, 0]
 
 
@@ -104,78 +104,78 @@ plans = st.builds(
 )
 
 
-def all_batches(plan: Plan) -> list[tuple[int, int]]:
+def all_batches(plan: DataPlan) -> list[tuple[int, int]]:
     return [(p, k) for p in range(plan.num_portions) for k in range(plan.batches_in(p))]
 
 
 @given(plans)
-def test_every_batch_of_every_epoch_has_exactly_one_name(plan: Plan) -> None:
+def test_every_batch_of_every_epoch_has_exactly_one_name(plan: DataPlan) -> None:
     numbers = Counter((plan.epoch_of(p), plan.number(p, k)) for p, k in all_batches(plan))
 
     assert numbers == {(e, n): 1 for e in range(plan.epochs) for n in range(plan.batches_per_epoch)}
 
 
 @given(plans)
-def test_every_sample_of_every_epoch_is_in_exactly_one_batch(plan: Plan) -> None:
+def test_every_sample_of_every_epoch_is_in_exactly_one_batch(plan: DataPlan) -> None:
     assert sum(plan.samples_in(p, k) for p, k in all_batches(plan)) == plan.num_samples * plan.epochs
     assert all(1 <= plan.samples_in(p, k) <= plan.batch_size for p, k in all_batches(plan))
 
 
 @given(plans.filter(lambda plan: plan.columns > 0))
-def test_a_round_is_made_of_as_many_cells_as_it_says_in_columns_from_0_on(plan: Plan) -> None:
+def test_a_round_is_made_of_as_many_cells_as_it_says_in_columns_from_0_on(plan: DataPlan) -> None:
     columns: dict[int, list[int]] = {r: [] for r in range(plan.num_rounds)}
     for portion, k in all_batches(plan):
         columns[plan.round_of(portion, k)].append(plan.column_of(portion))
 
     assert {r: sorted(c) for r, c in columns.items()} == {
-        r: list(range(plan.cells_in_round(r))) for r in range(plan.num_rounds)
+        r: list(range(plan.items_in_round(r))) for r in range(plan.num_rounds)
     }
 
 
 @given(plans)
-def test_positions_are_in_the_run_and_never_go_back_inside_a_portion(plan: Plan) -> None:
+def test_positions_are_in_the_run_and_never_go_back_inside_a_portion(plan: DataPlan) -> None:
     for portion in range(plan.num_portions):
         positions = [plan.position(portion, k) for k in range(plan.batches_in(portion))]
         assert positions == sorted(positions) and all(0 <= at < 1 for at in positions)
 
 
-@pytest.mark.parametrize("wrong", ["num_samples", "batch_size", "epochs", "portion_batches", "cell_batches"])
+@pytest.mark.parametrize("wrong", ["num_samples", "batch_size", "epochs", "portion_batches", "batches_per_item"])
 def test_a_plan_of_nothing_is_refused_by_name(wrong: str) -> None:
     with pytest.raises(ValueError, match=f"{wrong} is 0"):
         make_plan(**{wrong: 0})
 
 
 def test_a_portion_is_whole_cells_and_fits_one_machine_word() -> None:
-    with pytest.raises(ValueError, match="not a whole number of cells of 3"):
-        make_plan(portion_batches=4, cell_batches=3)
+    with pytest.raises(ValueError, match="not a multiple of 3"):
+        make_plan(portion_batches=4, batches_per_item=3)
     with pytest.raises(ValueError, match="65 batches is too long"):
         make_plan(portion_batches=65)
 
 
 @given(st.integers(1, 10**6), st.integers(0, 100), st.integers(1, MAX_PORTION_BATCHES))
-def test_the_chosen_portion_is_whole_cells_and_at_most_64_batches(per_epoch: int, workers: int, cell: int) -> None:
-    chosen = choose_portion_batches(per_epoch, workers, cell)
+def test_the_chosen_portion_is_whole_cells_and_at_most_64_batches(per_epoch: int, workers: int, work_item: int) -> None:
+    chosen = choose_portion_batches(per_epoch, workers, work_item)
 
-    assert cell <= chosen <= MAX_PORTION_BATCHES and chosen % cell == 0
+    assert work_item <= chosen <= MAX_PORTION_BATCHES and chosen % work_item == 0
 
 
 def test_320_batches_for_four_workers_are_portions_of_20() -> None:
-    assert choose_portion_batches(320, num_workers=4, cell_batches=1) == 20
-    assert choose_portion_batches(320, num_workers=4, cell_batches=3) == 18
+    assert choose_portion_batches(320, num_workers=4, batches_per_item=1) == 20
+    assert choose_portion_batches(320, num_workers=4, batches_per_item=3) == 18
 
 
 # ---- names ----
 
 
 def test_a_range_is_its_batches() -> None:
-    r = Range(7, 2, 5, lease=1)
+    r = BatchRange(7, 2, 5, lease=1)
 
     assert r.mask == 0b11100 and len(r) == 3
     assert list(bits(r.mask)) == [2, 3, 4]
 
 
 def test_batches_0_1_and_4_are_two_ranges() -> None:
-    assert ranges(3, [4, 0, 1], lease=2) == (Range(3, 0, 2, 2), Range(3, 4, 5, 2))
+    assert ranges(3, [4, 0, 1], lease=2) == (BatchRange(3, 0, 2, 2), BatchRange(3, 4, 5, 2))
     assert num_batches(ranges(3, [4, 0, 1], lease=2)) == 3
 
 
@@ -185,7 +185,7 @@ def test_a_name_is_exactly_its_batches(batches: set[int]) -> None:
 
     assert {k for r in name for k in bits(r.mask)} == batches
     assert num_batches(name) == len(batches)
-    assert why_not(make_plan(num_batches=64, portion_batches=64), name) is None
+    assert validate_push_id(make_plan(num_batches=64, portion_batches=64), name) is None
 
 
 @pytest.mark.parametrize(
@@ -200,54 +200,54 @@ def test_a_name_is_exactly_its_batches(batches: set[int]) -> None:
         (named(0, 0, 2) + named(0, 1, 3), "batches of portion 0 are named twice"),
     ],
 )
-def test_a_name_outside_the_plan_is_told_why(name: tuple[Range, ...], why: str) -> None:
-    assert why_not(make_plan(num_batches=8, portion_batches=4), name) == why
+def test_a_name_outside_the_plan_is_told_why(name: tuple[BatchRange, ...], why: str) -> None:
+    assert validate_push_id(make_plan(num_batches=8, portion_batches=4), name) == why
 
 
 def test_in_rounds_a_push_is_one_cell_of_the_round_it_names() -> None:
     plan = rounds_plan(num_batches=6, columns=3, portion_batches=2)
 
-    assert why_not(plan, named(1, 1), point=1) is None
-    for name, point in [(named(1, 1), 0), (named(1, 1), -1), (named(1, 0, 2), 0)]:
-        assert "are no cell of round" in (why_not(plan, name, point) or "")
+    assert validate_push_id(plan, named(1, 1), at_version=1) is None
+    for name, at_version in [(named(1, 1), 0), (named(1, 1), -1), (named(1, 0, 2), 0)]:
+        assert "are no cell of round" in (validate_push_id(plan, name, at_version) or "")
     for name in [(), named(0, 0) + named(1, 0)]:
-        assert "a round is made of single cells" in (why_not(plan, name, point=0) or "")
+        assert "a round is made of single cells" in (validate_push_id(plan, name, at_version=0) or "")
 
 
 # ---- marks ----
 
 
 def test_marks_remember_which_and_not_how_far() -> None:
-    marks = Marks(make_plan(num_batches=8, portion_batches=4))
+    accepted_set = AcceptedSet(make_plan(num_batches=8, portion_batches=4))
 
-    assert marks.add(named(0, 1)) == []
-    assert marks.has_all(named(0, 1)) and not marks.has_some(named(0, 0))
-    assert marks.has_some(named(0, 0, 2)) and not marks.has_all(named(0, 0, 2))
-    assert marks.count == 1 and marks.of(0) == 0b0010
+    assert accepted_set.add(named(0, 1)) == []
+    assert accepted_set.has_all(named(0, 1)) and not accepted_set.has_some(named(0, 0))
+    assert accepted_set.has_some(named(0, 0, 2)) and not accepted_set.has_all(named(0, 0, 2))
+    assert accepted_set.count == 1 and accepted_set.of(0) == 0b0010
 
 
 def test_a_complete_portion_is_told_once_and_becomes_part_of_an_interval() -> None:
-    marks = Marks(make_plan(num_batches=8, portion_batches=4))
+    accepted_set = AcceptedSet(make_plan(num_batches=8, portion_batches=4))
 
-    assert marks.add(named(1, 0, 4)) == [1]
-    assert marks.low == 0 and marks.is_full(1)
-    assert marks.add(named(0, 0, 4)) == [0]
-    assert marks.low == 2 and marks.open == {}
-    assert marks.add(named(1, 0, 4)) == []
-    assert marks.of(1) == 0b1111 and marks.count == 8
+    assert accepted_set.add(named(1, 0, 4)) == [1]
+    assert accepted_set.low == 0 and accepted_set.is_full(1)
+    assert accepted_set.add(named(0, 0, 4)) == [0]
+    assert accepted_set.low == 2 and accepted_set.open == {}
+    assert accepted_set.add(named(1, 0, 4)) == []
+    assert accepted_set.of(1) == 0b1111 and accepted_set.count == 8
 
 
 def test_an_empty_column_is_complete_from_the_start() -> None:
-    marks = Marks(rounds_plan(num_batches=4, columns=3, portion_batches=1))  # rounds of 3 cells and of 1
+    accepted_set = AcceptedSet(rounds_plan(num_batches=4, columns=3, portion_batches=1))  # rounds of 3 cells and of 1
 
     for portion in range(4):
-        marks.add(named(portion, 0))
+        accepted_set.add(named(portion, 0))
 
-    assert marks.low == marks.plan.num_portions == 6
+    assert accepted_set.low == accepted_set.plan.num_portions == 6
 
 
 @st.composite
-def plans_and_names(draw: st.DrawFn) -> tuple[Plan, list[tuple[Range, ...]]]:
+def plans_and_names(draw: st.DrawFn) -> tuple[DataPlan, list[tuple[BatchRange, ...]]]:
     plan = draw(plans)
     portions = [p for p in range(plan.num_portions) if plan.batches_in(p)]
     names = []
@@ -258,37 +258,37 @@ def plans_and_names(draw: st.DrawFn) -> tuple[Plan, list[tuple[Range, ...]]]:
     return plan, names
 
 
-def as_set(name: tuple[Range, ...]) -> set[tuple[int, int]]:
+def as_set(name: tuple[BatchRange, ...]) -> set[tuple[int, int]]:
     return {(r.portion, k) for r in name for k in bits(r.mask)}
 
 
 @given(plans_and_names())
-def test_marks_are_a_set(drawn: tuple[Plan, list[tuple[Range, ...]]]) -> None:
+def test_marks_are_a_set(drawn: tuple[DataPlan, list[tuple[BatchRange, ...]]]) -> None:
     plan, names = drawn
-    marks, model = Marks(plan), set[tuple[int, int]]()
+    accepted_set, model = AcceptedSet(plan), set[tuple[int, int]]()
     for name in names:
-        assert marks.has_all(name) == (as_set(name) <= model)
-        assert marks.has_some(name) == bool(as_set(name) & model)
-        already = {p for p in range(plan.num_portions) if marks.is_full(p)}
+        assert accepted_set.has_all(name) == (as_set(name) <= model)
+        assert accepted_set.has_some(name) == bool(as_set(name) & model)
+        already = {p for p in range(plan.num_portions) if accepted_set.is_full(p)}
 
-        completed = marks.add(name)
+        completed = accepted_set.add(name)
 
         model |= as_set(name)
         complete = {p for p in range(plan.num_portions) if {(p, k) for k in range(plan.batches_in(p))} <= model}
         assert set(completed) == complete - already and len(completed) == len(set(completed))
-        assert marks.count == len(model)
-        assert {(p, k) for p in range(plan.num_portions) for k in bits(marks.of(p))} == model
-        assert {p for p in range(plan.num_portions) if marks.is_full(p)} == complete
-        assert all(p in complete for p in range(marks.low))
+        assert accepted_set.count == len(model)
+        assert {(p, k) for p in range(plan.num_portions) for k in bits(accepted_set.of(p))} == model
+        assert {p for p in range(plan.num_portions) if accepted_set.is_full(p)} == complete
+        assert all(p in complete for p in range(accepted_set.low))
 
 
 @given(plans)
-def test_when_all_is_had_the_marks_are_one_number(plan: Plan) -> None:
-    marks = Marks(plan)
+def test_when_all_is_had_the_marks_are_one_number(plan: DataPlan) -> None:
+    accepted_set = AcceptedSet(plan)
     for portion in reversed(range(plan.num_portions)):
-        marks.add(ranges(portion, range(plan.batches_in(portion)), lease=1))
+        accepted_set.add(ranges(portion, range(plan.batches_in(portion)), lease=1))
 
-    assert (marks.low, marks.open, marks.count) == (plan.num_portions, {}, plan.num_batches)
+    assert (accepted_set.low, accepted_set.open, accepted_set.count) == (plan.num_portions, {}, plan.num_batches)
 
 
 # ---- what is leased again ----
@@ -308,23 +308,23 @@ def test_what_all_blocks_have_is_not_leased_again() -> None:
 
 
 def test_a_cell_has_at_most_so_many_batches_and_all_of_one_group() -> None:
-    assert cells([(0, 1, 2), (4,), (5, 7)], cell_batches=2) == [(0, 1), (2,), (4,), (5, 7)]
+    assert work_items([(0, 1, 2), (4,), (5, 7)], batches_per_item=2) == [(0, 1), (2,), (4,), (5, 7)]
 
 
 @given(st.integers(1, 12), st.lists(st.integers(0, 2**12 - 1), min_size=1, max_size=6), st.integers(1, 5))
 def test_cells_cover_what_is_missing_once_and_meet_no_block_half(length: int, masks: list[int], size: int) -> None:
     full = (1 << length) - 1
     masks = [mask & full for mask in masks]
-    cut = cells(groups(full, masks), size)
+    cut = work_items(groups(full, masks), size)
 
     missing = [k for k in range(length) if not all(mask >> k & 1 for mask in masks)]
-    assert sorted(k for cell in cut for k in cell) == missing
-    for cell in cut:
-        assert 1 <= len(cell) <= size
+    assert sorted(k for work_item in cut for k in work_item) == missing
+    for work_item in cut:
+        assert 1 <= len(work_item) <= size
         for mask in masks:
-            assert len({mask >> k & 1 for k in cell}) == 1  # has all of it, or nothing
+            assert len({mask >> k & 1 for k in work_item}) == 1  # has all of it, or nothing
 
 
 def test_a_plan_survives_the_wire() -> None:
     plan = rounds_plan(epochs=3)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=Plan) == plan
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=DataPlan) == plan

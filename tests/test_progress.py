@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rainband
-from rainband.cli.warnings import warnings
 from rainband.protocol import events
 from rainband.protocol.events import AnyEvent
 from rainband.views.charts import ASCII, BLOCKS, bar, curve, histogram, ink_for, progress_bar, spark
 from rainband.views.event_text import lasting, user_error, waiting_for
 from rainband.views.formatting import assignment, count, cut, duration, percent, short, size, table
 from rainband.views.history import RunSoFar, told_by
-from rainband.views.live_display import Watch, is_terminal
+from rainband.views.live_display import RunWatch, is_terminal
 from rainband.views.plain_progress import PlainView
 from rainband.views.progress import LiveView, frame
-from rainband.views.summary import books, headline, summary
+from rainband.views.summary import accounting, headline, summary
+from rainband.views.warnings import warnings
 from tests.stories import BOOKS, ended, planned, progress, started, whole_run
 
 TRACEBACK = "Traceback (most recent call last):\n"
@@ -213,13 +213,13 @@ def test_who_is_lost_and_who_is_back_is_said() -> None:
 
 
 def test_what_processes_print_is_marked_and_a_flood_is_counted() -> None:
-    printed = events.Printed(at_s=1.0, lines=("hello", "world"), left_out=1500)
+    printed = events.ProcessOutput(at_s=1.0, lines=("hello", "world"), left_out=1500)
     assert lasting(printed, running()) == ["| ... 1,500 lines before this in output.log", "| hello", "| world"]
     assert lasting(printed, running(in_the_users_file())) == []
 
 
 def test_details_are_for_those_who_ask() -> None:
-    again = events.LeasedAgain(at_s=1.0, portion=3, batches=5, from_worker=1)
+    again = events.BatchesReassigned(at_s=1.0, portion=3, batches=5, from_worker=1)
     assert lasting(again, running()) == []
     assert lasting(again, running(), verbose=True) == ["portion 3 of worker 1: 5 batches to be done again"]
 
@@ -392,7 +392,7 @@ def test_a_reader_who_goes_away_does_not_end_the_run() -> None:
         def close(self) -> None:
             pass
 
-    with Watch(Broken(), sinks=[Keep]) as watch:
+    with RunWatch(Broken(), sinks=[Keep]) as watch:
         for event in whole_run():
             watch(event)
     assert seen == whole_run()
@@ -401,7 +401,7 @@ def test_a_reader_who_goes_away_does_not_end_the_run() -> None:
 def test_warnings_of_ours_are_lines_of_the_view_and_details_only_when_asked_for() -> None:
     def lines(verbose: bool) -> list[str]:
         out = io.StringIO()
-        with Watch(out, verbose):
+        with RunWatch(out, verbose):
             logging.getLogger("rainband").warning("closed a connection: %s", "bad magic")
             logging.getLogger("rainband").debug("small talk")
         return out.getvalue().splitlines()
@@ -412,7 +412,7 @@ def test_warnings_of_ours_are_lines_of_the_view_and_details_only_when_asked_for(
 
 
 def test_the_terminal_is_restored_when_the_run_raises(a_terminal: Terminal) -> None:
-    with pytest.raises(RuntimeError), Watch(a_terminal) as watch:
+    with pytest.raises(RuntimeError), RunWatch(a_terminal) as watch:
         watch(started())
         raise RuntimeError("a bug")
     assert a_terminal.getvalue().rfind("\x1b[?25h") > a_terminal.getvalue().rfind("\x1b[?25l")
@@ -428,11 +428,11 @@ def test_the_summary_has_the_books_the_staleness_and_where_the_model_lies(tmp_pa
     assert summary(told_by([*whole_run()[:-1], lost, ended()]), tmp_path) == [
         "finished after 20 s: 2,000 samples, 118 samples/s in 17 s of training",
         "  result     accuracy 0.975",
-        "  books      898 of 900 batches applied to every block, 0 lost, 0 twice",
+        "  batches    898 of 900 applied, 0 lost, 0 applied twice",
         "             2 skipped: 2 not finite",
         "             3 portions leased again, after a worker was lost or late",
         "             6 pushes refused: 5 fenced, 1 wrong_server",
-        "  staleness  0.5 updates in the mean, 2 at most",
+        "  staleness  mean 0.5, max 2 updates",
         f"  model      {tmp_path}/model.safetensors",
     ]
 
@@ -461,9 +461,9 @@ def test_a_measure_that_is_not_finite_is_said_to_be_so(tmp_path: Path) -> None:
 
 def diverged(skipped: int, **settings: object) -> list[str]:
     """What is said of a run of 900 batches, so many of them skipped."""
-    books = {**BOOKS, "applied": 900 - skipped, "skipped": {"not finite": skipped}}
+    accounting = {**BOOKS, "applied": 900 - skipped, "skipped": {"not finite": skipped}}
     start = msgspec.structs.replace(started(), settings=settings)
-    return warnings(told_by([start, msgspec.structs.replace(ended(), books=books)]))
+    return warnings(told_by([start, msgspec.structs.replace(ended(), accounting=accounting)]))
 
 
 def test_a_run_that_diverged_says_so_loudly_and_what_to_try() -> None:
@@ -485,8 +485,8 @@ def test_portions_that_loops_give_back_at_their_end_are_no_news(tmp_path: Path) 
 
 
 def test_the_steps_of_loaders_of_ones_own_are_counted_at_the_end() -> None:
-    own = {**BOOKS, "batches": 0, "applied": 0, "skipped": {}, "extras": 600}
-    end = msgspec.structs.replace(ended(), samples=0, books=own)
+    own = {**BOOKS, "batches": 0, "applied": 0, "skipped": {}, "untracked_pushes": 600}
+    end = msgspec.structs.replace(ended(), samples=0, accounting=own)
     assert headline(end, training_s=12.0) == "finished after 20 s: 600 steps, 50 steps/s in 12 s of training"
 
 
@@ -506,11 +506,11 @@ def test_a_bound_on_staleness_is_shown_in_its_own_unit() -> None:
 
 
 def test_books_that_balance_in_silence_are_one_line() -> None:
-    quiet = {**BOOKS, "applied": 900, "skipped": {}, "leased_again": 0, "refused": {}}
-    assert books(quiet) == ["900 of 900 batches applied to every block, 0 lost, 0 twice"]
-    assert books({}) == []
+    quiet = {**BOOKS, "applied": 900, "skipped": {}, "reassigned": 0, "refused": {}}
+    assert accounting(quiet) == ["900 of 900 applied, 0 lost, 0 applied twice"]
+    assert accounting({}) == []
 
 
 def test_what_a_stopped_run_did_not_come_to_is_in_its_books() -> None:
-    stopped = {**BOOKS, "applied": 600, "not_done": 298}
-    assert books(stopped)[1] == "298 not done: the run ended before their turn"
+    stopped = {**BOOKS, "applied": 600, "not_processed": 298}
+    assert accounting(stopped)[1] == "298 not done: the run ended before their turn"

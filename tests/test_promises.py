@@ -17,7 +17,7 @@ import rainband
 from rainband.cli.main import build_app
 from rainband.errors import RainbandError
 from rainband.strategies.stale_sync import StaleSync
-from tests.processes import Nest, Run
+from tests.processes import Run, RunLauncher
 from tests.promises import Boundless
 from tests.test_consistency import ONE_IS_SLOW, TASK
 from tests.test_run_script import Told
@@ -31,10 +31,10 @@ FIRST_SAMPLE = int(np.random.Generator(np.random.PCG64([0, 0])).permutation(SAMP
 
 def steps_until(strategy: StaleSync, until_s: float) -> int:
     """Of the fast one: it takes 1 s a step, the other 4 s."""
-    world = world_of(strategy, 2, ONE_IS_SLOW, task=TASK)
-    world.start()
-    world.run(until_s=until_s)
-    return world.workers[0].stats.steps
+    cluster = world_of(strategy, 2, ONE_IS_SLOW, task=TASK)
+    cluster.start()
+    cluster.run(until_s=until_s)
+    return cluster.workers[0].stats.steps
 
 
 def test_it_does_break_its_promise() -> None:
@@ -45,7 +45,7 @@ def test_it_does_break_its_promise() -> None:
 
 
 def test_in_virtual_time_the_command_fails_and_says_by_how_much(tmp_path: Path) -> None:
-    where = ["--world", "sim", "--workers", "2", "compute.slow_workers=1", "--runs", str(tmp_path)]
+    where = ["--runtime", "sim", "--workers", "2", "compute.slow_workers=1", "--runs", str(tmp_path)]
     settings = ["lr=0.0625", "task.samples=64", "task.epochs=1"]
     told = CliRunner().invoke(build_app(), ["train", "linear", "tests.promises:Boundless", *settings, *where])
     assert told.exit_code == 1 and PROMISED in " ".join(told.output.split())
@@ -54,32 +54,32 @@ def test_in_virtual_time_the_command_fails_and_says_by_how_much(tmp_path: Path) 
 def test_fit_raises_it(tmp_path: Path) -> None:
     """Machines that are alike: whoever is a moment sooner reads what another one has not pushed yet."""
     with pytest.raises(RainbandError, match=PROMISED):
-        rainband.fit("digits", Boundless(), workers=4, servers=1, epochs=1, world="sim", runs=tmp_path)
+        rainband.fit("digits", Boundless(), workers=4, servers=1, epochs=1, runtime="sim", runs=tmp_path)
 
 
 # ---- processes ----
 
 
-def one_stands_still(nest: Nest, path: Path, strategy: str) -> AbstractContextManager[Run]:
-    return nest.run(path, strategy, servers=1, samples=SAMPLES, hang_at=FIRST_SAMPLE)
+def one_stands_still(launcher: RunLauncher, path: Path, strategy: str) -> AbstractContextManager[Run]:
+    return launcher.run(path, strategy, servers=1, samples=SAMPLES, hang_at=FIRST_SAMPLE)
 
 
 @pytest.mark.processes
-def test_processes_whose_bound_was_exceeded_end_with_an_error(nest: Nest, tmp_path: Path) -> None:
-    with one_stands_still(nest, tmp_path, "tests.promises:Boundless") as run:
+def test_processes_whose_bound_was_exceeded_end_with_an_error(launcher: RunLauncher, tmp_path: Path) -> None:
+    with one_stands_still(launcher, tmp_path, "tests.promises:Boundless") as run:
         run.under_way()
         run.gate.open()
         run.done(2)  # the other's second one was read at clock 1, and the first one's clock is 0
         run.gate.end_hanging()
         result = run.result()
         assert (result.outcome, result.exit_code) == ("failed", 1) and result.reason.startswith(PROMISED)
-        assert result.books["applied"] == 16 and result.staleness["exceeded"] >= 1
+        assert result.accounting["applied"] == 16 and result.staleness["exceeded"] >= 1
 
 
 @pytest.mark.processes
-def test_processes_that_keep_their_bound_say_who_waited_for_whom(nest: Nest, tmp_path: Path) -> None:
+def test_processes_that_keep_their_bound_say_who_waited_for_whom(launcher: RunLauncher, tmp_path: Path) -> None:
     """With a bound of 3 the other begins its batches at clocks 0, 1, 2 and 3, and then waits."""
-    with one_stands_still(nest, tmp_path, "stale_sync") as run:
+    with one_stands_still(launcher, tmp_path, "stale_sync") as run:
         run.under_way()
         run.gate.open()
         run.done(4)

@@ -16,7 +16,7 @@ from rainband.strategies.downpour import Downpour
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
 from rainband.strategy import Strategy
-from tests.harness import Faults, World, run
+from tests.harness import Faults, SimulatedCluster, run
 from tests.ledger import LR, Case
 from tests.storms import Ragged, Softly, draw, run_seed
 
@@ -61,10 +61,10 @@ def test_the_schedules_are_not_too_quiet_to_tell_anything() -> None:
     seen: Counter[str] = Counter()
     for kind in KINDS:
         for seed in range(15):
-            books = run_seed(seed, kind).coordinator.books()
-            if books is not None:
-                seen.update(books.refused)
-                seen.update({"leased again": books.leased_again, f"skipped, {kind}": len(books.skipped)})
+            accounting = run_seed(seed, kind).coordinator.accounting()
+            if accounting is not None:
+                seen.update(accounting.refused)
+                seen.update({"leased again": accounting.reassigned, f"skipped, {kind}": len(accounting.skipped)})
     assert min(seen["revoked"], seen["late"], seen["leased again"]) > 10
     assert all(seen[f"skipped, {kind}"] for kind in KINDS)
 
@@ -72,9 +72,9 @@ def test_the_schedules_are_not_too_quiet_to_tell_anything() -> None:
 def test_a_seed_is_the_same_run_for_ever() -> None:
     traces: list[deque[tuple[object, ...]]] = []
 
-    def keep_all(world: World) -> None:
-        world.trace = deque()
-        traces.append(world.trace)
+    def keep_all(cluster: SimulatedCluster) -> None:
+        cluster.trace = deque()
+        traces.append(cluster.trace)
 
     for _ in range(2):
         run(7, *draw(7, "ragged"), prepare=keep_all)
@@ -93,14 +93,14 @@ def case_of(name: str, direct: bool, **others: int) -> Case:
 def test_when_nothing_goes_wrong_nothing_waits_for_a_clock(name: str, direct: bool) -> None:
     """No tick, no heartbeat, no timeout is needed to come to the end."""
 
-    def stop_the_clock(world: World) -> None:
-        world.time_passes = 0.0
+    def stop_the_clock(cluster: SimulatedCluster) -> None:
+        cluster.time_passes = 0.0
 
     for num_workers in (1, 2, 3):
         for seed in range(3):
             outcome = run(seed, case_of(name, direct, num_workers=num_workers), prepare=stop_the_clock)
-            books = outcome.coordinator.books()
-            assert books is not None and books.leased_again == 0 and outcome.seconds == 0.0
+            accounting = outcome.coordinator.accounting()
+            assert accounting is not None and accounting.reassigned == 0 and outcome.seconds == 0.0
 
 
 @every_way_to_read
@@ -109,8 +109,8 @@ def test_a_worker_may_die_at_any_frame(name: str, direct: bool) -> None:
     """Also between two blocks of one push; what it had sent arrives up to some point, on each line by itself."""
     for frame in range(1, 26):
 
-        def dies(world: World, frame: int = frame) -> None:
-            world.workers[Peer("worker", 0)].dies_at = frame
+        def dies(cluster: SimulatedCluster, frame: int = frame) -> None:
+            cluster.workers[Peer("worker", 0)].dies_at = frame
 
         run(frame, case_of(name, direct), prepare=dies)
 
@@ -162,8 +162,8 @@ def test_a_run_may_be_stopped_at_any_time(name: str) -> None:
 def test_a_gradient_that_is_not_finite_is_skipped_on_every_block_and_the_rest_goes_on(name: str) -> None:
     for seed in range(5):
         case = Case(STRATEGIES[name](), num_servers=2, not_finite=frozenset({0, 3, 4, 5}))
-        books = run(seed, case, Faults(kills=1)).coordinator.books()
-        assert books is not None and (books.applied, books.skipped) == (4, {"not finite": 4})
+        accounting = run(seed, case, Faults(kills=1)).coordinator.accounting()
+        assert accounting is not None and (accounting.applied, accounting.skipped) == (4, {"not finite": 4})
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 7, 8, 9])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rainband.model_parallel.placement.predict import partition_s
-from rainband.model_parallel.placement.profile import Network, Profile, Unit, Value
+from rainband.model_parallel.placement.profile import CutValue, LinkSpeed, Profile, Unit
 from rainband.model_parallel.schedules.builders import gpipe, one_f_one_b
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
@@ -40,7 +40,7 @@ def test_a_script_names_its_paper_and_prints_its_number_next_to_the_claim(path: 
     assert {"arguments", "report", "draw"} <= called
 
 
-@pytest.mark.parametrize("kind", ["local", "fully connected"])
+@pytest.mark.parametrize("kind", ["processes", "fully connected"])
 def test_a_value_is_sent_once_to_each_machine_that_needs_it(kind: str) -> None:
     counted = count(kind, machines=3, seed=0)
     assert counted.sent == counted.came_back == counted.distinct < counted.edges
@@ -54,7 +54,7 @@ STEADY = ClusterModel(
     ComputeModel(kind="constant", step_s=1.0),
     NodeModel(message_s=0.0),
 )
-CHAIN = Profile("", 1, (Unit("a", 1.0, 2.0), Unit("b", 1.0, 2.0)), (Value("a", "a", ("b",), 1000, 1000),))
+CHAIN = Profile("", 1, (Unit("a", 1.0, 2.0), Unit("b", 1.0, 2.0)), (CutValue("a", "a", ("b",), 1000, 1000),))
 
 
 def test_a_chain_on_two_machines_takes_its_work_and_two_messages() -> None:
@@ -71,7 +71,7 @@ def test_a_message_costs_both_ends_time() -> None:
 def test_messages_queue_at_a_card() -> None:
     """One value of 2000 bytes to two machines: the second copy leaves when the first is gone, 2 s later."""
     units = (Unit("a"), Unit("b"), Unit("c"))
-    profile = Profile("", 1, units, (Value("a", "a", ("b", "c"), 2000, 0),))
+    profile = Profile("", 1, units, (CutValue("a", "a", ("b", "c"), 2000, 0),))
     assert batch_s(profile, {"a": 0, "b": 1, "c": 1}, STEADY) == 0.5 + 2.0
     assert batch_s(profile, {"a": 0, "b": 1, "c": 2}, STEADY) == 0.5 + 4.0
 
@@ -79,7 +79,7 @@ def test_messages_queue_at_a_card() -> None:
 def test_a_gradient_goes_back_once_when_the_last_reader_of_a_machine_is_done() -> None:
     """There in 1.5 s, two backwards of 2 and 3 s, back in 1.5 s, and the maker's own second."""
     units = (Unit("a", 0.0, 1.0), Unit("b", 0.0, 2.0), Unit("c", 0.0, 3.0))
-    profile = Profile("", 1, units, (Value("a", "a", ("b", "c"), 1000, 1000),))
+    profile = Profile("", 1, units, (CutValue("a", "a", ("b", "c"), 1000, 1000),))
     assert batch_s(profile, {"a": 0, "b": 1, "c": 1}, STEADY) == 1.5 + 2 + 3 + 1.5 + 1
 
 
@@ -115,7 +115,7 @@ def test_a_partition_takes_in_virtual_time_what_a_plan_predicts(net: str) -> Non
     profile = partition_speed_up.speech(8) if net == "speech" else partition_speed_up.images(3, 3)
     where = {unit.name: int(unit.name.rpartition(".")[2]) for unit in profile.units}
     gbit = NetworkModel(latency_s=100e-6, bytes_per_s=125e6)
-    predicted_s = partition_s(profile, where, Network(latency_s=100e-6, bytes_per_s=125e6))
+    predicted_s = partition_s(profile, where, LinkSpeed(latency_s=100e-6, bytes_per_s=125e6))
     assert batch_s(profile, where, replace(STEADY, network=gbit)) == pytest.approx(predicted_s, rel=0.05)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rainband.protocol.data_plan import Plan
+from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Pull, Push
 from rainband.rules import ApplyOnArrival, MeanOfRound
 from rainband.rules.around import Around
@@ -22,7 +22,7 @@ from tests.pieces import cell_push, make_plan, make_push, named, rounds_plan
 class Recorder:
     """A block that only writes down."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: DataPlan) -> None:
         self.plan = plan
         self.version = 0
         self.clocks: dict[int, int] = {}
@@ -99,13 +99,13 @@ def test_a_cell_of_three_samples_weighs_three_times_one_of_one() -> None:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_the_bits_do_not_depend_on_who_was_faster(order: tuple[int, ...]) -> None:
     """1 + 1e8 - 1e8 is 0 or 1 in float32, depending on the order of the sum."""
-    cells = [1.0, 1e8, -1e8]
+    work_items = [1.0, 1e8, -1e8]
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(columns=3))
 
     for column in order:
-        rule.absorb(block, cell_push(plan, 0, column=column), number(cells[column]))
+        rule.absorb(block, cell_push(plan, 0, column=column), number(work_items[column]))
 
-    in_cell_order = (number(cells[0]) + number(cells[1])).add_(number(cells[2])) / 3
+    in_cell_order = (number(work_items[0]) + number(work_items[1])).add_(number(work_items[2])) / 3
     assert torch.equal(block.applied[0], in_cell_order)
     assert [push.name[0].portion for push in block.order[0]] == [0, 1, 2]
 
@@ -187,7 +187,7 @@ def test_what_a_forgotten_worker_gave_stays() -> None:
 def test_version_r_may_be_read_once_it_is_there() -> None:
     block = Recorder(rounds_plan())
     block.version = 2
-    assert [MeanOfRound().admits(block, Pull(1, point=r), reader=0) for r in (1, 2, 3)] == [True, True, False]
+    assert [MeanOfRound().admits(block, Pull(1, at_version=r), reader=0) for r in (1, 2, 3)] == [True, True, False]
 
 
 @given(st.permutations(range(4)), st.lists(st.integers(-99, 99), min_size=4, max_size=4))

@@ -95,8 +95,13 @@ def test_two_workers_in_rounds_are_one_with_batches_twice_as_large(tmp_path: Pat
     first, second = together.sums
     assert first == second == pytest.approx(alone.sums[0], abs=1e-5)
     assert "training alone" in alone.err and "training alone" not in together.err
-    books = together.json["books"]
-    assert (books["applied"], books["batches"], books["lost"], books["twice"]) == (40, 40, 0, 0)
+    accounting = together.json["accounting"]
+    assert (accounting["applied"], accounting["batches"], accounting["lost"], accounting["applied_twice"]) == (
+        40,
+        40,
+        0,
+        0,
+    )
     saved = safetensors.torch.load_file(Path(together.json["directory"]) / "model.safetensors")
     assert sorted(round(tensor.double().sum().item(), 6) for tensor in saved.values()) == sorted(first)
 
@@ -112,8 +117,13 @@ def test_when_a_worker_is_killed_the_others_do_its_batches(tmp_path: Path) -> No
         inside="if run.index == 1 and epoch == 0: __import__('os').kill(__import__('os').getpid(), 9)",
     )
     assert told.exit_code == 0, told.err
-    books = told.json["books"]
-    assert (books["applied"], books["batches"], books["lost"], books["twice"]) == (40, 40, 0, 0)
+    accounting = told.json["accounting"]
+    assert (accounting["applied"], accounting["batches"], accounting["lost"], accounting["applied_twice"]) == (
+        40,
+        40,
+        0,
+        0,
+    )
     assert len(told.sums) == 2 and told.sums[0] == told.sums[1]
 
 

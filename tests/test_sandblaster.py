@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rainband.bench.cases.lbfgs import Weighed
-from rainband.coordinator.full_batch import Crew, Leader
-from rainband.full_batch.descent import Limits, Sampling, Where
-from rainband.protocol.events import Iterated
-from rainband.protocol.messages import Answer, Cells, Command, Peer
+from rainband.bench.cases.lbfgs import LbfgsTraffic
+from rainband.coordinator.full_batch import EvaluationWorkers, FullBatchRun
+from rainband.full_batch.descent import Limits, Sampling, SearchPoint
+from rainband.protocol.events import IterationDone
+from rainband.protocol.messages import Answer, AssignItems, Command, Peer
 from rainband.protocol.vectors import PARAMS, norm, scale
 from rainband.runtimes.simulation.models.faults import Chances, random_script
 from rainband.strategies.conjugate_gradient import ConjugateGradient
 from rainband.strategies.sandblaster import Sandblaster
-from rainband.strategy import Leading
+from rainband.strategy import CoordinatorApi
 from rainband.views import event_text as sentences
 from rainband.views.formatting import short
 from rainband.views.history import RunSoFar
@@ -73,16 +73,18 @@ def test_on_a_small_problem_it_goes_where_torchs_own_lbfgs_goes() -> None:
     first = min(1.0, 1.0 / float(f(w)[1].abs().sum()))  # as torch takes it
     ours = led(Sandblaster(iterations=8, first_step=first * float(f(w)[1].norm()), **EXACT), Logistic()).iterates
 
-    point = w.clone().requires_grad_()
-    torchs = torch.optim.LBFGS([point], max_iter=1, line_search_fn="strong_wolfe", tolerance_grad=0, tolerance_change=0)
+    at_version = w.clone().requires_grad_()
+    torchs = torch.optim.LBFGS(
+        [at_version], max_iter=1, line_search_fn="strong_wolfe", tolerance_grad=0, tolerance_change=0
+    )
 
     def closure() -> float:
-        loss, point.grad = f(point.detach())
+        loss, at_version.grad = f(at_version.detach())
         return loss
 
     for ours_now in ours[1:]:
         torchs.step(closure)
-        torch.testing.assert_close(point.detach(), ours_now, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(at_version.detach(), ours_now, rtol=1e-6, atol=1e-7)
 
 
 THOROUGH = {"iterations": 1500, "weight_decay": 0.01, "loss_tolerance": 1e-12, "n_push": 1}
@@ -108,13 +110,13 @@ def test_the_final_loss_is_scipys(task: Any, strategy: Any) -> None:
 def test_rosenbrocks_valleys_are_followed_to_their_end(scales: tuple[float, float]) -> None:
     task = Rosenbrock(scales=scales)
     ran = led(Sandblaster(iterations=500, gradient_tolerance=1e-9, loss_tolerance=0.0, n_push=1), task)
-    ends = parameters(ran.world).view(-1, 2) * torch.tensor(scales, dtype=torch.float64)
+    ends = parameters(ran.cluster).view(-1, 2) * torch.tensor(scales, dtype=torch.float64)
     torch.testing.assert_close(ends, torch.ones_like(ends), rtol=0, atol=1e-5)
 
 
 def test_conjugate_gradient_follows_rosenbrocks_valley_too() -> None:
     ran = led(ConjugateGradient(iterations=500, gradient_tolerance=1e-7, loss_tolerance=0.0, n_push=1), Rosenbrock())
-    torch.testing.assert_close(parameters(ran.world), torch.ones(18, dtype=torch.float64), rtol=0, atol=1e-4)
+    torch.testing.assert_close(parameters(ran.cluster), torch.ones(18, dtype=torch.float64), rtol=0, atol=1e-4)
 
 
 def test_conjugate_gradient_ends_on_a_quadratic_of_n_dimensions_after_about_n_iterations() -> None:
@@ -128,7 +130,7 @@ def test_conjugate_gradient_ends_on_a_quadratic_of_n_dimensions_after_about_n_it
     ran = led(ConjugateGradient(gradient_tolerance=1e-8, loss_tolerance=0.0), Line(dimension=1))
     x, y = Line(dimension=1).data().tensors
     slope, at_0 = np.polyfit(x[:, 0].numpy(), y.numpy(), 1)
-    torch.testing.assert_close(parameters(ran.world), torch.tensor([slope, at_0]), rtol=0, atol=1e-7)
+    torch.testing.assert_close(parameters(ran.cluster), torch.tensor([slope, at_0]), rtol=0, atol=1e-7)
     assert ran.iterated[-1].iteration <= 8
 
 
@@ -161,10 +163,15 @@ def test_the_iterates_do_not_depend_on_what_happens(faults: str, seed: int) -> N
     strategy = Sandblaster(iterations=4, n_push=1, **EXACT)
     ran = led(strategy, Logistic(), num_workers=3, faults=faults, seed=seed)
 
-    assert ran.world.coordinator.outcome == "finished", ran.world.coordinator.reason
+    assert ran.cluster.coordinator.outcome == "finished", ran.cluster.coordinator.reason
     same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(Logistic())))
-    books = ran.world.coordinator.books()
-    assert books is not None and books.balanced and books.applied == books.batches and not books.not_done
+    accounting = ran.cluster.coordinator.accounting()
+    assert (
+        accounting is not None
+        and accounting.balanced
+        and accounting.applied == accounting.batches
+        and not accounting.not_processed
+    )
 
 
 @pytest.mark.parametrize("ms", range(60, 460, 25))
@@ -174,54 +181,62 @@ def test_the_coordinator_may_be_lost_at_any_moment(ms: int) -> None:
     faults = f"{ms / 1000:.3f} kill coordinator\n{ms / 1000 + 0.1:.3f} start coordinator"
     ran, undisturbed = led(strategy, Logistic(), faults=faults, seed=ms), led(strategy, Logistic())
 
-    assert ran.world.coordinator.outcome == "finished", ran.world.coordinator.reason
-    leader = ran.world.coordinator.facts.leader
-    assert leader is not None and leader.term == 2
-    assert ran.world.coordinator.samples_done() == 58 * leader.evaluations
+    assert ran.cluster.coordinator.outcome == "finished", ran.cluster.coordinator.reason
+    coordinator_node = ran.cluster.coordinator.state.full_batch
+    assert coordinator_node is not None and coordinator_node.term == 2
+    assert ran.cluster.coordinator.samples_done() == 58 * coordinator_node.evaluations
     same_iterates(ran.iterates, undisturbed.iterates)
-    assert [(e.iteration, e.evaluations, e.cells) for e in ran.iterated] == [
-        (e.iteration, e.evaluations, e.cells) for e in undisturbed.iterated
+    assert [(e.iteration, e.evaluations, e.work_items) for e in ran.iterated] == [
+        (e.iteration, e.evaluations, e.work_items) for e in undisturbed.iterated
     ]
-    books = ran.world.coordinator.books()
-    assert books is not None and books.balanced and books.applied == books.batches and not books.not_done
+    accounting = ran.cluster.coordinator.accounting()
+    assert (
+        accounting is not None
+        and accounting.balanced
+        and accounting.applied == accounting.batches
+        and not accounting.not_processed
+    )
 
 
 def test_a_lead_that_asks_for_something_else_the_second_time_is_told_so() -> None:
     times = iter((1.0, 2.0))
 
-    async def lead(coordinator: Leading) -> None:
+    async def coordinate(coordinator: CoordinatorApi) -> None:
         await coordinator.compute(scale(PARAMS, next(times)))
         await coordinator.compute(norm(PARAMS))
 
     server = Peer("server", 0)
-    crew = Crew(make_plan(led=True), (server,), server, 0)
-    first = Leader(lead)
+    crew = EvaluationWorkers(make_plan(coordinated=True), (server,), server, 0)
+    first = FullBatchRun(coordinate)
     first.start(crew, now=0.0)
     first.receive(server, Answer(1, 1, (), version=1), now=0.0)
-    second = Leader(lead, journal=first.journal.taken_up())
+    second = FullBatchRun(coordinate, journal=first.journal.taken_up())
     second.start(crew, now=0.0)
     assert second.over and "lead asked for another command 1 than before" in second.error
 
 
 def test_without_its_servers_or_before_it_has_begun_a_run_does_not_outlive_its_coordinator() -> None:
     early = led(Sandblaster(), Logistic(), faults="0.001 kill coordinator\n0.100 start coordinator")
-    assert early.world.coordinator.reason == "the coordinator was lost, and with it the run."
+    assert early.cluster.coordinator.reason == "the coordinator was lost, and with it the run."
     faults = "0.150 kill coordinator\n0.160 kill server 1\n0.300 start coordinator"
     lost = led(Sandblaster(), Logistic(), faults=faults)
     assert (
-        "server 1 was lost" in lost.world.coordinator.reason and "parameters are gone" in lost.world.coordinator.reason
+        "server 1 was lost" in lost.cluster.coordinator.reason
+        and "parameters are gone" in lost.cluster.coordinator.reason
     )
 
 
 def test_who_is_only_late_gets_its_turn_without_asking_again() -> None:
-    leader = Leader(Sandblaster().lead)
+    coordinator_node = FullBatchRun(Sandblaster().coordinate)
     server, slow = Peer("server", 0), Peer("worker", 0)
-    [(_, command)] = leader.start(Crew(make_plan(led=True), (server,), server, 0), now=0.0)
-    leader.want(slow, now=0.0)
-    leader.forget(0, gone=False, died=False)
+    [(_, command)] = coordinator_node.start(
+        EvaluationWorkers(make_plan(coordinated=True), (server,), server, 0), now=0.0
+    )
+    coordinator_node.want(slow, now=0.0)
+    coordinator_node.forget(0, gone=False, died=False)
     assert isinstance(command, Command)
-    [(to, cells)] = leader.receive(server, Answer(1, command.number, (), version=1), now=1.0)
-    assert to == slow and isinstance(cells, Cells)
+    [(to, work_items)] = coordinator_node.receive(server, Answer(1, command.number, (), version=1), now=1.0)
+    assert to == slow and isinstance(work_items, AssignItems)
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -231,9 +246,9 @@ def test_in_a_storm_it_is_the_same_result_or_there_is_a_reason(seed: int) -> Non
     chances = Chances(length_s=1.5, timeout_s=TIMEOUT_S, coordinator_returns=True)
     script = random_script(Random(f"storm {seed}"), 3, 2, chances)
     ran = led(strategy, Logistic(), num_workers=3, faults="\n".join(map(str, script)), seed=seed + 1)
-    coordinator = ran.world.coordinator
+    coordinator = ran.cluster.coordinator
 
-    assert coordinator.phase == "over", ran.world.who_waits()
+    assert coordinator.phase == "over", ran.cluster.who_waits()
     same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(Logistic()))[: len(ran.iterates)])
     if coordinator.outcome != "finished":
         assert any(why in coordinator.reason for why in ("no worker is left", "ended 3 workers", "was lost"))
@@ -255,10 +270,10 @@ def test_who_computes_what_another_has_delivered_leaves_off_between_two_batches(
     """Two cells of four batches. Worker 1 takes 10 s for a batch, 40 s for its cell; at 8 s the other begins a copy."""
     steps = with_compute(kind="constant", step_s=1.0, slow_workers=(1,), slow_factor=10.0)
     ran = led(Sandblaster(n_push=4, **EXACT), Logistic(samples=32), 2, 1, steps, run=False)
-    ran.world.run(until_s=12.5)
+    ran.cluster.run(until_s=12.5)
     assert ran.iterated[0].backups == 1 and ran.iterated[0].at_s == pytest.approx(12.0, abs=0.2)
-    ran.world.run(until_s=45.0)
-    assert ran.world.workers[1].stats.steps == 4 and ran.world.workers[1].stats.pushed_bytes == 0
+    ran.cluster.run(until_s=45.0)
+    assert ran.cluster.workers[1].stats.steps == 4 and ran.cluster.workers[1].stats.pushed_bytes == 0
 
 
 def test_equal_workers_do_no_copies() -> None:
@@ -269,17 +284,17 @@ def test_equal_workers_do_no_copies() -> None:
 def test_every_worker_pulls_once_in_an_evaluation_and_every_cell_is_pushed_once() -> None:
     ran = led(Sandblaster(iterations=3, n_push=2), Logistic(), 2, 2, with_compute(kind="constant", step_s=1.0))
     evaluations, model_bytes = ran.iterated[-1].evaluations, 8 * 48  # 20 weights and a bias, each on its boundary
-    pulled = [worker.stats.pulled_bytes for worker in ran.world.workers.values()]
+    pulled = [worker.stats.pulled_bytes for worker in ran.cluster.workers.values()]
     assert pulled[1] == evaluations * model_bytes
     assert pulled[0] == (evaluations + 1) * model_bytes  # and once more to save the model
-    assert sum(w.stats.pushed_bytes for w in ran.world.workers.values()) == evaluations * 8 * model_bytes
+    assert sum(w.stats.pushed_bytes for w in ran.cluster.workers.values()) == evaluations * 8 * model_bytes
 
 
 def test_three_deaths_at_one_cell_end_the_run() -> None:
     kills = "\n".join(f"{at:.3f} kill worker {worker}" for worker, at in enumerate((1.5, 3.5, 5.5)))
     ran = led(Sandblaster(n_push=64), Logistic(), 4, 1, with_compute(kind="constant", step_s=1.0), kills)
-    assert ran.world.coordinator.outcome == "failed"
-    assert ran.world.coordinator.reason == "cell 0 ended 3 workers"
+    assert ran.cluster.coordinator.outcome == "failed"
+    assert ran.cluster.coordinator.reason == "cell 0 ended 3 workers"
 
 
 @pytest.mark.parametrize("ms", [*range(600, 616), 1000])
@@ -287,37 +302,37 @@ def test_a_run_that_is_stopped_in_an_iteration_goes_back_to_where_it_began(ms: i
     """In the middle of a search, or while a direction is made."""
     instant = with_compute(kind="constant", step_s=0.001)
     ran = led(Sandblaster(iterations=50, n_push=1, **EXACT), Logistic(), model=instant, run=False)
-    ran.world.run(until_s=ms / 1000)
-    ran.world.leader.send(ran.world.coordinator.stop("stopped", "enough"))
-    ran.world.run()
+    ran.cluster.run(until_s=ms / 1000)
+    ran.cluster.coordinator_node.send(ran.cluster.coordinator.stop("stopped", "enough"))
+    ran.cluster.run()
 
-    assert ran.world.coordinator.outcome == "stopped" and len(ran.iterates) > 2
-    assert torch.equal(parameters(ran.world), ran.iterates[-1])
-    assert ran.world.coordinator.facts.leader is not None and ran.world.coordinator.facts.leader.error == ""
+    assert ran.cluster.coordinator.outcome == "stopped" and len(ran.iterates) > 2
+    assert torch.equal(parameters(ran.cluster), ran.iterates[-1])
+    assert ran.cluster.coordinator.state.full_batch is not None and ran.cluster.coordinator.state.full_batch.error == ""
 
 
 def test_a_lead_may_only_await_what_its_coordinator_gave() -> None:
-    async def lead(coordinator: Leading) -> None:
+    async def coordinate(coordinator: CoordinatorApi) -> None:
         await asyncio.sleep(0)
 
     server = Peer("server", 0)
-    leader = Leader(lead)
-    leader.start(Crew(make_plan(led=True), (server,), server, 0), now=0.0)
-    assert leader.over and "lead may only await what its coordinator gave last" in leader.error
+    coordinator_node = FullBatchRun(coordinate)
+    coordinator_node.start(EvaluationWorkers(make_plan(coordinated=True), (server,), server, 0), now=0.0)
+    assert coordinator_node.over and "lead may only await what its coordinator gave last" in coordinator_node.error
 
 
 def test_a_lead_that_would_calculate_for_ever_ends_soon_after_it_was_told_to() -> None:
-    async def lead(coordinator: Leading) -> None:
+    async def coordinate(coordinator: CoordinatorApi) -> None:
         while True:
             await coordinator.compute(norm(PARAMS))
 
     server = Peer("server", 0)
-    leader = Leader(lead)
-    leader.start(Crew(make_plan(led=True), (server,), server, 0), now=0.0)
-    leader.stop()
+    coordinator_node = FullBatchRun(coordinate)
+    coordinator_node.start(EvaluationWorkers(make_plan(coordinated=True), (server,), server, 0), now=0.0)
+    coordinator_node.stop()
     for number in range(1, 200):
-        leader.receive(server, Answer(1, number, (1.0,), version=0), now=0.0)
-    assert leader.over and leader.number == 101
+        coordinator_node.receive(server, Answer(1, number, (1.0,), version=0), now=0.0)
+    assert coordinator_node.over and coordinator_node.number == 101
 
 
 # ---- what it needs ----
@@ -333,17 +348,17 @@ def test_memory_is_at_most_2m_plus_4_vectors(history: int) -> None:
 def test_an_iteration_takes_less_than_ten_kilobytes_to_and_from_the_coordinator(dimension: int) -> None:
     """With ten pairs and two servers, whatever the model's size."""
     ran = led(Sandblaster(iterations=14, n_push=1, **EXACT), Logistic(dimension=dimension), run=False)
-    ran.world.coordinator.__class__ = Weighed
+    ran.cluster.coordinator.__class__ = LbfgsTraffic
     after: list[int] = []
-    note = ran.world.leader.show
+    note = ran.cluster.coordinator_node.show
 
     def show(event: Any) -> None:
         note(event)
-        if isinstance(event, Iterated):
-            after.append(ran.world.coordinator.led_bytes)  # type: ignore[attr-defined]
+        if isinstance(event, IterationDone):
+            after.append(ran.cluster.coordinator.led_bytes)  # type: ignore[attr-defined]
 
-    ran.world.leader.show = show
-    ran.world.run()
+    ran.cluster.coordinator_node.show = show
+    ran.cluster.run()
     assert len(after) == 15 and max(later - before for before, later in pairwise(after)) < 10_000
 
 
@@ -370,7 +385,7 @@ def test_a_step_into_infinity_is_taken_back() -> None:
             return loss
 
     ran = led(Sandblaster(first_step=9e9, gradient_tolerance=1e-9, loss_tolerance=0.0), Steep())
-    assert float(parameters(ran.world)) == pytest.approx(np.log(10), abs=1e-8)
+    assert float(parameters(ran.cluster)) == pytest.approx(np.log(10), abs=1e-8)
 
 
 @pytest.mark.parametrize("start, kept", [(0.1, False), (3.0, True)], ids=["bent down", "bent up"])
@@ -388,7 +403,7 @@ def test_a_pair_counts_only_if_the_curvature_is_positive(start: float, kept: boo
             return loss
 
     ran = led(Sandblaster(iterations=1, line_search="armijo", first_step=0.01, **EXACT), Hills(), num_servers=1)
-    [block] = ran.world.servers[0].server.blocks.values()
+    [block] = ran.cluster.servers[0].server.blocks.values()
     assert ("s0" in block.vectors.named and "y0" in block.vectors.named) is kept
     assert ran.iterated[-1].step > 0
 
@@ -401,8 +416,8 @@ def test_a_part_of_the_data_lowers_the_loss_of_all_of_it() -> None:
     f, w = objective(task, weight_decay=0.01)
     ran = led(Sandblaster(iterations=12, batch=0.6, n_push=1, weight_decay=0.01, **EXACT), task)
     best = f(plain_lbfgs(Sandblaster(iterations=30), *objective(task, weight_decay=0.01))[-1])[0]
-    assert f(parameters(ran.world))[0] - best < 0.2 * (f(w)[0] - best)
-    assert ran.iterated[-1].cells == 6 * ran.iterated[-1].evaluations
+    assert f(parameters(ran.cluster))[0] - best < 0.2 * (f(w)[0] - best)
+    assert ran.iterated[-1].work_items == 6 * ran.iterated[-1].evaluations
 
 
 def test_a_part_keeps_half_of_the_one_before() -> None:
@@ -420,16 +435,16 @@ def test_a_part_keeps_half_of_the_one_before() -> None:
 @pytest.mark.parametrize(
     "iteration, before, now, why",
     [
-        (3, 2.0, Where(1.0, 0.5), ""),
-        (3, 2.0, Where(1.0, 0.1), "the gradient norm is at most 0.1"),
-        (3, 2.0, Where(1.99, 0.5), "the loss changed by at most 0.01 of itself"),
-        (3, 2e-6, Where(1e-6, 0.5), ""),  # half of it, however small it is
-        (9, 2.0, Where(1.0, 0.5), "9 iterations are done"),
-        (0, float("inf"), Where(1.0, 0.5), ""),
-        (3, 2.0, Where(float("nan"), 0.5), "the loss is not finite"),
+        (3, 2.0, SearchPoint(1.0, 0.5), ""),
+        (3, 2.0, SearchPoint(1.0, 0.1), "the gradient norm is at most 0.1"),
+        (3, 2.0, SearchPoint(1.99, 0.5), "the loss changed by at most 0.01 of itself"),
+        (3, 2e-6, SearchPoint(1e-6, 0.5), ""),  # half of it, however small it is
+        (9, 2.0, SearchPoint(1.0, 0.5), "9 iterations are done"),
+        (0, float("inf"), SearchPoint(1.0, 0.5), ""),
+        (3, 2.0, SearchPoint(float("nan"), 0.5), "the loss is not finite"),
     ],
 )
-def test_when_it_stops(iteration: int, before: float, now: Where, why: str) -> None:
+def test_when_it_stops(iteration: int, before: float, now: SearchPoint, why: str) -> None:
     assert Limits(iterations=9, gradient_tolerance=0.1, loss_tolerance=0.01).reached(iteration, before, now) == why
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rainband.protocol.data_plan import Name, Plan
+from rainband.protocol.data_plan import DataPlan, PushId
 from rainband.protocol.messages import (
     COORDINATOR,
+    AcceptedBatches,
     Ack,
-    Ask,
     Assign,
+    BlockReady,
     Flush,
     Forget,
-    Load,
-    Loaded,
+    InitBlock,
     Params,
     Peer,
     Pull,
@@ -26,13 +26,13 @@ from rainband.protocol.messages import (
     PushResult,
     Ready,
     Report,
+    ReportRequest,
     Revoke,
-    Sets,
     Skipped,
     Tally,
 )
 from rainband.server.block import Block
-from rainband.server.server import Out, Server
+from rainband.server.server import Server, ServerOutput
 from tests.harness import replaced
 from tests.pieces import (
     NUMEL,
@@ -53,18 +53,18 @@ from tests.pieces import (
 from tests.pieces import make_server as new_server
 
 
-def messages(outs: list[Out], kind: type) -> list[Any]:
+def messages(outs: list[ServerOutput], kind: type) -> list[Any]:
     return [out.message for out in outs if isinstance(out.message, kind)]
 
 
-def revoke(server: Server, portion: int, lease: int) -> Sets:
-    (sets,) = messages(server.receive(COORDINATOR, Revoke(portion, lease)), Sets)
-    assert isinstance(sets, Sets)
+def revoke(server: Server, portion: int, lease: int) -> AcceptedBatches:
+    (sets,) = messages(server.receive(COORDINATOR, Revoke(portion, lease)), AcceptedBatches)
+    assert isinstance(sets, AcceptedBatches)
     return sets
 
 
 def report(server: Server) -> Report:
-    (out,) = server.receive(COORDINATOR, Ask())
+    (out,) = server.receive(COORDINATOR, ReportRequest())
     assert out.to == COORDINATOR and isinstance(out.message, Report)
     return out.message
 
@@ -113,7 +113,7 @@ def test_a_name_may_be_ranges_of_several_portions() -> None:
 
     assert send(server, make_push(name)) == PushResult.ACCEPTED
 
-    assert server.blocks[0].marks.of(0) == 0b1100 and server.blocks[0].marks.of(1) == 0b0001
+    assert server.blocks[0].accepted_set.of(0) == 0b1100 and server.blocks[0].accepted_set.of(1) == 0b0001
     assert send(server, make_push(named(0, 3) + named(1, 0))) == PushResult.DUPLICATE
 
 
@@ -125,7 +125,7 @@ def test_a_skip_marks_without_a_step() -> None:
 
     assert value_of(server.blocks[0]) == 0.0 and server.blocks[0].version == 0
     assert report(server).skipped == (Skipped(0, 0b11, "not finite"),)
-    assert report(server).blocks == (Tally(had=2, applied=0, skipped=2, buffered=0),)
+    assert report(server).blocks == (Tally(accepted=2, applied=0, skipped=2, buffered=0),)
 
 
 def test_a_push_without_name_is_named_by_its_sender() -> None:
@@ -137,14 +137,16 @@ def test_a_push_without_name_is_named_by_its_sender() -> None:
     assert send(server, make_push((), sequence=7, worker=1)) == PushResult.ACCEPTED
     assert answer(server.receive(again, make_push((), sequence=7), full(1.0))).result == PushResult.ACCEPTED
 
-    assert value_of(server.blocks[0]) == -1.5 and server.blocks[0].marks.count == 0
+    assert value_of(server.blocks[0]) == -1.5 and server.blocks[0].accepted_set.count == 0
 
 
 def test_the_answer_says_which_push_which_version_and_whose_slot() -> None:
     server = new_server()
     outs = server.receive(WORKERS[0], make_push(named(0, 0), sequence=9, slot=3), full(1.0))
 
-    assert outs[0] == Out(WORKERS[0], Ack(block=0, sequence=9, result=PushResult.ACCEPTED, term=1, version=1, slot=3))
+    assert outs[0] == ServerOutput(
+        WORKERS[0], Ack(block=0, sequence=9, result=PushResult.ACCEPTED, term=1, version=1, slot=3)
+    )
 
 
 # ---- refusing ----
@@ -171,8 +173,8 @@ def state(server: Server) -> dict[str, Any]:
             "published": [buffer.tolist() for buffer in block.place.buffers],
             "word": block.place.words[0],
             "version": block.version,
-            "marks": (block.marks.low, dict(block.marks.open), block.marks.count),
-            "extras": dict(block.extras),
+            "marks": (block.accepted_set.low, dict(block.accepted_set.open), block.accepted_set.count),
+            "untracked_pushes": dict(block.untracked_pushes),
             "skipped": dict(block.skipped),
             PushResult.ACCEPTED: block.applied,
             "staleness": copy.deepcopy(dict(block.staleness)),
@@ -214,8 +216,8 @@ GOOD = make_push(named(1, 1), worker=0, block=0, clock=9)
         (replaced(GOOD, numel=16), full(1.0), PushResult.BAD, "block 0 is 32 x float32, the push is 16 x float32"),
         (GOOD, full(1.0)[:5], PushResult.BAD, "the payload is not the 128 bytes of block 0"),
         (GOOD, None, PushResult.BAD, "the payload is not the 128 bytes of block 0"),
-        (replaced(GOOD, point=0), full(1.0), PushResult.LATE, ""),
-        (replaced(GOOD, point=2), full(1.0), PushResult.EARLY, "at version 1"),
+        (replaced(GOOD, at_version=0), full(1.0), PushResult.LATE, ""),
+        (replaced(GOOD, at_version=2), full(1.0), PushResult.EARLY, "at version 1"),
         (replaced(GOOD, name=named(1, 0, 2)), full(1.0), PushResult.OVERLAPS, ""),
     ],
 )
@@ -239,7 +241,7 @@ def test_a_push_from_anyone_but_a_worker_is_refused() -> None:
     assert state(server) == before
 
 
-FENCED: Name = named(0, 0, lease=1)
+FENCED: PushId = named(0, 0, lease=1)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_revoke_answers_with_the_sets_of_every_block_and_fences_smaller_leases()
     send(server, make_push(named(0, 0, 2, lease=1), block=0))
     send(server, make_push(named(0, 0, lease=1), block=1))
 
-    assert revoke(server, portion=0, lease=2) == Sets(portion=0, lease=2, masks=(0b11, 0b01))
+    assert revoke(server, portion=0, lease=2) == AcceptedBatches(portion=0, lease=2, masks=(0b11, 0b01))
 
     assert send(server, make_push(named(0, 2, lease=1))) == PushResult.REVOKED
     assert send(server, make_push(named(0, 2, lease=2))) == PushResult.ACCEPTED
@@ -284,7 +286,7 @@ def test_a_skip_under_a_lease_that_was_taken_back_is_refused_too() -> None:
     server = new_server()
     revoke(server, portion=0, lease=2)
     assert send(server, make_push(named(0, 0, lease=1), skip="not finite"), None) == PushResult.REVOKED
-    assert server.blocks[0].marks.count == 0
+    assert server.blocks[0].accepted_set.count == 0
 
 
 def test_a_fence_is_never_lowered() -> None:
@@ -309,7 +311,7 @@ def test_what_is_complete_needs_no_fence_any_more() -> None:
 # ---- rounds ----
 
 
-def a_server_in_round(round_: int, num_blocks: int = 1, columns: int = 2) -> tuple[Server, Plan]:
+def a_server_in_round(round_: int, num_blocks: int = 1, columns: int = 2) -> tuple[Server, DataPlan]:
     plan = rounds_plan(num_batches=8, columns=columns, portion_batches=4)
     server = new_server(num_blocks, plan)
     for done in range(round_):
@@ -354,11 +356,11 @@ def test_the_same_cell_from_two_workers_counts_once() -> None:
 @pytest.mark.parametrize(
     "push",
     [
-        make_push(named(0, 1), point=0),  # a cell of round 1, said to be of round 0
-        make_push(named(0, 0), point=-1),
-        make_push((), point=0),
-        make_push(named(0, 0) + named(1, 0), point=0),
-        make_push(named(0, 0, 2), point=0),
+        make_push(named(0, 1), at_version=0),  # a cell of round 1, said to be of round 0
+        make_push(named(0, 0), at_version=-1),
+        make_push((), at_version=0),
+        make_push(named(0, 0) + named(1, 0), at_version=0),
+        make_push(named(0, 0, 2), at_version=0),
     ],
 )
 def test_what_is_no_cell_of_its_round_is_bad(push: Push) -> None:
@@ -373,7 +375,7 @@ def test_what_is_no_cell_of_its_round_is_bad(push: Push) -> None:
 # ---- reading ----
 
 
-def params(outs: list[Out]) -> list[tuple[Peer, Params]]:
+def params(outs: list[ServerOutput]) -> list[tuple[Peer, Params]]:
     return [(out.to, out.message) for out in outs if isinstance(out.message, Params) and out.read]
 
 
@@ -393,8 +395,8 @@ def test_a_pull_is_held_until_the_first_values_are_there() -> None:
     server = new_server(num_blocks=2, loaded=False)
 
     assert server.receive(WORKERS[1], Pull(sequence=1)) == []
-    assert params(server.receive(WORKERS[0], Load(0, "float32", NUMEL), full(7.0))) == []
-    outs = server.receive(WORKERS[0], Load(1, "float32", NUMEL), full(8.0))
+    assert params(server.receive(WORKERS[0], InitBlock(0, "float32", NUMEL), full(7.0))) == []
+    outs = server.receive(WORKERS[0], InitBlock(1, "float32", NUMEL), full(8.0))
 
     assert [p.block for _, p in params(outs)] == [0, 1]
     assert [out.message for out in outs if out.to == COORDINATOR] == [Ready()]
@@ -403,7 +405,7 @@ def test_a_pull_is_held_until_the_first_values_are_there() -> None:
 def test_a_pull_of_a_round_is_held_until_the_round_is_there_block_by_block() -> None:
     server, plan = a_server_in_round(0, num_blocks=2, columns=1)
 
-    assert server.receive(WORKERS[1], Pull(sequence=1, point=1)) == []
+    assert server.receive(WORKERS[1], Pull(sequence=1, at_version=1)) == []
     outs = server.receive(WORKERS[0], cell_push(plan, 0, 0, block=1), full(1.0))
     assert [p.block for _, p in params(outs)] == [1]
     outs = server.receive(WORKERS[0], cell_push(plan, 0, 0, block=0), full(1.0))
@@ -412,7 +414,7 @@ def test_a_pull_of_a_round_is_held_until_the_round_is_there_block_by_block() -> 
 
 def test_version_r_is_kept_beside_r_plus_1_and_then_late() -> None:
     server, plan = a_server_in_round(1, columns=1)
-    ask = Params(block=0, sequence=1, term=1, version=0, point=0)
+    ask = Params(block=0, sequence=1, term=1, version=0, at_version=0)
 
     message, values = server.read(ask)
     assert (message.version, message.late) == (0, False)
@@ -421,7 +423,7 @@ def test_version_r_is_kept_beside_r_plus_1_and_then_late() -> None:
     send(server, cell_push(plan, 1, 0))
     message, values = server.read(ask)
     assert message.late and values is None
-    message, values = server.read(replaced(ask, point=1))
+    message, values = server.read(replaced(ask, at_version=1))
     assert values is not None and set(values.tolist()) == {-0.5}
 
 
@@ -439,10 +441,10 @@ def test_a_push_may_want_the_block_back_also_when_it_is_refused() -> None:
 
 def test_a_readers_newer_question_takes_the_place_of_its_older_one() -> None:
     server, plan = a_server_in_round(0, columns=1)
-    server.receive(WORKERS[0], Pull(sequence=1, point=1))
-    server.receive(WORKERS[1], Pull(sequence=1, point=1))
+    server.receive(WORKERS[0], Pull(sequence=1, at_version=1))
+    server.receive(WORKERS[1], Pull(sequence=1, at_version=1))
 
-    assert [p.sequence for _, p in params(server.receive(WORKERS[0], Pull(sequence=2, point=0)))] == [2]
+    assert [p.sequence for _, p in params(server.receive(WORKERS[0], Pull(sequence=2, at_version=0)))] == [2]
     outs = server.receive(WORKERS[2], cell_push(plan, 0, 0, worker=2), full(1.0))
 
     assert [to for to, _ in params(outs)] == [WORKERS[1]]
@@ -450,7 +452,7 @@ def test_a_readers_newer_question_takes_the_place_of_its_older_one() -> None:
 
 def test_nobody_answers_a_reader_that_is_gone() -> None:
     server, plan = a_server_in_round(0, columns=1)
-    server.receive(WORKERS[1], Pull(sequence=1, point=1))
+    server.receive(WORKERS[1], Pull(sequence=1, at_version=1))
     server.lost(WORKERS[1])
     assert params(server.receive(WORKERS[0], cell_push(plan, 0, 0), full(1.0))) == []
 
@@ -463,18 +465,20 @@ def test_first_values_that_come_before_the_blocks_wait_for_them() -> None:
     server = Server(lambda _: half, lambda specs, buffers: [make_place(spec, buffers) for spec in specs])
     lent = full(7.0)
 
-    assert server.receive(WORKERS[0], Load(0, "float32", NUMEL, slot=2), lent) == []
+    assert server.receive(WORKERS[0], InitBlock(0, "float32", NUMEL, slot=2), lent) == []
     lent.zero_()
     outs = server.receive(COORDINATOR, Assign(make_plan(), specs_of(1), ({},), num_workers=1))
 
-    assert outs == [Out(WORKERS[0], Loaded(0, slot=2)), Out(COORDINATOR, Ready())]
+    assert outs == [ServerOutput(WORKERS[0], BlockReady(0, slot=2)), ServerOutput(COORDINATOR, Ready())]
     assert value_of(server.blocks[0]) == 7.0
 
 
 def test_a_server_without_blocks_is_ready_at_once() -> None:
     half = make_half()
     server = Server(lambda _: half, lambda specs, buffers: [])
-    assert server.receive(COORDINATOR, Assign(make_plan(), (), ({},), num_workers=1)) == [Out(COORDINATOR, Ready())]
+    assert server.receive(COORDINATOR, Assign(make_plan(), (), ({},), num_workers=1)) == [
+        ServerOutput(COORDINATOR, Ready())
+    ]
     assert report(server).blocks == ()
 
 
@@ -482,23 +486,23 @@ def test_first_values_are_not_taken_over_what_was_learnt_but_their_slot_is_given
     server = new_server()
     send(server, make_push(named(0, 0)))
 
-    outs = server.receive(WORKERS[1], Load(0, "float32", NUMEL, slot=4), full(9.0))
+    outs = server.receive(WORKERS[1], InitBlock(0, "float32", NUMEL, slot=4), full(9.0))
 
-    assert outs == [Out(WORKERS[1], Loaded(0, slot=4))]
+    assert outs == [ServerOutput(WORKERS[1], BlockReady(0, slot=4))]
     assert value_of(server.blocks[0]) == -0.5
 
 
 @pytest.mark.parametrize(
     "load, payload",
     [
-        (Load(9, "float32", NUMEL), full(1.0)),
-        (Load(0, "float64", NUMEL), full(1.0)),
-        (Load(0, "float32", NUMEL - 1), full(1.0)),
-        (Load(0, "float32", NUMEL), full(1.0)[1:]),
-        (Load(0, "float32", NUMEL), None),
+        (InitBlock(9, "float32", NUMEL), full(1.0)),
+        (InitBlock(0, "float64", NUMEL), full(1.0)),
+        (InitBlock(0, "float32", NUMEL - 1), full(1.0)),
+        (InitBlock(0, "float32", NUMEL), full(1.0)[1:]),
+        (InitBlock(0, "float32", NUMEL), None),
     ],
 )
-def test_first_values_that_do_not_fit_are_refused(load: Load, payload: Tensor | None) -> None:
+def test_first_values_that_do_not_fit_are_refused(load: InitBlock, payload: Tensor | None) -> None:
     server = new_server(loaded=False)
     assert server.receive(WORKERS[0], load, payload) == []
     assert not server.blocks[0].loaded and server.refused == {"load": 1}
@@ -515,7 +519,7 @@ def test_a_report_comes_by_itself_when_a_portion_is_complete_on_the_last_block()
     outs = server.receive(WORKERS[0], make_push(named(0, 0, 4), block=1), full(1.0))
 
     (told,) = messages(outs, Report)
-    assert (told.low, told.full, told.had) == (1, (), 4)
+    assert (told.low, told.full, told.accepted) == (1, (), 4)
 
 
 def test_of_very_many_portions_some_are_told_at_once_and_the_last_without_delay() -> None:
@@ -541,7 +545,7 @@ def test_portions_complete_above_the_lowest_open_one_are_listed() -> None:
     told = report(server)
 
     assert (told.low, told.full) == (0, (2,))
-    assert told.had == 2  # the least over its blocks
+    assert told.accepted == 2  # the least over its blocks
     assert told.blocks == (Tally(4, 4, 0, 0), Tally(2, 2, 0, 0))
     assert told.updates == 3
 
@@ -569,11 +573,11 @@ def test_flush_and_forget_change_no_round_that_is_not_complete() -> None:
     (out,) = server.receive(COORDINATOR, Flush())
 
     assert isinstance(out.message, Report) and out.message.flushed
-    assert out.message.blocks == (Tally(had=1, applied=0, skipped=0, buffered=1),)
+    assert out.message.blocks == (Tally(accepted=1, applied=0, skipped=0, buffered=1),)
     assert state(server) == before
 
 
-@pytest.mark.parametrize("message", [Revoke(0, 9), Forget(1), Ask(), Flush()])
+@pytest.mark.parametrize("message", [Revoke(0, 9), Forget(1), ReportRequest(), Flush()])
 def test_a_worker_may_not_say_what_a_coordinator_says(message: Any) -> None:
     server = new_server()
     before = state(server)

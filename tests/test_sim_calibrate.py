@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 from rainband.cli import calibrate as calibrate_command
 from rainband.cli import fuzz as simtest
-from rainband.record.calibrate import Measured, Stopwatch, assemble
-from rainband.record.message_cost import ALL, COMPUTE, MESSAGE, PIECE, WARM_UP, Besides, Pieces, besides
-from rainband.record.wakeup_latency import Waking, core_here, echo_main, pinned, read_all, sleeper_main
+from rainband.record.calibrate import Measurements, Stopwatch, assemble
+from rainband.record.message_cost import ALL, COMPUTE, MESSAGE, PIECE, WARM_UP, MessageCost, Pieces, besides
+from rainband.record.wakeup_latency import WakeupLatency, core_here, echo_main, pinned, read_all, sleeper_main
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.models.cluster_model import load_model
 
-ALONE = Measured(
+ALONE = Measurements(
     compute_s=[0.010, 0.012, 0.014],
     push_s=[0.003],
     step_s=[0.001],
@@ -33,8 +33,8 @@ ALONE = Measured(
     model_bytes=4_000_000,
     num_blocks=4,
 )
-TOGETHER = Measured([0.018], [1.0], [1.0], [1.0], [1.0], [1.0], 4_000_000, 4)
-WAKING = Waking(wake_s=5e-5, moves=0.25)
+TOGETHER = Measurements([0.018], [1.0], [1.0], [1.0], [1.0], [1.0], 4_000_000, 4)
+WAKING = WakeupLatency(wake_s=5e-5, moves=0.25)
 
 
 def app() -> Typer:
@@ -46,7 +46,7 @@ def app() -> Typer:
 
 
 def test_pieces_become_speeds() -> None:
-    model = assemble(ALONE, [TOGETHER, TOGETHER], 2, 2, WAKING, Besides(1e-5, 4e-5, compute_s=0.024))
+    model = assemble(ALONE, [TOGETHER, TOGETHER], 2, 2, WAKING, MessageCost(1e-5, 4e-5, compute_s=0.024))
     assert model.compute.trace_s == (0.010, 0.012, 0.014) and model.compute.step_s == pytest.approx(0.012)
     assert model.nodes.push_bytes_per_s == 4_000_000 / 0.004
     assert model.nodes.apply_bytes_per_s == 1_000_000 / 0.0005
@@ -61,29 +61,29 @@ def test_pieces_become_speeds() -> None:
 
 def test_what_busy_cores_cost_is_told_by_those_that_were_busy() -> None:
     """Three processes at once, on a machine with 16 cores: each of the other two costs a quarter."""
-    model = assemble(ALONE, [TOGETHER] * 3, 3, 16, WAKING, Besides(0.0, 0.0, 0.012))
+    model = assemble(ALONE, [TOGETHER] * 3, 3, 16, WAKING, MessageCost(0.0, 0.0, 0.012))
     assert model.nodes.crowding == pytest.approx(0.25) and model.nodes.cores == 16
 
 
 def test_a_machine_with_one_core_has_no_crowd() -> None:
-    assert assemble(ALONE, [ALONE], 1, 1, WAKING, Besides(0.0, 0.0, 0.012)).nodes.crowding == 0.0
+    assert assemble(ALONE, [ALONE], 1, 1, WAKING, MessageCost(0.0, 0.0, 0.012)).nodes.crowding == 0.0
 
 
 def test_a_server_that_makes_a_step_with_every_push_gathers_nothing() -> None:
     every = msgspec.structs.replace(ALONE, gather_s=[])
-    assert assemble(every, [ALONE], 1, 1, WAKING, Besides(0.0, 0.0, 0.012)).nodes.gather_bytes_per_s == 0.0
+    assert assemble(every, [ALONE], 1, 1, WAKING, MessageCost(0.0, 0.0, 0.012)).nodes.gather_bytes_per_s == 0.0
 
 
 def test_where_pushes_make_no_step_gathering_is_all_that_they_take() -> None:
-    led = msgspec.structs.replace(ALONE, apply_s=[])
-    nodes = assemble(led, [ALONE], 1, 1, WAKING, Besides(0.0, 0.0, 0.012)).nodes
+    coordinated = msgspec.structs.replace(ALONE, apply_s=[])
+    nodes = assemble(coordinated, [ALONE], 1, 1, WAKING, MessageCost(0.0, 0.0, 0.012)).nodes
     assert (nodes.apply_bytes_per_s, nodes.gather_bytes_per_s) == (1_000_000 / 0.0002, 0.0)
 
 
 def test_a_piece_that_never_came_says_what_to_type() -> None:
     without = msgspec.structs.replace(ALONE, take_s=[])
     with pytest.raises(ValueError, match="too few steps to measure take: try twice as many with --steps"):
-        assemble(without, [ALONE], 1, 1, WAKING, Besides(0.0, 0.0, 0.012))
+        assemble(without, [ALONE], 1, 1, WAKING, MessageCost(0.0, 0.0, 0.012))
 
 
 def test_what_is_in_no_piece_is_what_messages_cost(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_the_command_writes_a_model_that_can_be_used(tmp_path: Path) -> None:
 
 
 def test_simtest_shows_a_run_and_its_script() -> None:
-    result = CliRunner().invoke(app(), ["simtest", "3", "--strategy", "sync", "--trace"])
+    result = CliRunner().invoke(app(), ["fuzz", "3", "--strategy", "sync", "--trace"])
     assert result.exit_code == 0 and "seed 3: sync" in result.output, result.output
     assert "push 2 block 0" in result.output and "all kept their promises" in result.output
 
@@ -189,11 +189,11 @@ def test_simtest_shows_a_run_and_its_script() -> None:
 def test_simtest_takes_a_script(tmp_path: Path) -> None:
     file = tmp_path / "script"
     file.write_text("0.1 kill server 0\n")
-    result = CliRunner().invoke(app(), ["simtest", "1", "--faults", str(file)])
+    result = CliRunner().invoke(app(), ["fuzz", "1", "--faults", str(file)])
     assert result.exit_code == 0 and "failed after" in result.output  # cleanly, as it should
 
 
 @pytest.mark.parametrize("args", [["x"], ["1", "--strategy", "gossip"]])
 def test_simtest_says_what_can_be_typed(args: list[str]) -> None:
-    result = CliRunner().invoke(app(), ["simtest", *args])
+    result = CliRunner().invoke(app(), ["fuzz", *args])
     assert result.exit_code == 2 and ("such as 17" in result.output or "choose from downpour" in result.output)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rainband.coordinator.liveness import Presence
-from rainband.protocol.data_plan import Marks
-from rainband.protocol.messages import Named, Push
-from rainband.rules import Compensated, FirstOfRound, MeanOfArrivals, WaitForSlowest, WaitForTasks
+from rainband.coordinator.liveness import Liveness
+from rainband.protocol.data_plan import AcceptedSet
+from rainband.protocol.messages import Push, RoundChosen
+from rainband.rules import ApplyEvery, Compensated, FirstArrivalsOfRound, StalenessBound, TaskBound
 from rainband.runtimes.simulation.models.faults import (
     ON_A_LINE,
     ON_A_NODE,
@@ -30,7 +30,7 @@ from rainband.runtimes.simulation.models.faults import (
     text,
 )
 from rainband.runtimes.simulation.models.trace import table
-from rainband.runtimes.simulation.oracle.check import Verdict, check, shortest, without_faults
+from rainband.runtimes.simulation.oracle.check import OracleVerdict, check, shortest, without_faults
 from rainband.runtimes.simulation.oracle.scenarios import KINDS, Case, random_case
 from rainband.server.block import Block
 from rainband.server.server import Server
@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def told(verdict: Verdict) -> str:
+def told(verdict: OracleVerdict) -> str:
     return f"{verdict.command}\n{text(verdict.case.script)}\n" + "\n".join(verdict.wrong)
 
 
@@ -144,13 +144,13 @@ def test_pushes_that_overtake_each_other_count_once() -> None:
 
 def test_a_worker_killed_between_two_blocks_of_one_push_is_made_up_for() -> None:
     """At some of these instants one server has the push and the other has not."""
-    torn = 0
+    partially_applied = 0
     for ms in range(100, 400, 7):
         verdict = check(Case(1, "downpour", 2, 2, parse(f"{ms / 1000} kill worker 0")), keep_trace=True)
         assert not verdict.wrong, told(verdict)
         sets = [line.what.split(" ")[2] for line in verdict.trace.lines or [] if line.what.startswith("sets")]
-        torn += len(set(sets)) > 1
-    assert torn > 0
+        partially_applied += len(set(sets)) > 1
+    assert partially_applied > 0
 
 
 def test_an_evaluation_that_is_over_is_not_read_under_its_old_number() -> None:
@@ -230,22 +230,22 @@ def a_batch_applied_but_not_in_the_parameters(patch: pytest.MonkeyPatch) -> None
 
 
 def nobody_is_given_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Presence, "_why_late", lambda *_: "")
+    patch.setattr(Liveness, "_why_late", lambda *_: "")
 
 
 def anyone_may_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WaitForSlowest, "admits", lambda *_: True)
+    patch.setattr(StalenessBound, "admits", lambda *_: True)
 
 
 def a_newcomer_is_known_by_its_first_push(patch: pytest.MonkeyPatch) -> None:
-    enter, absorb = WaitForSlowest.enter, WaitForSlowest.absorb
+    enter, absorb = StalenessBound.enter, StalenessBound.absorb
 
-    def enter_late(rule: WaitForSlowest, block: Block, push: Push, gradient: Tensor | None) -> None:
+    def enter_late(rule: StalenessBound, block: Block, push: Push, gradient: Tensor | None) -> None:
         enter(rule, block, push.worker, push.clock - 1)
         absorb(rule, block, push, gradient)
 
-    patch.setattr(WaitForSlowest, "enter", lambda *_: None)
-    patch.setattr(WaitForSlowest, "absorb", enter_late)
+    patch.setattr(StalenessBound, "enter", lambda *_: None)
+    patch.setattr(StalenessBound, "absorb", enter_late)
 
 
 def nothing_is_corrected(patch: pytest.MonkeyPatch) -> None:
@@ -266,27 +266,27 @@ def corrected_from_the_newest(patch: pytest.MonkeyPatch) -> None:
 
 
 def each_block_chooses_its_first(patch: pytest.MonkeyPatch) -> None:
-    def absorb(rule: FirstOfRound, block: Block, push: Push, gradient: Tensor | None) -> None:
+    def absorb(rule: FirstArrivalsOfRound, block: Block, push: Push, gradient: Tensor | None) -> None:
         rule.come[block.plan.column_of(push.name[0].portion)] = push, gradient
         if len(rule.come) == rule.needed:
-            rule.named = Named(block.version, tuple(sorted(rule.come)))
+            rule.named = RoundChosen(block.version, tuple(sorted(rule.come)))
         rule._finish_if_all_are_here(block)
 
-    patch.setattr(FirstOfRound, "absorb", absorb)
+    patch.setattr(FirstArrivalsOfRound, "absorb", absorb)
 
 
 def a_cell_is_added_whenever_it_comes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Server, "_has_had", lambda server, sender, block, push: False)
-    patch.setattr(Marks, "has_some", lambda *_: False)
+    patch.setattr(Server, "_has_accepted", lambda server, sender, block, push: False)
+    patch.setattr(AcceptedSet, "has_some", lambda *_: False)
 
 
 def the_count_forgets_the_lost_gradients(patch: pytest.MonkeyPatch) -> None:
     """A gatherer that begins anew when a worker is lost, and with it what others gave."""
-    patch.setattr(MeanOfArrivals, "forget", lambda rule, block, worker: rule._begin())
+    patch.setattr(ApplyEvery, "forget", lambda rule, block, worker: rule._begin())
 
 
 def tasks_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WaitForTasks, "admits", lambda *_: True)
+    patch.setattr(TaskBound, "admits", lambda *_: True)
 
 
 # What is broken, how, and a strategy and a first seed with which somebody notices soon.
@@ -340,7 +340,7 @@ def test_a_failing_seed_is_replayed_by_its_command_and_shrinks(monkeypatch: pyte
     short = shortest(case)
     assert 1 <= len(short.script) <= len(case.script)
     verdict = check(short, keep_trace=True)
-    assert verdict.wrong and verdict.command == f"rainband simtest {case.seed} --strategy downpour"
+    assert verdict.wrong and verdict.command == f"rainband fuzz {case.seed} --strategy downpour"
     shown = table(verdict.trace.lines or []).splitlines()
     assert any(re.search(r"worker \d +> server \d +push \d+ block \d", line) for line in shown)
     assert not any("beat" in line for line in shown)

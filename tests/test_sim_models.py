@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rainband.runtimes.simulation.models.aggregated_servers import Bank, Times
+from rainband.runtimes.simulation.models.aggregated_servers import AggregatedServers, Times
 from rainband.runtimes.simulation.models.clock import VirtualClock
 from rainband.runtimes.simulation.models.cluster_model import (
     NETWORKS,
@@ -21,8 +21,8 @@ from rainband.runtimes.simulation.models.cluster_model import (
     load_model,
     to_toml,
 )
-from rainband.runtimes.simulation.models.compute import ComputeModel, Pace
-from rainband.runtimes.simulation.models.cores import Cores, OwnCore, Share
+from rainband.runtimes.simulation.models.compute import ComputeModel, ComputePace
+from rainband.runtimes.simulation.models.cores import Cores, EveryNth, OwnCore
 from rainband.runtimes.simulation.models.network import Flow, Machine, Network, NetworkModel, Parcel
 from rainband.runtimes.simulation.models.random_times import exp, exponential, log, lognormal
 
@@ -203,8 +203,8 @@ def test_nothing_overtakes_on_a_connection_and_no_card_carries_more_than_it_can(
 # ---- many servers at once ----
 
 
-def times_of(bank: Bank, times: Times) -> list[float]:
-    return [bank.of(times, server) for server in range(len(bank.first_s))]
+def times_of(aggregated: AggregatedServers, times: Times) -> list[float]:
+    return [aggregated.of(times, server) for server in range(len(aggregated.first_s))]
 
 
 class EachByItself:
@@ -250,8 +250,8 @@ def test_two_numbers_stand_for_any_number_of_servers_with_equal_shares(
         NetworkModel(latency_s=0.25, bytes_per_s=10 * MB, duplex=duplex),
         nodes=NodeModel(apply_bytes_per_s=16 * MB, read_bytes_per_s=32 * MB, message_s=0.0),
     )
-    bank, each, worker, now = (
-        Bank(model, sizes, [1] * len(sizes)),
+    aggregated, each, worker, now = (
+        AggregatedServers(model, sizes, [1] * len(sizes)),
         EachByItself(model, sizes),
         Machine(model.network),
         0.0,
@@ -259,45 +259,45 @@ def test_two_numbers_stand_for_any_number_of_servers_with_equal_shares(
     for what, after_s in doings:
         now += after_s
         if what == "push":
-            times, expected = bank.apply(now), each.apply(now)
+            times, expected = aggregated.apply(now), each.apply(now)
         else:
-            times, expected = bank.ask(now), each.ask(now)
-        assert times_of(bank, times) == pytest.approx(expected)
-        assert bank.at_the_last(times) == pytest.approx(max(expected))
-        assert bank.in_the_middle(times) == pytest.approx(expected[len(sizes) // 2])
+            times, expected = aggregated.ask(now), each.ask(now)
+        assert times_of(aggregated, times) == pytest.approx(expected)
+        assert aggregated.at_the_last(times) == pytest.approx(max(expected))
+        assert aggregated.in_the_middle(times) == pytest.approx(expected[len(sizes) // 2])
         if what == "pull":
             free_at = worker.into.free_at
-            assert bank.reply(worker, times)[1] == pytest.approx(each.reply(expected, free_at))
+            assert aggregated.reply(worker, times)[1] == pytest.approx(each.reply(expected, free_at))
 
 
 def test_a_bank_of_servers_keeps_the_times_of_each() -> None:
     model = ClusterModel(
         NetworkModel(latency_s=0.1, bytes_per_s=10 * MB), nodes=NodeModel(apply_bytes_per_s=10 * MB, message_s=0.0)
     )
-    bank = Bank(model, [5 * MB, 5 * MB], [1, 1])
+    aggregated = AggregatedServers(model, [5 * MB, 5 * MB], [1, 1])
     worker = Machine(model.network)
-    assert bank.leave(worker, 0.0) == 0.0
-    assert times_of(bank, bank.apply(0.0)) == pytest.approx([0.1 + 0.5 + 0.5, 0.1 + 1.0 + 0.5])
+    assert aggregated.leave(worker, 0.0) == 0.0
+    assert times_of(aggregated, aggregated.apply(0.0)) == pytest.approx([0.1 + 0.5 + 0.5, 0.1 + 1.0 + 0.5])
     # A second worker at the same time: its shares wait for the cards, then for the processors.
-    assert times_of(bank, bank.apply(0.0)) == pytest.approx([0.1 + 1.0 + 0.6 - 0.1, 0.1 + 1.5 + 0.5])
-    assert bank.leave(worker, 0.5) == 1.0  # its card is busy with both shares until then
+    assert times_of(aggregated, aggregated.apply(0.0)) == pytest.approx([0.1 + 1.0 + 0.6 - 0.1, 0.1 + 1.5 + 0.5])
+    assert aggregated.leave(worker, 0.5) == 1.0  # its card is busy with both shares until then
 
 
 def test_pushes_of_two_workers_queue_at_the_cards_of_a_bank() -> None:
     model = ClusterModel(
         NetworkModel(latency_s=0.1, bytes_per_s=10 * MB), nodes=NodeModel(apply_bytes_per_s=math.inf, message_s=0.0)
     )
-    bank = Bank(model, [5 * MB, 5 * MB], [1, 1])
-    assert times_of(bank, bank.apply(0.0)) == pytest.approx([0.6, 1.1])
-    assert times_of(bank, bank.apply(0.0)) == pytest.approx([1.1, 1.6])
+    aggregated = AggregatedServers(model, [5 * MB, 5 * MB], [1, 1])
+    assert times_of(aggregated, aggregated.apply(0.0)) == pytest.approx([0.6, 1.1])
+    assert times_of(aggregated, aggregated.apply(0.0)) == pytest.approx([1.1, 1.6])
 
 
 def test_replies_of_a_bank_share_the_workers_card() -> None:
     model = ClusterModel(
         NetworkModel(latency_s=0.1, bytes_per_s=10 * MB), nodes=NodeModel(read_bytes_per_s=1e18, message_s=0.0)
     )
-    bank = Bank(model, [5 * MB, 5 * MB], [1, 1])
-    leave, last = bank.reply(Machine(model.network), bank.ask(now=2.0))
+    aggregated = AggregatedServers(model, [5 * MB, 5 * MB], [1, 1])
+    leave, last = aggregated.reply(Machine(model.network), aggregated.ask(now=2.0))
     assert (round(leave, 6), round(last, 6)) == (2.0, 2.0 + 0.1 + 1.0)
 
 
@@ -352,7 +352,7 @@ def test_an_idle_core_needs_some_time_to_begin() -> None:
 
 
 def test_shares_are_spread_evenly() -> None:
-    yes = {part: Share(part) for part in (2 / 3, 1 / 6, 1.0, 0.0)}
+    yes = {part: EveryNth(part) for part in (2 / 3, 1 / 6, 1.0, 0.0)}
     answers = {part: [share() for _ in range(6)] for part, share in yes.items()}
     assert answers[2 / 3] == [False, True, True, False, True, True]
     assert answers[1 / 6] == [False] * 5 + [True]
@@ -433,12 +433,12 @@ def test_random_times_have_mean_one(draw: object) -> None:
 
 def test_a_slow_worker_takes_its_factor_longer() -> None:
     model = ComputeModel(kind="constant", step_s=2.0, slow_workers=(1,), slow_factor=3.0)
-    assert [Pace(model, 0, worker).next_s() for worker in range(3)] == [2.0, 6.0, 2.0]
+    assert [ComputePace(model, 0, worker).next_s() for worker in range(3)] == [2.0, 6.0, 2.0]
 
 
 def test_every_worker_goes_through_a_measured_trace_from_its_own_place() -> None:
     model = ComputeModel(kind="trace", trace_s=(1.0, 2.0, 4.0))
-    paces = [Pace(model, 0, worker) for worker in range(20)]
+    paces = [ComputePace(model, 0, worker) for worker in range(20)]
     steps = [tuple(pace.next_s() for _ in range(3)) for pace in paces]
     assert {sum(step) for step in steps} == {7.0}
     assert len(set(steps)) == 3
@@ -446,7 +446,7 @@ def test_every_worker_goes_through_a_measured_trace_from_its_own_place() -> None
 
 def test_a_pace_is_fixed_by_seed_and_worker() -> None:
     def steps(seed: int, worker: int) -> list[float]:
-        pace = Pace(ComputeModel(kind="lognormal", straggler_chance=0.1), seed, worker)
+        pace = ComputePace(ComputeModel(kind="lognormal", straggler_chance=0.1), seed, worker)
         return [pace.next_s() for _ in range(5)]
 
     assert steps(1, 2) == steps(1, 2) != steps(1, 3)
@@ -456,7 +456,7 @@ def test_a_pace_is_fixed_by_seed_and_worker() -> None:
 def test_times_are_the_same_bits_on_every_machine() -> None:
     steps = {}
     for kind in ("lognormal", "exponential"):
-        pace = Pace(ComputeModel(kind=kind, step_s=1.0, spread=0.5), seed=0, worker=0)  # type: ignore[arg-type]
+        pace = ComputePace(ComputeModel(kind=kind, step_s=1.0, spread=0.5), seed=0, worker=0)  # type: ignore[arg-type]
         steps[kind] = [pace.next_s() for _ in range(2)]
     assert steps["lognormal"] == [1.3840818145354832, 0.3387618556874504]
     assert steps["exponential"] == [2.769741773691625, 1.2581488075142642]

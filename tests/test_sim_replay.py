@@ -18,20 +18,20 @@ from typer.testing import CliRunner
 
 from rainband.cli import replay as replay_command
 from rainband.protocol.messages import Message, Peer, Welcome
-from rainband.record.record import LONG, AnyNote, Applied, Began, Leased, Read, Recorder, Refused, read_notes
+from rainband.record.record import LONG, AnyNote, Applied, Began, Leased, Read, Recorder, RefusedPush, read_notes
 from rainband.record.replay import replay, why_bits_may_differ
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes import launcher as local
 from rainband.runtimes.run_directory import write_config
 from rainband.runtimes.simulation import run as sim
-from rainband.runtimes.simulation.cluster import Notes, World
+from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.worker import WorkerNode
 from rainband.strategy import Port
 from rainband.worker.client import Client
-from tests.processes import Nest, warmed
+from tests.processes import RunLauncher, warmed
 
 
 def config_of(directory: Path, **given: Any) -> RunConfig:
@@ -56,9 +56,9 @@ def write(directory: Path, peer: Peer, *notes: AnyNote) -> None:
 
 
 @pytest.fixture(scope="module")
-def recorded(nest: Nest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(launcher: RunLauncher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "recorded"
-    with warmed(nest):
+    with warmed(launcher):
         config = config_of(directory, strategy_settings={"optimizer": "adam", "lr": 0.01})
         result = local.run(config, lambda event: None)
     assert result.outcome == "finished", result.reason
@@ -149,20 +149,20 @@ def test_whatever_the_network_does_a_record_repeats_it(tmp_path: Path, settings:
         NetworkModel(latency_s=0.01, jitter_s=0.3), ComputeModel(kind="exponential", step_s=0.05), NodeModel()
     )
     path = str(tmp_path / "run" / "model.safetensors")
-    world = World(sim.make_play(config), sim.settings_of(config, path), model, Notes())
-    world.start()
+    runtime = SimulatedCluster(sim.make_play(config), sim.settings_of(config, path), model, Notes())
+    runtime.start()
     recorders = []
-    for node in (*world.servers.values(), *world.workers.values()):
+    for node in (*runtime.servers.values(), *runtime.workers.values()):
         recorders.append(Recorder(config.directory, node.peer))
         if isinstance(node, WorkerNode):
             watch(recorders[-1], node)
         else:
             recorders[-1].watch_server(node.server)
-    world.run()
+    runtime.run()
     write_config(tmp_path / "run", config)
     for recorder in recorders:
         recorder.close()
-    assert world.coordinator.staleness().max >= 3
+    assert runtime.coordinator.staleness().max >= 3
     assert replay(tmp_path / "run").different == 0
 
 
@@ -186,7 +186,7 @@ def test_a_run_that_was_not_recorded_says_how(tmp_path: Path) -> None:
 def test_refused_pushes_cannot_be_repeated(tmp_path: Path) -> None:
     write_config(tmp_path, config_of(tmp_path / "run"))
     write(tmp_path, Peer("worker", 0), Leased(0, 1, ((0, 1),)))
-    write(tmp_path, Peer("server", 0), Refused(0, "revoked"))
+    write(tmp_path, Peer("server", 0), RefusedPush(0, "revoked"))
     with pytest.raises(ValueError, match=r"pushes were refused in it \(1 revoked\)"):
         replay(tmp_path)
 

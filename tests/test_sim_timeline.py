@@ -92,4 +92,4 @@ def test_a_simulated_run_tells_what_every_node_did(tmp_path: Path, strategy: str
 def test_a_run_without_spans_says_how_to_get_them(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(b"")
     result = CliRunner().invoke(app(), ["timeline", str(tmp_path)])
-    assert result.exit_code == 2 and "--world sim" in result.output
+    assert result.exit_code == 2 and "--runtime sim" in result.output

@@ -28,17 +28,17 @@ from rainband.record.spans import Span
 from rainband.rules import ApplyOnArrival
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation import run as sim
-from rainband.runtimes.simulation.aggregated import BankNode, make_bank
-from rainband.runtimes.simulation.cluster import Notes, Play, World
-from rainband.runtimes.simulation.gradients import RealBody, TimeBody
+from rainband.runtimes.simulation.aggregated import AggregatedServersNode, make_aggregated
+from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
+from rainband.runtimes.simulation.gradients import GradientCompute, TimingOnly
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.models.trace import Line, read_lines
-from rainband.runtimes.simulation.shared_module import Desk
+from rainband.runtimes.simulation.shared_module import SharedModule
 from rainband.runtimes.simulation.worker import WorkerNode
 from rainband.strategies.downpour import Downpour
-from rainband.strategy import ServerHalf
+from rainband.strategy import ServerPart
 from rainband.tasks.linear import Linear
 from rainband.tasks.load import load_task
 
@@ -57,57 +57,59 @@ def world_of(
     num_servers: int = 2,
     real: bool = True,
     task: Linear = TASK,
-) -> World:
+) -> SimulatedCluster:
     flat = Flat(task.model())
-    data, desk = task.data(), Desk(flat)
+    data, shared_module = task.data(), SharedModule(flat)
     join = sim.join_of(strategy, flat, "", len(data), task.batch_size, task.epochs)  # type: ignore[arg-type]
-    empty = TimeBody(num_workers)
-    body: Callable[[], Any] = (lambda: RealBody(desk, task, data, num_workers)) if real else (lambda: empty)
+    empty = TimingOnly(num_workers)
+    body: Callable[[], Any] = (
+        (lambda: GradientCompute(shared_module, task, data, num_workers)) if real else (lambda: empty)
+    )
     settings = RunSettings(num_workers=num_workers, num_servers=num_servers)
     spans: list[Span] = []
-    play = Play(strategy, join, body, real)  # type: ignore[arg-type]
-    return World(play, settings, model, Notes(spans=spans))
+    play = Scenario(strategy, join, body, real)  # type: ignore[arg-type]
+    return SimulatedCluster(play, settings, model, Notes(spans=spans))
 
 
-def parameters(world: World, dimension: int = TASK.dimension) -> torch.Tensor:
+def parameters(cluster: SimulatedCluster, dimension: int = TASK.dimension) -> torch.Tensor:
     values = torch.zeros(dimension)
-    for node in world.servers.values():
+    for node in cluster.servers.values():
         for block in node.server.blocks.values():
             values[block.spec.start : block.spec.stop] = block.place.of(block.version)
     return values
 
 
-def steps_of(world: World, worker: int) -> int:
-    assert world.spans is not None
-    return sum(span.what == "compute" and span.node == f"worker {worker}" for span in world.spans)
+def steps_of(cluster: SimulatedCluster, worker: int) -> int:
+    assert cluster.spans is not None
+    return sum(span.what == "compute" and span.node == f"worker {worker}" for span in cluster.spans)
 
 
 # ---- who waits for whom ----
 
 
 def test_two_workers_take_half_the_steps_each_and_half_the_time() -> None:
-    world = world_of(Downpour(), 2)
-    world.start()
-    world.run()
-    assert (world.clock.now, steps_of(world, 0), steps_of(world, 1)) == (8.0, 8, 8)
+    cluster = world_of(Downpour(), 2)
+    cluster.start()
+    cluster.run()
+    assert (cluster.clock.now, steps_of(cluster, 0), steps_of(cluster, 1)) == (8.0, 8, 8)
 
 
 def test_with_downpour_a_fast_worker_does_the_slow_ones_work() -> None:
     slow = ComputeModel(kind="constant", step_s=1.0, slow_workers=(1,), slow_factor=3.0)
-    world = world_of(Downpour(), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
-    world.start()
-    world.run()
-    assert (steps_of(world, 0), steps_of(world, 1), world.clock.now) == (12, 4, 12.0)
-    assert world.workers[0].stats.waited_s == 0.0
+    cluster = world_of(Downpour(), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
+    cluster.start()
+    cluster.run()
+    assert (steps_of(cluster, 0), steps_of(cluster, 1), cluster.clock.now) == (12, 4, 12.0)
+    assert cluster.workers[0].stats.waited_s == 0.0
 
 
 def test_with_sync_everyone_waits_for_the_slow_one() -> None:
     slow = ComputeModel(kind="constant", step_s=1.0, slow_workers=(1,), slow_factor=3.0)
-    world = world_of(load_strategy("sync", {}), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
-    world.start()
-    world.run()
-    assert (steps_of(world, 0), steps_of(world, 1), world.clock.now) == (8, 8, 24.0)
-    assert world.workers[0].stats.waited_s == 8 * 2.0  # in every round
+    cluster = world_of(load_strategy("sync", {}), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
+    cluster.start()
+    cluster.run()
+    assert (steps_of(cluster, 0), steps_of(cluster, 1), cluster.clock.now) == (8, 8, 24.0)
+    assert cluster.workers[0].stats.waited_s == 8 * 2.0  # in every round
 
 
 def test_with_sync_who_comes_later_shares_the_work_at_once() -> None:
@@ -116,22 +118,22 @@ def test_with_sync_who_comes_later_shares_the_work_at_once() -> None:
     It hears of the other when it next waits: the second cell of that round is computed by both, until 3.5 and 4 s. From
     then on they share: six more rounds of one second. Without that it would compute all 16 cells alone.
     """
-    world = world_of(load_strategy("sync", {}), 2)
+    cluster = world_of(load_strategy("sync", {}), 2)
     for server in range(2):
-        world.add_server(server)
-    world.add_worker(0)
-    world.clock.at(2.5, lambda: world.add_worker(1))
-    world.run()
-    assert (steps_of(world, 0), steps_of(world, 1), world.clock.now) == (10, 7, 10.0)
+        cluster.add_server(server)
+    cluster.add_worker(0)
+    cluster.clock.at(2.5, lambda: cluster.add_worker(1))
+    cluster.run()
+    assert (steps_of(cluster, 0), steps_of(cluster, 1), cluster.clock.now) == (10, 7, 10.0)
 
 
 def test_a_slow_network_adds_what_it_should() -> None:
     """One worker, no overlap: per step a push of 192 bytes and a pull of as many, at 2 x 10 ms latency."""
     model = ClusterModel(NetworkModel(latency_s=0.01, bytes_per_s=inf), INSTANT.compute, INSTANT.nodes)
-    world = world_of(Downpour(overlap=False), 1, model)
-    world.start()
-    world.run()
-    span_s = [span.from_s for span in world.spans or [] if span.what == "compute"]
+    cluster = world_of(Downpour(overlap=False), 1, model)
+    cluster.start()
+    cluster.run()
+    span_s = [span.from_s for span in cluster.spans or [] if span.what == "compute"]
     between = [round(later - earlier, 6) for earlier, later in pairwise(span_s)]
     assert between[:10] == [1.02] * 10  # towards the end it waits for leases, too
 
@@ -139,24 +141,24 @@ def test_a_slow_network_adds_what_it_should() -> None:
 def test_every_message_that_a_worker_sends_or_takes_costs_it_time() -> None:
     """Per step it sends a push to each of two servers, and takes an answer and parameters from each: six messages."""
     nodes = replace(INSTANT.nodes, worker_message_s=0.125)
-    world = world_of(Downpour(overlap=False), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
-    world.start()
-    world.run()
-    starts = [span.from_s for span in world.spans or [] if span.what == "compute"]
+    cluster = world_of(Downpour(overlap=False), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    cluster.start()
+    cluster.run()
+    starts = [span.from_s for span in cluster.spans or [] if span.what == "compute"]
     assert [later - earlier for earlier, later in pairwise(starts)][1:3] == [1.0 + 6 * 0.125] * 2
 
 
 def test_on_one_core_copying_is_work_like_any_other() -> None:
     """16 steps of two workers: a second to compute and a second to copy what is pushed, one after the other."""
     nodes = replace(INSTANT.nodes, push_bytes_per_s=192, cores=1)
-    world = world_of(Downpour(), 2, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
-    world.start()
-    world.run()
-    assert 16 * 2.0 <= world.clock.now <= 16 * 2.0 + 3.0  # and a second for the first values
+    cluster = world_of(Downpour(), 2, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    cluster.start()
+    cluster.run()
+    assert 16 * 2.0 <= cluster.clock.now <= 16 * 2.0 + 3.0  # and a second for the first values
 
 
-def starts_of(world: World, worker: int) -> list[float]:
-    return [s.from_s for s in world.spans or [] if s.what == "compute" and s.node == f"worker {worker}"]
+def starts_of(cluster: SimulatedCluster, worker: int) -> list[float]:
+    return [s.from_s for s in cluster.spans or [] if s.what == "compute" and s.node == f"worker {worker}"]
 
 
 @pytest.mark.parametrize(("gather_bytes_per_s", "round_s"), [(768, 1.0 + 0.25 + 1.0), (0, 1.0 + 1.0 + 1.0)])
@@ -164,10 +166,10 @@ def test_only_the_last_push_of_a_round_makes_a_step(gather_bytes_per_s: float, r
     """A second to compute, a quarter to add a gradient of 192 bytes to another, a second to make the step."""
     nodes = replace(INSTANT.nodes, apply_bytes_per_s=192, gather_bytes_per_s=gather_bytes_per_s)
     model = ClusterModel(INSTANT.network, INSTANT.compute, nodes)
-    world = world_of(load_strategy("sync", {}), 2, model, num_servers=1)
-    world.start()
-    world.run()
-    starts = starts_of(world, 0)
+    cluster = world_of(load_strategy("sync", {}), 2, model, num_servers=1)
+    cluster.start()
+    cluster.run()
+    starts = starts_of(cluster, 0)
     assert [later - earlier for earlier, later in pairwise(starts)][:5] == pytest.approx([round_s] * 5)
 
 
@@ -177,20 +179,20 @@ def test_on_one_machine_answers_to_what_came_meanwhile_leave_together(cores: int
     the other two pushes and what all three ask."""
     nodes = replace(INSTANT.nodes, apply_bytes_per_s=192, cores=cores)
     model = ClusterModel(INSTANT.network, INSTANT.compute, nodes)
-    world = world_of(Downpour(overlap=False), 3, model, num_servers=1)
-    world.start()
-    world.run()
-    second = [starts_of(world, worker)[1] for worker in range(3)]
+    cluster = world_of(Downpour(overlap=False), 3, model, num_servers=1)
+    cluster.start()
+    cluster.run()
+    second = [starts_of(cluster, worker)[1] for worker in range(3)]
     assert [at_s - min(second) for at_s in sorted(second)] == pytest.approx(apart)
 
 
 def test_taking_parameters_over_counts_as_waiting_as_it_does_for_a_real_worker() -> None:
     """192 bytes at 768 a second, 16 times and once before the first step."""
     nodes = replace(INSTANT.nodes, pull_bytes_per_s=768)
-    world = world_of(Downpour(overlap=False), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
-    world.start()
-    world.run()
-    assert world.workers[0].stats.waited_s == pytest.approx(17 * 0.25, abs=0.3)
+    cluster = world_of(Downpour(overlap=False), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    cluster.start()
+    cluster.run()
+    assert cluster.workers[0].stats.waited_s == pytest.approx(17 * 0.25, abs=0.3)
 
 
 def test_copying_a_reply_keeps_a_server_from_its_next_message() -> None:
@@ -198,11 +200,11 @@ def test_copying_a_reply_keeps_a_server_from_its_next_message() -> None:
     nodes = NodeModel(
         apply_bytes_per_s=inf, read_bytes_per_s=960, push_bytes_per_s=inf, pull_bytes_per_s=inf, message_s=0.0
     )
-    world = world_of(Downpour(overlap=False), 2, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
-    world.start()
-    world.run()
+    cluster = world_of(Downpour(overlap=False), 2, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    cluster.start()
+    cluster.run()
     first = {f"worker {i}": inf for i in range(2)}
-    for span in world.spans or []:
+    for span in cluster.spans or []:
         if span.what == "compute":
             first[span.node] = min(first[span.node], span.from_s)
     assert round(first["worker 1"] - first["worker 0"], 6) == round(128 / 960, 6)
@@ -213,23 +215,25 @@ def test_what_a_killed_worker_had_not_sent_is_gone() -> None:
     nodes = NodeModel(
         apply_bytes_per_s=inf, read_bytes_per_s=inf, push_bytes_per_s=192, pull_bytes_per_s=inf, message_s=0.0
     )
-    world = world_of(Downpour(), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
-    world.clock.at(2.75, lambda: world.kill(world.workers[0], keep=lambda letter: True))  # 1 s to load, 1 to compute
-    world.start()
-    world.run()
-    versions = [block.version for node in world.servers.values() for block in node.server.blocks.values()]
+    cluster = world_of(Downpour(), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    cluster.clock.at(
+        2.75, lambda: cluster.kill(cluster.workers[0], keep=lambda in_flight: True)
+    )  # 1 s to load, 1 to compute
+    cluster.start()
+    cluster.run()
+    versions = [block.version for node in cluster.servers.values() for block in node.server.blocks.values()]
     assert sorted(versions) == [0, 1]
-    assert world.coordinator.outcome == "failed" and "no worker is left" in world.coordinator.reason
+    assert cluster.coordinator.outcome == "failed" and "no worker is left" in cluster.coordinator.reason
 
 
 def test_time_passes_alike_with_and_without_gradients() -> None:
     ends = []
     for real in (True, False):
         model = ClusterModel(NetworkModel(latency_s=0.01, bytes_per_s=1e4), ComputeModel(), NodeModel())
-        world = world_of(Downpour(), 3, model, real=real)
-        world.start()
-        world.run()
-        ends.append((world.clock.now, [w.stats.waited_s for w in world.workers.values()]))
+        cluster = world_of(Downpour(), 3, model, real=real)
+        cluster.start()
+        cluster.run()
+        ends.append((cluster.clock.now, [w.stats.waited_s for w in cluster.workers.values()]))
     assert ends[0] == ends[1]
 
 
@@ -239,12 +243,12 @@ def test_time_passes_alike_with_and_without_gradients() -> None:
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_every_batch_arrives_once_to_the_last_bit(num_workers: int) -> None:
     model = ClusterModel(NetworkModel(jitter_s=0.1), ComputeModel(kind="exponential"), NodeModel())
-    world = world_of(Downpour(optimizer="sgd", lr=0.25), num_workers, model)
-    world.start()
-    world.run()
-    assert torch.equal(parameters(world), TASK.after(0.25))
-    books = world.coordinator.books()
-    assert books is not None and books.balanced and books.applied == 16
+    cluster = world_of(Downpour(optimizer="sgd", lr=0.25), num_workers, model)
+    cluster.start()
+    cluster.run()
+    assert torch.equal(parameters(cluster), TASK.after(0.25))
+    accounting = cluster.coordinator.accounting()
+    assert accounting is not None and accounting.balanced and accounting.applied == 16
 
 
 def test_a_gradient_is_computed_at_the_parameters_its_worker_has_at_that_moment(tmp_path: Path) -> None:
@@ -280,10 +284,10 @@ class Normed(Linear):
 
 def test_every_worker_has_its_own_batchnorm_statistics() -> None:
     task = Normed(dimension=48, samples=32, batch_size=2, epochs=1)
-    world = world_of(Downpour(), 2, task=task)
-    world.start()
-    world.run()
-    first, second = (world.workers[i].body.memory.buffers for i in (0, 1))  # type: ignore[attr-defined]
+    cluster = world_of(Downpour(), 2, task=task)
+    cluster.start()
+    cluster.run()
+    first, second = (cluster.workers[i].body.memory.buffers for i in (0, 1))  # type: ignore[attr-defined]
     assert not torch.equal(first[0], second[0])
     assert (first[2].item(), second[2].item()) == (8, 8)  # batches each has seen
 
@@ -326,7 +330,7 @@ def test_a_simulated_run_leaves_what_a_real_one_does(tmp_path: Path) -> None:
     assert kinds[0] == "RunStarted" and kinds[-1] == "RunEnded"
     assert {"PlanMade", "Joined", "Progress", "PhaseChanged"} <= set(kinds)
     assert (result.outcome, result.samples, result.workers) == ("finished", 2048, 3)
-    assert result.books["not_done"] == 0 and result.metrics["loss"] > 0
+    assert result.accounting["not_processed"] == 0 and result.metrics["loss"] > 0
     assert {"config.json", "events.jsonl", "model.safetensors"} <= {f.name for f in (tmp_path / "run").iterdir()}
     losses = [event.loss for event in seen if isinstance(event, events.Progress) and event.loss is not None]
     assert losses[-1] < losses[0]  # against virtual time
@@ -368,10 +372,10 @@ class Stubborn(ApplyOnArrival):
 
 
 def test_a_deadlock_names_who_waits_for_whom_and_since_when() -> None:
-    world = world_of(Stuck(), 2)
-    world.start()
+    cluster = world_of(Stuck(), 2)
+    cluster.start()
     with pytest.raises(Deadlock) as caught:
-        world.run()
+        cluster.run()
     told = str(caught.value)
     assert "worker 0 waits for the servers: 2 of 2 blocks of the parameters, since 0.000 s" in told
     assert "server 0 holds back replies to worker 0, worker 1" in told
@@ -380,17 +384,17 @@ def test_a_deadlock_names_who_waits_for_whom_and_since_when() -> None:
 
 @dataclass(frozen=True)
 class Stuck(Downpour):
-    def server(self, num_workers: int) -> ServerHalf:
+    def server(self, num_workers: int) -> ServerPart:
         half = super().server(num_workers)
-        return ServerHalf(Stubborn, half.optimizer, half.schedule)
+        return ServerPart(Stubborn, half.optimizer, half.schedule)
 
 
 def test_a_long_step_is_no_deadlock() -> None:
     model = ClusterModel(INSTANT.network, ComputeModel(kind="constant", step_s=200.0), INSTANT.nodes)
-    world = world_of(load_strategy("sync", {}), 2, model)
-    world.start()
-    world.run()
-    assert world.coordinator.outcome == "finished"
+    cluster = world_of(load_strategy("sync", {}), 2, model)
+    cluster.start()
+    cluster.run()
+    assert cluster.coordinator.outcome == "finished"
 
 
 # ---- measuring while it trains ----
@@ -440,7 +444,7 @@ def test_servers_as_vectors_take_about_as_long_as_servers_one_by_one(
             tmp_path / str(bulk), strategy, 8, task="mlp", task_settings={"parameters": "0.7M"}, sim=settings
         )
         result = sim.run(msgspec.structs.replace(config, num_servers=4), lambda event: None)
-        assert result.books["applied"] == 80 and result.outcome == "finished"
+        assert result.accounting["applied"] == 80 and result.outcome == "finished"
         seconds[bulk] = result.seconds
     assert seconds[True] == pytest.approx(seconds[False], rel=0.06)
 
@@ -449,14 +453,18 @@ def test_servers_as_vectors_take_about_as_long_as_servers_one_by_one(
 def test_in_bulk_what_would_not_count_is_refused(setting: dict[str, Any]) -> None:
     layout = Flat(TASK.model()).layout
     with pytest.raises(ValueError, match=f"leave .*{next(iter(setting))}.* out of the model"):
-        make_bank(replace(INSTANT, nodes=NodeModel(**setting)), layout, num_servers=2)
+        make_aggregated(replace(INSTANT, nodes=NodeModel(**setting)), layout, num_servers=2)
 
 
 def test_in_bulk_the_books_are_those_of_every_server(tmp_path: Path) -> None:
     settings = SimSettings(time_only=True, bulk=True, steps=3)
     config = config_of(tmp_path / "run", "downpour", 200, sim=settings)
     result = sim.run(config, lambda event: None)
-    assert (result.books["applied"], result.books["not_done"], result.books["updates"]) == (600, 0, 600)
+    assert (result.accounting["applied"], result.accounting["not_processed"], result.accounting["updates"]) == (
+        600,
+        0,
+        600,
+    )
 
 
 def bulk_run(directory: Path, strategy: str) -> tuple[list[Line], dict[str, Any]]:
@@ -480,13 +488,13 @@ def test_in_bulk_an_answer_that_lies_until_the_next_message_changes_nothing(
     lying = bulk_run(tmp_path / "lying", strategy)
     monkeypatch.setattr(WorkerNode, "can_wait_with", lambda node, ack: False)
     assert bulk_run(tmp_path / "at once", strategy) == lying
-    expect = BankNode.expect
+    expect = AggregatedServersNode.expect
 
-    def one_by_one(node: BankNode, arrives: float, *rest: Any) -> None:
+    def one_by_one(node: AggregatedServersNode, arrives: float, *rest: Any) -> None:
         expect(node, arrives, *rest)
         node.clock.at(arrives, node._catch_up)
 
-    monkeypatch.setattr(BankNode, "expect", one_by_one)
+    monkeypatch.setattr(AggregatedServersNode, "expect", one_by_one)
     assert bulk_run(tmp_path / "one by one", strategy) == lying
 
 
@@ -495,7 +503,9 @@ def test_in_bulk_a_worker_that_goes_ahead_of_its_gradient_changes_nothing(
     tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = bulk_run(tmp_path / "ahead", strategy)
-    monkeypatch.setattr(World, "goes_ahead", property(lambda world: False, lambda world, value: None), raising=False)
+    monkeypatch.setattr(
+        SimulatedCluster, "goes_ahead", property(lambda cluster: False, lambda cluster, value: None), raising=False
+    )
     assert bulk_run(tmp_path / "one after the other", strategy) == ahead
 
 
@@ -509,12 +519,12 @@ def typed(*words: str) -> Any:
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["--time-only"], "--time-only is for virtual time: add --world sim."),
+        (["--time-only"], "--time-only is for virtual time: add --runtime sim."),
         (["--faults", "x"], "--faults is for virtual time"),
-        (["--world", "sim", "--network", "moon"], "no network named 'moon': choose from lan, 1gbit, wan, datacentre"),
-        (["--world", "sim", "compute.stepp=1"], "ComputeModel has no setting 'stepp'"),
-        (["--world", "sim", "--steps", "3"], "--steps is for --time-only"),
-        (["--world", "sim", "--record"], "needs no --record"),
+        (["--runtime", "sim", "--network", "moon"], "no network named 'moon': choose from lan, 1gbit, wan, datacentre"),
+        (["--runtime", "sim", "compute.stepp=1"], "ComputeModel has no setting 'stepp'"),
+        (["--runtime", "sim", "--steps", "3"], "--steps is for --time-only"),
+        (["--runtime", "sim", "--record"], "needs no --record"),
         (["--record", "--transport", "shm"], "leave out --transport shm"),
     ],
 )
@@ -531,7 +541,7 @@ def test_a_run_is_typed_with_its_network_its_paces_and_its_faults_and_again_from
     options = [
         "--workers",
         "3",
-        "--world",
+        "--runtime",
         "sim",
         "--network",
         str(tmp_path / "slow.toml"),
@@ -542,7 +552,7 @@ def test_a_run_is_typed_with_its_network_its_paces_and_its_faults_and_again_from
     first = typed(*words, *options, *runs)
     assert first.exit_code == 0, first.output
     found = json.loads(first.output.splitlines()[-1])
-    assert found["books"]["leased_again"] >= 1 and found["books"]["lost"] == 0
+    assert found["accounting"]["reassigned"] >= 1 and found["accounting"]["lost"] == 0
     again = typed("--config", found["directory"], *runs)  # it remembers its world, too
     assert json.loads(again.output.splitlines()[-1])["trace_hash"] == found["trace_hash"]
 
@@ -552,7 +562,7 @@ def test_the_hash_is_the_same_in_another_process_whatever_python_hashes(tmp_path
     hashes = set()
     for seed in ("1", "2"):
         command = [sys.executable, "-c", "from rainband.cli.main import main; main()", "train", "linear", "downpour"]
-        options = ["--workers", "3", "--world", "sim", "--runs", str(tmp_path), "--json"]
+        options = ["--workers", "3", "--runtime", "sim", "--runs", str(tmp_path), "--json"]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run([*command, *options], capture_output=True, env=environment, check=True, timeout=120)
         hashes.add(json.loads(done.stdout.splitlines()[-1])["trace_hash"])
@@ -564,15 +574,17 @@ def test_the_schedule_does_not_depend_on_the_values_of_gradients() -> None:
     digests = set()
     for seed in (0, 1):
         model = ClusterModel(NetworkModel(jitter_s=0.01), ComputeModel(), NodeModel())
-        world = world_of(Downpour(), 3, model, task=Linear(dimension=48, samples=32, batch_size=2, epochs=1, seed=seed))
-        world.start()
-        world.run()
-        digests.add((world.trace.digest(), world.clock.now))
+        cluster = world_of(
+            Downpour(), 3, model, task=Linear(dimension=48, samples=32, batch_size=2, epochs=1, seed=seed)
+        )
+        cluster.start()
+        cluster.run()
+        digests.add((cluster.trace.digest(), cluster.clock.now))
     assert len(digests) == 1
 
 
 def test_a_deadlock_is_told_without_a_traceback_and_written_down(tmp_path: Path) -> None:
-    result = typed("linear", f"{__name__}:Stuck", "--world", "sim", "--runs", str(tmp_path))
+    result = typed("linear", f"{__name__}:Stuck", "--runtime", "sim", "--runs", str(tmp_path))
     assert result.exit_code == 1 and "the run cannot go on" in result.output, result.output
     assert "worker 0 waits for the servers" in result.output and "Traceback" not in result.output
     [directory] = tmp_path.iterdir()

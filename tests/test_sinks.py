@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rainband.protocol.events import AnyEvent
-from rainband.views.sinks import Guarded
+from rainband.views.sinks import SafeSink
 from rainband.views.sinks.csv import COLUMNS, Csv
 from rainband.views.sinks.sqlite import Sqlite
 from rainband.views.sinks.tensorboard import TensorBoard, check_installed
@@ -87,7 +87,7 @@ class Failing:
 
 def test_a_sink_that_fails_is_told_of_once_and_left_out() -> None:
     sink, told = Failing(), list[str]()
-    guarded = Guarded(lambda: sink, told.append)
+    guarded = SafeSink(lambda: sink, told.append)
     for event in whole_run():
         guarded.write(event)
     guarded.close()
@@ -101,7 +101,7 @@ def test_a_sink_that_cannot_be_opened_is_told_of_once() -> None:
     def open_sink() -> Failing:
         raise PermissionError("not allowed")
 
-    guarded = Guarded(open_sink, told.append)
+    guarded = SafeSink(open_sink, told.append)
     guarded.write(started())
     guarded.write(ended())
     guarded.close()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rainband.protocol import events
-from rainband.rules import MeanOfArrivals
+from rainband.rules import ApplyEvery
 from rainband.strategies.soft_sync import SoftSync
 from rainband.tasks.linear import Linear
 from tests.pieces import make_plan, make_push, named
@@ -19,7 +19,7 @@ from tests.test_sim_world import INSTANT, world_of
 
 
 def test_1_2_and_6_give_3_whoever_they_are_from() -> None:
-    rule, block = MeanOfArrivals(count=3), Recorder(make_plan())
+    rule, block = ApplyEvery(count=3), Recorder(make_plan())
 
     rule.absorb(block, make_push(named(0, 0), worker=1, absent=(4, 5)), number(1.0))
     rule.absorb(block, make_push(named(0, 1), worker=1, absent=(5,)), number(2.0))
@@ -30,7 +30,7 @@ def test_1_2_and_6_give_3_whoever_they_are_from() -> None:
 
 
 def test_of_two_gradients_the_one_that_has_missed_4_updates_weighs_a_quarter() -> None:
-    rule, block = MeanOfArrivals(count=2, by_staleness=True), Recorder(make_plan())
+    rule, block = ApplyEvery(count=2, by_staleness=True), Recorder(make_plan())
     block.version = 4
 
     rule.absorb(block, make_push(named(0, 0), version=4), number(3.0))
@@ -40,14 +40,14 @@ def test_of_two_gradients_the_one_that_has_missed_4_updates_weighs_a_quarter() -
 
 
 def test_a_gradient_that_has_missed_one_update_or_none_weighs_the_same() -> None:
-    rule, block = MeanOfArrivals(count=1, by_staleness=True), Recorder(make_plan())
+    rule, block = ApplyEvery(count=1, by_staleness=True), Recorder(make_plan())
     for version in (0, 0, 0):
         rule.absorb(block, make_push(named(0, 0), version=version), number(6.0))
     assert block.numbers() == [6.0, 6.0, 3.0]  # it has missed 0, 1 and 2
 
 
 def test_what_is_left_at_the_end_is_applied_with_the_same_weight() -> None:
-    rule, block = MeanOfArrivals(count=4), Recorder(make_plan())
+    rule, block = ApplyEvery(count=4), Recorder(make_plan())
     rule.absorb(block, make_push(named(0, 0), worker=1), number(4.0))
     rule.absorb(block, make_push(named(0, 1), skip="not finite"), None)
 
@@ -59,7 +59,7 @@ def test_what_is_left_at_the_end_is_applied_with_the_same_weight() -> None:
 
 
 def test_a_gradient_is_only_lent() -> None:
-    rule, block = MeanOfArrivals(count=2), Recorder(make_plan())
+    rule, block = ApplyEvery(count=2), Recorder(make_plan())
     lent = number(4.0)
     rule.absorb(block, make_push(named(0, 0)), lent)
     lent.fill_(100.0)
@@ -76,7 +76,7 @@ def test_thirty_workers_and_n_3_make_updates_of_10(
 ) -> None:
     half = SoftSync(n=3, lr=0.6, scaling=scaling).server(num_workers=30)
     rule = half.rule()
-    assert isinstance(rule, MeanOfArrivals)
+    assert isinstance(rule, ApplyEvery)
     assert (rule.count, rule.by_staleness) == (10, by_staleness)
     assert half.optimizer.settings["lr"] == pytest.approx(lr)
 
@@ -88,9 +88,9 @@ def test_with_fewer_workers_than_n_every_gradient_is_an_update() -> None:
 # ---- workers come and go ----
 
 
-def four_workers_two_updates() -> tuple[MeanOfArrivals, Recorder]:
+def four_workers_two_updates() -> tuple[ApplyEvery, Recorder]:
     rule = SoftSync(n=2, scaling="none").server(num_workers=4).rule()
-    assert isinstance(rule, MeanOfArrivals)
+    assert isinstance(rule, ApplyEvery)
     return rule, Recorder(make_plan())
 
 
@@ -147,21 +147,21 @@ def test_in_a_run_with_a_kill_c_follows_and_an_event_says_so() -> None:
     """Six workers and n = 2: updates of 3. Two are lost: updates of 2, and the mean staleness is that of four."""
     seen: list[events.AnyEvent] = []
     task = Linear(dimension=16, samples=1200, batch_size=1, epochs=1)
-    world = world_of(SoftSync(n=2, lr=0.25), 6, INSTANT, num_servers=1, task=task)
-    world.leader.show = seen.append
-    world.start()
-    world.run(until_s=40.25)
-    (block,) = world.servers[0].server.blocks.values()
+    cluster = world_of(SoftSync(n=2, lr=0.25), 6, INSTANT, num_servers=1, task=task)
+    cluster.coordinator_node.show = seen.append
+    cluster.start()
+    cluster.run(until_s=40.25)
+    (block,) = cluster.servers[0].server.blocks.values()
     before = block.version
     assert block.rule.count == 3 and before == 80  # 40 s of 6 gradients
 
     for worker in (1, 4):
-        world.kill(world.workers[worker])
-    world.run()
+        cluster.kill(cluster.workers[worker])
+    cluster.run()
     assert block.rule.count == 2
-    assert [event.gradients for event in seen if isinstance(event, events.Regrouped)] == [2]
-    books = world.coordinator.books()
-    assert books is not None and books.balanced and books.applied == 1200
+    assert [event.gradients for event in seen if isinstance(event, events.UpdateSizeChanged)] == [2]
+    accounting = cluster.coordinator.accounting()
+    assert accounting is not None and accounting.balanced and accounting.applied == 1200
 
 
 def test_wrong_settings_are_told_at_once() -> None:
@@ -179,7 +179,7 @@ def test_mean_staleness_is_lambda_minus_1_over_c_for_any_order_of_workers(
     num_workers: int, count: int, order: list[int]
 ) -> None:
     """Each update makes the gradients of all others one older: nothing is lost but what is still being computed."""
-    rule, block = MeanOfArrivals(count), Recorder(make_plan())
+    rule, block = ApplyEvery(count), Recorder(make_plan())
     read = dict.fromkeys(range(num_workers), 0)  # each computes at this version
     missed = 0
     for worker in (w for w in order if w < num_workers):
@@ -199,15 +199,15 @@ def test_mean_staleness_of_a_run_is_lambda_minus_1_over_c_for_any_mix_of_speeds(
     """Six workers, one of them three times slower, looked at while all of them compute."""
     compute = replace(INSTANT.compute, kind=kind, slow_workers=(2,), slow_factor=3.0)
     task = Linear(dimension=16, samples=1200, batch_size=1, epochs=1)
-    world = world_of(SoftSync(n=n, lr=0.25), 6, replace(INSTANT, compute=compute), num_servers=1, task=task)
-    world.start()
-    world.run(until_s=100.25)
+    cluster = world_of(SoftSync(n=n, lr=0.25), 6, replace(INSTANT, compute=compute), num_servers=1, task=task)
+    cluster.start()
+    cluster.run(until_s=100.25)
 
-    (block,) = world.servers[0].server.blocks.values()
-    assert isinstance(block.rule, MeanOfArrivals)
+    (block,) = cluster.servers[0].server.blocks.values()
+    assert isinstance(block.rule, ApplyEvery)
     gathered = sum(block.version - push.version for push in block.rule.pushes)
-    clients = [node.client for node in world.workers.values() if node.client is not None]
+    clients = [node.client for node in cluster.workers.values() if node.client is not None]
     under_way = sum(block.version - client.versions[0] for client in clients)
 
     assert len(clients) == 6 and block.missed().total + gathered + under_way == 5 * block.version
-    assert world.coordinator.staleness().mean == pytest.approx(5 / (6 // n), rel=0.05)
+    assert cluster.coordinator.staleness().mean == pytest.approx(5 / (6 // n), rel=0.05)

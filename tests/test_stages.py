@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rainband.model_parallel.execution.submodel import Share
+from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import PullTogether
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_loss import build_model
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.strategy import Batch
 from rainband.tasks.task import parameter_groups
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
@@ -27,7 +27,7 @@ BY_SAMPLE = ["chain", "branches", "tied", "several", "transformer"]  # the other
 BATCH = Batch(0, 1, 7)
 
 
-def team_gradient(task: Shaped, plan: TeamPlan, order: list[int] | None = None) -> tuple[list[Any], Room]:
+def team_gradient(task: Shaped, plan: StagePlan, order: list[int] | None = None) -> tuple[list[Any], Room]:
     room = Room(plan.size)
     workers = [worker_of(task, plan, machine, room) for machine in range(plan.size)]
     gradients = together([worker.gradient(BATCH) for worker in workers], order)
@@ -131,7 +131,7 @@ def test_what_is_not_finite_on_one_worker_is_skipped_by_all() -> None:
 
 def test_a_plan_for_another_model_is_refused_with_what_to_do() -> None:
     plan = planned(Shaped("chain"), 2)
-    with pytest.raises(ValueError, match="make a new one with rainband plan"):
+    with pytest.raises(ValueError, match="make a new one with rainband placement"):
         worker_of(Shaped("branches"), plan, 0, Room(2))
 
 
@@ -142,14 +142,14 @@ def waiting_for_an_order() -> tuple[list[Any], Any, Any]:
     """Three workers, of whom the last has asked for its first cell; and its loop, with what it waits for."""
     task, room = Shaped("chain"), Room(3)
     workers = [worker_of(task, planned(task, 3), place, room) for place in range(3)]
-    loop = workers[2].cells().__anext__().__await__()
+    loop = workers[2].work_items().__anext__().__await__()
     return workers, loop, next(loop)
 
 
 def test_the_end_of_another_is_no_reason_to_miss_what_the_first_has_still_to_say() -> None:
     workers, loop, wanted = waiting_for_an_order()
     workers[1].team.say_end()
-    assert not wanted.is_vain(stopping=False) and not wanted.ready()
+    assert not wanted.may_never_complete(stopping=False) and not wanted.ready()
     workers[0].order("over", None)  # was under way
     assert wanted.ready()
     with pytest.raises(StopAsyncIteration):
@@ -159,7 +159,7 @@ def test_the_end_of_another_is_no_reason_to_miss_what_the_first_has_still_to_say
 def test_who_waits_in_vain_for_the_first_is_told_and_still_hears_what_it_says_later() -> None:
     workers, loop, wanted = waiting_for_an_order()
     workers[0].team.say_end()
-    assert wanted.is_vain(stopping=False)
+    assert wanted.may_never_complete(stopping=False)
     loop.close()  # the strategy is over; from now on its process follows orders
     workers[0].order("answer", None)
     assert workers[2].next_order().ready()
@@ -177,7 +177,7 @@ def built(task: Shaped, places: int) -> list[Any]:
     shares = []
     for place in range(places):
         model = build_model(task)
-        share = Share(task, model, task.data(), plan, place)
+        share = Submodel(task, model, task.data(), plan, place)
         share.flat(parameter_groups(task, model))
         shares.append(share)
     return shares
@@ -281,7 +281,7 @@ class FakeTeam:
 class FakePull:
     """A pull of round 3 that is open here, or over."""
 
-    point = 3
+    at_version = 3
 
     def __init__(self, is_open: bool) -> None:
         self.is_open = is_open

@@ -17,12 +17,12 @@ from rainband.cli.configure import configured
 from rainband.cli.stage_options import in_teams
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.placement.placement import save
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.model_parallel.schedules.builders import interleaved
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation.run import SimulatedResult, run
-from rainband.runtimes.stage_options import Flow, read_plan
+from rainband.runtimes.stage_options import PipelineOptions, read_plan
 from rainband.strategy import Batch
 from tests.pipeline_models import floats, one_thread  # noqa: F401 (a fixture for all)
 from tests.team_tasks import Room, Shaped, dealt, planned, together, whole_gradient, worker_of
@@ -62,7 +62,7 @@ class Weaving(Shaped):
         return TensorData(floats(self.samples, 4))
 
 
-def team_gradient(task: Shaped, plan: TeamPlan, order: Any = None) -> tuple[dict[int, Tensor], list[Any], Room]:
+def team_gradient(task: Shaped, plan: StagePlan, order: Any = None) -> tuple[dict[int, Tensor], list[Any], Room]:
     """The gradient of each parameter, from the one worker that holds it."""
     room = Room(plan.size)
     workers = [worker_of(task, plan, place, room) for place in range(plan.size)]
@@ -244,7 +244,7 @@ class Seen(list[events.AnyEvent]):
 def simulated(
     folder: Path,
     strategy: str,
-    team: TeamPlan | None,
+    team: StagePlan | None,
     replicas: int = 1,
     name: str = "chain",
     faults: str = "",
@@ -262,7 +262,7 @@ def simulated(
         strategy_settings=settings,
         num_workers=(team.size if team else 1) * replicas,
         num_servers=2 if strategy != "single" else 0,
-        world="sim",
+        runtime="sim",
         epochs=1,
         directory=str(folder),
         sim=SimSettings(faults=faults, compute=compute or {}),
@@ -282,14 +282,14 @@ def test_synchronous_training_is_that_of_whole_models(tmp_path: Path, name: str)
     for key in one:
         torch.testing.assert_close(one[key], other[key], rtol=1e-9, atol=1e-12)
     assert parts.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-9)
-    assert parts.books["applied"] == whole.books["applied"] == 12
+    assert parts.accounting["applied"] == whole.accounting["applied"] == 12
 
 
 @pytest.mark.parametrize("machines, chunks, micros", QUICK)
 def test_in_virtual_time_every_size_finishes(tmp_path: Path, machines: int, chunks: int, micros: int) -> None:
     plan = dealt(Weaving(), machines, chunks, micros)  # batches of four samples: six microbatches are too many
     result, _ = simulated(tmp_path, "single", plan, name="woven", samples=15, lr=0.05)
-    assert (result.outcome, result.books["applied"]) == ("finished", 4)
+    assert (result.outcome, result.accounting["applied"]) == ("finished", 4)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_every_batch_is_applied_once_to_the_blocks_of_every_worker(tmp_path: Pat
     plan = dealt(Weaving(), 2, 2, 2)
     result, _ = simulated(tmp_path, strategy, plan, 3, "woven")
     assert result.outcome == "finished"
-    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (12, 0, 0)
+    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (12, 0, 0)
     again, _ = simulated(tmp_path / "again", strategy, plan, 3, "woven")
     assert again.trace_hash == result.trace_hash
 
@@ -319,7 +319,7 @@ def test_a_replica_that_loses_a_worker_stops_and_the_others_do_its_work(
     faults = f"{0.4 * calm.seconds:.9f} kill worker {worker}"
     result, seen = simulated(tmp_path, strategy, plan, 2, "woven", faults)
     assert result.outcome == "finished"
-    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (12, 0, 0)
+    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (12, 0, 0)
     assert {event.node for event in seen if isinstance(event, events.Lost)} == {"worker 2", "worker 3"}
 
 
@@ -348,7 +348,7 @@ def test_a_plan_that_was_saved_is_trained_as_it_says(tmp_path: Path) -> None:
     save(made, tmp_path / "plan.toml")
     plan = read_plan(tmp_path / "plan.toml", 2)
     assert plan is not None and plan.stages == made.stages
-    config = in_teams(configured(["digits", "sync"], None, {}, "sim", 2), None, plan, Flow())
+    config = in_teams(configured(["digits", "sync"], None, {}, "sim", 2), None, plan, PipelineOptions())
     assert config.team is not None
     assert (config.num_workers, config.team.size, config.team.chunks) == (4, 2, 2)
     assert (config.team.schedule, config.team.micros) == ("interleaved", 4)
@@ -358,31 +358,31 @@ def test_a_plan_that_was_saved_is_trained_as_it_says(tmp_path: Path) -> None:
 def test_the_usual_microbatches_can_be_dealt(batch_size: int | None, stages: int, micros: int) -> None:
     given = {} if batch_size is None else {"batch_size": batch_size}
     config = configured(["tests.test_stages_interleaved:Weaving", "single"], None, given, "sim", stages)
-    team = in_teams(config, stages, None, Flow(chunks=2)).team
+    team = in_teams(config, stages, None, PipelineOptions(chunks=2)).team
     assert team is not None
     assert (team.micros, team.schedule, team.size, team.chunks) == (micros, "interleaved", stages, 2)
 
 
 def test_fit_interleaves(tmp_path: Path) -> None:
     fitted = rainband.fit(
-        Weaving(), "sync", 4, 1, stages=2, schedule="interleaved", chunks=3, runs=tmp_path, world="sim"
+        Weaving(), "sync", 4, 1, stages=2, schedule="interleaved", chunks=3, runs=tmp_path, runtime="sim"
     )
     assert fitted.outcome == "finished"
-    assert fitted.books.applied == 4
+    assert fitted.accounting.applied == 4
     team = msgspec.json.decode((fitted.directory / "config.json").read_bytes())["team"]
     assert (team["schedule"], len(team["plan"]["stages"]), team["micros"]) == ("interleaved", 6, 4)
 
 
 def test_a_batch_smaller_than_a_round_of_microbatches_is_trained(tmp_path: Path) -> None:
     task = Weaving(batch_size=2, samples=5)
-    fitted = rainband.fit(task, "single", stages=3, chunks=2, runs=tmp_path, world="sim")
-    assert (fitted.outcome, fitted.books.applied) == ("finished", 3)
+    fitted = rainband.fit(task, "single", stages=3, chunks=2, runs=tmp_path, runtime="sim")
+    assert (fitted.outcome, fitted.accounting.applied) == ("finished", 3)
 
 
 def test_fit_takes_a_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     save(dealt(Weaving(), 2, 3, 2).plan, file)
-    fitted = rainband.fit(Weaving(), "single", plan=file, microbatches=2, runs=tmp_path, world="sim")
-    assert fitted.books.applied == 4
+    fitted = rainband.fit(Weaving(), "single", plan=file, microbatches=2, runs=tmp_path, runtime="sim")
+    assert fitted.accounting.applied == 4
     team = msgspec.json.decode((fitted.directory / "config.json").read_bytes())["team"]
     assert (len(team["plan"]["stages"]), team["micros"]) == (6, 2)

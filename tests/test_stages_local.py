@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.run import run as simulate
-from tests.processes import LR, Nest
+from tests.processes import LR, RunLauncher
 from tests.team_tasks import Shaped, dealt, planned
 
 pytestmark = pytest.mark.processes
@@ -30,7 +30,7 @@ def simulated(folder: Path, strategy: str, name: str, workers: int, **options: o
         strategy_settings=settings,
         num_workers=workers,
         num_servers=2 if strategy == "sync" else 0,
-        world="sim",
+        runtime="sim",
         directory=str(folder),
         **options,  # type: ignore[arg-type]
     )
@@ -40,12 +40,14 @@ def simulated(folder: Path, strategy: str, name: str, workers: int, **options: o
 
 @pytest.mark.parametrize("name, transport, chunks", [("skips", "shm", 1), ("tied", "tcp", 2)])
 def test_stages_as_processes_train_as_whole_models_do(
-    nest: Nest, tmp_path: Path, name: str, transport: str, chunks: int
+    launcher: RunLauncher, tmp_path: Path, name: str, transport: str, chunks: int
 ) -> None:
     team = planned(Shaped(name), 2) if chunks == 1 else dealt(Shaped(name), 2, chunks, micros=2)
-    with nest.run(tmp_path, "sync", workers=4, transport=transport, team=team, name=name, samples=40, **STAGED) as run:
+    with launcher.run(
+        tmp_path, "sync", workers=4, transport=transport, team=team, name=name, samples=40, **STAGED
+    ) as run:
         result = run.result()
-    assert (result.outcome, result.books["applied"]) == ("finished", 10), result.reason
+    assert (result.outcome, result.accounting["applied"]) == ("finished", 10), result.reason
     assert result.metrics["loss"] > 0
     expected = simulated(tmp_path / "whole", "sync", name, workers=2)
     found = load_file(tmp_path / "run" / "model.safetensors")
@@ -56,20 +58,24 @@ def test_stages_as_processes_train_as_whole_models_do(
     assert not list((tmp_path / "run").glob("*.part"))
 
 
-def test_a_pipeline_that_is_never_flushed_gives_the_same_in_processes(nest: Nest, tmp_path: Path) -> None:
+def test_a_pipeline_that_is_never_flushed_gives_the_same_in_processes(launcher: RunLauncher, tmp_path: Path) -> None:
     team = planned(Shaped("chain"), 2, replicas=[2, 1])
-    with nest.run(tmp_path, "pipedream", workers=3, servers=0, team=team, name="chain", samples=40, **STAGED) as run:
+    with launcher.run(
+        tmp_path, "pipedream", workers=3, servers=0, team=team, name="chain", samples=40, **STAGED
+    ) as run:
         result = run.result()
-    assert (result.outcome, result.books["applied"]) == ("finished", 10), result.reason
+    assert (result.outcome, result.accounting["applied"]) == ("finished", 10), result.reason
     expected = simulated(tmp_path / "sim", "pipedream", "chain", workers=3, team=team)
     found = load_file(tmp_path / "run" / "model.safetensors")
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
 
 
-def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(nest: Nest, tmp_path: Path) -> None:
+def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(
+    launcher: RunLauncher, tmp_path: Path
+) -> None:
     team = planned(Shaped("chain"), 2)
-    with nest.run(
+    with launcher.run(
         tmp_path,
         "downpour",
         workers=4,
@@ -86,15 +92,15 @@ def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(nest:
         result = run.result()
     assert result.outcome == "finished", result.reason
     assert any(progress.metrics for progress in run.all(events.Progress))  # it was measured on the way, too
-    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (600, 0, 0)
+    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (600, 0, 0)
     lost = {event.node: event.why for event in run.all(events.Lost)}
     assert lost.keys() == {"worker 2", "worker 3"}
     assert "worker 3, with which it computed one model, was lost" in lost["worker 2"] or "PeerLost" in lost["worker 2"]
 
 
-def test_the_only_replica_ends_with_the_reason(nest: Nest, tmp_path: Path) -> None:
+def test_the_only_replica_ends_with_the_reason(launcher: RunLauncher, tmp_path: Path) -> None:
     team = planned(Shaped("chain"), 2)
-    with nest.run(
+    with launcher.run(
         tmp_path, "downpour", workers=2, team=team, name="chain", samples=6000, timeout_s=2.0, **STAGED
     ) as run:
         run.first(events.FirstStep)

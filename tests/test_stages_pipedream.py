@@ -18,11 +18,11 @@ from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_loss import micros_of
 from rainband.model_parallel.schedules.builders import pipedream, two_buffered
 from rainband.model_parallel.schedules.table import Table
-from rainband.protocol.data_plan import Plan as DataPlan
+from rainband.protocol.data_plan import DataPlan as DataPlan
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.run import run
 from rainband.strategies.pipedream import Pipedream
-from rainband.strategy import Batch, Stashes
+from rainband.strategy import Batch, StageVersions
 from rainband.worker.worker import Sampler
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.team_tasks import Shaped, data_plan, planned, trained_team
@@ -74,8 +74,8 @@ def test_replicas_of_a_stage_share_an_update(replicas: list[int]) -> None:
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value.detach(), rtol=1e-12, atol=1e-12)
     for stage in range(2):  # and have the same parameters
-        mates = [worker for worker in workers if worker.share.machine == stage]
-        for one, other in zip(mates[0].module.parameters(), mates[-1].module.parameters(), strict=True):
+        replicas = [worker for worker in workers if worker.share.machine == stage]
+        for one, other in zip(replicas[0].module.parameters(), replicas[-1].module.parameters(), strict=True):
             assert torch.equal(one, other)
 
 
@@ -162,11 +162,11 @@ def assert_same(found: dict[str, Tensor], expected: nn.Module) -> None:
 
 
 def test_a_batch_uses_the_parameters_of_one_update_ago() -> None:
-    counting = Counting(Stashes(double_buffered=True, micros=2), (1, 1), 0)
+    counting = Counting(StageVersions(double_buffered=True, micros=2), (1, 1), 0)
     assert [counting.update(batch) for batch in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [counting.version(batch, newest=9) for batch in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
     assert [counting.completes(batch) for batch in range(4)] == [False, True, False, True]
-    assert Counting(Stashes(double_buffered=True), (1, 1, 1), 0).batches == 3  # one for each stage
+    assert Counting(StageVersions(double_buffered=True), (1, 1, 1), 0).batches == 3  # one for each stage
 
 
 @pytest.mark.parametrize("name", ["chain", "branches", "skips", "several", "recurrent", "transformer"])
@@ -260,13 +260,13 @@ def test_in_virtual_time_double_buffering_is_the_same(tmp_path: Path, monkeypatc
         strategy_settings={"lr": LR, "double_buffered": True, "micros": 5},
         num_workers=3,
         num_servers=0,
-        world="sim",
+        runtime="sim",
         epochs=2,
         directory=str(tmp_path),
         team=planned(task, 3),
     )
     result = run(config, lambda event: None)
-    assert (result.outcome, result.books["applied"]) == ("finished", 48), result.reason
+    assert (result.outcome, result.accounting["applied"]) == ("finished", 48), result.reason
     assert empty == {0: [48], 1: [48], 2: [48]}  # only at the end: the next lease always comes in time
     plan = DataPlan(fingerprint="", layout="", num_samples=94, batch_size=4, epochs=2, seed=0, portion_batches=12)
     assert_same(load_file(tmp_path / "model.safetensors"), delayed(task, batches_of(plan), 5))

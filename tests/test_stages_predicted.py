@@ -15,7 +15,7 @@ from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_loss import build_model
 from rainband.model_parallel.placement.measure import measure
 from rainband.model_parallel.placement.profile import Profile, Unit
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.protocol import events
 from rainband.record.spans import read_spans
 from rainband.runtimes.config import RunConfig, SimSettings
@@ -40,14 +40,14 @@ def round_profile(task: Shaped) -> Profile:
     return msgspec.structs.replace(profile, units=tuple(units))
 
 
-def team_of(task: Shaped, placement: Any, kind: str = "pipeline", **settings: Any) -> TeamPlan:
+def team_of(task: Shaped, placement: Any, kind: str = "pipeline", **settings: Any) -> StagePlan:
     if chunks := settings.pop("chunks", 0):
         interleaved = dealt(task, placement, chunks, settings["micros"])
         return msgspec.structs.replace(interleaved, profile=round_profile(task))
     return planned(task, placement, kind, profile=round_profile(task), **settings)
 
 
-def simulated(folder: Path, task: Shaped, team: TeamPlan, strategy: str, epochs: int, copies: int = 1) -> RunSoFar:
+def simulated(folder: Path, task: Shaped, team: StagePlan, strategy: str, epochs: int, copies: int = 1) -> RunSoFar:
     folder.mkdir(parents=True)
     seen: list[events.AnyEvent] = []
     config = RunConfig(
@@ -57,7 +57,7 @@ def simulated(folder: Path, task: Shaped, team: TeamPlan, strategy: str, epochs:
         strategy_settings={"lr": 0.01},
         num_workers=team.size * copies,
         num_servers=1 if strategy == "sync" else 0,
-        world="sim",
+        runtime="sim",
         epochs=epochs,
         failure_timeout_s=1e3,
         directory=str(folder),
@@ -129,8 +129,8 @@ def test_where_a_worker_was_lost_only_the_prediction_is_told(tmp_path: Path) -> 
     so_far.progress[-1] = msgspec.structs.replace(so_far.last, computed_s={0: so_far.last.computed_s[0]})
     (line,) = predicted.lines(so_far)
     assert line.startswith("predicted 4 samples/s") and "measured" not in line
-    facts = predicted.as_facts(so_far)
-    assert facts is not None and facts["measured"] is None
+    state = predicted.as_facts(so_far)
+    assert state is not None and state["measured"] is None
 
 
 def test_a_run_of_whole_models_says_nothing_of_stages() -> None:
@@ -188,7 +188,7 @@ def test_what_is_shown_took_as_long_as_most_batches_did() -> None:
     assert _typical([5.0, 2.0, 2.0, 9.0, 2.0]) == 2  # of three alike the one in the middle
 
 
-def config_of(team: TeamPlan, **settings: Any) -> RunConfig:
+def config_of(team: StagePlan, **settings: Any) -> RunConfig:
     return RunConfig(task="", strategy="single", num_workers=team.size, num_servers=0, team=team, **settings)
 
 

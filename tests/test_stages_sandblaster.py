@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from rainband.runtimes.config import RunConfig
-from tests.processes import Nest, Order
+from tests.processes import Order, RunLauncher
 from tests.team_tasks import Shaped, planned
 
 
 @pytest.mark.processes
-def test_sandblaster_in_stages(nest: Nest, tmp_path: Path) -> None:
+def test_sandblaster_in_stages(launcher: RunLauncher, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
     config = RunConfig(
@@ -26,7 +26,7 @@ def test_sandblaster_in_stages(nest: Nest, tmp_path: Path) -> None:
         directory=str(directory),
         team=planned(Shaped("chain", samples=48), 2),
     )
-    with nest._launched(Order(str(tmp_path / "launcher"), config), directory, None) as run:
+    with launcher._launched(Order(str(tmp_path / "launcher"), config), directory, None) as run:
         result = run.result()
     assert result.outcome == "finished", result.reason
     assert result.metrics["loss"] == pytest.approx(6.7777e-07, rel=1e-4)

@@ -36,7 +36,7 @@ def simulated(
         strategy_settings=settings,
         num_workers=stages * replicas,
         num_servers=2 if strategy != "single" else 0,
-        world="sim",
+        runtime="sim",
         epochs=2,
         directory=str(folder),
         sim=SimSettings(faults=faults),
@@ -55,7 +55,7 @@ def test_synchronous_training_of_stages_is_that_of_whole_models(tmp_path: Path, 
     for key in one:
         torch.testing.assert_close(one[key], other[key], rtol=1e-9, atol=1e-12)
     assert parts.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-9)
-    assert parts.books["applied"] == whole.books["applied"] == 24
+    assert parts.accounting["applied"] == whole.accounting["applied"] == 24
 
 
 def test_one_replica_without_servers_is_plain_training(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_one_replica_without_servers_is_plain_training(tmp_path: Path) -> None:
     parts, _ = simulated(tmp_path / "parts", "chain", "single", stages=3, replicas=1, lr=0.05)
     assert parts.outcome == "finished"
     assert parts.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-9)
-    assert parts.books["applied"] == 24
+    assert parts.accounting["applied"] == 24
 
 
 SOME = [
@@ -77,7 +77,7 @@ SOME = [
 def test_every_batch_is_applied_once_to_the_blocks_of_every_stage(tmp_path: Path, strategy: str) -> None:
     result, _ = simulated(tmp_path, "chain", strategy, stages=2, replicas=3)
     assert result.outcome == "finished"
-    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (24, 0, 0)
+    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (24, 0, 0)
     again, _ = simulated(tmp_path / "again", "chain", strategy, stages=2, replicas=3)
     assert again.trace_hash == result.trace_hash
 
@@ -91,7 +91,7 @@ def test_a_replica_that_loses_a_stage_stops_and_the_others_do_its_work(
     faults = f"{0.4 * calm.seconds:.9f} kill worker {3 + stage}"
     result, seen = simulated(tmp_path, "chain", strategy, stages=3, replicas=2, faults=faults)
     assert result.outcome == "finished"
-    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (24, 0, 0)
+    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (24, 0, 0)
     lost = {event.node for event in seen if isinstance(event, events.Lost)}
     assert lost == {"worker 3", "worker 4", "worker 5"}
 
@@ -111,7 +111,7 @@ def test_a_stage_that_pauses_is_waited_for_or_its_work_is_done_by_others(tmp_pat
     faults = f"{0.3 * calm.seconds:.9f} pause worker 3 for 30"
     result, _ = simulated(tmp_path, "chain", "stale_sync", stages=2, replicas=2, faults=faults)
     assert result.outcome == "finished"
-    assert (result.books["applied"], result.books["lost"], result.books["twice"]) == (24, 0, 0)
+    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (24, 0, 0)
 
 
 CALM: dict[object, float] = {}  # how long each kind of run takes when nothing happens
@@ -134,7 +134,7 @@ def test_teams_survive_what_happens_or_say_that_nobody_is_left(tmp_path: Path, s
         long = f" for {dice.choice([0.01, 1, 7, 30])}" if what == "pause" else ""
         faults.append(f"{at_s:.9f} {what} worker {worker}{long}")
     result, _ = simulated(tmp_path, "chain", strategy, stages, replicas, "\n".join(faults), **settings)
-    books = result.books
-    accounted = books["applied"] + sum(books["skipped"].values()) + books["not_done"]
-    assert (books["lost"], books["twice"], accounted) == (0, 0, books["batches"])
-    assert (result.outcome == "finished" and books["not_done"] == 0) or "no worker is left" in result.reason
+    accounting = result.accounting
+    accounted = accounting["applied"] + sum(accounting["skipped"].values()) + accounting["not_processed"]
+    assert (accounting["lost"], accounting["applied_twice"], accounted) == (0, 0, accounting["batches"])
+    assert (result.outcome == "finished" and accounting["not_processed"] == 0) or "no worker is left" in result.reason

@@ -10,35 +10,35 @@ import torch
 from safetensors.torch import load_file
 
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.placement.placement import Plan, Stage
+from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.split_layers import piece_of
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.strategies.pipedream import Pipedream
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
-from tests.processes import Nest
+from tests.processes import RunLauncher
 from tests.split_tasks import MODELS, InPieces
 from tests.team_tasks import Room, together, trained_team, whole_gradient, worker_of
 from tests.test_stages import BATCH
 from tests.test_stages_splits import trained_by_one
 
 
-def in_stages(name: str, micros: int, schedule: str) -> TeamPlan:
+def in_stages(name: str, micros: int, schedule: str) -> StagePlan:
     """The last layer is a stage of its own, all before it a stage on two machines that share each microbatch."""
     task = InPieces(name)
     units = list(cut(task.model(), task.data().batch(range(2))).units)
     if name == "rows":  # here the split layer is the last
         at = next(n for n, unit in enumerate(units) if piece_of(unit) is not None) - 1
         stages = (
-            Stage((2,), tuple(units[:at])),
-            Stage((0, 1), tuple(units[at:]), {u: piece_of(u) or 0 for u in units[at:]}),
+            PlacedStage((2,), tuple(units[:at])),
+            PlacedStage((0, 1), tuple(units[at:]), {u: piece_of(u) or 0 for u in units[at:]}),
         )
     else:
         stages = (
-            Stage((0, 1), tuple(units[:-1]), {u: piece_of(u) or 0 for u in units[:-1]}),
-            Stage((2,), (units[-1],)),
+            PlacedStage((0, 1), tuple(units[:-1]), {u: piece_of(u) or 0 for u in units[:-1]}),
+            PlacedStage((2,), (units[-1],)),
         )
-    plan = Plan(model=name, kind="pipeline", partitioner="hand", num_machines=3, stages=stages)
-    return TeamPlan(plan=plan, example_size=2, micros=micros, schedule=schedule)  # type: ignore[arg-type]
+    plan = Placement(model=name, kind="pipeline", partitioner="hand", num_machines=3, stages=stages)
+    return StagePlan(plan=plan, example_size=2, micros=micros, schedule=schedule)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
@@ -68,13 +68,13 @@ def test_a_pipeline_that_is_never_flushed_may_have_split_layers(name: str, how: 
     """The same stages without a split: what a stage computes with is one version, however many machines have it."""
     task = InPieces(name, samples=38)
     split = in_stages(name, 1, "one_f_one_b")
-    stages = tuple(Stage((n,), stage.units) for n, stage in enumerate(split.plan.stages))
+    stages = tuple(PlacedStage((n,), stage.units) for n, stage in enumerate(split.plan.stages))
     straight = msgspec.structs.replace(split.plan, num_machines=2, stages=stages)
     strategy = Pipedream(lr=0.01, **how)
     found, expected = (
         {
             key: value
-            for worker in trained_team(task, TeamPlan(plan=plan, example_size=2), strategy)
+            for worker in trained_team(task, StagePlan(plan=plan, example_size=2), strategy)
             for key, value in worker.share.held().items()
         }
         for plan in (split.plan, straight)
@@ -87,14 +87,14 @@ def test_a_pipeline_that_is_never_flushed_may_have_split_layers(name: str, how: 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy, transport", [("sync", "shm"), ("pipedream", "tcp")])
 def test_split_layers_inside_stages_train_in_processes(
-    nest: Nest, tmp_path: Path, strategy: str, transport: str
+    launcher: RunLauncher, tmp_path: Path, strategy: str, transport: str
 ) -> None:
     options = {"task": "tests.split_tasks:InPieces", "name": "pair", "optimizer": "sgd", "gated": False}
     team = in_stages("pair", 2 if strategy == "sync" else 1, "one_f_one_b")
     servers = 2 if strategy == "sync" else 0
-    with nest.run(tmp_path, strategy, workers=3, servers=servers, transport=transport, team=team, **options) as run:
+    with launcher.run(tmp_path, strategy, workers=3, servers=servers, transport=transport, team=team, **options) as run:
         result = run.result()
-    assert (result.outcome, result.books["applied"]) == ("finished", 4), result.reason
+    assert (result.outcome, result.accounting["applied"]) == ("finished", 4), result.reason
     if strategy == "sync":
         found, expected = load_file(tmp_path / "run" / "model.safetensors"), trained_by_one(tmp_path / "one", "pair")
         assert found.keys() == expected.keys()

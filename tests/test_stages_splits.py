@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.run import run as simulate
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
-from tests.processes import LR, Nest
+from tests.processes import LR, RunLauncher
 from tests.split_tasks import MODELS, InPieces, plan_of
 from tests.team_tasks import Room, together, whole_gradient, worker_of
 from tests.test_stages import BATCH
@@ -52,11 +52,15 @@ def test_of_a_pair_only_its_parts_of_the_sum_cross() -> None:
 @pytest.mark.parametrize(
     "name, transport", [("convolutions", "shm"), pytest.param("pair", "tcp", marks=pytest.mark.slow)]
 )
-def test_layers_in_pieces_train_in_processes_as_in_one(nest: Nest, tmp_path: Path, name: str, transport: str) -> None:
+def test_layers_in_pieces_train_in_processes_as_in_one(
+    launcher: RunLauncher, tmp_path: Path, name: str, transport: str
+) -> None:
     options = {"task": "tests.split_tasks:InPieces", "name": name, "optimizer": "sgd", "gated": False}
-    with nest.run(tmp_path, "single", workers=2, servers=0, transport=transport, team=plan_of(name), **options) as run:
+    with launcher.run(
+        tmp_path, "single", workers=2, servers=0, transport=transport, team=plan_of(name), **options
+    ) as run:
         result = run.result()
-    assert (result.outcome, result.books["applied"]) == ("finished", 4), result.reason
+    assert (result.outcome, result.accounting["applied"]) == ("finished", 4), result.reason
     expected = trained_by_one(tmp_path / "one", name)
     found = load_file(tmp_path / "run" / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -74,8 +78,8 @@ def trained_by_one(folder: Path, name: str) -> dict[str, torch.Tensor]:
         strategy_settings={"lr": LR, "optimizer": "sgd"},
         num_workers=1,
         num_servers=0,
-        world="sim",
+        runtime="sim",
         directory=str(folder),
     )
-    assert simulate(config, lambda event: None).books["applied"] == 4
+    assert simulate(config, lambda event: None).accounting["applied"] == 4
     return load_file(folder / "model.safetensors")

@@ -11,10 +11,10 @@ import pytest
 import rainband
 from rainband.cli.configure import configured
 from rainband.cli.stage_options import in_teams
-from rainband.model_parallel.placement.placement import Plan, Stage, save
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.placement import PlacedStage, Placement, save
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy
-from rainband.runtimes.stage_options import Flow, check_plan, check_versions, read_plan, team_size
+from rainband.runtimes.stage_options import PipelineOptions, check_plan, check_versions, read_plan, team_size
 
 
 @pytest.mark.parametrize(
@@ -44,22 +44,27 @@ def test_workers_are_a_multiple_of_the_stages_and_strategies_count_models() -> N
 @pytest.mark.parametrize(
     "words, flow, record, told",
     [
-        (["pipedream"], Flow(4), False, "has a schedule of its own"),
-        (["pipedream"], Flow(schedule="gpipe"), False, "has a schedule of its own"),
-        (["pipedream"], Flow(chunks=2), False, "leave out --microbatches, --schedule and --chunks"),
-        (["pipedream"], Flow(schedule="two_buffered"), False, "type pipedream double_buffered=yes"),
-        (["sync"], Flow(schedule="two_buffered"), False, "type pipedream double_buffered=yes"),
-        (["sync"], Flow(schedule="zigzag"), False, "choose from gpipe, one_f_one_b, interleaved"),
-        (["sync"], Flow(schedule="gpipe", chunks=2), False, "the schedule is gpipe: leave one of them out"),
-        (["sync"], Flow(chunks=1), False, "--chunks 1: give each worker two stages or more"),
-        (["sync"], Flow(5, "interleaved"), False, r"5 are not a multiple of 2. Choose 6 \(--microbatches\)"),
-        (["sync"], Flow(3, chunks=3), False, r"3 are not a multiple of 2. Choose 4 \(--microbatches\)"),
-        (["sync"], Flow(), True, "--record is for workers with the whole model"),
-        (["pipedream", "double_buffered=yes", "micros=1"], Flow(), False, "type micros=2 or more"),
+        (["pipedream"], PipelineOptions(4), False, "has a schedule of its own"),
+        (["pipedream"], PipelineOptions(schedule="gpipe"), False, "has a schedule of its own"),
+        (
+            ["pipedream"],
+            PipelineOptions(chunks=2),
+            False,
+            "leave out --microbatches, --schedule and --stages-per-worker",
+        ),
+        (["pipedream"], PipelineOptions(schedule="two_buffered"), False, "type pipedream double_buffered=yes"),
+        (["sync"], PipelineOptions(schedule="two_buffered"), False, "type pipedream double_buffered=yes"),
+        (["sync"], PipelineOptions(schedule="zigzag"), False, "choose from gpipe, one_f_one_b, interleaved"),
+        (["sync"], PipelineOptions(schedule="gpipe", chunks=2), False, "the schedule is gpipe: leave one of them out"),
+        (["sync"], PipelineOptions(chunks=1), False, "--stages-per-worker 1: give each worker two stages or more"),
+        (["sync"], PipelineOptions(5, "interleaved"), False, r"5 are not a multiple of 2. Choose 6 \(--microbatches\)"),
+        (["sync"], PipelineOptions(3, chunks=3), False, r"3 are not a multiple of 2. Choose 4 \(--microbatches\)"),
+        (["sync"], PipelineOptions(), True, "--record is for workers with the whole model"),
+        (["pipedream", "double_buffered=yes", "micros=1"], PipelineOptions(), False, "type micros=2 or more"),
     ],
 )
 def test_what_does_not_go_with_stages_is_refused_before_measuring(
-    words: list[str], flow: Flow, record: bool, told: str, monkeypatch: pytest.MonkeyPatch
+    words: list[str], flow: PipelineOptions, record: bool, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rainband.runtimes.stage_plan.make_team_plan", None)
     config = msgspec.structs.replace(configured(["digits", *words], None, {}, "sim", 2), record=record)
@@ -67,8 +72,10 @@ def test_what_does_not_go_with_stages_is_refused_before_measuring(
         in_teams(config, 2, None, flow)
 
 
-@pytest.mark.parametrize("flow", [Flow(4), Flow(schedule="interleaved"), Flow(chunks=2)])
-def test_microbatches_without_stages_are_refused(flow: Flow) -> None:
+@pytest.mark.parametrize(
+    "flow", [PipelineOptions(4), PipelineOptions(schedule="interleaved"), PipelineOptions(chunks=2)]
+)
+def test_microbatches_without_stages_are_refused(flow: PipelineOptions) -> None:
     with pytest.raises(ValueError, match="type --stages 2, too"):
         in_teams(configured(["digits", "sync"], None, {}, "sim"), None, None, flow)
 
@@ -87,23 +94,35 @@ def test_settings_of_pipedream_that_contradict_each_other_are_refused(settings: 
         load_strategy("pipedream", settings)
 
 
-def in_turn(machines: list[int]) -> Plan:
-    stages = tuple(Stage((machine,), (f"u{number}",)) for number, machine in enumerate(machines))
-    return Plan(model="m", kind="pipeline", partitioner="hand", num_machines=2, stages=stages)
+def in_turn(machines: list[int]) -> Placement:
+    stages = tuple(PlacedStage((machine,), (f"u{number}",)) for number, machine in enumerate(machines))
+    return Placement(model="m", kind="pipeline", partitioner="hand", num_machines=2, stages=stages)
 
 
 @pytest.mark.parametrize(
     "strategy, machines, flow, told",
     [
-        ("sync", [0, 1, 0, 1], Flow(schedule="gpipe"), "only interleaved knows, not gpipe: leave out --schedule"),
-        ("sync", [0, 1, 0, 1], Flow(chunks=3), "the plan has 2 stages on each machine, not 3: leave out --chunks"),
-        ("sync", [0, 1, 0, 1], Flow(3), r"Choose 4 \(--microbatches\)"),
-        ("sync", [0, 1], Flow(schedule="interleaved"), "interleaved needs several: leave out --plan"),
-        ("sync", [0, 1], Flow(chunks=2), "interleaved needs several: leave out --plan"),
-        ("pipedream", [0, 1, 0, 1], Flow(), "pipedream has one on each: plan with --partitioner pipedream"),
+        (
+            "sync",
+            [0, 1, 0, 1],
+            PipelineOptions(schedule="gpipe"),
+            "only interleaved knows, not gpipe: leave out --schedule",
+        ),
+        (
+            "sync",
+            [0, 1, 0, 1],
+            PipelineOptions(chunks=3),
+            "the plan has 2 stages on each machine, not 3: leave out --stages-per-worker",
+        ),
+        ("sync", [0, 1, 0, 1], PipelineOptions(3), r"Choose 4 \(--microbatches\)"),
+        ("sync", [0, 1], PipelineOptions(schedule="interleaved"), "interleaved needs several: leave out --placement"),
+        ("sync", [0, 1], PipelineOptions(chunks=2), "interleaved needs several: leave out --placement"),
+        ("pipedream", [0, 1, 0, 1], PipelineOptions(), "pipedream has one on each: plan with --partitioner pipedream"),
     ],
 )
-def test_a_plan_and_what_is_typed_must_agree(strategy: str, machines: list[int], flow: Flow, told: str) -> None:
+def test_a_plan_and_what_is_typed_must_agree(
+    strategy: str, machines: list[int], flow: PipelineOptions, told: str
+) -> None:
     plan = in_turn(machines)
     config = configured(["digits", strategy], None, {}, "sim", team_size(plan, None))
     assert config.num_workers % 2 == 0
@@ -121,15 +140,17 @@ def test_a_plan_has_as_many_workers_as_machines_whatever_its_stages(tmp_path: Pa
 
 def test_a_team_plan_whose_schedule_does_not_know_its_stages_is_refused() -> None:
     with pytest.raises(ValueError, match="only interleaved knows, not one_f_one_b"):
-        TeamPlan(plan=in_turn([0, 1, 0, 1]), micros=2)
+        StagePlan(plan=in_turn([0, 1, 0, 1]), micros=2)
     with pytest.raises(ValueError, match="Choose 2"):
-        TeamPlan(plan=in_turn([0, 1, 0, 1]), micros=1, schedule="interleaved")
+        StagePlan(plan=in_turn([0, 1, 0, 1]), micros=1, schedule="interleaved")
 
 
 def test_a_model_with_too_few_units_says_what_to_type() -> None:
     config = configured(["linear", "sync"], None, {}, "sim", 2)
-    with pytest.raises(ValueError, match="2 stages on each of 2 workers are 4: type fewer --stages or --chunks"):
-        in_teams(config, 2, None, Flow(chunks=2))
+    with pytest.raises(
+        ValueError, match="2 stages on each of 2 workers are 4: type fewer --stages or --stages-per-worker"
+    ):
+        in_teams(config, 2, None, PipelineOptions(chunks=2))
 
 
 @pytest.mark.parametrize(
@@ -143,12 +164,12 @@ def test_a_model_with_too_few_units_says_what_to_type() -> None:
 )
 def test_fit_refuses_the_same(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        rainband.fit("digits", "sync", 2, 1, world="sim", **options)
+        rainband.fit("digits", "sync", 2, 1, runtime="sim", **options)
 
 
 def test_replicas_of_stages_are_for_pipedream_and_partitions_are_not() -> None:
-    stages = (Stage((0, 1), ("a",)), Stage((2,), ("b",)))
-    replicated = Plan(model="m", kind="pipeline", partitioner="hand", num_machines=3, stages=stages)
+    stages = (PlacedStage((0, 1), ("a",)), PlacedStage((2,), ("b",)))
+    replicated = Placement(model="m", kind="pipeline", partitioner="hand", num_machines=3, stages=stages)
     with pytest.raises(ValueError, match=r"several machines \(2, 1\), which only pipedream knows"):
         check_plan(load_strategy("sync", {}), "sync", replicated)
     check_plan(load_strategy("pipedream", {}), "pipedream", replicated)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rainband.protocol.messages import Peer
-from rainband.runtimes.simulation.fault_injector import Trouble
+from rainband.runtimes.simulation.fault_injector import FaultInjector
 from rainband.runtimes.simulation.models.faults import parse
 from rainband.strategies.sync import Sync
 from tests.test_sim_world import world_of
@@ -13,17 +13,17 @@ from tests.test_sim_world import world_of
 
 def test_when_a_worker_dies_with_a_push_on_one_server_only_the_round_before_is_saved() -> None:
     """Steps take 1 s. Of what worker 1 pushes at 3 s, server 1 hears nothing; then it dies, and the run is stopped."""
-    world = world_of(Sync(lr=0.25), 2)
-    Trouble(world, parse("2.5 slow worker 1 > server 1 for 9 by 5"), seed=0)
-    world.start()
-    world.run(until_s=3.05)
-    world.kill(world.workers[1], keep=lambda letter: False)
-    world.leader.send(world.coordinator.stop("stopped", "enough"))
-    world.run()
+    cluster = world_of(Sync(lr=0.25), 2)
+    FaultInjector(cluster, parse("2.5 slow worker 1 > server 1 for 9 by 5"), seed=0)
+    cluster.start()
+    cluster.run(until_s=3.05)
+    cluster.kill(cluster.workers[1], keep=lambda in_flight: False)
+    cluster.coordinator_node.send(cluster.coordinator.stop("stopped", "enough"))
+    cluster.run()
 
-    blocks = [block for node in world.servers.values() for block in node.server.blocks.values()]
+    blocks = [block for node in cluster.servers.values() for block in node.server.blocks.values()]
     assert [block.version for block in blocks] == [3, 2]
-    client = world.workers[0].client
+    client = cluster.workers[0].client
     assert client is not None and client.me == Peer("worker", 0)
     for block in blocks:
         assert torch.equal(client.views[block.index], block.place.of(2))

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rainband.bench.baselines.data_parallel import PacedOrder
-from rainband.bench.cases.stragglers import CONTENDERS, Found, _times_sooner, found_in
-from rainband.bench.harness.processes import PRELOAD, Process, free_port
+from rainband.bench.cases.stragglers import CONTENDERS, StragglerFound, _times_sooner, found_in
+from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
 from rainband.cli.configure import configured
 from rainband.cli.main import build_app
 from rainband.cli.sim_options import in_virtual_time
@@ -17,7 +17,7 @@ from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.runtimes.processes.min_step_time import paced
 from rainband.runtimes.processes.zygote import Zygote
-from rainband.runtimes.simulation.models.compute import ComputeModel, Pace
+from rainband.runtimes.simulation.models.compute import ComputeModel, ComputePace
 from rainband.strategy import Batch
 
 BATCH = Batch(0, 0, 1)
@@ -50,7 +50,7 @@ def steps(compute_s: float, worker: int) -> Time:
         return batch
 
     model = ComputeModel(kind="constant", step_s=2.0, slow_workers=(1,), slow_factor=5.0)
-    at_pace = paced(compute, Pace(model, seed=0, worker=worker), time.now, time.sleep)
+    at_pace = paced(compute, ComputePace(model, seed=0, worker=worker), time.now, time.sleep)
     assert [at_pace(BATCH), at_pace(BATCH)] == [BATCH, BATCH]
     return time
 
@@ -103,12 +103,12 @@ def test_the_rate_leaves_out_the_start_and_the_end_and_the_time_counts_from_when
         progress(5.0, 700, 0.96),
         progress(9.0, 1000, 0.97),  # the slow one had the last batch
     ]
-    assert found_in(seen) == Found(samples_per_s=300.0, reached_s=3.0)
+    assert found_in(seen) == StragglerFound(samples_per_s=300.0, reached_s=3.0)
 
 
 def test_what_never_reached_the_accuracy_is_not_sooner() -> None:
-    assert _times_sooner(Found(1.0, 12.0), Found(1.0, 4.0)) == 3.0
-    assert _times_sooner(Found(1.0, 12.0), Found(1.0, None)) == 0.0
+    assert _times_sooner(StragglerFound(1.0, 12.0), StragglerFound(1.0, 4.0)) == 3.0
+    assert _times_sooner(StragglerFound(1.0, 12.0), StragglerFound(1.0, None)) == 0.0
 
 
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
@@ -126,7 +126,9 @@ def test_ddp_ends_when_its_first_rank_has_seen_the_accuracy_and_at_its_last_step
     zygote, port = Zygote.start(PRELOAD), free_port()
     try:
         orders = [PacedOrder(rank, 2, port, 0.0, lr=0.2, accuracy=accuracy, most_steps=60) for rank in range(2)]
-        ranks = [Process(zygote, "rainband.bench.baselines.data_parallel:paced_main", order, "DDP") for order in orders]
+        ranks = [
+            BenchProcess(zygote, "rainband.bench.baselines.data_parallel:paced_main", order, "DDP") for order in orders
+        ]
         (rate, reached_s), (_, unknown_s) = [rank.result() for rank in ranks]
     finally:
         zygote.close(1.0)

@@ -33,11 +33,11 @@ def test_single_skips_a_batch_whose_gradient_is_not_finite_and_counts_it(tmp_pat
         num_servers=0,
         epochs=2,
         directory=str(tmp_path),
-        world="sim",
+        runtime="sim",
     )
     result = sim.run(config, lambda event: None)
-    assert (result.outcome, result.books["skipped"]) == ("finished", {"not finite": 2})
-    assert result.books["applied"] == result.books["batches"] - 2
+    assert (result.outcome, result.accounting["skipped"]) == ("finished", {"not finite": 2})
+    assert result.accounting["applied"] == result.accounting["batches"] - 2
     saved = load_file(tmp_path / "model.safetensors")
     assert all(bool(tensor.isfinite().all()) for tensor in saved.values())
 

@@ -435,7 +435,7 @@ def test_tensor_data_of_unequal_lengths_is_refused(lengths: list[int]) -> None:
         TensorData(*[torch.zeros(length) for length in lengths])
 
 
-class Words(Dataset[dict[str, Any]]):
+class SharedWords(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return 3
 
@@ -444,14 +444,14 @@ class Words(Dataset[dict[str, Any]]):
 
 
 def test_a_dataset_is_collated_as_a_data_loader_would() -> None:
-    batch = DatasetData(Words()).batch(np.array([2, 0]))
+    batch = DatasetData(SharedWords()).batch(np.array([2, 0]))
     assert batch["word"] == ["c", "a"]
     assert batch["place"].tolist() == [2, 0]
     assert batch["vector"].tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
 
 def test_a_dataset_may_have_its_own_collate() -> None:
-    data = DatasetData(Words(), collate=lambda samples: "".join(sample["word"] for sample in samples))
+    data = DatasetData(SharedWords(), collate=lambda samples: "".join(sample["word"] for sample in samples))
     assert data.batch([1, 1, 2]) == "bbc"
 
 
@@ -560,16 +560,16 @@ def nests() -> st.SearchStrategy[Any]:
     )
 
 
-def described(nest: Any) -> str:
+def described(pytree: Any) -> str:
     """Say what a nest is, so that two are equal when their descriptions are."""
-    match nest:
+    match pytree:
         case tuple():
-            return f"({', '.join(map(described, nest))})"
+            return f"({', '.join(map(described, pytree))})"
         case dict():
-            return f"{{{', '.join(f'{key!r}: {described(nest[key])}' for key in sorted(nest))}}}"
+            return f"{{{', '.join(f'{key!r}: {described(pytree[key])}' for key in sorted(pytree))}}}"
         case torch.Tensor() | np.ndarray():
-            return f"{type(nest).__name__} {nest.tolist()}"
-    return repr(nest)
+            return f"{type(pytree).__name__} {pytree.tolist()}"
+    return repr(pytree)
 
 
 @FEW_SECONDS

@@ -19,19 +19,18 @@ import torch
 from torch import Tensor
 
 from rainband.errors import HandshakeFailed, ServerLost
-from rainband.protocol.data_plan import Plan, Range
-from rainband.protocol.layout import Entry, arrange, cut
+from rainband.protocol.data_plan import BatchRange, DataPlan
+from rainband.protocol.layout import LayoutEntry, arrange, cut
 from rainband.protocol.messages import (
     COORDINATOR,
     Ack,
     Address,
     Assign,
-    Bye,
+    BlockReady,
     Flush,
     Forget,
     Hello,
-    Load,
-    Loaded,
+    InitBlock,
     Message,
     Params,
     Peer,
@@ -39,6 +38,7 @@ from rainband.protocol.messages import (
     Push,
     PushResult,
     Revoke,
+    Shutdown,
     encode,
 )
 from rainband.protocol.worker_stats import Stats
@@ -47,13 +47,13 @@ from rainband.runtimes.processes.server_process import ServerProcess
 from rainband.transports import frames
 from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.connect import dial, listen_tcp, listen_unix, this_machine
-from rainband.transports.event_loop import Switchboard
+from rainband.transports.event_loop import EventLoop
 from rainband.transports.hub import MAX_UNKNOWN
 from rainband.transports.server_links import SharedPort, TcpPort
-from rainband.transports.shared_memory import READ_TRIES, Mailbox, Published, Segment
-from tests.processes import DEADLINE_S, Nest, exact, wait_for
+from rainband.transports.shared_memory import READ_TRIES, Mailbox, Published, SharedSegment
+from tests.processes import DEADLINE_S, RunLauncher, exact, wait_for
 
-PLAN = Plan(fingerprint="", layout="", num_samples=64, batch_size=1, epochs=1, seed=0, portion_batches=64)
+PLAN = DataPlan(fingerprint="", layout="", num_samples=64, batch_size=1, epochs=1, seed=0, portion_batches=64)
 SECRET, RUN_ID = new_secret(), new_run_id()
 SERVER = Peer("server", 0)
 SMALL = (16,)  # one block of 16 elements
@@ -75,7 +75,7 @@ class Served:
         self.process = ServerProcess(job)
         self.server = self.process.server
         self.hub = self.process.hub
-        layout = arrange([Entry(f"p{i}", (size,), dtype) for i, size in enumerate(sizes)])
+        layout = arrange([LayoutEntry(f"p{i}", (size,), dtype) for i, size in enumerate(sizes)])
         self.specs = cut(layout, 1, block_bytes=1 << 18)
         self.process.receive(_FromCoordinator(), Assign(PLAN, self.specs, layout.groups, 2), None)  # type: ignore[arg-type]
         unix, tcp = listen_unix(f"rainband-test-{os.getpid()}-{id(self)}"), listen_tcp("127.0.0.1")
@@ -126,16 +126,16 @@ class Worker:
     def __init__(self, server: Served, transport: str, index: int = 0) -> None:
         self.server = server
         self.me = Peer("worker", index)
-        self.switchboard = Switchboard()
+        self.event_loop = EventLoop()
         self.came: list[tuple[Message, Tensor | None]] = []
         self.sequence = 0
         sock, _, key = dial(server.address, transport == "shm", SECRET, RUN_ID, self.me, DEADLINE_S)
         self.sock = sock
         self.port: SharedPort | TcpPort
         if transport == "shm":
-            self.port = SharedPort(SERVER, sock, key, server.specs, self.switchboard, self._deliver, Stats())
+            self.port = SharedPort(SERVER, sock, key, server.specs, self.event_loop, self._deliver, Stats())
         else:
-            self.port = TcpPort(SERVER, sock, key, server.specs, self.switchboard, self._deliver)
+            self.port = TcpPort(SERVER, sock, key, server.specs, self.event_loop, self._deliver)
 
     def _deliver(self, message: Message, payload: Tensor | None) -> None:
         self.came.append((message, None if payload is None else payload.clone()))
@@ -145,13 +145,13 @@ class Worker:
         until = time.monotonic() + DEADLINE_S
         while len(found := [(m, p) for m, p in self.came if isinstance(m, kind)]) < number:
             assert time.monotonic() < until, f"{number} x {kind.__name__} expected, {self.came} came"
-            self.switchboard.wait(0.1)
+            self.event_loop.wait(0.1)
         return found
 
     def load_zeros(self) -> None:
         for spec in self.server.specs:
-            self.port.push(Load(spec.index, spec.dtype, spec.numel), _zero)
-        self.wait(Loaded, len(self.server.specs))
+            self.port.push(InitBlock(spec.index, spec.dtype, spec.numel), _zero)
+        self.wait(BlockReady, len(self.server.specs))
 
     def push(self, batch: int, fill: Callable[[Tensor, int], object], **changed: Any) -> None:
         """Push one batch to every block; `fill` is given the memory and the block's number."""
@@ -161,7 +161,7 @@ class Worker:
                 "block": spec.index,
                 "worker": self.me.index,
                 "sequence": self.sequence,
-                "name": (Range(0, batch, batch + 1, 1),),
+                "name": (BatchRange(0, batch, batch + 1, 1),),
                 "samples": 1,
                 "clock": 1,
                 "term": 1,
@@ -259,7 +259,7 @@ def test_a_mailbox_slot_is_free_again_when_it_is_acknowledged_and_not_before() -
         assert len(port.free) == slots == len(server.specs)
         worker.push(0, lambda out, index: out.fill_(1.0 + index))
         assert not port.free
-        assert not worker.switchboard.wait(0.0)
+        assert not worker.event_loop.wait(0.0)
         kept = [port.mailbox.tensor(slot, "float32", 16)[0].item() for slot in range(slots)]
         assert sorted(kept) == [1.0 + index for index in range(slots)]
         server.hub.run_once(DEADLINE_S)
@@ -305,20 +305,20 @@ def test_a_server_that_goes_away_is_noticed_by_whoever_waits(transport: str) -> 
         server.hub.close()
         with pytest.raises(ServerLost, match="lost server 0 while"):
             for _ in range(3):
-                worker.switchboard.wait(DEADLINE_S)
+                worker.event_loop.wait(DEADLINE_S)
 
 
 def test_what_one_callback_raises_does_not_swallow_what_others_posted() -> None:
-    switchboard, done = Switchboard(), []
+    event_loop, done = EventLoop(), []
 
     def fail() -> None:
         raise ServerLost("server 0", "waiting")
 
-    switchboard.post(fail)
-    switchboard.post(lambda: done.append(1))
+    event_loop.post(fail)
+    event_loop.post(lambda: done.append(1))
     with pytest.raises(ServerLost):
-        switchboard.wait(DEADLINE_S)
-    assert switchboard.wait(DEADLINE_S)
+        event_loop.wait(DEADLINE_S)
+    assert event_loop.wait(DEADLINE_S)
     assert done == [1]
 
 
@@ -326,7 +326,7 @@ def test_what_one_callback_raises_does_not_swallow_what_others_posted() -> None:
 
 
 def published(buffers: int = 1, numel: int = 1 << 16) -> Published:
-    return Published.create(cut(arrange([Entry("w", (numel,))]), 1), buffers)
+    return Published.create(cut(arrange([LayoutEntry("w", (numel,))]), 1), buffers)
 
 
 class Meddling:
@@ -368,7 +368,7 @@ def test_a_block_that_never_stands_still_is_read_as_it_is_at_its_older_version_a
 
 
 def shared_spec(numel: int) -> Any:
-    return cut(arrange([Entry("w", (numel,))]), 1)[0]
+    return cut(arrange([LayoutEntry("w", (numel,))]), 1)[0]
 
 
 def test_no_clean_read_is_torn_while_another_thread_writes() -> None:
@@ -480,7 +480,7 @@ def test_a_frame_with_any_one_byte_flipped_changes_nothing() -> None:
         worker = Worker(server, "tcp")
         worker.load_zeros()
         body = memoryview(torch.ones(16).numpy().tobytes())
-        push = Push(0, 1, 1, (Range(0, 9, 10, 1),), 1, 1, 1, 0, "float32", 16)
+        push = Push(0, 1, 1, (BatchRange(0, 9, 10, 1),), 1, 1, 1, 0, "float32", 16)
         length = len(frames.pack(encode(push), body, 0)) + len(body)
         for at in range(length):
             sock, _, key = dial(server.address, True, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
@@ -498,7 +498,7 @@ def test_half_a_frame_changes_nothing(num_bytes: int) -> None:
     with served() as server:
         Worker(server, "tcp").load_zeros()
         body = memoryview(torch.ones(16).numpy().tobytes())
-        push = Push(0, 1, 1, (Range(0, 9, 10, 1),), 1, 1, 1, 0, "float32", 16)
+        push = Push(0, 1, 1, (BatchRange(0, 9, 10, 1),), 1, 1, 1, 0, "float32", 16)
         sock, _, key = dial(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
         sock.sendall((frames.pack(encode(push), body, key) + bytes(body))[:num_bytes])
         sock.shutdown(socket.SHUT_WR)
@@ -552,8 +552,8 @@ def test_a_server_without_a_free_file_descriptor_goes_on(caplog: pytest.LogCaptu
         Revoke(0, 99),
         Forget(0),
         Flush(),
-        Bye("now"),
-        Loaded(0),
+        Shutdown("now"),
+        BlockReady(0),
         Ack(0, 0, PushResult.ACCEPTED, 1, 0),
     ],
 )
@@ -577,7 +577,7 @@ def test_a_worker_cannot_push_for_another() -> None:
 
 
 def sealed(num_bytes: int) -> int:
-    return Segment.create("test", num_bytes).fd
+    return SharedSegment.create("test", num_bytes).fd
 
 
 def unsealed(num_bytes: int) -> int:
@@ -624,7 +624,7 @@ def test_a_push_of_a_strange_dtype_is_refused_with_a_reason(dtype: str) -> None:
         worker = Worker(server, "shm")
         worker.load_zeros()
         assert isinstance(worker.port, SharedPort)
-        fields = Push(0, 0, 1, (Range(0, 0, 1, 1),), 1, 1, 1, 0, dtype, 16, slot=0)
+        fields = Push(0, 0, 1, (BatchRange(0, 0, 1, 1),), 1, 1, 1, 0, dtype, 16, slot=0)
         worker.port.send(fields)
         ((ack, _),) = worker.wait(Ack, 1)
         assert ack.result == PushResult.BAD
@@ -647,8 +647,8 @@ def test_a_mailbox_holds_what_fits_and_refuses_the_rest() -> None:
 
 
 @pytest.mark.processes
-def test_training_is_not_harmed_by_strangers_on_a_servers_port(nest: Nest, tmp_path: Path) -> None:
-    with nest.run(tmp_path, transport="tcp", samples=2048, timeout_s=1.0) as run:
+def test_training_is_not_harmed_by_strangers_on_a_servers_port(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, transport="tcp", samples=2048, timeout_s=1.0) as run:
         run.under_way()
         run.gate.let(100)
         ports = [int(name.removeprefix("port ")) for name in run.sockets if name.startswith("port ")]

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rainband.protocol.data_plan import Plan, Range
-from rainband.protocol.layout import Entry, Segment, arrange, cut
+from rainband.protocol.data_plan import BatchRange, DataPlan
+from rainband.protocol.layout import BlockSegment, LayoutEntry, arrange, cut
 from rainband.protocol.messages import (
     COORDINATOR,
     Answer,
     Assign,
     Command,
     Evaluated,
-    Load,
+    InitBlock,
     Message,
     Peer,
     Push,
@@ -27,7 +27,7 @@ from rainband.protocol.messages import (
     decode,
     encode,
 )
-from rainband.protocol.parameter_buffers import Place
+from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.protocol.vectors import (
     KINDS,
     PARAMS,
@@ -42,7 +42,7 @@ from rainband.protocol.vectors import (
     norm,
     scale,
     swap,
-    why_not,
+    validate_push_id,
 )
 from rainband.server.server import Server
 from rainband.strategies.sandblaster import Sandblaster
@@ -52,7 +52,7 @@ WORKER = Peer("worker", 0)
 
 def vectors(*values: float) -> Vectors:
     """Parameters of one segment, then an element that belongs to no parameter."""
-    return Vectors(torch.tensor([*values, 0.0]), [Segment(0, 0, 0, len(values), 0)])
+    return Vectors(torch.tensor([*values, 0.0]), [BlockSegment(0, 0, 0, len(values), 0)])
 
 
 # ---- what each does ----
@@ -84,7 +84,7 @@ def test_what_lies_between_parameters_stays_zero() -> None:
 
 
 def test_dot_products_of_float32_are_summed_in_float64() -> None:
-    v = Vectors(torch.tensor([1e8, 1.0, -1e8], dtype=torch.float32), [Segment(0, 0, 0, 3, 0)])
+    v = Vectors(torch.tensor([1e8, 1.0, -1e8], dtype=torch.float32), [BlockSegment(0, 0, 0, 3, 0)])
     v.run(fill("ones", 1.0))
     assert v.run(dot(PARAMS, "ones")) == 1.0
     assert v.run(norm(PARAMS)) == 2e16 + 1 or v.run(norm(PARAMS)) == pytest.approx(2e16)
@@ -116,19 +116,19 @@ def test_axpy_and_back_again_changes_nothing(values: list[int], times: int) -> N
     ],
 )
 def test_a_wrong_program_is_refused_with_its_reason(operations: list[Operation], why: str) -> None:
-    assert why in why_not(operations, {PARAMS}, room=2)
+    assert why in validate_push_id(operations, {PARAMS}, room=2)
 
 
 def test_a_good_program_is_not_refused() -> None:
     program = [fill("a", 0), fill("b", 0), drop("a"), copy("c", "b"), swap("b", "c"), dot("b", PARAMS)]
-    assert why_not(program, {PARAMS}, room=2) == ""
+    assert validate_push_id(program, {PARAMS}, room=2) == ""
 
 
 @given(st.lists(st.builds(Operation, st.sampled_from(KINDS), st.sampled_from("abcd"), st.sampled_from("abcd"))))
 def test_a_program_that_is_not_refused_can_be_done_and_has_at_most_its_room(program: list[Operation]) -> None:
     v, todo = vectors(1.0, 2.0), []
     for operation in program:  # as much of it as is allowed
-        if not why_not([*todo, operation], {PARAMS}, room=2):
+        if not validate_push_id([*todo, operation], {PARAMS}, room=2):
             todo.append(operation)
     for operation in todo:
         v.run(operation)
@@ -142,22 +142,22 @@ class Rig:
     """One server with a model of 48 elements in two blocks; a worker; a coordinator whose words are encoded."""
 
     def __init__(self, strategy: Sandblaster | None = None) -> None:
-        layout = arrange([Entry("w", (48,))])
+        layout = arrange([LayoutEntry("w", (48,))])
         self.blocks = cut(layout, num_servers=2)
-        plan = Plan(
+        plan = DataPlan(
             fingerprint="", layout="", num_samples=12, batch_size=2, epochs=1, seed=0,
-            portion_batches=2, cell_batches=2, led=True,
+            portion_batches=2, batches_per_item=2, coordinated=True,
         )  # fmt: skip
-        self.places: list[Place] = []
+        self.places: list[ParameterBuffer] = []
         self.server = Server((strategy or Sandblaster(history=1)).server, self.publish)
         self.say(Assign(plan, self.blocks, layout.groups, 1))
         for block in self.blocks:
             values = torch.arange(float(block.start), float(block.stop))
-            self.server.receive(WORKER, Load(block.index, "float32", block.numel), values)
+            self.server.receive(WORKER, InitBlock(block.index, "float32", block.numel), values)
 
-    def publish(self, specs: Any, buffers: int) -> list[Place]:
+    def publish(self, specs: Any, buffers: int) -> list[ParameterBuffer]:
         assert buffers == 1
-        self.places = [Place([0], 0, [torch.zeros(spec.numel)]) for spec in specs]
+        self.places = [ParameterBuffer([0], 0, [torch.zeros(spec.numel)]) for spec in specs]
         return self.places
 
     def say(self, message: Message) -> list[Any]:
@@ -165,16 +165,29 @@ class Rig:
             out.message for out in self.server.receive(COORDINATOR, decode(encode(message))) if out.to == COORDINATOR
         ]
 
-    def command(self, number: int, *operations: Operation, term: int = 1, cells: int = 0) -> list[Any]:
-        return self.say(Command(term, number, operations, cells))
+    def command(self, number: int, *operations: Operation, term: int = 1, work_items: int = 0) -> list[Any]:
+        return self.say(Command(term, number, operations, work_items))
 
-    def push(self, cell: int, point: int, value: float = 1.0, samples: int = 4, loss: float = 0.5) -> list[str]:
+    def push(
+        self, work_item: int, at_version: int, value: float = 1.0, samples: int = 4, loss: float = 0.5
+    ) -> list[str]:
         """A cell's gradient to all blocks; returns what became of it, and at the end what the coordinator hears."""
         results: list[Any] = []
         for block in self.blocks:
-            name = (Range(cell, 0, 2, point),)
+            name = (BatchRange(work_item, 0, 2, at_version),)
             message = Push(
-                block.index, 0, 1, name, samples, 1, 1, point, "float32", block.numel, point=point, loss=loss
+                block.index,
+                0,
+                1,
+                name,
+                samples,
+                1,
+                1,
+                at_version,
+                "float32",
+                block.numel,
+                at_version=at_version,
+                loss=loss,
             )
             outs = self.server.receive(WORKER, message, torch.full((block.numel,), value))
             results += [out.message.result if out.to == WORKER else out.message for out in outs]  # type: ignore
@@ -251,51 +264,55 @@ def test_readers_see_one_new_version_for_a_command_that_moves_the_parameters() -
 
 def test_an_evaluation_is_over_when_every_block_has_every_cell_once() -> None:
     rig = Rig()
-    assert rig.command(1, cells=2) == [Answer(1, 1, (), version=1)]
-    assert rig.push(0, point=1, loss=0.5, samples=4) == [PushResult.ACCEPTED, PushResult.ACCEPTED]
-    assert rig.push(0, point=1, loss=9.0, samples=4) == [PushResult.DUPLICATE, PushResult.DUPLICATE]
-    assert rig.push(1, point=1, loss=2.0, samples=2) == [PushResult.ACCEPTED, PushResult.ACCEPTED, Evaluated(1, 6.0, 6)]
+    assert rig.command(1, work_items=2) == [Answer(1, 1, (), version=1)]
+    assert rig.push(0, at_version=1, loss=0.5, samples=4) == [PushResult.ACCEPTED, PushResult.ACCEPTED]
+    assert rig.push(0, at_version=1, loss=9.0, samples=4) == [PushResult.DUPLICATE, PushResult.DUPLICATE]
+    assert rig.push(1, at_version=1, loss=2.0, samples=2) == [
+        PushResult.ACCEPTED,
+        PushResult.ACCEPTED,
+        Evaluated(1, 6.0, 6),
+    ]
     assert rig.values("gradient").tolist() == [2.0] * 48
 
 
 def test_the_same_cells_come_again_in_the_next_evaluation() -> None:
     rig = Rig()
-    rig.command(1, cells=1)
-    rig.push(0, point=1, value=5.0)
-    rig.command(2, cells=1)
-    assert rig.push(0, point=2, value=7.0)[:2] == [PushResult.ACCEPTED, PushResult.ACCEPTED]
+    rig.command(1, work_items=1)
+    rig.push(0, at_version=1, value=5.0)
+    rig.command(2, work_items=1)
+    assert rig.push(0, at_version=2, value=7.0)[:2] == [PushResult.ACCEPTED, PushResult.ACCEPTED]
     assert rig.values("gradient").tolist() == [7.0] * 48
 
 
 def test_what_comes_for_an_evaluation_that_is_over_is_late() -> None:
     rig = Rig()
-    rig.command(1, cells=1)
-    rig.push(0, point=1)
-    rig.command(2, scale(PARAMS, 2.0), cells=1)
-    assert rig.push(0, point=1, value=9.0) == [PushResult.LATE, PushResult.LATE]
+    rig.command(1, work_items=1)
+    rig.push(0, at_version=1)
+    rig.command(2, scale(PARAMS, 2.0), work_items=1)
+    assert rig.push(0, at_version=1, value=9.0) == [PushResult.LATE, PushResult.LATE]
     assert rig.values("gradient").tolist() == [0.0] * 48
 
 
 def test_who_asks_again_after_an_evaluation_hears_its_end_again() -> None:
     rig = Rig()
-    rig.command(1, cells=1)
-    end = rig.push(0, point=1)[-1]
-    assert rig.command(1, cells=1) == [Answer(1, 1, (), version=1), end]
+    rig.command(1, work_items=1)
+    end = rig.push(0, at_version=1)[-1]
+    assert rig.command(1, work_items=1) == [Answer(1, 1, (), version=1), end]
 
 
 def test_the_end_of_an_evaluation_is_told_once_not_with_every_command_after_it() -> None:
     rig = Rig()
-    rig.command(1, cells=1)
-    rig.push(0, point=1)
+    rig.command(1, work_items=1)
+    rig.push(0, at_version=1)
     assert rig.command(2, scale("gradient", 0.5)) == [Answer(1, 2, (), version=1)]
 
 
 def test_a_cell_whose_gradient_is_not_finite_makes_the_loss_not_finite() -> None:
     rig = Rig()
-    rig.command(1, cells=1)
+    rig.command(1, work_items=1)
     for block in rig.blocks:
-        name = (Range(0, 0, 2, 1),)
-        skip = Push(block.index, 0, 1, name, 0, 1, 1, 1, "float32", block.numel, point=1, skip="not finite")
+        name = (BatchRange(0, 0, 2, 1),)
+        skip = Push(block.index, 0, 1, name, 0, 1, 1, 1, "float32", block.numel, at_version=1, skip="not finite")
         outs = rig.server.receive(WORKER, skip)
     end = outs[-1].message
     assert isinstance(end, Evaluated) and math.isnan(end.loss)
@@ -303,9 +320,9 @@ def test_a_cell_whose_gradient_is_not_finite_makes_the_loss_not_finite() -> None
 
 def test_the_first_values_cannot_be_loaded_over_a_run_that_has_begun() -> None:
     rig = Rig()
-    rig.command(1, cells=1)
+    rig.command(1, work_items=1)
     block = rig.blocks[0]
-    rig.server.receive(WORKER, Load(0, "float32", block.numel), torch.full((block.numel,), 99.0))
+    rig.server.receive(WORKER, InitBlock(0, "float32", block.numel), torch.full((block.numel,), 99.0))
     assert torch.equal(rig.values(), torch.arange(48.0))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from rainband.runtimes.processes.titles import short_title
-from rainband.runtimes.processes.zygote import Event, Exited, Failed, Started, Zygote
+from rainband.runtimes.processes.zygote import Event, Exited, SpawnFailed, Started, Zygote
 
 pytestmark = pytest.mark.processes
 
@@ -202,7 +202,7 @@ class Nursery:
             assert select.select([self.zygote], [], [], DEADLINE_S)[0], f"only {self.seen}"
             self.seen += self.zygote.events()
             assert self.seen, "readable, but nothing has happened"
-            assert fits(self.seen[-1]) or not isinstance(self.seen[-1], Failed), self.seen[-1].reason
+            assert fits(self.seen[-1]) or not isinstance(self.seen[-1], SpawnFailed), self.seen[-1].reason
         return found[0]
 
     def started(self, token: int) -> int:
@@ -434,8 +434,8 @@ def test_a_lost_zygote_is_reported_and_takes_everything_along(tmp_path: Path) ->
         lives = [Life(nursery.started(token)), Life(int(news.read()))]
         os.kill(nursery.zygote.pid, signal.SIGKILL)
         assert lives[0].ends()  # though the launcher does not know yet
-        event = nursery.first(lambda event: isinstance(event, Failed))
-        assert isinstance(event, Failed)
+        event = nursery.first(lambda event: isinstance(event, SpawnFailed))
+        assert isinstance(event, SpawnFailed)
         assert event.token is None
         assert "killed by signal 9" in event.reason
         assert lives[1].ends()
@@ -449,7 +449,7 @@ def test_a_missing_module_is_left_out_and_a_broken_one_reported(tmp_path: Path) 
         nursery.spawn(return_at_once)
         assert Life(nursery.zygote.pid).ends()
         event = nursery.first(lambda event: True)
-        assert isinstance(event, Failed)
+        assert isinstance(event, SpawnFailed)
         assert event.token is None
         assert 'broken.py", line 1' in event.reason
         assert "No module named 'there_is_no_such_module'" in event.reason

@@ -15,11 +15,11 @@ from rainband.join import join as join_plainly
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from rainband.runtimes.training_loop.loop import OwnLoop
-    from rainband.runtimes.training_loop.single_process import Alone
+    from rainband.runtimes.training_loop.loop import TrainingLoop
+    from rainband.runtimes.training_loop.single_process import SingleProcessLoop
 
 
-def join(accelerator: Accelerator, model: Any, optimizer: Any) -> OwnLoop | Alone:
+def join(accelerator: Accelerator, model: Any, optimizer: Any) -> TrainingLoop | SingleProcessLoop:
     """As rainband.join, with what accelerator.prepare(...) made of the model and the optimizer."""
     if accelerator.num_processes > 1:
         raise ValueError(

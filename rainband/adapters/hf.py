@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from rainband.join import join
 
 
-class Together(TrainerCallback):  # type: ignore[misc]
+class RainbandTrainerCallback(TrainerCallback):  # type: ignore[misc]
     """Joins when the training begins, and leaves, with the final parameters, when it ends."""
 
     run: Any = None

@@ -20,7 +20,7 @@ except ModuleNotFoundError:  # the same under its older name
 from rainband.join import join
 
 
-class Together(Callback):  # type: ignore[misc]
+class RainbandCallback(Callback):  # type: ignore[misc]
     """Joins when the training starts, and leaves, with the final parameters, when it ends."""
 
     run: Any = None

@@ -15,19 +15,6 @@ from rainband.views.formatting import short, table
 if TYPE_CHECKING:
     from rainband.bench.harness.rows import Row
 
-NOT_BENCHMARKS = {
-    "__init__",
-    "lbfgs_opponent",
-    "limit",
-    "models",
-    "opponents",
-    "processes",
-    "rig",
-    "rows",
-    "stage_opponents",
-    "team_runs",
-}
-
 
 def register(app: typer.Typer) -> None:
     app.command("bench")(bench)
@@ -35,8 +22,8 @@ def register(app: typer.Typer) -> None:
 
 def names() -> list[str]:
     """The benchmarks, by their files."""
-    folder = Path(__file__).parent.parent / "bench"
-    return sorted({file.stem for file in folder.glob("*.py")} - NOT_BENCHMARKS)
+    folder = Path(__file__).parents[1] / "bench" / "cases"
+    return sorted({file.stem for file in folder.glob("*.py")} - {"__init__"})
 
 
 def bench(
@@ -60,7 +47,7 @@ def bench(
         typer.echo(f"measuring {one} ...", err=True)
         found: list[Row] = []
         try:
-            for row in importlib.import_module(f"rainband.bench.{one}").run("quick" if quick else "full"):
+            for row in importlib.import_module(f"rainband.bench.cases.{one}").run("quick" if quick else "full"):
                 found.append(row)
                 typer.echo("  " + in_a_line(row), err=True)  # minutes may go by before the table
         except KeyboardInterrupt:
@@ -87,18 +74,22 @@ def _show(name: str, rows: list[Row]) -> None:
 
 def shown(name: str, rows: list[Row], width: int) -> list[str]:
     """Numbers first, then what they are, wrapped: readable in 80 columns."""
-    cells = [_cells(row) for row in rows]
-    room = max([len("value"), *(len(value) for value, *_ in cells)])
+    texts = [_texts(row) for row in rows]
+    room = max([len("value"), *(len(value) for value, *_ in texts)])
     head = ("value".rjust(room), "unit", "bar", "met", "what")
-    return [f"bench {name}", *table([head, *((c[0].rjust(room), *c[1:]) for c in cells)], indent="  ", width=width), ""]
+    return [
+        f"bench {name}",
+        *table([head, *((c[0].rjust(room), *c[1:]) for c in texts)], indent="  ", width=width),
+        "",
+    ]
 
 
 def in_a_line(row: Row) -> str:
-    value, unit, bar, met, what = _cells(row)
+    value, unit, bar, met, what = _texts(row)
     return f"{what}: {value} {unit}" + (f" (bar {bar}, met: {met})" if bar else "")
 
 
-def _cells(row: Row) -> tuple[str, str, str, str, str]:
+def _texts(row: Row) -> tuple[str, str, str, str, str]:
     unit, _, of_what = row.unit.partition(" ")  # "GB/s pushed and pulled" would take half of the line
     what = ", ".join(filter(None, [row.name, of_what, row.against and f"against {row.against}"]))
     bar = "" if row.bar is None else f"{row.bar:g}"

@@ -29,7 +29,7 @@ def command(
     steps: Annotated[int, typer.Option(min=5, metavar="N", help="Gradients to measure.")] = 40,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Workers of the runs to be simulated.")] = 2,
 ) -> None:
-    """Measure what a run takes on this machine; then  rainband train TASK STRATEGY --world sim --network FILE."""
+    """Measure what a run takes on this machine; then  rainband train TASK STRATEGY --runtime sim --network FILE."""
     from rainband.cli.configure import configured
     from rainband.record.calibrate import calibrate, describe
     from rainband.runtimes.simulation.models.cluster_model import to_toml

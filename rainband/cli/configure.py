@@ -10,7 +10,6 @@ import difflib
 import importlib.util
 import math
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from rainband.settings import as_dict, parse_pairs
 from rainband.strategy import Strategy
 from rainband.tasks.load import task_names
 from rainband.tasks.source import check_values, read_task
-from rainband.views.formatting import assignment
+from rainband.views.runs_text import command_of
 
 WORKERS, SERVERS = 4, 2  # where none are asked for
 MOST_PER_CORE = 32  # processes; more only wait for each other
@@ -38,7 +37,7 @@ def configured(
     words: Sequence[str],
     config: Path | None,
     given: Mapping[str, Any],
-    world: str | None = None,
+    runtime: str | None = None,
     stages: int | None = None,
 ) -> RunConfig:
     """The run that `words` (task, strategy, key=value ...) or an earlier config.json describe.
@@ -54,11 +53,11 @@ def configured(
     check_epochs(strategy, base.strategy, given.get("epochs"))
     size = stages or (base.team.size if base.team else 1)
     crew = _crew(base, strategy, given, size)
-    world = world or base.world
-    if world == "local":
+    runtime = runtime or base.runtime
+    if runtime == "processes":
         _check_room(crew)
     settings = {name: _plain(value) for name, value in as_dict(strategy).items() if _can_be_written(value)}
-    return msgspec.structs.replace(base, **{**given, **crew, "world": world, "strategy_settings": settings})
+    return msgspec.structs.replace(base, **{**given, **crew, "runtime": runtime, "strategy_settings": settings})
 
 
 def _from_words(words: Sequence[str]) -> RunConfig:
@@ -196,18 +195,6 @@ def _alone(base: RunConfig, given: Mapping[str, Any], size: int) -> dict[str, in
 
 def _with_servers() -> str:
     return " or ".join(name for name in strategy_names() if find_strategy(name)().requires.servers)
-
-
-# ---- a script ----
-
-
-def command_of(config: Mapping[str, Any]) -> str:
-    """What was typed, or could have been, to run a script; `config` is as read from its config.json."""
-    options = {"workers": "num_workers", "servers": "num_servers", "strategy": "strategy", "seed": "seed"}
-    words = [f"--{option} {config[field]}" for option, field in options.items() if field in config]
-    words += [f"--optimizer {name}" for name in config.get("optimizers", ())]
-    words += [assignment(name, value) for name, value in config.get("strategy_settings", {}).items()]
-    return " ".join(["rainband run", *words, shlex.join([config["script"], *config.get("arguments", ())])])
 
 
 # ---- small things ----

@@ -47,16 +47,16 @@ def explain(
     from rainband.tasks.load import task_names
 
     with mistakes_told():
-        facts = [facts_of(one) for one in ([name] if name else [*strategy_names(), *task_names()])]
-        if name and facts[0]["kind"] == "strategy":
-            facts[0]["expected"] = _expected(name, settings or [], workers)
+        state = [facts_of(one) for one in ([name] if name else [*strategy_names(), *task_names()])]
+        if name and state[0]["kind"] == "strategy":
+            state[0]["expected"] = _expected(name, settings or [], workers)
     if as_json:
         import msgspec
 
-        typer.echo(msgspec.json.encode(facts[0] if name else facts).decode())
+        typer.echo(msgspec.json.encode(state[0] if name else state).decode())
         return
     width = min(110, shutil.get_terminal_size().columns)
-    for line in _one(facts[0], width) if name else _all(facts, width):
+    for line in _one(state[0], width) if name else _all(state, width):
         typer.echo(line)
 
 
@@ -117,7 +117,7 @@ def _expected(name: str, pairs: list[str], workers: int) -> list[str]:
 
     from rainband.plugins import find_strategy, load_strategy
     from rainband.runtimes.advice import foreseen, waits_for_nobody
-    from rainband.runtimes.config import lead_of
+    from rainband.runtimes.config import coordination_of
     from rainband.settings import fields_of, parse_pairs
 
     needed = [field.name for field in fields_of(find_strategy(name)) if field.default is MISSING]
@@ -125,7 +125,7 @@ def _expected(name: str, pairs: list[str], workers: int) -> list[str]:
     if not given and needed:
         return []
     strategy = load_strategy(name, given)
-    if lead_of(strategy) is not None:
+    if coordination_of(strategy) is not None:
         return []
     missed = waits_for_nobody(strategy, workers)
     known = [] if missed is None else [f"with {workers} workers a gradient misses {missed:.3g} updates in the mean."]
@@ -146,8 +146,8 @@ def _setting(setting: Setting, before: str = "") -> dict[str, Any]:
     }
 
 
-def _all(facts: list[dict[str, Any]], width: int) -> list[str]:
-    kinds = {kind: [fact for fact in facts if fact["kind"] == kind] for kind in ("strategy", "task")}
+def _all(state: list[dict[str, Any]], width: int) -> list[str]:
+    kinds = {kind: [fact for fact in state if fact["kind"] == kind] for kind in ("strategy", "task")}
     examples = [some[0]["name"] for some in kinds.values()]
     return [
         "Strategies:",
@@ -160,8 +160,8 @@ def _all(facts: list[dict[str, Any]], width: int) -> list[str]:
     ]
 
 
-def _lines(facts: Iterable[dict[str, Any]], width: int) -> list[str]:
-    return table([(fact["name"], fact["summary"]) for fact in facts], indent="  ", width=width)
+def _lines(state: Iterable[dict[str, Any]], width: int) -> list[str]:
+    return table([(fact["name"], fact["summary"]) for fact in state], indent="  ", width=width)
 
 
 def _one(fact: dict[str, Any], width: int) -> list[str]:

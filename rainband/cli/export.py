@@ -14,7 +14,7 @@ from rainband.cli.report_errors import mistakes_told
 from rainband.views.formatting import count, size
 
 if TYPE_CHECKING:
-    from rainband.views.history import Run
+    from rainband.views.history import PastRun
 
 
 def register(app: typer.Typer) -> None:
@@ -48,7 +48,7 @@ def export(
     typer.echo(f"  load_model(module, {str(out)!r})")
 
 
-def _model_of(run: Run) -> Path:
+def _model_of(run: PastRun) -> Path:
     if run.model is not None:
         return run.model
     if run.state == "running":

@@ -1,4 +1,4 @@
-"""`rainband simtest`: runs with random faults in virtual time, each replayed from its seed."""
+"""`rainband fuzz`: runs with random faults in virtual time, each replayed from its seed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import typer
 from rainband.cli.report_errors import FAILED, mistakes_told
 
 if TYPE_CHECKING:
-    from rainband.runtimes.simulation.oracle.check import Verdict
+    from rainband.runtimes.simulation.oracle.check import OracleVerdict
     from rainband.runtimes.simulation.oracle.scenarios import Case
 
 
 def register(app: typer.Typer) -> None:
-    app.command("simtest")(command)
+    app.command("fuzz")(command)
 
 
 def command(
@@ -48,9 +48,9 @@ def command(
     seed is shown with the command that runs it again.
 
     \b
-    rainband simtest 0-1000
-    rainband simtest 17 --trace
-    rainband simtest 17 --faults script.txt --shrink
+    rainband fuzz 0-1000
+    rainband fuzz 17 --trace
+    rainband fuzz 17 --faults script.txt --shrink
     """
     from rainband.runtimes.simulation.oracle.check import check, shortest
 
@@ -89,7 +89,7 @@ def _numbers(seeds: str) -> range:
         raise ValueError(f"{seeds!r} is no seed: write a number, such as 17, or two, such as 0-1000.") from None
 
 
-def _show(verdict: Verdict, shortened: bool) -> None:
+def _show(verdict: OracleVerdict, shortened: bool) -> None:
     from rainband.runtimes.simulation.models.faults import text
     from rainband.runtimes.simulation.models.trace import table
 

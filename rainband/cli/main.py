@@ -23,8 +23,8 @@ COMMANDS = (
     "replay",
     "timeline",
     "calibrate",
-    "simtest",
-    "plan",
+    "fuzz",
+    "placement",
     "bench",
     "doctor",
 )

@@ -1,4 +1,4 @@
-"""`rainband plan`: measure a task's model, and say which part of it should run on which machine."""
+"""`rainband placement`: measure a task's model, and say which part of it should run on which machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rainband.cli.report_errors import mistakes_told
 
 if TYPE_CHECKING:
     from rainband.model_parallel.placement.partitioners import Partitioner
-    from rainband.model_parallel.placement.placement import Plan
+    from rainband.model_parallel.placement.placement import Placement
     from rainband.model_parallel.placement.profile import Profile, Resources
     from rainband.model_parallel.schedules.rates import Played
 
@@ -27,7 +27,7 @@ ALL = "all"  # every schedule
 
 
 def register(app: typer.Typer) -> None:
-    app.command("plan")(command)
+    app.command("placement")(command)
 
 
 def command(
@@ -58,13 +58,19 @@ def command(
         str, typer.Option(metavar="NAME", help="lan, 1gbit, wan, datacentre, or a file of rainband calibrate.")
     ] = "lan",
     group: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Machines that are near each other; 0: all are, or a rack.")
+        int,
+        typer.Option(
+            "--machines-per-group", min=0, metavar="N", help="Machines that are near each other; 0: all are, or a rack."
+        ),
     ] = 0,
     between: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The network between groups.", show_default="as inside")
+        str | None,
+        typer.Option(
+            "--inter-group-network", metavar="NAME", help="The network between groups.", show_default="as inside"
+        ),
     ] = None,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="Look at this plan, edited by hand, instead.")
+        Path | None, typer.Option("--placement", metavar="FILE", help="Look at this plan, edited by hand, instead.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as .json or .toml.")] = None,
     draw: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the plan, as .png, .svg or .pdf.")] = None,
@@ -77,7 +83,9 @@ def command(
         ),
     ] = None,
     microbatches: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch, for --schedule.")] = 8,
-    chunks: Annotated[int, typer.Option(min=1, metavar="N", help="Stages on each machine, if interleaved.")] = 2,
+    chunks: Annotated[
+        int, typer.Option("--stages-per-worker", min=1, metavar="N", help="Stages on each machine, if interleaved.")
+    ] = 2,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each unit.")] = 5,
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="Of torch, while measuring.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.")] = False,
@@ -85,10 +93,10 @@ def command(
     """Plan how to run TASK's model on several machines.
 
     \b
-    rainband plan digits --machines 4 --out plan.json
-    rainband plan digits --partitioner balanced --memory 1 --machines 3
-    rainband plan digits --machines 3 --schedule all
-    rainband plan digits --plan plan.json --schedule one_f_one_b --draw plan.png
+    rainband placement digits --machines 4 --out plan.json
+    rainband placement digits --partitioner balanced --memory 1 --machines 3
+    rainband placement digits --machines 3 --schedule all
+    rainband placement digits --placement plan.json --schedule one_f_one_b --draw plan.png
     """
     import msgspec
 
@@ -124,7 +132,7 @@ def command(
         typer.echo(f"written to {path}")
 
 
-def _planner(edited: Plan | None, partitioner: str | None, schedule: str | None, chunks: int) -> Partitioner:
+def _planner(edited: Placement | None, partitioner: str | None, schedule: str | None, chunks: int) -> Partitioner:
     from functools import partial
 
     from rainband.model_parallel.placement.partitioners import find_partitioner
@@ -144,15 +152,17 @@ def _import_from_here() -> None:
 
 
 def _resources(machines: int, memory_mb: float, network: str, group: int, between: str | None) -> Resources:
-    from rainband.model_parallel.placement.profile import Network, Resources
+    from rainband.model_parallel.placement.profile import LinkSpeed, Resources
     from rainband.runtimes.simulation.models.cluster_model import load_model
 
     near = load_model(network).network
     if between is not None and not group:
-        raise ValueError("--between says what is between groups: say how many machines are in one (--group).")
+        raise ValueError(
+            "--inter-group-network requires groups: say how many machines are in one (--machines-per-group)."
+        )
     far = load_model(between).network if between else near
     racks = near.rack_size if not group and machines > near.rack_size > 0 else 0
-    kinds = Network(
+    kinds = LinkSpeed(
         bytes_per_s=near.bytes_per_s,
         latency_s=near.latency_s,
         machines_per_group=group if group < machines else 0,
@@ -160,7 +170,7 @@ def _resources(machines: int, memory_mb: float, network: str, group: int, betwee
         between_latency_s=far.latency_s,
     )
     if racks:
-        kinds = Network(
+        kinds = LinkSpeed(
             bytes_per_s=near.bytes_per_s,
             latency_s=near.latency_s,
             machines_per_group=racks,
@@ -227,7 +237,7 @@ def _check_picture(path: Path) -> None:
 
 
 def _print(
-    plan: Plan,
+    plan: Placement,
     profile: Profile,
     resources: Resources,
     play: Played | None,
@@ -252,7 +262,7 @@ def _print(
             typer.echo(line)
 
 
-def _draw(plan: Plan, profile: Profile, play: Played | None, path: Path) -> list[Path]:
+def _draw(plan: Placement, profile: Profile, play: Played | None, path: Path) -> list[Path]:
     """The files that were drawn: the plan, and beside it the schedule."""
     from rainband.model_parallel.drawing.picture import draw_plan, draw_schedule
 

@@ -14,7 +14,7 @@ from rainband.views import formatting as words
 from rainband.views.formatting import count
 
 if TYPE_CHECKING:
-    from rainband.record.replay import Replayed, Update
+    from rainband.record.replay import Replayed, ReplayedUpdate
 
 
 def register(app: typer.Typer) -> None:
@@ -50,7 +50,7 @@ def command(
     from rainband.record.replay import replay
     from rainband.views.history import find_run
 
-    updates: list[Update] = []
+    updates: list[ReplayedUpdate] = []
     with mistakes_told():
         directory = find_run(runs, run)
         if (directory / "simulation.json").exists():
@@ -66,7 +66,7 @@ def command(
     raise typer.Exit(_compared(result))
 
 
-def _rows(updates: Sequence[Update]) -> list[str]:
+def _rows(updates: Sequence[ReplayedUpdate]) -> list[str]:
     """What the first block was given, in its order."""
     head = ("update", "worker", "batches", "read", "staleness", "loss", "norm of the gradient")
     rows = [

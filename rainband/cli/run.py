@@ -118,7 +118,7 @@ def split(words: list[str]) -> tuple[list[str], Path, list[str]]:
 def _crew(name: str, pairs: list[str], workers: int, servers: int | None) -> tuple[dict[str, object], int, int]:
     """The strategy's settings, checked, and how many there are of each role."""
     from rainband.plugins import load_strategy
-    from rainband.runtimes.config import refuse_led
+    from rainband.runtimes.config import refuse_coordinated
     from rainband.settings import parse_pairs
 
     settings = parse_pairs(pairs)
@@ -126,7 +126,7 @@ def _crew(name: str, pairs: list[str], workers: int, servers: int | None) -> tup
         if setting in settings:
             raise ValueError(f"{setting}={settings[setting]}: the script's own optimizer says so; leave it out here.")
     strategy = load_strategy(name, settings)
-    refuse_led(strategy, name)
+    refuse_coordinated(strategy, name)
     if not strategy.requires.servers:
         if servers:
             raise ValueError(f"{name} has no servers: leave --servers {servers} out.")
@@ -143,10 +143,10 @@ def _watched(config: RunConfig, as_json: bool, verbose: bool) -> int:
     import msgspec
 
     from rainband.runtimes.processes import launcher as local
-    from rainband.views.live_display import Watch
+    from rainband.views.live_display import RunWatch
     from rainband.views.summary import summary
 
-    with Watch(sys.stderr if as_json else sys.stdout, verbose) as watch:
+    with RunWatch(sys.stderr if as_json else sys.stdout, verbose) as watch:
         result: RunResult = local.run(config, watch, capture=True)
     for line in summary(watch.so_far, Path(config.directory)):
         typer.echo(line, err=as_json)

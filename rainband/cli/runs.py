@@ -33,19 +33,19 @@ def register(app: typer.Typer) -> None:
 def list_them(
     ctx: typer.Context,
     runs: Root = Path("runs"),
-    most: Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="How many, newest first.")] = 20,
+    most: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="How many, newest first.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List the runs, newest first."""
     if ctx.invoked_subcommand:
         return
     from rainband.views.history import list_runs, read_run
-    from rainband.views.runs_text import facts, listed, to_json
+    from rainband.views.runs_text import as_record, listed, to_json
 
     directories = list_runs(runs)
     found = [read_run(directory) for directory in directories[:most]]
     if as_json:
-        typer.echo(to_json([facts(run) for run in found]))
+        typer.echo(to_json([as_record(run) for run in found]))
         return
     if not found:
         typer.echo(f"There are no runs in {runs}. Train something: rainband train digits downpour")
@@ -62,12 +62,12 @@ def show(
 ) -> None:
     """Show a run: its books, its staleness, its curve."""
     from rainband.views.history import find_run, read_run
-    from rainband.views.runs_text import facts, shown, to_json
+    from rainband.views.runs_text import as_record, shown, to_json
 
     with mistakes_told():
         found = read_run(find_run(runs, run))
     if as_json:
-        typer.echo(to_json({**facts(found), "progress": found.so_far.progress}))
+        typer.echo(to_json({**as_record(found), "progress": found.so_far.progress}))
         return
     _print(shown(found))
 
@@ -80,12 +80,12 @@ def compare(
 ) -> None:
     """Compare two runs: what was set otherwise, and what came of it."""
     from rainband.views.history import find_run, read_run
-    from rainband.views.runs_text import compared, facts, to_json
+    from rainband.views.runs_text import as_record, compared, to_json
 
     with mistakes_told():
         pair = [read_run(find_run(runs, word)) for word in (first, second)]
     if as_json:
-        typer.echo(to_json([facts(run) for run in pair]))
+        typer.echo(to_json([as_record(run) for run in pair]))
         return
     _print(compared(*pair))
 

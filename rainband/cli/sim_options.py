@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from rainband.plugins import load_strategy
-from rainband.runtimes.config import RunConfig, lead_of
+from rainband.runtimes.config import RunConfig, coordination_of
 from rainband.runtimes.simulation.models.cluster_model import load_model
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.faults import parse
@@ -33,9 +33,9 @@ def in_virtual_time(
         "--faults": faults is not None,
     }
     pairs = parse_pairs([word.removeprefix(COMPUTE) for word in compute])
-    if config.world != "sim":
+    if config.runtime != "sim":
         if asked := [option for option, given in typed.items() if given]:
-            raise ValueError(f"{asked[0]} is for virtual time: add --world sim.")
+            raise ValueError(f"{asked[0]} is for virtual time: add --runtime sim.")
         return _at_a_pace(config, pairs)
     sim = msgspec.structs.replace(
         config.sim,
@@ -58,7 +58,7 @@ def in_virtual_time(
 
 
 def _is_led(config: RunConfig) -> bool:
-    return lead_of(load_strategy(config.strategy, config.strategy_settings)) is not None
+    return coordination_of(load_strategy(config.strategy, config.strategy_settings)) is not None
 
 
 def _at_a_pace(config: RunConfig, pairs: dict[str, str]) -> RunConfig:
@@ -74,12 +74,12 @@ def noted(config: RunConfig, record: bool, timeline: bool) -> RunConfig:
     """The run with what was typed about the notes it makes."""
     if record and not config.num_servers:
         raise ValueError(f"{config.strategy} has no servers, and it is their order that is noted: leave out --record.")
-    if record and config.world == "sim":
+    if record and config.runtime == "sim":
         raise ValueError("a run in virtual time needs no --record: rainband replay repeats it from its seed.")
     if record and _is_led(config):
         raise ValueError(
             f"--record is for asynchronous runs, and {config.strategy} goes by iterations: run it in virtual time "
-            "(--world sim), and rainband replay repeats it bit for bit."
+            "(--runtime sim), and rainband replay repeats it bit for bit."
         )
     if record and config.transport == "shm":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What `rainband train` says of models that several workers compute together: --stages, --plan and how."""
+"""What `rainband train` says of models that several workers compute together: --stages, --placement and how."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 import typer
 
 if TYPE_CHECKING:
-    from rainband.model_parallel.placement.placement import Plan
-    from rainband.model_parallel.placement.stage_plan import TeamPlan
+    from rainband.model_parallel.placement.placement import Placement
+    from rainband.model_parallel.placement.stage_plan import StagePlan
     from rainband.runtimes.config import RunConfig
-    from rainband.runtimes.stage_options import Flow
+    from rainband.runtimes.stage_options import PipelineOptions
 
 
-def in_teams(config: RunConfig, stages: int | None, plan: Plan | None, flow: Flow) -> RunConfig:
+def in_teams(config: RunConfig, stages: int | None, plan: Placement | None, flow: PipelineOptions) -> RunConfig:
     """The run, with the plan by which its workers compute one model together."""
     from rainband.plugins import load_strategy
     from rainband.runtimes.stage_options import check_flow, check_plan, check_versions, team_size
@@ -26,7 +26,8 @@ def in_teams(config: RunConfig, stages: int | None, plan: Plan | None, flow: Flo
     if size == 1:
         if any(flow) and config.team is None:
             raise ValueError(
-                "--microbatches, --schedule and --chunks are for a model in several stages: type --stages 2, too."
+                "--microbatches, --schedule and --stages-per-worker are for a model in several stages: "
+                "type --stages 2, too."
             )
         return config
     from rainband.runtimes.stage_plan import make_team_plan
@@ -57,7 +58,7 @@ def in_teams(config: RunConfig, stages: int | None, plan: Plan | None, flow: Flo
     return msgspec.structs.replace(config, team=team)
 
 
-def _stage_lines(team: TeamPlan) -> list[str]:
+def _stage_lines(team: StagePlan) -> list[str]:
     lines = []
     for number, stage in enumerate(team.plan.stages):
         units = ", ".join(stage.units[:6]) + (f" and {len(stage.units) - 6} more" if len(stage.units) > 6 else "")

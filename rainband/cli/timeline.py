@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from rainband.record.spans import Span
-    from rainband.views.history import Run
+    from rainband.views.history import PastRun
 
 COLOURS = {
     "compute": "#2f6f9f",
@@ -74,7 +74,7 @@ def command(
         every = read_spans(directory)
         if not every:
             raise ValueError(
-                f"{directory.name} has no timeline: runs in virtual time have one (--world sim), "
+                f"{directory.name} has no timeline: runs in virtual time have one (--runtime sim), "
                 "real ones if they were started with --timeline."
             )
         spans = within(every, begin, end)
@@ -94,14 +94,14 @@ def command(
         typer.echo("no image: matplotlib is not installed (pip install 'rainband[plots]').", err=True)
 
 
-def title_of(run: Run) -> str:
+def title_of(run: PastRun) -> str:
     started = run.so_far.started
     if started is None:
         return run.name
     return f"{started.task}, {started.strategy}, {count(started.num_workers, 'worker')}"
 
 
-def losses_of(run: Run, length_s: float) -> list[Loss]:
+def losses_of(run: PastRun, length_s: float) -> list[Loss]:
     """As they were told. The last is told when the workers have ended: that is where their spans end, too."""
     known = [p for p in run.so_far.progress if p.loss is not None and math.isfinite(p.loss)]
     began_s = known[-1].at_s - length_s if known else 0.0

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rainband.runtimes.processes.launcher import RunResult
     from rainband.views.sinks import Sink
 
-WORLDS = {
-    "local": "rainband.runtimes.processes.launcher",
+RUNTIMES = {
+    "processes": "rainband.runtimes.processes.launcher",
     "sim": "rainband.runtimes.simulation.run",
 }  # name -> the module whose `run` drives it
 
@@ -65,7 +65,8 @@ def train(
         ),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Cut it as this file of rainband plan says.")
+        Path | None,
+        typer.Option("--placement", metavar="FILE", help="Split it as this file of rainband placement says."),
     ] = None,
     microbatches: Annotated[
         int | None,
@@ -79,7 +80,13 @@ def train(
     ] = None,
     chunks: Annotated[
         int | None,
-        typer.Option(min=2, metavar="N", help="Interleaved: so many stages on each worker.", show_default="2"),
+        typer.Option(
+            "--stages-per-worker",
+            min=2,
+            metavar="N",
+            help="Interleaved: so many stages on each worker.",
+            show_default="2",
+        ),
     ] = None,
     epochs: Annotated[
         int | None,
@@ -120,24 +127,24 @@ def train(
         Path | None,
         typer.Option(metavar="FILE", help="Do an earlier run again: its config.json, or its directory."),
     ] = None,
-    world: Annotated[
+    runtime: Annotated[
         str | None,
         typer.Option(
             help="Who runs it: local, processes of this machine; sim, virtual time.",
             metavar="NAME",
-            show_default="local",
+            show_default="processes",
         ),
     ] = None,
     network: Annotated[
         str | None,
         typer.Option(
-            help="With --world sim: lan, 1gbit, wan, datacentre, or a file of rainband calibrate.",
+            help="With --runtime sim: lan, 1gbit, wan, datacentre, or a file of rainband calibrate.",
             metavar="NAME",
             show_default="lan",
         ),
     ] = None,
     time_only: Annotated[
-        bool, typer.Option("--time-only", help="With --world sim: no gradients, only messages and clocks: for scale.")
+        bool, typer.Option("--time-only", help="With --runtime sim: no gradients, only messages and clocks: for scale.")
     ] = False,
     steps: Annotated[
         int | None,
@@ -145,7 +152,7 @@ def train(
     ] = None,
     faults: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --world sim: what goes wrong, such as  0.25 kill worker 1."),
+        typer.Option(metavar="FILE", help="With --runtime sim: what goes wrong, such as  0.25 kill worker 1."),
     ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Note the order of everything, for rainband replay; over TCP.")
@@ -174,9 +181,9 @@ def train(
     from rainband.cli.configure import configured
     from rainband.cli.sim_options import COMPUTE, in_virtual_time, noted
     from rainband.cli.stage_options import in_teams
-    from rainband.cli.warnings import before
     from rainband.runtimes.run_directory import new_directory
-    from rainband.runtimes.stage_options import Flow, read_plan, team_size
+    from rainband.runtimes.stage_options import PipelineOptions, read_plan, team_size
+    from rainband.views.warnings import before
 
     typed = [word for word in (task, strategy, *(settings or [])) if word is not None]
     words, compute = ([word for word in typed if word.startswith(COMPUTE) is own] for own in (False, True))
@@ -192,12 +199,12 @@ def train(
         "failure_timeout_s": failure_timeout,
     }
     with mistakes_told():
-        if world is not None and world not in WORLDS:
-            raise ValueError(f"no world named '{world}': choose from {', '.join(WORLDS)}.")
+        if runtime is not None and runtime not in RUNTIMES:
+            raise ValueError(f"no world named '{runtime}': choose from {', '.join(RUNTIMES)}.")
         given = {name: value for name, value in options.items() if value is not None}
         cut = read_plan(plan, stages)
-        run_config = noted(configured(words, config, given, world, team_size(cut, stages)), record, timeline)
-        run_config = in_teams(run_config, stages, cut, Flow(microbatches, schedule, chunks))
+        run_config = noted(configured(words, config, given, runtime, team_size(cut, stages)), record, timeline)
+        run_config = in_teams(run_config, stages, cut, PipelineOptions(microbatches, schedule, chunks))
         run_config = in_virtual_time(run_config, network, time_only, steps, compute, faults)
         kinds = _sinks(csv, tensorboard)
         for line in before(run_config, runs):
@@ -205,7 +212,7 @@ def train(
         directory = new_directory(runs, run_config.task, run_config.strategy)
         run_config = msgspec.structs.replace(run_config, directory=str(directory))
     sinks = [partial(kind, directory) for kind in kinds]
-    raise typer.Exit(_watched(WORLDS[run_config.world], run_config, sinks, as_json, verbose))
+    raise typer.Exit(_watched(RUNTIMES[run_config.runtime], run_config, sinks, as_json, verbose))
 
 
 def _sinks(csv: bool, tensorboard: bool) -> list[Callable[[Path], Sink]]:
@@ -223,17 +230,17 @@ def _sinks(csv: bool, tensorboard: bool) -> list[Callable[[Path], Sink]]:
     return sinks
 
 
-def _watched(world: str, config: RunConfig, sinks: list[partial[Sink]], as_json: bool, verbose: bool) -> int:
+def _watched(runtime: str, config: RunConfig, sinks: list[partial[Sink]], as_json: bool, verbose: bool) -> int:
     """Run it, show it, say what came of it; returns the exit code."""
     import msgspec
 
     from rainband.errors import Deadlock
-    from rainband.views.live_display import Watch
+    from rainband.views.live_display import RunWatch
     from rainband.views.summary import summary
 
-    run = importlib.import_module(world).run
+    run = importlib.import_module(runtime).run
     try:
-        with Watch(sys.stderr if as_json else sys.stdout, verbose, sinks) as watch:
+        with RunWatch(sys.stderr if as_json else sys.stdout, verbose, sinks) as watch:
             result: RunResult = run(config, watch, capture=True)
     except Deadlock as deadlock:
         give_up(f"the run cannot go on: {deadlock}", FAILED)

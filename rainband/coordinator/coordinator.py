@@ -10,77 +10,79 @@ from typing import Any
 
 import msgspec
 
-from rainband.coordinator.admission import Forming
-from rainband.coordinator.full_batch import Lead, Leader
-from rainband.coordinator.full_batch_duty import Leading
-from rainband.coordinator.guard_actions import Guarding
+from rainband.coordinator.admission import Admission
+from rainband.coordinator.full_batch import Coordinate, FullBatchRun
+from rainband.coordinator.full_batch_duty import FullBatchDuty
+from rainband.coordinator.guard_actions import GuardActions
 from rainband.coordinator.journal import Journal
 from rainband.coordinator.leases import Leases
-from rainband.coordinator.liveness import Presence
+from rainband.coordinator.liveness import Liveness
 from rainband.coordinator.planning import Planning
-from rainband.coordinator.reporting import Accounts
-from rainband.coordinator.shutdown import Ending
-from rainband.coordinator.state import Facts, Out, RunSettings, ServerState, WorkerState
-from rainband.protocol.accounting import Books, Staleness
-from rainband.protocol.data_plan import Plan
-from rainband.protocol.events import AnyEvent, Regrouped
+from rainband.coordinator.reporting import Reporting
+from rainband.coordinator.shutdown import RunEnd
+from rainband.coordinator.state import CoordinatorOutput, RunSettings, RunState, ServerState, WorkerState
+from rainband.protocol.accounting import BatchAccounting, Staleness
+from rainband.protocol.data_plan import DataPlan
+from rainband.protocol.events import AnyEvent, UpdateSizeChanged
 from rainband.protocol.messages import (
+    AcceptedBatches,
     Address,
     Answer,
-    Ask,
-    Away,
-    Beat,
     Concluded,
     Dataset,
     Ended,
     Evaluated,
     Failed,
+    Heartbeat,
     Join,
+    LeaseRequest,
     Message,
-    Named,
+    Paused,
     Peer,
     Ready,
     Report,
+    ReportRequest,
     Return,
+    RoundChosen,
     ServerJoin,
-    Sets,
-    Want,
 )
 
-__all__ = ["Coordinator", "Out", "RunSettings"]
+__all__ = ["Coordinator", "CoordinatorOutput", "RunSettings"]
 
-FROM_WORKERS_OFTEN = frozenset((Beat, Want, Return, Ended))  # who is here does not change by these
+FROM_WORKERS_OFTEN = frozenset((Heartbeat, LeaseRequest, Return, Ended))  # who is here does not change by these
 
 
 class Coordinator:
     """Brings what comes in to the duty that it concerns."""
 
-    def __init__(self, settings: RunSettings, lead: Lead | None = None, journal: Journal | None = None) -> None:
+    def __init__(
+        self, settings: RunSettings, coordinate: Coordinate | None = None, journal: Journal | None = None
+    ) -> None:
         """`lead` is the third half of a strategy that has one; `journal` is that of a coordinator that came before."""
-        self.facts = facts = Facts(settings)
-        self.accounts = Accounts(facts)
-        self.ending = Ending(facts, self.accounts)
-        self.leading: Leading | None = None
-        if lead is not None:
-            facts.leader = Leader(lead, facts.events, journal)
-            self.leading = Leading(facts, facts.leader, self.ending)
-        self.leases = Leases(facts, self.ending)
-        self.presence = Presence(facts, self.ending, self.leases, self.leading)
-        self.planning = Planning(facts)
-        self.forming = Forming(facts, self.ending, self.planning, self.presence, self.leading)
-        self.guarding = Guarding(facts, self.accounts)
+        self.state = state = RunState(settings)
+        self.accounts = Reporting(state)
+        self.ending = RunEnd(state, self.accounts)
+        self.leading: FullBatchDuty | None = None
+        if coordinate is not None:
+            state.full_batch = FullBatchRun(coordinate, state.events, journal)
+            self.leading = FullBatchDuty(state, state.full_batch, self.ending)
+        self.leases = Leases(state, self.ending)
+        self.presence = Liveness(state, self.ending, self.leases, self.leading)
+        self.planning = Planning(state)
+        self.forming = Admission(state, self.ending, self.planning, self.presence, self.leading)
+        self.guarding = GuardActions(state, self.accounts)
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
-    def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[Out]:
+    def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[CoordinatorOutput]:
         """Take one message; returns what to send."""
         if type(message) in FROM_WORKERS_OFTEN and sender.role == "worker":
-            worker = self.facts.workers.get(sender.index)
+            worker = self.state.workers.get(sender.index)
             if worker is None or worker.peer != sender:
                 return []  # not a worker of this run, or an earlier life of one
             return self._from_worker(worker, message, now, body)
         if type(message) is not Report:
-            self.facts.live = None
+            self.state.live = None
         if sender.role == "server":
             self.presence.hears_of(sender, now)
         match message:
@@ -92,24 +94,24 @@ class Coordinator:
                 return self.forming.server_ready(sender, now)
             case Report():
                 return self._reported(sender, message, now)
-            case Sets():
+            case AcceptedBatches():
                 return self.leases.sets(sender, message, now)
             case Failed():
                 return self.presence.failed(sender, message, now)
-            case Named() if sender.role == "server":
-                return [Out(s.peer, message) for s in self.facts.servers.values() if s.peer != sender]
+            case RoundChosen() if sender.role == "server":
+                return [CoordinatorOutput(s.peer, message) for s in self.state.servers.values() if s.peer != sender]
             case Answer() | Evaluated() if self.leading is not None and sender.role == "server":
                 return self.leading.answered(sender, message, now)
-        worker = self.facts.workers.get(sender.index)
+        worker = self.state.workers.get(sender.index)
         if sender.role != "worker" or worker is None or worker.peer != sender:
             return []  # not a worker of this run, or an earlier life of one
         return self._from_worker(worker, message, now, body)
 
-    def _from_worker(self, worker: WorkerState, message: Message, now: float, body: Any) -> list[Out]:
+    def _from_worker(self, worker: WorkerState, message: Message, now: float, body: Any) -> list[CoordinatorOutput]:
         match message:
-            case Beat():
-                return self.presence.beat(worker, message, now)
-            case Want():
+            case Heartbeat():
+                return self.presence.heartbeat(worker, message, now)
+            case LeaseRequest():
                 self.presence.is_here(worker, now)
                 if self.leading is not None:
                     return self.leading.wants(worker.peer, message, now)
@@ -125,56 +127,58 @@ class Coordinator:
                 return self.ending.concluded(worker, message)
             case Dataset():
                 return self.planning.draws_from(worker, message, now)
-            case Away():
+            case Paused():
                 return self.presence.away(worker, now)
         return []
 
-    def _reported(self, sender: Peer, report: Report, now: float) -> list[Out]:
+    def _reported(self, sender: Peer, report: Report, now: float) -> list[CoordinatorOutput]:
         """The marks of a server, which say what is done."""
-        facts = self.facts
-        if sender.role == "worker" and not facts.settings.num_servers:
-            facts.servers.setdefault(sender.index, ServerState(sender, Address("", 0)))  # it holds parameters itself
-        server = facts.servers.get(sender.index)
+        state = self.state
+        if sender.role == "worker" and not state.settings.num_servers:
+            state.servers.setdefault(sender.index, ServerState(sender, Address("", 0)))  # it holds parameters itself
+        server = state.servers.get(sender.index)
         if server is None or server.peer != sender:
             return []
         if not report.measured and server.report is not None:
             last = server.report
             report = msgspec.structs.replace(report, staleness=last.staleness, missed=last.missed, limit=last.limit)
         before = server.report and server.report.gathers
-        if before and report.gathers and before != report.gathers and sender.index == min(facts.servers):
-            facts.events.append(Regrouped(at_s=now, gradients=report.gathers))  # it stands for all servers
+        if before and report.gathers and before != report.gathers and sender.index == min(state.servers):
+            state.events.append(UpdateSizeChanged(at_s=now, gradients=report.gathers))  # it stands for all servers
         server.report, server.full = report, frozenset(report.full)
         server.flushed |= report.flushed  # kept here: a report that was asked for meanwhile does not say so
-        if report.flushed and facts.phase in ("flushing", "finishing"):
+        if report.flushed and state.phase in ("flushing", "finishing"):
             return self.ending.flushed()
-        if report.measured and facts.phase == "concluding":
+        if report.measured and state.phase == "concluding":
             return self.ending.last_marks(sender)
-        may_free = facts.join and (facts.join.warm_batches or facts.join.rounds)  # may those who wait begin now?
+        may_free = state.join and (state.join.warm_start_batches or state.join.rounds)  # may those who wait begin now?
         return self.ending.when_done() + (self.leases.give(now) if may_free else [])
 
-    def lost(self, peer: Peer, now: float, why: str = "its connection closed") -> list[Out]:
+    def lost(self, peer: Peer, now: float, why: str = "its connection closed") -> list[CoordinatorOutput]:
         """A node's connection is gone, or its process has ended."""
-        self.facts.live = None
+        self.state.live = None
         return self.presence.lost(peer, now, why)
 
-    def never_comes(self, peer: Peer, now: float, why: str) -> list[Out]:
+    def never_comes(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         """A worker's process has ended before it joined, and nobody starts it again."""
         return self.presence.never_comes(peer, now, why)
 
-    def tick(self, now: float) -> list[Out]:
+    def tick(self, now: float) -> list[CoordinatorOutput]:
         """Called about every fifth of the failure timeout."""
-        facts = self.facts
-        facts.live = None
+        state = self.state
+        state.live = None
         outs = self.presence.give_up_the_late(now) + self.leases.confirm(now) + self.presence.look_after_servers(now)
         if self.leading is not None:
             outs += self.leading.tick(now)
-        if self.leading is not None and facts.phase == "running":
+        if self.leading is not None and state.phase == "running":
             self.note_progress(now)
-        elif facts.phase in ("running", "flushing"):
-            outs += [Out(s.peer, Ask()) for s in facts.servers.values()] + self.leases.ask_again()
+        elif state.phase in ("running", "flushing"):
+            outs += [
+                CoordinatorOutput(s.peer, ReportRequest()) for s in state.servers.values()
+            ] + self.leases.ask_again()
             self.note_progress(now)
             outs += self.guarding.look(now)
-        if facts.phase == "concluding":
+        if state.phase == "concluding":
             outs += self.ending.ask_for_last_marks()
         return outs + self.leases.give(now)
 
@@ -182,23 +186,23 @@ class Coordinator:
         """When to call `look`: someone may be late by then; None: nobody waits for that."""
         return None if self.leading is None else self.leading.due_at()
 
-    def look(self, now: float) -> list[Out]:
+    def look(self, now: float) -> list[CoordinatorOutput]:
         return [] if self.leading is None else self.leading.look(now)
 
     @property
     def journal(self) -> Journal | None:
         """With this another coordinator can take the run up, if it leads and has begun to; None: nobody can."""
-        leader = self.facts.leader
-        if leader is None or not leader.journal.has_begun or self.facts.phase != "running":
+        full_batch = self.state.full_batch
+        if full_batch is None or not full_batch.journal.has_begun or self.state.phase != "running":
             return None
-        return leader.journal
+        return full_batch.journal
 
-    def take_up(self, now: float) -> list[Out]:
+    def take_up(self, now: float) -> list[CoordinatorOutput]:
         """Go on where the coordinator that came before has left its journal; workers join again."""
         assert self.leading is not None, "a journal is kept only where the coordinator leads"
         return self.leading.take_up(now)
 
-    def stop(self, outcome: str, reason: str) -> list[Out]:
+    def stop(self, outcome: str, reason: str) -> list[CoordinatorOutput]:
         """End early: workers finish the cell at hand and give their leases back."""
         return self.ending.stop(outcome, reason)
 
@@ -206,31 +210,31 @@ class Coordinator:
 
     @property
     def phase(self) -> str:
-        return self.facts.phase
+        return self.state.phase
 
     @property
     def outcome(self) -> str:
-        return self.facts.outcome
+        return self.state.outcome
 
     @property
     def reason(self) -> str:
-        return self.facts.reason
+        return self.state.reason
 
     @property
-    def plan(self) -> Plan | None:
-        return self.facts.plan
+    def plan(self) -> DataPlan | None:
+        return self.state.plan
 
     @property
     def workers(self) -> dict[int, WorkerState]:
-        return self.facts.workers
+        return self.state.workers
 
     @property
     def servers(self) -> dict[int, ServerState]:
-        return self.facts.servers
+        return self.state.servers
 
     @property
     def events(self) -> list[AnyEvent]:
-        return self.facts.events
+        return self.state.events
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -238,16 +242,16 @@ class Coordinator:
 
     def take_events(self) -> list[AnyEvent]:
         """What has happened since they were taken last."""
-        taken = self.facts.events[:]
-        self.facts.events.clear()  # the same list: others add to it
+        taken = self.state.events[:]
+        self.state.events.clear()  # the same list: others add to it
         return taken
 
     def failed(self, reason: str) -> None:
         """Whoever drives the run has seen why nothing good comes of it."""
-        self.facts.outcome, self.facts.reason = "failed", reason
+        self.state.outcome, self.state.reason = "failed", reason
 
-    def books(self) -> Books | None:
-        return self.accounts.books()
+    def accounting(self) -> BatchAccounting | None:
+        return self.accounts.accounting()
 
     def staleness(self) -> Staleness:
         return self.accounts.staleness()
@@ -261,21 +265,21 @@ class Coordinator:
 
     def waits_for(self) -> str:
         """In words, for who looks for a deadlock."""
-        facts = self.facts
-        match facts.phase:
+        state = self.state
+        match state.phase:
             case "forming":
-                servers = f"{len(facts.servers)} of {facts.settings.num_servers} servers"
-                return f"forming, {servers} and {len(facts.workers)} workers are here"
+                servers = f"{len(state.servers)} of {state.settings.num_servers} servers"
+                return f"forming, {servers} and {len(state.workers)} workers are here"
             case "loading":
-                return f"waits for {', '.join(str(s.peer) for s in facts.servers.values() if not s.ready)} to be loaded"
+                return f"waits for {', '.join(str(s.peer) for s in state.servers.values() if not s.ready)} to be loaded"
             case "finishing":
-                late = [str(w.peer) for w in facts.connected() if w.here and not w.ended]
+                late = [str(w.peer) for w in state.connected() if w.here and not w.ended]
                 return f"waits for {', '.join(late)} to end"
             case "concluding":
                 return f"waits for worker {self.ending.concluder} to save the model"
-        if facts.leader is not None and facts.phase == "running":
-            return facts.leader.waits_for()
+        if state.full_batch is not None and state.phase == "running":
+            return state.full_batch.waits_for()
         return (
-            f"{facts.phase}, {facts.batches_done()} of {facts.plan.num_batches if facts.plan else 0} batches done; "
+            f"{state.phase}, {state.batches_done()} of {state.plan.num_batches if state.plan else 0} batches done; "
             + (self.leases.who_has_what())
         )

@@ -20,7 +20,7 @@ LOWERED = 0.5
 
 
 @dataclass(frozen=True)
-class Look:
+class GuardReading:
     """What was seen since the last look."""
 
     loss: float | None  # mean over the samples; none: no sample
@@ -39,7 +39,7 @@ class Decision:
     bound: int | None = None  # none: as it is
 
 
-class Guard:
+class DivergenceGuard:
     """Watches one run."""
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class Guard:
         self.settling = 0  # looks before it may decide again
         self.healthy = 0  # looks without a sign of trouble
 
-    def look(self, look: Look, bound: int | None, adapt: tuple[int, int] | None) -> Decision | None:
+    def look(self, look: GuardReading, bound: int | None, adapt: tuple[int, int] | None) -> Decision | None:
         """`bound` holds now; `adapt` is from where to where it may be moved, if it may be loosened at all."""
-        trouble = self._trouble(look)
+        fault_injector = self._fault_injector(look)
         self.settling = max(0, self.settling - 1)
-        if trouble:
+        if fault_injector:
             self.healthy = 0
-            return None if self.settling else self._tighten(trouble, bound, adapt)
+            return None if self.settling else self._tighten(fault_injector, bound, adapt)
         calm = look.loss is not None and look.staleness_mean <= STALENESS_PER_WORKER * look.num_workers
         self.healthy = self.healthy + 1 if calm else 0
         if adapt is None or bound is None or self.healthy < LOOKS_TO_LOOSEN or bound >= adapt[1]:
@@ -63,7 +63,7 @@ class Guard:
         self.healthy = 0
         return Decision(f"the loss is at {self._now():.3g}, its best is {self.best:.3g}", bound=bound + 1)
 
-    def _trouble(self, look: Look) -> str:
+    def _fault_injector(self, look: GuardReading) -> str:
         if look.not_finite >= max(NOT_FINITE_LEAST, NOT_FINITE_SHARE * look.batches):
             return f"{look.not_finite} of {look.batches} gradients were not finite"
         if look.loss is None:

@@ -11,45 +11,47 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from rainband.coordinator.journal import Journal, digest
-from rainband.coordinator.pending_command import Computed, Evaluating, Pending
-from rainband.coordinator.work_queue import HandOut, Pace
+from rainband.coordinator.pending_command import Computed, Evaluating, PendingCommand
+from rainband.coordinator.work_queue import WorkerPace, WorkQueue
 from rainband.errors import RainbandError, Stop
 from rainband.protocol import events
-from rainband.protocol.data_plan import Plan
-from rainband.protocol.messages import Answer, Cells, Command, Delivered, Evaluated, Message, Peer
+from rainband.protocol.data_plan import DataPlan
+from rainband.protocol.messages import Answer, AssignItems, Command, Evaluated, ItemsDelivered, Message, Peer
 from rainband.protocol.steps import Steps
 from rainband.protocol.vectors import Operation
-from rainband.strategy import Evaluation, Leading
+from rainband.strategy import CoordinatorApi, Evaluation
 
 FATAL_DEATHS = 3  # a cell that cost so many workers their lives ends the run
 MOST_AFTER_STOP = 100  # commands of a strategy that was told to stop
 To = tuple[Peer, Message]
-Lead = Callable[[Leading], Coroutine[Any, Any, None]]
+Coordinate = Callable[[CoordinatorApi], Coroutine[Any, Any, None]]
 
 
-class Crew(NamedTuple):
+class EvaluationWorkers(NamedTuple):
     """Who takes part: known when all blocks have their first values."""
 
-    plan: Plan
+    plan: DataPlan
     servers: tuple[Peer, ...]
     first: Peer  # the server that has block 0, and counts the loss
     seed: int
 
 
-class Leader:
+class FullBatchRun:
     """What a strategy's `lead` may touch, and who drives it."""
 
-    def __init__(self, lead: Lead, notes: list[events.AnyEvent] | None = None, journal: Journal | None = None) -> None:
+    def __init__(
+        self, coordinate: Coordinate, notes: list[events.AnyEvent] | None = None, journal: Journal | None = None
+    ) -> None:
         """Each iteration is added to `notes`. `journal`: that of a coordinator that came before."""
-        self.lead = lead
+        self.coordinate = coordinate
         self.journal = journal or Journal()
         self.term = self.journal.term
         self.found = len(self.journal.entries)  # answers to commands of the coordinator that came before
-        self.crew: Crew | None = None
+        self.crew: EvaluationWorkers | None = None
         self.steps: Steps[None] | None = None
-        self.pending: Pending | None = None
+        self.pending: PendingCommand | None = None
         self.number = 0
-        self.pace = Pace()
+        self.pace = WorkerPace()
         self.wanting: dict[int, Peer] = {}  # workers that asked for cells, longest first
         self.idle: set[int] = set()  # of these, who has nothing to do
         self.working: dict[int, Peer] = {}  # workers that have ever asked, and are here
@@ -63,13 +65,13 @@ class Leader:
         self.cut_short = False  # in the middle of an evaluation, and the strategy has yet to hear of it
         self.after_stop = 0  # commands
         self.samples = 0  # in evaluations that are over
-        self.batches = self.cells = self.evaluations = 0  # asked for so far
+        self.batches = self.work_items = self.evaluations = 0  # asked for so far
         self.backups = self.journal.backups
 
     # ---- what a strategy may do ------------------------------------------------------------------------------------
 
     @property
-    def num_cells(self) -> int:
+    def num_items(self) -> int:
         assert self.crew is not None
         return self.crew.plan.num_portions
 
@@ -81,14 +83,14 @@ class Leader:
     def compute(self, *operations: Operation) -> Awaitable[tuple[float, ...]]:
         return Computed(self._command(operations, ()))
 
-    def evaluate(self, *operations: Operation, cells: Sequence[int] | None = None) -> Awaitable[Evaluation]:
+    def evaluate(self, *operations: Operation, work_items: Sequence[int] | None = None) -> Awaitable[Evaluation]:
         assert self.crew is not None
         if self.stopping:
             raise Stop  # nobody is left to compute it
-        chosen = tuple(range(self.num_cells)) if cells is None else tuple(sorted(set(cells)))
+        chosen = tuple(range(self.num_items)) if work_items is None else tuple(sorted(set(work_items)))
         assert chosen, "an evaluation has at least one cell"
         self.evaluations += 1
-        self.cells += len(chosen)
+        self.work_items += len(chosen)
         self.batches += sum(map(self.crew.plan.batches_in, chosen))
         return Evaluating(self._command(operations, chosen))
 
@@ -96,35 +98,35 @@ class Leader:
         if self.number <= self.found:
             return  # it was told by the coordinator that came before
         self.notes.append(
-            events.Iterated(
+            events.IterationDone(
                 at_s=self.now,
                 iteration=iteration,
                 loss=loss,
                 gradient_norm=gradient_norm,
                 step=step,
                 evaluations=self.evaluations,
-                cells=self.cells,
+                work_items=self.work_items,
                 backups=self.backups,
                 end=end,
             )
         )
 
-    def _command(self, operations: Sequence[Operation], cells: tuple[int, ...]) -> Pending:
+    def _command(self, operations: Sequence[Operation], work_items: tuple[int, ...]) -> PendingCommand:
         assert self.crew is not None
         assert self.pending is None or self.pending.ready(), "await the command before giving another"
         self.after_stop += self.stopping
         if self.after_stop > MOST_AFTER_STOP:
             raise Stop  # it would never end by itself
         self.number += 1
-        command = Command(self.term, self.number, tuple(operations), len(cells))
-        self.pending = Pending(command, self.crew.servers, self.crew.first, cells)
+        command = Command(self.term, self.number, tuple(operations), len(work_items))
+        self.pending = PendingCommand(command, self.crew.servers, self.crew.first, work_items)
         if self.number <= self.found:
             self._look_up(self.pending)
         else:
             self.outs += [(server, command) for server in self.crew.servers]
         return self.pending
 
-    def _look_up(self, pending: Pending) -> None:
+    def _look_up(self, pending: PendingCommand) -> None:
         known = self.journal.entries[self.number - 1]
         if known.asked != digest(pending.command):
             raise RainbandError(
@@ -136,9 +138,9 @@ class Leader:
 
     # ---- driving it ------------------------------------------------------------------------------------------------
 
-    def start(self, crew: Crew, now: float) -> list[To]:
+    def start(self, crew: EvaluationWorkers, now: float) -> list[To]:
         self.crew, self.now = crew, now
-        self.steps = Steps(self.lead(self))
+        self.steps = Steps(self.coordinate(self))
         return self._go_on()
 
     def _go_on(self, thrown: BaseException | None = None) -> list[To]:
@@ -165,10 +167,10 @@ class Leader:
             return []
         self.stopping = True
         assert self.pending is not None
-        if not self.pending.cells:
+        if not self.pending.work_items:
             return []
         self.cut_short = True
-        self.pending.cells = ()  # the sum of an evaluation is not waited for, only what was sent to servers
+        self.pending.work_items = ()  # the sum of an evaluation is not waited for, only what was sent to servers
         return self._throw_stop() if self.pending.ready() else []
 
     def _throw_stop(self) -> list[To]:
@@ -186,9 +188,9 @@ class Leader:
         match message:
             case Answer() if (message.term, message.number) == (self.term, pending.command.number):
                 pending.answers[sender] = message
-                if pending.cells and len(pending.answers) == len(pending.servers) and pending.hand_out is None:
-                    pending.hand_out = HandOut(pending.cells, self.pace)
-            case Evaluated() if sender in pending.answers and message.point == pending.answers[sender].version:
+                if pending.work_items and len(pending.answers) == len(pending.servers) and pending.hand_out is None:
+                    pending.hand_out = WorkQueue(pending.work_items, self.pace)
+            case Evaluated() if sender in pending.answers and message.at_version == pending.answers[sender].version:
                 pending.evaluated[sender] = message
         if not pending.ready():
             return self._hand_out()
@@ -199,10 +201,14 @@ class Leader:
             self.samples += self.journal.entries[-1].samples
         return self._call_off(pending) + self._go_on()
 
-    def _call_off(self, pending: Pending) -> list[To]:
+    def _call_off(self, pending: PendingCommand) -> list[To]:
         """An evaluation is over: who still computes what others have delivered may leave off."""
         copied = pending.hand_out.copied() if pending.hand_out is not None else {}
-        return [(self.working[w], Delivered(pending.point, cells)) for w, cells in copied.items() if w in self.working]
+        return [
+            (self.working[w], ItemsDelivered(pending.at_version, work_items))
+            for w, work_items in copied.items()
+            if w in self.working
+        ]
 
     def want(self, worker: Peer, now: float, idle: bool = True) -> list[To]:
         """A worker asks for cells; unless it is idle, while it computes its last one."""
@@ -212,14 +218,18 @@ class Leader:
             self.idle.add(worker.index)
         return self._hand_out()
 
-    def returned(self, worker: Peer, cell: int, point: int, now: float) -> list[To]:
+    def returned(self, worker: Peer, work_item: int, at_version: int, now: float) -> list[To]:
         """A worker has delivered a cell."""
         self.now = now
         hand_out = self._open()
         outs: list[To] = []
-        if hand_out is not None and self.pending is not None and point == self.pending.point:
-            others = hand_out.returned(worker.index, cell, now)
-            outs += [(self.working[other], Delivered(point, (cell,))) for other in others if other in self.working]
+        if hand_out is not None and self.pending is not None and at_version == self.pending.at_version:
+            others = hand_out.returned(worker.index, work_item, now)
+            outs += [
+                (self.working[other], ItemsDelivered(at_version, (work_item,)))
+                for other in others
+                if other in self.working
+            ]
         return outs + self._hand_out()
 
     def forget(self, worker: int, gone: bool, died: bool) -> str:
@@ -232,11 +242,11 @@ class Leader:
             self.idle.discard(worker)
         self.working.pop(worker, None)
         hand_out = self._open()
-        cell = hand_out.forget(worker) if hand_out is not None else None
-        if cell is None or not died:
+        work_item = hand_out.forget(worker) if hand_out is not None else None
+        if work_item is None or not died:
             return ""
-        self.deaths[cell] = self.deaths.get(cell, 0) + 1
-        return f"cell {cell} ended {FATAL_DEATHS} workers" if self.deaths[cell] >= FATAL_DEATHS else ""
+        self.deaths[work_item] = self.deaths.get(work_item, 0) + 1
+        return f"cell {work_item} ended {FATAL_DEATHS} workers" if self.deaths[work_item] >= FATAL_DEATHS else ""
 
     def tick(self, now: float) -> list[To]:
         """Say again what was not answered."""
@@ -244,7 +254,7 @@ class Leader:
         pending = self.pending
         if pending is None or self.over or pending.ready():
             return []
-        done = pending.evaluated if pending.cells else pending.answers
+        done = pending.evaluated if pending.work_items else pending.answers
         again: list[To] = [(server, pending.command) for server in pending.servers if server not in done]
         return again + self._hand_out()
 
@@ -267,10 +277,12 @@ class Leader:
         silent = [str(server) for server in pending.servers if server not in pending.answers]
         if silent or pending.hand_out is None:
             return f"waits for {', '.join(silent)} to answer command {pending.command.number}"
-        held = [f"{cell} (worker {w})" for w, held in pending.hand_out.held.items() for cell in held.cells]
+        held = [
+            f"{work_item} (worker {w})" for w, held in pending.hand_out.held.items() for work_item in held.work_items
+        ]
         return f"waits for cells {', '.join(held) or 'that nobody has'}; to be handed out: {pending.hand_out.fresh}"
 
-    def _open(self) -> HandOut | None:
+    def _open(self) -> WorkQueue | None:
         pending = self.pending
         return None if pending is None or self.over or pending.ready() else pending.hand_out
 
@@ -281,10 +293,10 @@ class Leader:
         outs: list[To] = []
         before = hand_out.backups
         for index, peer in list(self.wanting.items()):
-            if cells := hand_out.give(index, len(self.working), self.now, index in self.idle):
+            if work_items := hand_out.give(index, len(self.working), self.now, index in self.idle):
                 del self.wanting[index]
                 self.idle.discard(index)
-                outs.append((peer, Cells(self.pending.point, cells)))
+                outs.append((peer, AssignItems(self.pending.at_version, work_items)))
         self.backups += hand_out.backups - before
         self.journal.backups = self.backups
         return outs

@@ -10,11 +10,11 @@ from __future__ import annotations
 import msgspec
 import xxhash
 
-from rainband.protocol.data_plan import Plan
+from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Address, Command, Join, Welcome
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
     """One command and what came of it."""
 
     asked: int  # a digest of the command: the same must be asked for again
@@ -28,10 +28,10 @@ class Journal(msgspec.Struct):
 
     term: int = 1  # the coordinator's, one more each time it is started
     join: Join | None = None
-    plan: Plan | None = None
+    plan: DataPlan | None = None
     welcome: Welcome | None = None
     servers: tuple[Address, ...] = ()
-    entries: list[Entry] = []
+    entries: list[JournalEntry] = []
     backups: int = 0  # copies of cells handed out
 
     @property
@@ -47,4 +47,6 @@ class Journal(msgspec.Struct):
 
 def digest(command: Command) -> int:
     """Of what is asked for, whoever asks."""
-    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((command.number, command.operations, command.cells))) >> 1
+    return (
+        xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((command.number, command.operations, command.work_items))) >> 1
+    )

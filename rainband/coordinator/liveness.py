@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from rainband.coordinator.full_batch_duty import Leading
+from rainband.coordinator.full_batch_duty import FullBatchDuty
 from rainband.coordinator.leases import Leases
-from rainband.coordinator.shutdown import Ending
-from rainband.coordinator.state import Facts, Out, WorkerState
+from rainband.coordinator.shutdown import RunEnd
+from rainband.coordinator.state import CoordinatorOutput, RunState, WorkerState
 from rainband.protocol import events
-from rainband.protocol.messages import Ask, Beat, Bye, Failed, Forget, Peer
+from rainband.protocol.messages import Failed, Forget, Heartbeat, Peer, ReportRequest, Shutdown
 
 FATAL_DEATHS = 3  # a portion that cost so many workers their lives ends the run
 # Of servers that fall silent, in ticks, each a fifth of the failure timeout. A clock that jumps makes no tick.
 ASKED_AFTER, TOLD_AFTER, ENDED_AFTER = 2, 5, 50
 
 
-class Presence:
+class Liveness:
     """Watches over the nodes of a run."""
 
-    def __init__(self, facts: Facts, ending: Ending, leases: Leases, leading: Leading | None) -> None:
-        self.facts = facts
+    def __init__(self, state: RunState, ending: RunEnd, leases: Leases, leading: FullBatchDuty | None) -> None:
+        self.state = state
         self.ending = ending
         self.leases = leases
         self.leading = leading
@@ -26,50 +26,50 @@ class Presence:
 
     # ---- signs of life ---------------------------------------------------------------------------------------------
 
-    def beat(self, worker: WorkerState, beat: Beat, now: float) -> list[Out]:
-        facts = self.facts
-        if beat.steps and not any(w.beat.steps for w in facts.workers.values()):
-            facts.events.append(events.FirstStep(at_s=now, worker=worker.peer.index))
-        works = beat.acked > worker.beat.acked
+    def heartbeat(self, worker: WorkerState, heartbeat: Heartbeat, now: float) -> list[CoordinatorOutput]:
+        state = self.state
+        if heartbeat.steps and not any(w.heartbeat.steps for w in state.workers.values()):
+            state.events.append(events.FirstStep(at_s=now, worker=worker.peer.index))
+        works = heartbeat.acked > worker.heartbeat.acked
         at_work = self._has_work(worker)
-        if works or beat.waiting or not at_work:
-            if at_work and not worker.beat.waiting:
+        if works or heartbeat.waiting or not at_work:
+            if at_work and not worker.heartbeat.waiting:
                 worker.slowest_s = max(worker.slowest_s * 0.98, now - worker.worked_at)
                 worker.first_s = worker.first_s or worker.slowest_s
             worker.worked_at = now
-        worker.beat, worker.beat_at = beat, now
-        worker.beats = [*worker.beats[-5:], (now, beat)]
-        if not worker.here and (works or beat.waiting):
+        worker.heartbeat, worker.heartbeat_at = heartbeat, now
+        worker.heartbeats = [*worker.heartbeats[-5:], (now, heartbeat)]
+        if not worker.here and (works or heartbeat.waiting):
             self.is_here(worker, now)
             return self.leases.give(now)
         return []
 
     def is_here(self, worker: WorkerState, now: float) -> None:
-        worker.beat_at = worker.worked_at = now
+        worker.heartbeat_at = worker.worked_at = now
         worker.excused = False
         if not worker.here:
-            worker.here, self.facts.live = True, None
-            self.facts.events.append(events.Returned(at_s=now, node=str(worker.peer)))
+            worker.here, self.state.live = True, None
+            self.state.events.append(events.Returned(at_s=now, node=str(worker.peer)))
 
-    def away(self, worker: WorkerState, now: float) -> list[Out]:
+    def away(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
         """By its own word: the run does not end without it."""
         worker.excused = True
         return self.give_up(worker, now, "away, by its own word")
 
-    def ends(self, worker: WorkerState, now: float) -> list[Out]:
+    def ends(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
         """A worker that has come to its end is not waited for: of own loops one may end before the others."""
         self.is_here(worker, now)
-        servers = self.facts.servers.values() if self.facts.phase == "running" else ()
-        cells = [] if self.leading is None else self.leading.forget(worker, now, ended=True)
-        return [Out(s.peer, Forget(worker.peer.index)) for s in servers] + cells
+        servers = self.state.servers.values() if self.state.phase == "running" else ()
+        work_items = [] if self.leading is None else self.leading.forget(worker, now, ended=True)
+        return [CoordinatorOutput(s.peer, Forget(worker.peer.index)) for s in servers] + work_items
 
     # ---- giving up -------------------------------------------------------------------------------------------------
 
-    def give_up_the_late(self, now: float) -> list[Out]:
-        facts, ending = self.facts, self.ending
-        outs: list[Out] = []
-        for index, worker in facts.workers.items():
-            if facts.phase in ("forming", "loading", "over"):
+    def give_up_the_late(self, now: float) -> list[CoordinatorOutput]:
+        state, ending = self.state, self.ending
+        outs: list[CoordinatorOutput] = []
+        for index, worker in state.workers.items():
+            if state.phase in ("forming", "loading", "over"):
                 break
             waited_for = not worker.ended or index == ending.concluder or index in ending.last_pulls
             if worker.connected and worker.here and waited_for:
@@ -77,21 +77,23 @@ class Presence:
                 if late:
                     ending.not_waited_for(index)
                     outs += self.give_up(worker, now, late)
-                    for mate in facts.mates(index):
-                        if mate.connected and mate.here:
-                            outs += self.give_up(mate, now, f"{worker.peer}, with which it computes one model, is not")
+                    for stage_peer in state.stage_peers(index):
+                        if stage_peer.connected and stage_peer.here:
+                            outs += self.give_up(
+                                stage_peer, now, f"{worker.peer}, with which it computes one model, is not"
+                            )
                     outs += ending.after_loss()
         return outs
 
     def _why_late(self, worker: WorkerState, now: float) -> str:
         """A heartbeat says alive, acknowledged pushes say working; deadlines are learnt from what was seen."""
-        timeout = self.facts.settings.failure_timeout_s
-        if now - worker.beat_at > timeout:
-            return f"not heard of for {now - worker.beat_at:.1f} s"
+        timeout = self.state.settings.failure_timeout_s
+        if now - worker.heartbeat_at > timeout:
+            return f"not heard of for {now - worker.heartbeat_at:.1f} s"
         idle_s = now - worker.worked_at
         if idle_s <= 2 * timeout or not self._is_missed(worker):
             return ""
-        everyone = self.facts.workers.values()
+        everyone = self.state.workers.values()
         # The first push takes longest: things are loaded and compiled. Until there is one, others' first ones count.
         usual = max(w.slowest_s if worker.slowest_s else w.first_s for w in everyone)
         if usual and idle_s > 2 * timeout + 10 * usual:
@@ -100,116 +102,119 @@ class Presence:
 
     def _has_work(self, worker: WorkerState) -> bool:
         """It has leases, or a loop of the user's own goes over a loader of its own, and has begun to."""
-        facts = self.facts
-        own_loader = facts.is_own_loop() and not facts.has_data() and facts.phase == "running"
-        return bool(worker.leases) or (own_loader and worker.beat.acked > 0 and not worker.ended)
+        state = self.state
+        own_loader = state.is_custom_loop() and not state.has_data() and state.phase == "running"
+        return bool(worker.leases) or (own_loader and worker.heartbeat.acked > 0 and not worker.ended)
 
     def _is_missed(self, worker: WorkerState) -> bool:
         """Is there work that it alone can do? Of loaders of their own nobody knows; but others may wait for it."""
         if worker.leases:
             return True
-        others = [w for w in self.facts.workers.values() if w is not worker and w.connected and w.here and not w.ended]
-        return self._has_work(worker) and any(other.beat.waiting for other in others)
+        others = [w for w in self.state.workers.values() if w is not worker and w.connected and w.here and not w.ended]
+        return self._has_work(worker) and any(other.heartbeat.waiting for other in others)
 
-    def give_up(self, worker: WorkerState, now: float, why: str) -> list[Out]:
+    def give_up(self, worker: WorkerState, now: float, why: str) -> list[CoordinatorOutput]:
         """Do not wait for a worker; what it had leased is fenced, and what is missing of it leased again."""
-        facts = self.facts
-        worker.here, facts.live = False, None
-        facts.note_loss(worker.peer, now, why)
-        outs = [Out(s.peer, Forget(worker.peer.index)) for s in facts.servers.values()]
+        state = self.state
+        worker.here, state.live = False, None
+        state.note_loss(worker.peer, now, why)
+        outs = [CoordinatorOutput(s.peer, Forget(worker.peer.index)) for s in state.servers.values()]
         at_work = self._at_work(worker)
         for portion in sorted(worker.leases):
             if not worker.connected and portion in at_work:
                 self.deaths[portion] = self.deaths.get(portion, 0) + 1
                 if self.deaths[portion] >= FATAL_DEATHS:
                     return outs + self.ending.stop("failed", f"portion {portion} ended {FATAL_DEATHS} workers")
-            if facts.phase == "running":
+            if state.phase == "running":
                 outs += self.leases.gather(portion, worker.peer.index)
         worker.leases.clear()
         return outs + ([] if self.leading is None else self.leading.forget(worker, now))
 
     def _at_work(self, worker: WorkerState) -> set[int]:
         """The portions a worker may have begun: the one it got first, or its columns of the first group of rounds."""
-        plan = self.facts.plan
+        plan = self.state.plan
         if not plan or not plan.columns:
-            return set([portion for portion in worker.leases if not self.facts.is_done(portion)][:1])
+            return set([portion for portion in worker.leases if not self.state.is_done(portion)][:1])
         group = min(worker.leases, default=0) // plan.columns
         return {portion for portion in worker.leases if portion // plan.columns == group}
 
     # ---- servers, which nobody can replace ---------------------------------------------------------------------------
 
     def hears_of(self, server: Peer, now: float) -> None:
-        known = self.facts.servers.get(server.index)
+        known = self.state.servers.get(server.index)
         if known is None or known.peer != server or not known.silent_ticks:
             return
         if known.silent_ticks > TOLD_AFTER:
-            self.facts.events.append(events.Returned(at_s=now, node=str(server)))
+            self.state.events.append(events.Returned(at_s=now, node=str(server)))
         known.silent_ticks = 0
 
-    def look_after_servers(self, now: float) -> list[Out]:
+    def look_after_servers(self, now: float) -> list[CoordinatorOutput]:
         """One that is stopped, or whose machine is gone, holds everyone up: that is said, and after a while the end."""
-        facts, outs = self.facts, list[Out]()
-        if facts.phase in ("forming", "loading", "over"):
+        state, outs = self.state, list[CoordinatorOutput]()
+        if state.phase in ("forming", "loading", "over"):
             return []
-        for server in [s for s in facts.servers.values() if s.peer.role == "server"]:
+        for server in [s for s in state.servers.values() if s.peer.role == "server"]:
             server.silent_ticks += 1
-            silent_s = server.silent_ticks * facts.settings.failure_timeout_s / 5
+            silent_s = server.silent_ticks * state.settings.failure_timeout_s / 5
             if server.silent_ticks > ENDED_AFTER:
                 return outs + self._server_lost(server.peer, now, f"not heard of for {silent_s:.0f} s")
             if server.silent_ticks == TOLD_AFTER + 1:
                 why = f"not heard of for {silent_s:.1f} s; all wait for it"
-                facts.events.append(events.Lost(at_s=now, node=str(server.peer), why=why))
+                state.events.append(events.Lost(at_s=now, node=str(server.peer), why=why))
             if server.silent_ticks > ASKED_AFTER:
-                outs.append(Out(server.peer, Ask()))
+                outs.append(CoordinatorOutput(server.peer, ReportRequest()))
         return outs
 
     # ---- who is gone for good --------------------------------------------------------------------------------------
 
-    def lost(self, peer: Peer, now: float, why: str) -> list[Out]:
+    def lost(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         """A node's connection is gone, or its process has ended."""
-        if self.facts.phase == "over":
+        if self.state.phase == "over":
             return []
         if peer.role == "server":
             return self._server_lost(peer, now, why)
-        worker = self.facts.workers.get(peer.index)
+        worker = self.state.workers.get(peer.index)
         if worker is None or worker.peer != peer or not worker.connected:
             return []
-        outs = self._gone(worker, now, why) + self._dismiss_mates(peer, now, why)
+        outs = self._gone(worker, now, why) + self._dismiss_stage_peers(peer, now, why)
         return outs + self.ending.after_loss()
 
-    def _gone(self, worker: WorkerState, now: float, why: str) -> list[Out]:
+    def _gone(self, worker: WorkerState, now: float, why: str) -> list[CoordinatorOutput]:
         worker.connected = False
         outs = [] if worker.ended else self.give_up(worker, now, why)
-        worker.ended, self.facts.live = True, None
+        worker.ended, self.state.live = True, None
         self.ending.not_waited_for(worker.peer.index)
         return outs
 
-    def _dismiss_mates(self, peer: Peer, now: float, why: str) -> list[Out]:
+    def _dismiss_stage_peers(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         """Those who computed one model with a worker that is gone cannot go on; what they had is for other teams."""
         because = f"{peer}, with which it computed one model, was lost: {why}"
-        outs: list[Out] = []
-        for mate in self.facts.mates(peer.index):
-            if mate.connected:
-                outs += [*self._gone(mate, now, because), Out(mate.peer, Bye(f"{because}."))]
+        outs: list[CoordinatorOutput] = []
+        for stage_peer in self.state.stage_peers(peer.index):
+            if stage_peer.connected:
+                outs += [
+                    *self._gone(stage_peer, now, because),
+                    CoordinatorOutput(stage_peer.peer, Shutdown(f"{because}.")),
+                ]
         return outs
 
-    def never_comes(self, peer: Peer, now: float, why: str) -> list[Out]:
+    def never_comes(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         """A worker's process has ended before it joined, and nobody starts it again."""
-        facts = self.facts
-        if facts.phase == "over" or peer.index in facts.workers or peer.index in facts.missing:
+        state = self.state
+        if state.phase == "over" or peer.index in state.workers or peer.index in state.missing:
             return []
-        facts.missing.add(peer.index)
-        facts.note_loss(peer, now, f"before it joined: {why}")
-        return self._dismiss_mates(peer, now, why) + self.ending.after_loss()
+        state.missing.add(peer.index)
+        state.note_loss(peer, now, f"before it joined: {why}")
+        return self._dismiss_stage_peers(peer, now, why) + self.ending.after_loss()
 
-    def failed(self, sender: Peer, failed: Failed, now: float) -> list[Out]:
+    def failed(self, sender: Peer, failed: Failed, now: float) -> list[CoordinatorOutput]:
         """The user's code raised on a worker: the first time it is shown, and the run ends."""
-        facts = self.facts
-        if facts.outcome == "failed" or facts.phase == "over":
+        state = self.state
+        if state.outcome == "failed" or state.phase == "over":
             return []
         if not failed.traceback:  # not the user's code: its way to a server is broken, say; the others go on
             return self.lost(sender, now, failed.error)
-        facts.events.append(
+        state.events.append(
             events.UserError(
                 at_s=now,
                 worker=sender.index,
@@ -219,19 +224,19 @@ class Presence:
             )
         )
         where = f"{sender} failed at step {failed.step}" if failed.step else f"{sender} could not start"
-        facts.outcome, facts.reason = "failed", f"{where}: {failed.error}"
+        state.outcome, state.reason = "failed", f"{where}: {failed.error}"
         return self.ending.over()  # at whatever point: others may be waiting for it
 
-    def _server_lost(self, peer: Peer, now: float, why: str) -> list[Out]:
-        facts = self.facts
-        server = facts.servers.pop(peer.index, None)
+    def _server_lost(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
+        state = self.state
+        server = state.servers.pop(peer.index, None)
         if server is None:
             return []
-        facts.events.append(events.Lost(at_s=now, node=str(peer), why=why))
+        state.events.append(events.Lost(at_s=now, node=str(peer), why=why))
         held = f"{len(server.report.blocks)} blocks" if server.report else "its blocks"
-        facts.outcome = "failed"
-        facts.reason = (
-            f"{peer} was lost ({why}). It held the only copy of {held}, with {facts.batches_done()} batches applied: "
+        state.outcome = "failed"
+        state.reason = (
+            f"{peer} was lost ({why}). It held the only copy of {held}, with {state.batches_done()} batches applied: "
             "these parameters are gone, and no model was saved."
         )
         return self.ending.over()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 
-from rainband.coordinator.journal import Entry, digest
-from rainband.coordinator.work_queue import HandOut
+from rainband.coordinator.journal import JournalEntry, digest
+from rainband.coordinator.work_queue import WorkQueue
 from rainband.errors import RainbandError
 from rainband.protocol.messages import Answer, Command, Evaluated, Peer
 from rainband.protocol.vectors import ANSWERED
@@ -17,21 +17,23 @@ class CommandRefused(RainbandError):
     """A server would not do what the strategy asked for."""
 
 
-class Pending:
+class PendingCommand:
     """A command under way, and perhaps the evaluation that begins with it."""
 
-    def __init__(self, command: Command, servers: Sequence[Peer], first: Peer, cells: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, command: Command, servers: Sequence[Peer], first: Peer, work_items: tuple[int, ...] = ()
+    ) -> None:
         self.command = command
         self.servers = servers
         self.first = first
-        self.cells = cells
+        self.work_items = work_items
         self.answers: dict[Peer, Answer] = {}
         self.evaluated: dict[Peer, Evaluated] = {}
-        self.hand_out: HandOut | None = None
-        self.known: Entry | None = None  # what came of it, from the journal
+        self.hand_out: WorkQueue | None = None
+        self.known: JournalEntry | None = None  # what came of it, from the journal
 
     @property
-    def point(self) -> int:
+    def at_version(self) -> int:
         """The version of every block, once all have answered."""
         return next(iter(self.answers.values())).version
 
@@ -42,21 +44,21 @@ class Pending:
         if self.known is not None:
             return True
         answered = len(self.answers) == len(self.servers)
-        return bool(self.refused()) or (answered and (not self.cells or len(self.evaluated) == len(self.servers)))
+        return bool(self.refused()) or (answered and (not self.work_items or len(self.evaluated) == len(self.servers)))
 
-    def wait(self) -> Generator[Pending, None, None]:
+    def wait(self) -> Generator[PendingCommand, None, None]:
         while not self.ready():
             yield self
         if refused := self.refused():
             raise CommandRefused(f"a server refused a command: {refused}.")
 
-    def entry(self) -> Entry:
+    def entry(self) -> JournalEntry:
         """What came of it."""
-        told = self.evaluated.get(self.first) if self.cells else None
+        told = self.evaluated.get(self.first) if self.work_items else None
         if told is None:
-            return Entry(digest(self.command), self.results())
+            return JournalEntry(digest(self.command), self.results())
         loss = told.loss if math.isfinite(told.loss) else None
-        return Entry(digest(self.command), self.results(), loss, told.samples)
+        return JournalEntry(digest(self.command), self.results(), loss, told.samples)
 
     def results(self) -> tuple[float, ...]:
         """Summed over the servers in their order, so that they are the same each time."""
@@ -71,10 +73,10 @@ class Pending:
 class Computed:
     """The numbers that come of a command."""
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: PendingCommand) -> None:
         self.pending = pending
 
-    def __await__(self) -> Generator[Pending, None, tuple[float, ...]]:
+    def __await__(self) -> Generator[PendingCommand, None, tuple[float, ...]]:
         yield from self.pending.wait()
         return self.pending.results()
 
@@ -82,10 +84,10 @@ class Computed:
 class Evaluating:
     """The loss that comes of an evaluation."""
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: PendingCommand) -> None:
         self.pending = pending
 
-    def __await__(self) -> Generator[Pending, None, Evaluation]:
+    def __await__(self) -> Generator[PendingCommand, None, Evaluation]:
         yield from self.pending.wait()
         found = self.pending.known or self.pending.entry()
         loss = math.nan if found.loss is None else found.loss

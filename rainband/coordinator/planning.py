@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from rainband.coordinator.state import Facts, Out, WorkerState
+from rainband.coordinator.state import CoordinatorOutput, RunState, WorkerState
 from rainband.protocol import events
-from rainband.protocol.data_plan import MAX_PORTION_BATCHES, Plan, choose_portion_batches
+from rainband.protocol.data_plan import MAX_PORTION_BATCHES, DataPlan, choose_portion_batches
 from rainband.protocol.layout import cut, deal
-from rainband.protocol.messages import Assign, Bye, Dataset, Join, Peer, Planned, Welcome
+from rainband.protocol.messages import Assign, Dataset, Join, Peer, Planned, Shutdown, Welcome
 
 OPEN_ENDED = 1 << 20  # epochs in the plan of loops that have not said how many passes they make
 
@@ -16,33 +16,33 @@ OPEN_ENDED = 1 << 20  # epochs in the plan of loops that have not said how many 
 class Planning:
     """Makes the plan, once."""
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
+    def __init__(self, state: RunState) -> None:
+        self.state = state
 
-    def make(self, join: Join, now: float) -> list[Out]:
+    def make(self, join: Join, now: float) -> list[CoordinatorOutput]:
         """The plan and the blocks; every server is told its own."""
-        facts, settings = self.facts, self.facts.settings
-        facts.join = join
+        state, settings = self.state, self.state.settings
+        state.join = join
         # An own loop tells what it draws from when it draws; until then there is one batch that nobody is given.
-        data = Dataset("", 1, 1, 1) if join.own_loop else _data_of(join)
-        facts.plan = self._plan_for(join, data)
+        data = Dataset("", 1, 1, 1) if join.custom_loop else _data_of(join)
+        state.plan = self._plan_for(join, data)
         blocks = cut(join.layout, max(1, settings.num_servers))
         dealt = deal(blocks, settings.num_servers) if settings.num_servers else ()
         owners = {block: server for server, mine in enumerate(dealt) for block in mine}
-        facts.welcome = Welcome(
-            plan=facts.plan,
-            servers=tuple(facts.servers[i].address for i in sorted(facts.servers)),
+        state.welcome = Welcome(
+            plan=state.plan,
+            servers=tuple(state.servers[i].address for i in sorted(state.servers)),
             owners=tuple(owners[block.index] for block in blocks) if dealt else (),
             blocks=blocks,
         )
-        if facts.has_data():
+        if state.has_data():
             self._note(now)
-        facts.phase = "loading" if dealt else "running"
+        state.phase = "loading" if dealt else "running"
         return [
-            Out(
-                facts.servers[server].peer,
+            CoordinatorOutput(
+                state.servers[server].peer,
                 Assign(
-                    facts.plan,
+                    state.plan,
                     tuple(blocks[b] for b in mine),
                     join.layout.groups,
                     settings.num_replicas,
@@ -52,36 +52,36 @@ class Planning:
             for server, mine in enumerate(dealt)
         ]
 
-    def _plan_for(self, join: Join, data: Dataset) -> Plan:
-        num_workers = self.facts.settings.num_replicas
+    def _plan_for(self, join: Join, data: Dataset) -> DataPlan:
+        num_workers = self.state.settings.num_replicas
         per_epoch = -(-data.num_samples // data.batch_size)
         columns = min(num_workers, per_epoch) if join.rounds else 0
-        return Plan(
+        return DataPlan(
             fingerprint=data.fingerprint,
             layout=join.layout.digest(),
             num_samples=data.num_samples,
             batch_size=data.batch_size,
-            epochs=1 if join.led else data.epochs or OPEN_ENDED,
-            seed=self.facts.settings.seed,
-            portion_batches=_portion_batches(join, columns, per_epoch, num_workers, self.facts.settings.team_size),
-            cell_batches=join.cell_batches,
+            epochs=1 if join.coordinated else data.epochs or OPEN_ENDED,
+            seed=self.state.settings.seed,
+            portion_batches=_portion_batches(join, columns, per_epoch, num_workers, self.state.settings.team_size),
+            batches_per_item=join.batches_per_item,
             columns=columns,
-            led=join.led,
+            coordinated=join.coordinated,
         )
 
     def _note(self, now: float) -> None:
-        facts = self.facts
-        plan = facts.plan
-        assert plan and facts.join and facts.welcome
-        known = facts.leader is None and (facts.dataset is None or facts.dataset.epochs > 0)  # or it is told as 0
-        facts.events.append(
+        state = self.state
+        plan = state.plan
+        assert plan and state.join and state.welcome
+        known = state.full_batch is None and (state.dataset is None or state.dataset.epochs > 0)  # or it is told as 0
+        state.events.append(
             events.PlanMade(
                 at_s=now,
                 num_samples=plan.num_samples,
                 num_batches=plan.num_batches if known else 0,
                 num_portions=plan.num_portions if known else 0,
-                num_parameters=sum(p.numel for p in facts.join.layout.parameters),
-                num_blocks=len(facts.welcome.blocks),
+                num_parameters=sum(p.numel for p in state.join.layout.parameters),
+                num_blocks=len(state.welcome.blocks),
                 batch_size=plan.batch_size,
                 epochs=plan.epochs if known else 0,
             )
@@ -89,31 +89,31 @@ class Planning:
 
     # ---- own loops: their data comes later ---------------------------------------------------------------------------
 
-    def draws_from(self, worker: WorkerState, dataset: Dataset, now: float) -> list[Out]:
+    def draws_from(self, worker: WorkerState, dataset: Dataset, now: float) -> list[CoordinatorOutput]:
         """A loop asks for its first batch. The first to say what it draws from makes the plan."""
-        facts = self.facts
-        assert facts.join and facts.plan and facts.welcome
-        if facts.dataset is not None:
-            if dataset != facts.dataset:
-                what = f"draws from {_described(dataset)}, the others from {_described(facts.dataset)}"
-                return [Out(worker.peer, Bye(f"{worker.peer} {what}."))]
-            return [] if facts.planning else [Out(worker.peer, Planned(facts.plan))]
-        facts.dataset = dataset
-        facts.plan = self._plan_for(facts.join, dataset)
-        facts.welcome = msgspec.structs.replace(facts.welcome, plan=facts.plan)
+        state = self.state
+        assert state.join and state.plan and state.welcome
+        if state.dataset is not None:
+            if dataset != state.dataset:
+                what = f"draws from {_described(dataset)}, the others from {_described(state.dataset)}"
+                return [CoordinatorOutput(worker.peer, Shutdown(f"{worker.peer} {what}."))]
+            return [] if state.planning else [CoordinatorOutput(worker.peer, Planned(state.plan))]
+        state.dataset = dataset
+        state.plan = self._plan_for(state.join, dataset)
+        state.welcome = msgspec.structs.replace(state.welcome, plan=state.plan)
         self._note(now)
-        facts.planning = {index for index, server in facts.servers.items() if server.peer.role == "server"}
-        if not facts.planning:
+        state.planning = {index for index, server in state.servers.items() if server.peer.role == "server"}
+        if not state.planning:
             return self._tell()
-        return [Out(facts.servers[index].peer, Planned(facts.plan)) for index in sorted(facts.planning)]
+        return [CoordinatorOutput(state.servers[index].peer, Planned(state.plan)) for index in sorted(state.planning)]
 
-    def server_knows(self, server: Peer) -> list[Out]:
-        self.facts.planning.discard(server.index)
-        return [] if self.facts.planning else self._tell()
+    def server_knows(self, server: Peer) -> list[CoordinatorOutput]:
+        self.state.planning.discard(server.index)
+        return [] if self.state.planning else self._tell()
 
-    def _tell(self) -> list[Out]:
-        assert self.facts.plan
-        return [Out(w.peer, Planned(self.facts.plan)) for w in self.facts.connected()]
+    def _tell(self) -> list[CoordinatorOutput]:
+        assert self.state.plan
+        return [CoordinatorOutput(w.peer, Planned(self.state.plan)) for w in self.state.connected()]
 
 
 def _data_of(join: Join) -> Dataset:
@@ -121,16 +121,16 @@ def _data_of(join: Join) -> Dataset:
 
 
 def _portion_batches(join: Join, columns: int, per_epoch: int, num_workers: int, team_size: int) -> int:
-    if join.led:
-        return join.cell_batches  # a portion is what is handed out: one cell
+    if join.coordinated:
+        return join.batches_per_item  # a portion is what is handed out: one cell
     if columns:
         return 16
-    chosen = choose_portion_batches(per_epoch, num_workers, join.cell_batches)
+    chosen = choose_portion_batches(per_epoch, num_workers, join.batches_per_item)
     if num_workers > 1 or team_size == 1:
         return chosen
     # Long enough that the next lease is there before the last batch of this one enters a pipeline.
-    cells = min(4 * team_size, MAX_PORTION_BATCHES // join.cell_batches)
-    return max(chosen, cells * join.cell_batches)
+    work_items = min(4 * team_size, MAX_PORTION_BATCHES // join.batches_per_item)
+    return max(chosen, work_items * join.batches_per_item)
 
 
 def _described(dataset: Dataset) -> str:

@@ -4,79 +4,86 @@ from __future__ import annotations
 
 import msgspec
 
-from rainband.coordinator.state import Facts
+from rainband.coordinator.state import RunState
 from rainband.protocol import events
-from rainband.protocol.accounting import Books, Staleness, balance, balance_led, staleness_of, staleness_so_far
-from rainband.protocol.data_plan import Plan
+from rainband.protocol.accounting import (
+    BatchAccounting,
+    Staleness,
+    balance,
+    balance_led,
+    staleness_of,
+    staleness_so_far,
+)
+from rainband.protocol.data_plan import DataPlan
 
 RATE_FROM_S, RATE_FROM = 0.25, 0.01  # a rate needs so long a time, or so much of the whole time, to be one
 
 
-class Accounts:
+class Reporting:
     """Counts, and changes nothing."""
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
+    def __init__(self, state: RunState) -> None:
+        self.state = state
 
-    def books(self) -> Books | None:
-        facts = self.facts
-        if facts.plan is None:
+    def accounting(self) -> BatchAccounting | None:
+        state = self.state
+        if state.plan is None:
             return None
-        books = balance(self._plan_so_far(facts.plan), facts.reports(), facts.leased_again)
-        if facts.leader is not None:
-            return balance_led(books, facts.reports(), facts.leader.batches)
-        return books if facts.has_data() else msgspec.structs.replace(books, batches=0, not_done=0)
+        accounting = balance(self._plan_so_far(state.plan), state.reports(), state.reassigned)
+        if state.full_batch is not None:
+            return balance_led(accounting, state.reports(), state.full_batch.batches)
+        return accounting if state.has_data() else msgspec.structs.replace(accounting, batches=0, not_processed=0)
 
-    def _plan_so_far(self, plan: Plan) -> Plan:
+    def _plan_so_far(self, plan: DataPlan) -> DataPlan:
         """The plan; of loops that have not said how many passes they make, the passes they have begun."""
-        if self.facts.knows_its_end() or not self.facts.has_data():
+        if self.state.knows_its_end() or not self.state.has_data():
             return plan
-        begun = -(-self.facts.batches_done() // plan.batches_per_epoch)
+        begun = -(-self.state.batches_done() // plan.batches_per_epoch)
         return msgspec.structs.replace(plan, epochs=max(1, begun))
 
     def not_finite(self) -> int:
         """Batches that were skipped because their gradient was not finite."""
-        books = self.books()
-        return 0 if books is None else books.skipped.get("not finite", 0)
+        accounting = self.accounting()
+        return 0 if accounting is None else accounting.skipped.get("not finite", 0)
 
     def staleness(self) -> Staleness:
         """What gradients missed, what readers may miss, and who waited for whom so that they do not miss more."""
-        workers = sorted(self.facts.workers.items())
-        waited_for = {index: worker.beat.waited_for for index, worker in workers if worker.beat.waited_for}
-        return msgspec.structs.replace(staleness_of(self.facts.reports()), waited_for=waited_for)
+        workers = sorted(self.state.workers.items())
+        waited_for = {index: worker.heartbeat.waited_for for index, worker in workers if worker.heartbeat.waited_for}
+        return msgspec.structs.replace(staleness_of(self.state.reports()), waited_for=waited_for)
 
     def samples_done(self) -> int:
-        plan = self.facts.plan
-        if not plan or not self.facts.has_data():
+        plan = self.state.plan
+        if not plan or not self.state.has_data():
             return 0
-        if self.facts.leader is not None:
-            return self.facts.leader.samples
-        return min(self.facts.batches_done() * plan.batch_size, plan.num_samples * plan.epochs)
+        if self.state.full_batch is not None:
+            return self.state.full_batch.samples
+        return min(self.state.batches_done() * plan.batch_size, plan.num_samples * plan.epochs)
 
-    def _batches_or_steps(self, plan: Plan) -> int:
-        if self.facts.leader is not None:
-            return self.facts.leader.batches
-        if self.facts.has_data():
-            return self.facts.batches_done()
-        return balance(plan, self.facts.reports(), 0).extras
+    def _batches_or_steps(self, plan: DataPlan) -> int:
+        if self.state.full_batch is not None:
+            return self.state.full_batch.batches
+        if self.state.has_data():
+            return self.state.batches_done()
+        return balance(plan, self.state.reports(), 0).untracked_pushes
 
     def loss(self) -> float | None:
         """What the workers see, weighted by the samples they have seen it on."""
-        beats = [w.beat for w in self.facts.workers.values() if w.beat.loss_samples]
-        weight = sum(beat.loss_samples for beat in beats)
-        return sum(beat.loss * beat.loss_samples for beat in beats) / weight if weight else None
+        heartbeats = [w.heartbeat for w in self.state.workers.values() if w.heartbeat.loss_samples]
+        weight = sum(heartbeat.loss_samples for heartbeat in heartbeats)
+        return sum(heartbeat.loss * heartbeat.loss_samples for heartbeat in heartbeats) / weight if weight else None
 
     def note_progress(self, now: float) -> None:
         """Add what is known to the events; called at every tick, and once more when the data is done."""
-        plan = self.facts.plan
+        plan = self.state.plan
         assert plan
-        staleness = staleness_so_far(self.facts.reports())
-        known = self.facts.knows_its_end()  # otherwise how much there is to do is told as 0
-        connected = {i: w for i, w in sorted(self.facts.workers.items()) if w.connected}
+        staleness = staleness_so_far(self.state.reports())
+        known = self.state.knows_its_end()  # otherwise how much there is to do is told as 0
+        connected = {i: w for i, w in sorted(self.state.workers.items()) if w.connected}
         # Of a team that computes one model together, those count samples who see them first.
-        counting = {i: w for i, w in connected.items() if not self.facts.place(i) or w.beat.samples}
-        in_teams = connected if self.facts.settings.team_size > 1 else {}
-        self.facts.events.append(
+        counting = {i: w for i, w in connected.items() if not self.state.place(i) or w.heartbeat.samples}
+        in_teams = connected if self.state.settings.team_size > 1 else {}
+        self.state.events.append(
             events.Progress(
                 at_s=now,
                 batches_done=self._batches_or_steps(plan),
@@ -84,18 +91,18 @@ class Accounts:
                 samples_done=self.samples_done(),
                 samples=plan.num_samples * plan.epochs if known else 0,
                 loss=self.loss(),
-                samples_per_s={i: _rate([(t, b.samples) for t, b in w.beats], now) for i, w in counting.items()},
-                steps_per_s={i: _rate([(t, b.steps) for t, b in w.beats], now) for i, w in counting.items()},
+                samples_per_s={i: _rate([(t, b.samples) for t, b in w.heartbeats], now) for i, w in counting.items()},
+                steps_per_s={i: _rate([(t, b.steps) for t, b in w.heartbeats], now) for i, w in counting.items()},
                 staleness_mean=staleness.mean,
                 staleness_max=staleness.max,
                 staleness_bound=staleness.bound,
                 staleness_unit=staleness.unit,
-                waited_s={i: w.beat.waited_s for i, w in connected.items()},
-                metrics=next((w.beat.metrics for w in connected.values() if w.beat.metrics), {}),
-                pushed_bytes=sum(w.beat.pushed_bytes for w in self.facts.workers.values()),
-                pulled_bytes=sum(w.beat.pulled_bytes for w in self.facts.workers.values()),
-                computed_s={i: w.beat.computed_s for i, w in in_teams.items()},
-                sent_bytes={i: w.beat.sent_bytes for i, w in in_teams.items()},
+                waited_s={i: w.heartbeat.waited_s for i, w in connected.items()},
+                metrics=next((w.heartbeat.metrics for w in connected.values() if w.heartbeat.metrics), {}),
+                pushed_bytes=sum(w.heartbeat.pushed_bytes for w in self.state.workers.values()),
+                pulled_bytes=sum(w.heartbeat.pulled_bytes for w in self.state.workers.values()),
+                computed_s={i: w.heartbeat.computed_s for i, w in in_teams.items()},
+                sent_bytes={i: w.heartbeat.sent_bytes for i, w in in_teams.items()},
             )
         )
 

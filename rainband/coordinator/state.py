@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from rainband.protocol import events
-from rainband.protocol.data_plan import Plan
-from rainband.protocol.messages import Address, Beat, Dataset, Join, Message, Peer, Report, Welcome
+from rainband.protocol.data_plan import DataPlan
+from rainband.protocol.messages import Address, Dataset, Heartbeat, Join, Message, Peer, Report, Welcome
 
 if TYPE_CHECKING:
-    from rainband.coordinator.full_batch import Leader
+    from rainband.coordinator.full_batch import FullBatchRun
 
 
-class Out(NamedTuple):
+class CoordinatorOutput(NamedTuple):
     """A message to send, and the bytes that go with it."""
 
     to: Peer
@@ -45,8 +45,8 @@ class WorkerState:
 
     peer: Peer
     address: Address | None = None  # where the others of its team reach it
-    beat: Beat = field(default_factory=Beat)
-    beat_at: float = 0.0
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat_at: float = 0.0
     worked_at: float = 0.0  # when its acknowledged pushes last grew
     slowest_s: float = 0.0  # the longest it took between two, while it worked
     first_s: float = 0.0  # how long it took to the first; 0: it has not come to that
@@ -55,7 +55,7 @@ class WorkerState:
     ended: bool = False
     excused: bool = False  # not here by its own word: the run does not end without it
     leases: dict[int, int] = field(default_factory=dict)  # portion -> lease number
-    beats: list[tuple[float, Beat]] = field(default_factory=list)  # the last few, and when they came
+    heartbeats: list[tuple[float, Heartbeat]] = field(default_factory=list)  # the last few, and when they came
 
 
 @dataclass
@@ -71,17 +71,17 @@ class ServerState:
     silent_ticks: int = 0  # since it was heard of
 
 
-class Facts:
+class RunState:
     """What is known. Who changes what is said in the duties; here are only questions."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
-        self.leader: Leader | None = None  # drives the third half of a strategy that has one
+        self.full_batch: FullBatchRun | None = None  # drives the third half of a strategy that has one
         self.phase = "forming"  # forming, loading, running, flushing, finishing, concluding, over
         self.outcome = "finished"
         self.reason = ""
         self.join: Join | None = None  # of the worker that came first: the others must fit
-        self.plan: Plan | None = None
+        self.plan: DataPlan | None = None
         self.welcome: Welcome | None = None
         self.dataset: Dataset | None = None  # what own loops draw from
         self.planning: set[int] = set()  # servers that have yet to hear of it
@@ -90,7 +90,7 @@ class Facts:
         self.missing: set[int] = set()  # workers that will not come
         self.live: int | None = None  # workers that are here; None: count again
         self.last_loss = ""
-        self.leased_again = 0
+        self.reassigned = 0
         self.events: list[events.AnyEvent] = []
 
     # ---- the workers -----------------------------------------------------------------------------------------------
@@ -119,17 +119,17 @@ class Facts:
         first = worker - self.place(worker)
         return [self.workers[i] for i in range(first, first + self.settings.team_size) if i in self.workers]
 
-    def mates(self, worker: int) -> list[WorkerState]:
+    def stage_peers(self, worker: int) -> list[WorkerState]:
         if self.settings.team_size == 1:
             return []
-        return [mate for mate in self.team_of(worker) if mate.peer.index != worker]
+        return [stage_peer for stage_peer in self.team_of(worker) if stage_peer.peer.index != worker]
 
     def is_complete(self, worker: int) -> bool:
         """Are all of its team connected? They can begin, and go on, only together."""
-        return sum(mate.connected for mate in self.team_of(worker)) == self.settings.team_size
+        return sum(stage_peer.connected for stage_peer in self.team_of(worker)) == self.settings.team_size
 
     def addresses(self, worker: int) -> tuple[Address, ...]:
-        return tuple(mate.address for mate in self.team_of(worker) if mate.address is not None)
+        return tuple(stage_peer.address for stage_peer in self.team_of(worker) if stage_peer.address is not None)
 
     def note_loss(self, peer: Peer, now: float, why: str) -> None:
         self.last_loss = f"{peer} was the last ({why})"
@@ -137,14 +137,16 @@ class Facts:
 
     # ---- the data --------------------------------------------------------------------------------------------------
 
-    def is_own_loop(self) -> bool:
-        return self.join is not None and self.join.own_loop
+    def is_custom_loop(self) -> bool:
+        return self.join is not None and self.join.custom_loop
 
     def has_data(self) -> bool:
-        return not self.is_own_loop() or (self.dataset is not None and not self.planning)
+        return not self.is_custom_loop() or (self.dataset is not None and not self.planning)
 
     def knows_its_end(self) -> bool:
-        return self.has_data() and self.leader is None and not (self.dataset is not None and self.dataset.epochs == 0)
+        return (
+            self.has_data() and self.full_batch is None and not (self.dataset is not None and self.dataset.epochs == 0)
+        )
 
     # ---- the marks -------------------------------------------------------------------------------------------------
 
@@ -163,4 +165,4 @@ class Facts:
         """How far it is: what every block has had."""
         reports = [r for r in self.reports() if r.blocks]
         holders = len(self.servers) if self.settings.num_servers else self.settings.team_size
-        return min((r.had for r in reports), default=0) if len(self.reports()) >= holders else 0
+        return min((r.accepted for r in reports), default=0) if len(self.reports()) >= holders else 0

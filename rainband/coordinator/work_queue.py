@@ -22,7 +22,7 @@ REMEMBERED = 64  # cells whose times make the usual one
 
 
 @dataclass
-class Pace:
+class WorkerPace:
     """How long cells take, from one evaluation to the next, and where each worker began the last one."""
 
     times_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -34,82 +34,86 @@ class Pace:
 
 
 @dataclass
-class Held:
+class AssignedItem:
     """What one worker has to do, in this order."""
 
-    cells: list[int] = field(default_factory=list)
+    work_items: list[int] = field(default_factory=list)
     since_s: float = 0.0  # it has worked on the first of them
     last: int = -1  # that it was given
 
 
-class HandOut:
+class WorkQueue:
     """The cells of one evaluation."""
 
-    def __init__(self, cells: Sequence[int], pace: Pace) -> None:
+    def __init__(self, work_items: Sequence[int], pace: WorkerPace) -> None:
         self.pace = pace
-        self.cells = sorted(cells)
-        self.fresh = list(self.cells)  # that nobody was given
-        self.open = set(cells)  # that nobody has delivered
-        self.held: dict[int, Held] = {}
+        self.work_items = sorted(work_items)
+        self.fresh = list(self.work_items)  # that nobody was given
+        self.open = set(work_items)  # that nobody has delivered
+        self.held: dict[int, AssignedItem] = {}
         self.copies: dict[int, int] = {}  # cell -> workers that have it
         self.backups = 0  # copies handed out
         self.delivered: dict[int, int] = {}  # worker -> cells that it delivered first
 
     def give(self, worker: int, num_workers: int, now: float, idle: bool = True) -> tuple[int, ...]:
         """Cells for a worker that asks; none: there is nothing for it now. `idle`: it has computed what it has."""
-        held = self.held.setdefault(worker, Held(since_s=now))
-        if idle and held.cells and not self.pace.times_s:  # computed, though not delivered: a first idea of the time
-            self.pace.times_s.append((now - held.since_s) / len(held.cells))
-        idle = idle or not held.cells
-        cells = self._fresh(worker, held, num_workers) if idle or len(self.fresh) > num_workers else ()
-        if not cells and idle:
+        held = self.held.setdefault(worker, AssignedItem(since_s=now))
+        if (
+            idle and held.work_items and not self.pace.times_s
+        ):  # computed, though not delivered: a first idea of the time
+            self.pace.times_s.append((now - held.since_s) / len(held.work_items))
+        idle = idle or not held.work_items
+        work_items = self._fresh(worker, held, num_workers) if idle or len(self.fresh) > num_workers else ()
+        if not work_items and idle:
             copied = self._overdue(worker, now)
-            cells = () if copied is None else (copied,)
-            self.backups += len(cells)
-        for cell in cells:
-            self.copies[cell] = self.copies.get(cell, 0) + 1
-        if cells:
-            if not held.cells:
+            work_items = () if copied is None else (copied,)
+            self.backups += len(work_items)
+        for work_item in work_items:
+            self.copies[work_item] = self.copies.get(work_item, 0) + 1
+        if work_items:
+            if not held.work_items:
                 held.since_s = now
-            held.cells += cells
-            held.last = cells[-1]
-        return cells
+            held.work_items += work_items
+            held.last = work_items[-1]
+        return work_items
 
-    def _fresh(self, worker: int, held: Held, num_workers: int) -> tuple[int, ...]:
+    def _fresh(self, worker: int, held: AssignedItem, num_workers: int) -> tuple[int, ...]:
         if not self.fresh:
             return ()
         num_workers = max(1, num_workers)
         most = max(1, len(self.fresh) // (PARTS * num_workers))
         if held.last < 0:
-            wanted = self.pace.home.get(worker, self.cells[worker % num_workers * len(self.cells) // num_workers])
+            wanted = self.pace.home.get(
+                worker, self.work_items[worker % num_workers * len(self.work_items) // num_workers]
+            )
         else:
             wanted = held.last + 1
         at = bisect_left(self.fresh, wanted)
         at = 0 if at == len(self.fresh) else at
-        cells = self.fresh[at : at + most]
+        work_items = self.fresh[at : at + most]
         del self.fresh[at : at + most]
         if held.last < 0:
-            self.pace.home[worker] = cells[0]
-        return tuple(cells)
+            self.pace.home[worker] = work_items[0]
+        return tuple(work_items)
 
     def _overdue(self, worker: int, now: float) -> int | None:
         """What should have come long ago and fewest have; of what one worker has, the last: it gets there last."""
         found = [
-            (self.copies[cell], -at, held.since_s, cell)
+            (self.copies[work_item], -at, held.since_s, work_item)
             for other, held in self.held.items()
-            for at, cell in enumerate(held.cells)
-            if other != worker and cell in self.open and now >= self._due(held, at)
+            for at, work_item in enumerate(held.work_items)
+            if other != worker and work_item in self.open and now >= self._due(held, at)
         ]
         return min(found)[-1] if found else None
 
-    def _due(self, held: Held, at: int) -> float:
+    def _due(self, held: AssignedItem, at: int) -> float:
         """Later for each copy that there is: not everyone shall do the same."""
         usual_s = self.pace.usual_s or UNKNOWN_S
-        return held.since_s + (at + 1) * OVERDUE * usual_s * self.copies[held.cells[at]]
+        return held.since_s + (at + 1) * OVERDUE * usual_s * self.copies[held.work_items[at]]
 
     def has(self, worker: int) -> bool:
         """Is there something that it has not delivered yet?"""
-        return worker in self.held and bool(self.held[worker].cells)
+        return worker in self.held and bool(self.held[worker].work_items)
 
     def next_due(self, idle: Sequence[int]) -> float | None:
         """When one of those who are idle may get a copy; None: nothing is open, or there is something fresh to do."""
@@ -118,35 +122,35 @@ class HandOut:
         due = [
             self._due(held, at)
             for other, held in self.held.items()
-            for at, cell in enumerate(held.cells)
-            if cell in self.open and any(worker != other for worker in idle)
+            for at, work_item in enumerate(held.work_items)
+            if work_item in self.open and any(worker != other for worker in idle)
         ]
         return min(due, default=None)
 
-    def returned(self, worker: int, cell: int, now: float) -> list[int]:
+    def returned(self, worker: int, work_item: int, now: float) -> list[int]:
         """A worker has delivered a cell to every block; returns the others that have it, who may leave off."""
         held = self.held.get(worker)
-        if held is not None and cell in held.cells:
+        if held is not None and work_item in held.work_items:
             self.pace.times_s.append(now - held.since_s)
-            self._take_away(held, cell, now)
-        if cell in self.open:
-            self.open.discard(cell)
+            self._take_away(held, work_item, now)
+        if work_item in self.open:
+            self.open.discard(work_item)
             self.delivered[worker] = self.delivered.get(worker, 0) + 1
-        others = [other for other, theirs in self.held.items() if cell in theirs.cells]
+        others = [other for other, theirs in self.held.items() if work_item in theirs.work_items]
         for other in others:
-            self._take_away(self.held[other], cell, now)
+            self._take_away(self.held[other], work_item, now)
         return others
 
-    def _take_away(self, held: Held, cell: int, now: float) -> None:
-        if held.cells[0] == cell:
+    def _take_away(self, held: AssignedItem, work_item: int, now: float) -> None:
+        if held.work_items[0] == work_item:
             held.since_s = now
-        held.cells.remove(cell)
-        self.copies[cell] -= 1
+        held.work_items.remove(work_item)
+        self.copies[work_item] -= 1
 
     def copied(self) -> dict[int, tuple[int, ...]]:
         """Who has what others have, too, as far as is known: when all is done, they may leave off."""
-        twice = {cell for cell, copies in self.copies.items() if copies > 1}
-        return {worker: found for worker, held in self.held.items() if (found := tuple(twice & set(held.cells)))}
+        twice = {work_item for work_item, copies in self.copies.items() if copies > 1}
+        return {worker: found for worker, held in self.held.items() if (found := tuple(twice & set(held.work_items)))}
 
     def forget(self, worker: int) -> int | None:
         """A worker is gone: what only it had is handed out again. Returns the cell it was at."""
@@ -154,8 +158,8 @@ class HandOut:
         self.pace.home.pop(worker, None)
         if held is None:
             return None
-        for cell in held.cells:
-            self.copies[cell] -= 1
-            if cell in self.open and not self.copies[cell]:
-                insort(self.fresh, cell)
-        return held.cells[0] if held.cells else None
+        for work_item in held.work_items:
+            self.copies[work_item] -= 1
+            if work_item in self.open and not self.copies[work_item]:
+                insort(self.fresh, work_item)
+        return held.work_items[0] if held.work_items else None

@@ -19,12 +19,12 @@ from rainband.protocol.vectors import GRADIENT, PARAMS, Operation, axpy, copy, d
 from rainband.strategy import Requirements, Strategy
 
 if TYPE_CHECKING:
-    from rainband.strategy import Evaluation, Gradient, Leading, Worker
+    from rainband.strategy import CoordinatorApi, Evaluation, Gradient, Worker
 
 START = "start"  # the parameters where the iteration began
 
 
-class Where(NamedTuple):
+class SearchPoint(NamedTuple):
     """Where the search is: the loss and the length of its gradient, which is in the vector `gradient`."""
 
     loss: float
@@ -69,14 +69,14 @@ class FullBatch(Strategy):
         return Limits(self.iterations, self.gradient_tolerance, self.loss_tolerance)
 
 
-async def deliver_cells(worker: Worker) -> None:
+async def deliver_items(worker: Worker) -> None:
     """The workers' half of every full-batch method: sum each cell's gradients, and push the sum once."""
-    async for cell in worker.cells():
-        if not await worker.server.pull(round=cell.round):  # once in an evaluation
+    async for work_item in worker.work_items():
+        if not await worker.server.pull(round=work_item.round):  # once in an evaluation
             continue  # which is over
         owed: Gradient | None = None
-        for batch in cell.batches:
-            if not await worker.still_wants(cell):
+        for batch in work_item.batches:
+            if not await worker.still_needed(work_item):
                 break
             gradient = await worker.gradient(batch)
             times = gradient.samples
@@ -94,7 +94,7 @@ class Limits:
     gradient_tolerance: float
     loss_tolerance: float
 
-    def reached(self, iteration: int, before: float, now: Where) -> str:
+    def reached(self, iteration: int, before: float, now: SearchPoint) -> str:
         """Why this iteration is the last; "" if it is not."""
         if not math.isfinite(now.loss):
             return "the loss is not finite"
@@ -118,28 +118,28 @@ class Sampling:
     def is_whole(self) -> bool:
         return self.part >= 1.0
 
-    def draw(self, iteration: int, seed: int, num_cells: int, before: tuple[int, ...]) -> tuple[int, ...]:
-        wanted = max(1, round(self.part * num_cells))
-        if wanted >= num_cells:
-            return tuple(range(num_cells))
+    def draw(self, iteration: int, seed: int, num_items: int, before: tuple[int, ...]) -> tuple[int, ...]:
+        wanted = max(1, round(self.part * num_items))
+        if wanted >= num_items:
+            return tuple(range(num_items))
         random = Random(f"batch {seed} {iteration}")
         kept = random.sample(before, min(len(before), round(self.overlap * wanted)))
-        others = sorted(set(range(num_cells)) - set(kept))
+        others = sorted(set(range(num_items)) - set(kept))
         return tuple(sorted(kept + random.sample(others, min(len(others), wanted - len(kept)))))
 
 
 class Descent:
     """The loss along the way, as the servers and workers find it."""
 
-    def __init__(self, coordinator: Leading, weight_decay: float) -> None:
+    def __init__(self, coordinator: CoordinatorApi, weight_decay: float) -> None:
         self.coordinator = coordinator
         self.weight_decay = weight_decay
-        self.cells: tuple[int, ...] = ()  # the batch at hand
+        self.work_items: tuple[int, ...] = ()  # the batch at hand
 
-    async def evaluate(self, *first: Operation) -> Where:
+    async def evaluate(self, *first: Operation) -> SearchPoint:
         """Do some operations, then find the loss and the mean gradient at the parameters."""
-        loss, gradient_norm, _ = await self._found(self.coordinator.evaluate(*first, cells=self.cells))
-        return Where(loss, gradient_norm)
+        loss, gradient_norm, _ = await self._found(self.coordinator.evaluate(*first, work_items=self.work_items))
+        return SearchPoint(loss, gradient_norm)
 
     async def _found(
         self, evaluating: Awaitable[Evaluation], *then: Operation
@@ -156,7 +156,7 @@ class Descent:
 
     async def search(
         self, direction: str, begin: Callable[[], Search], setup: tuple[Operation, ...] = ()
-    ) -> tuple[Trial, Where]:
+    ) -> tuple[Trial, SearchPoint]:
         """Follow a line search along a direction, from `start`; afterwards parameters and gradient are those it chose.
 
         `setup` makes the vector `start`, if it is not there yet: with the first trial, in one command. If the run is
@@ -168,7 +168,7 @@ class Descent:
         try:
             while True:
                 moved = *setup, copy(PARAMS, START), axpy(PARAMS, step, direction)
-                evaluating = self.coordinator.evaluate(*moved, cells=self.cells)
+                evaluating = self.coordinator.evaluate(*moved, work_items=self.work_items)
                 setup, has_start = (), True
                 loss, length, (slope,) = await self._found(evaluating, dot(GRADIENT, direction))
                 trial = Trial(step, loss if math.isfinite(loss) else math.inf, slope)
@@ -177,7 +177,7 @@ class Descent:
                 except StopIteration as done:
                     chosen: Trial = done.value
                     assert chosen.step == trial.step, "a search ends where it looked last"
-                    return chosen, Where(loss, length)
+                    return chosen, SearchPoint(loss, length)
         except Stop:
             if has_start:
                 await self.coordinator.compute(copy(PARAMS, START))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.dlpack import from_dlpack
 
-from rainband.protocol.layout import ITEM_BYTES, BlockSpec, Entry, ParameterSpec, Scalar, Settings, arrange
+from rainband.protocol.layout import ITEM_BYTES, BlockSpec, LayoutEntry, ParameterSpec, Scalar, Settings, arrange
 
 # What a parameter group says about how one process computes or what a scheduler remembers stays where it is.
 LOCAL_SETTINGS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
@@ -325,10 +325,10 @@ def _params(group: Mapping[str, Any]) -> list[Tensor]:
     return [item[1] if isinstance(item, tuple) else item for item in several]
 
 
-def _entry(member: _Member, part: int) -> Entry:
+def _entry(member: _Member, part: int) -> LayoutEntry:
     p = member.parameter
     device = "cpu" if p.is_meta else str(p.device)  # held by another worker, where it has values
-    return Entry(member.name, tuple(p.shape), _dtype(p), device, member.group, _memory_order(p), part)
+    return LayoutEntry(member.name, tuple(p.shape), _dtype(p), device, member.group, _memory_order(p), part)
 
 
 def _settings(number: int, group: Mapping[str, Any]) -> Settings:

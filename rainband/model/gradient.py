@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rainband.model.flat_parameters import is_finite
-from rainband.protocol.data_plan import Name, Range, ranges
+from rainband.protocol.data_plan import BatchRange, PushId, ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,11 +59,11 @@ class Gradient:
         product.began, product.read = self.began, self.read
         return product
 
-    def name(self) -> Name:
+    def name(self) -> PushId:
         """The set of batches, as ranges with their leases."""
         if len(self.batches) == 1:  # nearly always: nothing to sort
             batch = self.batches[0]
-            return (Range(batch.portion, batch.k, batch.k + 1, batch.lease),)
+            return (BatchRange(batch.portion, batch.k, batch.k + 1, batch.lease),)
         ordered = sorted(self.batches, key=lambda b: (b.portion, b.lease, b.k))
         return tuple(
             r

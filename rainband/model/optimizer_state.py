@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rainband.model.block_optimizer import build
-from rainband.protocol.layout import BlockSpec, Segment
+from rainband.protocol.layout import BlockSegment, BlockSpec
 from rainband.protocol.optimizer_spec import BUILT_IN, NOT_THE_UPDATE, OptimizerSpec
 
 Numbers = dict[str, dict[int, float]]  # state that is one number per parameter: name -> parameter -> number
@@ -156,7 +156,7 @@ class Gathered:
 
 
 def by_segment(
-    segments: Sequence[Segment], parts: Mapping[str, tuple[Tensor, Sequence[int]]], numbers: Numbers
+    segments: Sequence[BlockSegment], parts: Mapping[str, tuple[Tensor, Sequence[int]]], numbers: Numbers
 ) -> dict[str, list[Tensor]]:
     """State as it travels, turned into what a block's optimizer takes: name -> one tensor per segment."""
     none = torch.empty(0)

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from rainband.protocol.data_plan import Plan
-from rainband.protocol.messages import Limit, Report
+from rainband.protocol.data_plan import DataPlan
+from rainband.protocol.messages import Report, StalenessLimit
 
 TOO_FAR = "not finite, at a step that was too long"  # of a line search, which then takes a shorter one
 
@@ -47,34 +47,38 @@ class BlockStaleness(msgspec.Struct, frozen=True):
     max: int
 
 
-class Books(msgspec.Struct, frozen=True):
+class BatchAccounting(msgspec.Struct, frozen=True):
     """Every batch ends as applied or as skipped with a reason, exactly once on every block."""
 
     batches: int  # in the plan
     applied: int  # on every block
     skipped: dict[str, int]  # reason -> batches
     lost: int  # marked as had by a block, yet neither applied nor skipped there; the worst block
-    twice: int  # applied more often than marked; the worst block
-    not_done: int  # the run ended before their turn
-    leased_again: int  # portions taken from a worker and given to another
+    applied_twice: int  # applied more often than marked; the worst block
+    not_processed: int  # the run ended before their turn
+    reassigned: int  # portions taken from a worker and given to another
     refused: dict[str, int]  # pushes refused, by reason
     updates: int  # applied to blocks, all together
-    extras: int = 0  # pushes named by their sender, not by batches: a step without a new batch, a loader of one's own
-    torn: int = 0  # pushes without a name, or writes in place, that are only partly in: their sender ended in between
-    unlocked: bool = False  # steps were added to one memory without locks: if some overwrote others is not known
+    untracked_pushes: int = (
+        0  # pushes named by their sender, not by batches: a step without a new batch, a loader of one's own
+    )
+    partially_applied: int = (
+        0  # pushes without a name, or writes in place, that are only partly in: their sender ended in between
+    )
+    lock_free: bool = False  # steps were added to one memory without locks: if some overwrote others is not known
 
     @property
     def balanced(self) -> bool:
-        return not self.lost and not self.twice
+        return not self.lost and not self.applied_twice
 
 
-def worst_limit(limits: Iterable[Limit | None]) -> Limit | None:
+def worst_limit(limits: Iterable[StalenessLimit | None]) -> StalenessLimit | None:
     """All together: the most that any reader missed on any block, and how often it was too much."""
     known = [limit for limit in limits if limit is not None]
     if not known:
         return None
     worst = max(known, key=lambda limit: (limit.largest - limit.bound, limit.largest))
-    return Limit(worst.bound, worst.unit, worst.largest, sum(limit.exceeded for limit in known))
+    return StalenessLimit(worst.bound, worst.unit, worst.largest, sum(limit.exceeded for limit in known))
 
 
 def merge(into: dict[int, dict[int, int]], counted: Mapping[int, Mapping[int, int]]) -> None:
@@ -127,7 +131,7 @@ def _per_block(reports: Iterable[Report]) -> dict[int, BlockStaleness]:
     return {m.block: BlockStaleness(m.total / m.pushes if m.pushes else 0.0, m.most) for m in blocks}
 
 
-def _promise(limit: Limit | None) -> dict[str, Any]:
+def _promise(limit: StalenessLimit | None) -> dict[str, Any]:
     return {} if limit is None else msgspec.structs.asdict(limit)
 
 
@@ -136,11 +140,11 @@ def _mean(counts: Mapping[int, int]) -> float:
     return sum([value * times for value, times in counts.items()]) / number if number else 0.0
 
 
-def balance(plan: Plan, reports: Iterable[Report], leased_again: int) -> Books:
+def balance(plan: DataPlan, reports: Iterable[Report], reassigned: int) -> BatchAccounting:
     """Add up the reports of all owners of blocks."""
     reports = list(reports)
     blocks = [tally for report in reports for tally in report.blocks]
-    unexplained = [tally.had - tally.applied - tally.skipped - tally.buffered for tally in blocks]
+    unexplained = [tally.accepted - tally.applied - tally.skipped - tally.buffered for tally in blocks]
     refused: Counter[str] = Counter()
     masks: dict[tuple[int, str], int] = {}
     for report in reports:
@@ -152,30 +156,30 @@ def balance(plan: Plan, reports: Iterable[Report], leased_again: int) -> Books:
         skipped[reason] += mask.bit_count()
     applied = min((tally.applied for tally in blocks), default=0)
     lost = max(0, *unexplained, 0)
-    extras = [tally.extras for tally in blocks] or [0]
-    return Books(
+    untracked_pushes = [tally.untracked_pushes for tally in blocks] or [0]
+    return BatchAccounting(
         batches=plan.num_batches,
         applied=applied,
         skipped=dict(skipped),
         lost=lost,
-        twice=max(0, *(-n for n in unexplained), 0),
-        not_done=max(0, plan.num_batches - applied - sum(skipped.values()) - lost),
-        leased_again=leased_again,
+        applied_twice=max(0, *(-n for n in unexplained), 0),
+        not_processed=max(0, plan.num_batches - applied - sum(skipped.values()) - lost),
+        reassigned=reassigned,
         refused=dict(refused),
         updates=sum(r.updates for r in reports),
-        extras=min(extras),
-        torn=max(extras) - min(extras) + sum(r.cut_short for r in reports),
-        unlocked=any(r.unlocked for r in reports),
+        untracked_pushes=min(untracked_pushes),
+        partially_applied=max(untracked_pushes) - min(untracked_pushes) + sum(r.cut_short for r in reports),
+        lock_free=any(r.lock_free for r in reports),
     )
 
 
-def balance_led(books: Books, reports: Iterable[Report], batches: int) -> Books:
+def balance_led(accounting: BatchAccounting, reports: Iterable[Report], batches: int) -> BatchAccounting:
     """The books where the coordinator has asked for evaluations: so many batches in all of them together."""
     tallies = [tally for report in reports for tally in report.blocks]
     skipped = min((tally.skipped for tally in tallies), default=0)
     return msgspec.structs.replace(
-        books,
+        accounting,
         batches=batches,
         skipped={TOO_FAR: skipped} if skipped else {},
-        not_done=max(0, batches - books.applied - skipped - books.lost),
+        not_processed=max(0, batches - accounting.applied - skipped - accounting.lost),
     )

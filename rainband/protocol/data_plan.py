@@ -18,7 +18,7 @@ import msgspec
 MAX_PORTION_BATCHES = 64  # a portion's marks are one machine word
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: room for what is cached
+class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: room for what is cached
     """What fixes every batch of a run: kept in checkpoints, compared at join."""
 
     fingerprint: str  # of the data
@@ -28,19 +28,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: room 
     epochs: int
     seed: int
     portion_batches: int
-    cell_batches: int = 1  # batches summed into one push
+    batches_per_item: int = 1  # batches summed into one push
     columns: int = 0  # cells of a round; 0 = no rounds
-    led: bool = False  # the coordinator asks for evaluations: each portion is one cell, done once in each of them
+    coordinated: bool = (
+        False  # the coordinator asks for evaluations: each portion is one cell, done once in each of them
+    )
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "batch_size", "epochs", "portion_batches", "cell_batches"):
+        for name in ("num_samples", "batch_size", "epochs", "portion_batches", "batches_per_item"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: a plan needs at least 1.")
         if self.portion_batches > MAX_PORTION_BATCHES:
             raise ValueError(f"a portion of {self.portion_batches} batches is too long: at most 64.")
-        if self.portion_batches % self.cell_batches:
+        if self.portion_batches % self.batches_per_item:
             raise ValueError(
-                f"a portion of {self.portion_batches} batches is not a whole number of cells of {self.cell_batches}."
+                f"portions of {self.portion_batches} batches are not a multiple of {self.batches_per_item}."
             )
 
     @cached_property
@@ -108,7 +110,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: room 
     def column_of(self, portion: int) -> int:
         return portion % self.portions_per_epoch % self.columns
 
-    def cells_in_round(self, round_: int) -> int:
+    def items_in_round(self, round_: int) -> int:
         """K of a round; an epoch's last round may be short."""
         inside = round_ % self.rounds_per_epoch
         return min(self.columns, self.batches_per_epoch - inside * self.columns)
@@ -121,7 +123,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: room 
         return (self.epoch_of(portion) * self.batches_per_epoch + number) / self.num_batches
 
 
-class Range(msgspec.Struct, frozen=True, array_like=True):
+class BatchRange(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive batches of one portion, with the lease under which they were computed."""
 
     portion: int
@@ -137,7 +139,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
         return self.last - self.first
 
 
-Name = tuple[Range, ...]  # the set of batches a push sums
+PushId = tuple[BatchRange, ...]  # the set of batches a push sums
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -148,22 +150,22 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def ranges(portion: int, batches: Iterable[int], lease: int) -> Name:
+def ranges(portion: int, batches: Iterable[int], lease: int) -> PushId:
     """The shortest name for some batches of one portion."""
-    result: list[Range] = []
+    result: list[BatchRange] = []
     for k in sorted(batches):
         if result and result[-1].last == k:
-            result[-1] = Range(portion, result[-1].first, k + 1, lease)
+            result[-1] = BatchRange(portion, result[-1].first, k + 1, lease)
         else:
-            result.append(Range(portion, k, k + 1, lease))
+            result.append(BatchRange(portion, k, k + 1, lease))
     return tuple(result)
 
 
-def num_batches(name: Name) -> int:
+def num_batches(name: PushId) -> int:
     return sum(len(r) for r in name)
 
 
-def why_not(plan: Plan, name: Name, point: int = -1) -> str | None:
+def validate_push_id(plan: DataPlan, name: PushId, at_version: int = -1) -> str | None:
     """Say what is wrong with a name, or None: what comes from the network is checked before it is used."""
     if len(name) == 1 and not plan.columns:  # nearly always
         [r] = name
@@ -179,19 +181,19 @@ def why_not(plan: Plan, name: Name, point: int = -1) -> str | None:
             return f"batches {r.first}-{r.last} are not in portion {r.portion} of {plan.batches_in(r.portion)}"
         if seen.get(r.portion, 0) & r.mask:
             return f"batches of portion {r.portion} are named twice"
-        if plan.columns and (len(r) > 1 or plan.round_of(r.portion, r.first) != point):
-            return f"batches {r.first}-{r.last} of portion {r.portion} are no cell of round {point}"
+        if plan.columns and (len(r) > 1 or plan.round_of(r.portion, r.first) != at_version):
+            return f"batches {r.first}-{r.last} of portion {r.portion} are no cell of round {at_version}"
         seen[r.portion] = seen.get(r.portion, 0) | r.mask
     return None
 
 
-class Marks:
+class AcceptedSet:
     """The set of batches a block has had: compacted, never forgotten.
 
     Every portion below `low` is complete; the others have one mask each. So the size is that of the open portions.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: DataPlan) -> None:
         self.plan = plan
         self.low = 0
         self.open: dict[int, int] = {}
@@ -202,35 +204,35 @@ class Marks:
         """The mask of one portion."""
         return self.plan.full(portion) if portion < self.low else self.open.get(portion, 0)
 
-    def has_all(self, name: Name) -> bool:
+    def has_all(self, name: PushId) -> bool:
         for r in name:
-            had = self.open.get(r.portion, 0) if r.portion >= self.low else -1
-            if ((1 << r.last) - (1 << r.first)) & ~had:
+            accepted = self.open.get(r.portion, 0) if r.portion >= self.low else -1
+            if ((1 << r.last) - (1 << r.first)) & ~accepted:
                 return False
         return True
 
-    def has_some(self, name: Name) -> bool:
+    def has_some(self, name: PushId) -> bool:
         for r in name:
-            had = self.open.get(r.portion, 0) if r.portion >= self.low else -1
-            if ((1 << r.last) - (1 << r.first)) & had:
+            accepted = self.open.get(r.portion, 0) if r.portion >= self.low else -1
+            if ((1 << r.last) - (1 << r.first)) & accepted:
                 return True
         return False
 
     def is_full(self, portion: int) -> bool:
         return self.of(portion) == self.plan.full(portion)
 
-    def add(self, name: Name) -> list[int]:
+    def add(self, name: PushId) -> list[int]:
         """Remember these batches; returns the portions that became complete by it."""
         completed = []
         for r in name:
             portion = r.portion
             if portion < self.low:
                 continue
-            had = self.open.get(portion, 0)
-            now = had | (1 << r.last) - (1 << r.first)
-            if now == had:
+            accepted = self.open.get(portion, 0)
+            now = accepted | (1 << r.last) - (1 << r.first)
+            if now == accepted:
                 continue
-            self.count += now.bit_count() - had.bit_count()
+            self.count += now.bit_count() - accepted.bit_count()
             self.open[portion] = now
             if now == self.plan.full(portion):
                 completed.append(portion)
@@ -258,13 +260,15 @@ def groups(full: int, masks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(batches) for batches in sorted(patterns.values()))
 
 
-def cells(groups_: Sequence[Sequence[int]], cell_batches: int) -> list[tuple[int, ...]]:
+def work_items(groups_: Sequence[Sequence[int]], batches_per_item: int) -> list[tuple[int, ...]]:
     """Cut the groups of a lease into cells: at most `cell_batches` batches, all of one group."""
-    return [tuple(group[at : at + cell_batches]) for group in groups_ for at in range(0, len(group), cell_batches)]
+    return [
+        tuple(group[at : at + batches_per_item]) for group in groups_ for at in range(0, len(group), batches_per_item)
+    ]
 
 
-def choose_portion_batches(batches_per_epoch: int, num_workers: int, cell_batches: int) -> int:
+def choose_portion_batches(batches_per_epoch: int, num_workers: int, batches_per_item: int) -> int:
     """About four portions per worker and epoch, whole cells, at most 64 batches: small enough to share evenly."""
     wanted = batches_per_epoch // (4 * max(1, num_workers))
-    longest = MAX_PORTION_BATCHES // cell_batches * cell_batches
-    return max(cell_batches, min(longest, wanted // cell_batches * cell_batches))
+    longest = MAX_PORTION_BATCHES // batches_per_item * batches_per_item
+    return max(batches_per_item, min(longest, wanted // batches_per_item * batches_per_item))

@@ -89,7 +89,7 @@ class Returned(Event, frozen=True):
     node: str
 
 
-class LeasedAgain(Event, frozen=True):
+class BatchesReassigned(Event, frozen=True):
     """A portion was taken from a worker; so many of its batches are done again."""
 
     portion: int
@@ -97,7 +97,7 @@ class LeasedAgain(Event, frozen=True):
     from_worker: int
 
 
-class Guarded(Event, frozen=True):
+class GuardActed(Event, frozen=True):
     """Training was about to diverge, or is well enough to loosen: what was seen, and what was changed."""
 
     why: str
@@ -105,7 +105,7 @@ class Guarded(Event, frozen=True):
     bound: int | None  # from now on; none: the strategy has none
 
 
-class Regrouped(Event, frozen=True):
+class UpdateSizeChanged(Event, frozen=True):
     """Workers have come or gone, and so an update is made of another number of gradients from now on."""
 
     gradients: int
@@ -133,7 +133,7 @@ class Progress(Event, frozen=True):
     sent_bytes: dict[int, int] = {}  # the same: of tensors, to the others of its team
 
 
-class Iterated(Event, frozen=True):
+class IterationDone(Event, frozen=True):
     """An iteration of a strategy that the coordinator leads is over."""
 
     iteration: int
@@ -141,12 +141,12 @@ class Iterated(Event, frozen=True):
     gradient_norm: float | None
     step: float  # how far it went along its direction
     evaluations: int  # of the loss, so far
-    cells: int  # of these evaluations, so far
+    work_items: int  # of these evaluations, so far
     backups: int  # copies of cells that someone was slow with, so far
     end: str = ""  # it was the last one, because of this
 
 
-class Printed(Event, frozen=True):
+class ProcessOutput(Event, frozen=True):
     """What the run's processes printed; of a flood here is the end, and all of it in output.log."""
 
     lines: tuple[str, ...]
@@ -170,7 +170,7 @@ class RunEnded(Event, frozen=True):
     seconds: float  # from the start of the first process to the end
     samples: int
     metrics: Mapping[str, float | None]  # none: not finite, which JSON cannot say
-    books: dict[str, object]
+    accounting: dict[str, object]
     staleness: dict[str, object]
     training_s: float = 0.0  # of these, from the beginning of the first step to the end of the last; 0: no step
 
@@ -184,12 +184,12 @@ AnyEvent = (
     | FirstStep
     | Lost
     | Returned
-    | LeasedAgain
-    | Guarded
-    | Regrouped
+    | BatchesReassigned
+    | GuardActed
+    | UpdateSizeChanged
     | Progress
-    | Iterated
-    | Printed
+    | IterationDone
+    | ProcessOutput
     | UserError
     | RunEnded
 )

@@ -20,7 +20,7 @@ Scalar = float | int | bool | str | None
 Settings = dict[str, float | int | bool | str | list[Scalar] | None]
 
 
-class Segment(msgspec.Struct, frozen=True, array_like=True):
+class BlockSegment(msgspec.Struct, frozen=True, array_like=True):
     """The piece of one parameter inside one block."""
 
     parameter: int  # index into Layout.parameters
@@ -42,7 +42,7 @@ class BlockSpec(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     start: int  # place inside the vector, in elements
     stop: int
-    segments: tuple[Segment, ...]
+    segments: tuple[BlockSegment, ...]
     part: int = 0  # of a model that several workers compute together: whose parameters these are
 
     @property
@@ -93,7 +93,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         return hashlib.blake2b(fixed, digest_size=8).hexdigest()
 
 
-class Entry(msgspec.Struct, frozen=True):
+class LayoutEntry(msgspec.Struct, frozen=True):
     """A parameter that has no place yet."""
 
     name: str
@@ -105,7 +105,7 @@ class Entry(msgspec.Struct, frozen=True):
     part: int = 0
 
 
-def arrange(entries: Iterable[Entry], groups: Sequence[Settings] = ({},)) -> Layout:
+def arrange(entries: Iterable[LayoutEntry], groups: Sequence[Settings] = ({},)) -> Layout:
     """Give each parameter its place: one vector per part, dtype and device, every start on a 64-byte boundary."""
     vectors: dict[tuple[str, str, int], int] = {}
     ends: list[int] = []
@@ -170,10 +170,10 @@ def _edges(vector: VectorSpec, num_servers: int, block_bytes: int) -> list[int]:
     return [min(vector.numel, UNIT * (num_units * k // num_blocks)) for k in range(num_blocks + 1)]
 
 
-def _segment(index: int, parameter: ParameterSpec, start: int, stop: int) -> Segment:
+def _segment(index: int, parameter: ParameterSpec, start: int, stop: int) -> BlockSegment:
     first = max(parameter.start, start)
     last = min(parameter.start + parameter.numel, stop)
-    return Segment(index, first - parameter.start, first - start, last - start, parameter.group)
+    return BlockSegment(index, first - parameter.start, first - start, last - start, parameter.group)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rainband.protocol.data_plan import Name, Plan
+from rainband.protocol.data_plan import DataPlan, PushId
 from rainband.protocol.layout import BlockSpec, Layout
 from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.protocol.vectors import Operation
@@ -45,7 +45,7 @@ class Hello(Message, frozen=True, tag=1):
     slot_bytes: int = 0
 
 
-class Load(Message, frozen=True, tag=2):
+class InitBlock(Message, frozen=True, tag=2):
     """The first values of a block, or before them a part of its optimizer's first state; the payload is the values."""
 
     block: int
@@ -63,14 +63,14 @@ class Push(Message, frozen=True, tag=3):
     block: int
     worker: int  # must be the sender's own number
     sequence: int  # the sender's number for this push, the same on every block
-    name: Name
+    name: PushId
     samples: int
     clock: int  # cells the sender has pushed, this one included
     term: int  # of the parameters it was computed from
     version: int
     dtype: str
     numel: int
-    point: int = -1  # the round, where the algorithm fixes the parameters
+    at_version: int = -1  # the round, where the algorithm fixes the parameters
     absent: tuple[int, ...] = ()  # parameters that had no gradient; not the same as zero
     skip: str = ""  # a reason: mark the batches, there is no gradient
     want: bool = False  # send the block's parameters back as soon as the rule admits it
@@ -89,19 +89,19 @@ class Pull(Message, frozen=True, tag=5):
 
     sequence: int
     clock: int = -1  # cells the reader has pushed; -1: it does not compute with what it reads, and waits for nobody
-    point: int = -1
+    at_version: int = -1
     base: int = 0  # the clock at which the reader began; it has pushed nothing before
     part: int = 0  # the blocks of this part of the model
 
 
-class Named(Message, frozen=True, tag=6):
+class RoundChosen(Message, frozen=True, tag=6):
     """The owner of block 0 has chosen the cells of a round; by way of the coordinator, to all other servers."""
 
     round: int
     columns: tuple[int, ...]
 
 
-class Rest(Message, frozen=True, tag=7):
+class Idle(Message, frozen=True, tag=7):
     """A worker has nothing to do: it need not be waited for until it pulls again."""
 
 
@@ -114,7 +114,7 @@ class Opened(Message, frozen=True, tag=20):
     buffers: int = 1
 
 
-class Loaded(Message, frozen=True, tag=21):
+class BlockReady(Message, frozen=True, tag=21):
     """A block has its first values."""
 
     block: int
@@ -163,14 +163,14 @@ class Params(Message, frozen=True, tag=23):
     sequence: int
     term: int
     version: int
-    point: int = -1
+    at_version: int = -1
     late: bool = False  # the round asked for is over, its parameters are gone
     asks: bool = False  # readers must ask each time, also where memory is shared: the rule admits them
     clock: int = -1  # the reader's, as this block has it; if it is behind that, it was given up and begins anew
     kept: int = -1  # the reader, if a copy is kept of what it is given
 
 
-class Held(Message, frozen=True, tag=24):
+class PullDelayed(Message, frozen=True, tag=24):
     """A pull is held back: the reader is too far ahead of this worker."""
 
     sequence: int
@@ -189,11 +189,11 @@ class StatePart(Message, frozen=True, tag=25):
 # ---- worker to worker -----------------------------------------------------------------------------------------------
 
 
-class Value(Message, frozen=True, tag=40):
+class PeerValue(Message, frozen=True, tag=40):
     """A nest of values for another worker; the payload is its tensors, unless they lie in memory that was lent."""
 
     tag: tuple[int | str, ...]  # what the receiver asks for it by
-    nest: bytes  # all but the tensors' contents, see transports/nests.py
+    pytree: bytes  # all but the tensors' contents, see transports/pytrees.py
     segment: int = -1  # of the sender's; -1: the bytes follow the header
 
 
@@ -232,7 +232,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 class Assign(Message, frozen=True, tag=61):
     """The blocks a server owns from now on."""
 
-    plan: Plan
+    plan: DataPlan
     blocks: tuple[BlockSpec, ...]
     groups: tuple[dict[str, Any], ...]
     num_workers: int
@@ -243,7 +243,7 @@ class Assign(Message, frozen=True, tag=61):
 class Planned(Message, frozen=True, tag=62):
     """The data of a user's own loop is known now; to servers, and to workers when all servers know it."""
 
-    plan: Plan
+    plan: DataPlan
 
 
 class Ready(Message, frozen=True, tag=63):
@@ -260,7 +260,7 @@ class Revoke(Message, frozen=True, tag=64):
     lease: int
 
 
-class Sets(Message, frozen=True, tag=65):
+class AcceptedBatches(Message, frozen=True, tag=65):
     """Which batches of a portion each block has had, as masks."""
 
     portion: int
@@ -274,7 +274,7 @@ class Forget(Message, frozen=True, tag=66):
     worker: int
 
 
-class Tune(Message, frozen=True, tag=67):
+class AdjustRule(Message, frozen=True, tag=67):
     """Go on with another learning rate, or another bound."""
 
     number: int  # a decision that comes twice counts once
@@ -282,7 +282,7 @@ class Tune(Message, frozen=True, tag=67):
     bound: int | None = None
 
 
-class Ask(Message, frozen=True, tag=68):
+class ReportRequest(Message, frozen=True, tag=68):
     """Asks for a Report."""
 
 
@@ -299,7 +299,7 @@ class Command(Message, frozen=True, tag=70):
     term: int  # the coordinator's
     number: int
     operations: tuple[Operation, ...]
-    cells: int = 0  # an evaluation of so many cells begins; the sum of its gradients becomes the vector `gradient`
+    work_items: int = 0  # an evaluation of so many cells begins; the sum of its gradients becomes the vector `gradient`
 
 
 class Answer(Message, frozen=True, tag=71):
@@ -315,7 +315,7 @@ class Answer(Message, frozen=True, tag=71):
 class Evaluated(Message, frozen=True, tag=72):
     """Every block of a server has every cell of an evaluation."""
 
-    point: int
+    at_version: int
     loss: float  # the sum over the samples; of the server with block 0
     samples: int
 
@@ -331,11 +331,11 @@ class Skipped(msgspec.Struct, frozen=True, array_like=True):
 class Tally(msgspec.Struct, frozen=True, array_like=True):
     """One block's counts of batches: what is marked must be what was applied, skipped or is still buffered."""
 
-    had: int
+    accepted: int
     applied: int
     skipped: int
     buffered: int
-    extras: int = 0  # pushes that are named by their sender, not by batches
+    untracked_pushes: int = 0  # pushes that are named by their sender, not by batches
 
 
 class Missed(msgspec.Struct, frozen=True, array_like=True):
@@ -347,7 +347,7 @@ class Missed(msgspec.Struct, frozen=True, array_like=True):
     most: int
 
 
-class Limit(msgspec.Struct, frozen=True, array_like=True):
+class StalenessLimit(msgspec.Struct, frozen=True, array_like=True):
     """What a rule lets readers miss, in its own unit, and what they did miss."""
 
     bound: float
@@ -361,7 +361,7 @@ class Report(Message, frozen=True, tag=73):
 
     low: int  # every portion below is complete on all of this server's blocks
     full: tuple[int, ...]  # and these above it
-    had: int  # batches had, the least over its blocks
+    accepted: int  # batches had, the least over its blocks
     updates: int  # applied to its blocks so far
     blocks: tuple[Tally, ...] = ()
     skipped: tuple[Skipped, ...] = ()
@@ -370,12 +370,12 @@ class Report(Message, frozen=True, tag=73):
     flushed: bool = False
     measured: bool = True  # no: the staleness is left out, the last one told holds
     missed: tuple[Missed, ...] = ()  # by each block
-    limit: Limit | None = None  # of the worst block
+    limit: StalenessLimit | None = None  # of the worst block
     guard: bool = False  # the strategy wants the run to be guarded against divergence
     adapt: tuple[int, int] | None = None  # from where to where its bound may be moved
     bound: int | None = None  # that holds now
     gathers: int | None = None  # gradients that make one update now; none: each rule has its own way
-    unlocked: bool = False  # workers add in place: whether two additions overwrote each other is not known
+    lock_free: bool = False  # workers add in place: whether two additions overwrote each other is not known
     cut_short: int = 0  # updates that were being written, by a worker itself, when it was lost
 
 
@@ -390,12 +390,12 @@ class Join(Message, frozen=True, tag=100):
     layout: Layout
     batch_size: int
     epochs: int
-    cell_batches: int
+    batches_per_item: int
     rounds: bool
-    warm_batches: int = 0
-    own_loop: bool = False  # a user's own loop: its data is told later, or never; it ends when the loops do
+    warm_start_batches: int = 0
+    custom_loop: bool = False  # a user's own loop: its data is told later, or never; it ends when the loops do
     optimizer: OptimizerSpec | None = None  # the user's, for the servers to run
-    led: bool = False  # the coordinator leads: the data is gone over as often as it asks for
+    coordinated: bool = False  # the coordinator leads: the data is gone over as often as it asks for
     address: Address | None = None  # where the others of its team reach it; none: it computes the whole model
 
 
@@ -408,18 +408,18 @@ class Dataset(Message, frozen=True, tag=101):
     epochs: int  # 0: as many as the loops go on for
 
 
-class Away(Message, frozen=True, tag=102):
+class Paused(Message, frozen=True, tag=102):
     """A worker will not work for a while, by its own word: its work is for others, but the end waits for it."""
 
 
-class Dry(Message, frozen=True, tag=103):
+class NoWork(Message, frozen=True, tag=103):
     """Answer to Want: all data is leased or done; some may come back."""
 
 
 class Welcome(Message, frozen=True, tag=104):
     """The plan, and who owns which block."""
 
-    plan: Plan
+    plan: DataPlan
     servers: tuple[Address, ...]
     owners: tuple[int, ...]  # server of each block
     blocks: tuple[BlockSpec, ...]
@@ -431,7 +431,7 @@ class Go(Message, frozen=True, tag=105):
     """The servers are ready: begin."""
 
 
-class Want(Message, frozen=True, tag=106):
+class LeaseRequest(Message, frozen=True, tag=106):
     """A worker asks for a lease."""
 
     idle: bool = False  # it has nothing to do until it gets one
@@ -445,18 +445,18 @@ class Lease(Message, frozen=True, tag=107):
     groups: tuple[tuple[int, ...], ...]
 
 
-class Cells(Message, frozen=True, tag=108):
+class AssignItems(Message, frozen=True, tag=108):
     """Cells of an evaluation for a worker to compute, in this order; perhaps copies of what others are slow with."""
 
-    point: int  # the version of every block at which they are computed
-    cells: tuple[int, ...]
+    at_version: int  # the version of every block at which they are computed
+    work_items: tuple[int, ...]
 
 
-class Delivered(Message, frozen=True, tag=109):
+class ItemsDelivered(Message, frozen=True, tag=109):
     """Others have delivered these cells: a worker that has them, too, may leave off."""
 
-    point: int
-    cells: tuple[int, ...]
+    at_version: int
+    work_items: tuple[int, ...]
 
 
 class Return(Message, frozen=True, tag=110):
@@ -467,7 +467,7 @@ class Return(Message, frozen=True, tag=110):
     reason: LeaseEnd
 
 
-class Beat(Message, frozen=True, tag=111):
+class Heartbeat(Message, frozen=True, tag=111):
     """A worker is alive; its acknowledged pushes say that it works."""
 
     acked: int = 0
@@ -522,17 +522,18 @@ class Failed(Message, frozen=True, tag=117):
     traceback: str
 
 
-class Bye(Message, frozen=True, tag=118):
+class Shutdown(Message, frozen=True, tag=118):
     """The run is over; nothing will be answered any more."""
 
     reason: str = ""
 
 
 AnyMessage = (
-    Hello | Load | Push | Pull | Opened | Loaded | Ack | Params | ServerJoin | Assign | Ready | Revoke | Sets
-    | Forget | Ask | Flush | Report | Join | Welcome | Go | Want | Lease | Return | Beat | Finish | Halt | Ended
-    | Conclude | Concluded | Failed | Bye | FetchState | StatePart | Planned | Dataset | Away | Dry | Rest | Held
-    | Tune | Named | Command | Answer | Evaluated | Cells | Delivered | Value | Lend | GiveBack
+    Hello | InitBlock | Push | Pull | Opened | BlockReady | Ack | Params | ServerJoin | Assign | Ready
+    | Revoke | AcceptedBatches | Forget | ReportRequest | Flush | Report | Join | Welcome | Go | LeaseRequest
+    | Lease | Return | Heartbeat | Finish | Halt | Ended | Conclude | Concluded | Failed | Shutdown | FetchState
+    | StatePart | Planned | Dataset | Paused | NoWork | Idle | PullDelayed | AdjustRule | RoundChosen
+    | Command | Answer | Evaluated | AssignItems | ItemsDelivered | PeerValue | Lend | GiveBack
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Words(Protocol):
+class SharedWords(Protocol):
     """Numbers that readers can see: a list, or memory shared with other processes."""
 
     def __getitem__(self, at: int, /) -> int: ...
@@ -17,10 +17,10 @@ class Words(Protocol):
     def __setitem__(self, at: int, value: int, /) -> None: ...
 
 
-class Place:
+class ParameterBuffer:
     """Where a block's parameters are published: one or two buffers and a version word, odd while being written."""
 
-    def __init__(self, words: Words, at: int, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, words: SharedWords, at: int, buffers: Sequence[Tensor]) -> None:
         self.words = words
         self.at = at
         self.buffers = buffers

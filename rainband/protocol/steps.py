@@ -32,7 +32,7 @@ class Handle:
     def ready(self) -> bool:
         raise AssertionError("each kind of handle says when it is ready")
 
-    def is_vain(self, stopping: bool) -> bool:
+    def may_never_complete(self, stopping: bool) -> bool:
         """May waiting for it never end, because the run stops and others will not do their part?"""
         return False
 

@@ -23,7 +23,7 @@ import msgspec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.protocol.layout import Segment
+    from rainband.protocol.layout import BlockSegment
 
 PARAMS = "params"
 GRADIENT = "gradient"
@@ -86,7 +86,7 @@ def norm(target: str) -> Operation:
     return Operation("norm", target)
 
 
-def why_not(operations: Iterable[Operation], names: Iterable[str], room: int) -> str:
+def validate_push_id(operations: Iterable[Operation], names: Iterable[str], room: int) -> str:
     """Say what is wrong with a program, before any of it is done; "" if nothing is.
 
     `names` are the vectors there are, params among them; `room` is how many there may be beside params.
@@ -114,7 +114,7 @@ def why_not(operations: Iterable[Operation], names: Iterable[str], room: int) ->
 class Vectors:
     """The vectors of one block. Operations were checked by `why_not`."""
 
-    def __init__(self, params: Tensor, segments: Sequence[Segment]) -> None:
+    def __init__(self, params: Tensor, segments: Sequence[BlockSegment]) -> None:
         self.segments = segments
         self.named: dict[str, Tensor] = {PARAMS: params}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from rainband.protocol.messages import Beat
+from rainband.protocol.messages import Heartbeat
 
 
 @dataclass(slots=True)
@@ -35,10 +35,10 @@ class Stats:
             self.waited_for[self.held_by] += seconds
             self.held_by = None
 
-    def beat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """The numbers so far; the loss is that of the time since the last beat."""
         loss_sum, samples, self.loss_sum, self.loss_samples = self.loss_sum, self.loss_samples, 0.0, 0
-        return Beat(
+        return Heartbeat(
             acked=self.acked,
             waiting=self.waiting,
             waited_s=self.waited_s,

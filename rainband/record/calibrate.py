@@ -22,12 +22,12 @@ import torch
 from rainband.model.gradient import Gradient
 from rainband.protocol import events
 from rainband.protocol.messages import Push
-from rainband.record.message_cost import WARM_UP, Besides, besides
-from rainband.record.wakeup_latency import Waking, measure_waking, read_all
+from rainband.record.message_cost import WARM_UP, MessageCost, besides
+from rainband.record.wakeup_latency import WakeupLatency, measure_waking, read_all
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes.launcher import Launcher
 from rainband.runtimes.processes.zygote import Zygote
-from rainband.runtimes.simulation.cluster import Notes, World
+from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
@@ -46,7 +46,7 @@ IN_MEMORY_S = 1e-6  # a message is there at once; what it takes to send, to wake
 INSTANT = ClusterModel(NetworkModel(latency_s=0.0), ComputeModel(kind="constant", step_s=1.0), NodeModel())
 
 
-class Measured(msgspec.Struct, frozen=True):
+class Measurements(msgspec.Struct, frozen=True):
     """Seconds of each piece of a step, as one process measured them."""
 
     compute_s: list[float]
@@ -82,7 +82,7 @@ def calibrate(config: RunConfig, steps: int = 40) -> ClusterModel:
     return assemble(joined(alone), together, num_busy, num_cores, waking, short_run(config, num_busy, steps))
 
 
-def short_run(config: RunConfig, num_workers: int, steps: int) -> Besides:
+def short_run(config: RunConfig, num_workers: int, steps: int) -> MessageCost:
     """A real run of some steps, for what messages cost."""
     with tempfile.TemporaryDirectory() as folder:
         config = msgspec.structs.replace(
@@ -112,15 +112,20 @@ def short_run(config: RunConfig, num_workers: int, steps: int) -> Besides:
         return besides(folder)
 
 
-def joined(parts: list[Measured]) -> Measured:
+def joined(parts: list[Measurements]) -> Measurements:
     """All pieces together."""
     lists = ("compute_s", "push_s", "step_s", "apply_s", "gather_s", "take_s")
     pieces: dict[str, list[float]] = {name: [t for part in parts for t in getattr(part, name)] for name in lists}
-    return Measured(**pieces, model_bytes=parts[0].model_bytes, num_blocks=parts[0].num_blocks)
+    return Measurements(**pieces, model_bytes=parts[0].model_bytes, num_blocks=parts[0].num_blocks)
 
 
 def assemble(
-    alone: Measured, together: list[Measured], num_busy: int, num_cores: int, waking: Waking, besides: Besides
+    alone: Measurements,
+    together: list[Measurements],
+    num_busy: int,
+    num_cores: int,
+    waking: WakeupLatency,
+    besides: MessageCost,
 ) -> ClusterModel:
     """From the pieces to a model: one machine with its cores, of which so many were busy together."""
     if not alone.apply_s:  # where the coordinator leads, pushes are gathered, and steps are commands
@@ -180,12 +185,12 @@ class Meter:
         os.close(self.asks)
         os.close(self.answers)
 
-    def answer(self) -> Measured:
+    def answer(self) -> Measurements:
         length = int.from_bytes(read_all(self.answers, 4), "little")
-        return msgspec.msgpack.decode(read_all(self.answers, length), type=Measured)
+        return msgspec.msgpack.decode(read_all(self.answers, length), type=Measurements)
 
 
-def read_off(meters: list[Meter], steps: int) -> list[Measured]:
+def read_off(meters: list[Meter], steps: int) -> list[Measurements]:
     """Let them all measure at the same time."""
     for meter in meters:
         meter.ask(steps)
@@ -213,12 +218,12 @@ class Stopwatch:
     def __init__(self, config: RunConfig) -> None:
         self._forget()
         config = msgspec.structs.replace(config, epochs=ENDLESS)
-        self.world = world = World(make_play(config), settings_of(config, ""), INSTANT, Notes())
-        world.start()
-        for server in world.servers.values():
+        self.runtime = runtime = SimulatedCluster(make_play(config), settings_of(config, ""), INSTANT, Notes())
+        runtime.start()
+        for server in runtime.servers.values():
             assert isinstance(server, ServerNode)
             server.server.receive = self._timed_server(server.server)  # type: ignore[method-assign]
-        for worker in world.workers.values():
+        for worker in runtime.workers.values():
             self._time_worker(worker)
         self._run(WARM_UP)
 
@@ -228,15 +233,15 @@ class Stopwatch:
 
     def _run(self, steps: int) -> None:
         while len(self.seconds["compute"]) < steps:
-            self.world.run(until_s=self.world.clock.now + 1.0)
+            self.runtime.run(until_s=self.runtime.clock.now + 1.0)
 
-    def measure(self, steps: int) -> Measured:
+    def measure(self, steps: int) -> Measurements:
         """Measure so many more steps."""
         self._forget()
         self._run(steps)
-        blocks = self.world.leader.block_bytes
+        blocks = self.runtime.coordinator_node.block_bytes
         pieces = {f"{name}_s": seconds for name, seconds in self.seconds.items()}
-        return Measured(**pieces, model_bytes=sum(blocks), num_blocks=len(blocks))
+        return Measurements(**pieces, model_bytes=sum(blocks), num_blocks=len(blocks))
 
     def _time_worker(self, node: WorkerNode) -> None:
         node.body.gradient = self._timed(as_it_is, "compute")  # type: ignore[method-assign]

@@ -73,7 +73,7 @@ class Pieces:
         server.receive = watched  # type: ignore[method-assign,assignment]
 
 
-class Besides(NamedTuple):
+class MessageCost(NamedTuple):
     """Seconds that a message costs a worker and a server besides their work, where a gradient took so long."""
 
     worker_s: float
@@ -81,7 +81,7 @@ class Besides(NamedTuple):
     compute_s: float
 
 
-def besides(directory: str) -> Besides:
+def besides(directory: str) -> MessageCost:
     """What the notes of a run come to."""
     worker = _read(Path(directory) / "worker-0.pieces")
     server = _read(Path(directory) / "server-0.pieces")
@@ -91,7 +91,7 @@ def besides(directory: str) -> Besides:
     counted = worker[begins[WARM_UP] : begins[-1] + 1]
     computed = [seconds for kind, seconds in counted if kind == COMPUTE]
     computed_s = sum(computed)
-    return Besides(_per_message(counted), _per_message(server[len(server) // 4 :]), computed_s / len(computed))
+    return MessageCost(_per_message(counted), _per_message(server[len(server) // 4 :]), computed_s / len(computed))
 
 
 def _per_message(notes: Sequence[Note]) -> float:

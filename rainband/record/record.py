@@ -51,7 +51,7 @@ class Applied(Note, frozen=True, tag=2):
     sequence: int
 
 
-class Refused(Note, frozen=True, tag=3):
+class RefusedPush(Note, frozen=True, tag=3):
     """A push came to nothing."""
 
     worker: int
@@ -78,7 +78,7 @@ class Welcomed(Note, frozen=True, tag=6):
     welcome: Welcome
 
 
-AnyNote = Began | Read | Applied | Refused | Leased | Assigned | Welcomed
+AnyNote = Began | Read | Applied | RefusedPush | Leased | Assigned | Welcomed
 
 
 def here() -> Began:
@@ -129,7 +129,7 @@ class Recorder:
                 self.write(
                     Applied(message.block, message.worker, message.sequence)
                     if ack.result == PushResult.ACCEPTED
-                    else Refused(message.worker, ack.result.name.lower())
+                    else RefusedPush(message.worker, ack.result.name.lower())
                 )
             elif isinstance(message, Assign):
                 self.write(Assigned(message))
@@ -176,7 +176,7 @@ def read_record(directory: Path) -> Record:
             "(Rounds, as of sync, need no record: the same seed gives the same bits.)"
         )
     every = [note for notes in (*workers.values(), *servers.values()) for note in notes]
-    if refused := Counter(note.result for note in every if isinstance(note, Refused)):
+    if refused := Counter(note.result for note in every if isinstance(note, RefusedPush)):
         told = ", ".join(f"{times} {result}" for result, times in refused.items())
         raise ValueError(f"{directory.name} cannot be repeated: pushes were refused in it ({told}).")
     order: dict[int, deque[Applied]] = {}

@@ -20,26 +20,26 @@ import xxhash
 from torch import Tensor
 
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import Ack, Finish, Lease, Load, Message, Params, Peer, Pull, Push
+from rainband.protocol.messages import Ack, Finish, InitBlock, Lease, Message, Params, Peer, Pull, Push
 from rainband.protocol.steps import Handle, Steps
 from rainband.record.record import Began, Record, here, read_record
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.run_directory import read_config
 from rainband.runtimes.simulation import run as sim
-from rainband.runtimes.simulation.gradients import RealBody
+from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.trace import name_of
 from rainband.runtimes.simulation.nodes import publish
 from rainband.runtimes.simulation.run import Simulated, make_play, one_thread
-from rainband.runtimes.simulation.worker import Body
+from rainband.runtimes.simulation.worker import ComputeBody
 from rainband.server.server import Server
-from rainband.strategy import Port, ServerHalf
+from rainband.strategy import Port, ServerPart
 from rainband.worker.client import Client
 from rainband.worker.worker import Compute, ModuleWorker
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
 
-class Update(NamedTuple):
+class ReplayedUpdate(NamedTuple):
     """One update, as the first block had it."""
 
     number: int  # the version it made
@@ -65,7 +65,7 @@ class Replayed:
 
 def replay(
     directory: Path,
-    note: Callable[[Update], None] | None = None,
+    note: Callable[[ReplayedUpdate], None] | None = None,
     until: int | None = None,
     model: Path | None = None,
 ) -> Replayed:
@@ -138,7 +138,7 @@ class Actor:
     """One worker of the repetition."""
 
     index: int
-    body: Body
+    body: ComputeBody
     client: Client
     worker: ModuleWorker
     steps: Steps[None]
@@ -150,7 +150,7 @@ class Repetition:
     """All nodes, without a clock."""
 
     def __init__(
-        self, config: RunConfig, record: Record, note: Callable[[Update], None] | None, until: int | None = None
+        self, config: RunConfig, record: Record, note: Callable[[ReplayedUpdate], None] | None, until: int | None = None
     ) -> None:
         self.record = record
         self.note = note
@@ -187,11 +187,11 @@ class Repetition:
             server.receive(Peer("coordinator", 0), assigned.assign)
             self.servers.append(server)
             for spec in assigned.assign.blocks:
-                load = Load(spec.index, spec.dtype, spec.numel)
+                load = InitBlock(spec.index, spec.dtype, spec.numel)
                 server.receive(Peer("worker", 0), load, first.views[spec.index].clone())
                 self.owner[spec.index] = server
 
-    def _half(self, num_workers: int) -> ServerHalf:
+    def _half(self, num_workers: int) -> ServerPart:
         half = self.play.strategy.server(num_workers)
         assert half is not None
         return half
@@ -266,21 +266,23 @@ class Repetition:
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def _update(self, push: Push, version: int) -> Update:
+    def _update(self, push: Push, version: int) -> ReplayedUpdate:
         losses = [self.losses[r.portion, k] for r in push.name for k in range(r.first, r.last)]
         norm = sqrt(self.squares.pop((push.worker, push.sequence), nan))
         loss = sum(losses) / len(losses) if losses else nan
-        return Update(version + 1, push.worker, name_of(push.name), push.version, version - push.version, loss, norm)
+        return ReplayedUpdate(
+            version + 1, push.worker, name_of(push.name), push.version, version - push.version, loss, norm
+        )
 
     def parameters(self) -> dict[str, Tensor]:
         """As they are now, by name."""
         body = next(iter(self.actors.values())).body
-        assert isinstance(body, RealBody)
+        assert isinstance(body, GradientCompute)
         flat = body.memory.flat
         for block, server in self.owner.items():
             at = server.blocks[block]
             flat.view(at.spec).copy_(at.place.of(at.version))
-        body.desk.owner = None
+        body.shared_module.owner = None
         body.sit_down()
         return {name: value.detach().clone() for name, value in body.memory.module.named_parameters()}
 
@@ -300,7 +302,7 @@ class ReplayPort:
         elif isinstance(message, Push):  # batches that were skipped
             self._push(message, None)
 
-    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
         assert isinstance(message, Push)
         payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
         fill(payload)
@@ -318,5 +320,5 @@ class ReplayPort:
         actor = self.repetition.actors[self.worker]
         actor.asked |= {(sequence, block) for block in blocks}
 
-    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+    def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         raise AssertionError("parameters come with the answer, there is nothing to read in place")

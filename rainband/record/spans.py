@@ -30,7 +30,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 Emit = Callable[[Span], None]
 
 
-class Watch:
+class SpanRecorder:
     """Notes how long a worker's pushes and pulls are on their way."""
 
     def __init__(self, node: str, now: Callable[[], float], emit: Emit) -> None:
@@ -85,7 +85,7 @@ class Watch:
 class WatchedServers:
     """The servers, as a strategy sees them; every push and pull is noted."""
 
-    def __init__(self, side: ServerSide, watch: Watch) -> None:
+    def __init__(self, side: ServerSide, watch: SpanRecorder) -> None:
         self.side = side
         self.watch = watch
 

@@ -24,19 +24,19 @@ BUSY_S = 0.0005  # so long who wakes another goes on afterwards, as a worker doe
 _MOMENT = struct.Struct("<d")
 
 
-class Waking(NamedTuple):
+class WakeupLatency(NamedTuple):
     wake_s: float  # until an idle core begins with who wakes up
     moves: float  # so often who wakes up goes to an idle core, where its own is taken
 
 
-def measure_waking(zygote: Zygote) -> Waking:
+def measure_waking(zygote: Zygote) -> WakeupLatency:
     """By processes that run where they are told to."""
     cores = sorted(os.sched_getaffinity(0))
     here, there = cores[0], cores[-1]
     if here == there:
-        return Waking(0.0, 0.0)
+        return WakeupLatency(0.0, 0.0)
     with pinned(here):
-        return Waking(max(0.0, _wakes_after(zygote, there) - _wakes_after(zygote, here)), _moves(zygote, here))
+        return WakeupLatency(max(0.0, _wakes_after(zygote, there) - _wakes_after(zygote, here)), _moves(zygote, here))
 
 
 @contextmanager

@@ -6,23 +6,23 @@ saved, copied and moved with the block.
 
 from __future__ import annotations
 
-from rainband.rules.apply_every import MeanOfArrivals
+from rainband.rules.apply_every import ApplyEvery
 from rainband.rules.apply_on_arrival import ApplyOnArrival
-from rainband.rules.bounded import WaitForSlowest, WaitForTasks
+from rainband.rules.bounded import StalenessBound, TaskBound
 from rainband.rules.clocks import Clocks
 from rainband.rules.compensated import Compensated, compensated
-from rainband.rules.rounds import FirstOfRound, MeanOfRound
-from rainband.rules.sum_gradients import SumOfCells
+from rainband.rules.rounds import FirstArrivalsOfRound, MeanOfRound
+from rainband.rules.sum_gradients import SumGradients
 
 __all__ = [
+    "ApplyEvery",
     "ApplyOnArrival",
     "Clocks",
     "Compensated",
-    "FirstOfRound",
-    "MeanOfArrivals",
+    "FirstArrivalsOfRound",
     "MeanOfRound",
-    "SumOfCells",
-    "WaitForSlowest",
-    "WaitForTasks",
+    "StalenessBound",
+    "SumGradients",
+    "TaskBound",
     "compensated",
 ]

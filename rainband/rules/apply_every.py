@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.protocol.messages import Push
-    from rainband.strategy import Block
+    from rainband.strategy import RuleBlock
 
 
-class MeanOfArrivals(Rule):
+class ApplyEvery(Rule):
     """One update with the mean of every `count` gradients; those that missed updates may weigh less.
 
     The weight of a gradient is 1 / count, or 1 / (count * missed) if `by_staleness` and it has missed any. What is left
@@ -51,7 +51,7 @@ class MeanOfArrivals(Rule):
     def buffered(self) -> int:
         return sum(num_batches(push.name) for push in self.pushes)
 
-    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+    def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         self._is_there(push.worker)
         if gradient is None:
             return
@@ -66,7 +66,7 @@ class MeanOfArrivals(Rule):
         if len(self.pushes) == self.count:
             self.flush(block)
 
-    def forget(self, block: Block, worker: int) -> None:
+    def forget(self, block: RuleBlock, worker: int) -> None:
         """Nobody is waited for, and what it gave stays; but an update needs fewer gradients now."""
         self.members.discard(worker)
         if not self.pushes:
@@ -78,7 +78,7 @@ class MeanOfArrivals(Rule):
             if not self.pushes:
                 self._begin()
 
-    def flush(self, block: Block) -> None:
+    def flush(self, block: RuleBlock) -> None:
         if self.total is not None:
             block.apply(self.total, self.pushes, self.absent or ())
             self._begin()

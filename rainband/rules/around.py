@@ -9,8 +9,8 @@ from rainband.strategy import Rule
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.protocol.messages import Limit, Named, Pull, Push
-    from rainband.strategy import Block
+    from rainband.protocol.messages import Pull, Push, RoundChosen, StalenessLimit
+    from rainband.strategy import RuleBlock
 
 
 class Around(Rule):
@@ -47,43 +47,43 @@ class Around(Rule):
     def reads(self) -> Literal["any", "admitted", "round"]:
         return self.rule.reads
 
-    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+    def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         self.rule.absorb(block, push, gradient)
 
-    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+    def admits(self, block: RuleBlock, pull: Pull, reader: int) -> bool:
         return self.rule.admits(block, pull, reader)
 
-    def forget(self, block: Block, worker: int) -> None:
+    def forget(self, block: RuleBlock, worker: int) -> None:
         self.rule.forget(block, worker)
 
-    def flush(self, block: Block) -> None:
+    def flush(self, block: RuleBlock) -> None:
         self.rule.flush(block)
 
     def retune(self, bound: int) -> None:
         self.rule.retune(bound)
 
-    def limit(self) -> Limit | None:
+    def limit(self) -> StalenessLimit | None:
         return self.rule.limit()
 
-    def enter(self, block: Block, worker: int, base: int) -> None:
+    def enter(self, block: RuleBlock, worker: int, base: int) -> None:
         self.rule.enter(block, worker, base)
 
-    def tick(self, block: Block, worker: int, clock: int) -> None:
+    def tick(self, block: RuleBlock, worker: int, clock: int) -> None:
         self.rule.tick(block, worker, clock)
 
     def clock_of(self, worker: int) -> int:
         return self.rule.clock_of(worker)
 
-    def holder(self, block: Block, pull: Pull, reader: int) -> int | None:
+    def holder(self, block: RuleBlock, pull: Pull, reader: int) -> int | None:
         return self.rule.holder(block, pull, reader)
 
-    def take_chosen(self) -> list[Named]:
+    def take_chosen(self) -> list[RoundChosen]:
         return self.rule.take_chosen()
 
-    def choose(self, block: Block, named: Named) -> None:
+    def choose(self, block: RuleBlock, named: RoundChosen) -> None:
         self.rule.choose(block, named)
 
-    def give(self, block: Block, reader: int) -> None:
+    def give(self, block: RuleBlock, reader: int) -> None:
         self.rule.give(block, reader)
 
     def copy_of(self, reader: int, version: int) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from rainband.protocol.data_plan import num_batches
-from rainband.protocol.messages import Limit
+from rainband.protocol.messages import StalenessLimit
 from rainband.rules.clocks import Clocks
 from rainband.strategy import Rule
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.protocol.messages import Pull, Push
-    from rainband.strategy import Block
+    from rainband.strategy import RuleBlock
 
 
 class Bounded(Rule):
@@ -37,7 +37,7 @@ class Bounded(Rule):
         self.largest = 0  # the most that a reader was ahead of the slowest
         self.exceeded = 0  # gradients from readers that were further ahead than the bound
 
-    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+    def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         self._measure(push)
         self.done += num_batches(push.name)
         if self.last != self.first:
@@ -55,7 +55,7 @@ class Bounded(Rule):
         """Another bound from now on."""
         self.first = self.last = self.bound = bound
 
-    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
+    def admits(self, block: RuleBlock, pull: Pull, reader: int) -> bool:
         if pull.clock < 0:
             return True  # it does not compute with it
         if not self._may_read(pull.clock, reader):
@@ -67,27 +67,27 @@ class Bounded(Rule):
     def _may_read(self, clock: int, reader: int) -> bool:
         raise AssertionError("each kind of bound says who may read")
 
-    def holder(self, block: Block, pull: Pull, reader: int) -> int | None:
+    def holder(self, block: RuleBlock, pull: Pull, reader: int) -> int | None:
         return self.clocks.laggard(but=reader)
 
-    def enter(self, block: Block, worker: int, base: int) -> None:
+    def enter(self, block: RuleBlock, worker: int, base: int) -> None:
         self.clocks.enter(worker, base, block.version)
 
-    def tick(self, block: Block, worker: int, clock: int) -> None:
+    def tick(self, block: RuleBlock, worker: int, clock: int) -> None:
         self.granted.pop((worker, clock - 1), None)  # of a push that came to nothing
         self.clocks.tick(worker, clock, block.version)
 
     def clock_of(self, worker: int) -> int:
         return self.clocks.of.get(worker, 0)
 
-    def forget(self, block: Block, worker: int) -> None:
+    def forget(self, block: RuleBlock, worker: int) -> None:
         self.clocks.leave(worker, block.version)
 
-    def limit(self) -> Limit:
-        return Limit(max(self.first, self.last), self.unit, self.largest, self.exceeded)
+    def limit(self) -> StalenessLimit:
+        return StalenessLimit(max(self.first, self.last), self.unit, self.largest, self.exceeded)
 
 
-class WaitForSlowest(Bounded):
+class StalenessBound(Bounded):
     """A reader at clock c waits until everyone has done c - bound cells, and itself all c.
 
     So it has read all that anyone pushed up to clock c - bound, and its own.
@@ -100,7 +100,7 @@ class WaitForSlowest(Bounded):
         return clocks.of.get(reader, 0) >= clock and (not clocks.members or clock - clocks.slowest <= self.bound)
 
 
-class WaitForTasks(Bounded):
+class TaskBound(Bounded):
     """A worker starts its task number t when everyone, itself included, has finished all its tasks before t - bound.
 
     A task starts with its read. So up to `bound` tasks of one worker may be under way, and with a bound of 1 or more

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.protocol.messages import Push
-    from rainband.strategy import Block, Rule
+    from rainband.strategy import Rule, RuleBlock
 
 
 TINY = 1e-7  # added to a mean of squares before its root is divided by
@@ -43,7 +43,7 @@ class Compensated(Around):
         self.mean_square: Tensor | None = None  # of the gradients so far, each less than the one after it
         self.given: dict[int, dict[int, Tensor]] = {}  # worker -> version -> what it was given
 
-    def give(self, block: Block, reader: int) -> None:
+    def give(self, block: RuleBlock, reader: int) -> None:
         """A reader is admitted: it gets this copy, and computes with it."""
         copies = self.given.setdefault(reader, {})
         if block.version not in copies:
@@ -52,7 +52,7 @@ class Compensated(Around):
     def copy_of(self, reader: int, version: int) -> Tensor | None:
         return self.given.get(reader, {}).get(version)
 
-    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+    def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         copies = self.given.get(push.worker, {})
         read = copies.get(push.version)
         for version in [version for version in copies if version < push.version]:
@@ -75,7 +75,7 @@ class Compensated(Around):
             return correction.mul_(self.strength)
         return correction.mul_(self.strength).div_((self.mean_square + TINY).sqrt_())
 
-    def forget(self, block: Block, worker: int) -> None:
+    def forget(self, block: RuleBlock, worker: int) -> None:
         self.given.pop(worker, None)
         self.rule.forget(block, worker)
 

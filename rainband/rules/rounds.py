@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from rainband.protocol.data_plan import Range, num_batches
-from rainband.protocol.messages import Named
+from rainband.protocol.data_plan import BatchRange, num_batches
+from rainband.protocol.messages import RoundChosen
 from rainband.strategy import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.protocol.data_plan import Name, Plan
+    from rainband.protocol.data_plan import DataPlan, PushId
     from rainband.protocol.messages import Pull, Push
-    from rainband.strategy import Block
+    from rainband.strategy import RuleBlock
 
 TOO_LATE = "too late for its round"
 
@@ -43,7 +43,7 @@ class MeanOfRound(Rule):
         waiting = [*self.pushes, *(push for push, _ in self.early.values())]
         return sum(num_batches(push.name) for push in waiting if not push.skip)
 
-    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+    def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         column = block.plan.column_of(push.name[0].portion)
         if column != self.turn:
             self.early[column] = push, None if gradient is None else gradient.clone()
@@ -51,7 +51,7 @@ class MeanOfRound(Rule):
         self._add(push, gradient)
         while self.turn in self.early:
             self._add(*self.early.pop(self.turn))
-        if self.turn == block.plan.cells_in_round(block.version):
+        if self.turn == block.plan.items_in_round(block.version):
             self._finish(block)
 
     def _add(self, push: Push, gradient: Tensor | None) -> None:
@@ -66,18 +66,18 @@ class MeanOfRound(Rule):
         else:
             self.total.add_(gradient, alpha=push.samples)
 
-    def _finish(self, block: Block) -> None:
+    def _finish(self, block: RuleBlock) -> None:
         if self.total is None:
             block.advance(self.pushes)
         else:
             block.apply(self.total.div_(self.samples), self.pushes, self.absent or ())
         self._begin()
 
-    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
-        return block.version >= pull.point
+    def admits(self, block: RuleBlock, pull: Pull, reader: int) -> bool:
+        return block.version >= pull.at_version
 
 
-class FirstOfRound(Rule):
+class FirstArrivalsOfRound(Rule):
     """Rounds with backup workers: one update with the mean of the first `needed` cells; the others are dropped.
 
     Block 0 takes the first that come, and names them; all other blocks take the same ones, when they have been told.
@@ -89,49 +89,49 @@ class FirstOfRound(Rule):
     def __init__(self, needed: int) -> None:
         self.needed = needed
         self.come: dict[int, tuple[Push, Tensor | None]] = {}  # column -> of the round at hand
-        self.named: Named | None = None  # the cells of this round
-        self.chosen: list[Named] = []  # by this block, if it is block 0, and not told to the others yet
+        self.named: RoundChosen | None = None  # the cells of this round
+        self.chosen: list[RoundChosen] = []  # by this block, if it is block 0, and not told to the others yet
 
     @property
     def buffered(self) -> int:
         return sum(num_batches(push.name) for push, _ in self.come.values() if not push.skip)
 
-    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+    def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         column = block.plan.column_of(push.name[0].portion)
         self.come[column] = push, None if gradient is None else gradient.clone()
-        if block.index == 0 and len(self.come) == min(self.needed, block.plan.cells_in_round(block.version)):
-            self.named = Named(block.version, tuple(sorted(self.come)))
+        if block.index == 0 and len(self.come) == min(self.needed, block.plan.items_in_round(block.version)):
+            self.named = RoundChosen(block.version, tuple(sorted(self.come)))
             self.chosen.append(self.named)
         self._finish_if_all_are_here(block)
 
-    def take_chosen(self) -> list[Named]:
+    def take_chosen(self) -> list[RoundChosen]:
         chosen, self.chosen = self.chosen, []
         return chosen
 
-    def choose(self, block: Block, named: Named) -> None:
+    def choose(self, block: RuleBlock, named: RoundChosen) -> None:
         """Block 0 has named the cells of a round."""
         if block.index and named.round == block.version:
             self.named = named
             self._finish_if_all_are_here(block)
 
-    def _finish_if_all_are_here(self, block: Block) -> None:
+    def _finish_if_all_are_here(self, block: RuleBlock) -> None:
         if self.named is None or any(column not in self.come for column in self.named.columns):
             return
         named, mean = self.named, MeanOfRound()
         for column in named.columns:
             mean._add(*self.come.pop(column))
-        late = range(block.plan.cells_in_round(named.round))
-        block.drop([_cell(block.plan, named.round, j) for j in late if j not in named.columns], TOO_LATE)
+        late = range(block.plan.items_in_round(named.round))
+        block.drop([_work_item(block.plan, named.round, j) for j in late if j not in named.columns], TOO_LATE)
         self.come, self.named = {}, None
         mean._finish(block)
 
-    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
-        return block.version >= pull.point
+    def admits(self, block: RuleBlock, pull: Pull, reader: int) -> bool:
+        return block.version >= pull.at_version
 
 
-def _cell(plan: Plan, round_: int, column: int) -> Name:
+def _work_item(plan: DataPlan, round_: int, column: int) -> PushId:
     """The name of one cell of a round."""
     epoch, inside = divmod(round_, plan.rounds_per_epoch)
     group, k = divmod(inside, plan.portion_batches)
     portion = epoch * plan.portions_per_epoch + group * plan.columns + column
-    return (Range(portion, k, k + 1, 0),)
+    return (BatchRange(portion, k, k + 1, 0),)

@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.protocol.messages import Pull, Push
-    from rainband.strategy import Block
+    from rainband.strategy import RuleBlock
 
 
-class SumOfCells(Rule):
+class SumGradients(Rule):
     """Add every cell to the block's gradient, each once, whoever delivers it first."""
 
     reads: Literal["admitted"] = "admitted"
 
-    def absorb(self, block: Block, push: Push, gradient: Tensor | None) -> None:
+    def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         if gradient is not None:
             block.accumulate(gradient, push)
 
-    def admits(self, block: Block, pull: Pull, reader: int) -> bool:
-        return block.version >= pull.point
+    def admits(self, block: RuleBlock, pull: Pull, reader: int) -> bool:
+        return block.version >= pull.at_version

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.protocol.messages import Address
 
 if TYPE_CHECKING:
-    from rainband.coordinator.full_batch import Lead
+    from rainband.coordinator.full_batch import Coordinate
     from rainband.strategy import Strategy
 
 
@@ -35,7 +35,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     strategy_settings: dict[str, Any] = {}
     num_workers: int
     num_servers: int
-    world: str = "local"
+    runtime: str = "processes"
     batch_size: int | None = None  # None: the task's own
     epochs: int | None = None
     seed: int = 0
@@ -51,7 +51,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     record: bool = False  # note the order of everything, so that the run can be repeated bit for bit
     pieces: bool = False  # take the time of every piece of a step: rainband calibrate does
     sim: SimSettings = SimSettings()
-    team: TeamPlan | None = None  # how several workers compute one model together; none: each computes all of it
+    team: StagePlan | None = None  # how several workers compute one model together; none: each computes all of it
 
     @property
     def num_replicas(self) -> int:
@@ -79,9 +79,9 @@ def encode_job(job: Job) -> bytes:
     return msgspec.msgpack.encode(job)
 
 
-def lead_of(strategy: Strategy) -> Lead | None:
+def coordination_of(strategy: Strategy) -> Coordinate | None:
     """The third half of a strategy that the coordinator leads; none: it does not lead this one."""
-    return strategy.lead if strategy.requires.coordinated else None
+    return strategy.coordinate if strategy.requires.coordinated else None
 
 
 def is_one_memory(strategy: Strategy) -> bool:
@@ -91,16 +91,16 @@ def is_one_memory(strategy: Strategy) -> bool:
 
 def check_epochs(strategy: Strategy, name: str, epochs: int | None) -> None:
     """What the coordinator leads goes over the data as often as it needs."""
-    if epochs is not None and lead_of(strategy) is not None:
+    if epochs is not None and coordination_of(strategy) is not None:
         raise ValueError(
             f"{name} counts iterations, and goes over the data as often as these need: give it iterations={epochs} "
             "instead of epochs."
         )
 
 
-def refuse_led(strategy: Strategy, name: str) -> None:
+def refuse_coordinated(strategy: Strategy, name: str) -> None:
     """A loop of the user's own goes over the data as it likes, and its optimizer steps: some strategies do that."""
-    if lead_of(strategy) is not None:
+    if coordination_of(strategy) is not None:
         raise ValueError(
             f"{name} goes over the data as often as it needs, so it has no place in a loop of your own: use "
             f"rainband.minimize(task), or rainband train TASK {name}."

@@ -5,47 +5,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rainband.protocol.accounting import Books
+from rainband.protocol.accounting import BatchAccounting
 from rainband.runtimes.config import RunConfig
 
 NOT_FINITE = "not finite"  # the books' word for a gradient with infinities or NaN
 MANY = 0.05  # of all batches; a few at the start are usual with mixed precision
 
 
-class Diverged(NamedTuple):
+class DivergenceCheck(NamedTuple):
     skipped: int
     batches: int
 
 
-def diverged(books: Mapping[str, Any]) -> Diverged | None:
+def diverged(accounting: Mapping[str, Any]) -> DivergenceCheck | None:
     """How many batches were skipped because their gradients were not finite; none where these were few."""
-    skipped = books.get("skipped", {}).get(NOT_FINITE, 0)
-    batches = books.get("batches", 0) - books.get("not_done", 0)
-    return Diverged(skipped, batches) if batches and skipped / batches >= MANY else None
+    skipped = accounting.get("skipped", {}).get(NOT_FINITE, 0)
+    batches = accounting.get("batches", 0) - accounting.get("not_processed", 0)
+    return DivergenceCheck(skipped, batches) if batches and skipped / batches >= MANY else None
 
 
-class Verdict(NamedTuple):
+class RunVerdict(NamedTuple):
     outcome: str  # finished, stopped, failed
     reason: str
 
 
-def judged(outcome: str, reason: str, books: Books | None, config: RunConfig) -> Verdict:
+def judged(outcome: str, reason: str, accounting: BatchAccounting | None, config: RunConfig) -> RunVerdict:
     """A run in which nothing was applied, or whose strategy returned before the data was done, has failed."""
-    if outcome != "finished" or books is None:
-        return Verdict(outcome, reason)
-    skipped = sum(books.skipped.values())
-    if skipped and not books.applied and not books.extras:
-        reasons = ", ".join(f"{number:,} {why}" for why, number in books.skipped.items())
-        return Verdict("failed", f"nothing was learnt: every batch was skipped ({reasons}).{_hint(books)}")
-    if books.not_done and not config.script:  # a loop of the user's own may end when it likes
-        done = books.batches - books.not_done
-        return Verdict(
+    if outcome != "finished" or accounting is None:
+        return RunVerdict(outcome, reason)
+    skipped = sum(accounting.skipped.values())
+    if skipped and not accounting.applied and not accounting.untracked_pushes:
+        reasons = ", ".join(f"{number:,} {why}" for why, number in accounting.skipped.items())
+        return RunVerdict("failed", f"nothing was learnt: every batch was skipped ({reasons}).{_hint(accounting)}")
+    if accounting.not_processed and not config.script:  # a loop of the user's own may end when it likes
+        done = accounting.batches - accounting.not_processed
+        return RunVerdict(
             "failed",
-            f"the strategy {config.strategy} returned with {done:,} of {books.batches:,} batches done: "
+            f"the strategy {config.strategy} returned with {done:,} of {accounting.batches:,} batches done: "
             "its `run` must go on until worker.cells() ends.",
         )
-    return Verdict(outcome, reason)
+    return RunVerdict(outcome, reason)
 
 
-def _hint(books: Books) -> str:
-    return " Try a smaller learning rate, and look for NaN in the data." if NOT_FINITE in books.skipped else ""
+def _hint(accounting: BatchAccounting) -> str:
+    return " Try a smaller learning rate, and look for NaN in the data." if NOT_FINITE in accounting.skipped else ""

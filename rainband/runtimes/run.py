@@ -32,7 +32,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     training_s: float = 0.0  # of these, from the beginning of the first step to the end of the last
     samples_per_s: float  # while it trained
     metrics: dict[str, float]
-    books: dict[str, Any]
+    accounting: dict[str, Any]
     staleness: dict[str, Any]
     directory: str
     exit_code: int = 0
@@ -105,9 +105,9 @@ class Run:
         **more: Any,
     ) -> Result:
         """What it came to. `exit_code`: of a run that was interrupted; `stopped`: why it was not seen to its end."""
-        config, books, samples = self.config, coordinator.books(), coordinator.samples_done()
+        config, accounting, samples = self.config, coordinator.accounting(), coordinator.samples_done()
         training_s = self.log.training.seconds
-        outcome, reason = judged(coordinator.outcome, coordinator.reason, books, config)
+        outcome, reason = judged(coordinator.outcome, coordinator.reason, accounting, config)
         if stopped:
             outcome, reason = "stopped", stopped
         return kind(
@@ -122,7 +122,7 @@ class Run:
             training_s=training_s,
             samples_per_s=samples / (training_s or seconds) if seconds else 0.0,
             metrics=coordinator.metrics,
-            books=msgspec.to_builtins(books) if books else {},
+            accounting=msgspec.to_builtins(accounting) if accounting else {},
             staleness=msgspec.to_builtins(coordinator.staleness(), str_keys=True),
             directory=str(self.directory),
             exit_code=int(outcome == "failed") if exit_code is None else exit_code,
@@ -140,7 +140,7 @@ class Run:
                 training_s=result.training_s,
                 samples=result.samples,
                 metrics=result.metrics,
-                books=result.books,
+                accounting=result.accounting,
                 staleness=result.staleness,
             )
         )

@@ -14,7 +14,7 @@ import msgspec
 
 from rainband.protocol.events import AnyEvent, Progress, RunEnded
 from rainband.runtimes.config import RunConfig
-from rainband.views.sinks import Guarded
+from rainband.views.sinks import SafeSink
 from rainband.views.sinks.sqlite import Sqlite
 from rainband.views.training_time import TrainingTime
 
@@ -84,7 +84,7 @@ class EventLog:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.encoder = msgspec.json.Encoder()
         self.training = TrainingTime()
-        self.metrics = Guarded(lambda: Sqlite(directory), log.warning)
+        self.metrics = SafeSink(lambda: Sqlite(directory), log.warning)
 
     def write(self, event: AnyEvent) -> None:
         self.training.absorb(event)

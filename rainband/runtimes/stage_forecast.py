@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from rainband.model_parallel.placement.profile import Network
+from rainband.model_parallel.placement.profile import LinkSpeed
 from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, PARTITION, Forecast, as_batch
 from rainband.protocol import events
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES
 from rainband.runtimes.stage_plan import is_pipeline
 
 if TYPE_CHECKING:
-    from rainband.model_parallel.placement.stage_plan import TeamPlan
+    from rainband.model_parallel.placement.stage_plan import StagePlan
     from rainband.runtimes.config import RunConfig
     from rainband.runtimes.simulation.models.cluster_model import ClusterModel
     from rainband.strategy import Strategy
 
 # As `rainband bench peers` has measured on one machine: 64 kB in 0.26 ms, 64 MB in 17; by TCP 0.38 and 65.
-ONE_MACHINE = Network(bytes_per_s=4e9, latency_s=200e-6)  # shared memory: a copy, and waking another process
-BY_TCP = Network(bytes_per_s=1e9, latency_s=300e-6)
+ONE_MACHINE = LinkSpeed(bytes_per_s=4e9, latency_s=200e-6)  # shared memory: a copy, and waking another process
+BY_TCP = LinkSpeed(bytes_per_s=1e9, latency_s=300e-6)
 
 
 def predicted_of(
@@ -67,17 +67,17 @@ def forecast_of(config: RunConfig, schedule: str, model: ClusterModel | None = N
     return Forecast(team.plan, profile, schedule, micros, network)
 
 
-def _schedule(team: TeamPlan, strategy: Strategy) -> str:
+def _schedule(team: StagePlan, strategy: Strategy) -> str:
     if team.plan.kind == "partition":
         return PARTITION
     return NEVER_FLUSHED if is_pipeline(strategy) else team.schedule
 
 
-def _as_simulated(model: ClusterModel) -> Network:
+def _as_simulated(model: ClusterModel) -> LinkSpeed:
     """A message has a header; jitter is a delay in the mean."""
     network = model.network
     header_s = HEADER_BYTES / network.bytes_per_s
-    return Network(bytes_per_s=network.bytes_per_s, latency_s=network.latency_s + network.jitter_s + header_s)
+    return LinkSpeed(bytes_per_s=network.bytes_per_s, latency_s=network.latency_s + network.jitter_s + header_s)
 
 
 def _usable_cores() -> int:

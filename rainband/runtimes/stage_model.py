@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rainband.errors import PeerLost
-from rainband.model_parallel.execution.microbatch_run import Team
-from rainband.model_parallel.execution.submodel import Share
+from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
+from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import ShareWorker
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
 from rainband.strategy import Port, Tag
@@ -19,12 +19,12 @@ from rainband.worker.worker import ModuleWorker
 SAVED: Tag = ("saved",)
 
 
-class TeamModel(WorkerModel):
+class StageModel(WorkerModel):
     """A share of the model; the first worker of the team says what is to be done after the end."""
 
-    team: Team
+    team: ReplicaLinks
 
-    def __init__(self, task: Task, data: Data, share: Share, num_replicas: int) -> None:
+    def __init__(self, task: Task, data: Data, share: Submodel, num_replicas: int) -> None:
         self.task, self.data, self.share = task, data, share
         self.part = share.machine
         self.num_replicas = num_replicas

@@ -13,13 +13,13 @@ from rainband.runtimes.stage_plan import is_pipeline
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rainband.model_parallel.placement.placement import Plan
+    from rainband.model_parallel.placement.placement import Placement
     from rainband.strategy import Strategy
 
 CHUNKS = 2  # stages of each worker, interleaved
 
 
-class Flow(NamedTuple):
+class PipelineOptions(NamedTuple):
     """How batches go through the stages; None: nothing was said."""
 
     micros: int | None = None
@@ -36,8 +36,8 @@ class Flow(NamedTuple):
         return (self.chunks or CHUNKS) if self.interleaves else 1
 
 
-def read_plan(plan: Path | None, stages: int | None) -> Plan | None:
-    """A plan that was made with `rainband plan`; it must have as many stages as are asked for."""
+def read_plan(plan: Path | None, stages: int | None) -> Placement | None:
+    """A plan that was made with `rainband placement`; it must have as many stages as are asked for."""
     if plan is None:
         return None
     read = load(plan)
@@ -46,39 +46,45 @@ def read_plan(plan: Path | None, stages: int | None) -> Plan | None:
     return read
 
 
-def team_size(plan: Plan | None, stages: int | None) -> int | None:
+def team_size(plan: Placement | None, stages: int | None) -> int | None:
     """So many workers compute one copy of the model; None: nothing was said."""
     return stages if plan is None else sum(workers_of(plan))
 
 
-def check_flow(strategy: Strategy, name: str, flow: Flow, workers: int, plan: Plan | None = None) -> None:
+def check_flow(
+    strategy: Strategy, name: str, flow: PipelineOptions, workers: int, plan: Placement | None = None
+) -> None:
     """Can batches be cut and ordered as was typed? `workers`: of one copy of the model."""
     if flow.schedule == "two_buffered":
         raise ValueError("two_buffered is never flushed: type pipedream double_buffered=yes, and leave out --schedule.")
     if is_pipeline(strategy) and any(flow):
-        raise ValueError(f"{name} has a schedule of its own: leave out --microbatches, --schedule and --chunks.")
+        raise ValueError(
+            f"{name} has a schedule of its own: leave out --microbatches, --schedule and --stages-per-worker."
+        )
     known = get_args(Flushing)
     if flow.schedule not in (None, *known):
         raise ValueError(f"no schedule named '{flow.schedule}' here: choose from {', '.join(known)}.")
     if flow.chunks and flow.schedule not in (None, "interleaved"):
         raise ValueError(
-            f"--chunks is for stages that are interleaved, and the schedule is {flow.schedule}: leave one of them out."
+            f"--stages-per-worker is for stages that are interleaved, and the schedule is {flow.schedule}: "
+            "leave one of them out."
         )
     if flow.chunks is not None and flow.chunks < 2:
-        raise ValueError(f"--chunks {flow.chunks}: give each worker two stages or more, or leave it out.")
+        raise ValueError(f"--stages-per-worker {flow.chunks}: give each worker two stages or more, or leave it out.")
     if plan is not None:
         _check_flow_of_plan(flow, plan)
     if flow.micros and (flow.interleaves or (plan is not None and is_interleaved(plan))):
         interleaved(workers, CHUNKS, flow.micros)  # says which number could be dealt
 
 
-def _check_flow_of_plan(flow: Flow, plan: Plan) -> None:
+def _check_flow_of_plan(flow: PipelineOptions, plan: Placement) -> None:
     if plan.kind == "partition" and (flow.schedule or flow.chunks):
         raise ValueError("a schedule is for a pipeline, and the plan is a partition: leave out --schedule.")
     if not is_interleaved(plan):
         if flow.interleaves:
             raise ValueError(
-                "the plan has one stage on each machine, and interleaved needs several: leave out --plan, or plan with "
+                "the plan has one stage on each machine, and interleaved needs several: "
+                "leave out --placement, or plan with "
                 "--schedule interleaved."
             )
         return
@@ -89,10 +95,12 @@ def _check_flow_of_plan(flow: Flow, plan: Plan) -> None:
         )
     chunks = len(plan.stages) // len(workers_of(plan))
     if flow.chunks not in (None, chunks):
-        raise ValueError(f"the plan has {chunks} stages on each machine, not {flow.chunks}: leave out --chunks.")
+        raise ValueError(
+            f"the plan has {chunks} stages on each machine, not {flow.chunks}: leave out --stages-per-worker."
+        )
 
 
-def check_plan(strategy: Strategy, name: str, plan: Plan) -> None:
+def check_plan(strategy: Strategy, name: str, plan: Placement) -> None:
     """Does the plan fit the strategy?"""
     if is_pipeline(strategy):
         if plan.kind != "pipeline":

@@ -6,13 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from rainband.model_parallel.placement.placement import is_interleaved
-from rainband.model_parallel.placement.stage_plan import Flushing, TeamPlan, workers_of
+from rainband.model_parallel.placement.stage_plan import Flushing, StagePlan, workers_of
 
 if TYPE_CHECKING:
     from rainband.model_parallel.placement.partitioners import Partitioner
-    from rainband.model_parallel.placement.placement import Plan
+    from rainband.model_parallel.placement.placement import Placement
     from rainband.model_parallel.placement.profile import Profile
-    from rainband.runtimes.stage_options import Flow
+    from rainband.runtimes.stage_options import PipelineOptions
     from rainband.strategy import Strategy
     from rainband.tasks.task import Task
 
@@ -24,12 +24,12 @@ def make_team_plan(
     name: str,
     stages: int,
     *,
-    plan: Plan | None = None,
+    plan: Placement | None = None,
     batch_size: int | None = None,
-    flow: Flow,
+    flow: PipelineOptions,
     seed: int = 0,
     threads: int = 1,
-) -> TeamPlan:
+) -> StagePlan:
     """Measure the task's model and cut it into stages of about equal time; or check a plan that is given.
 
     `stages`: so many workers compute one copy of the model; interleaved, each of them has several stages. `threads`: of
@@ -54,7 +54,7 @@ def make_team_plan(
         check(plan, profile)
     micros = flow.micros or _usual_micros(plan, size)
     part, cuts = max(2, -(-profile.batch_size // micros)), micros > 1 and not profile.counted
-    return TeamPlan(
+    return StagePlan(
         plan=plan,
         micros=micros,
         schedule="interleaved" if is_interleaved(plan) else cast(Flushing, flow.schedule or "one_f_one_b"),
@@ -65,7 +65,7 @@ def make_team_plan(
     )
 
 
-def _planner(profile: Profile, workers: int, flow: Flow) -> Partitioner:
+def _planner(profile: Profile, workers: int, flow: PipelineOptions) -> Partitioner:
     from rainband.model_parallel.placement import pipedream_planner as pipedream
 
     if not flow.interleaves:
@@ -74,12 +74,12 @@ def _planner(profile: Profile, workers: int, flow: Flow) -> Partitioner:
     if len(profile.units) < workers * chunks:
         raise ValueError(
             f"{profile.model or 'the model'} has {len(profile.units)} units, and {chunks} stages on each of {workers} "
-            f"workers are {workers * chunks}: type fewer --stages or --chunks, or mark smaller pieces."
+            f"workers are {workers * chunks}: type fewer --stages or --stages-per-worker, or mark smaller pieces."
         )
     return partial(pipedream.interleaved, chunks=chunks)
 
 
-def _usual_micros(plan: Plan, batch_size: int) -> int:
+def _usual_micros(plan: Placement, batch_size: int) -> int:
     if plan.kind == "partition":
         return 1
     workers = len(workers_of(plan))

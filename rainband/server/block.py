@@ -13,18 +13,18 @@ import torch
 
 from rainband.model.block_optimizer import BlockOptimizer
 from rainband.model.optimizer_state import by_segment
-from rainband.protocol.data_plan import Marks, Name, Plan, num_batches
+from rainband.protocol.data_plan import AcceptedSet, DataPlan, PushId, num_batches
 from rainband.protocol.messages import Missed, Tally
-from rainband.protocol.parameter_buffers import Place
+from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.protocol.vectors import Vectors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.protocol.layout import BlockSpec
-    from rainband.protocol.messages import Limit, Load, Peer, Pull, Push
+    from rainband.protocol.messages import InitBlock, Peer, Pull, Push, StalenessLimit
     from rainband.protocol.vectors import Operation
-    from rainband.strategy import Rule, ServerHalf
+    from rainband.strategy import Rule, ServerPart
 
 FULL_PRECISION = (torch.float32, torch.float64)
 
@@ -33,7 +33,12 @@ class Block:
     """One block on its server."""
 
     def __init__(
-        self, spec: BlockSpec, place: Place, plan: Plan, half: ServerHalf, groups: Sequence[dict[str, object]]
+        self,
+        spec: BlockSpec,
+        place: ParameterBuffer,
+        plan: DataPlan,
+        half: ServerPart,
+        groups: Sequence[dict[str, object]],
     ) -> None:
         self.spec = spec
         self.index, self.part, self.numel, self.num_bytes = spec.index, spec.part, spec.numel, spec.num_bytes
@@ -55,14 +60,16 @@ class Block:
             self.optimizer = BlockOptimizer(half.optimizer, spec, self.values, groups)
         self.version = 0
         self.loaded = False
-        self.marks = Marks(plan)
-        self.extras: dict[tuple[int, int], int] = {}  # (worker, incarnation) -> last sequence, for pushes without name
+        self.accepted_set = AcceptedSet(plan)
+        self.untracked_pushes: dict[
+            tuple[int, int], int
+        ] = {}  # (worker, incarnation) -> last sequence, for pushes without name
         self.waiting: dict[Peer, Pull] = {}  # readers that are not admitted yet, longest first
         self.applied = 0  # batches that reached the optimizer; counted here, apart from the marks, to check them
         self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask
         self.staleness: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # worker -> missed -> times
         self.num_pushes = self.total_missed = self.most_missed = 0  # of all workers together
-        self.dropped: list[Name] = []  # since the server has looked last
+        self.dropped: list[PushId] = []  # since the server has looked last
         self.num_extras = 0  # pushes without name that reached the optimizer
         self.first_state: dict[str, tuple[Tensor, tuple[int, ...]]] = {}  # parts that came before the values
         self.groups_of: dict[
@@ -70,12 +77,12 @@ class Block:
         ] = {}  # worker -> its optimizer settings, if it sends any
         self.groups: tuple[dict[str, object], ...] = ()  # the optimizer has these now
         self.vectors = Vectors(self.values, spec.segments)  # where the coordinator leads; otherwise only the parameters
-        self.had_before = self.skipped_before = 0  # batches, in evaluations that are over
+        self.accepted_before = self.skipped_before = 0  # batches, in evaluations that are over
 
     def _in_place(self) -> bool:
         return len(self.place.buffers) == 1 and self.dtype in FULL_PRECISION
 
-    def load(self, load: Load, values: Tensor) -> None:
+    def load(self, load: InitBlock, values: Tensor) -> None:
         """Take the first values, or before them the first state of the optimizer, part by part."""
         if load.part:
             self.first_state[load.part] = values.clone(), load.absent
@@ -90,9 +97,9 @@ class Block:
             self.first_state = {}
         self.loaded = True
 
-    def replan(self, plan: Plan) -> None:
+    def replan(self, plan: DataPlan) -> None:
         """The data became known after the blocks were made: nothing is marked yet."""
-        self.plan, self.marks = plan, Marks(plan)
+        self.plan, self.accepted_set = plan, AcceptedSet(plan)
 
     def take_groups(self, worker: int, groups: tuple[dict[str, object], ...]) -> str:
         """A worker's optimizer has other settings from now on; says what is wrong with them, or nothing."""
@@ -146,9 +153,9 @@ class Block:
 
     def begin_evaluation(self) -> None:
         """The cells of the one before are over: the same ones may come again."""
-        self.had_before += self.marks.count
+        self.accepted_before += self.accepted_set.count
         self.skipped_before += sum(mask.bit_count() for mask in self.skipped.values())
-        self.marks, self.skipped = Marks(self.plan), {}
+        self.accepted_set, self.skipped = AcceptedSet(self.plan), {}
 
     def accumulate(self, gradient: Tensor, push: Push) -> None:
         self._count([push])
@@ -162,7 +169,7 @@ class Block:
     def _position(self, push: Push) -> float:
         if push.name:
             return self.plan.position(push.name[0].portion, push.name[0].first)
-        return min(1.0, self.marks.count / self.plan.num_batches)  # no name: as far as the data is
+        return min(1.0, self.accepted_set.count / self.plan.num_batches)  # no name: as far as the data is
 
     def _count(self, pushes: Sequence[Push]) -> None:
         for push in pushes:
@@ -176,12 +183,12 @@ class Block:
                 if missed > self.most_missed:
                     self.most_missed = missed
 
-    def skip(self, name: Name, reason: str) -> None:
+    def skip(self, name: PushId, reason: str) -> None:
         for r in name:
             key = r.portion, reason
             self.skipped[key] = self.skipped.get(key, 0) | r.mask
 
-    def drop(self, names: Sequence[Name], reason: str) -> None:
+    def drop(self, names: Sequence[PushId], reason: str) -> None:
         for name in names:
             for r in name:  # it may have been skipped for another reason; the same one must hold on all blocks
                 for key in [key for key in self.skipped if key[0] == r.portion]:
@@ -189,14 +196,14 @@ class Block:
             self.skip(name, reason)
         self.dropped += names
 
-    def limit(self) -> Limit | None:
+    def limit(self) -> StalenessLimit | None:
         """What the rule lets readers miss, if it bounds it at all."""
         return self.rule.limit()
 
     def tally(self) -> Tally:
         skipped = self.skipped_before + sum(mask.bit_count() for mask in self.skipped.values())
-        had = self.had_before + self.marks.count
-        return Tally(had, self.applied, skipped, self.rule.buffered, self.num_extras)
+        accepted = self.accepted_before + self.accepted_set.count
+        return Tally(accepted, self.applied, skipped, self.rule.buffered, self.num_extras)
 
     def missed(self) -> Missed:
         return Missed(self.spec.index, self.num_pushes, self.total_missed, self.most_missed)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rainband.protocol.messages import Answer, Command, Evaluated, Message, Push
-from rainband.protocol.vectors import ANSWERED, GRADIENT, PARAMS, Operation, fill, why_not
+from rainband.protocol.vectors import ANSWERED, GRADIENT, PARAMS, Operation, fill, validate_push_id
 
 if TYPE_CHECKING:
     from rainband.server.block import Block
 
 
-class Led:
+class CommandExecutor:
     """What one server remembers of its commands and of the evaluation at hand."""
 
     def __init__(self, room: int) -> None:
@@ -30,7 +30,7 @@ class Led:
         self.done: Command | None = None  # what it answers
         self.term = 0
         self.version = 0  # of every block: one for each command that changes the parameters or begins an evaluation
-        self.cells = 0  # of the evaluation at hand
+        self.work_items = 0  # of the evaluation at hand
         self.complete = 0  # of these, on every block
         self.losses: dict[int, tuple[float, int]] = {}  # cell -> loss and samples, counted with the first block
 
@@ -47,24 +47,24 @@ class Led:
             return []  # it was answered, and the answer has come: there is a newer one
         if command.number != number + 1:
             return [self._refused(command, f"command {command.number} came when {number + 1} was expected")]
-        operations = (*command.operations, *((fill(GRADIENT, 0.0),) if command.cells else ()))
-        if wrong := why_not(operations, self.names, self.room):
+        operations = (*command.operations, *((fill(GRADIENT, 0.0),) if command.work_items else ()))
+        if wrong := validate_push_id(operations, self.names, self.room):
             return [self._refused(command, wrong)]
         self.term = command.term
-        results = self._do(operations, bool(command.cells), blocks)
-        if command.cells:
-            self._begin(command.cells, blocks)
+        results = self._do(operations, bool(command.work_items), blocks)
+        if command.work_items:
+            self._begin(command.work_items, blocks)
         self.last, self.done = Answer(command.term, command.number, results, self.version), command
-        return [self.last, *(self.evaluated() if command.cells else ())]
+        return [self.last, *(self.evaluated() if command.work_items else ())]
 
     def _again(self, command: Command) -> list[Message]:
         """What was done is answered the same; to a new coordinator, which does not know the answer, under its term."""
         assert self.last is not None and self.done is not None
-        if (command.operations, command.cells) != (self.done.operations, self.done.cells):
+        if (command.operations, command.work_items) != (self.done.operations, self.done.work_items):
             return [self._refused(command, f"another command {command.number} was done")]
         self.term = command.term
         self.last = msgspec.structs.replace(self.last, term=command.term)
-        return [self.last, *(self.evaluated() if command.cells else ())]
+        return [self.last, *(self.evaluated() if command.work_items else ())]
 
     def _refused(self, command: Command, why: str) -> Answer:
         return Answer(command.term, command.number, (), self.version, why)
@@ -86,11 +86,11 @@ class Led:
 
     # ---- evaluations -----------------------------------------------------------------------------------------------
 
-    def _begin(self, cells: int, blocks: Sequence[Block]) -> None:
+    def _begin(self, work_items: int, blocks: Sequence[Block]) -> None:
         for block in blocks:
             block.begin_evaluation()
-        self.cells, self.losses = cells, {}
-        self.complete = 0 if blocks else cells
+        self.work_items, self.losses = work_items, {}
+        self.complete = 0 if blocks else work_items
 
     def took(self, push: Push) -> None:
         """The first block has taken a cell: with it comes the loss."""
@@ -98,9 +98,9 @@ class Led:
 
     def evaluated(self) -> list[Message]:
         """If every block has every cell: the loss, summed in the order of the cells."""
-        if not self.cells or self.complete < self.cells:
+        if not self.work_items or self.complete < self.work_items:
             return []
-        ordered = [self.losses[cell] for cell in sorted(self.losses)]
+        ordered = [self.losses[work_item] for work_item in sorted(self.losses)]
         finite = all(math.isfinite(loss) for loss, _ in ordered)
         loss = math.fsum(loss * samples for loss, samples in ordered) if finite else math.nan
         return [Evaluated(self.version, loss, sum(samples for _, samples in ordered))]

@@ -15,49 +15,49 @@ from torch import Tensor
 
 from rainband.model.optimizer_state import as_parts
 from rainband.protocol.accounting import merge, worst_limit
-from rainband.protocol.data_plan import Name, Plan, why_not
+from rainband.protocol.data_plan import DataPlan, PushId, validate_push_id
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import (
     COORDINATOR,
+    AcceptedBatches,
     Ack,
-    Ask,
+    AdjustRule,
     Assign,
+    BlockReady,
     Command,
     FetchState,
     Flush,
     Forget,
-    Held,
-    Load,
-    Loaded,
+    Idle,
+    InitBlock,
     Message,
-    Named,
     Params,
     Peer,
     Planned,
     Pull,
+    PullDelayed,
     Push,
     PushResult,
     Ready,
     Report,
-    Rest,
+    ReportRequest,
     Revoke,
-    Sets,
+    RoundChosen,
     Skipped,
     StatePart,
-    Tune,
 )
-from rainband.protocol.parameter_buffers import Place
+from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.server.block import Block
-from rainband.server.commands import Led
-from rainband.strategy import ServerHalf
+from rainband.server.commands import CommandExecutor
+from rainband.strategy import ServerPart
 
 DONE_WITH = frozenset(r for r in PushResult if r <= PushResult.LATE)  # whatever the answer, the sender goes on
 REPORTS = 50  # about completed portions in a whole run, besides those that the coordinator asks for
-Publish = Callable[[Sequence[BlockSpec], int], list[Place]]  # makes room for blocks in so many buffers each
+Publish = Callable[[Sequence[BlockSpec], int], list[ParameterBuffer]]  # makes room for blocks in so many buffers each
 
 
-class Out(NamedTuple):
+class ServerOutput(NamedTuple):
     """A message to send. Where `read` is set, the payload is read when the bytes leave: see `Server.read`."""
 
     to: Peer
@@ -73,12 +73,12 @@ def _word(result: PushResult) -> str:
 class Server:
     """Owns its blocks; knows its term, and the lowest valid lease number of each portion."""
 
-    def __init__(self, half: Callable[[int], ServerHalf], publish: Publish) -> None:
+    def __init__(self, half: Callable[[int], ServerPart], publish: Publish) -> None:
         self.half = half
         self.publish = publish
         self.term = 1
         self.assigned = False
-        self.loads: list[tuple[Peer, Load, Tensor | None]] = []  # that came before the blocks they are for
+        self.loads: list[tuple[Peer, InitBlock, Tensor | None]] = []  # that came before the blocks they are for
         self.blocks: dict[int, Block] = {}
         self.floor: dict[int, int] = {}
         self.report_every = 1  # portions completed between two reports: see `_follow`
@@ -93,23 +93,23 @@ class Server:
         self.adapt: tuple[int, int] | None = None
         self.tuned = 0  # the last decision that was taken
         self.naming = False  # block 0 chooses the cells of a round
-        self.led: Led | None = None  # what the coordinator's commands have come to
+        self.commands: CommandExecutor | None = None  # what the coordinator's commands have come to
         self.lives: dict[int, int] = {}  # worker -> the incarnation whose clock counts
         self.held: dict[Peer, tuple[int, int]] = {}  # reader -> (its pull, for whom it waits), as it was told
-        self.good_name: tuple[Name, int] = ((), -1)  # checked last: a push comes as many messages with the same name
+        self.good_name: tuple[PushId, int] = ((), -1)  # checked last: a push comes as many messages with the same name
 
-    def receive(self, sender: Peer, message: Message, payload: Tensor | None = None) -> list[Out]:
+    def receive(self, sender: Peer, message: Message, payload: Tensor | None = None) -> list[ServerOutput]:
         """Take one message; returns what to send."""
         match message:
             case Push():
                 return self._push(sender, message, payload)
             case Pull():
                 return self._pull(sender, message)
-            case Load():
+            case InitBlock():
                 return self._load(sender, message, payload)
             case FetchState():
                 return self._fetch_state(sender)
-            case Rest() if sender.role == "worker":
+            case Idle() if sender.role == "worker":
                 return self._rest(sender)
         if sender.role != "coordinator":
             self.refused[f"{type(message).__name__} from a {sender.role}"] += 1
@@ -123,28 +123,28 @@ class Server:
                 return self._revoke(message)
             case Forget():
                 return self._forget(message)
-            case Named():
+            case RoundChosen():
                 return self._named(message)
-            case Tune():
+            case AdjustRule():
                 return self._tune(message)
             case Command():
                 return self._command(message)
-            case Ask():  # who was lost meanwhile may have been waited for
-                return [*self._admit_all(), Out(COORDINATOR, self.report())]
+            case ReportRequest():  # who was lost meanwhile may have been waited for
+                return [*self._admit_all(), ServerOutput(COORDINATOR, self.report())]
             case Flush():
                 for block in self.blocks.values():
                     block.rule.flush(block)
-                return [*self._admit_all(), Out(COORDINATOR, self.report(flushed=True))]
+                return [*self._admit_all(), ServerOutput(COORDINATOR, self.report(flushed=True))]
         return []
 
     # ---- the accepting of a push, in this order, in one step per block -------------------------------------------
 
-    def _push(self, sender: Peer, push: Push, payload: Tensor | None) -> list[Out]:
+    def _push(self, sender: Peer, push: Push, payload: Tensor | None) -> list[ServerOutput]:
         block = self.blocks.get(push.block)
         if block is None:
             self.refused[_word(PushResult.WRONG_SERVER)] += 1
             return [
-                Out(
+                ServerOutput(
                     sender,
                     Ack(push.block, push.sequence, PushResult.WRONG_SERVER, self.term, 0, push.slot, "not my block"),
                 )
@@ -153,19 +153,19 @@ class Server:
         if result > PushResult.DUPLICATE:
             self.refused[_word(result)] += 1
         ack = Ack(push.block, push.sequence, result, self.term, block.version, push.slot, reason)
-        outs = [Out(sender, ack)]
+        outs = [ServerOutput(sender, ack)]
         if block.clocked and result in DONE_WITH and self.lives.get(push.worker) == sender.incarnation:
             block.rule.tick(block, push.worker, push.clock)
         if push.want:
-            self._wait(block, sender, Pull(push.sequence, push.clock, push.point))
+            self._wait(block, sender, Pull(push.sequence, push.clock, push.at_version))
         if block.waiting:
             outs += self._admit(block)
         if self.naming:  # before the report: others must hear of the last round before they are told to flush
             outs += self._name(block)
         if self.unreported:
             outs += self._report_progress(block)
-        if self.led is not None and result == PushResult.ACCEPTED:
-            outs += [Out(COORDINATOR, message) for message in self.led.evaluated()]
+        if self.commands is not None and result == PushResult.ACCEPTED:
+            outs += [ServerOutput(COORDINATOR, message) for message in self.commands.evaluated()]
         return outs
 
     def _accept(self, sender: Peer, block: Block, push: Push, payload: Tensor | None) -> tuple[PushResult, str]:
@@ -178,23 +178,23 @@ class Server:
             return PushResult.REVOKED, ""
         if sender.role != "worker" or sender.index != push.worker:
             return PushResult.BAD, f"a push of worker {push.worker} came from {sender}"
-        if push.name != self.good_name[0] or push.point != self.good_name[1]:
-            wrong = why_not(block.plan, push.name, push.point)
+        if push.name != self.good_name[0] or push.at_version != self.good_name[1]:
+            wrong = validate_push_id(block.plan, push.name, push.at_version)
             if wrong:
                 return PushResult.BAD, wrong
-            self.good_name = push.name, push.point
+            self.good_name = push.name, push.at_version
         gradient, wrong = self._gradient(block, push, payload)
         if wrong:
             return PushResult.BAD, wrong
-        if push.point >= 0 and push.point != block.version:
+        if push.at_version >= 0 and push.at_version != block.version:
             return (
                 (PushResult.LATE, "")
-                if push.point < block.version
+                if push.at_version < block.version
                 else (PushResult.EARLY, f"at version {block.version}")
             )
-        if self._has_had(sender, block, push):
+        if self._has_accepted(sender, block, push):
             return PushResult.DUPLICATE, ""
-        if block.marks.has_some(push.name):
+        if block.accepted_set.has_some(push.name):
             return PushResult.OVERLAPS, ""
         self._take(sender, block, push, gradient)
         return PushResult.ACCEPTED, ""
@@ -215,18 +215,18 @@ class Server:
             gradient = gradient.to(block.master_dtype)
         return gradient, ""  # its sender has seen that it is finite, and checksums that it came as it was sent
 
-    def _has_had(self, sender: Peer, block: Block, push: Push) -> bool:
+    def _has_accepted(self, sender: Peer, block: Block, push: Push) -> bool:
         if push.name:
-            return block.marks.has_all(push.name)
-        return push.sequence <= block.extras.get((sender.index, sender.incarnation), -1)
+            return block.accepted_set.has_all(push.name)
+        return push.sequence <= block.untracked_pushes.get((sender.index, sender.incarnation), -1)
 
     def _take(self, sender: Peer, block: Block, push: Push, gradient: Tensor | None) -> None:
         if push.name:
             self._mark(block, push.name)
-            if self.led is not None and block is next(iter(self.blocks.values())):
-                self.led.took(push)
+            if self.commands is not None and block is next(iter(self.blocks.values())):
+                self.commands.took(push)
         else:
-            block.extras[sender.index, sender.incarnation] = push.sequence
+            block.untracked_pushes[sender.index, sender.incarnation] = push.sequence
         if push.skip:
             block.skip(push.name, push.skip)
         before = block.version
@@ -235,14 +235,14 @@ class Server:
         if block.dropped:
             self._drop(block)
 
-    def _mark(self, block: Block, name: Name) -> None:
-        for portion in block.marks.add(name):
+    def _mark(self, block: Block, name: PushId) -> None:
+        for portion in block.accepted_set.add(name):
             self.complete[portion] += 1
             if self.complete[portion] == len(self.blocks):  # this was the last block that lacked it
                 self.completed += 1
-                self.unreported = self.led is None
-                if self.led is not None:
-                    self.led.complete += 1
+                self.unreported = self.commands is None
+                if self.commands is not None:
+                    self.commands.complete += 1
 
     def _drop(self, block: Block) -> None:
         """The rule has done with batches that may not have come."""
@@ -250,25 +250,25 @@ class Server:
         for name in dropped:
             self._mark(block, name)
 
-    def _report_progress(self, block: Block) -> list[Out]:
+    def _report_progress(self, block: Block) -> list[ServerOutput]:
         """Tell of portions that are complete: each, or where there are very many, every so many."""
-        due = self.completed % self.report_every == 0 or block.marks.low == block.plan.num_portions
+        due = self.completed % self.report_every == 0 or block.accepted_set.low == block.plan.num_portions
         if not self.unreported or not due:
             return []
         self.unreported = False
-        return [Out(COORDINATOR, self.report(measured=False))]
+        return [ServerOutput(COORDINATOR, self.report(measured=False))]
 
     # ---- rounds in which block 0 chooses ---------------------------------------------------------------------------
 
-    def _name(self, block: Block) -> list[Out]:
+    def _name(self, block: Block) -> list[ServerOutput]:
         """If block 0 has just chosen the cells of a round: tell the other blocks, here and elsewhere."""
         chosen = [] if block.index else block.rule.take_chosen()
         if not chosen:
             return []
         outs = [out for named in chosen for out in self._named(named)]
-        return [*(Out(COORDINATOR, named) for named in chosen), *outs]
+        return [*(ServerOutput(COORDINATOR, named) for named in chosen), *outs]
 
-    def _named(self, named: Named) -> list[Out]:
+    def _named(self, named: RoundChosen) -> list[ServerOutput]:
         for block in self.blocks.values():
             before = block.version
             block.rule.choose(block, named)
@@ -279,14 +279,14 @@ class Server:
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
-    def _pull(self, sender: Peer, pull: Pull) -> list[Out]:
-        outs: list[Out] = []
+    def _pull(self, sender: Peer, pull: Pull) -> list[ServerOutput]:
+        outs: list[ServerOutput] = []
         for block in self.blocks.values():
             if block.part != pull.part:
                 continue
             nobody_waits = block.loaded and not block.waiting and not block.clocked
             if nobody_waits and block.rule.admits(block, pull, sender.index):
-                outs.append(Out(sender, self._params(block, pull, sender.index), True))
+                outs.append(ServerOutput(sender, self._params(block, pull, sender.index), True))
             else:
                 self._wait(block, sender, pull)
                 outs += self._admit(block)
@@ -300,17 +300,17 @@ class Server:
         block.waiting.pop(sender, None)
         block.waiting[sender] = pull
 
-    def _admit_all(self) -> list[Out]:
+    def _admit_all(self) -> list[ServerOutput]:
         return [out for block in self.blocks.values() if block.waiting for out in self._admit(block)]
 
-    def _admit(self, block: Block) -> list[Out]:
+    def _admit(self, block: Block) -> list[ServerOutput]:
         if not block.loaded:
             return []
         admits = block.rule.admits
         admitted = [(to, pull) for to, pull in block.waiting.items() if admits(block, pull, to.index)]
         for to, _ in admitted:
             del block.waiting[to]
-        outs = [Out(to, self._params(block, pull, to.index), read=True) for to, pull in admitted]
+        outs = [ServerOutput(to, self._params(block, pull, to.index), read=True) for to, pull in admitted]
         if block.clocked and block.waiting:
             outs += self._hold(block)
         return outs
@@ -327,20 +327,20 @@ class Server:
             pull.sequence,
             self.term,
             block.version,
-            pull.point,
+            pull.at_version,
             asks=self.asks,
             clock=clock,
             kept=kept,
         )
 
-    def _hold(self, block: Block) -> list[Out]:
+    def _hold(self, block: Block) -> list[ServerOutput]:
         """Tell those who have to wait for whom; once, unless it becomes somebody else."""
         outs = []
         for reader, pull in block.waiting.items():
             holder = block.rule.holder(block, pull, reader.index)
             if holder is not None and self.held.get(reader) != (pull.sequence, holder):
                 self.held[reader] = pull.sequence, holder
-                outs.append(Out(reader, Held(pull.sequence, holder)))
+                outs.append(ServerOutput(reader, PullDelayed(pull.sequence, holder)))
         return outs
 
     def read(self, params: Params) -> tuple[Params, Tensor | None]:
@@ -351,20 +351,20 @@ class Server:
             if copy is not None:  # otherwise the reader was given up meanwhile
                 return params, copy
         kept = len(block.place.buffers) - 1  # in rounds version r is kept beside r + 1, not longer
-        late = params.point >= 0 and block.version > params.point + kept
-        version = params.point if params.point >= 0 else block.version
+        late = params.at_version >= 0 and block.version > params.at_version + kept
+        version = params.at_version if params.at_version >= 0 else block.version
         if late or version != params.version or self.term != params.term:
             params = msgspec.structs.replace(params, term=self.term, version=version, late=late)
         return params, None if late else block.place.of(version)
 
-    def _fetch_state(self, sender: Peer) -> list[Out]:
+    def _fetch_state(self, sender: Peer) -> list[ServerOutput]:
         """The state of every block's optimizer: the large parts first, each read when it leaves, then the numbers."""
         outs = []
         for index, block in self.blocks.items():
             assert block.optimizer is not None
             parts, numbers = as_parts(block.spec, block.optimizer.state())
-            outs += [Out(sender, StatePart(index, part), read=True) for part in parts]
-            outs.append(Out(sender, StatePart(index, "", numbers=numbers), read=True))
+            outs += [ServerOutput(sender, StatePart(index, part), read=True) for part in parts]
+            outs.append(ServerOutput(sender, StatePart(index, "", numbers=numbers), read=True))
         return outs
 
     def read_state(self, message: StatePart) -> tuple[StatePart, Tensor | None]:
@@ -379,7 +379,7 @@ class Server:
 
     # ---- what the coordinator says ---------------------------------------------------------------------------------
 
-    def _assign(self, assign: Assign) -> list[Out]:
+    def _assign(self, assign: Assign) -> list[ServerOutput]:
         self.term = assign.term
         half = self.half(assign.num_workers)
         if assign.optimizer is not None:  # a user's own, with a schedule of its own
@@ -389,7 +389,7 @@ class Server:
         self.asks = reads == "admitted"
         self.naming = rule.chooses
         self.guard, self.adapt = half.guard and assign.optimizer is None, half.adapt
-        self.led = Led(half.vectors) if half.vectors else None
+        self.commands = CommandExecutor(half.vectors) if half.vectors else None
         buffers = 2 if reads == "round" else 1
         places = self.publish(assign.blocks, buffers)
         self.blocks = {
@@ -400,57 +400,59 @@ class Server:
         self._follow(assign.plan)
         loads, self.loads = self.loads, []
         outs = [out for load in loads for out in self._load(*load)]
-        return outs if self.blocks else [Out(COORDINATOR, Ready())]
+        return outs if self.blocks else [ServerOutput(COORDINATOR, Ready())]
 
-    def _load(self, sender: Peer, load: Load, payload: Tensor | None) -> list[Out]:
+    def _load(self, sender: Peer, load: InitBlock, payload: Tensor | None) -> list[ServerOutput]:
         if not self.assigned:  # a worker may hear of its servers before they hear of their blocks
             self.loads.append((sender, load, None if payload is None else payload.clone()))
             return []
         block = self.blocks.get(load.block)
         wanted = None if block is None else (block.spec.dtype, block.spec.numel, block.spec.num_bytes)
         given = None if payload is None else payload.numel() * payload.element_size()
-        begun = block is not None and bool(block.marks.count or block.version)
+        begun = block is not None and bool(block.accepted_set.count or block.version)
         if block is None or payload is None or wanted != (load.dtype, load.numel, given) or begun:
             self.refused["load"] += 1
-            return [] if block is None or not block.loaded else [Out(sender, Loaded(load.block, load.slot))]
+            return (
+                [] if block is None or not block.loaded else [ServerOutput(sender, BlockReady(load.block, load.slot))]
+            )
         block.load(load, payload.view(block.dtype))
-        outs = [Out(sender, Loaded(load.block, load.slot))]
+        outs = [ServerOutput(sender, BlockReady(load.block, load.slot))]
         if not load.part and all(b.loaded for b in self.blocks.values()):
-            outs += [Out(COORDINATOR, Ready()), *self._admit_all()]
+            outs += [ServerOutput(COORDINATOR, Ready()), *self._admit_all()]
         return outs
 
-    def _planned(self, planned: Planned) -> list[Out]:
+    def _planned(self, planned: Planned) -> list[ServerOutput]:
         for block in self.blocks.values():
             block.replan(planned.plan)
         self._follow(planned.plan)
-        return [Out(COORDINATOR, Ready())]
+        return [ServerOutput(COORDINATOR, Ready())]
 
-    def _follow(self, plan: Plan) -> None:
+    def _follow(self, plan: DataPlan) -> None:
         """Where there are very many portions, tell of some at once; in rounds of each, others may wait for that."""
         self.report_every = 1 if plan.columns else max(1, plan.num_portions // REPORTS)
 
-    def _command(self, command: Command) -> list[Out]:
-        if self.led is None:
+    def _command(self, command: Command) -> list[ServerOutput]:
+        if self.commands is None:
             self.refused["command"] += 1
             return []
-        before = self.led.version
-        answers = self.led.command(command, list(self.blocks.values()))
-        if self.led.version != before:
+        before = self.commands.version
+        answers = self.commands.command(command, list(self.blocks.values()))
+        if self.commands.version != before:
             self.complete.clear()
             self.updates += len(self.blocks)
-        return [*(Out(COORDINATOR, answer) for answer in answers), *self._admit_all()]
+        return [*(ServerOutput(COORDINATOR, answer) for answer in answers), *self._admit_all()]
 
-    def _revoke(self, revoke: Revoke) -> list[Out]:
+    def _revoke(self, revoke: Revoke) -> list[ServerOutput]:
         self.floor[revoke.portion] = max(self.floor.get(revoke.portion, 0), revoke.lease)
-        masks = tuple(block.marks.of(revoke.portion) for block in self.blocks.values())
-        return [Out(COORDINATOR, Sets(revoke.portion, revoke.lease, masks))]
+        masks = tuple(block.accepted_set.of(revoke.portion) for block in self.blocks.values())
+        return [ServerOutput(COORDINATOR, AcceptedBatches(revoke.portion, revoke.lease, masks))]
 
-    def _forget(self, forget: Forget) -> list[Out]:
+    def _forget(self, forget: Forget) -> list[ServerOutput]:
         for block in self.blocks.values():
             block.rule.forget(block, forget.worker)
         return self._admit_all()
 
-    def _tune(self, tune: Tune) -> list[Out]:
+    def _tune(self, tune: AdjustRule) -> list[ServerOutput]:
         if tune.number <= self.tuned:
             return []
         self.tuned = tune.number
@@ -460,7 +462,7 @@ class Server:
                 block.rule.retune(tune.bound)
         return self._admit_all()
 
-    def _rest(self, worker: Peer) -> list[Out]:
+    def _rest(self, worker: Peer) -> list[ServerOutput]:
         return self._forget(Forget(worker.index)) if self.lives.get(worker.index) == worker.incarnation else []
 
     def lost(self, peer: Peer) -> None:
@@ -474,7 +476,7 @@ class Server:
     def report(self, flushed: bool = False, measured: bool = True) -> Report:
         """The marks; the measurements, which take longer, only when asked for."""
         blocks = list(self.blocks.values())
-        low = min((b.marks.low for b in blocks), default=0)
+        low = min((b.accepted_set.low for b in blocks), default=0)
         if low != self.low:  # of portions below that nobody will ask again
             self.low = low
             self.floor = {portion: lease for portion, lease in self.floor.items() if portion >= low}
@@ -491,7 +493,7 @@ class Server:
         return Report(
             low=low,
             full=tuple(sorted([portion for portion, times in self.complete.items() if times == num_blocks])),
-            had=min((b.marks.count for b in blocks), default=0),
+            accepted=min((b.accepted_set.count for b in blocks), default=0),
             updates=self.updates,
             blocks=tuple(b.tally() for b in blocks),
             skipped=tuple(Skipped(p, mask, reason) for (p, reason), mask in sorted(skipped.items())),

@@ -26,8 +26,8 @@ from functools import partial
 from rainband import advice
 from rainband.protocol.lr_schedules import Schedule, Shape
 from rainband.protocol.optimizer_spec import element_wise
-from rainband.rules import WaitForSlowest
-from rainband.strategy import Cluster, Requirements, ServerHalf, Strategy, Worker
+from rainband.rules import StalenessBound
+from rainband.strategy import Cluster, Requirements, ServerPart, Strategy, Worker
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ class AdaptiveBound(Strategy):
         return Requirements(waits="bounded")
 
     async def run(self, worker: Worker) -> None:
-        async for cell in worker.cells():
+        async for work_item in worker.work_items():
             await worker.server.pull()
-            for batch in cell.batches:
+            for batch in work_item.batches:
                 worker.server.push(await worker.gradient(batch))
 
-    def server(self, num_workers: int) -> ServerHalf:
+    def server(self, num_workers: int) -> ServerPart:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
-        rule = partial(WaitForSlowest, self.low)
+        rule = partial(StalenessBound, self.low)
         schedule = Schedule(self.schedule, self.warmup)
-        return ServerHalf(rule, optimizer, schedule, guard=True, adapt=(self.low, self.high))
+        return ServerPart(rule, optimizer, schedule, guard=True, adapt=(self.low, self.high))
 
     def staleness(self, replicas: int) -> float:
         return (replicas - 1) / (1 if self.high else 2)  # in lock-step the first to push misses none

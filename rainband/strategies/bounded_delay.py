@@ -27,8 +27,8 @@ from functools import partial
 from rainband import advice
 from rainband.protocol.lr_schedules import Schedule, Shape
 from rainband.protocol.optimizer_spec import element_wise
-from rainband.rules import WaitForTasks, compensated
-from rainband.strategy import Cluster, Requirements, ServerHalf, Strategy, Worker
+from rainband.rules import TaskBound, compensated
+from rainband.strategy import Cluster, Requirements, ServerPart, Strategy, Worker
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ class BoundedDelay(Strategy):
 
     async def run(self, worker: Worker) -> None:
         fetch = None
-        async for cell in worker.cells():
+        async for work_item in worker.work_items():
             await (fetch or worker.server.pull())
-            fetch = worker.server.pull(ahead=1) if self.tau and cell.more else None
-            for batch in cell.batches:
+            fetch = worker.server.pull(ahead=1) if self.tau and work_item.more else None
+            for batch in work_item.batches:
                 worker.server.push(await worker.gradient(batch))
 
-    def server(self, num_workers: int) -> ServerHalf:
+    def server(self, num_workers: int) -> ServerPart:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
-        rule = partial(WaitForTasks, self.tau, self.tau_last)
-        return ServerHalf(
+        rule = partial(TaskBound, self.tau, self.tau_last)
+        return ServerPart(
             compensated(rule, self.compensation, self.compensation_memory),
             optimizer,
             Schedule(self.schedule, self.warmup),

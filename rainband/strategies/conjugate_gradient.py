@@ -17,13 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from rainband.full_batch.descent import START, Descent, FullBatch, Where, deliver_cells
+from rainband.full_batch.descent import START, Descent, FullBatch, SearchPoint, deliver_items
 from rainband.full_batch.line_search import Trial, strong_wolfe
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.optimizer_spec import element_wise
 from rainband.protocol.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
-from rainband.rules import SumOfCells
-from rainband.strategy import Leading, ServerHalf, Worker
+from rainband.rules import SumGradients
+from rainband.strategy import CoordinatorApi, ServerPart, Worker
 
 DIRECTION, BEFORE = "direction", "before"  # the latter is the gradient of the iteration before
 
@@ -36,15 +36,15 @@ class ConjugateGradient(FullBatch):
     c2: float = 0.1  # how much of the slope may be left: directions are conjugate only after a good search
 
     async def run(self, worker: Worker) -> None:
-        await deliver_cells(worker)
+        await deliver_items(worker)
 
-    def server(self, num_workers: int) -> ServerHalf:
-        return ServerHalf(SumOfCells, element_wise("sgd", 1.0), Schedule(), vectors=4)
+    def server(self, num_workers: int) -> ServerPart:
+        return ServerPart(SumGradients, element_wise("sgd", 1.0), Schedule(), vectors=4)
 
-    async def lead(self, coordinator: Leading) -> None:
+    async def coordinate(self, coordinator: CoordinatorApi) -> None:
         descent = Descent(coordinator, self.weight_decay)
         limits = self.limits
-        descent.cells = tuple(range(coordinator.num_cells))
+        descent.work_items = tuple(range(coordinator.num_items))
         here = await descent.evaluate()
         await coordinator.compute(copy(DIRECTION, GRADIENT), scale(DIRECTION, -1.0))
         step = min(1.0, self.first_step / here.gradient_norm) if here.gradient_norm else 1.0
@@ -64,7 +64,9 @@ class ConjugateGradient(FullBatch):
                 step = chosen.step * before / slope if moved else self.first_step / here.gradient_norm
             coordinator.note(iteration, here.loss, here.gradient_norm, chosen.step, end)
 
-    async def _search(self, descent: Descent, here: Where, slope: float, step: float) -> tuple[Trial, Where]:
+    async def _search(
+        self, descent: Descent, here: SearchPoint, slope: float, step: float
+    ) -> tuple[Trial, SearchPoint]:
         start = Trial(0.0, here.loss, slope)
         compute = descent.coordinator.compute
         (length,) = await compute(copy(START, PARAMS), copy(BEFORE, GRADIENT), norm(DIRECTION))
@@ -73,7 +75,7 @@ class ConjugateGradient(FullBatch):
         await compute(drop(START))
         return chosen
 
-    async def _turn(self, coordinator: Leading, anew: bool) -> tuple[float, bool]:
+    async def _turn(self, coordinator: CoordinatorApi, anew: bool) -> tuple[float, bool]:
         """The next direction; returns the slope along it, and whether it is that of the gradient alone."""
         gg, gb, bb = await coordinator.compute(dot(GRADIENT, GRADIENT), dot(GRADIENT, BEFORE), dot(BEFORE, BEFORE))
         beta = 0.0 if anew or not bb else max(0.0, (gg - gb) / bb)

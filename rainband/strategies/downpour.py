@@ -34,7 +34,7 @@ from rainband import advice
 from rainband.protocol.lr_schedules import Schedule, Shape
 from rainband.protocol.optimizer_spec import element_wise
 from rainband.rules import ApplyOnArrival, compensated
-from rainband.strategy import Cluster, Gradient, Requirements, ServerHalf, Strategy, Worker
+from rainband.strategy import Cluster, Gradient, Requirements, ServerPart, Strategy, Worker
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Downpour(Strategy):
     compensation_memory: float = 0.0  # 0.95: weaker where gradients have been large (DC-ASGD-a); 0: alike everywhere
     local_lr: float | None = None  # of the worker's own step; none: 0 if n_fetch=1, else lr (sgd) or a tenth of it
     overlap: bool = True  # fetch while computing; no: wait for one's own push before the next step
-    warm_batches: int = 0  # batches that one worker does alone before the rest are released
+    warm_start_batches: int = 0  # batches that one worker does alone before the rest are released
     schedule: Shape = "constant"
     warmup: float = 0.0  # the part of the run in which the learning rate rises
     guard: bool = True  # lower the learning rate, or tighten the bound, when the loss runs away, and say so
@@ -67,14 +67,14 @@ class Downpour(Strategy):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(batches_per_item=self.n_push, warm_start_batches=self.warm_batches)
+        return Requirements(batches_per_item=self.n_push, warm_start_batches=self.warm_start_batches)
 
     async def run(self, worker: Worker) -> None:
         server, step, own_lr = worker.server, 0, self._own_lr()
         await server.pull()
-        async for cell in worker.cells():
+        async for work_item in worker.work_items():
             owed: Gradient | None = None
-            for batch in cell.batches:
+            for batch in work_item.batches:
                 fetch = server.pull() if self.overlap and step % self.n_fetch == 0 else None
                 gradient = await worker.gradient(batch)
                 owed = gradient if owed is None else owed + gradient
@@ -84,7 +84,7 @@ class Downpour(Strategy):
                     worker.params.step(gradient, own_lr)
                 step += 1
             assert owed is not None, "a cell has at least one batch"
-            if not self.overlap and step % self.n_fetch < len(cell.batches):
+            if not self.overlap and step % self.n_fetch < len(work_item.batches):
                 await server.exchange(owed)
             else:
                 server.push(owed)
@@ -96,10 +96,10 @@ class Downpour(Strategy):
             return 0.0  # the next fetch replaces the parameters anyway
         return self.lr if self.optimizer == "sgd" else self.lr / 10
 
-    def server(self, num_workers: int) -> ServerHalf:
+    def server(self, num_workers: int) -> ServerPart:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
         rule = compensated(ApplyOnArrival, self.compensation, self.compensation_memory)
-        return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup), guard=self.guard)
+        return ServerPart(rule, optimizer, Schedule(self.schedule, self.warmup), guard=self.guard)
 
     def staleness(self, replicas: int) -> float:
         missed = float(replicas - 1)

@@ -59,8 +59,8 @@ class Hogwild(Strategy):
 
     async def run(self, worker: Worker) -> None:
         optimizer = worker.optimizer(self.spec(), Schedule(self.schedule, self.warmup))
-        async for cell in worker.cells():
-            for batch in cell.batches:
+        async for work_item in worker.work_items():
+            for batch in work_item.batches:
                 optimizer.step(await worker.gradient(batch))
 
     def spec(self) -> OptimizerSpec:

@@ -21,7 +21,7 @@ The paper cuts a batch into m microbatches; here m batches of the run are one of
 empty (at the end, or while no batch is at hand) an update of fewer batches is made, of their mean, and the next batches
 begin at the newest parameters, as the first did.
 
-A stage may have replicas (a plan of `rainband plan` says so): batches go to them in turn, and the r gradients of a
+A stage may have replicas (a plan of `rainband placement` says so): batches go to them in turn, and the r gradients of a
 round, weighted by their samples, make one update, the same on all of them.
 
 Use it when a model is too large or too slow for one machine, and its stages take about as long. Not when the result
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from rainband.protocol.lr_schedules import Schedule, Shape
 from rainband.protocol.optimizer_spec import OptimizerSpec, element_wise
-from rainband.strategy import Requirements, Stashes, Strategy, Turn, Worker
+from rainband.strategy import Requirements, StageVersions, Strategy, Turn, Worker
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Pipedream(Strategy):
     async def run(self, worker: Worker) -> None:
         stage = worker.stage(self.spec(), Schedule(self.schedule, self.warmup), self.stashes())
         on_the_way: deque[Turn] = deque()
-        async for cell in worker.cells():
-            for batch in cell.batches:
+        async for work_item in worker.work_items():
+            for batch in work_item.batches:
                 turn = stage.turn(batch)
                 if turn is None:
                     continue  # it is another replica's
@@ -85,13 +85,13 @@ class Pipedream(Strategy):
                 on_the_way.append(turn)
                 if len(on_the_way) > stage.ahead:
                     await stage.backward(on_the_way.popleft())
-            if not cell.more:  # there may be no next one: let all come home
+            if not work_item.more:  # there may be no next one: let all come home
                 while on_the_way:
                     await stage.backward(on_the_way.popleft())
                 await stage.settle()
 
-    def stashes(self) -> Stashes:
-        return Stashes(self.stash, self.vertical_sync, self.recompute, self.double_buffered, self.micros)
+    def stashes(self) -> StageVersions:
+        return StageVersions(self.stash, self.vertical_sync, self.recompute, self.double_buffered, self.micros)
 
     def spec(self) -> OptimizerSpec:
         return element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)

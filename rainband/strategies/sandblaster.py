@@ -30,18 +30,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
-from rainband.full_batch.descent import START, Descent, FullBatch, Sampling, Where, deliver_cells
+from rainband.full_batch.descent import START, Descent, FullBatch, Sampling, SearchPoint, deliver_items
 from rainband.full_batch.line_search import Search, Trial, armijo, strong_wolfe
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.optimizer_spec import element_wise
 from rainband.protocol.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
-from rainband.rules import SumOfCells
-from rainband.strategy import Leading, ServerHalf, Worker
+from rainband.rules import SumGradients
+from rainband.strategy import CoordinatorApi, ServerPart, Worker
 
 ROUNDING = 2.3e-16  # curvature below this part of y.y is noise
 
 
-class Pair(NamedTuple):
+class CurvaturePair(NamedTuple):
     """One pair of the history: the names of its vectors, and their products."""
 
     s: str
@@ -54,7 +54,7 @@ class Pair(NamedTuple):
 class History:
     """The last pairs, oldest first, and s.y of every older s with every newer y: no dot product is asked for twice."""
 
-    pairs: list[Pair] = field(default_factory=list)
+    pairs: list[CurvaturePair] = field(default_factory=list)
     products: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
@@ -77,20 +77,20 @@ class Sandblaster(FullBatch):
     # ---- the workers' half -----------------------------------------------------------------------------------------
 
     async def run(self, worker: Worker) -> None:
-        await deliver_cells(worker)
+        await deliver_items(worker)
 
     # ---- the servers' half -----------------------------------------------------------------------------------------
 
-    def server(self, num_workers: int) -> ServerHalf:
-        return ServerHalf(SumOfCells, element_wise("sgd", 1.0), Schedule(), vectors=2 * self.history + 3)
+    def server(self, num_workers: int) -> ServerPart:
+        return ServerPart(SumGradients, element_wise("sgd", 1.0), Schedule(), vectors=2 * self.history + 3)
 
     # ---- the coordinator's half ------------------------------------------------------------------------------------
 
-    async def lead(self, coordinator: Leading) -> None:
+    async def coordinate(self, coordinator: CoordinatorApi) -> None:
         descent = Descent(coordinator, self.weight_decay)
         limits = self.limits
         sampling = Sampling(self.batch, self.overlap)
-        descent.cells = sampling.draw(0, coordinator.seed, coordinator.num_cells, ())
+        descent.work_items = sampling.draw(0, coordinator.seed, coordinator.num_items, ())
         here = await descent.evaluate()
         history = History()
         iteration, end = 0, limits.reached(0, float("inf"), here)
@@ -107,11 +107,13 @@ class Sandblaster(FullBatch):
             else:
                 end = "no lower loss was found down the gradient"
             if not end and not sampling.is_whole:
-                descent.cells = sampling.draw(iteration, coordinator.seed, coordinator.num_cells, descent.cells)
+                descent.work_items = sampling.draw(
+                    iteration, coordinator.seed, coordinator.num_items, descent.work_items
+                )
                 here = await descent.evaluate()
             coordinator.note(iteration, here.loss, here.gradient_norm, step, end)
 
-    async def _iterate(self, descent: Descent, here: Where, history: History) -> tuple[float, Where]:
+    async def _iterate(self, descent: Descent, here: SearchPoint, history: History) -> tuple[float, SearchPoint]:
         """One direction, one search, one new pair; returns how far it went, and where it is."""
         compute, pairs = descent.coordinator.compute, history.pairs
         used = {pair.s for pair in pairs}
@@ -131,12 +133,12 @@ class Sandblaster(FullBatch):
         ys, yy, *sy = await compute(*made, dot(y, s), dot(y, y), *(dot(pair.s, y) for pair in pairs))
         if chosen.step and ys > ROUNDING * yy:
             history.products.update({(pair.s, y): product for pair, product in zip(pairs, sy, strict=True)})
-            pairs.append(Pair(s, y, ys, yy))
+            pairs.append(CurvaturePair(s, y, ys, yy))
         else:
             await compute(drop(s), drop(y))
         return chosen.step, there
 
-    async def _direction(self, coordinator: Leading, d: str, history: History) -> tuple[float, float]:
+    async def _direction(self, coordinator: CoordinatorApi, d: str, history: History) -> tuple[float, float]:
         """The two-loop recursion, in three commands; returns the slope along the direction, and its length."""
         pairs, products = history.pairs, history.products
         sg = await coordinator.compute(*(dot(pair.s, GRADIENT) for pair in pairs)) if pairs else ()

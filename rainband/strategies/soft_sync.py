@@ -29,8 +29,8 @@ from typing import Literal
 from rainband import advice
 from rainband.protocol.lr_schedules import Schedule, Shape
 from rainband.protocol.optimizer_spec import element_wise
-from rainband.rules import MeanOfArrivals, compensated
-from rainband.strategy import Cluster, Requirements, ServerHalf, Strategy, Worker
+from rainband.rules import ApplyEvery, compensated
+from rainband.strategy import Cluster, Requirements, ServerPart, Strategy, Worker
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class SoftSync(Strategy):
         return Requirements()
 
     async def run(self, worker: Worker) -> None:
-        async for cell in worker.cells():
+        async for work_item in worker.work_items():
             await worker.server.pull()
-            for batch in cell.batches:
+            for batch in work_item.batches:
                 worker.server.push(await worker.gradient(batch))
 
-    def server(self, num_workers: int) -> ServerHalf:
+    def server(self, num_workers: int) -> ServerPart:
         lr = self.lr / self.n if self.scaling == "n" else self.lr
         optimizer = element_wise(self.optimizer, lr, self.momentum, self.weight_decay)
         by_staleness = self.scaling == "staleness"
-        rule = partial(MeanOfArrivals, self.count(num_workers), by_staleness, num_workers, self.count)
-        return ServerHalf(
+        rule = partial(ApplyEvery, self.count(num_workers), by_staleness, num_workers, self.count)
+        return ServerPart(
             compensated(rule, self.compensation, self.compensation_memory),
             optimizer,
             Schedule(self.schedule, self.warmup),

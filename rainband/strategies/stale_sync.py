@@ -27,8 +27,8 @@ from functools import partial
 from rainband import advice
 from rainband.protocol.lr_schedules import Schedule, Shape
 from rainband.protocol.optimizer_spec import element_wise
-from rainband.rules import WaitForSlowest, compensated
-from rainband.strategy import Cluster, Gradient, Requirements, ServerHalf, Strategy, Worker
+from rainband.rules import StalenessBound, compensated
+from rainband.strategy import Cluster, Gradient, Requirements, ServerPart, Strategy, Worker
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,19 @@ class StaleSync(Strategy):
         return Requirements(waits="bounded", batches_per_item=self.n_push)
 
     async def run(self, worker: Worker) -> None:
-        async for cell in worker.cells():
+        async for work_item in worker.work_items():
             await worker.server.pull()
             owed: Gradient | None = None
-            for batch in cell.batches:
+            for batch in work_item.batches:
                 gradient = await worker.gradient(batch)
                 owed = gradient if owed is None else owed + gradient
             assert owed is not None, "a cell has at least one batch"
             worker.server.push(owed)
 
-    def server(self, num_workers: int) -> ServerHalf:
+    def server(self, num_workers: int) -> ServerPart:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)
-        rule = compensated(partial(WaitForSlowest, self.bound), self.compensation, self.compensation_memory)
-        return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup), guard=self.guard)
+        rule = compensated(partial(StalenessBound, self.bound), self.compensation, self.compensation_memory)
+        return ServerPart(rule, optimizer, Schedule(self.schedule, self.warmup), guard=self.guard)
 
     def staleness(self, replicas: int) -> float:
         return (replicas - 1) / (1 if self.bound else 2)  # in lock-step the first to push misses none

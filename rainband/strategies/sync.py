@@ -28,8 +28,8 @@ from typing import Literal
 from rainband import advice
 from rainband.protocol.lr_schedules import Schedule, Shape
 from rainband.protocol.optimizer_spec import element_wise
-from rainband.rules import FirstOfRound, MeanOfRound
-from rainband.strategy import Cluster, Requirements, ServerHalf, Strategy, Worker
+from rainband.rules import FirstArrivalsOfRound, MeanOfRound
+from rainband.strategy import Cluster, Requirements, ServerPart, Strategy, Worker
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Sync(Strategy):
             raise ValueError(f"backup_workers={self.backup_workers}: choose 0 (wait for all) or more.")
         self.server(1)
 
-    def num_cells(self, num_workers: int) -> int:
+    def num_items(self, num_workers: int) -> int:
         """Cells that make a round."""
         return max(1, num_workers - self.backup_workers)
 
@@ -59,33 +59,33 @@ class Sync(Strategy):
         return Requirements(waits="rounds")
 
     async def run(self, worker: Worker) -> None:
-        async for cell in worker.cells():
-            if await worker.server.pull(round=cell.round):
-                for batch in cell.batches:
+        async for work_item in worker.work_items():
+            if await worker.server.pull(round=work_item.round):
+                for batch in work_item.batches:
                     worker.server.push(await worker.gradient(batch))
 
-    def server(self, num_workers: int) -> ServerHalf:
-        cells = self.num_cells(num_workers)
-        factor = {"none": 1.0, "linear": float(cells), "sqrt": math.sqrt(cells)}[self.scaling]
+    def server(self, num_workers: int) -> ServerPart:
+        replicas = self.num_items(num_workers)
+        factor = {"none": 1.0, "linear": float(replicas), "sqrt": math.sqrt(replicas)}[self.scaling]
         optimizer = element_wise(self.optimizer, factor * self.lr, self.momentum, self.weight_decay)
-        rule = partial(FirstOfRound, cells) if self.backup_workers else MeanOfRound
-        return ServerHalf(rule, optimizer, Schedule(self.schedule, self.warmup))
+        rule = partial(FirstArrivalsOfRound, replicas) if self.backup_workers else MeanOfRound
+        return ServerPart(rule, optimizer, Schedule(self.schedule, self.warmup))
 
     def advice(self, cluster: Cluster) -> list[str]:
         waiting = [] if self.backup_workers else advice.of_waiting(cluster, how="in rounds")
         return [*self._scaling(cluster), *self._backups(cluster), *waiting]
 
     def _scaling(self, cluster: Cluster) -> list[str]:
-        cells = self.num_cells(cluster.replicas)
-        if self.scaling != "linear" or self.warmup or cells < 2:
+        replicas = self.num_items(cluster.replicas)
+        if self.scaling != "linear" or self.warmup or replicas < 2:
             return []
         return [
-            f"scaling=linear without a warm-up: the first step has a learning rate of {cells * self.lr:g}, {cells} "
-            f"times that of one worker, at parameters that no rate was tuned for. Add warmup=0.1."
+            f"scaling=linear without a warm-up: the first step uses a learning rate of {replicas * self.lr:g}, "
+            f"{replicas} times that of one worker, before training is stable. Add warmup=0.1."
         ]
 
     def _backups(self, cluster: Cluster) -> list[str]:
-        kept, number = self.num_cells(cluster.replicas), cluster.replicas
+        kept, number = self.num_items(cluster.replicas), cluster.replicas
         if not self.backup_workers or (self.backup_workers < number and 2 * kept >= number):
             return []
         return [

@@ -25,15 +25,15 @@ PUBLIC_HOME = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/m
 MOST_BYTES = 64 * 2**20  # of one file, packed or not; the largest has 47,040,016
 
 
-class Pair(NamedTuple):
+class ImagePair(NamedTuple):
     """The two files of one half of the data."""
 
     images: str
     labels: str
 
 
-TRAIN = Pair("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
-TEST = Pair("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
+TRAIN = ImagePair("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
+TEST = ImagePair("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
 SHA256 = {  # of the unpacked bytes: packers differ
     TRAIN.images: "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     TRAIN.labels: "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
@@ -142,7 +142,7 @@ def _write_whole(file: Path, content: bytes) -> None:
         raise
 
 
-def _read_pair(folder: Path, pair: Pair) -> tuple[Tensor, Tensor]:
+def _read_pair(folder: Path, pair: ImagePair) -> tuple[Tensor, Tensor]:
     images, labels = read_idx(folder / pair.images, 3), read_idx(folder / pair.labels, 1)
     if images.shape != (len(labels), 28, 28) or np.any(labels > 9):
         raise ValueError(

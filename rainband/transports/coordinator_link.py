@@ -13,7 +13,7 @@ import msgspec
 from rainband.errors import CoordinatorLost
 from rainband.protocol.messages import Message, decode, encode
 from rainband.protocol.worker_stats import Stats
-from rainband.transports.event_loop import Switchboard
+from rainband.transports.event_loop import EventLoop
 from rainband.transports.frames import BadFrame, FrameReader, pack
 
 MAX_BODY_BYTES = 1 << 28
@@ -21,15 +21,15 @@ MAX_BODY_BYTES = 1 << 28
 Deliver = Callable[[Message, memoryview | None], None]
 
 
-class Control:
+class CoordinatorLink:
     """Messages come in on a thread and are handed to the one that waits; anyone may send."""
 
     def __init__(
-        self, sock: socket.socket, key: int, switchboard: Switchboard, deliver: Deliver, stats: Stats, every_s: float
+        self, sock: socket.socket, key: int, event_loop: EventLoop, deliver: Deliver, stats: Stats, every_s: float
     ) -> None:
         self.sock = sock
         self.key = key
-        self.switchboard = switchboard
+        self.event_loop = event_loop
         self.deliver = deliver
         self.stats = stats
         self.every_s = every_s
@@ -49,13 +49,13 @@ class Control:
 
     def _run(self) -> None:
         reader = FrameReader(MAX_BODY_BYTES, self.key)
-        beat_at = time.monotonic()
+        heartbeat_at = time.monotonic()
         try:
             while True:
-                left_s = beat_at + self.every_s - time.monotonic()
+                left_s = heartbeat_at + self.every_s - time.monotonic()
                 if left_s <= 0:
-                    beat_at = time.monotonic()
-                    self.send(self.stats.beat())
+                    heartbeat_at = time.monotonic()
+                    self.send(self.stats.heartbeat())
                     continue
                 if not select.select([self.sock], [], [], left_s)[0]:
                     continue
@@ -65,7 +65,7 @@ class Control:
                 for frame in reader.received(count):
                     message = decode(frame.header)
                     body = None if frame.body is None else memoryview(bytes(frame.body))
-                    self.switchboard.post(lambda m=message, b=body: self.deliver(m, b))  # type: ignore[misc]
+                    self.event_loop.post(lambda m=message, b=body: self.deliver(m, b))  # type: ignore[misc]
         except (OSError, BadFrame, msgspec.DecodeError, CoordinatorLost) as error:
             lost = error if isinstance(error, CoordinatorLost) else CoordinatorLost("the coordinator", str(error))
             self._fail(lost)
@@ -74,4 +74,4 @@ class Control:
         def fail() -> None:
             raise error
 
-        self.switchboard.post(fail)
+        self.event_loop.post(fail)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Switchboard:
+class EventLoop:
     """Callbacks always run on the thread that waits, so nothing behind them needs a lock."""
 
     def __init__(self) -> None:

@@ -16,9 +16,9 @@ from rainband.protocol.messages import Address, Peer
 from rainband.protocol.peer_inbox import Inbox, Received
 from rainband.strategy import Tag
 from rainband.transports.connect import can_share_memory, dial, listen_tcp, listen_unix, this_machine
-from rainband.transports.event_loop import Switchboard
-from rainband.transports.peers_shared import SharedWay
-from rainband.transports.peers_tcp import TcpWay
+from rainband.transports.event_loop import EventLoop
+from rainband.transports.peers_shared import SharedPeerLinks
+from rainband.transports.peers_tcp import TcpPeerLinks
 from rainband.transports.pytrees import outgoing
 
 
@@ -30,7 +30,7 @@ class PeerLinks:
         me: Peer,
         secret: bytes,
         run_id: bytes,
-        switchboard: Switchboard,
+        event_loop: EventLoop,
         transport: str = "auto",
         timeout_s: float = 5.0,
         on_lost: Callable[[int], None] | None = None,
@@ -40,14 +40,14 @@ class PeerLinks:
         What it raises comes out of whatever waits.
         """
         self.me, self.secret, self.run_id = me, secret, run_id
-        self.switchboard = switchboard
+        self.event_loop = event_loop
         self.transport = transport
         self.timeout_s = timeout_s
         self.inbox = Inbox(on_lost)
         self.sent_messages = 0
         self.sent_bytes = 0  # of tensors
-        self._shared: SharedWay | None = None
-        self._tcp: TcpWay | None = None
+        self._shared: SharedPeerLinks | None = None
+        self._tcp: TcpPeerLinks | None = None
         _close_in_children(self)
 
     @property
@@ -58,15 +58,15 @@ class PeerLinks:
     def listen(self, host: str = "127.0.0.1") -> Address:
         """Where other workers of the run reach this one."""
         port, unix = 0, ""
-        settings = self.me, self.secret, self.run_id, self.switchboard, self.inbox, self.timeout_s
+        settings = self.me, self.secret, self.run_id, self.event_loop, self.inbox, self.timeout_s
         if self.transport != "tcp":
             unix = f"rainband-{self.run_id.hex()}-worker-{self.me.index}-{self.me.incarnation}"
-            self._shared = SharedWay(*settings)
+            self._shared = SharedPeerLinks(*settings)
             self._shared.hub.listen(listen_unix(unix))
         if self.transport != "shm":
             sock = listen_tcp(host)
             port = sock.getsockname()[1]
-            self._tcp = TcpWay(*settings)
+            self._tcp = TcpPeerLinks(*settings)
             self._tcp.hub.listen(sock)
             self._tcp.start()
         return Address(host, port, unix, this_machine())
@@ -87,21 +87,21 @@ class PeerLinks:
             if gone or left_s <= 0:
                 names = ", ".join(f"worker {index}" for index in gone or missing)
                 raise PeerLost(names, f"linking up with the other stages, for at most {self.timeout_s:g} s")
-            self.switchboard.wait(left_s)
+            self.event_loop.wait(left_s)
 
     def send(self, to: int, tag: Tag, payload: Any) -> None:
         """Send a nest of values, which may be overwritten when this returns; serves what comes if it must wait."""
-        nest = outgoing(payload)
+        pytree = outgoing(payload)
         if to not in self.inbox.linked:
             why = self.inbox.lost.get(to, "there was never a link to it")
             raise PeerLost(f"worker {to}", f"sending to it ({why})")
         if self._shared is not None and to in self._shared.links:
-            self._shared.send(to, tag, nest)
+            self._shared.send(to, tag, pytree)
         else:
             assert self._tcp is not None
-            self._tcp.send(to, tag, nest)
+            self._tcp.send(to, tag, pytree)
         self.sent_messages += 1
-        self.sent_bytes += nest.num_bytes
+        self.sent_bytes += pytree.num_bytes
 
     def recv(self, source: int, tag: Tag) -> Received:
         """Ask for one message of this tag; what came before it was asked for is kept. To be awaited."""

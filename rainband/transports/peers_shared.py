@@ -12,16 +12,16 @@ import socket
 from dataclasses import dataclass, field
 
 from rainband.errors import PeerLost
-from rainband.protocol.messages import GiveBack, Hello, Lend, Message, Peer, Value
+from rainband.protocol.messages import GiveBack, Hello, Lend, Message, Peer, PeerValue
 from rainband.protocol.peer_inbox import Inbox
 from rainband.strategy import Tag
 from rainband.transports.auth import Identity
 from rainband.transports.connection import Connection
-from rainband.transports.event_loop import Switchboard
+from rainband.transports.event_loop import EventLoop
 from rainband.transports.frames import BadFrame
 from rainband.transports.hub import Hub
 from rainband.transports.pytrees import Outgoing, as_tensor, incoming
-from rainband.transports.shared_memory import PAGE, Segment
+from rainband.transports.shared_memory import PAGE, SharedSegment
 
 MAX_SEGMENTS = 64  # of one link, each an open file at both ends; who has lent them all waits for one to come back
 MAX_SEGMENT_BYTES = 1 << 34
@@ -34,9 +34,9 @@ class Link:
     """One other worker on this machine: what it was lent, and what it has lent to us."""
 
     connection: Connection
-    lent: dict[int, Segment] = field(default_factory=dict)
+    lent: dict[int, SharedSegment] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)  # of the lent ones; the one that came back last is at the end
-    borrowed: dict[int, Segment] = field(default_factory=dict)
+    borrowed: dict[int, SharedSegment] = field(default_factory=dict)
 
     def best_free(self, num_bytes: int) -> int | None:
         """The smallest that is large enough, or else the largest, of equal ones the one used last: it is in the cache.
@@ -53,18 +53,18 @@ class Link:
         return max(reversed(self.free), key=size, default=None)
 
 
-class SharedWay:
+class SharedPeerLinks:
     """All links of one worker to workers on its own machine."""
 
     def __init__(
-        self, me: Peer, secret: bytes, run_id: bytes, switchboard: Switchboard, inbox: Inbox, timeout_s: float
+        self, me: Peer, secret: bytes, run_id: bytes, event_loop: EventLoop, inbox: Inbox, timeout_s: float
     ) -> None:
-        self.switchboard = switchboard
+        self.event_loop = event_loop
         self.inbox = inbox
         self.hub = Hub(me, secret, run_id, self, MAX_BODY_BYTES, timeout_s)
         self.links: dict[int, Link] = {}
         # An epoll can be watched like a socket: the hub's connections are served by whoever waits.
-        switchboard.watch(self.hub.epoll.fileno(), lambda: self.hub.run_once(0.0))
+        event_loop.watch(self.hub.epoll.fileno(), lambda: self.hub.run_once(0.0))
 
     def adopt(self, sock: socket.socket, peer: Identity, key: int) -> None:
         """Take over a connection that we opened."""
@@ -73,19 +73,19 @@ class SharedWay:
         connection.send(Hello())  # the other side has a link with its first message
         self._see_off(peer.index, connection)
 
-    def send(self, to: int, tag: Tag, nest: Outgoing) -> None:
+    def send(self, to: int, tag: Tag, pytree: Outgoing) -> None:
         """Send; waits for room, serving what comes meanwhile."""
         link = self.links[to]
-        if nest.num_bytes <= INLINE_BYTES:
-            link.connection.send(Value(tag, nest.structure), nest.copied())
+        if pytree.num_bytes <= INLINE_BYTES:
+            link.connection.send(PeerValue(tag, pytree.structure), pytree.copied())
         else:
-            number = self._segment(to, link, nest.num_bytes)
-            nest.fill(link.lent[number].bytes)
-            link.connection.send(Value(tag, nest.structure, number))
+            number = self._segment(to, link, pytree.num_bytes)
+            pytree.fill(link.lent[number].bytes)
+            link.connection.send(PeerValue(tag, pytree.structure, number))
         self._see_off(to, link.connection)
 
     def close(self) -> None:
-        self.switchboard.unwatch(self.hub.epoll.fileno())
+        self.event_loop.unwatch(self.hub.epoll.fileno())
         self.hub.close()
         self.links.clear()
 
@@ -105,7 +105,7 @@ class SharedWay:
         return number
 
     def _lend(self, to: int, link: Link, number: int, num_bytes: int) -> None:
-        segment = Segment.create("rainband values", num_bytes)
+        segment = SharedSegment.create("rainband values", num_bytes)
         while True:
             self._see_off(to, link.connection)  # a descriptor travels alone
             try:
@@ -128,7 +128,7 @@ class SharedWay:
 
     def _wait(self, to: int, connection: Connection) -> None:
         if connection.sock.fileno() >= 0:
-            self.switchboard.wait()
+            self.event_loop.wait()
         if connection.sock.fileno() < 0:
             raise PeerLost(f"worker {to}", "sending to it")
 
@@ -141,7 +141,7 @@ class SharedWay:
             return self._greet(connection, message)
         try:
             match message:
-                case Value():
+                case PeerValue():
                     self._take(index, link, message, body)
                 case Lend():
                     self._borrow(link, message)
@@ -168,12 +168,12 @@ class SharedWay:
         self.links[connection.peer.index] = Link(connection)
         self.inbox.opened(connection.peer.index)
 
-    def _take(self, index: int, link: Link, message: Value, body: memoryview | None) -> None:
+    def _take(self, index: int, link: Link, message: PeerValue, body: memoryview | None) -> None:
         if message.segment < 0:
-            return self.inbox.arrived(index, message.tag, incoming(message.nest, as_tensor(body)))
+            return self.inbox.arrived(index, message.tag, incoming(message.pytree, as_tensor(body)))
         if message.segment not in link.borrowed:
             raise BadFrame(f"it names segment {message.segment}, which it has not lent.")
-        payload = incoming(message.nest, link.borrowed[message.segment].bytes)
+        payload = incoming(message.pytree, link.borrowed[message.segment].bytes)
         link.connection.send(GiveBack(message.segment))
         self.hub.queue(link.connection)
         self.inbox.arrived(index, message.tag, payload)
@@ -182,4 +182,4 @@ class SharedWay:
         fds = link.connection.fds
         if not fds or not 0 <= message.segment < MAX_SEGMENTS or not 0 < message.num_bytes <= MAX_SEGMENT_BYTES:
             raise BadFrame(f"it lends segment {message.segment} of {message.num_bytes} bytes with {len(fds)} files.")
-        link.borrowed[message.segment] = Segment.open(fds.pop(0), message.num_bytes, writable=False)
+        link.borrowed[message.segment] = SharedSegment.open(fds.pop(0), message.num_bytes, writable=False)

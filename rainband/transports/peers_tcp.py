@@ -9,12 +9,12 @@ import time
 from collections import deque
 
 from rainband.errors import PeerLost
-from rainband.protocol.messages import Hello, Message, Peer, Value
+from rainband.protocol.messages import Hello, Message, Peer, PeerValue
 from rainband.protocol.peer_inbox import Inbox
 from rainband.strategy import Tag
 from rainband.transports.auth import Identity
 from rainband.transports.connection import Connection
-from rainband.transports.event_loop import Switchboard
+from rainband.transports.event_loop import EventLoop
 from rainband.transports.frames import BadFrame
 from rainband.transports.hub import Hub
 from rainband.transports.pytrees import Outgoing, as_tensor, fresh_memory, incoming
@@ -24,22 +24,22 @@ ROOM_BYTES = 64 << 20  # who sends waits while more than this has not left
 TICK_S = 1.0  # now and then, to close connections that never say who they are
 
 
-class TcpWay:
+class TcpPeerLinks:
     """All links of one worker to workers anywhere.
 
     The hub and what belongs to it are the thread's; the computing thread leaves messages in `outbox` and rings.
     """
 
     def __init__(
-        self, me: Peer, secret: bytes, run_id: bytes, switchboard: Switchboard, inbox: Inbox, timeout_s: float
+        self, me: Peer, secret: bytes, run_id: bytes, event_loop: EventLoop, inbox: Inbox, timeout_s: float
     ) -> None:
-        self.switchboard = switchboard
+        self.event_loop = event_loop
         self.inbox = inbox
         self.timeout_s = timeout_s
         # Values arrive where they stay: nothing is copied again.
         self.hub = Hub(me, secret, run_id, self, MAX_BODY_BYTES, timeout_s, body_memory=lambda _, n: fresh_memory(n))
         self.connections: dict[int, Connection] = {}
-        self.outbox: deque[tuple[int, Value, memoryview | None]] = deque()
+        self.outbox: deque[tuple[int, PeerValue, memoryview | None]] = deque()
         self.adopted: deque[tuple[socket.socket, Identity, int]] = deque()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.hub.watch(self.bell, self._rung)
@@ -60,16 +60,16 @@ class TcpWay:
         self.adopted.append((sock, peer, key))
         self._ring()
 
-    def send(self, to: int, tag: Tag, nest: Outgoing) -> None:
+    def send(self, to: int, tag: Tag, pytree: Outgoing) -> None:
         """Hand over a copy; waits for room, serving what comes meanwhile."""
         self.wants_room = True
         while self.given_bytes - self.left_bytes > ROOM_BYTES:
-            self.switchboard.wait()
+            self.event_loop.wait()
             if to in self.inbox.lost:
                 raise PeerLost(f"worker {to}", "sending to it")
         self.wants_room = False
-        self.given_bytes += nest.num_bytes
-        self.outbox.append((to, Value(tag, nest.structure), nest.copied()))
+        self.given_bytes += pytree.num_bytes
+        self.outbox.append((to, PeerValue(tag, pytree.structure), pytree.copied()))
         self._ring()
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class TcpWay:
             def fail() -> None:
                 raise failure
 
-            self.switchboard.post(fail)
+            self.event_loop.post(fail)
 
     def _all_left(self) -> bool:
         return (
@@ -123,7 +123,7 @@ class TcpWay:
     def _count(self) -> None:
         self.left_bytes = self.taken_bytes - sum(connection.out_bytes for connection in self.connections.values())
         if self.wants_room and self.given_bytes - self.left_bytes <= ROOM_BYTES:
-            self.switchboard.post(lambda: None)
+            self.event_loop.post(lambda: None)
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
         index = connection.peer.index
@@ -132,20 +132,20 @@ class TcpWay:
                 return self._open(connection)
             return self.hub.refuse(connection, f"it is no worker that says hello, but says {type(message).__name__}")
         try:
-            if not isinstance(message, Value) or message.segment >= 0:
+            if not isinstance(message, PeerValue) or message.segment >= 0:
                 raise BadFrame(f"it sends {type(message).__name__}, which is not for a worker to say.")
-            payload = incoming(message.nest, as_tensor(body), copy=False)
+            payload = incoming(message.pytree, as_tensor(body), copy=False)
         except BadFrame as error:
             return self.hub.refuse(connection, str(error))
-        self.switchboard.post(lambda: self.inbox.arrived(index, message.tag, payload))
+        self.event_loop.post(lambda: self.inbox.arrived(index, message.tag, payload))
 
     def lost(self, peer: Peer) -> None:
         connection = self.connections.get(peer.index)
         if connection is not None and connection.peer == peer:
             del self.connections[peer.index]
-            self.switchboard.post(lambda: self.inbox.closed(peer.index, "its connection is gone"))
+            self.event_loop.post(lambda: self.inbox.closed(peer.index, "its connection is gone"))
 
     def _open(self, connection: Connection) -> None:
         index = connection.peer.index
         self.connections[index] = connection
-        self.switchboard.post(lambda: self.inbox.opened(index))
+        self.event_loop.post(lambda: self.inbox.opened(index))

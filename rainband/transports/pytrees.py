@@ -118,11 +118,11 @@ def fresh_memory(num_bytes: int) -> memoryview:
     return memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def outgoing(nest: Any) -> Outgoing:
+def outgoing(pytree: Any) -> Outgoing:
     """Take a nest apart; nothing of its tensors is copied yet."""
     found: list[Tensor] = []
     try:
-        structure = _encoder.encode(_node(nest, found))
+        structure = _encoder.encode(_node(pytree, found))
     except OverflowError:
         raise ValueError("a whole number of more than 64 bits cannot be sent: make it a float or a tensor.") from None
     except RecursionError:
@@ -146,7 +146,7 @@ def incoming(structure: bytes, memory: Tensor, copy: bool = True) -> Any:
         if end > memory.numel():
             raise BadFrame(f"tensors of {end} bytes are announced, and {memory.numel()} have come.")
         tensors = iter([_tensor(spec, memory, at, copy) for spec, at in zip(specs, places, strict=True)])
-        return _nest(node, tensors)
+        return _pytree(node, tensors)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"what came is no nest of values: {error}") from None
 
@@ -235,16 +235,16 @@ def _tensor(spec: TensorNode, memory: Tensor, at: int, copy: bool) -> Tensor:
     return tensor.permute([spec.order.index(dim) for dim in range(len(spec.order))])
 
 
-def _nest(node: Node, tensors: Any) -> Any:
+def _pytree(node: Node, tensors: Any) -> Any:
     match node:
         case TensorNode():
             return next(tensors)
         case ListNode():
-            return [_nest(item, tensors) for item in node.items]
+            return [_pytree(item, tensors) for item in node.items]
         case TupleNode():
-            return tuple(_nest(item, tensors) for item in node.items)
+            return tuple(_pytree(item, tensors) for item in node.items)
         case SizeNode():
             return torch.Size(node.sizes)
         case DictNode():
-            return {key: _nest(item, tensors) for key, item in zip(node.keys, node.values, strict=True)}
+            return {key: _pytree(item, tensors) for key, item in zip(node.keys, node.values, strict=True)}
     return node

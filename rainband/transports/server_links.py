@@ -18,9 +18,9 @@ from rainband.errors import RainbandError, ServerLost
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import (
     Ack,
+    BlockReady,
     Hello,
-    Load,
-    Loaded,
+    InitBlock,
     Message,
     Opened,
     Params,
@@ -32,7 +32,7 @@ from rainband.protocol.messages import (
 )
 from rainband.protocol.worker_stats import Stats
 from rainband.strategy import Settling
-from rainband.transports.event_loop import Switchboard
+from rainband.transports.event_loop import EventLoop
 from rainband.transports.frames import (
     PREFIX_BYTES,
     BadFrame,
@@ -65,14 +65,14 @@ class SharedPort:
         sock: socket.socket,
         key: int,
         specs: Sequence[BlockSpec],
-        switchboard: Switchboard,
+        event_loop: EventLoop,
         deliver: Deliver,
         stats: Stats,
     ) -> None:
         self.peer = peer
         self.sock = sock
         self.key = key
-        self.switchboard = switchboard
+        self.event_loop = event_loop
         self.deliver = deliver
         self.stats = stats
         self.reader = FrameReader(MAX_BODY_BYTES, key)
@@ -84,7 +84,7 @@ class SharedPort:
         opened, fds = self._receive_opened()
         self.published = Published.open(fds[0], specs, opened.buffers)
         _close_in_children(sock)
-        switchboard.watch(sock.fileno(), self._readable)
+        event_loop.watch(sock.fileno(), self._readable)
 
     def _receive_opened(self) -> tuple[Opened, list[int]]:
         data, fds, _, _ = socket.recv_fds(self.sock, PREFIX_BYTES + 1024, 1)
@@ -99,7 +99,7 @@ class SharedPort:
     def send(self, message: Message) -> None:
         self._send(message)
 
-    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
         if not self.free:
             self._wait_for_room()
         slot = self.free.pop()  # the one used last: it is still in the cache
@@ -111,7 +111,7 @@ class SharedPort:
         stats, started = self.stats, time.monotonic()
         stats.waiting = True
         while not self.free:
-            self.switchboard.wait()
+            self.event_loop.wait()
         stats.waiting = False
         held_by, stats.held_by = stats.held_by, None
         stats.waited(time.monotonic() - started)
@@ -129,18 +129,18 @@ class SharedPort:
         except OSError:
             count = 0
         if count == 0:
-            self.switchboard.unwatch(self.sock.fileno())  # say it once
+            self.event_loop.unwatch(self.sock.fileno())  # say it once
             raise ServerLost(str(self.peer), "waiting for its answers")
         for frame in self.reader.received(count):
             message = decode(frame.header)
-            if isinstance(message, Ack | Loaded) and message.slot >= 0:
+            if isinstance(message, Ack | BlockReady) and message.slot >= 0:
                 self.free.append(message.slot)
             body = None if frame.body is None else torch.frombuffer(bytearray(frame.body), dtype=torch.uint8)
             self.deliver(message, body)
 
-    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
-        if point >= 0:
-            return point if self.published.read_round(spec.index, point, out) else None
+    def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
+        if at_version >= 0:
+            return at_version if self.published.read_round(spec.index, at_version, out) else None
         version, torn = self.published.read(spec.index, out)
         self.stats.torn_reads += torn
         return version
@@ -162,13 +162,13 @@ class TcpPort:
         sock: socket.socket,
         key: int,
         specs: Sequence[BlockSpec],
-        switchboard: Switchboard,
+        event_loop: EventLoop,
         deliver: Deliver,
     ) -> None:
         self.peer = peer
         self.sock = sock
         self.key = key
-        self.switchboard = switchboard
+        self.event_loop = event_loop
         self.deliver = deliver
         self.inbox = {spec.index: torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) for spec in specs}
         self.pool: list[Tensor] = []
@@ -187,14 +187,14 @@ class TcpPort:
     def send(self, message: Message) -> None:
         self.outbox.put((message, None, None))
 
-    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
         waits = isinstance(message, Push) and message.want
         if waits and message.block in self.lent:
             self.outbox.put((message, self.lent[message.block], None))
             return
         buffers = self.hot if waits else self.pool
         while waits and not self.room.acquire(timeout=0.5):  # few buffers, which stay in the cache
-            self.switchboard.wait(0.0)  # raises when the connection is gone
+            self.event_loop.wait(0.0)  # raises when the connection is gone
         payload = buffers.pop() if buffers else torch.empty(self.largest, dtype=torch.uint8)
         fill(payload[: _num_bytes(message)].view(getattr(torch, message.dtype)))
         self.outbox.put((message, payload, buffers))
@@ -205,7 +205,7 @@ class TcpPort:
     def settle(self, pull: Settling) -> None:
         """Every block was answered, so every byte has left."""
         while not pull.ready():
-            self.switchboard.wait()
+            self.event_loop.wait()
         self.exchanging, self.lent, self.views = -1, {}, {}
 
     def _send_loop(self) -> None:
@@ -244,7 +244,7 @@ class TcpPort:
                 if fields.body_bytes:
                     payload = self._receive_body(message, fields.body_bytes)
                     check_body(fields, _bytes_of(payload))
-                self.switchboard.post(lambda m=message, p=payload: self.deliver(m, p))  # type: ignore[misc]
+                self.event_loop.post(lambda m=message, p=payload: self.deliver(m, p))  # type: ignore[misc]
         except (OSError, BadFrame, msgspec.DecodeError) as error:
             self._fail(ServerLost(str(self.peer), f"waiting for its answers ({error})"))
 
@@ -272,9 +272,9 @@ class TcpPort:
         def fail() -> None:
             raise error
 
-        self.switchboard.post(fail)
+        self.event_loop.post(fail)
 
-    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+    def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         raise AssertionError("parameters come with the answer, there is nothing to read in place")
 
 
@@ -283,7 +283,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _num_bytes(message: Message) -> int:
-    if isinstance(message, Push | Load):
+    if isinstance(message, Push | InitBlock):
         dtype: torch.dtype = getattr(torch, message.dtype)
         return message.numel * dtype.itemsize
     return 0

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.parameter_buffers import Place
+from rainband.protocol.parameter_buffers import ParameterBuffer
 
 PAGE = 4096
 WORD_BYTES = 64  # one cache line per version word: writers of neighbours do not disturb readers
 READ_TRIES = 8  # then a read is taken as it is, at its smaller version, and counted as torn
 
 
-class Segment:
+class SharedSegment:
     """A memory file, mapped."""
 
     def __init__(self, fd: int, num_bytes: int, writable: bool) -> None:
@@ -36,7 +36,7 @@ class Segment:
             self.bytes = torch.frombuffer(self.mapping, dtype=torch.uint8)
 
     @classmethod
-    def create(cls, name: str, num_bytes: int) -> Segment:
+    def create(cls, name: str, num_bytes: int) -> SharedSegment:
         return cls.settle(cls.reserve(name), num_bytes)
 
     @staticmethod
@@ -45,14 +45,14 @@ class Segment:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     @classmethod
-    def settle(cls, fd: int, num_bytes: int) -> Segment:
+    def settle(cls, fd: int, num_bytes: int) -> SharedSegment:
         """Give a reserved file its size, once and for all."""
         os.ftruncate(fd, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return cls(fd, num_bytes, writable=True)
 
     @classmethod
-    def open(cls, fd: int, num_bytes: int, writable: bool) -> Segment:
+    def open(cls, fd: int, num_bytes: int, writable: bool) -> SharedSegment:
         """Map what another process made; refuses a file that could be cut off under our feet. The fd is used up."""
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -83,7 +83,7 @@ def places_of(specs: Sequence[BlockSpec], buffers: int) -> tuple[list[list[int]]
 class Published:
     """A server's parameters, where every process of the machine can read them."""
 
-    def __init__(self, segment: Segment, specs: Sequence[BlockSpec], buffers: int) -> None:
+    def __init__(self, segment: SharedSegment, specs: Sequence[BlockSpec], buffers: int) -> None:
         self.segment = segment
         self.buffers = buffers
         offsets, _ = places_of(specs, buffers)
@@ -100,15 +100,15 @@ class Published:
     @classmethod
     def create(cls, specs: Sequence[BlockSpec], buffers: int) -> Published:
         _, num_bytes = places_of(specs, buffers)
-        return cls(Segment.create("rainband parameters", num_bytes), specs, buffers)
+        return cls(SharedSegment.create("rainband parameters", num_bytes), specs, buffers)
 
     @classmethod
     def open(cls, fd: int, specs: Sequence[BlockSpec], buffers: int) -> Published:
         _, num_bytes = places_of(specs, buffers)
-        return cls(Segment.open(fd, num_bytes, writable=False), specs, buffers)
+        return cls(SharedSegment.open(fd, num_bytes, writable=False), specs, buffers)
 
-    def place(self, spec: BlockSpec) -> Place:
-        return Place(self.words, self.at[spec.index], self.values[spec.index])
+    def place(self, spec: BlockSpec) -> ParameterBuffer:
+        return ParameterBuffer(self.words, self.at[spec.index], self.values[spec.index])
 
     def read(self, block: int, out: Tensor) -> tuple[int, int]:
         """Copy a block as it is; returns its version, and how often it changed while we looked."""
@@ -135,7 +135,7 @@ class Published:
 class Mailbox:
     """A ring of slots in which one worker leaves payloads for one server."""
 
-    def __init__(self, segment: Segment, slots: int, slot_bytes: int) -> None:
+    def __init__(self, segment: SharedSegment, slots: int, slot_bytes: int) -> None:
         self.segment = segment
         self.slots = slots
         self.slot_bytes = slot_bytes
@@ -143,7 +143,7 @@ class Mailbox:
 
     @classmethod
     def create(cls, slots: int, slot_bytes: int) -> Mailbox:
-        return cls(Segment.create("rainband mailbox", slots * slot_bytes), slots, slot_bytes)
+        return cls(SharedSegment.create("rainband mailbox", slots * slot_bytes), slots, slot_bytes)
 
     @classmethod
     def open(cls, fd: int, slots: int, slot_bytes: int, max_bytes: int) -> Mailbox:
@@ -152,7 +152,7 @@ class Mailbox:
             raise ValueError(
                 f"a mailbox of {slots} x {slot_bytes} bytes: slots have multiples of 64, all together {max_bytes}."
             )
-        return cls(Segment.open(fd, slots * slot_bytes, writable=False), slots, slot_bytes)
+        return cls(SharedSegment.open(fd, slots * slot_bytes, writable=False), slots, slot_bytes)
 
     def tensor(self, slot: int, dtype: str, numel: int) -> Tensor:
         """The payload in a slot; the tensors are kept, as the same few are asked for again and again."""

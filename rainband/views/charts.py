@@ -91,13 +91,13 @@ def curve(points: Sequence[tuple[float, float]], width: int, height: int = 10, i
     left = max(map(len, labels.values()))
     room = max(10, width - left - 2)
     (first, _), (last, _) = points[0], points[-1]
-    cells: dict[tuple[int, int], str] = {}
+    texts: dict[tuple[int, int], str] = {}
     for x, y in points:
         column = round((x - first) / (last - first) * (room - 1)) if last > first else 0
         row = round((high - y) / (high - low) * (height - 1)) if high > low else 0
-        cells[row, column] = ink.dot
+        texts[row, column] = ink.dot
     lines = [
-        f"{labels.get(row, ''):>{left}} {ink.wall}" + "".join(cells.get((row, c), " ") for c in range(room))
+        f"{labels.get(row, ''):>{left}} {ink.wall}" + "".join(texts.get((row, c), " ") for c in range(room))
         for row in range(height)
     ]
     begin, end = (whole(x) if last >= 10 else short(x) for x in (first, last))

@@ -5,26 +5,25 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import rainband
 from rainband.protocol.events import (
     AnyEvent,
-    Guarded,
-    Iterated,
+    BatchesReassigned,
+    GuardActed,
+    IterationDone,
     Joined,
-    LeasedAgain,
     Lost,
     PhaseChanged,
     PlanMade,
-    Printed,
-    Regrouped,
+    ProcessOutput,
     Returned,
     RunStarted,
+    UpdateSizeChanged,
     UserError,
 )
 from rainband.views.formatting import assignment, count, cut, duration, percent, short, whole
 from rainband.views.history import RunSoFar
 
-PACKAGE = str(Path(rainband.__file__).parent)
+PACKAGE = str(Path(__file__).parents[1])
 MOST_NAMED = 3  # nodes, in a sentence
 
 
@@ -33,17 +32,17 @@ def lasting(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> list[st
     match event:
         case Lost():
             return [_lost(event, so_far)]
-        case Regrouped():
+        case UpdateSizeChanged():
             return [f"workers have come or gone: one update is the mean of {count(event.gradients, 'gradient')} now"]
-        case Guarded():
+        case GuardActed():
             return [_guarded(event)]
         case Returned():
             return [f"{event.node} works again"]
-        case Iterated() if event.end:
+        case IterationDone() if event.end:
             return [f"done at iteration {event.iteration}: {event.end}"]
         case PhaseChanged(reason=str(reason)) if reason and event.phase == "finishing" and not so_far.error:
             return [f"stopping ({reason}): workers finish what they have begun; Ctrl-C again ends it now"]
-        case Printed() if so_far.error is None:  # after it, they only tell how they were ended
+        case ProcessOutput() if so_far.error is None:  # after it, they only tell how they were ended
             before = [f"| ... {count(event.left_out, 'line')} before this in output.log"] if event.left_out else []
             return [*before, *(f"| {line}" for line in event.lines)]
         case UserError():
@@ -51,7 +50,7 @@ def lasting(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> list[st
     return _details(event) if verbose else []
 
 
-def _guarded(event: Guarded) -> str:
+def _guarded(event: GuardActed) -> str:
     bound = "" if event.bound is None else f", the bound is {event.bound} now"
     rate = "" if event.lr_factor == 1 else f", the learning rate is {event.lr_factor:g} of what was set"
     return f"guard: {event.why}{bound}{rate}"
@@ -160,7 +159,7 @@ def evaluations(so_far: RunSoFar) -> str:
     if now is None:
         return ""
     backups = f", {count(now.backups, 'backup')}" if now.backups else ""
-    return f"{count(now.evaluations, 'evaluation')}, {count(now.cells, 'cell')}{backups}"
+    return f"{count(now.evaluations, 'evaluation')}, {count(now.work_items, 'cell')}{backups}"
 
 
 def rate(so_far: RunSoFar) -> str:
@@ -214,7 +213,7 @@ def _details(event: AnyEvent) -> list[str]:
             return [plan_made(event)]
         case Joined():
             return [f"{event.node} is there"]
-        case LeasedAgain():
+        case BatchesReassigned():
             whose = f" of worker {event.from_worker}" if event.from_worker >= 0 else ""
             return [f"portion {event.portion}{whose}: {count(event.batches, 'batch')} to be done again"]
         case PhaseChanged():

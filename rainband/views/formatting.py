@@ -77,7 +77,7 @@ def table(rows: Iterable[Sequence[str]], indent: str = "", gap: str = "  ", widt
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines: list[str] = []
     for row in rows:
-        head = indent + "".join(cell.ljust(w) + gap for cell, w in zip(row, widths, strict=False))
+        head = indent + "".join(text.ljust(w) + gap for text, w in zip(row, widths, strict=False))
         room = max(20, width - len(head)) if width else 0
         tail = (
             textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False) if room else [row[-1]]

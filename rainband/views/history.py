@@ -16,14 +16,14 @@ import msgspec
 
 from rainband.protocol.events import (
     AnyEvent,
-    Iterated,
+    BatchesReassigned,
+    IterationDone,
     Joined,
-    LeasedAgain,
     Lost,
     PhaseChanged,
     PipelinePredicted,
     PlanMade,
-    Printed,
+    ProcessOutput,
     Progress,
     Returned,
     RunEnded,
@@ -63,10 +63,10 @@ class RunSoFar:
     joined: set[str] = field(default_factory=set)
     gone: dict[str, str] = field(default_factory=dict)  # node -> why
     losses: int = 0  # how often a node was lost or late
-    leased_again: int = 0
+    reassigned: int = 0
     training: TrainingTime = field(default_factory=TrainingTime)
     progress: list[Progress] = field(default_factory=list)
-    iterated: Iterated | None = None  # the last iteration of a run that the coordinator leads
+    iterated: IterationDone | None = None  # the last iteration of a run that the coordinator leads
     error: UserError | None = None
     ended: RunEnded | None = None
 
@@ -91,17 +91,17 @@ class RunSoFar:
                 self.losses += 1
             case Returned():
                 self.gone.pop(event.node, None)
-            case LeasedAgain():
-                self.leased_again += 1
+            case BatchesReassigned():
+                self.reassigned += 1
             case Progress():
                 self.progress.append(event)
-            case Iterated():
+            case IterationDone():
                 self.iterated = event
             case UserError():
                 self.error = self.error or event
             case RunEnded():
                 self.ended = event
-            case Printed():
+            case ProcessOutput():
                 pass
 
     @property
@@ -144,8 +144,8 @@ class RunSoFar:
         """Samples, or steps where only those are known."""
         if self.unit == "sample" or self.last is None:
             return self.samples_done
-        books: Mapping[str, Any] = self.ended.books if self.ended else {}
-        return int(books.get("extras", self.last.batches_done))
+        accounting: Mapping[str, Any] = self.ended.accounting if self.ended else {}
+        return int(accounting.get("untracked_pushes", self.last.batches_done))
 
     @property
     def per_s(self) -> float:
@@ -229,7 +229,7 @@ def told_by(events: Iterable[AnyEvent]) -> RunSoFar:
 
 
 @dataclass(frozen=True)
-class Run:
+class PastRun:
     """A run's directory, as it is now; a killed run has no end, and perhaps a line that was cut."""
 
     directory: Path
@@ -259,10 +259,10 @@ class Run:
         return path if path.is_file() else None
 
 
-def read_run(directory: Path) -> Run:
+def read_run(directory: Path) -> PastRun:
     """Read what is there, whatever happened to the run."""
     events, unreadable = _read_events(directory / "events.jsonl")
-    return Run(
+    return PastRun(
         directory=directory,
         config=_read_config(directory / "config.json"),
         events=events,

@@ -10,7 +10,7 @@ from typing import Protocol, TextIO
 
 from rainband.protocol.events import AnyEvent
 from rainband.views.history import RunSoFar
-from rainband.views.sinks import Guarded, Sink
+from rainband.views.sinks import SafeSink, Sink
 
 
 class View(Protocol):
@@ -25,18 +25,18 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
-class Watch:
+class RunWatch:
     """Used with `with`; whatever happens inside, the terminal is as it was afterwards."""
 
     def __init__(self, stream: TextIO, verbose: bool = False, sinks: Sequence[Callable[[], Sink]] = ()) -> None:
         self.stream = stream
         self.verbose = verbose
-        self.sinks = [Guarded(open_sink, self.say) for open_sink in sinks]
+        self.sinks = [SafeSink(open_sink, self.say) for open_sink in sinks]
         self.view: View | None = None
         self.blind = False
         self.handler = _Records(self.say)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> RunWatch:
         logger = logging.getLogger("rainband")
         self.before = logger.level, logger.propagate
         logger.setLevel(logging.DEBUG if self.verbose else logging.WARNING)

@@ -10,7 +10,7 @@ from rainband.views.formatting import percent, short, size, table
 from rainband.views.history import RunSoFar
 
 
-class Stage(NamedTuple):
+class StageRow(NamedTuple):
     """Of one batch: what the workers of a stage did, all of them together."""
 
     compute_s: float
@@ -19,13 +19,13 @@ class Stage(NamedTuple):
     sent_bytes: float
 
 
-class Measured(NamedTuple):
+class MeasuredStages(NamedTuple):
     samples_per_s: float
     busy: float  # the part of the workers' time in which they computed
-    stages: tuple[Stage, ...]
+    stages: tuple[StageRow, ...]
 
 
-def measured(so_far: RunSoFar) -> Measured | None:
+def measured(so_far: RunSoFar) -> MeasuredStages | None:
     """While it trained, from what the workers have told; none before the end, or where one was lost."""
     predicted, last, training_s = so_far.predicted, so_far.last, so_far.training.seconds
     if predicted is None or last is None or not training_s or not last.batches_done:
@@ -40,10 +40,10 @@ def measured(so_far: RunSoFar) -> Measured | None:
         rest_s = max(0.0, training_s - compute_s - waited_s)
         for place, value in enumerate((compute_s, waited_s, rest_s, last.sent_bytes.get(worker, 0))):
             total[place] += value / last.batches_done
-    return Measured(
+    return MeasuredStages(
         samples_per_s=last.samples_done / training_s,
         busy=sum(last.computed_s.values()) / (training_s * len(last.computed_s)),
-        stages=tuple(Stage(*total) for total in sums),
+        stages=tuple(StageRow(*total) for total in sums),
     )
 
 

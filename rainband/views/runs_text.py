@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import typer
 
-from rainband.cli.configure import command_of
 from rainband.views import predicted_stages as predicted
 from rainband.views.charts import curve, histogram, ink_for
 from rainband.views.event_text import crew, how_far, plan_made, user_error
 from rainband.views.formatting import assignment, count, duration, short, table, whole
-from rainband.views.history import Run, loss_curve
+from rainband.views.history import PastRun, loss_curve
 from rainband.views.summary import results, summary
 
 CHART_WIDTH = 72
@@ -34,7 +35,7 @@ def to_json(value: object) -> str:
 # ---- one run ----
 
 
-def facts(run: Run) -> dict[str, Any]:
+def as_record(run: PastRun) -> dict[str, Any]:
     """What a program would read."""
     so_far = run.so_far
     ended = so_far.ended
@@ -48,11 +49,11 @@ def facts(run: Run) -> dict[str, Any]:
         "samples": so_far.samples_done,
         "seconds": ended.seconds if ended else so_far.at_s,
         "training_s": so_far.training.seconds if ended else None,
-        "world": "sim" if so_far.is_virtual else "local",
+        "runtime": "sim" if so_far.is_virtual else "processes",
         "samples_per_s": _rate(run),
         "metrics": ended.metrics if ended else {},
         "loss": so_far.loss,
-        "books": ended.books if ended else {},
+        "accounting": ended.accounting if ended else {},
         "staleness": ended.staleness if ended else {},
         "pipeline": predicted.as_facts(so_far),
         "model": str(run.model) if run.model else None,
@@ -60,14 +61,14 @@ def facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _rate(run: Run) -> float:
+def _rate(run: PastRun) -> float:
     """While it trained; of a run that says nothing of it, over all of its time."""
     so_far, ended = run.so_far, run.so_far.ended
     seconds = so_far.training.seconds or (ended.seconds if ended else so_far.at_s - (so_far.training.began_s or 0.0))
     return so_far.samples_done / seconds if seconds else 0.0
 
 
-def listed(runs: list[Run], width: int = 0) -> list[str]:
+def listed(runs: list[PastRun], width: int = 0) -> list[str]:
     """A line for each; where the lines would be wider than the terminal, only what matters most."""
     rows = [("run", "state", "crew", "samples", "time", "result"), *map(_row, runs)]
     lines = table(rows)
@@ -76,7 +77,7 @@ def listed(runs: list[Run], width: int = 0) -> list[str]:
     return table([(row[0], row[1], row[-1]) for row in rows], width=width)
 
 
-def _row(run: Run) -> tuple[str, ...]:
+def _row(run: PastRun) -> tuple[str, ...]:
     so_far = run.so_far
     started = so_far.started
     return (
@@ -89,14 +90,14 @@ def _row(run: Run) -> tuple[str, ...]:
     )
 
 
-def _result(run: Run) -> str:
+def _result(run: PastRun) -> str:
     ended = run.so_far.ended
     if ended and ended.metrics:
         return results(ended.metrics)
     return "" if run.so_far.loss is None else f"training loss {short(run.so_far.loss)}"
 
 
-def shown(run: Run) -> list[str]:
+def shown(run: PastRun) -> list[str]:
     """What it was, how it ended, its books, its staleness, its curve."""
     so_far = run.so_far
     width = max(40, min(CHART_WIDTH, shutil.get_terminal_size().columns - 2))
@@ -121,14 +122,14 @@ def shown(run: Run) -> list[str]:
     return lines
 
 
-def _about(run: Run) -> list[tuple[str, str]]:
+def _about(run: PastRun) -> list[tuple[str, str]]:
     so_far, rows = run.so_far, []
     if started := so_far.started:
         settings = " ".join(assignment(name, value) for name, value in started.settings.items())
         rows.append(("what", f"{started.task} with {started.strategy} {settings}".rstrip()))
         rows.append(("who", crew(started.num_workers, started.num_servers)))
         if so_far.is_virtual:
-            rows.append(("time", "virtual: all seconds are those of a simulation (--world sim)"))
+            rows.append(("time", "virtual: all seconds are those of a simulation (--runtime sim)"))
         if started.started_at:
             rows.append(("when", _local_time(started.started_at)))
     if so_far.plan:
@@ -140,14 +141,14 @@ def _about(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def _again(run: Run) -> str:
+def _again(run: PastRun) -> str:
     """What to type to do it again."""
     if run.config.get("script"):
         return command_of(run.config)
     return f"rainband train --config {run.directory / 'config.json'}"
 
 
-def _without_end(run: Run) -> list[str]:
+def _without_end(run: PastRun) -> list[str]:
     if run.state == "running":
         return ["still running; so far:", f"  {how_far(run.so_far).strip()}"]
     last = how_far(run.so_far).strip() if run.so_far.last else "nothing was done yet"
@@ -157,7 +158,7 @@ def _without_end(run: Run) -> list[str]:
     ]
 
 
-def _histogram_of(run: Run) -> dict[int, int]:
+def _histogram_of(run: PastRun) -> dict[int, int]:
     ended = run.so_far.ended
     counts: Any = ended.staleness.get("histogram", {}) if ended else {}
     return {int(value): number for value, number in counts.items()}
@@ -170,7 +171,7 @@ def _local_time(text: str) -> str:
 # ---- two runs ----
 
 
-def compared(a: Run, b: Run) -> list[str]:
+def compared(a: PastRun, b: PastRun) -> list[str]:
     """What came of each, side by side, and what was set otherwise."""
     settings = [row for row in _settings_rows(a, b) if row[1] != row[2]]
     rows = [("", "first", "second", "second / first"), *_outcome_rows(a, b)]
@@ -180,7 +181,7 @@ def compared(a: Run, b: Run) -> list[str]:
     return [*lines, "What was set otherwise:", *table([("", "first", "second"), *settings], indent="  ")]
 
 
-def _settings_rows(a: Run, b: Run) -> list[tuple[str, str, str]]:
+def _settings_rows(a: PastRun, b: PastRun) -> list[tuple[str, str, str]]:
     flat_a, flat_b = _flat(a.config), _flat(b.config)
     names = [name for name in [*flat_a, *(n for n in flat_b if n not in flat_a)] if name != "directory"]
     return [(name, _text(name, flat_a.get(name, "-")), _text(name, flat_b.get(name, "-"))) for name in names]
@@ -201,12 +202,12 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
         **plain,
         **config.get("strategy_settings", {}),
         **of_task,
-        **(of_sim if config.get("world") == "sim" else {}),
+        **(of_sim if config.get("runtime") == "sim" else {}),
     }
 
 
-def _outcome_rows(a: Run, b: Run) -> list[tuple[str, str, str, str]]:
-    both = [facts(a), facts(b)]
+def _outcome_rows(a: PastRun, b: PastRun) -> list[tuple[str, str, str, str]]:
+    both = [as_record(a), as_record(b)]
     rows = [("state", a.state, b.state, "")]
     rows += [_ratio(label, *(fact[name] for fact in both)) for label, name in MEASURES.items()]
     names = [*both[0]["metrics"], *(n for n in both[1]["metrics"] if n not in both[0]["metrics"])]
@@ -214,11 +215,20 @@ def _outcome_rows(a: Run, b: Run) -> list[tuple[str, str, str, str]]:
     rows.append(_ratio("training loss", both[0]["loss"], both[1]["loss"]))
     for name in ("mean", "max"):
         rows.append(_ratio(f"staleness, {name}", *(fact["staleness"].get(name) for fact in both)))
-    for name in ("applied", "not_done", "leased_again", "lost", "twice"):
-        rows.append(_ratio(f"batches {name}".replace("_", " "), *(fact["books"].get(name) for fact in both)))
+    for name in ("applied", "not_processed", "reassigned", "lost", "applied_twice"):
+        rows.append(_ratio(f"batches {name}".replace("_", " "), *(fact["accounting"].get(name) for fact in both)))
     return [row for row in rows if row[1] != "-" or row[2] != "-"]
 
 
 def _ratio(name: str, a: float | None, b: float | None) -> tuple[str, str, str, str]:
     ratio = f"{b / a:.2f}" if a and b is not None else ""
     return name, "-" if a is None else short(a), "-" if b is None else short(b), ratio
+
+
+def command_of(config: Mapping[str, Any]) -> str:
+    """What was typed, or could have been, to run a script; `config` is as read from its config.json."""
+    options = {"workers": "num_workers", "servers": "num_servers", "strategy": "strategy", "seed": "seed"}
+    words = [f"--{option} {config[field]}" for option, field in options.items() if field in config]
+    words += [f"--optimizer {name}" for name in config.get("optimizers", ())]
+    words += [assignment(name, value) for name, value in config.get("strategy_settings", {}).items()]
+    return " ".join(["rainband run", *words, shlex.join([config["script"], *config.get("arguments", ())])])

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from rainband.model_parallel.drawing.picture import COLOURS, INK, figure_of, time_unit
-from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, Doing, Forecast
+from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, Forecast, ForecastSpan
 from rainband.record.spans import Span
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel
 from rainband.runtimes.stage_forecast import forecast_of
-from rainband.views.history import Run
+from rainband.views.history import PastRun
 
 ACTIONS = 16  # of the first worker: so many are shown, or a whole batch
 WAIT = "wait"
@@ -31,14 +31,14 @@ class Excerpt:
     """Some batches of the first copy of the model, from the moment on when the first of them begins."""
 
     begin_s: float
-    seen: list[Doing]  # label "wait": it waited
-    predicted: list[Doing]
+    seen: list[ForecastSpan]  # label "wait": it waited
+    predicted: list[ForecastSpan]
     size: int  # workers of a copy
     copies: int
     batches: int
 
 
-def excerpt(run: Run, spans: Sequence[Span]) -> Excerpt | None:
+def excerpt(run: PastRun, spans: Sequence[Span]) -> Excerpt | None:
     """Batches that took as long as most did; None where no model was in stages, or nothing was predicted for it."""
     forecast = _forecast(run)
     if forecast is None:
@@ -65,7 +65,7 @@ def excerpt(run: Run, spans: Sequence[Span]) -> Excerpt | None:
     )
 
 
-def _forecast(run: Run) -> Forecast | None:
+def _forecast(run: PastRun) -> Forecast | None:
     if run.so_far.predicted is None:
         return None
     try:
@@ -80,18 +80,18 @@ def _simulated(directory: Path) -> ClusterModel:
     return msgspec.convert(msgspec.json.decode((directory / "simulation.json").read_bytes())["model"], ClusterModel)
 
 
-def _own(spans: Sequence[Span], size: int) -> list[Doing]:
+def _own(spans: Sequence[Span], size: int) -> list[ForecastSpan]:
     """What the workers of the first copy did, in the order of time."""
     places = {f"worker {place}": place for place in range(size)}
     own = [
-        Doing(places[span.node], span.label or WAIT, span.from_s, span.to_s)
+        ForecastSpan(places[span.node], span.label or WAIT, span.from_s, span.to_s)
         for span in spans
         if span.node in places and (span.label or span.what == WAIT)
     ]
     return sorted(own, key=lambda doing: (doing.from_s, doing.to_s))
 
 
-def _begins(first: Sequence[Doing]) -> list[float]:
+def _begins(first: Sequence[ForecastSpan]) -> list[float]:
     """A batch begins with the forward of its first microbatch, after the last backward of the one before it."""
     before = ["B", *(doing.label for doing in first)]
     return [d.from_s for d, last in zip(first, before, strict=False) if d.label == "F0" and last.startswith("B")]
@@ -106,23 +106,23 @@ def _typical(lengths_s: Sequence[float]) -> int:
     )
 
 
-def _of_batches(mine: Sequence[Doing], first_stage: int) -> list[tuple[int, float]]:
+def _of_batches(mine: Sequence[ForecastSpan], first_stage: int) -> list[tuple[int, float]]:
     """(number, when its forward begins) of each batch of a pipeline that is never flushed."""
     return [(int(d.label[1:]), d.from_s) for d in mine if d.place < first_stage and d.label.startswith("F")]
 
 
-def _moved(doing: Doing, by_s: float) -> Doing:
+def _moved(doing: ForecastSpan, by_s: float) -> ForecastSpan:
     return doing._replace(from_s=doing.from_s + by_s, to_s=doing.to_s + by_s)
 
 
-def _with_waits(doings: Sequence[Doing]) -> list[Doing]:
+def _with_waits(doings: Sequence[ForecastSpan]) -> list[ForecastSpan]:
     """Predicted workers wait when they do nothing else."""
     found = list(doings)
     end_s = max(doing.to_s for doing in doings)
     for place in {doing.place for doing in doings}:
         own = sorted((d for d in doings if d.place == place), key=lambda d: d.from_s)
-        edges = [Doing(place, "", 0.0, 0.0), *own, Doing(place, "", end_s, end_s)]
-        found += [Doing(place, WAIT, a.to_s, b.from_s) for a, b in pairwise(edges) if b.from_s > a.to_s]
+        edges = [ForecastSpan(place, "", 0.0, 0.0), *own, ForecastSpan(place, "", end_s, end_s)]
+        found += [ForecastSpan(place, WAIT, a.to_s, b.from_s) for a, b in pairwise(edges) if b.from_s > a.to_s]
     return found
 
 
@@ -168,7 +168,7 @@ def draw_schedules(seen: Excerpt, path: Path, title: str) -> bool:
     return True
 
 
-def _draw(axes: Any, doing: Doing, scale: float, length_s: float) -> None:
+def _draw(axes: Any, doing: ForecastSpan, scale: float, length_s: float) -> None:
     begin, width = doing.from_s * scale, (doing.to_s - doing.from_s) * scale
     if doing.label == WAIT:
         axes.broken_barh([(begin, width)], (doing.place + 0.3, 0.4), facecolors=WAITING, linewidth=0)

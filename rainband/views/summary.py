@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rainband.cli.warnings import warnings
 from rainband.protocol.events import Progress, RunEnded
 from rainband.views import event_text as sentences
 from rainband.views import predicted_stages as predicted
 from rainband.views.formatting import count, duration, short, size, table, whole
 from rainband.views.history import RunSoFar
+from rainband.views.warnings import warnings
 
 WIDTH = 100  # of the longest line, where a reason has to be wrapped
 
@@ -27,7 +27,10 @@ def summary(so_far: RunSoFar, directory: Path) -> list[str]:
     rows = [
         ("why", "" if why_was_told or ended.outcome == "finished" else ended.reason),
         ("result", results(ended.metrics)),
-        *(("books" if n == 0 else "", line) for n, line in enumerate(books(ended.books, bool(so_far.losses)))),
+        *(
+            ("batches" if n == 0 else "", line)
+            for n, line in enumerate(accounting(ended.accounting, bool(so_far.losses)))
+        ),
         ("staleness", staleness(ended.staleness, sentences.bound(so_far))),
         ("traffic", traffic(so_far.last)),
         *(("pipeline" if n == 0 else "", line) for n, line in enumerate(predicted.lines(so_far))),
@@ -39,8 +42,8 @@ def summary(so_far: RunSoFar, directory: Path) -> list[str]:
 
 def headline(ended: RunEnded, training_s: float, is_virtual: bool = False) -> str:
     """How long it took, and how fast it was while it trained."""
-    kept: Mapping[str, Any] = ended.books
-    steps = kept.get("extras", 0)
+    kept: Mapping[str, Any] = ended.accounting
+    steps = kept.get("untracked_pushes", 0)
     done = count(steps, "step") if steps and not ended.samples else count(ended.samples, "sample")
     after = f"{ended.outcome} after {duration(ended.seconds)}{' of virtual time' if is_virtual else ''}: {done}"
     number, unit = (ended.samples, "samples") if ended.samples else (steps, "steps")
@@ -53,27 +56,31 @@ def results(metrics: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'not finite' if v is None else _figure(v)}" for name, v in metrics.items())
 
 
-def books(kept: Mapping[str, Any], someone_was_lost: bool = True) -> list[str]:
+def accounting(kept: Mapping[str, Any], someone_was_lost: bool = True) -> list[str]:
     """Every batch was applied, or skipped with a reason; nothing was lost, nothing came twice."""
     if not kept:
         return []
     lines = [
-        f"{whole(kept['applied'])} of {count(kept['batches'], 'batch')} applied to every block, "
-        f"{whole(kept['lost'])} lost, {whole(kept['twice'])} twice"
+        f"{whole(kept['applied'])} of {whole(kept['batches'])} applied, {whole(kept['lost'])} lost, "
+        f"{whole(kept['applied_twice'])} applied twice"
     ]
-    if kept.get("unlocked"):
+    if kept.get("lock_free"):
         lines = _unlocked(kept)
-    if not kept["batches"] and kept.get("extras"):  # a loader of the user's own
+    if not kept["batches"] and kept.get("untracked_pushes"):  # a loader of the user's own
         lines = []
-    if extras := kept.get("extras"):
-        torn = f", {whole(kept['torn'])} of them on some blocks only" if kept.get("torn") else ""
-        lines.append(f"{count(extras, 'step')} without a batch of the run, counted by their senders{torn}")
-    if not_done := kept.get("not_done"):
-        lines.append(f"{whole(not_done)} not done: the run ended before their turn")
+    if untracked_pushes := kept.get("untracked_pushes"):
+        partially_applied = (
+            f", {whole(kept['partially_applied'])} of them on some blocks only" if kept.get("partially_applied") else ""
+        )
+        lines.append(
+            f"{count(untracked_pushes, 'step')} without a batch of the run, counted by their senders{partially_applied}"
+        )
+    if not_processed := kept.get("not_processed"):
+        lines.append(f"{whole(not_processed)} not done: the run ended before their turn")
     if skipped := kept.get("skipped"):
         lines.append(f"{whole(sum(skipped.values()))} skipped: {_by_reason(skipped)}")
     # Loops that end early give portions back, which is no news.
-    if someone_was_lost and (again := kept.get("leased_again")):
+    if someone_was_lost and (again := kept.get("reassigned")):
         lines.append(f"{count(again, 'portion')} leased again, after a worker was lost or late")
     if refused := kept.get("refused"):
         lines.append(f"{count(sum(refused.values()), 'push')} refused: {_by_reason(refused)}")
@@ -83,9 +90,13 @@ def books(kept: Mapping[str, Any], someone_was_lost: bool = True) -> list[str]:
 def _unlocked(kept: Mapping[str, Any]) -> list[str]:
     """Of steps that workers add to one memory themselves."""
     done = f"{whole(kept['applied'])} of {count(kept['batches'], 'batch')} added to one memory"
-    torn = f", {whole(kept['torn'])} cut short by the loss of a worker" if kept.get("torn") else ""
+    partially_applied = (
+        f", {whole(kept['partially_applied'])} cut short by the loss of a worker"
+        if kept.get("partially_applied")
+        else ""
+    )
     return [
-        f"{done}, {whole(kept['twice'])} twice{torn}",
+        f"{done}, {whole(kept['applied_twice'])} twice{partially_applied}",
         "if additions have overwritten each other is not known: there are no locks",
     ]
 
@@ -93,7 +104,7 @@ def _unlocked(kept: Mapping[str, Any]) -> list[str]:
 def staleness(measured: Mapping[str, Any], bound: str = "") -> str:
     if not measured.get("histogram"):
         return ""
-    return f"{short(measured['mean'])} updates in the mean, {measured['max']} at most{bound}"
+    return f"mean {short(measured['mean'])}, max {measured['max']} updates{bound}"
 
 
 def traffic(last: Progress | None) -> str:

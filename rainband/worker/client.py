@@ -18,49 +18,49 @@ from rainband.errors import Refused
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.model.optimizer_state import Gathered, State
-from rainband.protocol.data_plan import Name, Plan, cells
+from rainband.protocol.data_plan import DataPlan, PushId, work_items
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import (
     Ack,
-    Cells,
-    Delivered,
-    Dry,
+    AssignItems,
     FetchState,
     Finish,
     Halt,
-    Held,
+    Idle,
+    InitBlock,
+    ItemsDelivered,
     Lease,
     LeaseEnd,
-    Load,
+    LeaseRequest,
     Message,
+    NoWork,
     Params,
     Peer,
     Planned,
     Pull,
+    PullDelayed,
     Push,
     PushResult,
-    Rest,
     Return,
     Revoke,
     StatePart,
-    Want,
 )
 from rainband.protocol.steps import Handle
 from rainband.protocol.worker_stats import Stats
-from rainband.strategy import Batch, BorrowingPort, Cell, Port
-from rainband.worker.work_items import Handed
+from rainband.strategy import Batch, BorrowingPort, Port, WorkItem
+from rainband.worker.work_items import ItemsInHand
 
 
 @dataclass(eq=False, slots=True)
 class PushHandle(Handle):
     """A push on its way to every block."""
 
-    name: Name
+    name: PushId
     left: int  # blocks that have not answered
     sequence: int = 0
     clock: int = 0  # of the sender, with this push
     began: int = 0  # its clock when it began to compute it
-    point: int = -1  # the round
+    at_version: int = -1  # the round
     passed: int = 0  # blocks that went on without it
     passed_to: int = -1  # the lowest round that such a block is at
 
@@ -77,7 +77,7 @@ class PullHandle(Handle):
 
     client: Client
     sequence: int
-    point: int
+    at_version: int
     left: int  # blocks that are not taken over yet
     arrived: list[tuple[int, Tensor | None, int]] = field(default_factory=list)  # block, values, their version
     come: int = 0  # the blocks that have arrived: a mask
@@ -111,7 +111,7 @@ class PullHandle(Handle):
             self.client.take(self, *self.arrived.pop(0))
         return self.left == 0 or self.late
 
-    def is_vain(self, stopping: bool) -> bool:
+    def may_never_complete(self, stopping: bool) -> bool:
         return stopping
 
     def __await__(self) -> Generator[Handle, None, bool]:
@@ -135,7 +135,7 @@ class StateHandle(Handle):
 
 
 @dataclass(eq=False, slots=True)
-class News(Handle):
+class StateChanged(Handle):
     """Anything that may change what there is to do."""
 
     come: bool = False
@@ -148,11 +148,11 @@ class News(Handle):
 
 
 @dataclass(eq=False, slots=True)
-class StillWanted(Handle):
+class StillNeeded(Handle):
     """Looks at what has come, without waiting for more: is a cell that was begun still ours to do?"""
 
-    handed: Handed
-    cell: Cell
+    handed: ItemsInHand
+    work_item: WorkItem
     looked: bool = False  # the world has
 
     def ready(self) -> bool:
@@ -160,7 +160,7 @@ class StillWanted(Handle):
 
     def __await__(self) -> Generator[Handle, None, bool]:
         yield from self._wait()
-        return self.handed.wants(self.cell)
+        return self.handed.wants(self.work_item)
 
 
 @dataclass(slots=True)
@@ -219,7 +219,7 @@ class Client:
     def __init__(
         self,
         me: Peer,
-        plan: Plan,
+        plan: DataPlan,
         flat: Flat,
         blocks: Sequence[BlockSpec],
         owners: Sequence[int],
@@ -245,7 +245,7 @@ class Client:
         ]
         self.views = [flat.view(block) for block in blocks] if owners else []
         self.leases: dict[int, HeldLease] = {}
-        self.handed = Handed(tell)
+        self.handed = ItemsInHand(tell)
         self.asked = False
         self.finished = False  # every batch of the run is done
         self.stopping = False
@@ -261,8 +261,8 @@ class Client:
         self.pulling: PullHandle | None = None
         self.fetching: StateHandle | None = None
         self.groups: tuple[dict[str, Any], ...] = ()  # optimizer settings that the next push must tell
-        self.dry = False  # the coordinator had nothing to lease when it was asked last
-        self.waiting_for_news: list[News] = []
+        self.no_work = False  # the coordinator had nothing to lease when it was asked last
+        self.waiting_for_change: list[StateChanged] = []
         self.others_have_opened: Callable[[int], bool] | None = None  # of those who compute one model with us
         self.stats = Stats()
 
@@ -274,45 +274,45 @@ class Client:
                 self._acked(message)
             case Params():
                 self._params(message, payload)
-            case Held() if self.pulling is not None and self.pulling.sequence == message.sequence:
+            case PullDelayed() if self.pulling is not None and self.pulling.sequence == message.sequence:
                 self.stats.held_by = message.worker
             case Lease():
                 self._leased(message)
             case Revoke():
                 self._taken_back(message)
-            case Cells():
+            case AssignItems():
                 self.handed.take(message)
-            case Delivered():
+            case ItemsDelivered():
                 self.handed.leave_off(message)
             case StatePart():
                 self._state_part(message, payload)
             case Planned():
                 self.plan = message.plan
-            case Dry():
-                self.dry = True
+            case NoWork():
+                self.no_work = True
             case Finish():
                 self.finished = True
             case Halt():
                 self.stopping = True
-        if self.waiting_for_news:
-            for news in self.waiting_for_news:
-                news.come = True
-            self.waiting_for_news.clear()
+        if self.waiting_for_change:
+            for state_changed in self.waiting_for_change:
+                state_changed.come = True
+            self.waiting_for_change.clear()
 
-    def news(self) -> News:
-        news = News()
-        self.waiting_for_news.append(news)
-        return news
+    def state_changed(self) -> StateChanged:
+        state_changed = StateChanged()
+        self.waiting_for_change.append(state_changed)
+        return state_changed
 
     # ---- leases ----------------------------------------------------------------------------------------------------
 
     def _leased(self, lease: Lease) -> None:
-        self.asked = self.dry = False
+        self.asked = self.no_work = False
         held = self.leases.get(lease.portion)
         if held is not None and held.number >= lease.lease:
             return  # it has come before
         batches = {k for group in lease.groups for k in group}
-        todo = deque(cells(lease.groups, self.plan.cell_batches))
+        todo = deque(work_items(lease.groups, self.plan.batches_per_item))
         self.leases[lease.portion] = HeldLease(lease.portion, lease.lease, todo, batches)
 
     def _taken_back(self, revoke: Revoke) -> None:
@@ -321,9 +321,9 @@ class Client:
         if held is not None and held.number < revoke.lease:
             del self.leases[revoke.portion]
 
-    def next_cell(self) -> Cell | None:
+    def next_item(self) -> WorkItem | None:
         """The next cell to compute, in rounds the one of the lowest round; None: there is none now."""
-        if self.plan.led:
+        if self.plan.coordinated:
             return self.handed.next(self.plan)
         held = [lease for lease in self.leases.values() if lease.todo]
         self._ask_for_more(len(held))
@@ -331,23 +331,23 @@ class Client:
             self._rest()
             return None
         if not self.plan.columns:
-            return self._cell(held[0], held[0].todo.popleft(), more=bool(held[0].todo) or len(held) > 1)
+            return self._work_item(held[0], held[0].todo.popleft(), more=bool(held[0].todo) or len(held) > 1)
         lease = min(held, key=lambda h: (self.plan.round_of(h.portion, h.todo[0][0]), h.portion))
         if not self._is_open(self.plan.round_of(lease.portion, lease.todo[0][0])):
             return None
         ks = lease.todo.popleft()
-        return self._cell(lease, ks, more=bool(lease.todo) or len(held) > 1)
+        return self._work_item(lease, ks, more=bool(lease.todo) or len(held) > 1)
 
     def ask_again(self) -> None:
         """The coordinator was started again: what we had asked the one before for was lost with it."""
         self.handed.ask_again()
-        for news in self.waiting_for_news:
-            news.come = True
-        self.waiting_for_news.clear()
+        for state_changed in self.waiting_for_change:
+            state_changed.come = True
+        self.waiting_for_change.clear()
 
-    def still_wants(self, cell: Cell) -> StillWanted:
+    def still_needed(self, work_item: WorkItem) -> StillNeeded:
         """Look whether others have delivered a cell meanwhile, or its evaluation is over."""
-        return StillWanted(self.handed, cell)
+        return StillNeeded(self.handed, work_item)
 
     def _rest(self) -> None:
         """With nothing to do, be waited for by nobody: others might wait for us, and we for what they have."""
@@ -357,23 +357,23 @@ class Client:
     def rest(self) -> None:
         self.entered = False
         for port in self.own_ports:
-            port.send(Rest())
+            port.send(Idle())
 
-    def _cell(self, lease: HeldLease, ks: tuple[int, ...], more: bool) -> Cell:
+    def _work_item(self, lease: HeldLease, ks: tuple[int, ...], more: bool) -> WorkItem:
         round_ = self.plan.round_of(lease.portion, ks[0]) if self.plan.columns else -1
         if len(ks) == 1:
-            return Cell((Batch(lease.portion, ks[0], lease.number),), round_, more)
-        return Cell(tuple([Batch(lease.portion, k, lease.number) for k in ks]), round_, more)
+            return WorkItem((Batch(lease.portion, ks[0], lease.number),), round_, more)
+        return WorkItem(tuple([Batch(lease.portion, k, lease.number) for k in ks]), round_, more)
 
     def _ask_for_more(self, ahead: int) -> None:
         """Keep one lease ahead; in rounds always ask, the coordinator shares the columns out."""
         if not self.asked and not self.finished and not self.stopping and (self.plan.columns or ahead <= 1):
             self.asked = True
-            self.tell(Want())
+            self.tell(LeaseRequest())
 
-    def settle(self, name: Name) -> None:
+    def settle(self, name: PushId) -> None:
         """Every block has answered for these batches."""
-        if self.plan.led:
+        if self.plan.coordinated:
             self.tell(Return(name[0].portion, name[0].lease, LeaseEnd.DONE))
         for r in name:
             lease = self.leases.get(r.portion)
@@ -389,7 +389,7 @@ class Client:
     def settles_lease(self, ack: Ack) -> bool:
         """Would a lease be done with when this answer is taken?"""
         handle = self.pushes.get(ack.sequence)
-        if handle is None or handle.left > 1 or self.plan.led:
+        if handle is None or handle.left > 1 or self.plan.coordinated:
             return handle is not None
         for r in handle.name:
             lease = self.leases.get(r.portion)
@@ -405,7 +405,7 @@ class Client:
         for portion in list(self.leases):
             self.give_back(portion, reason)
 
-    def _lose(self, name: Name, reason: LeaseEnd) -> None:
+    def _lose(self, name: PushId, reason: LeaseEnd) -> None:
         for r in name:
             lease = self.leases.get(r.portion)
             if lease is not None and lease.number == r.lease:
@@ -452,12 +452,12 @@ class Client:
                 read[block.index],
                 block.dtype,
                 block.numel,
-                handle.point,
+                handle.at_version,
                 absent,
                 want=want and self._must_ask(block.index),
                 groups=self.groups,
                 began=handle.began,
-                loss=gradient.loss if self.plan.led else 0.0,
+                loss=gradient.loss if self.plan.coordinated else 0.0,
             )
             self.unanswered[block.index].append(handle.sequence)
             self.port_of[block.index].push(message, self._filler(block, gradient))
@@ -479,11 +479,11 @@ class Client:
         self.sequence += 1
         self.clock += 1
         name = gradient.name()
-        point = self.plan.round_of(name[0].portion, name[0].first) if self.plan.columns else -1
-        if self.plan.led:
-            point = name[0].lease  # of an evaluation: a cell was handed out for it
+        at_version = self.plan.round_of(name[0].portion, name[0].first) if self.plan.columns else -1
+        if self.plan.coordinated:
+            at_version = name[0].lease  # of an evaluation: a cell was handed out for it
         began = self.clock - 1 if gradient.began is None else gradient.began
-        handle = PushHandle(name, len(self.blocks), self.sequence, self.clock, began, point)
+        handle = PushHandle(name, len(self.blocks), self.sequence, self.clock, began, at_version)
         if self.blocks:
             self.pushes[self.sequence] = handle
         else:  # a share of a model without parameters: there is nobody to answer
@@ -505,7 +505,7 @@ class Client:
                 self.versions[block.index],
                 block.dtype,
                 block.numel,
-                handle.point,
+                handle.at_version,
                 skip=reason,
                 want=want and self._must_ask(block.index),
                 began=handle.began,
@@ -541,7 +541,7 @@ class Client:
             if handle.passed == len(self.blocks):
                 self.skip_rounds(handle.passed_to - 1)
         pull = self.pulling
-        if pull is None or pull.point >= 0 or not self.direct_blocks or self._must_ask(ack.block):
+        if pull is None or pull.at_version >= 0 or not self.direct_blocks or self._must_ask(ack.block):
             return
         if self._own_pushes_in(pull, ack):
             pull.arrive(ack.block, None)
@@ -591,7 +591,7 @@ class Client:
     def _learn(self, asks: bool, pull: PullHandle) -> None:
         """The first answer says whether the rule must be asked; if not, shared memory can be read without."""
         self.asks = asks
-        if pull.point < 0:
+        if pull.at_version < 0:
             self._read_in_place(pull)
 
     def _read_in_place(self, pull: PullHandle) -> None:
@@ -604,7 +604,7 @@ class Client:
         return not self.port_of[block].direct or self.asks is not False
 
     def ask_round(self, round_: int) -> None:
-        if self.pulling is not None and self.pulling.point == round_:
+        if self.pulling is not None and self.pulling.at_version == round_:
             return
         self.sequence += 1  # a number of its own: answers to an older question are not this one's
         asked = Pull(self.sequence, self.clock, round_, part=self.part)
@@ -654,7 +654,7 @@ class Client:
         """A block becomes the worker's parameters. Only ever called while the strategy awaits, between two steps."""
         out = self.views[block]
         if values is None:
-            read = self.port_of[block].read(self.specs[block], pull.point, out)
+            read = self.port_of[block].read(self.specs[block], pull.at_version, out)
             if read is None:
                 self._round_is_over(pull)
                 return
@@ -668,14 +668,14 @@ class Client:
     def _round_is_over(self, pull: PullHandle) -> None:
         """Others have done this round's cells and gone on: nothing of it is ours to do any more."""
         pull.late = True
-        self.skip_rounds(pull.point)
+        self.skip_rounds(pull.at_version)
 
     def skip_rounds(self, last: int) -> None:
         """All rounds up to this one are over."""
         for lease in list(self.leases.values()):
             over = {k for k in lease.unsettled if self.plan.round_of(lease.portion, k) <= last}
             lease.unsettled -= over
-            lease.todo = deque(cell for cell in lease.todo if not over & set(cell))
+            lease.todo = deque(work_item for work_item in lease.todo if not over & set(work_item))
             if not lease.unsettled:
                 self.give_back(lease.portion, LeaseEnd.DONE)
 
@@ -687,9 +687,9 @@ class Client:
         for block in self.blocks:
             for part, tensors in state.tensors.items():
                 absent = self.flat.absent(tensors)
-                message = Load(block.index, block.dtype, block.numel, part=part, absent=absent)
+                message = InitBlock(block.index, block.dtype, block.numel, part=part, absent=absent)
                 self.port_of[block.index].push(message, self._state_writer(block, tensors))
-            message = Load(block.index, block.dtype, block.numel, numbers=state.numbers)
+            message = InitBlock(block.index, block.dtype, block.numel, numbers=state.numbers)
             self.port_of[block.index].push(message, self._copier(block))
 
     def _state_writer(self, block: BlockSpec, tensors: Sequence[Tensor | None]) -> Callable[[Tensor], None]:

@@ -70,7 +70,7 @@ async def leave(session: Session, worker: ModuleWorker) -> None:
     await Until("answers to its last pushes", lambda: not client.pushes)
     session.model.return_leases(worker)
     runtime.flush_output()
-    runtime.tell(session.stats.beat())
+    runtime.tell(session.stats.heartbeat())
     runtime.tell(Ended(worker.seen), worker.buffers())
 
 

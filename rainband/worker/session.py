@@ -7,20 +7,31 @@ from typing import TYPE_CHECKING, Protocol
 
 from rainband.errors import RainbandError
 from rainband.model.save import save_model
-from rainband.protocol.messages import Bye, Conclude, Go, Join, LeaseEnd, Loaded, Message, Opened, Peer, Welcome
+from rainband.protocol.messages import (
+    BlockReady,
+    Conclude,
+    Go,
+    Join,
+    LeaseEnd,
+    Message,
+    Opened,
+    Peer,
+    Shutdown,
+    Welcome,
+)
 from rainband.protocol.steps import Handle
 from rainband.protocol.worker_stats import Stats
-from rainband.runtimes.processes.periodic_eval import measure
 from rainband.strategy import Port, Strategy
 from rainband.worker.client import Client
+from rainband.worker.periodic_eval import measure
 from rainband.worker.worker import ModuleWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.record.spans import Watch
+    from rainband.record.spans import SpanRecorder
 
-FOR_THE_SESSION = frozenset((Bye, Welcome, Go, Conclude, Loaded, Opened))  # the client gets the others
+FOR_THE_SESSION = frozenset((Shutdown, Welcome, Go, Conclude, BlockReady, Opened))  # the client gets the others
 Buffers = bytes | memoryview | None
 
 
@@ -130,7 +141,7 @@ class Session:
         self.early: list[Message] = []  # messages for the client that came before there was one
         self.training = False  # the strategy runs: only then is it told to stop, and its waiting counted
         self.stopped = False  # it was told
-        self.watch: Watch | None = None
+        self.watch: SpanRecorder | None = None
         self.before_step: Callable[[], None] | None = None
 
     def prepare(self, strategy: Strategy, join: Join, model: WorkerModel) -> None:
@@ -148,7 +159,7 @@ class Session:
 
     def _take_order(self, message: Message, body: Buffers) -> None:
         match message:
-            case Bye():
+            case Shutdown():
                 raise Dismissed(message.reason or "the run is over.")
             case Welcome():
                 self.welcome, self.is_welcome = message, True
@@ -169,4 +180,4 @@ class Session:
         """The run stops, and what others would have to do may never come: then the strategy is told, once."""
         if not self.training or self.stopped or self.client is None:
             return False
-        return handle.is_vain(self.client.stopping)
+        return handle.may_never_complete(self.client.stopping)

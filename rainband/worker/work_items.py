@@ -5,64 +5,64 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from rainband.protocol.data_plan import Plan
-from rainband.protocol.messages import Cells, Delivered, Message, Want
-from rainband.strategy import Batch, Cell
+from rainband.protocol.data_plan import DataPlan
+from rainband.protocol.messages import AssignItems, ItemsDelivered, LeaseRequest, Message
+from rainband.strategy import Batch, WorkItem
 
 
-class Handed:
+class ItemsInHand:
     """Asks for more while the last cell is computed, and says so when there is none."""
 
     def __init__(self, tell: Callable[[Message], None]) -> None:
         self.tell = tell  # the coordinator
-        self.point = -1  # of the evaluation at hand
-        self.cells: deque[int] = deque()  # not begun
+        self.at_version = -1  # of the evaluation at hand
+        self.work_items: deque[int] = deque()  # not begun
         self.spare: set[int] = set()  # others have delivered these
         self.asked = False
         self.said_idle = False
 
-    def take(self, message: Cells) -> None:
+    def take(self, message: AssignItems) -> None:
         """More cells; those of the evaluation before are over."""
-        self._go_on_to(message.point)
-        if message.point == self.point:
+        self._go_on_to(message.at_version)
+        if message.at_version == self.at_version:
             self.asked = self.said_idle = False
-            self.cells += [cell for cell in message.cells if cell not in self.cells]
-            self.spare.difference_update(message.cells)
+            self.work_items += [work_item for work_item in message.work_items if work_item not in self.work_items]
+            self.spare.difference_update(message.work_items)
 
-    def leave_off(self, message: Delivered) -> None:
+    def leave_off(self, message: ItemsDelivered) -> None:
         """Others have delivered these cells: they need not be begun, nor ended."""
-        self._go_on_to(message.point)
-        if message.point == self.point:
-            self.spare.update(message.cells)
-            self.cells = deque(cell for cell in self.cells if cell not in self.spare)
+        self._go_on_to(message.at_version)
+        if message.at_version == self.at_version:
+            self.spare.update(message.work_items)
+            self.work_items = deque(work_item for work_item in self.work_items if work_item not in self.spare)
 
     def ask_again(self) -> None:
         self.asked = self.said_idle = False
 
-    def _go_on_to(self, point: int) -> None:
-        if point > self.point:
-            self.point = point
-            self.cells.clear()
+    def _go_on_to(self, at_version: int) -> None:
+        if at_version > self.at_version:
+            self.at_version = at_version
+            self.work_items.clear()
             self.spare.clear()
 
-    def next(self, plan: Plan) -> Cell | None:
+    def next(self, plan: DataPlan) -> WorkItem | None:
         """The next cell to compute; None: there is none now."""
-        idle = not self.cells
-        if (len(self.cells) <= 1 and not self.asked) or (idle and not self.said_idle):
+        idle = not self.work_items
+        if (len(self.work_items) <= 1 and not self.asked) or (idle and not self.said_idle):
             self.asked, self.said_idle = True, idle
-            self.tell(Want(idle))
+            self.tell(LeaseRequest(idle))
         if idle:
             return None
-        cell = self.cells.popleft()
-        batches = tuple(Batch(cell, k, self.point) for k in range(plan.batches_in(cell)))
-        return Cell(batches, self.point, bool(self.cells))
+        work_item = self.work_items.popleft()
+        batches = tuple(Batch(work_item, k, self.at_version) for k in range(plan.batches_in(work_item)))
+        return WorkItem(batches, self.at_version, bool(self.work_items))
 
-    def after(self, batch: Batch, plan: Plan) -> Batch | None:
+    def after(self, batch: Batch, plan: DataPlan) -> Batch | None:
         """What will be computed after this batch, as far as is known."""
         if batch.k + 1 < plan.batches_in(batch.portion):
             return Batch(batch.portion, batch.k + 1, batch.lease)
-        return Batch(self.cells[0], 0, self.point) if self.cells else None
+        return Batch(self.work_items[0], 0, self.at_version) if self.work_items else None
 
-    def wants(self, cell: Cell) -> bool:
+    def wants(self, work_item: WorkItem) -> bool:
         """Is it worth going on with a cell that was begun?"""
-        return cell.round == self.point and cell.batches[0].portion not in self.spare
+        return work_item.round == self.at_version and work_item.batches[0].portion not in self.spare

@@ -12,19 +12,19 @@ import xxhash
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
-from rainband.protocol.data_plan import Marks, Name, Plan, num_batches
+from rainband.protocol.data_plan import AcceptedSet, DataPlan, PushId, num_batches
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Report, Skipped, Tally
 from rainband.protocol.steps import Work
-from rainband.strategy import Batch, Cell
-from rainband.worker.client import Client, PullHandle, StillWanted
+from rainband.strategy import Batch, WorkItem
+from rainband.worker.client import Client, PullHandle, StillNeeded
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from rainband.protocol.optimizer_spec import OptimizerSpec
-    from rainband.strategy import StageOfPipeline, Stashes
+    from rainband.strategy import PipelineStage, StageVersions
     from rainband.tasks.task import Data, Task
 
 
@@ -51,7 +51,7 @@ class Compute(Work):
 class Sampler:
     """Which samples a batch of the plan has: the same for whoever asks."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: DataPlan) -> None:
         self.plan = plan
         self.epoch = -1
         self.order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -105,19 +105,19 @@ class ModuleWorker:
         self.params = OwnParameters(self.flat)
         self.server = ServerSide(client)
         self.sampler = Sampler(self.plan)
-        self.cell: Cell | None = None
+        self.work_item: WorkItem | None = None
 
-    async def cells(self) -> AsyncIterator[Cell]:
+    async def work_items(self) -> AsyncIterator[WorkItem]:
         """The cells leased to this worker, until the run's data is done."""
         while not self.client.finished and not self.client.stopping:
-            cell = self.client.next_cell()
-            if cell is None:
-                await self.client.news()
+            work_item = self.client.next_item()
+            if work_item is None:
+                await self.client.state_changed()
             else:
-                yield cell
+                yield work_item
 
-    def still_wants(self, cell: Cell) -> StillWanted:
-        return self.client.still_wants(cell)
+    def still_needed(self, work_item: WorkItem) -> StillNeeded:
+        return self.client.still_needed(work_item)
 
     @property
     def seen(self) -> int:
@@ -160,12 +160,12 @@ class ModuleWorker:
         stats.loss_sum += gradient.loss * gradient.samples
         stats.loss_samples += gradient.samples
         if stats.steps == 1:
-            self.client.tell(stats.beat())  # at once: people watch for the first sign of life
+            self.client.tell(stats.heartbeat())  # at once: people watch for the first sign of life
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> OwnOptimizer:
         return OwnOptimizer(self, spec, schedule)
 
-    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> StageOfPipeline:
+    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         raise ValueError("this worker computes the whole model: a pipeline needs stages, for example --stages 2.")
 
     # ---- what is no function of gradients: BatchNorm's statistics --------------------------------------------------
@@ -202,7 +202,7 @@ class OwnOptimizer:
     def __init__(self, worker: ModuleWorker, spec: OptimizerSpec, schedule: Schedule) -> None:
         self.worker = worker
         self.schedule = schedule
-        self.marks = OwnMarks(worker.client)
+        self.accepted_set = OwnMarks(worker.client)
         groups: list[dict[str, Any]] = [{"params": [], **settings} for settings in worker.flat.layout.groups]
         for spec_, parameter in zip(worker.flat.layout.parameters, worker.flat.parameters, strict=True):
             groups[spec_.group]["params"].append(parameter)
@@ -211,7 +211,7 @@ class OwnOptimizer:
 
     def step(self, gradient: Gradient) -> None:
         if not gradient.is_finite:
-            self.marks.add(gradient.name(), "not finite")
+            self.accepted_set.add(gradient.name(), "not finite")
             return
         first = gradient.batches[0]
         scale = self.schedule.scale(self.worker.plan.position(first.portion, first.k))
@@ -220,7 +220,7 @@ class OwnOptimizer:
         for parameter, tensor in zip(self.worker.flat.parameters, gradient.tensors, strict=True):
             parameter.grad = tensor
         self.optimizer.step()
-        self.marks.add(gradient.name())
+        self.accepted_set.add(gradient.name())
 
 
 class OwnMarks:
@@ -228,34 +228,34 @@ class OwnMarks:
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.marks = Marks(client.plan)
+        self.accepted_set = AcceptedSet(client.plan)
         self.applied = 0
-        self.extras = 0
+        self.untracked_pushes = 0
         self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask
 
-    def add(self, name: Name, skip: str = "") -> None:
+    def add(self, name: PushId, skip: str = "") -> None:
         """These batches are done, or skipped for a reason."""
         self.client.stats.acked += 1
-        if self.marks.plan != self.client.plan:  # it became known after the first steps
-            self.marks = Marks(self.client.plan)
+        if self.accepted_set.plan != self.client.plan:  # it became known after the first steps
+            self.accepted_set = AcceptedSet(self.client.plan)
         if skip:
             self.skipped.update({(r.portion, skip): self.skipped.get((r.portion, skip), 0) | r.mask for r in name})
         else:
             self.applied += num_batches(name)
-            self.extras += not name
-        if self.marks.add(name):
+            self.untracked_pushes += not name
+        if self.accepted_set.add(name):
             self.client.tell(self.report())
         self.client.settle(name)
 
     def report(self, flushed: bool = False) -> Report:
-        full = tuple(p for p in sorted(self.marks.open) if self.marks.is_full(p))
+        full = tuple(p for p in sorted(self.accepted_set.open) if self.accepted_set.is_full(p))
         num_skipped = sum(mask.bit_count() for mask in self.skipped.values())
         return Report(
-            low=self.marks.low,
+            low=self.accepted_set.low,
             full=full,
-            had=self.marks.count,
-            updates=self.applied + self.extras,
-            blocks=(Tally(self.marks.count, self.applied, num_skipped, 0, self.extras),),
+            accepted=self.accepted_set.count,
+            updates=self.applied + self.untracked_pushes,
+            blocks=(Tally(self.accepted_set.count, self.applied, num_skipped, 0, self.untracked_pushes),),
             skipped=tuple(Skipped(p, mask, reason) for (p, reason), mask in sorted(self.skipped.items())),
             flushed=flushed,
         )

@@ -20,18 +20,18 @@ from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.model.block_optimizer import why_not_blockwise
 from rainband.model.flat_parameters import Flat
 from rainband.plugins import find_strategy, load_strategy, strategy_names
-from rainband.protocol.data_plan import Plan
+from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Join, Message, Peer, Welcome
 from rainband.runtimes.processes.drive import drive
 from rainband.settings import as_dict, build
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.single import Single
 from rainband.strategies.sync import Sync
-from rainband.strategy import Batch, Rule, ServerHalf, Strategy
+from rainband.strategy import Batch, Rule, ServerPart, Strategy
 from rainband.tasks.quadratic import Quadratic
 from rainband.worker.client import Client
 from rainband.worker.worker import ModuleWorker, Sampler
-from tests.harness import Faults, Node, Outcome, World, run
+from tests.harness import Faults, Node, Outcome, SimulatedCluster, run
 from tests.ledger import ELEMENTS, LR, Case
 from tests.pieces import make_plan
 from tests.storms import Softly
@@ -75,7 +75,7 @@ def test_its_requirements_say_which_parts_it_has(name: str) -> None:
     requires = strategy.requires
 
     assert (strategy.server(2) is not None) == requires.servers
-    assert (type(strategy).lead is not Strategy.lead) == requires.coordinated
+    assert (type(strategy).coordinate is not Strategy.coordinate) == requires.coordinated
     assert (requires.optimizer == "workers") != requires.servers
     if (part := strategy.server(2)) is not None:
         assert (part.rule().reads == "round") == (requires.waits == "rounds")
@@ -125,7 +125,7 @@ def test_a_wrong_optimizer_is_told_when_the_strategy_is_made(name: str) -> None:
 @every_strategy_with_servers
 def test_each_block_gets_a_rule_of_its_own_that_holds_nothing_yet(name: str) -> None:
     half = load_strategy(name, {}).server(num_workers=3)
-    assert isinstance(half, ServerHalf)
+    assert isinstance(half, ServerPart)
     first, second = half.rule(), half.rule()
 
     def parts(rule: Rule) -> list[object]:
@@ -151,8 +151,8 @@ def test_its_optimizer_can_run_block_by_block(name: str) -> None:
 def test_it_runs_to_the_end_and_every_batch_counts_once(name: str, num_workers: int, direct: bool) -> None:
     for seed in range(3):
         outcome = run(seed, Case(exact(name), num_workers, num_servers=2, epochs=2, direct=direct))
-        books = outcome.coordinator.books()
-        assert books is not None and books.applied == books.batches == 16
+        accounting = outcome.coordinator.accounting()
+        assert accounting is not None and accounting.applied == accounting.batches == 16
 
 
 @every_strategy_with_servers
@@ -170,15 +170,15 @@ def test_it_can_be_stopped(name: str) -> None:
 @every_strategy_with_servers
 def test_it_runs_with_torchs_own_optimizer_and_its_own_defaults(name: str) -> None:
     """Here nothing is exact, and the books must balance all the same."""
-    world = World(0, Case(load_strategy(name, {}), num_workers=2, num_servers=2), node=OnASlope)
-    books = world.run().coordinator.books()
-    assert books is not None and books.balanced and books.applied == books.batches == 8
+    runtime = SimulatedCluster(0, Case(load_strategy(name, {}), num_workers=2, num_servers=2), node=OnASlope)
+    accounting = runtime.run().coordinator.accounting()
+    assert accounting is not None and accounting.balanced and accounting.applied == accounting.batches == 8
 
 
 class OnASlope(Node):
     """As in the harness, but the parameters it computes with need not be known beforehand."""
 
-    def check_round_read(self, round_: int, plan: Plan) -> None:
+    def check_round_read(self, round_: int, plan: DataPlan) -> None:
         """They are checked where they are known."""
 
 
@@ -197,17 +197,17 @@ def target(number: int) -> Tensor:
 
 
 def trained(strategy: Strategy, seed: int, num_workers: int, faults: Faults = Faults(), **sizes: Any) -> Outcome:  # noqa: B008
-    world = World(seed, Case(strategy, num_workers, num_servers=2, **sizes), faults, node=InABowl)
-    return world.run()
+    runtime = SimulatedCluster(seed, Case(strategy, num_workers, num_servers=2, **sizes), faults, node=InABowl)
+    return runtime.run()
 
 
 def one_process(lr: float, rounds: list[list[tuple[int, int]]]) -> Tensor:
     """Plain SGD; each round is (batch, samples) pairs, whose mean gradient is one step."""
     w = torch.full((ELEMENTS,), 1.0)  # as the first block begins
     optimizer = torch.optim.SGD([w], lr=lr, fused=True)
-    for cells in rounds:
-        total = sum(((w - target(batch)) * samples for batch, samples in cells), torch.zeros(ELEMENTS))
-        w.grad = total / sum(samples for _, samples in cells)
+    for work_items in rounds:
+        total = sum(((w - target(batch)) * samples for batch, samples in work_items), torch.zeros(ELEMENTS))
+        w.grad = total / sum(samples for _, samples in work_items)
         optimizer.step()
     return w
 
@@ -241,7 +241,7 @@ def test_the_result_of_sync_does_not_depend_on_who_was_faster_or_who_died_to_the
 # ---- without servers ----
 
 
-class Alone:
+class SingleProcessLoop:
     """One worker and its coordinator: a word to the coordinator is answered at once."""
 
     def __init__(self, strategy: Strategy, task: Quadratic, seed: int = 0) -> None:
@@ -251,7 +251,7 @@ class Alone:
         flat = Flat(self.module, [{"params": list(self.module.parameters())}])
         me = Peer("worker", 0)
         data = task.data()
-        join = Join("data", len(data), flat.layout, task.batch_size, task.epochs, cell_batches=1, rounds=False)
+        join = Join("data", len(data), flat.layout, task.batch_size, task.epochs, batches_per_item=1, rounds=False)
         welcome = self.coordinator.receive(me, join, 0.0)[0].message
         assert isinstance(welcome, Welcome)
         self.inbox: list[Message] = []
@@ -271,7 +271,7 @@ class Alone:
             self.worker.client.receive(self.inbox.pop(0))
 
 
-def batches_in_order(plan: Plan) -> list[Batch]:
+def batches_in_order(plan: DataPlan) -> list[Batch]:
     return [Batch(p, k, 1) for p in range(plan.num_portions) for k in range(plan.batches_in(p))]
 
 
@@ -299,7 +299,7 @@ def test_the_batches_of_an_epoch_are_all_samples_once_and_in_another_order_than_
 )
 def test_single_is_plain_torch_to_the_last_bit(strategy: Single, optimizer: Callable[..., Any]) -> None:
     task = Quadratic(dimension=5, samples=50, batch_size=8, epochs=2)
-    alone = Alone(strategy, task)
+    alone = SingleProcessLoop(strategy, task)
     alone.run()
 
     module, data = task.model(), task.data()
@@ -310,5 +310,5 @@ def test_single_is_plain_torch_to_the_last_bit(strategy: Single, optimizer: Call
         task.loss(module, (samples,)).backward()  # type: ignore[no-untyped-call]
         plain.step()
     assert torch.equal(next(alone.module.parameters()), next(module.parameters()))
-    books = alone.coordinator.books()
-    assert books is not None and books.balanced and books.applied == books.batches == 14
+    accounting = alone.coordinator.accounting()
+    assert accounting is not None and accounting.balanced and accounting.applied == accounting.batches == 14

@@ -17,7 +17,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-class Limit:
+class PhysicalLimit:
     """One optimizer step over a vector and one copy of it."""
 
     def __init__(self, num_elements: int, spec: OptimizerSpec) -> None:

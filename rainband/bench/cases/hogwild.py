@@ -16,11 +16,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rainband.bench.harness.processes import PRELOAD, Process
+from rainband.bench.harness.processes import PRELOAD, BenchProcess
 from rainband.bench.harness.rows import Effort, Row, at_least, at_most, median
 from rainband.runtimes.hogwild.worker import add_in_place
 from rainband.runtimes.processes.zygote import Zygote
-from rainband.transports.shared_memory import Segment
+from rainband.transports.shared_memory import SharedSegment
 
 NUM_PROCESSES = 2
 ROWS, WIDTH, TOUCHED = 100_000, 16, 20  # of a table; and how many rows one addition touches
@@ -75,13 +75,13 @@ def _measure(
     zygote: Zygote, kind: str, rows: int, width: int, additions: int, locked: bool = False
 ) -> tuple[float, float]:
     """The share of what was added that is not there, in percent, and additions per second of all together."""
-    fd = Segment.reserve("rainband bench")
-    table = _table(Segment.settle(fd, rows * width * 4), rows, width)
+    fd = SharedSegment.reserve("rainband bench")
+    table = _table(SharedSegment.settle(fd, rows * width * 4), rows, width)
     pipes = [os.pipe() for _ in range(NUM_PROCESSES)]
     orders = [AddOrder(i, kind, rows, width, additions, locked) for i in range(NUM_PROCESSES)]
     entry = "rainband.bench.cases.hogwild:add_main"
     processes = [
-        Process(zygote, entry, order, "adder", [fd, pipe[0]]) for order, pipe in zip(orders, pipes, strict=True)
+        BenchProcess(zygote, entry, order, "adder", [fd, pipe[0]]) for order, pipe in zip(orders, pipes, strict=True)
     ]
     for process in processes:
         process.read_byte()  # it is ready
@@ -96,7 +96,7 @@ def _measure(
     return 100 * (total - found) / total, NUM_PROCESSES * additions / max(one.seconds for one in added)
 
 
-def _table(segment: Segment, rows: int, width: int) -> Tensor:
+def _table(segment: SharedSegment, rows: int, width: int) -> Tensor:
     return segment.bytes.view(torch.float32).view(rows, width)
 
 
@@ -105,7 +105,7 @@ def add_main(job: bytes, fds: list[int]) -> None:
     order = msgspec.msgpack.decode(job, type=AddOrder)
     result_fd, memory_fd, go_fd = fds
     lock_fd = os.open(f"/proc/self/fd/{memory_fd}", os.O_RDWR)  # its own: locks are those of who opened it
-    table = _table(Segment.open(memory_fd, order.rows * order.width * 4, True), order.rows, order.width)
+    table = _table(SharedSegment.open(memory_fd, order.rows * order.width * 4, True), order.rows, order.width)
     gradients = _gradients(order)
     os.write(result_fd, b"r")
     os.read(go_fd, 1)

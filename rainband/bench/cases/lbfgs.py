@@ -16,11 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from rainband.bench.baselines.lbfgs import PlainOrder
-from rainband.bench.harness.processes import PRELOAD, Process
+from rainband.bench.harness.processes import PRELOAD, BenchProcess
 from rainband.bench.harness.rows import Effort, Row, at_least, at_most, median
-from rainband.coordinator.coordinator import Coordinator, Out
+from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
 from rainband.protocol import events
-from rainband.protocol.messages import Answer, Cells, Command, Delivered, Evaluated, Message, Peer, Return, Want, encode
+from rainband.protocol.messages import (
+    Answer,
+    AssignItems,
+    Command,
+    Evaluated,
+    ItemsDelivered,
+    LeaseRequest,
+    Message,
+    Peer,
+    Return,
+    encode,
+)
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.processes import launcher as local
 from rainband.runtimes.processes.zygote import Zygote
@@ -34,7 +45,7 @@ FULL_HISTORY = 14  # iterations, until each direction has all its pairs
 SETTINGS = {"gradient_tolerance": 0.0, "loss_tolerance": 0.0}  # it never converges
 N_PUSH = 32
 FASTER, MOST_KB = 1.7, 10.0
-LED = (Command, Answer, Evaluated, Cells, Delivered, Want, Return)
+LED = (Command, Answer, Evaluated, AssignItems, ItemsDelivered, LeaseRequest, Return)
 PACED_WORKERS, STEP_S, FACTOR, PACED_N_PUSH = 4, 0.02, 5.0, 2  # one of four workers is five times slower
 
 
@@ -78,7 +89,9 @@ def _ratios(theirs: list[float], ours: list[float]) -> list[float]:
 def _plain(zygote: Zygote, iterations: int, threads: int, processes: int = 1) -> list[float]:
     """Seconds of one evaluation in each of several processes, which run at the same time."""
     order = PlainOrder(SIZES[-1], SAMPLES, iterations, threads)
-    started = [Process(zygote, "rainband.bench.baselines.lbfgs:plain_main", order, "L-BFGS") for _ in range(processes)]
+    started = [
+        BenchProcess(zygote, "rainband.bench.baselines.lbfgs:plain_main", order, "L-BFGS") for _ in range(processes)
+    ]
     return [process.result()[0] for process in started]
 
 
@@ -120,22 +133,22 @@ def _mlp(size: str) -> dict[str, Any]:
     return {"parameters": size, "samples": SAMPLES}
 
 
-class Weighed(Coordinator):
+class LbfgsTraffic(Coordinator):
     """Counts the bytes of what leading takes, as they are on the wire."""
 
     led_bytes = 0
 
-    def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[Out]:
+    def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[CoordinatorOutput]:
         self._weigh(message)
         return self._weighed(super().receive(sender, message, now, body))
 
-    def tick(self, now: float) -> list[Out]:
+    def tick(self, now: float) -> list[CoordinatorOutput]:
         return self._weighed(super().tick(now))
 
-    def look(self, now: float) -> list[Out]:
+    def look(self, now: float) -> list[CoordinatorOutput]:
         return self._weighed(super().look(now))
 
-    def _weighed(self, outs: list[Out]) -> list[Out]:
+    def _weighed(self, outs: list[CoordinatorOutput]) -> list[CoordinatorOutput]:
         for out in outs:
             self._weigh(out.message)
         return outs
@@ -146,7 +159,7 @@ class Weighed(Coordinator):
 
 
 @dataclass(frozen=True)
-class Found:
+class LbfgsFound:
     """What came of a run."""
 
     evaluation_s: float  # everything between two evaluations included
@@ -156,16 +169,16 @@ class Found:
 
 def _sandblaster(
     task: str, task_settings: dict[str, Any], iterations: int, n_push: int, slow_factor: float | None = None
-) -> Found:
+) -> LbfgsFound:
     """`slow_factor`: of the last of four workers whose steps take a fixed time; None: two, as fast as they can."""
-    seen: list[events.Iterated] = []
+    seen: list[events.IterationDone] = []
     weighed: list[int] = []  # so far, after each iteration
     moved: list[int] = []
 
     def view(event: events.AnyEvent) -> None:
-        if isinstance(event, events.Iterated):
+        if isinstance(event, events.IterationDone):
             seen.append(event)
-            assert isinstance(launcher.coordinator, Weighed)
+            assert isinstance(launcher.coordinator, LbfgsTraffic)
             weighed.append(launcher.coordinator.led_bytes)
         elif isinstance(event, events.Progress):
             moved.append(event.pushed_bytes + event.pulled_bytes)
@@ -186,14 +199,14 @@ def _sandblaster(
             sim=SimSettings() if compute is None else SimSettings(compute=compute),
         )
         launcher = local.Launcher(config, view)
-        launcher.coordinator.__class__ = Weighed
+        launcher.coordinator.__class__ = LbfgsTraffic
         with launcher.signals():
             result = launcher.run()
     if result.outcome != "finished" or len(seen) < 2:
         raise RuntimeError(f"the run {result.outcome} {result.reason}: there is nothing to measure.")
     first, last = seen[0], seen[-1]
-    assert isinstance(launcher.coordinator, Weighed)
-    return Found(
+    assert isinstance(launcher.coordinator, LbfgsTraffic)
+    return LbfgsFound(
         evaluation_s=(last.at_s - first.at_s) / (last.evaluations - first.evaluations),
         led_kb=(launcher.coordinator.led_bytes - weighed[-2]) / 1000,
         pass_bytes=moved[-1] / last.evaluations,

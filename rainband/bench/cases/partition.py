@@ -6,14 +6,14 @@ from rainband.bench.harness.models import Branches
 from rainband.bench.harness.processes import PRELOAD
 from rainband.bench.harness.rows import Effort, Row, at_least, median
 from rainband.bench.harness.stage_runs import alone, in_halves, together
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.runtimes.processes.zygote import Zygote
 
 
 def run(effort: Effort) -> list[Row]:
     repeats, seconds = (3, 6.0) if effort == "full" else (1, 4.0)
     task = Branches()
-    team = TeamPlan(plan=in_halves(task), micros=1)
+    team = StagePlan(plan=in_halves(task), micros=1)
     one, two = [], []
     zygote = Zygote.start(PRELOAD)
     try:

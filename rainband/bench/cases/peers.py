@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from rainband.bench.baselines.limit import timed
-from rainband.bench.harness.processes import PRELOAD, Process, free_port
+from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
 from rainband.bench.harness.rows import Effort, Row, median
 from rainband.protocol.messages import Address, Peer
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.transports.auth import new_run_id, new_secret
-from rainband.transports.event_loop import Switchboard
+from rainband.transports.event_loop import EventLoop
 from rainband.transports.peers import PeerLinks
 
 SIZES = {"1 MB": 1 << 20, "64 MB": 64 << 20}
@@ -67,7 +67,9 @@ def _pair(zygote: Zygote, entry: str, transport: str, num_bytes: int, rounds: in
     processes = []
     for index in range(2):
         order = PeersOrder(index, secret, run_id, transport, num_bytes, rounds, port)
-        processes.append(Process(zygote, f"rainband.bench.cases.peers:{entry}", order, "peer", [ends[index].fileno()]))
+        processes.append(
+            BenchProcess(zygote, f"rainband.bench.cases.peers:{entry}", order, "peer", [ends[index].fileno()])
+        )
     for end in ends:
         end.close()
     seconds: list[float] = processes[0].result()
@@ -85,7 +87,7 @@ def _copy_s(num_bytes: int, rounds: int) -> float:
 def links_main(job: bytes, fds: list[int]) -> None:
     """One end of our links."""
     order = msgspec.msgpack.decode(job, type=PeersOrder)
-    links = PeerLinks(Peer("worker", order.index), order.secret, order.run_id, Switchboard(), order.transport, 30.0)
+    links = PeerLinks(Peer("worker", order.index), order.secret, order.run_id, EventLoop(), order.transport, 30.0)
     here, other = links.listen(), 1 - order.index
     with socket.socket(fileno=fds[1]) as end:
         end.sendall(msgspec.msgpack.encode(here))
@@ -96,7 +98,7 @@ def links_main(job: bytes, fds: list[int]) -> None:
     def receive() -> None:
         received = links.recv(other, ("value",))
         while not received.ready():
-            links.switchboard.wait()
+            links.event_loop.wait()
         received.result()
 
     _to_and_fro(order, fds[0], lambda: links.send(other, ("value",), value), receive)

@@ -16,7 +16,7 @@ from rainband.bench.harness.models import Chain
 from rainband.bench.harness.processes import PRELOAD
 from rainband.bench.harness.rows import Effort, Row, at_least, median
 from rainband.bench.harness.stage_runs import alone, in_halves, profile_of, together, torch_pipelining
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, Forecast, as_batch
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.runtimes.stage_forecast import ONE_MACHINE
@@ -66,9 +66,9 @@ def _once(zygote: Zygote, task: Chain, seconds: float) -> dict[str, float]:
     small = task.batch_size // MICROS
     rates = predicted(task) | {"alone": alone(zygote, task, task.batch_size, seconds)}
     rates["alone, small"] = alone(zygote, task, small, seconds)
-    rates["pipedream"] = together(task, TeamPlan(plan=plan), seconds, "pipedream", small)
+    rates["pipedream"] = together(task, StagePlan(plan=plan), seconds, "pipedream", small)
     for schedule in SCHEDULES:
-        team = TeamPlan(plan=plan, micros=MICROS, schedule=schedule.name)  # type: ignore[arg-type]
+        team = StagePlan(plan=plan, micros=MICROS, schedule=schedule.name)  # type: ignore[arg-type]
         rates[schedule.name] = together(task, team, seconds)
         rates[schedule.torch_name] = torch_pipelining(zygote, schedule.torch_name, MICROS, seconds)
     return rates

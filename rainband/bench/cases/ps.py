@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rainband.bench.baselines.data_parallel import GlooOrder, SocketOrder
 from rainband.bench.harness.cluster import Rig, Seconds
-from rainband.bench.harness.processes import PRELOAD, Process, free_port
+from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
 from rainband.bench.harness.rows import Effort, Row, at_least, at_most, median
 from rainband.runtimes.processes.zygote import Zygote
 
@@ -89,14 +89,16 @@ def _ratio(seconds: Seconds) -> float:
 def _gloo(zygote: Zygote, num_elements: int, rounds: int) -> float:
     port = free_port()
     orders = [GlooOrder(rank, port, num_elements, max(5, rounds // 2)) for rank in range(2)]
-    ranks = [Process(zygote, "rainband.bench.baselines.data_parallel:gloo_main", order, "gloo") for order in orders]
+    ranks = [
+        BenchProcess(zygote, "rainband.bench.baselines.data_parallel:gloo_main", order, "gloo") for order in orders
+    ]
     return median([s for rank in ranks for s in rank.result()])
 
 
 def _bare_socket(zygote: Zygote, num_elements: int, rounds: int) -> list[float]:
     order = SocketOrder(free_port(), num_elements, max(5, rounds), 3)
-    server = Process(zygote, "rainband.bench.baselines.data_parallel:socket_server_main", order, "bare server")
+    server = BenchProcess(zygote, "rainband.bench.baselines.data_parallel:socket_server_main", order, "bare server")
     server.read_byte()
-    client = Process(zygote, "rainband.bench.baselines.data_parallel:socket_client_main", order, "bare client")
+    client = BenchProcess(zygote, "rainband.bench.baselines.data_parallel:socket_client_main", order, "bare client")
     seconds: list[float] = client.result()
     return seconds

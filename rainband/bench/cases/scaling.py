@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rainband.bench.baselines.data_parallel import TrainOrder
-from rainband.bench.harness.processes import PRELOAD, Process, free_port
+from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
 from rainband.bench.harness.rows import Effort, Row, at_least, median
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig
@@ -51,7 +51,7 @@ def _size(size: str, repeats: int, seconds: float) -> list[Row]:
 
 
 def _plain(zygote: Zygote, size: str, seconds: float) -> float:
-    [rate] = Process(
+    [rate] = BenchProcess(
         zygote, "rainband.bench.baselines.data_parallel:train_main", TrainOrder(size, seconds), "plain"
     ).result()
     return float(rate)
@@ -60,7 +60,7 @@ def _plain(zygote: Zygote, size: str, seconds: float) -> float:
 def _ddp(zygote: Zygote, size: str, seconds: float) -> float:
     port = free_port()
     ranks = [
-        Process(
+        BenchProcess(
             zygote, "rainband.bench.baselines.data_parallel:train_main", TrainOrder(size, seconds, rank, port), "DDP"
         )
         for rank in range(2)

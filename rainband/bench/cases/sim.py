@@ -27,7 +27,7 @@ from rainband.runtimes.simulation import run as sim
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, to_toml
 from rainband.tasks.load import load_task
 
-World = Callable[[RunConfig, View], local.RunResult]
+SimulatedCluster = Callable[[RunConfig, View], local.RunResult]
 SIZES = ("0.7M", "5.8M", "20M")
 STRATEGIES = ("downpour", "sync")
 BAR = 0.15
@@ -111,25 +111,25 @@ def _config(size: str, strategy: str, num_workers: int, directory: Path) -> RunC
     )
 
 
-class Measured(NamedTuple):
+class SimMeasurement(NamedTuple):
     rate: float  # samples per second, between the first and the last report
     waited: float  # the part of that time
 
 
-def _measured(config: RunConfig, world: World) -> Measured:
+def _measured(config: RunConfig, runtime: SimulatedCluster) -> SimMeasurement:
     seen: list[events.Progress] = []
 
     def view(event: events.AnyEvent) -> None:
         if isinstance(event, events.Progress) and event.samples_done:
             seen.append(event)
 
-    result = world(config, view)
+    result = runtime(config, view)
     if result.outcome != "finished" or len(seen) < 2:
         raise RuntimeError(f"the run {result.outcome} {result.reason} with {len(seen)} reports: nothing to measure.")
     first, last = seen[0], seen[-1]
     seconds = last.at_s - first.at_s
     waited = [last.waited_s[worker] - first.waited_s.get(worker, 0.0) for worker in last.waited_s]
-    return Measured((last.samples_done - first.samples_done) / seconds, sum(waited) / len(waited) / seconds)
+    return SimMeasurement((last.samples_done - first.samples_done) / seconds, sum(waited) / len(waited) / seconds)
 
 
 # ---- is it fast? ----
@@ -177,7 +177,7 @@ def _simulated() -> float:
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig(task="digits", strategy="downpour", num_workers=MANY, num_servers=2, directory=folder)
         result = sim.run(config, view)
-    return float(result.books["applied"]) / (moments["concluding"] - moments["running"])
+    return float(result.accounting["applied"]) / (moments["concluding"] - moments["running"])
 
 
 def _scale() -> Row:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rainband.bench.baselines.data_parallel import PacedOrder
-from rainband.bench.harness.processes import PRELOAD, Process, free_port
+from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
 from rainband.bench.harness.rows import Effort, Row, at_least
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig, SimSettings
@@ -49,7 +49,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Found:
+class StragglerFound:
     """What came of one run."""
 
     samples_per_s: float
@@ -85,23 +85,23 @@ def run(effort: Effort) -> Iterator[Row]:
             yield at_least(f"{contender.name} at {ACCURACY:.0%}, times sooner", sooner, SOONER_BAR, "DDP/gloo")
 
 
-def _rows(name: str, found: Found) -> list[Row]:
+def _rows(name: str, found: StragglerFound) -> list[Row]:
     rows = [Row(name, found.samples_per_s, "samples/s")]
     if found.reached_s is None:
         return rows
     return [*rows, Row(f"{name}, to an accuracy of {ACCURACY:.0%}", found.reached_s, "s")]
 
 
-def _times_sooner(ddp: Found, ours: Found) -> float:
+def _times_sooner(ddp: StragglerFound, ours: StragglerFound) -> float:
     if ddp.reached_s is None or ours.reached_s is None:
         return 0.0
     return ddp.reached_s / ours.reached_s
 
 
-def _ddp(zygote: Zygote) -> Found:
+def _ddp(zygote: Zygote) -> StragglerFound:
     port = free_port()
     ranks = [
-        Process(
+        BenchProcess(
             zygote,
             "rainband.bench.baselines.data_parallel:paced_main",
             PacedOrder(rank, NUM_WORKERS, port, STEP_S * (FACTOR if rank == SLOW else 1), DDP_LR, ACCURACY),
@@ -110,10 +110,10 @@ def _ddp(zygote: Zygote) -> Found:
         for rank in range(NUM_WORKERS)
     ]
     (rate, reached_s), *_ = [rank.result() for rank in ranks]
-    return Found(rate, reached_s or None)
+    return StragglerFound(rate, reached_s or None)
 
 
-def _train(contender: Contender) -> Found:
+def _train(contender: Contender) -> StragglerFound:
     seen: list[events.AnyEvent] = []
     compute = {"kind": "constant", "step_s": STEP_S, "slow_workers": (SLOW,), "slow_factor": FACTOR}
     with tempfile.TemporaryDirectory() as root:
@@ -135,7 +135,7 @@ def _train(contender: Contender) -> Found:
     return found_in(seen)
 
 
-def found_in(seen: list[events.AnyEvent]) -> Found:
+def found_in(seen: list[events.AnyEvent]) -> StragglerFound:
     """Samples/s between the first and the last report that has them; seconds from the run's start to the accuracy.
 
     It starts when all is ready, as DDP does. (Of a first step is heard with the next heartbeat, when it is over.)
@@ -147,4 +147,4 @@ def found_in(seen: list[events.AnyEvent]) -> Found:
     rate = (last.samples_done - first.samples_done) / (last.at_s - first.at_s)
     there = (event.at_s for event in progress if event.metrics.get("accuracy", 0.0) >= ACCURACY)
     reached_at = next(there, None)
-    return Found(rate, None if reached_at is None else reached_at - began)
+    return StragglerFound(rate, None if reached_at is None else reached_at - began)

@@ -11,28 +11,28 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from rainband.bench.baselines.limit import Limit, timed
-from rainband.bench.harness.processes import Process
+from rainband.bench.baselines.limit import PhysicalLimit, timed
+from rainband.bench.harness.processes import BenchProcess
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
-from rainband.protocol.data_plan import Plan
+from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import BlockSpec, cut, deal
-from rainband.protocol.messages import COORDINATOR, Address, Assign, Bye, Message, Opened, Peer, Ready, ServerJoin
+from rainband.protocol.messages import COORDINATOR, Address, Assign, Message, Opened, Peer, Ready, ServerJoin, Shutdown
 from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.protocol.worker_stats import Stats
 from rainband.runtimes.config import Job, RunConfig, encode_job
-from rainband.runtimes.processes.zygote import Exited, Failed, Started, Zygote
+from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Started, Zygote
 from rainband.strategy import Batch, Port
 from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.connect import can_share_memory, dial, listen_unix, this_machine
 from rainband.transports.connection import Connection
-from rainband.transports.event_loop import Switchboard
+from rainband.transports.event_loop import EventLoop
 from rainband.transports.hub import Hub
 from rainband.transports.server_links import SharedPort, TcpPort
 from rainband.worker.client import Client
 
 NUM_WORKERS = 4
-PLAN = Plan(fingerprint="", layout="", num_samples=1 << 24, batch_size=1, epochs=1, seed=0, portion_batches=64)
+PLAN = DataPlan(fingerprint="", layout="", num_samples=1 << 24, batch_size=1, epochs=1, seed=0, portion_batches=64)
 
 
 class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class Rig:
         for event in self.zygote.events():
             if isinstance(event, Started) and event.token in self.tokens:
                 self.started[event.token] = event.pid
-            elif isinstance(event, Failed) or (isinstance(event, Exited) and event.token in self.tokens):
+            elif isinstance(event, SpawnFailed) or (isinstance(event, Exited) and event.token in self.tokens):
                 raise RuntimeError(f"a server ended while it was measured: {event}.")
 
     def _start_server(self, index: int) -> int:
@@ -140,7 +140,7 @@ class Rig:
                 limit=OptimizerSpec(self.optimizer, {"lr": 1e-3}) if limit else None,
             )
             entry = "rainband.bench.harness.cluster:worker_main"
-            processes.append(Process(self.zygote, entry, order, f"rainband worker {index}", [go_read]))
+            processes.append(BenchProcess(self.zygote, entry, order, f"rainband worker {index}", [go_read]))
             os.close(go_read)
             goes.append(go_write)
         for process in processes:
@@ -159,7 +159,7 @@ class Rig:
         self._see_servers_live()
         peaks = [(_peak_bytes(pid), _shared_bytes(pid)) for pid in self.started.values()]
         for index in range(self.num_servers):
-            self.hub.send(Peer("server", index), Bye())
+            self.hub.send(Peer("server", index), Shutdown())
         self.hub.close()
         waiting, deadline = set(self.tokens), time.monotonic() + 10
         while waiting and time.monotonic() < deadline:
@@ -199,7 +199,7 @@ def worker_main(job: bytes, fds: list[int]) -> None:
     order = msgspec.msgpack.decode(job, type=WorkerOrder)
     result_fd, go_fd = fds
     bench = BenchWorker(order)
-    limit = Limit(order.num_elements, order.limit) if order.limit else None
+    limit = PhysicalLimit(order.num_elements, order.limit) if order.limit else None
     os.write(result_fd, b"c")
     os.read(go_fd, 1)
     for _ in range(order.warmup):
@@ -217,7 +217,7 @@ class BenchWorker:
     """A client with real ports."""
 
     def __init__(self, order: WorkerOrder) -> None:
-        self.switchboard = Switchboard()
+        self.event_loop = EventLoop()
         self.client: Client | None = None
         self.order = order
         self.stats = Stats()
@@ -239,8 +239,8 @@ class BenchWorker:
         sock, _, key = dial(address, shared, order.secret, order.run_id, me, 5.0)
         peer = Peer("server", index)
         if shared:
-            return SharedPort(peer, sock, key, specs, self.switchboard, self._deliver, self.stats)
-        return TcpPort(peer, sock, key, specs, self.switchboard, self._deliver)
+            return SharedPort(peer, sock, key, specs, self.event_loop, self._deliver, self.stats)
+        return TcpPort(peer, sock, key, specs, self.event_loop, self._deliver)
 
     def _deliver(self, message: Message, payload: Tensor | None) -> None:
         if self.client is not None and not isinstance(message, Opened):
@@ -253,4 +253,4 @@ class BenchWorker:
         self.batch += 1
         pull = self.client.exchange(Gradient([self.gradient], (batch,), 1, 0.0))
         while not pull.ready():
-            self.switchboard.wait()
+            self.event_loop.wait()

@@ -21,7 +21,7 @@ PRELOAD = (
 )
 
 
-class Process:
+class BenchProcess:
     """One process with a pipe back."""
 
     def __init__(self, zygote: Zygote, entry: str, order: msgspec.Struct, title: str, fds: Sequence[int] = ()) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from rainband.bench.baselines.stages import AloneOrder, PipeliningOrder
 from rainband.bench.harness.models import Branches, Chain
-from rainband.bench.harness.processes import Process, free_port
+from rainband.bench.harness.processes import BenchProcess, free_port
 from rainband.model_parallel.graph.split_loss import cut_task, measure_samples
-from rainband.model_parallel.placement.placement import Plan, Stage
+from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.profile import Profile
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes import launcher as local
@@ -28,14 +28,14 @@ SAMPLES_PER_S = 2500  # about: only to choose how long a run is
 def alone(zygote: Zygote, task: Chain, batch_size: int, seconds: float) -> float:
     """One plain process with this batch size."""
     order = AloneOrder(_name(task), seconds, batch_size)
-    return float(Process(zygote, f"{OPPONENTS}alone_main", order, "alone").result()[0])
+    return float(BenchProcess(zygote, f"{OPPONENTS}alone_main", order, "alone").result()[0])
 
 
 def torch_pipelining(zygote: Zygote, schedule: str, micros: int, seconds: float) -> float:
     """torch.distributed.pipelining over gloo, with the same two stages."""
     port = free_port()
     ranks = [
-        Process(
+        BenchProcess(
             zygote,
             f"{OPPONENTS}pipelining_main",
             PipeliningOrder(rank, port, schedule, micros, seconds),
@@ -46,7 +46,7 @@ def torch_pipelining(zygote: Zygote, schedule: str, micros: int, seconds: float)
     return min(float(rank.result()[0]) for rank in ranks)
 
 
-def in_halves(task: Chain) -> Plan:
+def in_halves(task: Chain) -> Placement:
     """Half of the chain's layers for each of two machines; of the branches one each."""
     cut, _, _ = cut_task(task, task.model(), task.data(), 2)
     if isinstance(task, Branches):
@@ -54,12 +54,12 @@ def in_halves(task: Chain) -> Plan:
         parts = [unit for unit in cut.units if unit not in right], sorted(right, key=cut.units.index)
     else:
         parts = list(cut.units[: task.layers]), list(cut.units[task.layers :])
-    return Plan(
+    return Placement(
         model=_name(task),
         kind="partition" if isinstance(task, Branches) else "pipeline",
         partitioner="halves",
         num_machines=2,
-        stages=tuple(Stage((machine,), tuple(units)) for machine, units in enumerate(parts)),
+        stages=tuple(PlacedStage((machine,), tuple(units)) for machine, units in enumerate(parts)),
     )
 
 
@@ -71,7 +71,7 @@ def profile_of(task: Chain, samples: int) -> Profile:
 
 
 def together(
-    task: Chain, team: TeamPlan, seconds: float, strategy: str = "single", batch_size: int | None = None
+    task: Chain, team: StagePlan, seconds: float, strategy: str = "single", batch_size: int | None = None
 ) -> float:
     """Two workers, a share each: from the end of the first step, which warms up, to the end of the last."""
     training, first_s, first_samples = TrainingTime(), [], batch_size or task.batch_size

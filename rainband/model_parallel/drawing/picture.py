@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from rainband.model_parallel.drawing.graph_layout import Spot, spots
-from rainband.model_parallel.placement.placement import Plan
+from rainband.model_parallel.placement.placement import Placement
 from rainband.model_parallel.placement.predict import crossings
 from rainband.model_parallel.placement.profile import Profile, Unit
-from rainband.model_parallel.schedules.check import Facts, Span
+from rainband.model_parallel.schedules.check import ActionSpan, ScheduleFacts
 from rainband.model_parallel.schedules.table import Table
 
 COLOURS = ("#8fb8de", "#f2c879", "#9fd3a8", "#e8a191", "#b9a5d9", "#c4c4c4", "#e5b3c9", "#8ccfcf", "#d3cf8c", "#d9b08c")
@@ -19,7 +19,7 @@ MOST_MARKED = 400  # actions that have their number written in them
 INK, FAINT = "#222222", "#b0b0b0"
 
 
-def draw_plan(plan: Plan, profile: Profile, path: Path) -> bool:
+def draw_plan(plan: Placement, profile: Profile, path: Path) -> bool:
     """Units coloured by machine, lines where values go, dark and with bytes where they cross; False: no matplotlib."""
     where = spots(profile)
     columns = 1 + max(spot.column for spot in where.values())
@@ -58,7 +58,7 @@ def _draw_unit(axes: Any, unit: Unit, spot: Spot, colour: str) -> None:
     axes.text(spot.column, spot.row + 0.13, what, ha="center", va="center", fontsize=6, zorder=4, color="#444444")
 
 
-def _draw_values(axes: Any, plan: Plan, profile: Profile, where: dict[str, Spot]) -> None:
+def _draw_values(axes: Any, plan: Placement, profile: Profile, where: dict[str, Spot]) -> None:
     """A line for each reader; what crosses has its bytes beside the line, once for each stage that reads it."""
     stage = plan.stage_of()
     labelled = set()
@@ -96,7 +96,7 @@ def _draw_line(axes: Any, maker: Spot, reader: Spot, crosses: bool) -> tuple[flo
     return middle
 
 
-def _title(plan: Plan, profile: Profile) -> str:
+def _title(plan: Placement, profile: Profile) -> str:
     crossing = sum(count for _, _, count in crossings(plan, profile))
     crossed = f"{plan.kind}, {bytes_text(crossing)} cross for each batch of {profile.batch_size}"
     text = f"{plan.model or 'model'}: {crossed if crossing else 'in one piece'}"
@@ -105,7 +105,7 @@ def _title(plan: Plan, profile: Profile) -> str:
     return text
 
 
-def draw_schedule(table: Table, facts: Facts, path: Path) -> bool:
+def draw_schedule(table: Table, facts: ScheduleFacts, path: Path) -> bool:
     """A bar for each action, one row per machine, forwards light and backwards full; False: no matplotlib."""
     figure, axes = _figure(width=12, height=1.5 + 0.45 * len(table.rows))
     if figure is None:
@@ -133,7 +133,7 @@ def draw_schedule(table: Table, facts: Facts, path: Path) -> bool:
     return True
 
 
-def _draw_action(axes: Any, span: Span, table: Table, scale: float, narrow: float) -> None:
+def _draw_action(axes: Any, span: ActionSpan, table: Table, scale: float, narrow: float) -> None:
     begin, end, action = span.from_s * scale, span.to_s * scale, span.action
     if action.kind == "U":
         axes.plot([end, end], [span.machine + 0.04, span.machine + 0.96], color="black", linewidth=1.1, zorder=3)

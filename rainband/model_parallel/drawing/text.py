@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rainband.model_parallel.placement.placement import Plan, memory
+from rainband.model_parallel.placement.placement import Placement, memory
 from rainband.model_parallel.placement.predict import crossings
 from rainband.model_parallel.placement.profile import Profile, Resources
-from rainband.model_parallel.schedules.check import Facts, Span
+from rainband.model_parallel.schedules.check import ActionSpan, ScheduleFacts
 from rainband.model_parallel.schedules.rates import Played
 from rainband.model_parallel.schedules.table import Table
 
@@ -27,7 +27,7 @@ def profile_lines(profile: Profile) -> list[str]:
     return _columns(rows) + ([f"and {rest} units that take {rest_s * 1e3:.3f} ms together"] if rest else [])
 
 
-def plan_lines(plan: Plan, profile: Profile, resources: Resources) -> list[str]:
+def plan_lines(plan: Placement, profile: Profile, resources: Resources) -> list[str]:
     """The plan for people: its stages, what crosses, what is expected."""
     rows = [("stage", "machines", "units", "ms", "parameters kB", "memory kB", "from", "to")]
     needed = memory(plan, profile, resources)
@@ -40,7 +40,7 @@ def plan_lines(plan: Plan, profile: Profile, resources: Resources) -> list[str]:
     return lines + _columns(rows) + _crossing_lines(plan, profile) + _predicted_lines(plan)
 
 
-def _crossing_lines(plan: Plan, profile: Profile) -> list[str]:
+def _crossing_lines(plan: Placement, profile: Profile) -> list[str]:
     crossing = sorted(crossings(plan, profile), key=lambda found: -found[2])
     if not crossing:
         return ["", "nothing crosses machines"]
@@ -53,7 +53,7 @@ def _crossing_lines(plan: Plan, profile: Profile) -> list[str]:
     return ["", *_columns(rows), *more, f"{len(crossing)} values cross, {_kilobytes(total)} kB for each batch"]
 
 
-def _predicted_lines(plan: Plan) -> list[str]:
+def _predicted_lines(plan: Placement) -> list[str]:
     if plan.predicted is None:
         return []
     faster = plan.predicted.alone_s / plan.predicted.batch_s if plan.predicted.batch_s else 1.0
@@ -61,7 +61,7 @@ def _predicted_lines(plan: Plan) -> list[str]:
     return ["", f"predicted: a batch every {batch_ms:.3f} ms, alone {alone_ms:.3f} ms: {faster:.2f} times as fast"]
 
 
-def schedule_lines(table: Table, facts: Facts, width: int = 100) -> list[str]:
+def schedule_lines(table: Table, facts: ScheduleFacts, width: int = 100) -> list[str]:
     """A timeline with a line for each machine, and what the schedule needs."""
     lines = timeline(facts.spans, len(table.rows), facts.total_s, width)
     kept = ", ".join(map(str, facts.peak_activations))
@@ -109,7 +109,7 @@ def _figures(play: Played, profile: Profile) -> tuple[str, str, str]:
     return f"{play.batch_s * 1e3:.3f}", f"{rate:,.0f}", f"{faster:.2f}"
 
 
-def timeline(spans: Sequence[Span], machines: int, total_s: float, width: int) -> list[str]:
+def timeline(spans: Sequence[ActionSpan], machines: int, total_s: float, width: int) -> list[str]:
     """Forwards as digits (the last of the microbatch's number), backwards as letters (a is 0), idle as dots."""
     lines = []
     for machine in range(machines):
@@ -130,4 +130,4 @@ def _kilobytes(count: int) -> str:
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

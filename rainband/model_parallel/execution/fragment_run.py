@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from rainband.model_parallel.graph.fragments import Layout, as_module
+from rainband.model_parallel.graph.fragments import FragmentLayout, as_module
 from rainband.model_parallel.graph.graph import Cut, tensors_in
 
 LOSS = -1  # what reads the model's outputs, as if it were a fragment
 Gradients = list[Tensor | None]  # of the tensors of one value
 
 
-class Compute(Protocol):
+class FragmentCompute(Protocol):
     """Computes the fragments of one machine for one microbatch, with weights and saved values of its own choice."""
 
     def forward(self, index: int, given: Sequence[Any]) -> Sequence[Any]:
@@ -74,7 +74,7 @@ class AtLiveWeights:
 
 
 @dataclass(frozen=True)
-class Message:
+class FragmentMessage:
     """A value on its way to a machine that reads it, or its gradient on the way back."""
 
     kind: Literal["value", "gradient"]
@@ -89,16 +89,16 @@ class Message:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(self.payload))
 
 
-class Part:
+class FragmentRun:
     """What one machine holds and does for one microbatch."""
 
     def __init__(
         self,
         cut: Cut,
-        layout: Layout,
+        layout: FragmentLayout,
         machine: int,
         modules: Mapping[int, fx.GraphModule] | None = None,
-        compute: Compute | None = None,
+        compute: FragmentCompute | None = None,
     ) -> None:
         """`modules`: of another part of the same machine, for a second microbatch that is on its way."""
         self.layout = layout
@@ -121,7 +121,7 @@ class Part:
 
     # ---- forward ----
 
-    def begin(self, inputs: Mapping[str, Any]) -> list[Message]:
+    def begin(self, inputs: Mapping[str, Any]) -> list[FragmentMessage]:
         """A new batch; every machine is given the model's inputs."""
         self.give(inputs)
         return self._run_forward()
@@ -131,11 +131,11 @@ class Part:
         self._clear()
         self.inputs = dict(inputs)
 
-    def receive(self, message: Message) -> list[Message]:
+    def receive(self, message: FragmentMessage) -> list[FragmentMessage]:
         self.take(message)
         return self._run_forward() if message.kind == "value" else self._run_backward()
 
-    def take(self, message: Message) -> None:
+    def take(self, message: FragmentMessage) -> None:
         """Keep what has come; nothing is computed yet."""
         assert message.destination == self.machine, f"machine {self.machine} was given {message}"
         if message.kind == "value":
@@ -182,8 +182,8 @@ class Part:
         reads = [value for index in waiting for value in self.layout.fragments[index].reads]
         return [value for value in reads if value not in self.read and value not in self.inputs]
 
-    def _run_forward(self) -> list[Message]:
-        messages: list[Message] = []
+    def _run_forward(self) -> list[FragmentMessage]:
+        messages: list[FragmentMessage] = []
         while (index := self.next_forward()) is not None:
             messages += self.forward(index)
         return messages
@@ -203,7 +203,7 @@ class Part:
     def _is_here(self, values: Sequence[str]) -> bool:
         return all(value in self.read or value in self.inputs for value in values)
 
-    def forward(self, index: int) -> list[Message]:
+    def forward(self, index: int) -> list[FragmentMessage]:
         """Run a fragment; returns what others need of it."""
         fragment = self.layout.fragments[index]
         results = self.compute.forward(index, [self._given(value, index) for value in fragment.reads])
@@ -216,7 +216,7 @@ class Part:
                 self.read[value] = _leaves(result, wants)
             for machine in self.layout.destinations(value):
                 payload = pytree.tree_map_only(Tensor, Tensor.detach, result)
-                messages.append(Message("value", value, self.machine, machine, payload, wants))
+                messages.append(FragmentMessage("value", value, self.machine, machine, payload, wants))
         return messages
 
     def _local_readers(self, value: str) -> list[int]:
@@ -227,11 +227,11 @@ class Part:
 
     # ---- backward ----
 
-    def backward(self) -> list[Message]:
+    def backward(self) -> list[FragmentMessage]:
         """Begin the way back: the loss has put gradients on `outputs()`. Other machines need not be told."""
         return self.answered() + self._run_backward()
 
-    def answered(self) -> list[Message]:
+    def answered(self) -> list[FragmentMessage]:
         """The loss has put gradients on `outputs()`: what goes back at once; fragments come later."""
         self.backward_done.add(LOSS)
         for value in self.layout.outputs:
@@ -239,8 +239,8 @@ class Part:
                 self.found[value, LOSS] = [tensor.grad for tensor in tensors_in(self.leaves[value, LOSS])]
         return [message for value in self.layout.outputs for message in self._give_back(value)]
 
-    def _run_backward(self) -> list[Message]:
-        messages: list[Message] = []
+    def _run_backward(self) -> list[FragmentMessage]:
+        messages: list[FragmentMessage] = []
         while (index := self.next_backward()) is not None:
             messages += self.backward_of(index)
         return messages
@@ -264,7 +264,7 @@ class Part:
                 return False
         return True
 
-    def backward_of(self, index: int) -> list[Message]:
+    def backward_of(self, index: int) -> list[FragmentMessage]:
         """Go back through a fragment; returns the gradients that others wait for."""
         fragment = self.layout.fragments[index]
         found = self.compute.backward(index, [self._total(value) for value in fragment.makes])
@@ -286,7 +286,7 @@ class Part:
         none: Gradients = [None] * len(tensors_in(self.read[value]))  # of a reader that need not go back
         return _sums([self.found.get((value, reader), none) for reader in readers])
 
-    def _give_back(self, value: str) -> list[Message]:
+    def _give_back(self, value: str) -> list[FragmentMessage]:
         """The gradient of a received value, when the last of its readers here is done."""
         if value in self.inputs or value in self.made or value not in self.read:
             return []
@@ -294,7 +294,7 @@ class Part:
         if not any(t.requires_grad for t in tensors) or not self.backward_done.issuperset(self._local_readers(value)):
             return []
         home = self.layout.fragments[self.layout.maker[value]].machine
-        return [Message("gradient", value, self.machine, home, self._found(value))]
+        return [FragmentMessage("gradient", value, self.machine, home, self._found(value))]
 
 
 def _leaves(value: Any, wants_gradient: tuple[bool, ...]) -> Any:

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from rainband.model_parallel.execution.fragment_run import Part
-from rainband.model_parallel.execution.microbatch_run import Micro as Task
-from rainband.model_parallel.execution.microbatch_run import Passage, Shares, Team
+from rainband.model_parallel.execution.fragment_run import FragmentRun
+from rainband.model_parallel.execution.microbatch_run import Microbatch as Task
+from rainband.model_parallel.execution.microbatch_run import MicrobatchRun, ReplicaLinks, Shares
 from rainband.model_parallel.execution.stage import AtVersion, Stage
 from rainband.model_parallel.execution.versions import MakeOptimizer
 from rainband.model_parallel.graph.fragments import as_module, by_stage
 from rainband.model_parallel.graph.graph import Cut
-from rainband.model_parallel.graph.split_loss import Micro
+from rainband.model_parallel.graph.split_loss import LossMicrobatch
 from rainband.model_parallel.schedules.check import check
 from rainband.model_parallel.schedules.table import Action, Table
 from rainband.protocol.peer_inbox import Inbox
@@ -94,7 +94,7 @@ class Pipeline:
         self.sent = 0
         self.played = 0
 
-    def run(self, micros: Sequence[Micro]) -> list[float]:
+    def run(self, micros: Sequence[LossMicrobatch]) -> list[float]:
         """Play the table with these microbatches; returns their losses. The module has the newest parameters.
 
         Every run begins and ends with an empty pipeline, and goes on where the one before it ended.
@@ -148,11 +148,11 @@ class Pipeline:
 class _Machine:
     """One machine of a table: does its row."""
 
-    def __init__(self, pipeline: Pipeline, number: int, peers: MemoryPeers, micros: Sequence[Micro]) -> None:
+    def __init__(self, pipeline: Pipeline, number: int, peers: MemoryPeers, micros: Sequence[LossMicrobatch]) -> None:
         self.pipeline, self.number, self.peers, self.micros = pipeline, number, peers, micros
         self.table, self.layout = pipeline.table, pipeline.layout
-        self.team = Team(peers, number, len(self.table.rows))
-        self.passages: dict[tuple[int, int], Passage] = {}  # (stage, microbatch)
+        self.team = ReplicaLinks(peers, number, len(self.table.rows))
+        self.passages: dict[tuple[int, int], MicrobatchRun] = {}  # (stage, microbatch)
         self.left: dict[tuple[int, int], int] = {}  # (stage, update) -> backwards of this machine still to come
         self.losses: dict[int, float] = {}
 
@@ -168,14 +168,14 @@ class _Machine:
                     await self._update(action, place)
             self._release(action, place)
 
-    def _passage(self, action: Action) -> Passage:
+    def _passage(self, action: Action) -> MicrobatchRun:
         micro, cut = self.micros[action.micro], self.pipeline.cut
         update = action.micro // self.table.micros_per_update[action.stage]
         together = self.table.micros_of(action.stage, update)
         weight = micro.samples / sum(self.micros[number].samples for number in together)
         stage = self.pipeline.stages[self.number, action.stage]
         compute = AtVersion(stage, action.micro, action.version, update, weight, self.table.stash)
-        part = Part(cut, self.layout, action.stage, stage.modules, compute)
+        part = FragmentRun(cut, self.layout, action.stage, stage.modules, compute)
         task = Task(
             (action.micro,),
             cut.bind(micro.args, micro.kwargs),
@@ -185,7 +185,7 @@ class _Machine:
         )
         shares = dict.fromkeys(range(len(self.layout.fragments)), 0.0)
         home = lambda stage: self.table.home(stage, action.micro)  # noqa: E731
-        return Passage(part, self.team, home, task, Shares(shares, shares))
+        return MicrobatchRun(part, self.team, home, task, Shares(shares, shares))
 
     async def _backward(self, action: Action) -> None:
         stage, micro = action.stage, action.micro

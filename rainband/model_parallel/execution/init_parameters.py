@@ -10,12 +10,12 @@ import xxhash
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from rainband.model_parallel.graph.fragments import Layout
+    from rainband.model_parallel.graph.fragments import FragmentLayout
     from rainband.model_parallel.graph.graph import Cut
 
 
 def fill(
-    model: nn.Module, cut: Cut, layout: Layout, machine: int, seed: int, evaluation: nn.Module | None = None
+    model: nn.Module, cut: Cut, layout: FragmentLayout, machine: int, seed: int, evaluation: nn.Module | None = None
 ) -> None:
     """Give memory and values to what a machine computes with. Values are a function of a submodule's name and the seed.
 

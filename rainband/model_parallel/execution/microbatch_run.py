@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from rainband.model_parallel.execution.fragment_run import Message, Part
+from rainband.model_parallel.execution.fragment_run import FragmentMessage, FragmentRun
 from rainband.model_parallel.graph.graph import tensors_in
 from rainband.protocol.steps import Handle, Work
 from rainband.protocol.worker_stats import Stats
@@ -42,7 +42,7 @@ class Piece(Work):
         return self.result
 
 
-class Happens(Protocol):
+class RunHooks(Protocol):
     """A message, or anything else that is there or not."""
 
     def ready(self) -> bool: ...
@@ -51,7 +51,7 @@ class Happens(Protocol):
 class AnyOf(Handle):
     """Waits until one of several messages is there, or something else has happened."""
 
-    def __init__(self, arrivals: Sequence[Happens], team: Team, source: int | None = None) -> None:
+    def __init__(self, arrivals: Sequence[RunHooks], team: ReplicaLinks, source: int | None = None) -> None:
         """`source`: who has to send it; None: any of the others may have to do something for it."""
         assert arrivals, "waiting for nothing would never end"
         self.arrivals = arrivals
@@ -61,7 +61,7 @@ class AnyOf(Handle):
     def ready(self) -> bool:
         return any(arrival.ready() for arrival in self.arrivals)
 
-    def is_vain(self, stopping: bool) -> bool:
+    def may_never_complete(self, stopping: bool) -> bool:
         """What one who has come to its end did not send before will not come; others may still have sent theirs."""
         return self.team.has_ended(self.source)
 
@@ -69,7 +69,7 @@ class AnyOf(Handle):
         return self._wait()
 
 
-class Team:
+class ReplicaLinks:
     """The others who compute the same model: what they send, and who of them has come to its end."""
 
     def __init__(self, peers: Peers, place: int, size: int) -> None:
@@ -112,7 +112,7 @@ class Team:
 
 
 @dataclass(frozen=True)
-class Micro:
+class Microbatch:
     """What every worker of a team knows of a microbatch."""
 
     tag: Tag  # says which it is, among all that are on their way
@@ -131,10 +131,12 @@ class Shares:
     backward: Mapping[int, float]
 
 
-class Passage:
+class MicrobatchRun:
     """Fragments run when it is their turn and what they read is there; a value goes once to each reading machine."""
 
-    def __init__(self, part: Part, team: Team, home: Callable[[int], int], micro: Micro, shares: Shares) -> None:
+    def __init__(
+        self, part: FragmentRun, team: ReplicaLinks, home: Callable[[int], int], micro: Microbatch, shares: Shares
+    ) -> None:
         """`home`: the place in the team of a machine of the plan."""
         self.part = part
         self.team = team
@@ -160,7 +162,7 @@ class Passage:
                 share = self.micro.weight * self.shares.forward[index]
                 self._send(await Piece(partial(self._run, index), share, f"F{self.micro.tag[-1]}"))
 
-    def _run(self, index: int) -> list[Message]:
+    def _run(self, index: int) -> list[FragmentMessage]:
         # Dropout draws the same numbers in every schedule, whoever computes this microbatch.
         if self.micro.seed is not None:
             torch.default_generator.manual_seed(self.micro.seed + index)
@@ -182,7 +184,7 @@ class Passage:
         if part.is_backward_done(part.mine):
             part.give({})  # what was kept for it is of no use any more
 
-    def _answer(self) -> list[Message]:
+    def _answer(self) -> list[FragmentMessage]:
         loss = self.micro.loss(self.part.outputs()) * self.micro.weight
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -197,12 +199,12 @@ class Passage:
             payload = await coming.pop(key)
             value, source = key
             if kind == "value":
-                nest, wants = payload
-                self.part.take(Message("value", value, source, self.part.machine, nest, tuple(wants)))
+                pytree, wants = payload
+                self.part.take(FragmentMessage("value", value, source, self.part.machine, pytree, tuple(wants)))
             else:
-                self.part.take(Message("gradient", value, source, self.part.machine, payload))
+                self.part.take(FragmentMessage("gradient", value, source, self.part.machine, payload))
 
-    def _send(self, messages: Sequence[Message]) -> None:
+    def _send(self, messages: Sequence[FragmentMessage]) -> None:
         for message in messages:
             payload = message.payload
             if message.kind == "value":

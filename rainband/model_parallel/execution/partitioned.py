@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rainband.model_parallel.execution.fragment_run import Message, Part
+from rainband.model_parallel.execution.fragment_run import FragmentMessage, FragmentRun
 from rainband.model_parallel.graph.fragments import by_level
 from rainband.model_parallel.graph.graph import Cut
 
@@ -21,8 +21,8 @@ class Partitioned:
         self.cut = cut
         self.layout = by_level(cut, placement)
         machines = sorted({self.layout.answer_machine, *self.layout.machines()})
-        self.parts = {machine: Part(cut, self.layout, machine) for machine in machines}
-        self.messages: list[Message] = []
+        self.parts = {machine: FragmentRun(cut, self.layout, machine) for machine in machines}
+        self.messages: list[FragmentMessage] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's answer, without gradients."""
@@ -47,7 +47,7 @@ class Partitioned:
         assert not waiting, f"machines wait for values that nobody sends: {waiting}"
         return self.parts[self.layout.answer_machine].outputs()
 
-    def _carry(self, messages: list[Message]) -> None:
+    def _carry(self, messages: list[FragmentMessage]) -> None:
         queue = deque(messages)
         while queue:
             message = queue.popleft()

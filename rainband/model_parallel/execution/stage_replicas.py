@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rainband.model_parallel.execution.microbatch_run import Team
-    from rainband.model_parallel.execution.submodel import Share
+    from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
+    from rainband.model_parallel.execution.submodel import Submodel
 
 
-class Mates:
+class StageReplicas:
     """Those who have the same stage as this worker."""
 
-    def __init__(self, share: Share, team: Team, leaves: Mapping[str, Tensor]) -> None:
+    def __init__(self, share: Submodel, team: ReplicaLinks, leaves: Mapping[str, Tensor]) -> None:
         """`leaves`: the parameters that are trained; only their shapes count."""
         self.team, self.machine, self.replica = team, share.machine, share.replica
         self.count = share.plan.workers[share.machine]

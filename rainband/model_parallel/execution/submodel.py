@@ -10,17 +10,24 @@ import torch
 from torch import Tensor, fx, nn
 
 from rainband.model.flat_parameters import Flat
-from rainband.model_parallel.execution.fragment_run import Part
+from rainband.model_parallel.execution.fragment_run import FragmentRun
 from rainband.model_parallel.execution.init_parameters import fill
 from rainband.model_parallel.execution.microbatch_run import Shares
 from rainband.model_parallel.graph.eval_graph import cut_for_evaluation, placed_alike
-from rainband.model_parallel.graph.fragments import LEVELS, Layout, by_level, by_stage, by_stage_and_level, dealt
+from rainband.model_parallel.graph.fragments import (
+    LEVELS,
+    FragmentLayout,
+    by_level,
+    by_stage,
+    by_stage_and_level,
+    dealt,
+)
 from rainband.model_parallel.graph.split_loss import cut_task
 from rainband.model_parallel.placement.stage_plan import machine_of
 
 if TYPE_CHECKING:
     from rainband.model_parallel.graph.graph import Cut
-    from rainband.model_parallel.placement.stage_plan import TeamPlan
+    from rainband.model_parallel.placement.stage_plan import StagePlan
     from rainband.model_parallel.schedules.table import Action
     from rainband.tasks.task import Data, Task
 
@@ -30,12 +37,12 @@ class Answering:
     """With what one machine computes its part of the model's answer."""
 
     cut: Cut
-    layout: Layout
+    layout: FragmentLayout
     machine: int
     modules: Mapping[int, fx.GraphModule]
 
-    def part(self) -> Part:
-        return Part(self.cut, self.layout, self.machine, self.modules)
+    def part(self) -> FragmentRun:
+        return FragmentRun(self.cut, self.layout, self.machine, self.modules)
 
     @property
     def shares(self) -> Shares:
@@ -52,10 +59,10 @@ class Tie:
     others: tuple[int, ...]
 
 
-class Share:
+class Submodel:
     """What one machine of a plan holds and computes."""
 
-    def __init__(self, task: Task, model: nn.Module, data: Data, plan: TeamPlan, place: int) -> None:
+    def __init__(self, task: Task, model: nn.Module, data: Data, plan: StagePlan, place: int) -> None:
         """`place`: of the worker in its team; where a stage has no replicas, that is its machine in the plan."""
         self.plan = plan
         self.place = place
@@ -66,7 +73,7 @@ class Share:
         self.layout = layout_of(self.cut, plan, plan.plan.stage_of())
         evaluation = cut_for_evaluation(model, self.cut, args, kwargs)  # now: later nobody has the whole model
         fill(model, self.cut, self.layout, self.machine, plan.seed, None if evaluation is None else evaluation.module)
-        self.first = Part(self.cut, self.layout, self.machine)
+        self.first = FragmentRun(self.cut, self.layout, self.machine)
         self.modules = self.first.modules
         self._trained = Answering(self.cut, self.layout, self.machine, self.modules)
         self._evaluated = self._trained if evaluation is None else self._for_evaluation(evaluation)
@@ -97,11 +104,11 @@ class Share:
         stages = self.plan.plan.stage_of()
         placed = placed_alike(evaluation, self.cut, stages, self.plan.plan.kind == "pipeline")
         layout = layout_of(evaluation, self.plan, placed)
-        return Answering(evaluation, layout, self.machine, Part(evaluation, layout, self.machine).modules)
+        return Answering(evaluation, layout, self.machine, FragmentRun(evaluation, layout, self.machine).modules)
 
-    def part(self) -> Part:
+    def part(self) -> FragmentRun:
         """Room for one more microbatch."""
-        return Part(self.cut, self.layout, self.machine, self.modules)
+        return FragmentRun(self.cut, self.layout, self.machine, self.modules)
 
     def fragments(self, action: Action) -> list[int]:
         """What an action runs: one stage; in a partition everything that is here."""
@@ -130,7 +137,7 @@ class Share:
         ]
 
 
-def layout_of(cut: Cut, plan: TeamPlan, stages: Mapping[str, int]) -> Layout:
+def layout_of(cut: Cut, plan: StagePlan, stages: Mapping[str, int]) -> FragmentLayout:
     if plan.plan.kind == "partition":
         return by_level(cut, stages)
     if any(stage.split for stage in plan.plan.stages):
@@ -138,7 +145,7 @@ def layout_of(cut: Cut, plan: TeamPlan, stages: Mapping[str, int]) -> Layout:
     return dealt(by_stage(cut, stages), len(plan.workers))
 
 
-def _users(cut: Cut, layout: Layout) -> dict[int, set[int]]:
+def _users(cut: Cut, layout: FragmentLayout) -> dict[int, set[int]]:
     """Parameter (its id) -> the machines that use it."""
     users: dict[int, set[int]] = {}
     for fragment in layout.fragments:
@@ -147,7 +154,7 @@ def _users(cut: Cut, layout: Layout) -> dict[int, set[int]]:
     return users
 
 
-def _shares(layout: Layout, plan: TeamPlan) -> Shares:
+def _shares(layout: FragmentLayout, plan: StagePlan) -> Shares:
     """Each fragment's share of the time of a whole gradient, as it was measured, or by the number of its nodes."""
     units = plan.profile.units if plan.profile is not None else ()
     forward_s, backward_s = {u.name: u.forward_s for u in units}, {u.name: u.backward_s for u in units}

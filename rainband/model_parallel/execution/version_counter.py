@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rainband.strategy import Stashes
+    from rainband.strategy import StageVersions
 
 
 @dataclass(frozen=True)
 class Counting:
     """Of one stage. Batches, updates and versions are counted from 0, from when the pipeline was empty last."""
 
-    how: Stashes
+    how: StageVersions
     replicas: tuple[int, ...]  # workers of each stage
     stage: int
 
@@ -51,7 +51,7 @@ class Counting:
         return self.how.vertical_sync or self.how.double_buffered
 
 
-def check_stashes(how: Stashes, replicas: Sequence[int]) -> None:
+def check_stashes(how: StageVersions, replicas: Sequence[int]) -> None:
     """Raise ValueError, which says what to type, if these stages cannot keep their versions so."""
     if not how.double_buffered:
         return

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rainband.protocol.layout import ITEM_BYTES, Entry, Layout, arrange
+from rainband.protocol.layout import ITEM_BYTES, Layout, LayoutEntry, arrange
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True)
-class Memory:
+class VersionMemory:
     """One version: its vectors, and its parameters as leaves of autograd."""
 
     vectors: tuple[Tensor, ...]
@@ -40,7 +40,7 @@ class Versions:
         vectors = tuple(
             torch.zeros(v.numel, dtype=getattr(torch, v.dtype), device=v.device) for v in self.layout.vectors
         )
-        self.live: dict[int, Memory] = {0: self._memory(vectors)}
+        self.live: dict[int, VersionMemory] = {0: self._memory(vectors)}
         self.newest = 0
         self.spare: list[tuple[Tensor, ...]] = []
         self.peak = 1
@@ -99,10 +99,10 @@ class Versions:
             copy.copy_(vector)
         return copies
 
-    def _memory(self, vectors: tuple[Tensor, ...]) -> Memory:
+    def _memory(self, vectors: tuple[Tensor, ...]) -> VersionMemory:
         # .data: an optimizer that overwrites this memory on purpose must not be told off by autograd's counters.
         leaves = {name: self._slice(vectors, name).data.requires_grad_(name in self.trained) for name in self.places}
-        return Memory(vectors, leaves)
+        return VersionMemory(vectors, leaves)
 
     def _slice(self, vectors: tuple[Tensor, ...], name: str) -> Tensor:
         spec = self.places[name]
@@ -114,11 +114,11 @@ class Versions:
 
 
 def _arranged(parameters: Mapping[str, nn.Parameter]) -> Layout:
-    def entry(name: str, p: nn.Parameter) -> Entry:
+    def entry(name: str, p: nn.Parameter) -> LayoutEntry:
         dtype = str(p.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES:
             raise ValueError(f"parameter '{name}' is {dtype}, not {', '.join(ITEM_BYTES)}: make it a buffer.")
-        return Entry(name, tuple(p.shape), dtype, str(p.device))
+        return LayoutEntry(name, tuple(p.shape), dtype, str(p.device))
 
     return arrange([entry(name, parameter) for name, parameter in parameters.items()])
 

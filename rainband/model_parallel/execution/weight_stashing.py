@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import is_finite
-from rainband.model_parallel.execution.fragment_run import Part
-from rainband.model_parallel.execution.microbatch_run import Micro, Passage
+from rainband.model_parallel.execution.fragment_run import FragmentRun
+from rainband.model_parallel.execution.microbatch_run import Microbatch, MicrobatchRun
 from rainband.model_parallel.execution.stage import AtVersion, Stage
-from rainband.model_parallel.execution.stage_replicas import Mates
+from rainband.model_parallel.execution.stage_replicas import StageReplicas
 from rainband.model_parallel.execution.version_counter import Counting, check_stashes
 from rainband.model_parallel.graph.split_loss import inputs_of, loss_of
 from rainband.protocol.data_plan import ranges
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rainband.model_parallel.execution.worker import ShareWorker
     from rainband.protocol.lr_schedules import Schedule
     from rainband.protocol.optimizer_spec import OptimizerSpec
-    from rainband.strategy import Batch, Stashes
+    from rainband.strategy import Batch, StageVersions
 
 
 @dataclass
@@ -41,13 +41,13 @@ class Passing(Turn):
     update: int  # that it is part of
     batch: Batch
     version: int = 0  # of the parameters of its forward
-    passage: Passage | None = None
+    passage: MicrobatchRun | None = None
 
 
 class Stashing:
     """Forward, backward and update of a stage, in whatever order its strategy has."""
 
-    def __init__(self, worker: ShareWorker, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> None:
+    def __init__(self, worker: ShareWorker, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> None:
         share = worker.share
         self.worker, self.share, self.team = worker, share, worker.team
         self.schedule, self.how = schedule, how
@@ -59,10 +59,10 @@ class Stashing:
         if share.ties:
             raise ValueError(
                 f"a parameter is used in stages {(share.ties[0].owner, *share.ties[0].others)}, which update it at "
-                "different times: put its units into one stage (--plan), or choose sync or single."
+                "different times: put its units into one stage (--placement), or choose sync or single."
             )
         worker.lookahead = share.plan.size  # replicas wait for each other's batches, which come later
-        worker.before_cell = None  # the pipeline would have to be emptied for it
+        worker.before_item = None  # the pipeline would have to be emptied for it
         worker.flat.release()  # versions are kept in memory of their own
         self.stage = Stage(
             share.machine,
@@ -72,9 +72,9 @@ class Stashing:
             recompute=how.recompute,
         )
         first = self.stage.versions.leaves(self.stage.versions.newest)
-        self.mates = Mates(share, worker.team, {name: first[name] for name in self.stage.trained})
+        self.stage_replicas = StageReplicas(share, worker.team, {name: first[name] for name in self.stage.trained})
         self.base = [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
-        self.marks = OwnMarks(worker.client)
+        self.accepted_set = OwnMarks(worker.client)
         self.batches: deque[tuple[int, Batch]] = deque()  # with their updates; by any replica, and not marked yet
         self.marked = 0
         self.updates = 0
@@ -104,7 +104,9 @@ class Stashing:
         update = self.empty_at[1] + self.counting.update(place)
         self.batches.append((update, batch))
         self._mark()  # the others of its round may have been faster, and have made the update with it
-        return Passing(number, place, update, batch) if place % self.mates.count == self.share.replica else None
+        return (
+            Passing(number, place, update, batch) if place % self.stage_replicas.count == self.share.replica else None
+        )
 
     def _next_place(self) -> int:
         return self.marked + len(self.batches) - self.empty_at[0]
@@ -118,7 +120,7 @@ class Stashing:
         passing.passage = self._passage(passing)
         await passing.passage.forward(self.share.first.mine)
 
-    def _passage(self, passing: Passing) -> Passage:
+    def _passage(self, passing: Passing) -> MicrobatchRun:
         worker, share = self.worker, self.share
         torch.default_generator.manual_seed(worker.seed_of(passing.batch))  # the same samples on all of the team
         data = worker.data.batch(worker.sampler.indices(passing.batch))
@@ -126,9 +128,11 @@ class Stashing:
         loss, answer = loss_of(worker.task, data), share.cut.answer
         weight = self._samples(passing) / self._full_round() if self.how.double_buffered else 1.0
         compute = AtVersion(self.stage, passing.number, passing.version, passing.update, weight, self.how.stash)
-        part = Part(share.cut, self.layout, share.machine, share.modules, compute)
-        micro = Micro((passing.number,), share.cut.bind(args, kwargs), lambda outputs: loss(answer(outputs)), 1.0, None)
-        return Passage(part, self.team, lambda stage: share.plan.home(stage, passing.place), micro, share.shares)
+        part = FragmentRun(share.cut, self.layout, share.machine, share.modules, compute)
+        micro = Microbatch(
+            (passing.number,), share.cut.bind(args, kwargs), lambda outputs: loss(answer(outputs)), 1.0, None
+        )
+        return MicrobatchRun(part, self.team, lambda stage: share.plan.home(stage, passing.place), micro, share.shares)
 
     def _version(self, place: int) -> int:
         """Of the parameters for a batch; there is none that is older than the last time the pipeline was empty."""
@@ -164,8 +168,8 @@ class Stashing:
         """One step with the mean over the samples of a round of batches, by this worker and its mates."""
         total = self.stage.totals.pop(update, {})
         samples, self.gathered = self.gathered, 0
-        if self.mates.others and self.stage.trained:
-            total = await self.mates.mean(update, total, samples)
+        if self.stage_replicas.others and self.stage.trained:
+            total = await self.stage_replicas.mean(update, total, samples)
         elif self.how.double_buffered and samples != self._full_round():
             total = {name: gradient * (self._full_round() / samples) for name, gradient in total.items()}
         first = next(b for u, b in self.batches if u == update)
@@ -201,7 +205,7 @@ class Stashing:
         while self.batches and self.batches[0][0] < self.updates:
             update, batch = self.batches.popleft()
             self.marked += 1
-            self.marks.add(ranges(batch.portion, [batch.k], batch.lease), self.skipped.get(update, ""))
+            self.accepted_set.add(ranges(batch.portion, [batch.k], batch.lease), self.skipped.get(update, ""))
 
     async def settle(self) -> None:
         """All are home. A last round of fewer batches makes an update, too, even if this replica had none of them."""

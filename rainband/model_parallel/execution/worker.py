@@ -18,13 +18,13 @@ import xxhash
 
 from rainband.model.flat_parameters import is_finite
 from rainband.model.gradient import Gradient
-from rainband.model_parallel.execution.fragment_run import Part
-from rainband.model_parallel.execution.microbatch_run import AnyOf, Micro, Passage, Team
-from rainband.model_parallel.execution.submodel import Share, same_on_all
+from rainband.model_parallel.execution.fragment_run import FragmentRun
+from rainband.model_parallel.execution.microbatch_run import AnyOf, Microbatch, MicrobatchRun, ReplicaLinks
+from rainband.model_parallel.execution.submodel import Submodel, same_on_all
 from rainband.model_parallel.execution.weight_stashing import Stashing
 from rainband.model_parallel.graph.eval_graph import evaluating
 from rainband.model_parallel.graph.split_loss import inputs_of, loss_of
-from rainband.strategy import Batch, Cell
+from rainband.strategy import Batch, WorkItem
 from rainband.worker.worker import ModuleWorker, ServerSide
 
 if TYPE_CHECKING:
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
     from rainband.protocol.lr_schedules import Schedule
     from rainband.protocol.optimizer_spec import OptimizerSpec
-    from rainband.strategy import Arrival, Stashes, Tag
+    from rainband.strategy import Arrival, StageVersions, Tag
     from rainband.tasks.task import Data, Task
     from rainband.worker.client import Client, PullHandle
 
 FIRST = 0  # the place of the worker that leads
 
 
-class TeamServers(ServerSide):
+class StageServers(ServerSide):
     """The servers of one worker's own blocks."""
 
-    def __init__(self, client: Client, team: Team) -> None:
+    def __init__(self, client: Client, team: ReplicaLinks) -> None:
         super().__init__(client)
         self.team = team
 
@@ -54,7 +54,7 @@ class TeamServers(ServerSide):
 class PullTogether:
     """A round's parameters: it is still open for all of the team, or for none of it."""
 
-    def __init__(self, handle: PullHandle, team: Team) -> None:
+    def __init__(self, handle: PullHandle, team: ReplicaLinks) -> None:
         self.handle = handle
         self.team = team
 
@@ -69,7 +69,7 @@ class PullTogether:
         return self._together().__await__()
 
     async def _together(self) -> bool:
-        round_, mine = self.handle.point, await self.handle
+        round_, mine = self.handle.at_version, await self.handle
         self.team.tell_all(("open", round_), mine)
         theirs = [await self.team.receive(other, ("open", round_)) for other in self.team.others]
         if mine and all(theirs):
@@ -93,12 +93,12 @@ class ShareWorker(ModuleWorker):
     """One worker of a team."""
 
     def __init__(
-        self, index: int, num_replicas: int, task: Task, data: Data, share: Share, client: Client, team: Team
+        self, index: int, num_replicas: int, task: Task, data: Data, share: Submodel, client: Client, team: ReplicaLinks
     ) -> None:
         super().__init__(index, num_replicas, task, data, share.module, client)
         self.share = share
         self.team = team
-        self.server = TeamServers(client, team)
+        self.server = StageServers(client, team)
         team.stats = client.stats  # what goes to the others is counted
         self.orders = 0
         self.wanted = 0  # questions whether a cell is still wanted
@@ -111,7 +111,7 @@ class ShareWorker(ModuleWorker):
         if self.leads and client.plan.columns:
             client.others_have_opened = self._opened_for_all
         self.gone_through = 0  # samples
-        self.before_cell: Callable[[], None] | None = None  # of the first: measures now and then
+        self.before_item: Callable[[], None] | None = None  # of the first: measures now and then
         self.parts = [share.first]
         team.watch_ends()
 
@@ -125,33 +125,33 @@ class ShareWorker(ModuleWorker):
 
     # ---- which cells -----------------------------------------------------------------------------------------------
 
-    async def cells(self) -> AsyncIterator[Cell]:
+    async def work_items(self) -> AsyncIterator[WorkItem]:
         if not self.leads:
-            async for cell in self._told_cells():
-                yield cell
+            async for work_item in self._told_items():
+                yield work_item
             return
-        async for cell in self._announced():
-            yield cell
+        async for work_item in self._announced():
+            yield work_item
         self.order("over", None)
 
-    async def _announced(self) -> AsyncIterator[Cell]:
+    async def _announced(self) -> AsyncIterator[WorkItem]:
         """The cells of the first worker; the others are told of them, a few ahead of its own if they need that."""
         client = self.client
-        announced: deque[Cell] = deque()
+        announced: deque[WorkItem] = deque()
         while not client.finished and not client.stopping:
-            if self.before_cell is not None and not announced:  # while nobody is at work
-                self.before_cell()
-            while len(announced) <= self.lookahead and (cell := client.next_cell()) is not None:
-                announced.append(cell)
-                batches = [[batch.portion, batch.k, batch.lease] for batch in cell.batches]
-                self.order("cell", [batches, cell.round, cell.more])
+            if self.before_item is not None and not announced:  # while nobody is at work
+                self.before_item()
+            while len(announced) <= self.lookahead and (work_item := client.next_item()) is not None:
+                announced.append(work_item)
+                batches = [[batch.portion, batch.k, batch.lease] for batch in work_item.batches]
+                self.order("cell", [batches, work_item.round, work_item.more])
                 self.resting = False
                 self.asked_round, self.opening = -1, []
             if announced:
                 yield announced.popleft()
             else:
                 self.idle()
-                await AnyOf([client.news(), *(a for a in self.opening if not a.ready())], self.team)
+                await AnyOf([client.state_changed(), *(a for a in self.opening if not a.ready())], self.team)
 
     def _opened_for_all(self, round_: int) -> bool:
         """Have the others' blocks the version of this round, too? Asks them; a cell that is told resets the question.
@@ -198,7 +198,7 @@ class ShareWorker(ModuleWorker):
         what, payload = await arrival
         return what, payload
 
-    async def _told_cells(self) -> AsyncIterator[Cell]:
+    async def _told_items(self) -> AsyncIterator[WorkItem]:
         while True:
             what, payload = await self._next_order()
             if what == "over":
@@ -215,16 +215,16 @@ class ShareWorker(ModuleWorker):
             else:
                 self.question = None  # the first asks again, if it still wants to know
                 batches, round_, more = payload
-                yield Cell(tuple(Batch(*batch) for batch in batches), round_, more)
+                yield WorkItem(tuple(Batch(*batch) for batch in batches), round_, more)
 
-    async def still_wants(self, cell: Cell) -> bool:  # type: ignore[override]
+    async def still_needed(self, work_item: WorkItem) -> bool:  # type: ignore[override]
         """The first decides for all: otherwise one could leave a batch that the others have begun."""
         tag: Tag = ("wanted", self.wanted)
         self.wanted += 1
         if not self.leads:
             told: bool = await self.team.receive(FIRST, tag)
             return told
-        wanted = await self.client.still_wants(cell)
+        wanted = await self.client.still_needed(work_item)
         self.team.tell_all(tag, wanted)
         return wanted
 
@@ -240,7 +240,7 @@ class ShareWorker(ModuleWorker):
             parameter.grad = None
         await self._give_ties(tag)
         pieces = self._pieces(batch)
-        passages: dict[int, Passage] = {}
+        passages: dict[int, MicrobatchRun] = {}
         for action in self.share.plan.row(self.share.machine, len(pieces)):
             if action.micro not in passages:  # its samples are read when they are needed: meanwhile others can begin
                 passages[action.micro] = self._begun(batch, action.micro, pieces)
@@ -264,14 +264,14 @@ class ShareWorker(ModuleWorker):
             self.parts.append(self.share.part())
         return pieces
 
-    def _begun(self, batch: Batch, number: int, pieces: list[NDArray[np.int64]]) -> Passage:
+    def _begun(self, batch: Batch, number: int, pieces: list[NDArray[np.int64]]) -> MicrobatchRun:
         """A microbatch, with the same samples and random numbers on all of the team."""
         seed = self._seed(batch) if len(pieces) == 1 else _seed_of(self._seed(batch), number)
         torch.default_generator.manual_seed(seed)
         data = self.data.batch(pieces[number])
         args, kwargs = inputs_of(self.task, data)
         loss, answer = loss_of(self.task, data), self.share.cut.answer
-        micro = Micro(
+        micro = Microbatch(
             tag=(batch.portion, batch.k, batch.lease, number),
             inputs=self.share.cut.bind(args, kwargs),
             loss=lambda outputs: loss(answer(outputs)),
@@ -280,8 +280,8 @@ class ShareWorker(ModuleWorker):
         )
         return self._passage(self.parts[number], micro)
 
-    def _passage(self, part: Part, micro: Micro) -> Passage:
-        return Passage(part, self.team, self.share.plan.home, micro, self.share.shares)
+    def _passage(self, part: FragmentRun, micro: Microbatch) -> MicrobatchRun:
+        return MicrobatchRun(part, self.team, self.share.plan.home, micro, self.share.shares)
 
     async def _agree(self, tag: Tag, finite: bool, loss: float) -> tuple[bool, float]:
         """Is it finite everywhere, and what is its loss? The last machine may not know of the first one's trouble."""
@@ -325,7 +325,7 @@ class ShareWorker(ModuleWorker):
 
     # ---- a stage of a pipeline that is never flushed -----------------------------------------------------------------
 
-    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> Stashing:
+    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> Stashing:
         return Stashing(self, spec, schedule, how)
 
     def seed_of(self, batch: Batch) -> int:
@@ -345,7 +345,7 @@ class ShareWorker(ModuleWorker):
         if self.share.machine == 0:
             stats.samples += samples
         if stats.steps == 1:
-            self.client.tell(stats.beat())
+            self.client.tell(stats.heartbeat())
 
     # ---- the model's answer, for measuring -------------------------------------------------------------------------
 
@@ -358,9 +358,9 @@ class ShareWorker(ModuleWorker):
         part, layout = answers.part(), answers.layout
         await self._give_ties(("answer", number))  # those of the last batch are an update old
         inputs = answers.cut.bind(args, kwargs)
-        micro = Micro(("answer", number), inputs, lambda _: torch.zeros(()), 1.0, 0, goes_back=False)
+        micro = Microbatch(("answer", number), inputs, lambda _: torch.zeros(()), 1.0, 0, goes_back=False)
         with evaluating(*part.modules.values()) if not training else nullcontext():
-            await Passage(part, self.team, self.share.plan.home, micro, answers.shares).forward(part.mine)
+            await MicrobatchRun(part, self.team, self.share.plan.home, micro, answers.shares).forward(part.mine)
         outputs = part.outputs() if self.share.machine == layout.answer_machine else None
         if layout.answer_machine != FIRST:
             if outputs is not None:

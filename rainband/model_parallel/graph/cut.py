@@ -16,12 +16,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from rainband.model.seeds import random_numbers_from
-from rainband.model_parallel.graph.graph import COMPUTES, Cut, Written, attribute, tensors_in
+from rainband.model_parallel.graph.graph import COMPUTES, Cut, GraphText, attribute, tensors_in
 from rainband.model_parallel.graph.split_marks import InPieces
 from rainband.model_parallel.graph.trace import by_export, by_fx, by_pieces, is_getitem
 
 
-class CannotCut(ValueError):
+class CutError(ValueError):
     """No tool can make a graph of the module; says why, for each."""
 
 
@@ -40,7 +40,7 @@ def cut(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None 
             return _believed(model, module, how, guards, args, kwargs)
         except Exception as error:  # tools raise whatever they like
             reasons.append(f"{how}: {_first_lines(error)}")
-    raise CannotCut(
+    raise CutError(
         f"{type(model).__name__} cannot be cut.\n  " + "\n  ".join(reasons) + "\n"
         "Give it a method pieces() that returns modules to run one after the other, make it an nn.Sequential, or mark "
         "the submodule in question with rainband.model_parallel.graph.split_marks.whole."
@@ -195,7 +195,7 @@ class _Watch(fx.Interpreter):
         return {name: [t._version for t in tensors_in(value)] for name, value in self.values.items()}
 
 
-def _redirect_readers(module: fx.GraphModule, writes: Mapping[str, Sequence[str]]) -> dict[str, Written]:
+def _redirect_readers(module: fx.GraphModule, writes: Mapping[str, Sequence[str]]) -> dict[str, GraphText]:
     """Make the order of writing explicit: who reads after a node wrote in place reads that node's value instead.
 
     Afterwards no node depends on another having overwritten something, so any of them may be elsewhere.
@@ -218,7 +218,7 @@ def _redirect_readers(module: fx.GraphModule, writes: Mapping[str, Sequence[str]
             return order[user.name] > after
 
         direct[0].replace_all_uses_with(writer, delete_user_cb=comes_later)
-        writers[name] = Written(direct[0].name, bool(others))
+        writers[name] = GraphText(direct[0].name, bool(others))
     return writers
 
 

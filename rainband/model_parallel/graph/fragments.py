@@ -24,7 +24,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FragmentLayout:
     """All fragments of a placement, in an order in which they can run, and who needs which value."""
 
     fragments: tuple[Fragment, ...]
@@ -56,14 +56,14 @@ class Layout:
         return [(value, machine) for value in self.maker for machine in self.destinations(value)]
 
 
-def by_level(cut: Cut, placement: Mapping[str, int]) -> Layout:
+def by_level(cut: Cut, placement: Mapping[str, int]) -> FragmentLayout:
     """Fragments of any placement of the cut's units on machines."""
     machine = {name: placement[cut.leaders[name]] for name in cut.nodes}
     reads = {name: [value for value in cut.reads(name) if value in cut.nodes] for name in cut.nodes}
     return _layout(cut, fragment_keys(reads, machine))
 
 
-def by_stage(cut: Cut, stages: Mapping[str, int]) -> Layout:
+def by_stage(cut: Cut, stages: Mapping[str, int]) -> FragmentLayout:
     """One fragment per pipeline stage; the machine of a fragment is its stage."""
     keys = {name: (stages[cut.leaders[name]], stages[cut.leaders[name]], 0) for name in cut.nodes}
     back = [(v, n) for n in cut.nodes for v in cut.reads(n) if v in keys and keys[v] > keys[n]]
@@ -79,7 +79,7 @@ def by_stage(cut: Cut, stages: Mapping[str, int]) -> Layout:
 LEVELS = 1 << 20  # of a stage, at most: levels of stage s are counted from s * LEVELS
 
 
-def by_stage_and_level(cut: Cut, stages: Mapping[str, int], machines: Mapping[str, int]) -> Layout:
+def by_stage_and_level(cut: Cut, stages: Mapping[str, int], machines: Mapping[str, int]) -> FragmentLayout:
     """Fragments of stages that are each on several machines: units -> stages, and units -> machines."""
     keys: dict[str, Key] = {}
     for stage in sorted(set(stages.values())):
@@ -90,13 +90,13 @@ def by_stage_and_level(cut: Cut, stages: Mapping[str, int], machines: Mapping[st
     return _layout(cut, {name: keys[name] for name in cut.nodes})
 
 
-def dealt(layout: Layout, machines: int) -> Layout:
+def dealt(layout: FragmentLayout, machines: int) -> FragmentLayout:
     """The same stages on so many machines, in turn: stage s on machine s mod their number."""
     fragments = tuple(replace(fragment, machine=fragment.machine % machines) for fragment in layout.fragments)
     return replace(layout, fragments=fragments, answer_machine=layout.answer_machine % machines)
 
 
-def _layout(cut: Cut, keys: Mapping[str, Key]) -> Layout:
+def _layout(cut: Cut, keys: Mapping[str, Key]) -> FragmentLayout:
     order = sorted(set(keys.values()))
     members = {key: tuple(name for name in cut.nodes if keys[name] == key) for key in order}
     wanted = set(cut.outputs)
@@ -118,7 +118,7 @@ def _layout(cut: Cut, keys: Mapping[str, Key]) -> Layout:
         value: tuple(number for number, fragment in enumerate(fragments) if value in fragment.reads)
         for value in [*maker, *cut.inputs]
     }
-    return Layout(tuple(fragments), maker, readers, _where_the_answer_is(cut, fragments, maker), cut.outputs)
+    return FragmentLayout(tuple(fragments), maker, readers, _where_the_answer_is(cut, fragments, maker), cut.outputs)
 
 
 def _where_the_answer_is(cut: Cut, fragments: list[Fragment], maker: Mapping[str, int]) -> int:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 COMPUTES = ("call_module", "call_function", "call_method")
 
 
-class Written(NamedTuple):
+class GraphText(NamedTuple):
     """What a node that works in place writes into."""
 
     value: str
@@ -30,7 +30,7 @@ class Cut:
     module: fx.GraphModule
     how: str  # pieces, sequential, fx or export
     leaders: Mapping[str, str]  # every node -> the node it stays with; leaders -> themselves
-    writers: Mapping[str, Written]  # nodes that write into what they read
+    writers: Mapping[str, GraphText]  # nodes that write into what they read
     guards: Callable[..., Any] | None = None  # raises when inputs are of a shape that was not traced
     nodes: Mapping[str, fx.Node] = field(init=False)
     inputs: tuple[str, ...] = field(init=False)  # the module's inputs, which every machine can read itself

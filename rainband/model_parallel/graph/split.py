@@ -35,7 +35,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Pair:
+class LayerPair:
     ways: int
 
 
@@ -46,9 +46,9 @@ class Tiles:
     input_size: tuple[int, int] | None = None  # of the images; None: seen when the model runs on the example
 
 
-How = Columns | Rows | Pair | Tiles
+How = Columns | Rows | LayerPair | Tiles
 NAMES = "_rainband_split_names"  # the attribute of pieces that says which children they stand for
-WORDS: dict[str, type[Columns | Rows | Pair]] = {"columns": Columns, "rows": Rows, "pair": Pair}
+WORDS: dict[str, type[Columns | Rows | LayerPair]] = {"columns": Columns, "rows": Rows, "pair": LayerPair}
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _pieces(target: _Target, how: How, image_size: tuple[int, int] | None) -> nn
         if size is None:
             raise ValueError(f"tiles of '{target.name}' need the size of its images: give input_size, or an example.")
         return Tiled(nn.Sequential(*layers), size, how.rows, how.columns)
-    if isinstance(how, Pair):
+    if isinstance(how, LayerPair):
         if len(layers) == 3 and isinstance(layers[0], nn.Linear) and isinstance(layers[2], nn.Linear):
             return AsPair(layers[0], layers[1], layers[2], how.ways)
         raise ValueError(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from rainband.model_parallel.placement.merge_units import along_chains
-from rainband.model_parallel.placement.placement import Plan, from_placement
+from rainband.model_parallel.placement.placement import Placement, from_placement
 from rainband.model_parallel.placement.predict import PartitionClock, predicted
 from rainband.model_parallel.placement.profile import Profile, Resources
 
@@ -20,7 +20,7 @@ NEARLY = 1.05  # as slow as this is as good as the best, if it takes fewer machi
 MAX_ROUNDS = 20  # of moving every unit everywhere
 
 
-def balanced(profile: Profile, resources: Resources) -> Plan:
+def balanced(profile: Profile, resources: Resources) -> Placement:
     """The partition of the smallest predicted time that was found, or one on fewer machines that is nearly as fast."""
     coarse = along_chains(profile, MAX_UNITS)
     search = _Search(coarse.profile, resources)

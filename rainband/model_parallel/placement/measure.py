@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rainband.model.seeds import random_numbers_from
 from rainband.model_parallel.graph.fragments import Fragment, as_module
 from rainband.model_parallel.graph.graph import Cut, tensors_in
-from rainband.model_parallel.placement.profile import Profile, Unit, Value
+from rainband.model_parallel.placement.profile import CutValue, Profile, Unit
 
 MULTIPLICATIONS_PER_S = 1e10  # of a model that cannot be run
 
@@ -129,7 +129,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _value(cut: Cut, name: str, values: Mapping[str, Any]) -> Value | None:
+def _value(cut: Cut, name: str, values: Mapping[str, Any]) -> CutValue | None:
     """A value that other units read."""
     maker = cut.leaders[name]
     readers = {cut.leaders[other] for other in cut.nodes if name in cut.reads(other)} - {maker}
@@ -138,4 +138,4 @@ def _value(cut: Cut, name: str, values: Mapping[str, Any]) -> Value | None:
     tensors = tensors_in(values[name])
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     in_order = tuple(unit for unit in cut.units if unit in readers)
-    return Value(name, maker, in_order, sum(map(_bytes, tensors)), sum(map(_bytes, floating)))
+    return CutValue(name, maker, in_order, sum(map(_bytes, tensors)), sum(map(_bytes, floating)))

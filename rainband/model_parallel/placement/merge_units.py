@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rainband.model_parallel.placement.profile import Profile, Unit, Value
+from rainband.model_parallel.placement.profile import CutValue, Profile, Unit
 
 
 @dataclass(frozen=True)
@@ -74,5 +74,5 @@ def _merge(profile: Profile, first: int, second: int) -> Profile:
         maker = renamed(value.maker)
         readers = tuple(dict.fromkeys(renamed(r) for r in value.readers if renamed(r) != maker))
         if readers:
-            values.append(Value(value.name, maker, readers, value.forward_bytes, value.backward_bytes))
+            values.append(CutValue(value.name, maker, readers, value.forward_bytes, value.backward_bytes))
     return Profile(profile.model, profile.batch_size, tuple(units), tuple(values))

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from rainband.model_parallel.placement.balanced import balanced
 from rainband.model_parallel.placement.pipedream_planner import interleaved, pipedream, straight
-from rainband.model_parallel.placement.placement import Plan, check
+from rainband.model_parallel.placement.placement import Placement, check
 from rainband.model_parallel.placement.predict import predicted
 from rainband.model_parallel.placement.profile import Profile, Resources
 from rainband.model_parallel.placement.split_layers import pieces
 
-Partitioner = Callable[[Profile, Resources], Plan]
+Partitioner = Callable[[Profile, Resources], Placement]
 PARTITIONERS: dict[str, Partitioner] = {
     "balanced": balanced,
     "interleaved": interleaved,
@@ -41,10 +41,10 @@ def find_partitioner(name: str) -> Partitioner:
     return partitioner
 
 
-def make_plan(partitioner: Partitioner, profile: Profile, resources: Resources) -> Plan:
+def make_plan(partitioner: Partitioner, profile: Profile, resources: Resources) -> Placement:
     """A plan that was checked and has a prediction, whoever made it."""
     plan = partitioner(profile, resources)
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, Placement):
         raise ValueError(
             f"the partitioner returned a {type(plan).__name__}: it should return a rainband.model_parallel Plan."
         )

@@ -27,7 +27,7 @@ from functools import cache
 from itertools import accumulate
 
 from rainband.model_parallel.placement.merge_units import Coarse, along_order
-from rainband.model_parallel.placement.placement import Plan, Stage
+from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.predict import predicted, ring_bytes
 from rainband.model_parallel.placement.profile import Profile, Resources
 
@@ -37,17 +37,17 @@ NEVER: tuple[float, Shape] = (float("inf"), ())
 MAX_UNITS = 40  # neighbours are merged until there are so few
 
 
-def pipedream(profile: Profile, resources: Resources) -> Plan:
+def pipedream(profile: Profile, resources: Resources) -> Placement:
     """The pipeline that gives batches most often; of equals the one with the fewest machines."""
     return _best_plan(profile, resources, "pipedream", resources.num_machines)
 
 
-def straight(profile: Profile, resources: Resources) -> Plan:
+def straight(profile: Profile, resources: Resources) -> Placement:
     """The same without replicas, one machine for each stage, as schedules that flush need it."""
     return _best_plan(profile, resources, "straight", 1)
 
 
-def in_stages(profile: Profile, resources: Resources) -> Plan:
+def in_stages(profile: Profile, resources: Resources) -> Placement:
     """As many stages as there are machines, no fewer, also where fewer would be faster."""
     coarse = along_order(profile, MAX_UNITS)
     stages = resources.num_machines
@@ -62,7 +62,7 @@ def in_stages(profile: Profile, resources: Resources) -> Plan:
     return predicted(_plan(profile, coarse, resources, _consecutive(found[1]), "straight"), profile, resources)
 
 
-def interleaved(profile: Profile, resources: Resources, chunks: int = 2) -> Plan:
+def interleaved(profile: Profile, resources: Resources, chunks: int = 2) -> Placement:
     """Several stages on each machine, dealt in turn, as the schedule of that name needs it: no stage is replicated."""
     if resources.num_machines == 1:
         return straight(profile, resources)
@@ -70,7 +70,8 @@ def interleaved(profile: Profile, resources: Resources, chunks: int = 2) -> Plan
     if len(profile.units) < stages:
         raise ValueError(
             f"{profile.model or 'the model'} has {len(profile.units)} units, and {chunks} stages on each of "
-            f"{resources.num_machines} machines are {stages}: use fewer machines (--machines) or stages (--chunks)."
+            f"{resources.num_machines} machines are {stages}: use fewer machines (--machines) or "
+            "stages (--stages-per-worker)."
         )
     coarse = along_order(profile, max(MAX_UNITS, stages))
     sums = _Sums(coarse.profile, resources.network.bytes_per_s, Resources(num_machines=stages), stages, exact=True)
@@ -80,7 +81,7 @@ def interleaved(profile: Profile, resources: Resources, chunks: int = 2) -> Plan
     return predicted(_plan(profile, coarse, resources, placed, "interleaved"), profile, resources)
 
 
-def _best_plan(profile: Profile, resources: Resources, name: str, most_replicas: int) -> Plan:
+def _best_plan(profile: Profile, resources: Resources, name: str, most_replicas: int) -> Placement:
     coarse = along_order(profile, MAX_UNITS)
     shapes = _candidates(coarse.profile, resources, most_replicas)
     plans = [_plan(profile, coarse, resources, placed, name) for placed in shapes]
@@ -94,7 +95,7 @@ def _best_plan(profile: Profile, resources: Resources, name: str, most_replicas:
     return min(plans, key=_cost)
 
 
-def _cost(plan: Plan) -> tuple[float, int]:
+def _cost(plan: Placement) -> tuple[float, int]:
     assert plan.predicted is not None
     return plan.predicted.batch_s, sum(plan.replicas())
 
@@ -215,13 +216,13 @@ def _nested(outer: Shape, starts: list[Callable[[int, int], tuple[float, Shape]]
     return placed
 
 
-def _plan(profile: Profile, coarse: Coarse, resources: Resources, placed: Placed, name: str) -> Plan:
+def _plan(profile: Profile, coarse: Coarse, resources: Resources, placed: Placed, name: str) -> Placement:
     stages, begin = [], 0
     for end, machines in placed:
         units = [unit for name in coarse.profile.names[begin:end] for unit in coarse.members[name]]
-        stages.append(Stage(machines, tuple(units)))
+        stages.append(PlacedStage(machines, tuple(units)))
         begin = end
-    return Plan(
+    return Placement(
         model=profile.model,
         kind="pipeline",
         partitioner=name,

@@ -13,7 +13,7 @@ from rainband.model_parallel.placement.profile import Profile, Resources
 SUFFIXES = (".json", ".toml")
 
 
-class Stage(msgspec.Struct, frozen=True):
+class PlacedStage(msgspec.Struct, frozen=True):
     """Units that run together; on several machines: each is a replica, and batches are dealt in turn."""
 
     machines: tuple[int, ...]
@@ -30,7 +30,7 @@ class Prediction(msgspec.Struct, frozen=True):
     memory_bytes: tuple[int, ...]  # of each stage's machine
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Stages of a model on machines.
 
     partition   one batch at a time; any unit may be anywhere, and every stage is one machine
@@ -43,7 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["partition", "pipeline"]
     partitioner: str
     num_machines: int
-    stages: tuple[Stage, ...]
+    stages: tuple[PlacedStage, ...]
     predicted: Prediction | None = None
 
     def placement(self) -> dict[str, int]:
@@ -57,7 +57,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def replicas(self) -> tuple[int, ...]:
         return tuple(1 if stage.split else len(stage.machines) for stage in self.stages)
 
-    def move(self, unit: str, stage: int) -> Plan:
+    def move(self, unit: str, stage: int) -> Placement:
         """The same plan with one unit elsewhere; what was predicted no longer holds."""
         if unit not in self.stage_of():
             raise ValueError(f"the plan has no unit '{unit}': it has {', '.join(self.stage_of())}.")
@@ -70,7 +70,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, stages=tuple(stages), predicted=None)
 
 
-def is_interleaved(plan: Plan) -> bool:
+def is_interleaved(plan: Placement) -> bool:
     """Has a machine several stages?"""
     return len({stage.machines for stage in plan.stages}) < len(plan.stages)
 
@@ -80,7 +80,7 @@ def in_flight(replicas: tuple[int, ...], stage: int) -> int:
     return (sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage] + 1
 
 
-def check(plan: Plan, profile: Profile, resources: Resources | None = None) -> None:
+def check(plan: Placement, profile: Profile, resources: Resources | None = None) -> None:
     """Raise ValueError, which says what to change, if the plan does not fit the model or the machines."""
     _check_units(plan, profile)
     _check_machines(plan)
@@ -90,7 +90,7 @@ def check(plan: Plan, profile: Profile, resources: Resources | None = None) -> N
         _check_memory(plan, profile, resources)
 
 
-def _check_units(plan: Plan, profile: Profile) -> None:
+def _check_units(plan: Placement, profile: Profile) -> None:
     placed = [unit for stage in plan.stages for unit in stage.units]
     if twice := sorted({unit for unit in placed if placed.count(unit) > 1}):
         raise ValueError(f"the plan places {', '.join(twice)} more than once: give each unit one stage.")
@@ -103,7 +103,7 @@ def _check_units(plan: Plan, profile: Profile) -> None:
         raise ValueError(f"the plan does not place {', '.join(missing)}: give each unit a stage.")
 
 
-def _check_machines(plan: Plan) -> None:
+def _check_machines(plan: Placement) -> None:
     used = [machine for stage in plan.stages for machine in stage.machines]
     for number, stage in enumerate(plan.stages):
         if not stage.machines:
@@ -125,7 +125,7 @@ def _check_machines(plan: Plan) -> None:
         )
 
 
-def _are_dealt_in_turn(plan: Plan) -> bool:
+def _are_dealt_in_turn(plan: Placement) -> bool:
     """Stage s is on machine s mod P, and all machines have equally many."""
     homes = [stage.machines for stage in plan.stages]
     count = len(set(homes))
@@ -133,7 +133,7 @@ def _are_dealt_in_turn(plan: Plan) -> bool:
     return max(map(len, homes)) == 1 and count > 1 and homes == homes[:count] * rounds
 
 
-def _check_direction(plan: Plan, profile: Profile) -> None:
+def _check_direction(plan: Placement, profile: Profile) -> None:
     stage = plan.stage_of()
     for value in profile.values:
         for reader in value.readers:
@@ -144,7 +144,7 @@ def _check_direction(plan: Plan, profile: Profile) -> None:
                 )
 
 
-def _check_memory(plan: Plan, profile: Profile, resources: Resources) -> None:
+def _check_memory(plan: Placement, profile: Profile, resources: Resources) -> None:
     of_machine: dict[int, int] = {}
     for number, (stage, needed) in enumerate(zip(plan.stages, memory(plan, profile, resources), strict=True)):
         home = stage.machines[0]
@@ -157,7 +157,7 @@ def _check_memory(plan: Plan, profile: Profile, resources: Resources) -> None:
             )
 
 
-def memory(plan: Plan, profile: Profile, resources: Resources) -> tuple[int, ...]:
+def memory(plan: Placement, profile: Profile, resources: Resources) -> tuple[int, ...]:
     """Bytes that a machine of each stage needs for it.
 
     In a pipeline that is as much as a schedule without a flush takes: a version and activations for each batch on the
@@ -174,11 +174,11 @@ def memory(plan: Plan, profile: Profile, resources: Resources) -> tuple[int, ...
     )
 
 
-def from_placement(profile: Profile, placement: Mapping[str, int], partitioner: str, num_machines: int) -> Plan:
+def from_placement(profile: Profile, placement: Mapping[str, int], partitioner: str, num_machines: int) -> Placement:
     """A partition from a map of units to machines."""
     machines = sorted(set(placement.values()))
-    stages = [Stage((m,), tuple(unit for unit in profile.names if placement[unit] == m)) for m in machines]
-    return Plan(
+    stages = [PlacedStage((m,), tuple(unit for unit in profile.names if placement[unit] == m)) for m in machines]
+    return Placement(
         model=profile.model,
         kind="partition",
         partitioner=partitioner,
@@ -187,19 +187,21 @@ def from_placement(profile: Profile, placement: Mapping[str, int], partitioner: 
     )
 
 
-def save(plan: Plan, path: Path) -> None:
+def save(plan: Placement, path: Path) -> None:
     check_file_name(path)
     text = _to_toml(plan) if path.suffix == ".toml" else msgspec.json.format(msgspec.json.encode(plan)).decode() + "\n"
     path.write_text(text, encoding="utf-8")
 
 
-def load(path: Path) -> Plan:
+def load(path: Path) -> Placement:
     check_file_name(path)
     decode = msgspec.toml.decode if path.suffix == ".toml" else msgspec.json.decode
     try:
-        return decode(path.read_bytes(), type=Plan)
+        return decode(path.read_bytes(), type=Placement)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{path} is no plan: {error}. `rainband plan TASK --out {path.name}` writes one.") from None
+        raise ValueError(
+            f"{path} is no plan: {error}. `rainband placement TASK --out {path.name}` writes one."
+        ) from None
 
 
 def check_file_name(path: Path) -> None:
@@ -207,7 +209,7 @@ def check_file_name(path: Path) -> None:
         raise ValueError(f"a plan is a file that ends in {' or '.join(SUFFIXES)}, not {path.name}.")
 
 
-def _to_toml(plan: Plan) -> str:
+def _to_toml(plan: Placement) -> str:
     """TOML needs no library to be written when it is this small: one table per stage, easy to edit."""
     word = msgspec.json.encode  # strings and lists of them are written as in JSON
     lines = [f"{name} = {word(getattr(plan, name)).decode()}" for name in ("model", "kind", "partitioner")]

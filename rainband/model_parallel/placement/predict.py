@@ -24,8 +24,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from rainband.model_parallel.graph.fragment_order import Key, fragment_keys
-from rainband.model_parallel.placement.placement import Plan, Prediction, Stage, memory
-from rainband.model_parallel.placement.profile import Network, Profile, Resources, Value
+from rainband.model_parallel.placement.placement import PlacedStage, Placement, Prediction, memory
+from rainband.model_parallel.placement.profile import CutValue, LinkSpeed, Profile, Resources
 from rainband.model_parallel.schedules.play import Send, Times, play
 
 
@@ -37,7 +37,7 @@ class Step(NamedTuple):
     micro: int
 
 
-def predicted(plan: Plan, profile: Profile, resources: Resources) -> Plan:
+def predicted(plan: Placement, profile: Profile, resources: Resources) -> Placement:
     """The plan with what it should take."""
     network = resources.network
     if plan.kind == "pipeline":
@@ -53,7 +53,7 @@ def predicted(plan: Plan, profile: Profile, resources: Resources) -> Plan:
     return msgspec.structs.replace(plan, predicted=prediction)
 
 
-def crossings(plan: Plan, profile: Profile) -> list[tuple[Value, int, int]]:
+def crossings(plan: Placement, profile: Profile) -> list[tuple[CutValue, int, int]]:
     """(value, stage that reads it, bytes both ways), once per value and stage that is not its own."""
     stage = plan.stage_of()
     found = []
@@ -63,7 +63,7 @@ def crossings(plan: Plan, profile: Profile) -> list[tuple[Value, int, int]]:
     return found
 
 
-def pipeline_s(plan: Plan, profile: Profile, network: Network) -> float:
+def pipeline_s(plan: Placement, profile: Profile, network: LinkSpeed) -> float:
     """Seconds between two batches, in the steady state: the slowest machine or link."""
     machines: dict[tuple[int, ...], float] = {}
     links: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
@@ -78,7 +78,7 @@ def pipeline_s(plan: Plan, profile: Profile, network: Network) -> float:
     return max([*machines.values(), *links.values(), *_between_groups_s(plan, profile, network)])
 
 
-def _stage_s(stage: Stage, profile: Profile, network: Network) -> float:
+def _stage_s(stage: PlacedStage, profile: Profile, network: LinkSpeed) -> float:
     """A batch's share of a round: batches are dealt to all machines alike, gradients summed in each group."""
     groups = [network.group(machine) for machine in stage.machines]
     together = max(map(groups.count, groups))
@@ -86,7 +86,7 @@ def _stage_s(stage: Stage, profile: Profile, network: Network) -> float:
     return max(profile.seconds(stage.units), sync_s) / len(stage.machines)
 
 
-def _between_groups_s(plan: Plan, profile: Profile, network: Network) -> list[float]:
+def _between_groups_s(plan: Placement, profile: Profile, network: LinkSpeed) -> list[float]:
     """Of each group: all its stages that are in other groups, too, share the way there."""
     used: dict[int, float] = {}
     for stage in plan.stages:
@@ -102,18 +102,18 @@ def ring_bytes(machines: int, num_bytes: int) -> float:
     return 2 * (machines - 1) / machines * num_bytes
 
 
-def _groups(stage: Stage, network: Network) -> tuple[int, ...]:
+def _groups(stage: PlacedStage, network: LinkSpeed) -> tuple[int, ...]:
     """The groups that a stage is spread over."""
     return tuple(sorted({network.group(machine) for machine in stage.machines}))
 
 
-def _crossing_bytes(plan: Plan, profile: Profile, stage: int) -> int:
+def _crossing_bytes(plan: Placement, profile: Profile, stage: int) -> int:
     """Between this stage and those before it on one side, and all later ones on the other."""
     of = plan.stage_of()
     return sum(v.num_bytes for v in profile.values if of[v.maker] <= stage < max(of[r] for r in v.readers))
 
 
-def partition_s(profile: Profile, placement: Mapping[str, int], network: Network) -> float:
+def partition_s(profile: Profile, placement: Mapping[str, int], network: LinkSpeed) -> float:
     """Seconds of one batch, forward and backward."""
     return PartitionClock(profile, network).batch_s(placement)
 
@@ -121,7 +121,7 @@ def partition_s(profile: Profile, placement: Mapping[str, int], network: Network
 class PartitionClock:
     """Plays one batch of a partition; made once, because a search asks it thousands of times."""
 
-    def __init__(self, profile: Profile, network: Network) -> None:
+    def __init__(self, profile: Profile, network: LinkSpeed) -> None:
         self.network = network
         self.forward = {unit.name: unit.forward_s for unit in profile.units}
         self.backward = {unit.name: unit.backward_s for unit in profile.units}

@@ -23,7 +23,7 @@ class Unit(msgspec.Struct, frozen=True):
         return self.forward_s + self.backward_s
 
 
-class Value(msgspec.Struct, frozen=True):
+class CutValue(msgspec.Struct, frozen=True):
     """A tensor, or a nest of them, that goes from one unit to others."""
 
     name: str
@@ -43,7 +43,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     model: str
     batch_size: int
     units: tuple[Unit, ...]
-    values: tuple[Value, ...]
+    values: tuple[CutValue, ...]
     counted: bool = False  # nothing could be run: times are those of its multiplications, at 10 G/s
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         return msgspec.structs.replace(self, units=tuple(units), values=tuple(values))
 
 
-class Network(msgspec.Struct, frozen=True, kw_only=True):
+class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """Machines in groups: fast inside a group, slower between groups. One group: all machines are alike."""
 
     bytes_per_s: float = 1e9
@@ -136,7 +136,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 
     num_machines: int
     memory_bytes: int = 0  # of each machine; 0: no limit
-    network: Network = Network()
+    network: LinkSpeed = LinkSpeed()
     state_copies: int = 2  # vectors beside each version of the parameters: a gradient, and one of an optimizer
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
         if per_group and self.num_machines % per_group:
             raise ValueError(
                 f"{self.num_machines} machines are not a whole number of groups of {per_group}: choose another "
-                "number of machines, or of machines in a group (--group)."
+                "number of machines, or of machines in a group (--machines-per-group)."
             )
 
     def fits(self, parameter_bytes: int, activation_bytes: int, in_flight: int) -> bool:

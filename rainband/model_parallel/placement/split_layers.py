@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 
 from rainband.model_parallel.graph.tiles import tile_of
-from rainband.model_parallel.placement.placement import Plan, from_placement
+from rainband.model_parallel.placement.placement import Placement, from_placement
 from rainband.model_parallel.placement.predict import predicted
 from rainband.model_parallel.placement.profile import Profile, Resources
 
 
-def pieces(profile: Profile, resources: Resources) -> Plan:
+def pieces(profile: Profile, resources: Resources) -> Placement:
     """A partition whose pieces are on different machines, whatever that takes: `balanced` asks what is fastest."""
     if all(piece_of(name) is None for name in profile.names):
         raise ValueError(

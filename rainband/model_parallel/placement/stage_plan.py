@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from rainband.model_parallel.placement.placement import Plan, is_interleaved
+from rainband.model_parallel.placement.placement import Placement, is_interleaved
 from rainband.model_parallel.placement.profile import Profile
 from rainband.model_parallel.schedules.builders import gpipe, interleaved, one_f_one_b
 from rainband.model_parallel.schedules.table import Action, need
@@ -16,14 +16,14 @@ from rainband.model_parallel.schedules.table import Action, need
 Flushing = Literal["gpipe", "one_f_one_b", "interleaved"]
 
 
-def workers_of(plan: Plan) -> tuple[int, ...]:
+def workers_of(plan: Placement) -> tuple[int, ...]:
     """How many workers a copy of the model takes: for each stage its replicas, or one for all stages of a machine."""
     if is_interleaved(plan):
         return (1,) * len({stage.machines for stage in plan.stages})
     return tuple(workers for _, workers in _machines(plan))
 
 
-def _machines(plan: Plan) -> list[tuple[int, int]]:
+def _machines(plan: Placement) -> list[tuple[int, int]]:
     """(stage, workers) of each machine; a stage that is split has several machines, of one worker each."""
     return [
         (number, workers)
@@ -32,7 +32,7 @@ def _machines(plan: Plan) -> list[tuple[int, int]]:
     ]
 
 
-def machine_of(plan: Plan) -> dict[str, int]:
+def machine_of(plan: Placement) -> dict[str, int]:
     """Unit -> its machine, where stages are split."""
     first = 0
     found: dict[str, int] = {}
@@ -42,13 +42,13 @@ def machine_of(plan: Plan) -> dict[str, int]:
     return found
 
 
-class TeamPlan(msgspec.Struct, frozen=True, kw_only=True):
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan, and how a batch goes through it. Every worker of a run is told the same.
 
     A machine is one stage, with a worker for each of its replicas; or, interleaved, every P-th stage, on one worker.
     """
 
-    plan: Plan
+    plan: Placement
     micros: int = 1  # into so many parts each batch is cut
     schedule: Flushing = "one_f_one_b"
     example_size: int = 4  # samples with which the model is cut
@@ -112,8 +112,9 @@ class TeamPlan(msgspec.Struct, frozen=True, kw_only=True):
             what = f"places {', '.join(unknown)}, which the model does not have" if unknown else ""
             lacks = f"does not place {', '.join(missing)}" if missing else ""
             raise ValueError(
-                f"the plan {' and '.join(filter(None, (what, lacks)))}: make a new one with rainband plan, or leave "
-                "out --plan."
+                f"the plan {' and '.join(filter(None, (what, lacks)))}: make a new one with rainband placement, or "
+                "leave "
+                "out --placement."
             )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rainband.model_parallel.schedules.play import Send, Stuck, play
+from rainband.model_parallel.schedules.play import ScheduleDeadlock, Send, play
 from rainband.model_parallel.schedules.table import Action, Table
 
 
@@ -31,7 +31,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionSpan:
     """When an action was done."""
 
     machine: int
@@ -41,24 +41,24 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ScheduleFacts:
     """What came out; lists have one number per machine."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[ActionSpan, ...]
     total_s: float
     bubble: float  # share of the machines' time in which they had nothing to do
     peak_activations: tuple[int, ...]  # microbatches, times stages, whose forward is kept
     peak_versions: tuple[int, ...]  # memories of parameters, largest number for one of the machine's stages
 
 
-def check(table: Table, costs: Costs | None = None) -> Facts:
+def check(table: Table, costs: Costs | None = None) -> ScheduleFacts:
     """Raise ValueError, naming actions, if the table cannot be played or is incomplete; else say what it takes."""
     _check_complete(table)
     _check_versions(table)
     spans = _play(table, costs or Costs())
     total = max(span.to_s for span in spans)
     busy = sum(span.to_s - span.from_s for span in spans)
-    return Facts(
+    return ScheduleFacts(
         spans=tuple(spans),
         total_s=total,
         bubble=1 - busy / (total * len(table.rows)) if total else 0.0,
@@ -96,7 +96,7 @@ def needs(table: Table, machine: int, action: Action) -> list[tuple[int, Action]
     return [(table.home(stage, m), Action(stage, "B", m, 0)) for m in table.micros_of(stage, micro)]
 
 
-def _play(table: Table, costs: Costs) -> list[Span]:
+def _play(table: Table, costs: Costs) -> list[ActionSpan]:
     rows = [[(machine, *action[:3]) for action in row] for machine, row in enumerate(table.rows)]
     actions = {(machine, *action[:3]): action for machine, row in enumerate(table.rows) for action in row}
     sends = [
@@ -106,10 +106,10 @@ def _play(table: Table, costs: Costs) -> list[Span]:
     ]
     try:
         times = play(rows, {task: costs.of(action) for task, action in actions.items()}, sends)
-    except Stuck as stuck:
+    except ScheduleDeadlock as stuck:
         waiting = ", ".join(f"machine {machine} at {actions[task]}" for machine, task in stuck.waiting.items())
         raise ValueError(f"the schedule {table.name} deadlocks: {waiting} wait for each other.") from None
-    return [Span(task[0], action, times.start_s[task], times.end_s[task]) for task, action in actions.items()]
+    return [ActionSpan(task[0], action, times.start_s[task], times.end_s[task]) for task, action in actions.items()]
 
 
 def _check_versions(table: Table) -> None:

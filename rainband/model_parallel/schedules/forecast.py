@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from rainband.model_parallel.placement.placement import Plan
+from rainband.model_parallel.placement.placement import Placement
 from rainband.model_parallel.placement.predict import PartitionClock, Step, ring_bytes
-from rainband.model_parallel.placement.profile import Network, Profile, Resources
+from rainband.model_parallel.placement.profile import LinkSpeed, Profile, Resources
 from rainband.model_parallel.schedules.check import Costs, check
 from rainband.model_parallel.schedules.play import Times
 from rainband.model_parallel.schedules.rates import costs_of, full_after, steady_s, table_of
@@ -24,7 +24,7 @@ NEVER_FLUSHED = "pipedream"
 PARTITION = "partition"  # in the place of a schedule: one microbatch after the other, fragments as soon as they can
 
 
-class Share(NamedTuple):
+class TimeShare(NamedTuple):
     """Of one batch: what the workers of one or more stages compute and send, all of them together."""
 
     workers: int  # among whom batches are dealt
@@ -32,7 +32,7 @@ class Share(NamedTuple):
     sent_bytes: float
 
 
-class Doing(NamedTuple):
+class ForecastSpan(NamedTuple):
     """A stretch of a worker's time."""
 
     place: int  # of the worker in its team
@@ -45,11 +45,11 @@ class Doing(NamedTuple):
 class Forecast:
     """A plan, and how batches go through it."""
 
-    plan: Plan
+    plan: Placement
     profile: Profile  # of one batch
     schedule: str  # or PARTITION
     micros: int
-    network: Network
+    network: LinkSpeed
 
     @cached_property
     def batch_s(self) -> float:
@@ -69,10 +69,10 @@ class Forecast:
         return self.alone_s / (self.batch_s * sum(share.workers for share in self.shares)) if self.batch_s else 1.0
 
     @cached_property
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[TimeShare]:
         """In the order of the workers; stages that are on the same machines are one share."""
         return [
-            Share(len(machines), self.profile.seconds(units), self._sent_bytes(machines, units))
+            TimeShare(len(machines), self.profile.seconds(units), self._sent_bytes(machines, units))
             for machines, units in self._homes.items()
         ]
 
@@ -115,7 +115,7 @@ class Forecast:
 
     # ---- when who does what ----------------------------------------------------------------------------------------
 
-    def doings(self, batches: int, first: int = 0) -> list[Doing]:
+    def doings(self, batches: int, first: int = 0) -> list[ForecastSpan]:
         """Some batches in the middle of a run, from the moment on when the first of them begins.
 
         Where a pipeline is never flushed, batches on the way before and after them are there, too, and labels count
@@ -127,26 +127,28 @@ class Forecast:
             return self._never_flushed(batches, first)
         spans = check(self._table(batches), self._costs).spans
         return [
-            Doing(s.machine, f"{s.action.kind}{s.action.micro % self.micros}", s.from_s, s.to_s)
+            ForecastSpan(s.machine, f"{s.action.kind}{s.action.micro % self.micros}", s.from_s, s.to_s)
             for s in spans
             if s.action.kind != "U"
         ]
 
-    def _never_flushed(self, batches: int, first: int) -> list[Doing]:
+    def _never_flushed(self, batches: int, first: int) -> list[ForecastSpan]:
         ahead = full_after(self.schedule, self.plan)
         spans = check(self._table(2 * ahead + batches), self._costs).spans
         begin = min(s.from_s for s in spans if s.action.stage == 0 and s.action.micro == ahead)
         end = min(s.from_s for s in spans if s.action.stage == 0 and s.action.micro == ahead + batches)
         return [
-            Doing(s.machine, f"{s.action.kind}{s.action.micro - ahead + first}", s.from_s - begin, s.to_s - begin)
+            ForecastSpan(
+                s.machine, f"{s.action.kind}{s.action.micro - ahead + first}", s.from_s - begin, s.to_s - begin
+            )
             for s in spans
             if s.action.kind != "U" and begin <= s.from_s < end
         ]
 
-    def _of_a_partition(self, batches: int) -> list[Doing]:
+    def _of_a_partition(self, batches: int) -> list[ForecastSpan]:
         times = self._partition(batches)
         return [
-            Doing(step.fragment[1], f"{step.kind}{step.micro % self.micros}", start, times.end_s[step])
+            ForecastSpan(step.fragment[1], f"{step.kind}{step.micro % self.micros}", start, times.end_s[step])
             for step, start in times.start_s.items()
         ]
 

@@ -28,7 +28,7 @@ class Send(NamedTuple, Generic[Task]):
     latency_s: float = 0.0
 
 
-class Stuck(Exception):
+class ScheduleDeadlock(Exception):
     """Some machines wait for each other: `waiting` has each with the task it is at."""
 
     def __init__(self, waiting: Mapping[int, Any]) -> None:
@@ -109,5 +109,5 @@ def play(rows: Sequence[Sequence[Task]], seconds: Mapping[Task, float], sends: I
         begin(here)
     waiting = {here: row[at[here]] for here, row in enumerate(rows) if at[here] < len(row)}
     if waiting:
-        raise Stuck(waiting)
+        raise ScheduleDeadlock(waiting)
     return Times(start_s, end_s)

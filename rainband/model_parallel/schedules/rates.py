@@ -9,11 +9,11 @@ from itertools import pairwise
 
 from rainband.model_parallel.placement.partitioners import Partitioner, make_plan
 from rainband.model_parallel.placement.pipedream_planner import interleaved, pipedream, straight
-from rainband.model_parallel.placement.placement import Plan, is_interleaved
-from rainband.model_parallel.placement.profile import Network, Profile, Resources
+from rainband.model_parallel.placement.placement import Placement, is_interleaved
+from rainband.model_parallel.placement.profile import LinkSpeed, Profile, Resources
 from rainband.model_parallel.schedules import builders as schedules
 from rainband.model_parallel.schedules.builders import SCHEDULES
-from rainband.model_parallel.schedules.check import Costs, Facts, check
+from rainband.model_parallel.schedules.check import Costs, ScheduleFacts, check
 from rainband.model_parallel.schedules.table import Table, need
 
 FLUSHES = ("gpipe", "one_f_one_b", "interleaved")  # they train as one process does on the whole batch
@@ -24,9 +24,9 @@ PLAN_WITH: dict[str, Partitioner] = {"pipedream": pipedream, "interleaved": inte
 class Played:
     """A schedule of a plan."""
 
-    plan: Plan
+    plan: Placement
     table: Table
-    facts: Facts
+    facts: ScheduleFacts
     batch_s: float  # between two batches, once it runs
     late: int  # updates between the parameters a gradient was computed at and those it is applied to, at most
 
@@ -36,7 +36,7 @@ def partitioner_for(schedule: str | None) -> Partitioner:
     return pipedream if schedule is None else PLAN_WITH.get(schedule, straight)
 
 
-def check_schedule(name: str, plan: Plan | None = None) -> None:
+def check_schedule(name: str, plan: Placement | None = None) -> None:
     """Raise ValueError if there is no such schedule, or not for this plan; it says what to type."""
     need(name in SCHEDULES, f"no schedule named '{name}': choose from {', '.join(SCHEDULES)}, or all.")
     if plan is None:
@@ -55,7 +55,7 @@ def check_schedule(name: str, plan: Plan | None = None) -> None:
     need(
         name != "interleaved" or several or len(replicas) == 1,
         "interleaved needs several stages on each machine, and the plan has one: plan anew, without --partitioner and "
-        "--plan.",
+        "--placement.",
     )
     need(
         name == "interleaved" or not several,
@@ -63,7 +63,7 @@ def check_schedule(name: str, plan: Plan | None = None) -> None:
     )
 
 
-def played(name: str, plan: Plan, profile: Profile, resources: Resources, micros: int) -> Played:
+def played(name: str, plan: Placement, profile: Profile, resources: Resources, micros: int) -> Played:
     """Play a schedule with the plan's stages; a batch has so many microbatches."""
     check_schedule(name, plan)
     costs = costs_of(name, plan, profile, resources, micros)
@@ -74,7 +74,7 @@ def played(name: str, plan: Plan, profile: Profile, resources: Resources, micros
     return Played(plan, table, check(table, costs), batch_s, _late(table))
 
 
-def steady_s(name: str, plan: Plan, micros: int, costs: Costs) -> float:
+def steady_s(name: str, plan: Placement, micros: int, costs: Costs) -> float:
     """Seconds between two batches, once the pipeline is full: what doubling the number of batches adds."""
     if name == "pipedream":
         micros = 1  # each microbatch is a batch of its own
@@ -83,7 +83,7 @@ def steady_s(name: str, plan: Plan, micros: int, costs: Costs) -> float:
     return (twice - once) / full
 
 
-def full_after(name: str, plan: Plan) -> int:
+def full_after(name: str, plan: Placement) -> int:
     """After so many batches a pipeline is full, and all replicas of a stage have had as many of them."""
     if name == "pipedream":
         return 2 * math.lcm(*plan.replicas()) * len(plan.stages)
@@ -106,7 +106,7 @@ def every_schedule(
     return found
 
 
-def table_of(name: str, plan: Plan, micros: int, batches: int) -> Table:
+def table_of(name: str, plan: Placement, micros: int, batches: int) -> Table:
     """The schedule's table for so many batches of so many microbatches."""
     stages = len(plan.stages)
     match name:
@@ -123,7 +123,7 @@ def table_of(name: str, plan: Plan, micros: int, batches: int) -> Table:
             return schedules.pipedream(plan.replicas(), micros * batches)
 
 
-def costs_of(name: str, plan: Plan, profile: Profile, resources: Resources, micros: int) -> Costs:
+def costs_of(name: str, plan: Placement, profile: Profile, resources: Resources, micros: int) -> Costs:
     """Of a microbatch: a batch's share, except where each microbatch is a batch of its own."""
     share = 1 if name == "pipedream" else micros
     units = [[profile.by_name[unit] for unit in stage.units] for stage in plan.stages]
@@ -134,7 +134,7 @@ def costs_of(name: str, plan: Plan, profile: Profile, resources: Resources, micr
     )
 
 
-def _links(plan: Plan, profile: Profile, network: Network, share: int) -> dict[tuple[int, int], float]:
+def _links(plan: Placement, profile: Profile, network: LinkSpeed, share: int) -> dict[tuple[int, int], float]:
     """(stage, the next) and back: what a microbatch's values take on their way. What skips a stage comes meanwhile."""
     links: dict[tuple[int, int], float] = {}
     for a, (stage, after) in enumerate(pairwise(plan.stages)):

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rainband.protocol.data_plan import Plan
+from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import ITEM_BYTES, BlockSpec
 from rainband.strategy import Batch
 
@@ -43,7 +43,7 @@ class Places(NamedTuple):
     num_bytes: int
 
 
-def places_of(blocks: Sequence[BlockSpec], plan: Plan, num_workers: int) -> Places:
+def places_of(blocks: Sequence[BlockSpec], plan: DataPlan, num_workers: int) -> Places:
     """The same for everyone who knows the plan."""
     sizes = (LINE_BYTES, num_workers * LINE_BYTES, num_workers * (STALEST + 1) * WORD_BYTES)
     starts = [0]
@@ -59,10 +59,10 @@ def places_of(blocks: Sequence[BlockSpec], plan: Plan, num_workers: int) -> Plac
     return Places(own, staleness, fences, done, skipped, tuple(vectors), at)
 
 
-class OneMemory:
+class SharedParameters:
     """The memory, as everyone sees it."""
 
-    def __init__(self, buffer: Any, blocks: Sequence[BlockSpec], plan: Plan, num_workers: int) -> None:
+    def __init__(self, buffer: Any, blocks: Sequence[BlockSpec], plan: DataPlan, num_workers: int) -> None:
         """`buffer` can be written to, and has as many bytes as `places_of` says."""
         self.plan = plan
         self.num_workers = num_workers
@@ -117,7 +117,7 @@ class OneMemory:
         self._own[worker * OWN_WORDS + REFUSED] += 1
 
     def is_complete(self, portion: int) -> bool:
-        return self.marks(portion) == self.plan.full(portion)
+        return self.accepted_set(portion) == self.plan.full(portion)
 
     # ---- the keeper's ----------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class OneMemory:
         """So many times the learning rate, from now on."""
         self._factor[0] = self.lr_factor * factor - 1.0
 
-    def marks(self, portion: int) -> int:
+    def accepted_set(self, portion: int) -> int:
         """The batches of a portion that are done or skipped."""
         return int(self._done[portion] | self._skipped[portion])
 

@@ -12,41 +12,41 @@ from typing import Any
 
 import numpy as np
 
-from rainband.coordinator.coordinator import Coordinator, Out
+from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
 from rainband.protocol.messages import (
+    AcceptedBatches,
     Address,
-    Ask,
+    AdjustRule,
     Assign,
+    BlockReady,
     Flush,
     Forget,
-    Loaded,
     Message,
     Missed,
     Peer,
     Ready,
     Report,
+    ReportRequest,
     Revoke,
     ServerJoin,
-    Sets,
     Skipped,
     Tally,
-    Tune,
 )
-from rainband.runtimes.hogwild.memory import OneMemory, places_of
+from rainband.runtimes.hogwild.memory import SharedParameters, places_of
 
 KEEPER = Peer("server", 0)
 NOT_FINITE = "not finite"
-FROM_WORKERS = (Ask, Loaded)  # what workers say to it, over their connection to the coordinator
+FROM_WORKERS = (ReportRequest, BlockReady)  # what workers say to it, over their connection to the coordinator
 
 
-class Keeper:
+class HogwildServer:
     """Makes the memory when its size is known, and says what is in its tables."""
 
     def __init__(self, make_room: Callable[[int], Any], guard: bool = False) -> None:
         """`make_room` gives so many writable bytes, all zero."""
         self.make_room = make_room
         self.guard = guard
-        self.memory: OneMemory | None = None
+        self.memory: SharedParameters | None = None
         self.tuned = 0  # the last decision that was taken
         self.cut_short: set[int] = set()  # workers that were lost while they wrote
 
@@ -55,9 +55,11 @@ class Keeper:
         coordinator.receive(KEEPER, ServerJoin(Address("", 0)), 0.0)
         coordinator.events.clear()  # nobody has come
 
-    def answered(self, coordinator: Coordinator, outs: Sequence[Out], now: float) -> list[Out]:
+    def answered(
+        self, coordinator: Coordinator, outs: Sequence[CoordinatorOutput], now: float
+    ) -> list[CoordinatorOutput]:
         """What is left to send when all that was meant for the keeper is answered."""
-        waiting, left = deque(outs), list[Out]()
+        waiting, left = deque(outs), list[CoordinatorOutput]()
         while waiting:
             out = waiting.popleft()
             if out.to != KEEPER:
@@ -71,24 +73,24 @@ class Keeper:
         """Take one message; returns what to tell the coordinator."""
         if isinstance(message, Assign):
             num_bytes = places_of(message.blocks, message.plan, message.num_workers).num_bytes
-            self.memory = OneMemory(self.make_room(num_bytes), message.blocks, message.plan, message.num_workers)
+            self.memory = SharedParameters(self.make_room(num_bytes), message.blocks, message.plan, message.num_workers)
             return []
         memory = self.memory
         if memory is None:
             return []
         match message:
-            case Loaded():
+            case BlockReady():
                 return [Ready()]
-            case Ask():
+            case ReportRequest():
                 return [self.report()]
             case Flush():
                 return [self.report(flushed=True)]
             case Revoke():
                 memory.fence(message.portion, message.lease)
-                return [Sets(message.portion, message.lease, (memory.marks(message.portion),))]
+                return [AcceptedBatches(message.portion, message.lease, (memory.accepted_set(message.portion),))]
             case Forget() if memory.is_writing(message.worker):
                 self.cut_short.add(message.worker)
-            case Tune() if message.number > self.tuned:
+            case AdjustRule() if message.number > self.tuned:
                 self.tuned = message.number
                 memory.lower(message.lr_factor)
         return []
@@ -96,27 +98,27 @@ class Keeper:
     def report(self, flushed: bool = False) -> Report:
         """As a server's: the marks and the measurements."""
         assert self.memory is not None, "there is nothing to report before the run has begun"
-        memory, marks = self.memory, self.memory.all_marks()
-        full = marks == memory.full_marks
+        memory, accepted_set = self.memory, self.memory.all_marks()
+        full = accepted_set == memory.full_marks
         low = int(np.argmin(full)) if not full.all() else len(full)
-        begun = np.flatnonzero(marks).tolist()
+        begun = np.flatnonzero(accepted_set).tolist()
         skipped = [(portion, mask) for portion in begun if (mask := memory.skipped_in(portion))]
-        had = int(np.unpackbits(marks.view(np.uint8)).sum())
+        accepted = int(np.unpackbits(accepted_set.view(np.uint8)).sum())
         staleness = memory.staleness()
         total: Counter[int] = sum(staleness.values(), Counter())
         updates = total.total()
         return Report(
             low=low,
             full=tuple((low + np.flatnonzero(full[low:])).tolist()),
-            had=had,
+            accepted=accepted,
             updates=updates,
-            blocks=(Tally(had, updates, sum(mask.bit_count() for _, mask in skipped), 0),),
+            blocks=(Tally(accepted, updates, sum(mask.bit_count() for _, mask in skipped), 0),),
             skipped=tuple(Skipped(portion, mask, NOT_FINITE) for portion, mask in skipped),
             refused={"revoked": refused} if (refused := memory.refused()) else {},
             staleness={worker: dict(counts) for worker, counts in staleness.items()},
             flushed=flushed,
             missed=(Missed(0, updates, sum(n * times for n, times in total.items()), max(total, default=0)),),
             guard=self.guard,
-            unlocked=True,
+            lock_free=True,
             cut_short=len(self.cut_short),
         )

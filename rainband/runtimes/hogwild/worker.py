@@ -12,13 +12,13 @@ from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.protocol.layout import Settings
 from rainband.protocol.lr_schedules import Schedule
-from rainband.protocol.messages import Ask, LeaseEnd, Loaded, Message, Peer, Welcome
+from rainband.protocol.messages import BlockReady, LeaseEnd, Message, Peer, ReportRequest, Welcome
 from rainband.protocol.optimizer_spec import OptimizerSpec
-from rainband.runtimes.hogwild.memory import OneMemory, places_of
+from rainband.runtimes.hogwild.memory import SharedParameters, places_of
 from rainband.runtimes.processes.module_model import ModuleModel
 from rainband.strategy import Batch, Port
 from rainband.tasks.task import Data, Task
-from rainband.transports.shared_memory import Segment
+from rainband.transports.shared_memory import SharedSegment
 from rainband.worker.client import Client
 from rainband.worker.worker import Compute, ModuleWorker
 
@@ -29,7 +29,7 @@ class MemoryClient(Client):
     """A client without servers: the first values go into the memory, and the tables there stand for answers."""
 
     def __init__(
-        self, me: Peer, welcome: Welcome, flat: Flat, memory: OneMemory, tell: Callable[[Message], None]
+        self, me: Peer, welcome: Welcome, flat: Flat, memory: SharedParameters, tell: Callable[[Message], None]
     ) -> None:
         super().__init__(me, welcome.plan, flat, welcome.blocks, (), (), tell)
         self.memory = memory
@@ -38,7 +38,7 @@ class MemoryClient(Client):
         """Write the first values, and say so."""
         for vector, first in zip(self.memory.vectors, values, strict=True):
             vector.copy_(first)
-        self.tell(Loaded(0))
+        self.tell(BlockReady(0))
 
     def load(self, state: object = None) -> None:
         """This worker's own parameters are the first values."""
@@ -95,7 +95,7 @@ class InPlace:
             memory.skip(batch)
         self.client.stats.acked += 1
         if memory.is_complete(batch.portion):
-            self.client.tell(Ask())  # the keeper looks, and tells how far it is
+            self.client.tell(ReportRequest())  # the keeper looks, and tells how far it is
         self.client.settle(gradient.name())
 
     def _position(self, batch: Batch) -> float:
@@ -136,8 +136,8 @@ class MemoryModel(ModuleModel):
 
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
         num_bytes = places_of(welcome.blocks, welcome.plan, self.num_workers).num_bytes
-        segment = Segment.open(self.fd, num_bytes, writable=True)
-        memory = OneMemory(segment.mapping, welcome.blocks, welcome.plan, self.num_workers)
+        segment = SharedSegment.open(self.fd, num_bytes, writable=True)
+        memory = SharedParameters(segment.mapping, welcome.blocks, welcome.plan, self.num_workers)
         return MemoryClient(me, welcome, self.flat.over(memory.vectors), memory, tell)
 
     def load(self, client: Client) -> None:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rainband.errors import Stop
 from rainband.protocol.steps import Handle, Steps, Work
-from rainband.worker.client import StillWanted
+from rainband.worker.client import StillNeeded
 
 if TYPE_CHECKING:
     from rainband.worker.session import Session
 
-Kind = TypeVar("Kind")
+OracleTask = TypeVar("OracleTask")
 Wait = Callable[..., object]  # blocks until messages came, or for so many seconds, and delivers them
 
 
-def drive(coroutine: Coroutine[Any, None, Kind], wait: Wait, session: Session | None = None) -> Kind:
+def drive(coroutine: Coroutine[Any, None, OracleTask], wait: Wait, session: Session | None = None) -> OracleTask:
     """Run a coroutine to its end; returns its result. With a session: a worker's life, whose training is measured."""
     steps = Steps(coroutine)
     drive_until(steps, wait, session)
@@ -31,7 +31,7 @@ def drive_until(steps: Steps[Any], wait: Wait, session: Session | None = None, u
         training = session if session is not None and session.training else None
         if isinstance(wanted, Work):
             _perform(wanted, training)
-        elif isinstance(wanted, StillWanted):
+        elif isinstance(wanted, StillNeeded):
             wait(0.0)
             wanted.looked = True
         elif training is None:

@@ -19,13 +19,13 @@ from typing import Any
 
 import msgspec
 
-from rainband.coordinator.coordinator import Coordinator, Out
+from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
 from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.protocol.messages import COORDINATOR, Address, Message, Peer
-from rainband.runtimes.config import Job, RunConfig, encode_job, is_one_memory, lead_of
-from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, Keeper
-from rainband.runtimes.processes.zygote import Exited, Failed, Zygote
+from rainband.runtimes.config import Job, RunConfig, coordination_of, encode_job, is_one_memory
+from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, HogwildServer
+from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
 from rainband.runtimes.run import Phases, Run, View
 from rainband.runtimes.run import RunResult as RunResult
 from rainband.runtimes.run_directory import OutputLog, calendar_time
@@ -34,7 +34,7 @@ from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.connect import listen_unix, this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
-from rainband.transports.shared_memory import Segment
+from rainband.transports.shared_memory import SharedSegment
 
 ENTRIES = {
     "worker": "rainband.runtimes.processes.worker_main:main",
@@ -61,7 +61,7 @@ def run(
 ) -> RunResult:
     """Run to the end; returns also when it failed, with the reason.
 
-    With `capture`, what the processes print comes as `Printed` events and lies in output.log. `entries` says which
+    With `capture`, what the processes print becomes `ProcessOutput` events and output.log. `entries` says which
     function is a process of which role; each process gets copies of `fds`. A `strategy` that has no name is handed in.
     """
     entries = {**entries, "worker": SCRIPT} if config.script else entries
@@ -93,12 +93,12 @@ class Launcher(Run):
         strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
         self.strategy = strategy
         one_memory = is_one_memory(strategy)
-        self.memory = Segment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
-        self.keeper = Keeper(self._make_room, strategy.requires.guard) if one_memory else None
-        settings = msgspec.structs.replace(self.settings, num_servers=1) if self.keeper else self.settings
-        self.coordinator = Coordinator(settings, lead_of(strategy))
-        if self.keeper is not None:
-            self.keeper.join(self.coordinator)
+        self.memory = SharedSegment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
+        self.hogwild_server = HogwildServer(self._make_room, strategy.requires.guard) if one_memory else None
+        settings = msgspec.structs.replace(self.settings, num_servers=1) if self.hogwild_server else self.settings
+        self.coordinator = Coordinator(settings, coordination_of(strategy))
+        if self.hogwild_server is not None:
+            self.hogwild_server.join(self.coordinator)
         self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
         self.processes: dict[int, Peer] = {}  # token -> who
         self.causes: dict[Peer, str] = {}  # how processes ended
@@ -132,9 +132,7 @@ class Launcher(Run):
         """Say how fast a model in stages should be trained."""
         if self.config.team is None:
             return
-        from rainband.runtimes.stage_forecast import (
-            predicted_of,  # only these runs need it, and processes start meanwhile
-        )
+        from rainband.runtimes.stage_forecast import predicted_of
 
         if (predicted := predicted_of(self.config, self.strategy)) is not None:
             self.emit(predicted)
@@ -207,11 +205,11 @@ class Launcher(Run):
     def _make_room(self, num_bytes: int) -> Any:
         """The memory of all workers, when its size is known."""
         assert self.memory is not None
-        return Segment.settle(self.memory, num_bytes).mapping
+        return SharedSegment.settle(self.memory, num_bytes).mapping
 
-    def _send(self, outs: list[Out]) -> None:
-        if self.keeper is not None:
-            outs = self.keeper.answered(self.coordinator, outs, self._now())
+    def _send(self, outs: list[CoordinatorOutput]) -> None:
+        if self.hogwild_server is not None:
+            outs = self.hogwild_server.answered(self.coordinator, outs, self._now())
         for out in outs:
             self.hub.send(out.to, out.message, out.body)
 
@@ -220,13 +218,13 @@ class Launcher(Run):
             return
         lines, left_out = self.output.new_lines(to_the_end)
         if lines:
-            self.emit(events.Printed(at_s=self._now(), lines=tuple(lines), left_out=left_out))
+            self.emit(events.ProcessOutput(at_s=self._now(), lines=tuple(lines), left_out=left_out))
 
     # ---- the hub's handler -----------------------------------------------------------------------------------------
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
-        if self.keeper is not None and isinstance(message, FROM_WORKERS):
-            return self._send([Out(KEEPER, message)])
+        if self.hogwild_server is not None and isinstance(message, FROM_WORKERS):
+            return self._send([CoordinatorOutput(KEEPER, message)])
         self._send(self.coordinator.receive(connection.peer, message, self._now(), body))
 
     def lost(self, peer: Peer) -> None:
@@ -246,7 +244,7 @@ class Launcher(Run):
     def _note_exits(self) -> list[Peer]:
         ended = []
         for event in self.zygote.events():
-            if isinstance(event, Failed):
+            if isinstance(event, SpawnFailed):
                 self._send(self.coordinator.stop("failed", event.reason))
             if isinstance(event, Exited):
                 peer = self.processes[event.token]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from rainband.model.gradient import Gradient
 from rainband.runtimes.config import RunConfig
-from rainband.runtimes.simulation.models.compute import ComputeModel, Pace
+from rainband.runtimes.simulation.models.compute import ComputeModel, ComputePace
 from rainband.settings import build
 from rainband.strategy import Batch
 from rainband.worker.worker import ModuleWorker
@@ -20,13 +20,13 @@ from rainband.worker.worker import ModuleWorker
 def at_its_pace(worker: ModuleWorker, config: RunConfig) -> None:
     """Have the worker's steps take as long as the configuration says, if it says so."""
     if config.sim.compute:
-        pace = Pace(build(ComputeModel, config.sim.compute), config.seed, worker.index)
+        pace = ComputePace(build(ComputeModel, config.sim.compute), config.seed, worker.index)
         worker.compute = paced(worker.compute, pace)  # type: ignore[method-assign, assignment]
 
 
 def paced(
     compute: Callable[[Batch], Gradient],
-    pace: Pace,
+    pace: ComputePace,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Callable[[Batch], Gradient]:

@@ -11,7 +11,7 @@ from rainband.worker.worker import ModuleWorker
 
 def prefetched(worker: ModuleWorker) -> None:
     """Have a worker's data prepared ahead, if its data may be: see `Data`."""
-    if worker.plan.led and getattr(worker.data, "prefetch", False):
+    if worker.plan.coordinated and getattr(worker.data, "prefetch", False):
         worker.fetch = Prefetch(worker)  # type: ignore[method-assign]
 
 

@@ -17,22 +17,22 @@ from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import (
     COORDINATOR,
     Address,
-    Beat,
-    Bye,
+    Heartbeat,
     Hello,
-    Load,
+    InitBlock,
     Message,
     Opened,
     Params,
     Peer,
     Push,
     ServerJoin,
+    Shutdown,
     StatePart,
 )
-from rainband.protocol.parameter_buffers import Place
+from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.runtimes.config import Job, decode_job
 from rainband.server.server import Server
-from rainband.strategy import ServerHalf, Strategy
+from rainband.strategy import ServerPart, Strategy
 from rainband.transports.connect import dial, listen_tcp, listen_unix, this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
@@ -85,12 +85,12 @@ class ServerProcess:
         self.over = False
         self.hub = Hub(self.me, job.secret, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)
 
-    def _half(self, num_workers: int) -> ServerHalf:
+    def _half(self, num_workers: int) -> ServerPart:
         half = self.strategy.server(num_workers)
         assert half is not None, "a strategy without servers was given one"
         return half
 
-    def _publish(self, specs: Sequence[BlockSpec], buffers: int) -> list[Place]:
+    def _publish(self, specs: Sequence[BlockSpec], buffers: int) -> list[ParameterBuffer]:
         self.published = Published.create(specs, buffers)
         self.published.segment.seal_against_writers()
         return [self.published.place(spec) for spec in specs]
@@ -109,12 +109,12 @@ class ServerProcess:
         self.hub.adopt(sock, peer, key)
         here = Address("127.0.0.1", tcp.getsockname()[1], unix.getsockname()[1:].decode(), this_machine())
         self.hub.send(COORDINATOR, ServerJoin(here, f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"))
-        beat_at = time.monotonic()
+        heartbeat_at = time.monotonic()
         while not self.over:
             self.hub.run_once(timeout_s / 5)
-            if time.monotonic() - beat_at > timeout_s / 5:
-                beat_at = time.monotonic()
-                self.hub.send(COORDINATOR, Beat())
+            if time.monotonic() - heartbeat_at > timeout_s / 5:
+                heartbeat_at = time.monotonic()
+                self.hub.send(COORDINATOR, Heartbeat())
         self.hub.close()
 
     # ---- the hub's handler -----------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class ServerProcess:
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
         if isinstance(message, Hello):
             return self._open(connection, message)
-        if isinstance(message, Bye) and connection.peer == COORDINATOR:
+        if isinstance(message, Shutdown) and connection.peer == COORDINATOR:
             self.over = True
             return
         try:
@@ -163,7 +163,7 @@ class ServerProcess:
             self.hub.refuse(connection, str(error))
 
     def _payload(self, connection: Connection, message: Message, body: memoryview | None) -> Tensor | None:
-        if isinstance(message, Push | Load) and message.slot >= 0 and connection.mailbox is not None:
+        if isinstance(message, Push | InitBlock) and message.slot >= 0 and connection.mailbox is not None:
             tensor: Tensor = connection.mailbox.tensor(message.slot, message.dtype, message.numel)
             return tensor
         return None if body is None else torch.frombuffer(body, dtype=torch.uint8)

@@ -8,24 +8,24 @@ from typing import Any
 
 from rainband.model.flat_parameters import Flat
 from rainband.model.save import join_parts, save_part
-from rainband.model_parallel.execution.microbatch_run import Team
-from rainband.model_parallel.execution.submodel import Share
+from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
+from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import ShareWorker, WholeModel
 from rainband.model_parallel.graph.split_loss import build_model
 from rainband.protocol.messages import Address, Welcome
 from rainband.runtimes.config import Job
 from rainband.runtimes.processes.drive import drive
-from rainband.runtimes.processes.periodic_eval import Measuring, measure
 from rainband.runtimes.processes.worker_process import WorkerProcess
-from rainband.runtimes.stage_model import TeamModel
+from rainband.runtimes.stage_model import StageModel
 from rainband.strategy import Arrival, Port, Strategy, Tag
 from rainband.tasks.task import Data, Task
 from rainband.transports.peers import PeerLinks
+from rainband.worker.periodic_eval import PeriodicEval, measure
 from rainband.worker.session import WorkerModel
 from rainband.worker.worker import ModuleWorker
 
 
-class TeamLinks:
+class StageLinks:
     """The links to the others of one team, by their machine in its plan."""
 
     def __init__(self, links: PeerLinks, first: int) -> None:
@@ -39,7 +39,7 @@ class TeamLinks:
         return self.links.recv(self.first + source, tag)
 
 
-class TeamProcess(WorkerProcess):
+class StageProcess(WorkerProcess):
     """One worker of a team."""
 
     def __init__(self, job: Job, task: Task | None, strategy: Strategy | None) -> None:
@@ -48,15 +48,15 @@ class TeamProcess(WorkerProcess):
         self.plan = self.config.team
         self.place = job.index % self.plan.size
         timeout_s = self.config.failure_timeout_s
-        self.links = PeerLinks(self.me, job.secret, job.run_id, self.switchboard, self.config.transport, timeout_s)
+        self.links = PeerLinks(self.me, job.secret, job.run_id, self.event_loop, self.config.transport, timeout_s)
         self.first = job.index - self.place
 
     def _build(self, task: Task) -> tuple[Data, WorkerModel, Flat]:
         module = build_model(task)
         data = task.data()
-        share = Share(task, module, data, self.plan, self.place)
+        share = Submodel(task, module, data, self.plan, self.place)
         model = SavedInParts(task, data, share, self.config.num_replicas)
-        model.team = Team(TeamLinks(self.links, self.first), self.place, self.plan.size)
+        model.team = ReplicaLinks(StageLinks(self.links, self.first), self.place, self.plan.size)
         model.drive = self._drive
         return data, model, model.flat
 
@@ -72,15 +72,15 @@ class TeamProcess(WorkerProcess):
         assert isinstance(worker, ShareWorker)
         if self.index == 0 and self.config.eval_every_s:
             model = WholeModel(worker, self._drive)
-            measuring = Measuring(worker.task, model, self.stats, self.config.eval_every_s)
-            worker.before_cell = measuring.before_step
+            measuring = PeriodicEval(worker.task, model, self.stats, self.config.eval_every_s)
+            worker.before_item = measuring.before_step
         return None
 
     def _drive(self, coroutine: Coroutine[Any, None, Any]) -> Any:
         return drive(coroutine, self.wait)
 
 
-class SavedInParts(TeamModel):
+class SavedInParts(StageModel):
     """Each process saves its part; the first joins the files, and has the whole team evaluate."""
 
     drive: Callable[[Coroutine[Any, None, Any]], Any]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rainband.errors import CoordinatorLost, RainbandError, ServerLost
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import Address, Failed, Load, Message, Peer, Push, Welcome
+from rainband.protocol.messages import Address, Failed, InitBlock, Message, Peer, Push, Welcome
 from rainband.runtimes.config import Job
 from rainband.strategy import Port, Strategy
 from rainband.transports.connect import can_share_memory, dial
-from rainband.transports.coordinator_link import Control
-from rainband.transports.event_loop import Switchboard
+from rainband.transports.coordinator_link import CoordinatorLink
+from rainband.transports.event_loop import EventLoop
 from rainband.transports.server_links import SharedPort, TcpPort
 from rainband.worker.session import Session
 from rainband.worker.worker import ModuleWorker
@@ -29,7 +29,7 @@ def flush_output() -> None:
             stream.flush()
 
 
-class Nowhere:
+class NullPort:
     """In the place of the way to a server that holds nothing of ours."""
 
     direct = False
@@ -37,14 +37,14 @@ class Nowhere:
     def send(self, message: Message) -> None:
         raise AssertionError("there is nothing to say to it")
 
-    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
         raise AssertionError("it has none of our blocks")
 
-    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+    def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         raise AssertionError("it has none of our blocks")
 
 
-class Member:
+class WorkerLink:
     """One worker of a run. Messages are dealt with on the thread that waits."""
 
     def __init__(self, job: Job, strategy: Strategy | None = None) -> None:
@@ -55,10 +55,10 @@ class Member:
         self.num_workers = job.config.num_workers
         self.strategy = strategy
         self.optimizers = job.config.optimizers
-        self.switchboard = Switchboard()
+        self.event_loop = EventLoop()
         self.session = Session(self.me, self)
         self.stats = self.session.stats
-        self.control: Control | None = None
+        self.control: CoordinatorLink | None = None
         self.joined = False  # a user's own loop has taken this place
         self.left = False  # and has come to its end
         self.knows_its_place = False  # the user has asked which part of the data is this worker's
@@ -72,7 +72,7 @@ class Member:
             sock, _, key = dial(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
         except RainbandError as error:
             raise CoordinatorLost("the coordinator", f"calling it ({error})") from None
-        self.control = Control(sock, key, self.switchboard, self._from_coordinator, self.stats, timeout_s / 5)
+        self.control = CoordinatorLink(sock, key, self.event_loop, self._from_coordinator, self.stats, timeout_s / 5)
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
         """Send something to the coordinator."""
@@ -81,7 +81,7 @@ class Member:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until something has come and deal with it; False: nothing came in time."""
-        return self.switchboard.wait(timeout_s)
+        return self.event_loop.wait(timeout_s)
 
     # ---- what a worker's life needs ----------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class Member:
             return []  # the parameters are memory that all workers share
         needed = {owner for block, owner in zip(welcome.blocks, welcome.owners, strict=False) if block.part == part}
         return [
-            self._port(i, address, welcome) if i in needed or not welcome.team else Nowhere()
+            self._port(i, address, welcome) if i in needed or not welcome.team else NullPort()
             for i, address in enumerate(welcome.servers)
         ]
 
@@ -138,8 +138,8 @@ class Member:
         specs = [welcome.blocks[b] for b, owner in enumerate(welcome.owners) if owner == index]
         sock, _, key = dial(address, shared, self.job.secret, self.job.run_id, self.me, self.config.failure_timeout_s)
         if shared:
-            return SharedPort(peer, sock, key, specs, self.switchboard, self._from_server, self.stats)
-        return TcpPort(peer, sock, key, specs, self.switchboard, self._from_server)
+            return SharedPort(peer, sock, key, specs, self.event_loop, self._from_server, self.stats)
+        return TcpPort(peer, sock, key, specs, self.event_loop, self._from_server)
 
     def _reads_are_kept(self) -> bool:
         half = self.session.strategy.server(self.num_workers)

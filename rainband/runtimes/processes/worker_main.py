@@ -8,7 +8,7 @@ from typing import Any
 
 from rainband.errors import CoordinatorLost, RainbandError
 from rainband.runtimes.config import Job, decode_job
-from rainband.runtimes.processes.stage_process import TeamProcess
+from rainband.runtimes.processes.stage_process import StageProcess
 from rainband.runtimes.processes.worker_process import WorkerProcess
 from rainband.strategy import Strategy
 from rainband.tasks.task import Task
@@ -44,7 +44,7 @@ def work(job: Job, task: Task | None = None, strategy: Strategy | None = None, m
 def make_process(job: Job, task: Task | None, strategy: Strategy | None, memory: int | None) -> WorkerProcess:
     if job.config.team is None:
         return WorkerProcess(job, task, strategy, memory)
-    return TeamProcess(job, task, strategy)
+    return StageProcess(job, task, strategy)
 
 
 def users_traceback(error: BaseException) -> str:

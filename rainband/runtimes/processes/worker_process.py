@@ -14,24 +14,24 @@ from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Join
 from rainband.record.message_cost import Pieces
 from rainband.record.record import Recorder
-from rainband.record.spans import SpanFile, Watch
-from rainband.runtimes.config import Job, lead_of
+from rainband.record.spans import SpanFile, SpanRecorder
+from rainband.runtimes.config import Job, coordination_of
 from rainband.runtimes.hogwild.worker import Looking, MemoryModel
 from rainband.runtimes.processes.drive import drive
 from rainband.runtimes.processes.min_step_time import at_its_pace
 from rainband.runtimes.processes.module_model import ModuleModel
-from rainband.runtimes.processes.periodic_eval import Measuring
 from rainband.runtimes.processes.prefetch import prefetched
-from rainband.runtimes.processes.worker_link import Member
+from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.strategy import Strategy
 from rainband.tasks.load import load_task
 from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
 from rainband.worker.lifecycle import run_worker
+from rainband.worker.periodic_eval import PeriodicEval
 from rainband.worker.session import WorkerModel
 from rainband.worker.worker import ModuleWorker
 
 
-class WorkerProcess(Member):
+class WorkerProcess(WorkerLink):
     """One worker of a run, as a process."""
 
     def __init__(self, job: Job, task: Task | None, strategy: Strategy | None, memory: int | None = None) -> None:
@@ -54,10 +54,10 @@ class WorkerProcess(Member):
             layout=flat.layout,
             batch_size=self.config.batch_size or task.batch_size,
             epochs=self.config.epochs or task.epochs,
-            cell_batches=strategy.requires.batches_per_item,
+            batches_per_item=strategy.requires.batches_per_item,
             rounds=strategy.requires.waits == "rounds",
-            warm_batches=strategy.requires.warm_start_batches,
-            led=lead_of(strategy) is not None,
+            warm_start_batches=strategy.requires.warm_start_batches,
+            coordinated=coordination_of(strategy) is not None,
             address=self._address(),
         )
         self.session.prepare(strategy, join, model)
@@ -96,10 +96,10 @@ class WorkerProcess(Member):
     def _measuring(self, worker: ModuleWorker) -> Callable[[], None] | None:
         if self.index or not self.config.eval_every_s:
             return None
-        return Measuring(worker.task, worker.module, self.stats, self.config.eval_every_s).before_step
+        return PeriodicEval(worker.task, worker.module, self.stats, self.config.eval_every_s).before_step
 
-    def _watch(self) -> Watch | None:
+    def _watch(self) -> SpanRecorder | None:
         if not self.config.timeline:
             return None
         file = SpanFile(Path(self.config.directory) / f"spans-worker-{self.index}.jsonl")
-        return Watch(f"worker {self.index}", time.monotonic, file.write)
+        return SpanRecorder(f"worker {self.index}", time.monotonic, file.write)

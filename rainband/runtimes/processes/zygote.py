@@ -28,7 +28,7 @@ _END_TIMEOUT_S = 10.0  # killing takes milliseconds; more than this and the kern
 _BOOT = """
 import sys
 control_fd, sys.path[:] = int(sys.argv[1]), sys.argv[2:]
-from rainband.worlds.zygote_main import main
+from rainband.runtimes.processes.zygote_main import main
 main(control_fd)
 """
 
@@ -53,7 +53,7 @@ class Exited(_Message, frozen=True):
     signal: int | None
 
 
-class Failed(_Message, frozen=True):
+class SpawnFailed(_Message, frozen=True):
     """Job `token` could not be started. Without a token: the zygote is gone, with all jobs, for good."""
 
     token: int | None
@@ -85,7 +85,7 @@ class Close(_Message, frozen=True):
     grace_s: float
 
 
-Event = Started | Exited | Failed
+Event = Started | Exited | SpawnFailed
 Command = Preload | Spawn | Signal | Close
 
 _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
@@ -227,7 +227,7 @@ class Zygote:
                 self._running[event.token] = event.pid
             case Exited():
                 del self._running[event.token]
-            case Failed(token=None):
+            case SpawnFailed(token=None):
                 self._gone = True
 
     def _mourn(self) -> list[Event]:
@@ -236,7 +236,7 @@ class Zygote:
             return []
         cause = self._cause_of_death()
         self._kill_groups()
-        return [Failed(None, cause)]
+        return [SpawnFailed(None, cause)]
 
     def _cause_of_death(self) -> str:
         code = self._wait_for_zygote()

@@ -35,10 +35,10 @@ from rainband.runtimes.processes.zygote import (
     Close,
     Command,
     Event,
-    Failed,
     Preload,
     Signal,
     Spawn,
+    SpawnFailed,
     Started,
 )
 
@@ -48,7 +48,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # gli
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
-class Job(NamedTuple):
+class ForkJob(NamedTuple):
     """What a forked child has to do."""
 
     spawn: Spawn
@@ -66,7 +66,7 @@ def main(control_fd: int) -> None:
     _do(job)
 
 
-def _serve(control: socket.socket) -> Job | None:
+def _serve(control: socket.socket) -> ForkJob | None:
     control.set_inheritable(False)
     _set_zygote_signals()
     _share_one_heap()
@@ -92,7 +92,7 @@ class Loop:
         signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
 
-    def run(self) -> Job | None:
+    def run(self) -> ForkJob | None:
         """Serve until the launcher is gone or has closed; a forked child returns from here with its job."""
         while not self._closed():
             for key, mask in self.selector.select(self._timeout_s()):
@@ -112,7 +112,7 @@ class Loop:
         self._flush(flag=0)  # nothing else to do: wait
         return None
 
-    def _obey(self, command: Command, fds: list[int]) -> Job | None:
+    def _obey(self, command: Command, fds: list[int]) -> ForkJob | None:
         match command:
             case Spawn():
                 return self._spawn(command, fds)
@@ -134,17 +134,17 @@ class Loop:
         gc.freeze()  # children need not walk over what was imported, and so do not copy it
         return True
 
-    def _spawn(self, spawn: Spawn, fds: list[int]) -> Job | None:
+    def _spawn(self, spawn: Spawn, fds: list[int]) -> ForkJob | None:
         try:
             if len(fds) != 1 + spawn.num_fds:
                 raise OSError("too many open files: raise the limit (ulimit -n)")
             pid = self.children.fork(spawn.token)
         except OSError as error:
-            self._report(Failed(spawn.token, f"cannot start {spawn.title!r}: {error}"))
+            self._report(SpawnFailed(spawn.token, f"cannot start {spawn.title!r}: {error}"))
         else:
             if pid == 0:
                 self._leave()
-                return Job(spawn, fds[0], fds[1:])
+                return ForkJob(spawn, fds[0], fds[1:])
             self._report(Started(spawn.token, pid))
         for fd in fds:
             os.close(fd)
@@ -204,7 +204,7 @@ def _preload(control: socket.socket, names: Sequence[str], gone: Callable[[], No
     except BaseException:
         reason = traceback.format_exc()[-MAX_MESSAGE_BYTES // 5 :]  # a letter may take four bytes
         with suppress(BrokenPipeError):
-            control.send(msgspec.msgpack.encode(Failed(None, reason)), socket.MSG_NOSIGNAL)
+            control.send(msgspec.msgpack.encode(SpawnFailed(None, reason)), socket.MSG_NOSIGNAL)
         return False
     return True
 
@@ -292,7 +292,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
-def _do(job: Job) -> None:
+def _do(job: ForkJob) -> None:
     try:
         set_title(job.spawn.title)
         if job.spawn.threads is not None:

@@ -18,47 +18,49 @@ import msgspec
 from torch import Tensor
 
 from rainband.protocol.layout import BlockSpec, Layout, cut, deal
-from rainband.protocol.messages import Ack, Assign, Load, Message, Params, Peer, Push, Welcome
-from rainband.runtimes.simulation.message_bus import Node, Payload, Post
-from rainband.runtimes.simulation.models.aggregated_servers import Bank, Times
+from rainband.protocol.messages import Ack, Assign, InitBlock, Message, Params, Peer, Push, Welcome
+from rainband.runtimes.simulation.message_bus import MessageBus, Node, Payload
+from rainband.runtimes.simulation.models.aggregated_servers import AggregatedServers, Times
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel
 from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.nodes import publish
 from rainband.runtimes.simulation.shared_module import NOTHING, hollow
 from rainband.runtimes.simulation.worker import WorkerNode
-from rainband.server.server import Out, Server
-from rainband.strategy import ServerHalf
+from rainband.server.server import Server, ServerOutput
+from rainband.strategy import ServerPart
 
 ALL = Peer("server", 0)  # the coordinator knows of one server, which is all of them
 Arriving = tuple[float, int, WorkerNode, Message, float]  # (when, a number, whose, it, when its first byte left)
 
 
-class BankNode(Node):
+class AggregatedServersNode(Node):
     """All servers as one node, which takes no event for each message.
 
     What happens at the servers at one moment reaches nobody else before a latency later. So messages may lie that
     long: then all that has happened meanwhile happens at once, in the order of its time.
     """
 
-    def __init__(self, post: Post, machine: Machine, half: Callable[[int], ServerHalf], bank: Bank) -> None:
-        super().__init__(post, ALL, machine)
+    def __init__(
+        self, bus: MessageBus, machine: Machine, half: Callable[[int], ServerPart], aggregated: AggregatedServers
+    ) -> None:
+        super().__init__(bus, ALL, machine)
         self.name = "servers"
         self.server = Server(half, publish)
-        self.bank = bank
-        self.latency_s = bank.latency_s
+        self.aggregated = aggregated
+        self.latency_s = aggregated.latency_s
         self.arriving: list[Arriving] = []  # a heap: in the order in which they begin to arrive
         self.number = 0
         # The server in the middle takes one after the other, and its card too: these are in the order of their time.
         self.taken: deque[tuple[float, WorkerNode, Message, Times]] = deque()  # (handled at, whose, it, by each server)
         self.leaving: deque[tuple[float, WorkerNode, Params, float]] = deque()  # (leaves at, for, it, arrives at)
         self.looks_at = inf
-        self.trace_message = post.trace.message
+        self.trace_message = bus.trace.message
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
         """What the coordinator says; it takes the servers no time."""
         self._catch_up()
         for out in self.server.receive(sender, message, payload):
-            self._send(out, self.bank.free(), self.clock.now)
+            self._send(out, self.aggregated.free(), self.clock.now)
         self._look_again()
 
     def expect(self, arrives: float, worker: WorkerNode, message: Message, left_at: float) -> None:
@@ -82,7 +84,7 @@ class BankNode(Node):
         heads = [queue[0][0] for queue in (self.arriving, self.taken, self.leaving) if queue]
         self.looks_at = inf
         if heads:
-            self._look_at(max(self.clock.now, min(heads) + self.bank.latency_s))
+            self._look_at(max(self.clock.now, min(heads) + self.aggregated.latency_s))
 
     def _catch_up(self) -> None:
         """Let everything happen whose time has come."""
@@ -104,12 +106,12 @@ class BankNode(Node):
                 handled = taken[0][0]
 
     def _take(self, arrives: float, number: int, worker: WorkerNode, message: Message, left_at: float) -> None:
-        bank, kind = self.bank, type(message)
-        if (kind is Push and not message.skip) or kind is Load:  # type: ignore[attr-defined]
-            times = bank.apply(left_at)
+        aggregated, kind = self.aggregated, type(message)
+        if (kind is Push and not message.skip) or kind is InitBlock:  # type: ignore[attr-defined]
+            times = aggregated.apply(left_at)
         else:
-            times = bank.ask(arrives)
-        self.taken.append((bank.in_the_middle(times), worker, message, times))
+            times = aggregated.ask(arrives)
+        self.taken.append((aggregated.in_the_middle(times), worker, message, times))
 
     def _handle(self, at_s: float, worker: WorkerNode, message: Message, times: Times) -> None:
         peer = worker.peer
@@ -120,20 +122,20 @@ class BankNode(Node):
             else:
                 self._send(out, times, at_s)
 
-    def _send(self, out: Out, times: Times, at_s: float) -> None:
-        worker = self.post.nodes.get(out.to)
+    def _send(self, out: ServerOutput, times: Times, at_s: float) -> None:
+        worker = self.bus.nodes.get(out.to)
         if not isinstance(worker, WorkerNode):
-            self.post.send(self, out.to, out.message, at_s=at_s)
+            self.bus.send(self, out.to, out.message, at_s=at_s)
         else:
             self._answer(worker, out.message, times, at_s)
 
     def _answer(self, worker: WorkerNode, message: Message, times: Times, at_s: float) -> None:
         if type(message) is Params:
-            leaves, arrives = self.bank.reply(worker.machine, times)
+            leaves, arrives = self.aggregated.reply(worker.machine, times)
             self.leaving.append((leaves, worker, message, arrives))
             return
-        last = self.bank.at_the_last(times)
-        self._deliver_at((last if last > at_s else at_s) + self.bank.latency_s, worker, message, None)
+        last = self.aggregated.at_the_last(times)
+        self._deliver_at((last if last > at_s else at_s) + self.aggregated.latency_s, worker, message, None)
 
     def _leave(self, at_s: float, worker: WorkerNode, params: Params, arrives: float) -> None:
         """Replies are read when they leave: what was applied while they queued is in them."""
@@ -150,16 +152,16 @@ class BankNode(Node):
         self.trace_message(arrives, self.name, worker.name, message)
 
 
-class BankPort:
+class AggregatedPort:
     """A worker's way to all servers at once."""
 
     direct = False
 
-    def __init__(self, worker: WorkerNode, node: BankNode) -> None:
+    def __init__(self, worker: WorkerNode, node: AggregatedServersNode) -> None:
         self.worker = worker
         self.node = node
         self.peer = node.peer
-        self.copying_s = node.bank.total_bytes / worker.costs.push_bytes_per_s
+        self.copying_s = node.aggregated.total_bytes / worker.costs.push_bytes_per_s
 
     def send(self, message: Message) -> None:
         worker, node = self.worker, self.node
@@ -168,22 +170,22 @@ class BankPort:
             at_s = now
         node.expect(at_s + node.latency_s, worker, message, at_s)
 
-    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
-        worker, bank = self.worker, self.node.bank
+    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+        worker, aggregated = self.worker, self.node.aggregated
         # The first share leaves while the next ones are copied: only the copying of the first is waited for.
         now, at_s = worker.clock.now, worker.busy_until
         if at_s < now:
             at_s = now
         worker.busy_until = at_s + self.copying_s
-        begin = bank.leave(worker.machine, at_s)
-        worker.stats.pushed_bytes += bank.total_bytes
-        self.node.expect(begin + bank.latency_s, worker, message, begin)
+        begin = aggregated.leave(worker.machine, at_s)
+        worker.stats.pushed_bytes += aggregated.total_bytes
+        self.node.expect(begin + aggregated.latency_s, worker, message, begin)
 
-    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+    def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         raise AssertionError("parameters come with the answer, there is nothing to read in place")
 
 
-def make_bank(model: ClusterModel, layout: Layout, num_servers: int) -> Bank:
+def make_aggregated(model: ClusterModel, layout: Layout, num_servers: int) -> AggregatedServers:
     """The servers' shares of a model."""
     if model.nodes.shared_memory or model.nodes.cores:
         raise ValueError("in bulk every node has a machine of its own: leave shared_memory and cores out of the model.")
@@ -191,7 +193,7 @@ def make_bank(model: ClusterModel, layout: Layout, num_servers: int) -> Bank:
         raise ValueError("in bulk every push takes a server as long: leave gather_bytes_per_s out of the model.")
     blocks = cut(layout, num_servers)
     dealt = deal(blocks, num_servers)
-    return Bank(model, [sum(blocks[b].num_bytes for b in mine) for mine in dealt], list(map(len, dealt)))
+    return AggregatedServers(model, [sum(blocks[b].num_bytes for b in mine) for mine in dealt], list(map(len, dealt)))
 
 
 def as_one_block(message: Message) -> Message:

@@ -17,23 +17,23 @@ from rainband.errors import Deadlock
 from rainband.protocol import events
 from rainband.protocol.messages import COORDINATOR, Address, Join, Peer, ServerJoin
 from rainband.protocol.steps import Handle, Until
-from rainband.record.spans import Span, Watch
-from rainband.runtimes.config import lead_of
-from rainband.runtimes.hogwild.server import Keeper
-from rainband.runtimes.simulation.aggregated import BankNode, BankPort, as_one_block, make_bank
-from rainband.runtimes.simulation.message_bus import Letter, Node, Post
+from rainband.record.spans import Span, SpanRecorder
+from rainband.runtimes.config import coordination_of
+from rainband.runtimes.hogwild.server import HogwildServer
+from rainband.runtimes.simulation.aggregated import AggregatedPort, AggregatedServersNode, as_one_block, make_aggregated
+from rainband.runtimes.simulation.message_bus import InFlight, MessageBus, Node
 from rainband.runtimes.simulation.models.clock import VirtualClock
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel
-from rainband.runtimes.simulation.models.compute import Pace
+from rainband.runtimes.simulation.models.compute import ComputePace
 from rainband.runtimes.simulation.models.cores import Cores, OwnCore, nothing
 from rainband.runtimes.simulation.models.network import Machine, Network
 from rainband.runtimes.simulation.models.trace import NodeEvent, Trace
 from rainband.runtimes.simulation.nodes import CoordinatorNode, Processor, ServerNode, as_they_are, without_elements
-from rainband.runtimes.simulation.stages import TeamBody, TeamNode
-from rainband.runtimes.simulation.worker import Body, SimPort, WorkerNode
+from rainband.runtimes.simulation.stages import StageCompute, StageNode
+from rainband.runtimes.simulation.worker import ComputeBody, SimPort, WorkerNode
 from rainband.server.server import Server
-from rainband.strategy import Port, ServerHalf, Strategy
-from rainband.worker.client import News, PullHandle, PushHandle
+from rainband.strategy import Port, ServerPart, Strategy
+from rainband.worker.client import PullHandle, PushHandle, StateChanged
 
 SLOTS_PER_TICK = 256  # of the clock, for thousands of workers
 KERNEL_PATIENCE_S = 20.0  # until a connection to a machine that is gone is closed
@@ -45,7 +45,7 @@ def shown_to_nobody(event: events.AnyEvent) -> None:
     """What happens is of no interest."""
 
 
-def all_of_it(letter: Letter) -> bool:
+def all_of_it(in_flight: InFlight) -> bool:
     return True
 
 
@@ -59,25 +59,25 @@ class Notes:
 
 
 @dataclass
-class Play:
+class Scenario:
     """What is simulated: the same for every schedule of it."""
 
     strategy: Strategy
     join: Join
-    body: Callable[[], Body]
+    body: Callable[[], ComputeBody]
     real: bool  # with gradients, not only times
     bulk: bool = False  # all servers as one: for thousands of workers
     eval_every_s: float = 0.0  # one worker measures so often, where there are gradients; 0: only at the end
-    keeper: Keeper | None = None  # of the one memory that all workers share, if they do
-    team: Callable[[int], TeamBody] | None = None  # the share of a worker, where several compute one model together
+    hogwild_server: HogwildServer | None = None  # of the one memory that all workers share, if they do
+    team: Callable[[int], StageCompute] | None = None  # the share of a worker, where several compute one model together
 
 
-class World:
+class SimulatedCluster:
     """One simulated run."""
 
     def __init__(
         self,
-        play: Play,
+        play: Scenario,
         settings: RunSettings,
         model: ClusterModel,
         notes: Notes,
@@ -98,14 +98,14 @@ class World:
         self.spans = notes.spans
         self.tick_s = tick_s
         # With every tick; of thousands of workers just often enough that none is given up.
-        self.beat_s = max(tick_s, 0.8 * settings.failure_timeout_s) if play.bulk else tick_s
+        self.heartbeat_s = max(tick_s, 0.8 * settings.failure_timeout_s) if play.bulk else tick_s
         self.clock = VirtualClock(shuffle, SLOTS_PER_TICK / tick_s if play.bulk else 0.0)
         self.seed = settings.seed if seed is None else seed
         self.network = Network(model.network, self.clock, self.seed)
-        self.post = Post(self.clock, self.network, self.trace)
-        alone = play.bulk or play.keeper is not None
+        self.bus = MessageBus(self.clock, self.network, self.trace)
+        alone = play.bulk or play.hogwild_server is not None
         known = msgspec.structs.replace(settings, num_servers=1) if alone else settings
-        self.coordinator = Coordinator(known, lead_of(play.strategy))
+        self.coordinator = Coordinator(known, coordination_of(play.strategy))
         costs = self.costs
         self.cores: Processor = (
             Cores(self.clock, costs.cores, costs.crowding, costs.wake_s, costs.moves)
@@ -114,28 +114,30 @@ class World:
         )
         fitting = as_they_are if play.real else as_one_block if play.bulk else without_elements
         machine = self._machine()
-        self.leader = CoordinatorNode(self.post, COORDINATOR, machine, self.coordinator, notes.show, tick_s, fitting)
-        self.post.nodes[COORDINATOR] = self.leader
-        self.leader.keeper = play.keeper
-        self._share_cores(self.leader)
-        if play.keeper is not None:
-            play.keeper.join(self.coordinator)
-        self.servers: dict[int, ServerNode | BankNode] = {}
+        self.coordinator_node = CoordinatorNode(
+            self.bus, COORDINATOR, machine, self.coordinator, notes.show, tick_s, fitting
+        )
+        self.bus.nodes[COORDINATOR] = self.coordinator_node
+        self.coordinator_node.hogwild_server = play.hogwild_server
+        self._share_cores(self.coordinator_node)
+        if play.hogwild_server is not None:
+            play.hogwild_server.join(self.coordinator)
+        self.servers: dict[int, ServerNode | AggregatedServersNode] = {}
         self.workers: dict[int, WorkerNode] = {}
         self.comebacks = 0  # of the coordinator, that are still to come
 
     def _machine(self) -> Machine:
         return self.network.machine()
 
-    def _share_cores(self, leader: CoordinatorNode) -> None:
+    def _share_cores(self, coordinator_node: CoordinatorNode) -> None:
         if self.costs.cores:
-            leader.occupy = partial(self.cores.work, self.costs.message_s, nothing, COORDINATOR)
+            coordinator_node.occupy = partial(self.cores.work, self.costs.message_s, nothing, COORDINATOR)
 
     # ---- who is there ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         if self.play.bulk:
-            self._add_bank()
+            self._add_aggregated()
         else:
             for index in range(self.settings.num_servers):
                 self.add_server(index)
@@ -144,7 +146,7 @@ class World:
 
     def add_server(self, index: int) -> None:
         node = ServerNode(
-            self.post,
+            self.bus,
             Peer("server", index),
             self._machine(),
             self._half,
@@ -153,40 +155,40 @@ class World:
             self.block_bytes,
             self.span,
         )
-        self.servers[index] = self.post.nodes[node.peer] = node
+        self.servers[index] = self.bus.nodes[node.peer] = node
         node.join(COORDINATOR)
 
-    def _add_bank(self) -> None:
-        bank = make_bank(self.model, self.play.join.layout, self.settings.num_servers)
-        node = BankNode(self.post, self._machine(), self._half, bank)
-        self.servers[0] = self.post.nodes[node.peer] = node
-        self.post.send(node, COORDINATOR, ServerJoin(Address("", 0, node.name)))
+    def _add_aggregated(self) -> None:
+        aggregated = make_aggregated(self.model, self.play.join.layout, self.settings.num_servers)
+        node = AggregatedServersNode(self.bus, self._machine(), self._half, aggregated)
+        self.servers[0] = self.bus.nodes[node.peer] = node
+        self.bus.send(node, COORDINATOR, ServerJoin(Address("", 0, node.name)))
 
-    def _half(self, num_workers: int) -> ServerHalf:
+    def _half(self, num_workers: int) -> ServerPart:
         half = self.strategy.server(num_workers)
         assert half is not None, "a strategy without servers was given one"
         return half
 
     def add_worker(self, index: int, incarnation: int = 0) -> WorkerNode:
-        pace = Pace(self.model.compute, self.seed, index + 1_000_003 * incarnation)
+        pace = ComputePace(self.model.compute, self.seed, index + 1_000_003 * incarnation)
         peer = Peer("worker", index, incarnation)
         node = (
             WorkerNode(self, peer, self._machine(), self.play.body(), pace)
             if self.play.team is None
-            else TeamNode(self, peer, self._machine(), self.play.team(index), pace)
+            else StageNode(self, peer, self._machine(), self.play.team(index), pace)
         )
         if self.spans is not None:
-            node.watch = Watch(node.name, self.clock.now_s, self.spans.append)
+            node.watch = SpanRecorder(node.name, self.clock.now_s, self.spans.append)
         if index == 0 and self.play.real and self.play.team is None:
             node.eval_every_s = self.play.eval_every_s
-        self.workers[index] = self.post.nodes[node.peer] = node
+        self.workers[index] = self.bus.nodes[node.peer] = node
         node.start()
         return node
 
     def port(self, worker: WorkerNode, server: int) -> Port:
         node = self.servers.get(server)  # a memory's keeper is none of them
-        if isinstance(node, BankNode):
-            return BankPort(worker, node)
+        if isinstance(node, AggregatedServersNode):
+            return AggregatedPort(worker, node)
         return SimPort(worker, server, lambda: self._server(server), self.play.real)
 
     def _server(self, index: int) -> Server:
@@ -194,11 +196,11 @@ class World:
 
     def block_bytes(self, block: int) -> int:
         """The true size of a block, also where nodes were given hollow ones."""
-        return self.leader.block_bytes[block]
+        return self.coordinator_node.block_bytes[block]
 
     # ---- what happens to nodes -------------------------------------------------------------------------------------
 
-    def kill(self, node: Node, keep: Callable[[Letter], bool] = all_of_it, silent: bool = False) -> None:
+    def kill(self, node: Node, keep: Callable[[InFlight], bool] = all_of_it, silent: bool = False) -> None:
         """End a node at this moment. What it has not sent is gone; of what is under way, what `keep` keeps arrives.
 
         The others see its connections close; if `silent`, only when their kernels give the machine up.
@@ -208,19 +210,19 @@ class World:
         event = NodeEvent.CRASHED if silent else NodeEvent.KILLED
         self.trace.note(self.clock.now, node.name, event, event.name.lower())
         node.alive, node.killed_at = False, self.clock.now
-        self.post.nodes.pop(node.peer)
+        self.bus.nodes.pop(node.peer)
         for flow in node.flows.values():
             gone = False
-            for letter in flow.under_way:  # a connection breaks off: nothing comes after what was lost
-                assert isinstance(letter, Letter)
-                gone = gone or not keep(letter)
-                letter.lost = gone
-        if node is self.leader and self.coordinator.journal is not None and self.comebacks:
-            self.leader.show(events.Lost(at_s=self.clock.now, node=node.name, why="killed"))
+            for in_flight in flow.under_way:  # a connection breaks off: nothing comes after what was lost
+                assert isinstance(in_flight, InFlight)
+                gone = gone or not keep(in_flight)
+                in_flight.lost = gone
+        if node is self.coordinator_node and self.coordinator.journal is not None and self.comebacks:
+            self.coordinator_node.show(events.Lost(at_s=self.clock.now, node=node.name, why="killed"))
             return  # the others wait for the next one
-        if node is self.leader:
+        if node is self.coordinator_node:
             self.coordinator.failed("the coordinator was lost, and with it the run.")
-            self.coordinator.facts.phase = "over"
+            self.coordinator.state.phase = "over"
         if isinstance(node, WorkerNode):
             node.waiting = None
             with suppress(RuntimeError):  # a strategy that would not end is simply dropped
@@ -229,40 +231,42 @@ class World:
 
     def start_coordinator(self) -> None:
         """Start the coordinator again, with the journal of the one before; the others call it."""
-        before, self.comebacks = self.leader, self.comebacks - 1
+        before, self.comebacks = self.coordinator_node, self.comebacks - 1
         journal = self.coordinator.journal
         if before.alive or journal is None:
             return
         self.trace.note(self.clock.now, before.name, NodeEvent.STARTED, "started again")
-        self.coordinator.facts.phase = "replaced"
-        self.coordinator = Coordinator(self.coordinator.facts.settings, lead_of(self.strategy), journal.taken_up())
-        self.leader = CoordinatorNode(
-            self.post, COORDINATOR, before.machine, self.coordinator, before.show, self.tick_s, before.fitting
+        self.coordinator.state.phase = "replaced"
+        self.coordinator = Coordinator(
+            self.coordinator.state.settings, coordination_of(self.strategy), journal.taken_up()
         )
-        self.leader.block_bytes = before.block_bytes
-        self._share_cores(self.leader)
-        self.post.nodes[COORDINATOR] = self.leader
-        self.leader.send(self.coordinator.take_up(self.clock.now))
+        self.coordinator_node = CoordinatorNode(
+            self.bus, COORDINATOR, before.machine, self.coordinator, before.show, self.tick_s, before.fitting
+        )
+        self.coordinator_node.block_bytes = before.block_bytes
+        self._share_cores(self.coordinator_node)
+        self.bus.nodes[COORDINATOR] = self.coordinator_node
+        self.coordinator_node.send(self.coordinator.take_up(self.clock.now))
         for node in [*self.servers.values(), *self.workers.values()]:
             if not node.alive:
-                self.leader.lost(node.peer)
+                self.coordinator_node.lost(node.peer)
             elif isinstance(node, WorkerNode):
                 node.wake(node.join_again)
 
     def _close(self, node: Node) -> None:
-        for other in list(self.post.nodes.values()):
-            self.post.send(node, other.peer, None)
+        for other in list(self.bus.nodes.values()):
+            self.bus.send(node, other.peer, None)
 
     def disconnect(self, one: Node, other: Node) -> None:
         """Break the connection of two nodes: what is under way is lost, and both see it close."""
         self.trace.note(self.clock.now, one.name, NodeEvent.DISCONNECTED, f"lost its connection with {other.name}")
-        for flow in (self.post.flow(one, other), self.post.flow(other, one)):
+        for flow in (self.bus.flow(one, other), self.bus.flow(other, one)):
             flow.broken = True
-            for letter in flow.under_way:
-                assert isinstance(letter, Letter)
-                letter.lost = True
-        self.post.send(one, other.peer, None)
-        self.post.send(other, one.peer, None)
+            for in_flight in flow.under_way:
+                assert isinstance(in_flight, InFlight)
+                in_flight.lost = True
+        self.bus.send(one, other.peer, None)
+        self.bus.send(other, one.peer, None)
 
     def pause(self, node: Node, for_s: float) -> None:
         """Stop a node for a while, as by a signal: nothing is lost, nothing goes on."""
@@ -278,16 +282,16 @@ class World:
 
     def run(self, until_s: float | None = None) -> None:
         """Until the run is over, or a moment; raises Deadlock when nothing can happen any more."""
-        clock, facts, planned = self.clock, self.coordinator.facts, self.clock.planned
-        look_at, until_s, phase = clock.now + self.tick_s, inf if until_s is None else until_s, facts.phase
+        clock, state, planned = self.clock, self.coordinator.state, self.clock.planned
+        look_at, until_s, phase = clock.now + self.tick_s, inf if until_s is None else until_s, state.phase
         while phase != "over" and clock.now < until_s:
             if not planned and not clock.go_on():
                 raise Deadlock(self.who_waits())
             clock.now, _, do = heappop(planned)  # clock.step(), written out: nothing here happens more often
             do()
-            if facts.phase != phase:
-                facts = self.coordinator.facts  # another one's, if it was started again
-                phase = facts.phase
+            if state.phase != phase:
+                state = self.coordinator.state  # another one's, if it was started again
+                phase = state.phase
                 clock.progress_at = clock.now
             if clock.now > look_at and len(planned) + clock.num_later == clock.idle:
                 look_at = clock.now + self.tick_s
@@ -322,12 +326,12 @@ class World:
         match handle:
             case Until():
                 return handle.what
-            case News():
+            case StateChanged():
                 return "the coordinator: a lease, or the end"
             case PushHandle() if client is not None:
                 silent = sorted({client.port_of[b].peer for b, q in enumerate(client.unanswered) if q})  # type: ignore[attr-defined]
                 return f"{', '.join(map(str, silent))} to answer {handle.left} blocks of a push"
             case PullHandle() if client is not None:
-                what = f"round {handle.point}" if handle.point >= 0 else "the parameters"
+                what = f"round {handle.at_version}" if handle.at_version >= 0 else "the parameters"
                 return f"the servers: {handle.left} of {len(client.blocks)} blocks of {what}"
         return repr(handle)

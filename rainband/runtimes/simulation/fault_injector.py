@@ -5,26 +5,26 @@ from __future__ import annotations
 from functools import partial
 from random import Random
 
-from rainband.runtimes.config import lead_of
-from rainband.runtimes.simulation.cluster import World
-from rainband.runtimes.simulation.message_bus import Letter, Node
+from rainband.runtimes.config import coordination_of
+from rainband.runtimes.simulation.cluster import SimulatedCluster
+from rainband.runtimes.simulation.message_bus import InFlight, Node
 from rainband.runtimes.simulation.models.faults import Fault, Script
 from rainband.runtimes.simulation.models.trace import NodeEvent
 
 
-class Trouble:
+class FaultInjector:
     """Does to a world what a script says, at its time."""
 
-    def __init__(self, world: World, script: Script, seed: int) -> None:
-        self.world = world
+    def __init__(self, cluster: SimulatedCluster, script: Script, seed: int) -> None:
+        self.cluster = cluster
         self.random = Random(f"trouble {seed}")
         self.deaths = 0
         self._count_comebacks(script)
         for fault in script:
-            world.clock.at(fault.at_s, partial(self._strike, fault))
+            cluster.clock.at(fault.at_s, partial(self._strike, fault))
 
     def _strike(self, fault: Fault) -> None:
-        world, now = self.world, self.world.clock.now
+        cluster, now = self.cluster, self.cluster.clock.now
         if fault.what == "start":
             self._start(fault)
             return
@@ -33,15 +33,15 @@ class Trouble:
             return
         match fault.what:
             case "kill" | "crash":
-                world.kill(node, self._survives, silent=fault.what == "crash")
+                cluster.kill(node, self._survives, silent=fault.what == "crash")
                 self.deaths += 1
             case "pause":
-                world.pause(node, fault.for_s)
+                cluster.pause(node, fault.for_s)
             case "skew":
-                world.trace.note(now, node.name, NodeEvent.CLOCK_JUMPED, f"its clock jumps by {fault.by_s}")
+                cluster.trace.note(now, node.name, NodeEvent.CLOCK_JUMPED, f"its clock jumps by {fault.by_s}")
                 node.skew_s += fault.by_s
             case "disk":
-                world.trace.note(now, node.name, NodeEvent.DISK_SLOWED, f"its disk is slower by {fault.by_s}")
+                cluster.trace.note(now, node.name, NodeEvent.DISK_SLOWED, f"its disk is slower by {fault.by_s}")
                 node.disk_s = fault.by_s
             case _:
                 self._on_line(fault, node, now)
@@ -51,11 +51,11 @@ class Trouble:
         if other is None or not other.alive:
             return
         if fault.what == "lose":
-            self.world.disconnect(node, other)
+            self.cluster.disconnect(node, other)
             self.deaths += 1  # a worker that cannot reach a server ends
             return
-        flow = self.world.post.flow(node, other)
-        self.world.trace.note(now, node.name, NodeEvent.LINK_FAULT, f"{fault.what} > {other.name} for {fault.for_s}")
+        flow = self.cluster.bus.flow(node, other)
+        self.cluster.trace.note(now, node.name, NodeEvent.LINK_FAULT, f"{fault.what} > {other.name} for {fault.for_s}")
         match fault.what:
             case "cut":
                 flow.cut_until = max(flow.cut_until, now + fault.for_s)
@@ -65,35 +65,35 @@ class Trouble:
                 flow.mix_until, flow.mix_s = max(flow.mix_until, now + fault.for_s), fault.by_s
             case "slow":
                 flow.extra_s = fault.by_s
-                self.world.clock.after(fault.for_s, partial(setattr, flow, "extra_s", 0.0))
+                self.cluster.clock.after(fault.for_s, partial(setattr, flow, "extra_s", 0.0))
 
     def _start(self, fault: Fault) -> None:
         role, _, number = fault.node.partition(" ")
         if role == "coordinator":
-            self.world.start_coordinator()
+            self.cluster.start_coordinator()
             return
         index = int(number)
         if role == "server":
-            if not self.world.servers[index].alive:
-                self.world.add_server(index)
+            if not self.cluster.servers[index].alive:
+                self.cluster.add_server(index)
             return
-        known = self.world.workers.get(index)
+        known = self.cluster.workers.get(index)
         if known is None:
-            self.world.add_worker(index)
+            self.cluster.add_worker(index)
         elif not known.alive:
-            self.world.add_worker(index, known.peer.incarnation + 1)
+            self.cluster.add_worker(index, known.peer.incarnation + 1)
 
     def _count_comebacks(self, script: Script) -> None:
         """Only where the coordinator leads it keeps a journal, and can be started again."""
         comebacks = [fault for fault in script if fault.what == "start" and fault.node == "coordinator"]
-        if comebacks and lead_of(self.world.strategy) is None:
+        if comebacks and coordination_of(self.cluster.strategy) is None:
             raise ValueError(
                 f"{comebacks[0]}: this run does not outlive its coordinator. Only one that its coordinator leads "
                 "does: choose sandblaster or conjugate_gradient."
             )
-        self.world.comebacks = len(comebacks)
+        self.cluster.comebacks = len(comebacks)
 
-    def _survives(self, letter: Letter) -> bool:
+    def _survives(self, in_flight: InFlight) -> bool:
         """Of what a dying node had sent, a part may be lost with it."""
         return self.random.random() < 0.8
 
@@ -101,7 +101,7 @@ class Trouble:
         role, _, index = name.partition(" ")
         match role:
             case "worker":
-                return self.world.workers.get(int(index))
+                return self.cluster.workers.get(int(index))
             case "server":
-                return self.world.servers.get(int(index))
-        return self.world.leader
+                return self.cluster.servers.get(int(index))
+        return self.cluster.coordinator_node

@@ -10,8 +10,8 @@ from torch import nn
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
-from rainband.runtimes.simulation.shared_module import Desk, DeskClient, WrittenGradient, hollow_flat
-from rainband.runtimes.simulation.worker import Body
+from rainband.runtimes.simulation.shared_module import SharedModule, SharedModuleClient, WrittenGradient, hollow_flat
+from rainband.runtimes.simulation.worker import ComputeBody
 from rainband.strategy import Batch, Port
 from rainband.tasks.task import Data, Task
 from rainband.worker.client import Client
@@ -19,29 +19,29 @@ from rainband.worker.session import pull_final
 from rainband.worker.worker import ModuleWorker
 
 
-class RealBody(Body):
+class GradientCompute(ComputeBody):
     """Computes true gradients at the worker's own parameters."""
 
-    def __init__(self, desk: Desk, task: Task, data: Data, num_workers: int) -> None:
-        self.desk = desk
+    def __init__(self, shared_module: SharedModule, task: Task, data: Data, num_workers: int) -> None:
+        self.shared_module = shared_module
         self.task = task
         self.data = data
         self.num_workers = num_workers
-        self.memory = desk.memory()
+        self.memory = shared_module.memory()
 
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
-        return DeskClient(me, welcome.plan, self.memory.flat, welcome.blocks, welcome.owners, ports, tell)
+        return SharedModuleClient(me, welcome.plan, self.memory.flat, welcome.blocks, welcome.owners, ports, tell)
 
     def worker(self, index: int, client: Client) -> ModuleWorker:
         worker = ModuleWorker(index, self.num_workers, self.task, self.data, self.memory.module, client)
-        worker.sampler = self.desk.sampler(worker.plan)
+        worker.sampler = self.shared_module.sampler(worker.plan)
         return worker
 
     def sit_down(self) -> None:
-        self.desk.seat(self.memory)
+        self.shared_module.seat(self.memory)
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
-        return WrittenGradient(worker.compute(batch), self.memory.flat, self.desk.wholes)
+        return WrittenGradient(worker.compute(batch), self.memory.flat, self.shared_module.wholes)
 
     def evaluate(self, worker: ModuleWorker) -> dict[str, float]:
         """The module is that of all workers: it gets its mode back."""
@@ -58,7 +58,7 @@ class NoGradient(Gradient):
     is_finite = True
 
 
-class TimeBody(Body):
+class TimingOnly(ComputeBody):
     """Computes nothing: a gradient is its name."""
 
     def __init__(self, num_workers: int) -> None:

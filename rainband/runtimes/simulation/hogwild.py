@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
-from rainband.runtimes.hogwild.memory import OneMemory
-from rainband.runtimes.hogwild.server import Keeper
+from rainband.runtimes.hogwild.memory import SharedParameters
+from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.hogwild.worker import MemoryClient, MemoryWorker
-from rainband.runtimes.simulation.gradients import RealBody
-from rainband.runtimes.simulation.shared_module import Desk
+from rainband.runtimes.simulation.gradients import GradientCompute
+from rainband.runtimes.simulation.shared_module import SharedModule
 from rainband.strategy import Batch, Port
 from rainband.tasks.task import Data, Task
 from rainband.worker.client import Client
@@ -30,23 +30,25 @@ class ReadingWorker(MemoryWorker):
         return super().gradient(batch)
 
 
-class MemoryBody(RealBody):
+class HogwildCompute(GradientCompute):
     """Computes true gradients at its copy of the memory."""
 
-    def __init__(self, desk: Desk, task: Task, data: Data, num_workers: int, keeper: Keeper) -> None:
-        super().__init__(desk, task, data, num_workers)
-        self.keeper = keeper
+    def __init__(
+        self, shared_module: SharedModule, task: Task, data: Data, num_workers: int, hogwild_server: HogwildServer
+    ) -> None:
+        super().__init__(shared_module, task, data, num_workers)
+        self.hogwild_server = hogwild_server
 
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
         return MemoryClient(me, welcome, self.memory.flat, self._memory(), tell)
 
-    def _memory(self) -> OneMemory:
-        assert self.keeper.memory is not None, "it was made before anyone was welcome"
-        return self.keeper.memory
+    def _memory(self) -> SharedParameters:
+        assert self.hogwild_server.memory is not None, "it was made before anyone was welcome"
+        return self.hogwild_server.memory
 
     def worker(self, index: int, client: Client) -> ModuleWorker:
         worker = ReadingWorker(index, self.num_workers, self.task, self.data, self.memory.module, client)
-        worker.sampler = self.desk.sampler(worker.plan)
+        worker.sampler = self.shared_module.sampler(worker.plan)
         return worker
 
     async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:

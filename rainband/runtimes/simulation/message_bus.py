@@ -7,23 +7,23 @@ from math import inf
 from typing import Any
 
 from rainband.protocol.messages import (
+    AcceptedBatches,
     Ack,
     Answer,
-    Ask,
-    Beat,
     Command,
     Evaluated,
     Finish,
+    Heartbeat,
     Lease,
+    LeaseRequest,
     Message,
     Peer,
     Pull,
     Push,
     Report,
+    ReportRequest,
     Return,
     Revoke,
-    Sets,
-    Want,
 )
 from rainband.runtimes.simulation.models.clock import VirtualClock
 from rainband.runtimes.simulation.models.network import Flow, Machine, Network, Parcel
@@ -31,11 +31,11 @@ from rainband.runtimes.simulation.models.trace import NodeEvent, Trace
 
 HEADER_BYTES = 100  # a message without its payload, more or less
 KEEPING_TIME = frozenset(
-    (Beat, Ask, Report, Revoke, Sets)
+    (Heartbeat, ReportRequest, Report, Revoke, AcceptedBatches)
 )  # what ticks repeat; a run that has only these left is stuck
 MAY_OVERTAKE = frozenset((Push, Ack))
 MAY_COME_TWICE = (
-    *(Push, Ack, Pull, Revoke, Sets, Ask, Report, Lease, Want, Return, Beat, Finish),
+    *(Push, Ack, Pull, Revoke, AcceptedBatches, ReportRequest, Report, Lease, LeaseRequest, Return, Heartbeat, Finish),
     *(Command, Answer, Evaluated),
 )
 
@@ -47,12 +47,12 @@ class Node:
 
     __slots__ = (
         *("alive", "backlog", "clock", "disk_s", "flows", "killed_at", "machine", "name", "paused_until", "peer"),
-        *("post", "skew_s", "__dict__"),
+        *("bus", "skew_s", "__dict__"),
     )
 
-    def __init__(self, post: Post, peer: Peer, machine: Machine) -> None:
-        self.post = post
-        self.clock = post.clock
+    def __init__(self, bus: MessageBus, peer: Peer, machine: Machine) -> None:
+        self.bus = bus
+        self.clock = bus.clock
         self.peer = peer
         self.machine = machine
         self.name = str(peer) + ("" if not peer.incarnation else f"'{peer.incarnation}")
@@ -89,7 +89,7 @@ class Node:
                 do()
 
 
-class Letter(Parcel):
+class InFlight(Parcel):
     """A message from one node to another."""
 
     __slots__ = ("idle", "is_read_late", "lost", "may_overtake", "message", "payload", "read", "source", "target")
@@ -121,22 +121,22 @@ class Letter(Parcel):
         source, target, message = self.source, self.target, self.message
         if self.lost or not target.alive:
             return
-        post = target.post
-        now = post.clock.now
+        bus = target.bus
+        now = bus.clock.now
         if message is None:
-            post.trace.note(now, target.name, NodeEvent.LOST_PEER, f"lost {source.name}")
+            bus.trace.note(now, target.name, NodeEvent.LOST_PEER, f"lost {source.name}")
             target.wake(lambda: target.lost(source.peer))
             return
         if self.left_at > source.killed_at:
             return  # it was still in the sender's hands
-        post.trace.message(now, source.name, target.name, message)
+        bus.trace.message(now, source.name, target.name, message)
         if now < target.paused_until:
             target.wake(lambda: target.receive(source.peer, message, self.payload))
         else:
             target.receive(source.peer, message, self.payload)
 
 
-class Post:
+class MessageBus:
     """Carries letters between nodes; one that is addressed to nobody is dropped, as by a closed connection."""
 
     def __init__(self, clock: VirtualClock, network: Network, trace: Trace) -> None:
@@ -162,13 +162,13 @@ class Post:
         flow = source.flows.get(to) or self.flow(source, target)
         if flow.broken and message is not None:
             return
-        letter = Letter(flow, source, target, message, payload, num_bytes)
+        in_flight = InFlight(flow, source, target, message, payload, num_bytes)
         if read is not None:
-            letter.is_read_late, letter.read = True, read
+            in_flight.is_read_late, in_flight.read = True, read
         at_s = self.clock.now if at_s is None else at_s
-        self.network.send(letter, at_s)
+        self.network.send(in_flight, at_s)
         if flow.repeat_until > self.clock.now and isinstance(message, MAY_COME_TWICE) and read is None:
-            self.network.send(Letter(flow, source, target, message, payload, num_bytes), at_s)
+            self.network.send(InFlight(flow, source, target, message, payload, num_bytes), at_s)
 
     def flow(self, source: Node, target: Node) -> Flow:
         flow = source.flows.get(target.peer)

@@ -12,20 +12,31 @@ import torch
 from torch import Tensor
 
 from rainband.coordinator.coordinator import Coordinator
-from rainband.coordinator.coordinator import Out as CoordinatorOut
+from rainband.coordinator.coordinator import CoordinatorOutput as CoordinatorOut
 from rainband.protocol import events
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import Address, Assign, Bye, Load, Message, Params, Peer, Push, ServerJoin, Welcome
-from rainband.protocol.parameter_buffers import Place
-from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, Keeper
+from rainband.protocol.messages import (
+    Address,
+    Assign,
+    InitBlock,
+    Message,
+    Params,
+    Peer,
+    Push,
+    ServerJoin,
+    Shutdown,
+    Welcome,
+)
+from rainband.protocol.parameter_buffers import ParameterBuffer
+from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, HogwildServer
 from rainband.runtimes.run import Phases
-from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload, Post
+from rainband.runtimes.simulation.message_bus import HEADER_BYTES, MessageBus, Node, Payload
 from rainband.runtimes.simulation.models.cluster_model import NodeModel
 from rainband.runtimes.simulation.models.cores import nothing
 from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, hollow
-from rainband.server.server import Out, Server
-from rainband.strategy import ServerHalf
+from rainband.server.server import Server, ServerOutput
+from rainband.strategy import ServerPart
 from rainband.transports.hub import FRAMES_BEFORE_FLUSH
 
 
@@ -43,7 +54,7 @@ class CoordinatorNode(Node):
 
     def __init__(
         self,
-        post: Post,
+        bus: MessageBus,
         peer: Peer,
         machine: Machine,
         coordinator: Coordinator,
@@ -51,7 +62,7 @@ class CoordinatorNode(Node):
         tick_s: float,
         fitting: Callable[[Message], Message],
     ) -> None:
-        super().__init__(post, peer, machine)
+        super().__init__(bus, peer, machine)
         self.coordinator = coordinator
         self.show = show
         self.tick_s = tick_s
@@ -59,13 +70,13 @@ class CoordinatorNode(Node):
         self.block_bytes: list[int] = []  # as they really are
         self.looks_at: float | None = None  # at that moment someone may be overdue
         self.phases = Phases(coordinator, lambda event: self.show(event), self.clock.now_s)
-        self.keeper: Keeper | None = None  # of a memory that all workers share
+        self.hogwild_server: HogwildServer | None = None  # of a memory that all workers share
         self.occupy: Callable[[], None] = nothing  # a message takes its process time, where it shares cores with others
         self.clock.after(tick_s, self._tick, idle=True)
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
         self.occupy()
-        if self.keeper is not None and isinstance(message, FROM_WORKERS):
+        if self.hogwild_server is not None and isinstance(message, FROM_WORKERS):
             return self.send([CoordinatorOut(KEEPER, message)])
         self.send(self.coordinator.receive(sender, message, self._now(), payload))
 
@@ -84,12 +95,12 @@ class CoordinatorNode(Node):
         self.wake(lambda: self.send(self.coordinator.tick(self._now())))
 
     def send(self, outs: list[CoordinatorOut]) -> None:
-        if self.keeper is not None:
-            outs = self.keeper.answered(self.coordinator, outs, self._now())
+        if self.hogwild_server is not None:
+            outs = self.hogwild_server.answered(self.coordinator, outs, self._now())
         for out in outs:
             message = self._fitting(out.message)
             size = HEADER_BYTES + len(out.body or b"")
-            self.post.send(self, out.to, message, out.body, size)
+            self.bus.send(self, out.to, message, out.body, size)
         if self.coordinator.events or self.coordinator.phase != self.phases.phase:
             self.phases.show()
         due_at = self.coordinator.due_at()
@@ -128,23 +139,23 @@ class ServerNode(Node):
 
     def __init__(
         self,
-        post: Post,
+        bus: MessageBus,
         peer: Peer,
         machine: Machine,
-        half: Callable[[int], ServerHalf],
+        half: Callable[[int], ServerPart],
         costs: NodeModel,
         cores: Processor,
         block_bytes: Callable[[int], int],
         span: Callable[[str, str, float, float], None],
     ) -> None:
-        super().__init__(post, peer, machine)
+        super().__init__(bus, peer, machine)
         self.server = Server(half, publish)
         self.costs = costs
         self.cores = cores
         # On one machine messages come at once: then answers to several leave together, as a hub sends them.
         self.flushes_after = FRAMES_BEFORE_FLUSH if costs.cores else 1
         self.found = 0  # messages that were there when it last looked and are not handled yet
-        self.unsent: list[Out] = []
+        self.unsent: list[ServerOutput] = []
         self.unsent_for = 0  # messages
         self.gather_bytes_per_s = costs.gather_bytes_per_s or costs.apply_bytes_per_s
         self.block_bytes = block_bytes
@@ -156,7 +167,7 @@ class ServerNode(Node):
         self.owed_s = 0.0  # work for replies that were just sent; the next message waits for it
 
     def join(self, coordinator: Peer) -> None:
-        self.post.send(self, coordinator, ServerJoin(Address("", 0, self.name)))
+        self.bus.send(self, coordinator, ServerJoin(Address("", 0, self.name)))
 
     def receive(self, sender: Peer, message: Message | None, payload: Payload) -> None:
         self.queue.append((sender, message, payload))
@@ -174,7 +185,7 @@ class ServerNode(Node):
         self.cores.work(self._cost_s(message, payload), lambda: self.wake(handle), self.peer)
 
     def _cost_s(self, message: Message | None, payload: Payload) -> float:
-        if isinstance(message, (Push, Load)) and payload is not None:
+        if isinstance(message, (Push, InitBlock)) and payload is not None:
             return self.costs.message_s + self.block_bytes(message.block) / self.gather_bytes_per_s
         return self.costs.message_s
 
@@ -184,7 +195,7 @@ class ServerNode(Node):
             self._answer([])
             return
         updates = self.server.updates
-        outs = [] if isinstance(message, Bye) else self.server.receive(sender, message, payload)
+        outs = [] if isinstance(message, Shutdown) else self.server.receive(sender, message, payload)
         if isinstance(message, Assign) and self.assigned is not None:
             self.assigned(self.server)
         if not isinstance(message, Push):
@@ -202,11 +213,11 @@ class ServerNode(Node):
         num_bytes = self.block_bytes(push.block)
         return max(0.0, num_bytes / self.costs.apply_bytes_per_s - num_bytes / self.gather_bytes_per_s)
 
-    def _pushed(self, outs: list[Out]) -> None:
+    def _pushed(self, outs: list[ServerOutput]) -> None:
         self.span(self.name, "apply", self.began_at, self.clock.now)
         self._answer(outs)
 
-    def _answer(self, outs: list[Out]) -> None:
+    def _answer(self, outs: list[ServerOutput]) -> None:
         self.busy = False
         self.unsent += outs
         self.unsent_for += 1
@@ -225,15 +236,15 @@ class ServerNode(Node):
         self.busy = False
         self._next()
 
-    def _send(self, out: Out) -> None:
+    def _send(self, out: ServerOutput) -> None:
         if not out.read or self.costs.shared_memory:
-            self.post.send(self, out.to, out.message)
+            self.bus.send(self, out.to, out.message)
             return
         params = out.message
         assert isinstance(params, Params)
         num_bytes = self.block_bytes(params.block)
         self.owed_s += num_bytes / self.costs.read_bytes_per_s
-        self.post.send(self, out.to, params, num_bytes=HEADER_BYTES + num_bytes, read=lambda: self._read(params))
+        self.bus.send(self, out.to, params, num_bytes=HEADER_BYTES + num_bytes, read=lambda: self._read(params))
 
     def _read(self, params: Params) -> tuple[Message, Tensor | None]:
         """The reply to a pull at the moment it leaves: a private copy, as the block changes on."""
@@ -244,9 +255,9 @@ class ServerNode(Node):
         self.receive(peer, None, None)  # in its turn, after what came before
 
 
-def publish(specs: Sequence[BlockSpec], buffers: int) -> list[Place]:
+def publish(specs: Sequence[BlockSpec], buffers: int) -> list[ParameterBuffer]:
     """Room for blocks in this process's own memory."""
     return [
-        Place([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
+        ParameterBuffer([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
         for spec in specs
     ]

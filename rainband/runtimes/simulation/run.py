@@ -17,24 +17,24 @@ import torch
 from rainband.errors import Deadlock
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
-from rainband.model_parallel.placement.stage_plan import TeamPlan
+from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Join
 from rainband.record.spans import Span, write_spans
-from rainband.runtimes.config import RunConfig, is_one_memory, lead_of
-from rainband.runtimes.hogwild.server import Keeper
+from rainband.runtimes.config import RunConfig, coordination_of, is_one_memory
+from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.processes.server_process import leave_out_the_compiler
 from rainband.runtimes.run import Run, RunResult, View
 from rainband.runtimes.run import settings_of as settings_of
-from rainband.runtimes.simulation.cluster import Notes, Play, World
-from rainband.runtimes.simulation.fault_injector import Trouble
-from rainband.runtimes.simulation.gradients import RealBody, TimeBody
-from rainband.runtimes.simulation.hogwild import MemoryBody
+from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
+from rainband.runtimes.simulation.fault_injector import FaultInjector
+from rainband.runtimes.simulation.gradients import GradientCompute, TimingOnly
+from rainband.runtimes.simulation.hogwild import HogwildCompute
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, load_model
 from rainband.runtimes.simulation.models.faults import parse
 from rainband.runtimes.simulation.models.trace import Trace, write_lines
-from rainband.runtimes.simulation.shared_module import Desk
-from rainband.runtimes.simulation.stages import TeamBody
+from rainband.runtimes.simulation.shared_module import SharedModule
+from rainband.runtimes.simulation.stages import StageCompute
 from rainband.runtimes.stage_forecast import predicted_of
 from rainband.strategy import Strategy
 from rainband.tasks.load import load_task
@@ -113,7 +113,7 @@ def little_garbage(none_at_all: bool) -> Iterator[None]:
 class Simulation(Run):
     """One run and its directory."""
 
-    def __init__(self, config: RunConfig, view: View, model: ClusterModel, play: Play) -> None:
+    def __init__(self, config: RunConfig, view: View, model: ClusterModel, play: Scenario) -> None:
         super().__init__(config, view)
         self.model = model
         self.trace = Trace(keep=config.sim.trace)
@@ -127,7 +127,7 @@ class Simulation(Run):
             patient_s = max(config.failure_timeout_s, self.expected_s)
             settings = msgspec.structs.replace(settings, failure_timeout_s=patient_s)
         spans = None if in_bulk(config) else self.spans
-        self.world = World(play, settings, self.model, Notes(self.trace, spans, self.emit), self._tick_s())
+        self.cluster = SimulatedCluster(play, settings, self.model, Notes(self.trace, spans, self.emit), self._tick_s())
 
     def _expected_s(self, join: Join) -> float:
         """The time that computing takes, or the servers, if that is more; roughly."""
@@ -147,10 +147,10 @@ class Simulation(Run):
 
     def run(self) -> SimulatedResult:
         self.begin()
-        if (predicted := predicted_of(self.config, self.world.strategy, self.model)) is not None:
+        if (predicted := predicted_of(self.config, self.cluster.strategy, self.model)) is not None:
             self.emit(predicted)
-        Trouble(self.world, parse(self.config.sim.faults), self.config.seed)
-        self.world.start()
+        FaultInjector(self.cluster, parse(self.config.sim.faults), self.config.seed)
+        self.cluster.start()
         try:
             self._drive()
             return self._result()
@@ -159,31 +159,33 @@ class Simulation(Run):
 
     def _drive(self) -> None:
         try:
-            self.world.run()
+            self.cluster.run()
         except KeyboardInterrupt:
             self.interrupted = True
-            self.world.leader.send(self.world.coordinator.stop("stopped", "interrupted"))
-            self.world.run()
+            self.cluster.coordinator_node.send(self.cluster.coordinator.stop("stopped", "interrupted"))
+            self.cluster.run()
         except Deadlock as deadlock:
-            self.world.coordinator.failed(str(deadlock))
+            self.cluster.coordinator.failed(str(deadlock))
             self._result()
             raise
 
     def _result(self) -> SimulatedResult:
-        coordinator = self.world.coordinator
-        self.world.leader.send([])  # the last events
+        coordinator = self.cluster.coordinator
+        self.cluster.coordinator_node.send([])  # the last events
         code = 130 if self.interrupted else None
-        result = self.result(SimulatedResult, coordinator, self.world.clock.now, code, trace_hash=self._trace_hash())
+        result = self.result(SimulatedResult, coordinator, self.cluster.clock.now, code, trace_hash=self._trace_hash())
         self._write_simulated(result.trace_hash)
         self.end(result)
         return result
 
     def _trace_hash(self) -> str:
-        for server in self.world.servers.values():
+        for server in self.cluster.servers.values():
             for block in server.server.blocks.values():
                 self.trace.values(block.values.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
-        keeper = self.world.leader.keeper
-        for vector in keeper.memory.vectors if keeper is not None and keeper.memory is not None else ():
+        hogwild_server = self.cluster.coordinator_node.hogwild_server
+        for vector in (
+            hogwild_server.memory.vectors if hogwild_server is not None and hogwild_server.memory is not None else ()
+        ):
             self.trace.values(vector.view(torch.uint8).numpy().tobytes())
         return self.trace.digest()
 
@@ -194,7 +196,7 @@ class Simulation(Run):
             torch=str(torch.__version__),
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
             threads=torch.get_num_threads(),
-            events=self.world.clock.done,
+            events=self.cluster.clock.done,
             wall_s=time.monotonic() - self.started_at,
             model=self.model,
         )
@@ -213,7 +215,7 @@ def in_bulk(config: RunConfig) -> bool:
     return config.sim.time_only and config.num_workers * config.num_servers >= BULK_FROM
 
 
-def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | None = None) -> Play:
+def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | None = None) -> Scenario:
     """Build the strategy, the task and its one module; an object that is given comes before its name."""
     strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
     task = task or load_task(config.task, config.task_settings)
@@ -226,33 +228,39 @@ def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | 
         build(half.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
     if config.sim.time_only:
         if config.team is not None:
-            raise ValueError("times of stages alone are told by rainband plan --schedule: leave --time-only out.")
+            raise ValueError("times of stages alone are told by rainband placement --schedule: leave --time-only out.")
         return _time_only(config, strategy, task, flat)
     data = task.data()
     if config.team is not None:
         return _in_teams(config, config.team, strategy, task, data)
-    desk = Desk(flat)
+    shared_module = SharedModule(flat)
     join = join_of(strategy, flat, fingerprint(data), len(data), *_sizes(config, task))
     if is_one_memory(strategy):
-        keeper = Keeper(bytearray, strategy.requires.guard)
-        return Play(
-            strategy, join, lambda: MemoryBody(desk, task, data, config.num_workers, keeper), True, keeper=keeper
+        hogwild_server = HogwildServer(bytearray, strategy.requires.guard)
+        return Scenario(
+            strategy,
+            join,
+            lambda: HogwildCompute(shared_module, task, data, config.num_workers, hogwild_server),
+            True,
+            hogwild_server=hogwild_server,
         )
-    return Play(strategy, join, lambda: RealBody(desk, task, data, config.num_workers), real=True)
+    return Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, config.num_workers), real=True)
 
 
-def _in_teams(config: RunConfig, plan: TeamPlan, strategy: Strategy, task: Task, data: Data) -> Play:
-    def body(index: int) -> TeamBody:
-        return TeamBody(task, data, plan, index % plan.size, config.num_replicas, config.seed)
+def _in_teams(config: RunConfig, plan: StagePlan, strategy: Strategy, task: Task, data: Data) -> Scenario:
+    def body(index: int) -> StageCompute:
+        return StageCompute(task, data, plan, index % plan.size, config.num_replicas, config.seed)
 
     join = join_of(strategy, body(0).flat, fingerprint(data), len(data), *_sizes(config, task))
-    return Play(strategy, msgspec.structs.replace(join, address=Address("", 0)), lambda: body(0), real=True, team=body)
+    return Scenario(
+        strategy, msgspec.structs.replace(join, address=Address("", 0)), lambda: body(0), real=True, team=body
+    )
 
 
-def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Play:
+def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Scenario:
     if not config.num_servers:
         raise ValueError("where only time is simulated there must be servers: use --servers 1.")
-    if lead_of(strategy) is not None:
+    if coordination_of(strategy) is not None:
         raise ValueError(f"what {config.strategy} does next depends on the loss: leave --time-only out.")
     batch_size, epochs = _sizes(config, task)
     if config.sim.steps is None:
@@ -260,8 +268,8 @@ def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) ->
     else:
         num_samples, epochs = config.sim.steps * config.num_workers * batch_size, 1
     join = join_of(strategy, flat, "", num_samples, batch_size, epochs)
-    body = TimeBody(config.num_workers)
-    return Play(strategy, join, lambda: body, real=False, bulk=in_bulk(config))
+    body = TimingOnly(config.num_workers)
+    return Scenario(strategy, join, lambda: body, real=False, bulk=in_bulk(config))
 
 
 def _sizes(config: RunConfig, task: Task) -> tuple[int, int]:
@@ -276,8 +284,8 @@ def join_of(strategy: Strategy, flat: Flat, mark: str, num_samples: int, batch_s
         layout=flat.layout,
         batch_size=batch_size,
         epochs=epochs,
-        cell_batches=strategy.requires.batches_per_item,
+        batches_per_item=strategy.requires.batches_per_item,
         rounds=strategy.requires.waits == "rounds",
-        warm_batches=strategy.requires.warm_start_batches,
-        led=lead_of(strategy) is not None,
+        warm_start_batches=strategy.requires.warm_start_batches,
+        coordinated=coordination_of(strategy) is not None,
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rainband.model.flat_parameters import Flat, is_finite
 from rainband.model.gradient import Gradient
-from rainband.protocol.data_plan import Plan
+from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import BlockSpec, cut
 from rainband.strategy import Batch
 from rainband.worker.client import Client
@@ -29,7 +29,7 @@ NOTHING = torch.empty(0)
 KEPT_EPOCHS = 8
 
 
-class Memory:
+class WorkerMemory:
     """One worker's parameters and buffers."""
 
     def __init__(self, flat: Flat, buffers: list[Tensor]) -> None:
@@ -38,7 +38,7 @@ class Memory:
         self.buffers = [buffer.clone() for buffer in buffers]
 
 
-class Desk:
+class SharedModule:
     """The one module, and whose parameters it has now."""
 
     def __init__(self, flat: Flat) -> None:
@@ -46,14 +46,14 @@ class Desk:
         self.buffers = list(flat.module.buffers())
         self.first_buffers = [buffer.clone() for buffer in self.buffers]
         self.wholes = cut(flat.layout, block_bytes=1 << 60)  # every vector as one block
-        self.owner: Memory | None = None
-        self.samplers: dict[Plan, SharedSampler] = {}
+        self.owner: WorkerMemory | None = None
+        self.samplers: dict[DataPlan, SharedSampler] = {}
 
-    def memory(self) -> Memory:
+    def memory(self) -> WorkerMemory:
         """Memory for one more worker, with the first values."""
-        return Memory(self.flat.twin(), self.first_buffers)
+        return WorkerMemory(self.flat.twin(), self.first_buffers)
 
-    def seat(self, memory: Memory) -> None:
+    def seat(self, memory: WorkerMemory) -> None:
         """Make a worker's parameters and buffers the module's."""
         if self.owner is memory:
             return
@@ -62,7 +62,7 @@ class Desk:
         for buffer, own in zip(self.buffers, memory.buffers, strict=True):
             buffer.data = own
 
-    def sampler(self, plan: Plan) -> SharedSampler:
+    def sampler(self, plan: DataPlan) -> SharedSampler:
         return self.samplers.setdefault(plan, SharedSampler(plan))
 
 
@@ -86,16 +86,16 @@ class WrittenGradient(Gradient):
         return all(isfinite(vector.sum().item()) for vector in self.vectors) or is_finite(self.tensors)
 
 
-class DeskClient(Client):
+class SharedModuleClient(Client):
     """A client whose gradients may be written already."""
 
     def _filler(self, block: BlockSpec, gradient: Gradient) -> Callable[[Tensor], None]:
         if isinstance(gradient, WrittenGradient):
-            return Written(gradient.vectors[block.vector][block.start : block.stop])
+            return WrittenValues(gradient.vectors[block.vector][block.start : block.stop])
         return super()._filler(block, gradient)
 
 
-class Written:
+class WrittenValues:
     """Fills memory with what is written elsewhere; who can do without a copy takes that."""
 
     def __init__(self, values: Tensor) -> None:
@@ -108,7 +108,7 @@ class Written:
 class SharedSampler(Sampler):
     """One for all workers; they may be in several epochs, whose orders are kept."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: DataPlan) -> None:
         super().__init__(plan)
         self.of_epoch: dict[int, Sampler] = {}
 
@@ -120,7 +120,7 @@ class SharedSampler(Sampler):
         return self.of_epoch[epoch].indices(batch)
 
 
-class Hollow:
+class EmptyModule:
     """What stands for the parameters where only time is simulated: there are none."""
 
     def view(self, block: BlockSpec) -> Tensor:
@@ -138,7 +138,7 @@ class Hollow:
 
 def hollow_flat() -> Flat:
     """A stand-in for a Flat, to the extent that pushing, pulling and a worker's own step use one."""
-    return cast(Flat, Hollow())
+    return cast(Flat, EmptyModule())
 
 
 def hollow(spec: BlockSpec) -> BlockSpec:

@@ -10,35 +10,35 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rainband.model.save import save_model
-from rainband.model_parallel.execution.microbatch_run import Team
-from rainband.model_parallel.execution.submodel import Share
+from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
+from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import ShareWorker
 from rainband.model_parallel.graph.split_loss import build_model
-from rainband.protocol.messages import Message, Peer, Value
+from rainband.protocol.messages import Message, Peer, PeerValue
 from rainband.protocol.peer_inbox import Inbox
-from rainband.runtimes.processes.periodic_eval import measure
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Payload
-from rainband.runtimes.simulation.worker import Body, WorkerNode
-from rainband.runtimes.stage_model import TeamModel
+from rainband.runtimes.simulation.worker import ComputeBody, WorkerNode
+from rainband.runtimes.stage_model import StageModel
 from rainband.strategy import Batch, Tag
 from rainband.tasks.task import Data, Task
+from rainband.worker.periodic_eval import measure
 from rainband.worker.worker import ModuleWorker
 
 if TYPE_CHECKING:
     from rainband.model.gradient import Gradient
-    from rainband.model_parallel.placement.stage_plan import TeamPlan
-    from rainband.runtimes.simulation.models.compute import Pace
+    from rainband.model_parallel.placement.stage_plan import StagePlan
+    from rainband.runtimes.simulation.models.compute import ComputePace
     from rainband.runtimes.simulation.models.network import Machine
-    from rainband.runtimes.simulation.worker import Surroundings
+    from rainband.runtimes.simulation.worker import WorkerContext
     from rainband.strategy import Arrival
 
 
-class TeamBody(TeamModel, Body):
+class StageCompute(StageModel, ComputeBody):
     """A share of the model, with a module of its own: forward and backward are apart, and others compute between."""
 
-    def __init__(self, task: Task, data: Data, plan: TeamPlan, place: int, num_replicas: int, seed: int) -> None:
+    def __init__(self, task: Task, data: Data, plan: StagePlan, place: int, num_replicas: int, seed: int) -> None:
         torch.manual_seed(seed)
-        super().__init__(task, data, Share(task, build_model(task), data, plan, place), num_replicas)
+        super().__init__(task, data, Submodel(task, build_model(task), data, plan, place), num_replicas)
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
         raise AssertionError("a share is computed in pieces")
@@ -58,19 +58,21 @@ class TeamBody(TeamModel, Body):
         return measure(self.task, whole)
 
 
-class TeamNode(WorkerNode):
+class StageNode(WorkerNode):
     """One worker of a team."""
 
     __slots__ = ("incoming", "place", "team_size")
 
-    def __init__(self, world: Surroundings, peer: Peer, machine: Machine, body: TeamBody, pace: Pace) -> None:
-        super().__init__(world, peer, machine, body, pace)
+    def __init__(
+        self, cluster: WorkerContext, peer: Peer, machine: Machine, body: StageCompute, pace: ComputePace
+    ) -> None:
+        super().__init__(cluster, peer, machine, body, pace)
         self.place = body.share.place
         self.team_size = body.share.plan.size
         self.incoming = Inbox()
         for other in range(self.team_size):
             self.incoming.opened(other)
-        body.team = Team(self, self.place, self.team_size)
+        body.team = ReplicaLinks(self, self.place, self.team_size)
 
     # ---- the links to the others: what Team needs --------------------------------------------------------------------
 
@@ -78,8 +80,8 @@ class TeamNode(WorkerNode):
         copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), payload)
         tensors = [leaf for leaf in pytree.tree_leaves(copied) if isinstance(leaf, Tensor)]
         size = HEADER_BYTES + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        mate = self._mate(to)
-        self.post.send(self, mate, Value(tag, b""), (self.place, copied), size, self.free_at())
+        stage_peer = self._mate(to)
+        self.bus.send(self, stage_peer, PeerValue(tag, b""), (self.place, copied), size, self.free_at())
 
     def recv(self, source: int, tag: Tag) -> Arrival:
         return self.incoming.ask(source, tag)
@@ -89,7 +91,7 @@ class TeamNode(WorkerNode):
         return Peer("worker", self.peer.index - self.place + place, self.peer.incarnation)
 
     def _take(self, message: Message, payload: Payload) -> None:
-        if isinstance(message, Value):
+        if isinstance(message, PeerValue):
             source, value = payload
             self.incoming.arrived(source, message.tag, value)
         else:

@@ -13,19 +13,19 @@ from torch import Tensor
 from rainband.errors import RainbandError, Stop
 from rainband.model.gradient import Gradient
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import COORDINATOR, Ack, Failed, Join, Load, Message, Params, Peer, Push, Welcome
+from rainband.protocol.messages import COORDINATOR, Ack, Failed, InitBlock, Join, Message, Params, Peer, Push, Welcome
 from rainband.protocol.steps import Handle, Steps, Until, Work
-from rainband.record.spans import Watch
-from rainband.runtimes.processes.periodic_eval import Measuring
-from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload, Post
+from rainband.record.spans import SpanRecorder
+from rainband.runtimes.simulation.message_bus import HEADER_BYTES, MessageBus, Node, Payload
 from rainband.runtimes.simulation.models.cluster_model import NodeModel
-from rainband.runtimes.simulation.models.compute import Pace
+from rainband.runtimes.simulation.models.compute import ComputePace
 from rainband.runtimes.simulation.models.network import Machine
-from rainband.runtimes.simulation.shared_module import NOTHING, Written
+from rainband.runtimes.simulation.shared_module import NOTHING, WrittenValues
 from rainband.server.server import Server
 from rainband.strategy import Batch, Port, Strategy
-from rainband.worker.client import Client, PullHandle, StillWanted
+from rainband.worker.client import Client, PullHandle, StillNeeded
 from rainband.worker.lifecycle import run_worker
+from rainband.worker.periodic_eval import PeriodicEval
 from rainband.worker.session import FOR_THE_SESSION, Dismissed, Session, WorkerModel
 from rainband.worker.worker import Compute, ModuleWorker
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TAKES_TIME = frozenset((Compute, PullHandle))
 
 
-class Body(WorkerModel):
+class ComputeBody(WorkerModel):
     """What a simulated worker computes with: a module, or nothing where only time counts."""
 
     def sit_down(self) -> None:
@@ -45,15 +45,15 @@ class Body(WorkerModel):
         raise NotImplementedError
 
 
-class Surroundings(Protocol):
+class WorkerContext(Protocol):
     """Where a worker lives: what is the same for all of them."""
 
-    post: Post
+    bus: MessageBus
     strategy: Strategy
     join: Join
     costs: NodeModel
     cores: Processor
-    beat_s: float
+    heartbeat_s: float
     failure_timeout_s: float
     measure_s: float  # that one worker takes to measure
     goes_ahead: bool  # nothing fails and nobody shares a core: see WorkerNode._compute
@@ -76,22 +76,24 @@ class WorkerNode(Node):
     # There may be ten thousand: plain objects of so many attributes are large and slow.
     __slots__ = (
         *("block_bytes", "body", "busy_until", "computes_until", "copied_s", "costs", "eval_every_s", "inbox", "later"),
-        *("life", "measuring", "over", "pace", "session", "stats", "waiting", "waiting_since", "watch", "world"),
+        *("life", "measuring", "over", "pace", "session", "stats", "waiting", "waiting_since", "watch", "cluster"),
     )
 
-    def __init__(self, world: Surroundings, peer: Peer, machine: Machine, body: Body, pace: Pace) -> None:
-        super().__init__(world.post, peer, machine)
-        self.world = world
-        self.block_bytes = world.block_bytes
-        self.costs = world.costs
+    def __init__(
+        self, cluster: WorkerContext, peer: Peer, machine: Machine, body: ComputeBody, pace: ComputePace
+    ) -> None:
+        super().__init__(cluster.bus, peer, machine)
+        self.cluster = cluster
+        self.block_bytes = cluster.block_bytes
+        self.costs = cluster.costs
         self.body = body
         self.pace = pace
         self.session = Session(peer, self)
-        self.session.prepare(world.strategy, world.join, body)
+        self.session.prepare(cluster.strategy, cluster.join, body)
         self.stats = self.session.stats
-        self.watch: Watch | None = None
+        self.watch: SpanRecorder | None = None
         self.eval_every_s = 0.0  # it measures so often; 0: not it, or only at the end
-        self.measuring: Measuring | None = None
+        self.measuring: PeriodicEval | None = None
         self.inbox: list[tuple[Message, Payload]] = []
         self.later: list[tuple[float, Message]] = []  # comes then; looked at with the next message: see below
         self.life = Steps(run_worker(self.session))
@@ -107,35 +109,35 @@ class WorkerNode(Node):
         return self.session.client
 
     def start(self) -> None:
-        self.clock.after(self.world.beat_s, self._beat, idle=True)
+        self.clock.after(self.cluster.heartbeat_s, self._heartbeat, idle=True)
         self.wake(self._go_through)
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
         """Tell the coordinator."""
         size = HEADER_BYTES + len(body or b"")
-        self.post.send(self, COORDINATOR, message, body, size, self.free_at())
+        self.bus.send(self, COORDINATOR, message, body, size, self.free_at())
 
     def free_at(self) -> float:
         now = self.clock.now
         return now if now > self.busy_until else self.busy_until
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         if not self.alive or self.over:
             return
-        self.clock.after(self.world.beat_s, self._beat, idle=True)
+        self.clock.after(self.cluster.heartbeat_s, self._heartbeat, idle=True)
         if self.clock.now >= self.paused_until:
-            self.post.send(self, COORDINATOR, self.stats.beat())
+            self.bus.send(self, COORDINATOR, self.stats.heartbeat())
 
     # ---- what its life needs ---------------------------------------------------------------------------------------
 
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
-        return [self.world.port(self, server) for server in range(len(welcome.servers))]
+        return [self.cluster.port(self, server) for server in range(len(welcome.servers))]
 
     def before_training(self, worker: ModuleWorker) -> None:
         if self.watch is not None:
             self.watch.follow(worker)
         if self.eval_every_s:
-            self.measuring = Measuring(worker.task, worker.module, self.stats, self.eval_every_s, self.clock.now_s)
+            self.measuring = PeriodicEval(worker.task, worker.module, self.stats, self.eval_every_s, self.clock.now_s)
 
     def flush_output(self) -> None:
         """It prints where the simulator does."""
@@ -150,7 +152,7 @@ class WorkerNode(Node):
 
     def join_again(self) -> None:
         """The coordinator was started again, and knows nobody."""
-        self.tell(self.world.join)
+        self.tell(self.cluster.join)
         if self.session.client is not None:
             self.session.client.ask_again()
         self._look_if_waiting()
@@ -160,14 +162,14 @@ class WorkerNode(Node):
         if self.over or not self.alive:
             return
         if peer.role == "coordinator":
-            self.world.kill(self)
+            self.cluster.kill(self)
         elif peer.role == "server":
-            self.clock.after(self.world.failure_timeout_s, lambda: self.wake(partial(self._give_up, peer)))
+            self.clock.after(self.cluster.failure_timeout_s, lambda: self.wake(partial(self._give_up, peer)))
 
     def _give_up(self, server: Peer) -> None:
         if not self.over:
             self.tell(Failed(self.stats.steps, f"ServerLost: {server} was lost.", ""))
-            self.world.kill(self)
+            self.cluster.kill(self)
 
     # ---- being driven ----------------------------------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class WorkerNode(Node):
         if until < self.clock.now:
             until = self.clock.now
         if until > since and self.watch is not None:
-            self.world.span(self.name, "wait", since, until)
+            self.cluster.span(self.name, "wait", since, until)
         if until > since or self.copied_s:
             self.stats.waited((until - since if until > since else 0.0) + self.copied_s)
             self.copied_s = 0.0
@@ -249,7 +251,7 @@ class WorkerNode(Node):
         start = self.busy_until
         if start < self.clock.now:
             start = self.clock.now
-        took_s = self.world.cores.alongside(start, amount_s, self.peer) if self.costs.cores else amount_s
+        took_s = self.cluster.cores.alongside(start, amount_s, self.peer) if self.costs.cores else amount_s
         self.busy_until = start + took_s
         return took_s
 
@@ -288,7 +290,7 @@ class WorkerNode(Node):
                 self._look()
 
     def _is_ready(self, wanted: Handle) -> bool:
-        if isinstance(wanted, StillWanted):
+        if isinstance(wanted, StillNeeded):
             self._take_all()
             wanted.looked = not self.over
         return wanted.ready()
@@ -301,8 +303,8 @@ class WorkerNode(Node):
         if self.measuring is not None:
             before = self.stats.metrics
             self.measuring.before_step()
-            amount_s += 0.0 if self.stats.metrics is before else self.world.measure_s
-        if self.world.goes_ahead and self.computes_until <= now:
+            amount_s += 0.0 if self.stats.metrics is before else self.cluster.measure_s
+        if self.cluster.goes_ahead and self.computes_until <= now:
             # What comes while it computes is looked at when it next waits. So until then it can go on at once, and
             # what it sends leaves when it has computed.
             self.computes_until = self.busy_until = now + amount_s
@@ -312,7 +314,7 @@ class WorkerNode(Node):
         computed = partial(self._computed, wanted, started)
         if self.costs.cores:
             amount_s -= started - now  # of work that is waiting for its core already
-        self.world.cores.work(amount_s, computed, self.peer)
+        self.cluster.cores.work(amount_s, computed, self.peer)
 
     def _computed(self, wanted: Work, started: float) -> None:
         if self.clock.now < self.paused_until:
@@ -322,7 +324,7 @@ class WorkerNode(Node):
             return
         self.stats.computed_s += self.free_at() - started
         if self.watch is not None:
-            self.world.span(self.name, "compute", started, self.clock.now, wanted.label)
+            self.cluster.span(self.name, "compute", started, self.clock.now, wanted.label)
         self.body.sit_down()
         try:
             if isinstance(wanted, Compute):
@@ -356,11 +358,11 @@ class SimPort:
         worker = self.worker
         if worker.costs.worker_message_s:
             worker.spend(worker.costs.worker_message_s)
-        worker.post.send(worker, self.peer, message, at_s=worker.free_at())
+        worker.bus.send(worker, self.peer, message, at_s=worker.free_at())
 
-    def push(self, message: Push | Load, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
         payload = NOTHING
-        if isinstance(fill, Written):
+        if isinstance(fill, WrittenValues):
             payload = fill.values
         elif self.real:
             payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
@@ -369,13 +371,13 @@ class SimPort:
         num_bytes = worker.block_bytes(message.block)
         worker.spend(worker.costs.worker_message_s + num_bytes / worker.costs.push_bytes_per_s)
         size = HEADER_BYTES if self.direct else HEADER_BYTES + num_bytes
-        worker.post.send(worker, self.peer, message, payload, size, worker.busy_until)
+        worker.bus.send(worker, self.peer, message, payload, size, worker.busy_until)
 
-    def read(self, spec: BlockSpec, point: int, out: Tensor) -> int | None:
+    def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         block = self.server().blocks[spec.index]
-        if point >= 0 and block.version > point + len(block.place.buffers) - 1:
+        if at_version >= 0 and block.version > at_version + len(block.place.buffers) - 1:
             return None
-        version = point if point >= 0 else block.version
+        version = at_version if at_version >= 0 else block.version
         self.worker.copies(spec.index)
         if self.real:
             out.copy_(block.place.of(version).view(out.dtype))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from rainband.protocol.data_plan import Plan
+from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Dataset
 from rainband.strategy import Batch
 from rainband.tasks.task import DatasetData, fingerprint
@@ -21,7 +21,7 @@ OURS = ("batch_sampler", "sampler", "shuffle", "drop_last")  # arguments of a Da
 Indices = list[int]
 
 
-class Draws:
+class LoopBatches:
     """Which batches come next, which the loop has and has not stepped on, and when a pass over the data is over."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Draws:
         self.ahead: deque[Batch] = deque()  # the loader has them, the loop not yet
         self.unstepped: list[Batch] = []  # the loop has them, and has not stepped since
         self.last: Batch | None = None
-        self.cell_ends: set[Batch] = set()
+        self.item_ends: set[Batch] = set()
 
     def begin_pass(self) -> None:
         self.passes += 1
@@ -67,10 +67,10 @@ class Draws:
         batches, self.unstepped = tuple(self.unstepped), []
         return batches
 
-    def end_a_cell(self, batches: tuple[Batch, ...]) -> bool:
+    def end_an_item(self, batches: tuple[Batch, ...]) -> bool:
         """Must a push end here? Batches done again are grouped by who has them, and a push never mixes groups."""
-        ends = self.cell_ends.intersection(batches)
-        self.cell_ends -= ends
+        ends = self.item_ends.intersection(batches)
+        self.item_ends -= ends
         return bool(ends)
 
     def put_back(self) -> None:
@@ -92,11 +92,11 @@ class Draws:
         self.wait(0)  # what has come meanwhile
         self.queue = deque(filter(self._is_ours, self.queue))
         while not self.queue:
-            if (cell := client.next_cell()) is not None:
-                self.queue.extend(cell.batches)
-                if cell.batches[-1].lease > 1:
-                    self.cell_ends.add(cell.batches[-1])
-            elif client.finished or client.stopping or (client.dry and self.unstepped):
+            if (work_item := client.next_item()) is not None:
+                self.queue.extend(work_item.batches)
+                if work_item.batches[-1].lease > 1:
+                    self.item_ends.add(work_item.batches[-1])
+            elif client.finished or client.stopping or (client.no_work and self.unstepped):
                 self.pass_is_over = True
                 return None
             elif not may_wait:
@@ -110,7 +110,7 @@ class Draws:
 
     def _wait_for_more(self) -> None:
         """Wait for a lease. Others may wait for what we have stepped on; if nobody pushed, nobody would get more."""
-        if self.client.dry and self.push_what_is_owed():
+        if self.client.no_work and self.push_what_is_owed():
             return  # a lease may have come meanwhile
         stats, started = self.client.stats, time.monotonic()
         stats.waiting = True
@@ -119,10 +119,10 @@ class Draws:
         stats.waited(time.monotonic() - started)
 
 
-class InOrder:
+class InOrderBatches:
     """All batches of one pass, for a script that trains alone."""
 
-    def __init__(self, plan: Plan, epoch: int) -> None:
+    def __init__(self, plan: DataPlan, epoch: int) -> None:
         self.plan = plan
         self.epoch = epoch
 
@@ -160,7 +160,9 @@ def _fingerprint(dataset: Any, collate: Any) -> str:
         return "unknown"
 
 
-def loader(dataset: Any, batches: Draws | InOrder, arguments: dict[str, Any], ahead: bool = True) -> DataLoader[Any]:
+def loader(
+    dataset: Any, batches: LoopBatches | InOrderBatches, arguments: dict[str, Any], ahead: bool = True
+) -> DataLoader[Any]:
     """A real DataLoader. Without `ahead` it fetches a batch when it is asked for, and not before."""
     given = {name: value for name, value in arguments.items() if name not in OURS}
     if not ahead:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rainband.model.gradient import Gradient
 from rainband.protocol.steps import Steps
 from rainband.runtimes.processes.drive import drive_until
-from rainband.strategy import Batch, Cell, Strategy
-from rainband.worker.client import Client, PullHandle, PushHandle, StillWanted
+from rainband.strategy import Batch, Strategy, WorkItem
+from rainband.worker.client import Client, PullHandle, PushHandle, StillNeeded
 from rainband.worker.lifecycle import run_worker
 from rainband.worker.worker import OwnMarks, buffers_of
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rainband.protocol.lr_schedules import Schedule
     from rainband.protocol.optimizer_spec import OptimizerSpec
-    from rainband.strategy import StageOfPipeline, Stashes
+    from rainband.strategy import PipelineStage, StageVersions
     from rainband.worker.session import Session
 
 SOME_BATCH = Batch(-1, -1, -1)  # in a cell of which nobody knows yet what the user will draw
@@ -43,7 +43,7 @@ class NextGradient(UsersTurn):
     """The gradient that the user's next step brings."""
 
 
-class NextCell(UsersTurn):
+class NextWorkItem(UsersTurn):
     """The cell that comes next; none at the end."""
 
 
@@ -69,23 +69,23 @@ class LoopWorker:
         self.params = params
         self.server = LoopServers(client)
         self.step_now = step_now
-        self.marks = None if client.ports else OwnMarks(client)
+        self.accepted_set = None if client.ports else OwnMarks(client)
         self.given = 0  # gradients of the cell at hand
         # In rounds a cell is a batch of the plan, given when it is drawn; otherwise it is so many steps of the user.
         self.rounds = strategy.requires.waits == "rounds"
-        self.steps_per_cell = strategy.requires.batches_per_item
+        self.steps_per_item = strategy.requires.batches_per_item
         self.ending = False
 
-    async def cells(self) -> AsyncIterator[Cell]:
-        while (cell := await self._next_cell()) is not None:
+    async def work_items(self) -> AsyncIterator[WorkItem]:
+        while (work_item := await self._next_item()) is not None:
             self.given = 0
-            yield cell
+            yield work_item
 
-    async def _next_cell(self) -> Cell | None:
+    async def _next_item(self) -> WorkItem | None:
         if self.rounds or self.ending:
-            cell: Cell | None = await NextCell()
-            return cell
-        return Cell((SOME_BATCH,) * self.steps_per_cell)
+            work_item: WorkItem | None = await NextWorkItem()
+            return work_item
+        return WorkItem((SOME_BATCH,) * self.steps_per_item)
 
     @property
     def seen(self) -> int:
@@ -102,17 +102,17 @@ class LoopWorker:
         """The user's own, whatever the strategy would have chosen."""
         return UsersOptimizer(self)
 
-    def still_wants(self, cell: Cell) -> StillWanted:
-        return self.client.still_wants(cell)
+    def still_needed(self, work_item: WorkItem) -> StillNeeded:
+        return self.client.still_needed(work_item)
 
-    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: Stashes) -> StageOfPipeline:
+    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         raise ValueError("a loop of your own computes the whole model: a pipeline needs rainband train --stages 2.")
 
     def skip(self, batches: tuple[Batch, ...], reason: str) -> None:
         """Mark batches that no step will name."""
         nothing = Gradient([None] * len(self.client.flat.parameters), batches, 0, 0.0)
-        if self.marks is not None:
-            self.marks.add(nothing.name(), reason)
+        if self.accepted_set is not None:
+            self.accepted_set.add(nothing.name(), reason)
         elif batches:
             self.client.skip(nothing, reason)
 
@@ -172,11 +172,11 @@ class UsersOptimizer:
             self.worker.skip(gradient.batches, "not finite")
             return
         self.worker.step_now(gradient.tensors)
-        if self.worker.marks is not None:
-            self.worker.marks.add(gradient.name())
+        if self.worker.accepted_set is not None:
+            self.worker.accepted_set.add(gradient.name())
 
 
-class Suspended:
+class LoopCoroutine:
     """Goes on with the worker's life whenever the user's loop gives it something, until it is the user's turn again."""
 
     def __init__(self, session: Session, wait: Callable[..., object]) -> None:
@@ -210,14 +210,14 @@ class Suspended:
         self.wanted.give(gradient)
         self._go_on()
 
-    def begin(self, cell: Cell) -> bool:
+    def begin(self, work_item: WorkItem) -> bool:
         """In rounds: the user has drawn this cell. False: the strategy found that it is not needed any more."""
-        if isinstance(self.wanted, NextCell):
-            self.wanted.give(cell)
+        if isinstance(self.wanted, NextWorkItem):
+            self.wanted.give(work_item)
             self._go_on()
         return isinstance(self.wanted, NextGradient)
 
-    def end_cell(self) -> bool:
+    def end_item(self) -> bool:
         """Let the strategy push what it has: what is missing of the cell is nothing. False: it has nothing."""
         nothing = Gradient([None] * len(self.worker.client.flat.parameters), (), 0, 0.0)
         owes = isinstance(self.wanted, NextGradient) and bool(self.worker.given)
@@ -228,14 +228,14 @@ class Suspended:
     def end_round(self) -> None:
         """In rounds: the cell at hand was skipped, nothing comes of it."""
         self.worker.given += 1
-        self.end_cell()
+        self.end_item()
 
     def finish(self) -> None:
         """The loop is over: let the strategy push what it has, and return; then the worker leaves the run."""
         self.worker.ending = True
         self.worker.given += 1  # also a cell that has not begun
-        self.end_cell()
-        if isinstance(self.wanted, NextCell):
+        self.end_item()
+        if isinstance(self.wanted, NextWorkItem):
             self.wanted.give(None)
             self._go_on()
         assert isinstance(self.wanted, LoopEnd), "a strategy returns when there are no more cells"

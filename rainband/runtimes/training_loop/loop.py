@@ -24,14 +24,14 @@ from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.model.optimizer_state import put_state, settings_of, spec_of, state_of
 from rainband.model.save import save_model
-from rainband.protocol.messages import Away, Conclude, Join, LeaseEnd, Message, Peer, Welcome
+from rainband.protocol.messages import Conclude, Join, LeaseEnd, Message, Paused, Peer, Welcome
 from rainband.protocol.optimizer_spec import changed_numbers, plain
-from rainband.runtimes.training_loop.batches import Draws, described, loader
-from rainband.runtimes.training_loop.coroutine import LoopEnd, LoopParameters, LoopWorker, Suspended
+from rainband.runtimes.training_loop.batches import LoopBatches, described, loader
+from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopEnd, LoopParameters, LoopWorker
 from rainband.runtimes.training_loop.optimizer_checks import check, following, takes_any_optimizer
 from rainband.runtimes.training_loop.script_random import own_random_numbers
 from rainband.runtimes.training_loop.step_hooks import StepHooks, unwrapped
-from rainband.strategy import Batch, Cell, Port, Strategy
+from rainband.strategy import Batch, Port, Strategy, WorkItem
 from rainband.worker.client import Client
 from rainband.worker.session import Buffers, Session, WorkerModel, pull_final, pull_latest
 from rainband.worker.worker import set_buffers
@@ -55,7 +55,7 @@ class Membership(Protocol):
     def wait(self, timeout_s: float | None = None) -> bool: ...
 
 
-class OwnLoop:
+class TrainingLoop:
     """One training loop among several: what `with rainband.join(...) as run` gives."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], member: Membership) -> None:
@@ -73,7 +73,7 @@ class OwnLoop:
 
     # ---- in and out ------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> OwnLoop:
+    def __enter__(self) -> TrainingLoop:
         self.settings = settings_of(self.optimizers)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         pairs = zip(groups, self.settings, strict=True)
@@ -81,9 +81,9 @@ class OwnLoop:
         self.hooks = StepHooks(self.optimizers, self._step, self._infinite_step)
         self.member.connect()
         self.member.session.prepare(self.strategy, self._joining(), LoopModel(self))
-        self.suspended = Suspended(self.member.session, self.member.wait)
+        self.suspended = LoopCoroutine(self.member.session, self.member.wait)
         own_random_numbers(self.index)
-        self.draws = Draws(self.client, self.member.wait, lambda: self.suspended.end_cell())
+        self.draws = LoopBatches(self.client, self.member.wait, lambda: self.suspended.end_item())
         self.state_hooks = self._guard_state()
         return self
 
@@ -106,10 +106,10 @@ class OwnLoop:
             layout=self.flat.layout,
             batch_size=1,
             epochs=1,
-            cell_batches=self.strategy.requires.batches_per_item,
+            batches_per_item=self.strategy.requires.batches_per_item,
             rounds=self.rounds,
-            warm_batches=self.strategy.requires.warm_start_batches,
-            own_loop=True,
+            warm_start_batches=self.strategy.requires.warm_start_batches,
+            custom_loop=True,
             optimizer=spec_of(self.optimizers) if self.served else None,
         )
 
@@ -188,7 +188,7 @@ class OwnLoop:
     def _begin(self, batch: Batch) -> bool:
         if not self.rounds:
             return True
-        if self.suspended.begin(Cell((batch,), self._round(batch))):
+        if self.suspended.begin(WorkItem((batch,), self._round(batch))):
             return True
         self.draws.take()  # the others have done it
         return False
@@ -235,11 +235,11 @@ class OwnLoop:
         """Inside, nobody waits for this worker: for an evaluation that takes long. Its batches go to others."""
         if self.draws.unstepped:
             raise ValueError("run.away() while a batch is open: step on it, or call run.skip(), before.")
-        self.suspended.end_cell()
+        self.suspended.end_item()
         while self.client.pushes:
             self._wait()
         self.draws.forget()
-        self.member.tell(Away())
+        self.member.tell(Paused())
         yield
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -260,8 +260,8 @@ class OwnLoop:
         gradient = self._gradient(optimizer, unscale, batches)
         self._check_identity(gradient)
         self.suspended.step(gradient)
-        if self.draws.end_a_cell(batches):
-            self.suspended.end_cell()
+        if self.draws.end_an_item(batches):
+            self.suspended.end_item()
         self._see_through(batches)
 
     def _check_identity(self, gradient: Gradient) -> None:
@@ -291,14 +291,14 @@ class OwnLoop:
         tensors = [gradient if id(parameter) in own else None for parameter, gradient in pairs]
         if unscale != 1.0:
             tensors = [None if tensor is None else tensor * unscale for tensor in tensors]
-        elif self.suspended.worker.steps_per_cell > 1:  # the strategy keeps it, and the next backward writes there
+        elif self.suspended.worker.steps_per_item > 1:  # the strategy keeps it, and the next backward writes there
             tensors = [None if tensor is None else tensor.clone() for tensor in tensors]
         samples = sum(self.client.plan.samples_in(batch.portion, batch.k) for batch in batches)
         stats = self.client.stats
         stats.steps += 1
         stats.samples += samples
         if stats.steps == 1:
-            self.member.tell(stats.beat())  # at once: people watch for the first sign of life
+            self.member.tell(stats.heartbeat())  # at once: people watch for the first sign of life
         return Gradient(tensors, batches, max(1, samples), 0.0)
 
     def _step_now(self, gradients: Sequence[Tensor | None]) -> None:
@@ -365,7 +365,7 @@ class LoopModel(WorkerModel):
 
     stays = False  # the user's script goes on
 
-    def __init__(self, loop: OwnLoop) -> None:
+    def __init__(self, loop: TrainingLoop) -> None:
         self.loop = loop
         self.state = state_of(loop.optimizers, loop.flat.parameters) if loop.served else None
 
@@ -395,8 +395,8 @@ class LoopModel(WorkerModel):
         for portion, lease in list(client.leases.items()):
             untouched = len(lease.unsettled) == client.plan.batches_in(portion)
             client.give_back(portion, LeaseEnd.UNUSED if untouched else LeaseEnd.STOPPED)
-        if worker.marks is not None:
-            client.tell(worker.marks.report())
+        if worker.accepted_set is not None:
+            client.tell(worker.accepted_set.report())
 
     async def conclude(self, worker: LoopWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float]:  # type: ignore[override]
         loop = self.loop

@@ -13,7 +13,7 @@ from rainband.model.block_optimizer import why_not_blockwise
 from rainband.model.optimizer_state import settings_of, spec_of
 from rainband.plugins import find_strategy, strategy_names
 from rainband.protocol.optimizer_spec import OptimizerSpec
-from rainband.runtimes.config import refuse_led
+from rainband.runtimes.config import refuse_coordinated
 from rainband.strategy import Strategy
 
 
@@ -41,7 +41,7 @@ def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy,
             "not shared. If another optimizer trains them, join both: rainband.join(model, [first, second]).",
             stacklevel=5,
         )
-    refuse_led(strategy, type(strategy).__name__.lower())
+    refuse_coordinated(strategy, type(strategy).__name__.lower())
     if not takes_any_optimizer(strategy):
         _check_optimizer(spec_of(optimizers), optimizers, strategy, importable)
 

@@ -10,9 +10,9 @@ from types import ModuleType
 from rainband.errors import RainbandError
 from rainband.plugins import load_strategy
 from rainband.runtimes.config import decode_job
-from rainband.runtimes.processes.worker_link import Member
+from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.runtimes.processes.worker_main import users_traceback
-from rainband.runtimes.training_loop import loop as own_loop  # noqa: F401  imported in the zygote, for all scripts at once
+from rainband.runtimes.training_loop import loop as custom_loop  # noqa: F401  imported in the zygote, for all scripts at once
 from rainband.runtimes.training_loop.script_random import same_random_numbers
 from rainband.worker.session import Dismissed
 
@@ -21,7 +21,7 @@ def main(job: bytes, fds: list[int]) -> None:
     """The entry of the process."""
     decoded = decode_job(job)
     config = decoded.config
-    member = Member(decoded, load_strategy(config.strategy, config.strategy_settings))
+    member = WorkerLink(decoded, load_strategy(config.strategy, config.strategy_settings))
     same_random_numbers(config.seed)
     try:
         run_script(config.script, config.arguments, member)

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from rainband.protocol.data_plan import MAX_PORTION_BATCHES, Plan
-from rainband.runtimes.training_loop.batches import InOrder, described, loader
+from rainband.protocol.data_plan import MAX_PORTION_BATCHES, DataPlan
+from rainband.runtimes.training_loop.batches import InOrderBatches, described, loader
 
 OPEN_ENDED = 1 << 20
 
 
-class Alone:
+class SingleProcessLoop:
     """Has all that a loop among several has, and leaves model and optimizer as they are."""
 
     index = 0
@@ -23,9 +23,9 @@ class Alone:
         self.num_epochs = 0
         self.passes = 0
         self.batches_done = 0
-        self.plan: Plan | None = None
+        self.plan: DataPlan | None = None
 
-    def __enter__(self) -> Alone:
+    def __enter__(self) -> SingleProcessLoop:
         return self
 
     def __exit__(
@@ -44,7 +44,7 @@ class Alone:
         """One pass over the data, shuffled."""
         if self.plan is None:
             data = described(dataset, batch_size, self.num_epochs, loader_arguments)
-            self.plan = Plan(
+            self.plan = DataPlan(
                 fingerprint=data.fingerprint,
                 layout="",
                 num_samples=data.num_samples,
@@ -53,7 +53,7 @@ class Alone:
                 seed=0,
                 portion_batches=MAX_PORTION_BATCHES,
             )
-        order = InOrder(self.plan, self.passes)
+        order = InOrderBatches(self.plan, self.passes)
         self.passes += 1
         return self._one_pass(loader(dataset, order, loader_arguments))
 

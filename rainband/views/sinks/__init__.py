@@ -16,7 +16,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Guarded:
+class SafeSink:
     """A sink that may fail (a full disk, say) without harming the run: that is told once."""
 
     def __init__(self, open_sink: Callable[[], Sink], complain: Callable[[str], None]) -> None:

@@ -25,7 +25,7 @@ Pair = tuple[float, float]  # (a, b) of some moment: see above
 Times = list[Pair]  # of all servers, in the order of `Bank.alike`
 
 
-class Alike:
+class EqualServers:
     """Servers one after the other whose shares have one size, and when they have time."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Alike:
         self.into = self.out = self.processor = (-inf, -inf)  # free from then on
 
 
-class Bank:
+class AggregatedServers:
     """When each of the servers has time."""
 
     def __init__(self, model: ClusterModel, server_bytes: Sequence[int], server_blocks: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ class Bank:
         self.all_sent_s = self.total_bytes / network.bytes_per_s
         self.first_s: list[float] = []
         self.group_of: list[int] = []
-        self.alike: list[Alike] = []
+        self.alike: list[EqualServers] = []
         sent = 0
         for (num_bytes, num_blocks), run in groupby(zip(server_bytes, server_blocks, strict=True)):
             size = len(list(run))
@@ -60,7 +60,7 @@ class Bank:
             self.first_s += first_s
             self.group_of += [len(self.alike)] * size
             transfer_s = num_bytes / network.bytes_per_s
-            self.alike.append(Alike(first_s, num_bytes, num_blocks, transfer_s, model.nodes))
+            self.alike.append(EqualServers(first_s, num_bytes, num_blocks, transfer_s, model.nodes))
         middle = len(self.first_s) // 2  # the server whose order counts
         self.middle_group, self.middle_s = self.group_of[middle], self.first_s[middle]
 

@@ -40,7 +40,7 @@ class ComputeModel:
         return mean * (1 + self.straggler_chance * (self.straggler_factor - 1))
 
 
-class Pace:
+class ComputePace:
     """The steps of one worker, one after the other. Random numbers depend on the seed and the worker only."""
 
     def __init__(self, model: ComputeModel, seed: int, worker: int) -> None:

@@ -18,7 +18,7 @@ HOT_AT_TICK = 1 / 6  # also who just ran,
 WHEN_IDLE = 1 / 4  # and when it has just become idle
 
 
-class Process:
+class CoreProcess:
     """Somebody who has work, piece after piece."""
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class Core:
     """One core: the first has it, the others wait."""
 
     def __init__(self) -> None:
-        self.queue: deque[Process] = deque()
+        self.queue: deque[CoreProcess] = deque()
         self.since = 0.0  # the first has it since then
 
 
-class Share:
+class EveryNth:
     """Says yes to a part of all questions, evenly spread."""
 
     def __init__(self, part: float) -> None:
@@ -81,9 +81,9 @@ class Cores:
         self.crowding = crowding
         self.wake_s = wake_s
         self.cores = [Core() for _ in range(num_cores)]
-        self.processes: dict[Hashable, Process] = {}
-        self.moves = Share(moves)
-        self.at_tick, self.hot_at_tick, self.when_idle = Share(AT_TICK), Share(HOT_AT_TICK), Share(WHEN_IDLE)
+        self.processes: dict[Hashable, CoreProcess] = {}
+        self.moves = EveryNth(moves)
+        self.at_tick, self.hot_at_tick, self.when_idle = EveryNth(AT_TICK), EveryNth(HOT_AT_TICK), EveryNth(WHEN_IDLE)
         self.looked_at = 0.0
         self.alarm = 0  # only the last alarm that was set counts
 
@@ -103,14 +103,14 @@ class Cores:
         self._set_alarm()
         return max(0.0, self._done_at(process) - start_s)
 
-    def _add(self, amount_s: float, then: Do, who: Hashable) -> Process:
-        process = self.processes.setdefault(who, Process())
+    def _add(self, amount_s: float, then: Do, who: Hashable) -> CoreProcess:
+        process = self.processes.setdefault(who, CoreProcess())
         process.pieces.append((amount_s, then))
         if process.core is None or process not in process.core.queue:
             self._wake(process)
         return process
 
-    def _wake(self, process: Process) -> None:
+    def _wake(self, process: CoreProcess) -> None:
         process.core = core = self._core_for(process)
         if not core.queue and self.wake_s:
             process.pieces.appendleft((self.wake_s, nothing))
@@ -122,7 +122,7 @@ class Cores:
         core.queue.appendleft(process)
         core.since = self.clock.now
 
-    def _core_for(self, process: Process) -> Core:
+    def _core_for(self, process: CoreProcess) -> Core:
         emptiest = min(self.cores, key=lambda core: len(core.queue))
         if process.core is None:
             return emptiest
@@ -133,7 +133,7 @@ class Cores:
         core.queue[0].ran_at = core.since = self.clock.now
         core.queue.rotate(-1)
 
-    def _done_at(self, process: Process) -> float:
+    def _done_at(self, process: CoreProcess) -> float:
         """When all of its work is done, if nothing else comes."""
         assert process.core is not None
         core, speed, now = process.core, self._speed(), self.clock.now
@@ -204,7 +204,7 @@ class Cores:
         elif len(core.queue) > 1 and _is_tick(self.clock.now) and core.since + SLICE_S <= self.clock.now:
             self._turn(core)
 
-    def _sleep(self, process: Process, core: Core) -> None:
+    def _sleep(self, process: CoreProcess, core: Core) -> None:
         if core.queue[0] is process:
             process.ran_at = core.since = self.clock.now
         core.queue.remove(process)
@@ -216,7 +216,7 @@ class Cores:
         sizes = [len(core.queue) for core in self.cores]
         return min(sizes) == 0 and max(sizes) > 1
 
-    def _last(self) -> Process:
+    def _last(self) -> CoreProcess:
         """Of all who wait for the core with the longest queue."""
         return max(self.cores, key=lambda core: len(core.queue)).queue[-1]
 

@@ -10,21 +10,44 @@ from typing import Any, get_args
 import msgspec
 import xxhash
 
-from rainband.protocol.data_plan import Name
-from rainband.protocol.messages import Ack, AnyMessage, Lease, Load, Message, Params, Pull, Push, Return, Revoke, Sets
+from rainband.protocol.data_plan import PushId
+from rainband.protocol.messages import (
+    AcceptedBatches,
+    Ack,
+    AnyMessage,
+    InitBlock,
+    Lease,
+    Message,
+    Params,
+    Pull,
+    Push,
+    Return,
+    Revoke,
+)
 
 # What a schedule is made of, for each kind of message that has more than its kind: numbers only, so that neither a new
 # field nor another word changes the hash of a run.
 SCHEDULE: dict[type[Message], Callable[[Any], object]] = {
-    Push: lambda m: (m.block, m.worker, m.sequence, m.name, m.samples, m.clock, m.version, m.point, m.want, not m.skip),
+    Push: lambda m: (
+        m.block,
+        m.worker,
+        m.sequence,
+        m.name,
+        m.samples,
+        m.clock,
+        m.version,
+        m.at_version,
+        m.want,
+        not m.skip,
+    ),
     Ack: lambda m: (m.block, m.sequence, m.result, m.version),
-    Pull: lambda m: (m.sequence, m.clock, m.point, m.base, m.part),
-    Params: lambda m: (m.block, m.sequence, m.version, m.point, m.late, m.clock),
-    Load: lambda m: (m.block, m.numel, len(m.part)),
+    Pull: lambda m: (m.sequence, m.clock, m.at_version, m.base, m.part),
+    Params: lambda m: (m.block, m.sequence, m.version, m.at_version, m.late, m.clock),
+    InitBlock: lambda m: (m.block, m.numel, len(m.part)),
     Lease: lambda m: (m.portion, m.lease, m.groups),
     Return: lambda m: (m.portion, m.lease, m.reason),
     Revoke: lambda m: (m.portion, m.lease),
-    Sets: lambda m: (m.portion, m.lease, m.masks),
+    AcceptedBatches: lambda m: (m.portion, m.lease, m.masks),
 }
 
 
@@ -96,7 +119,7 @@ class Trace:
         return self.hasher.hexdigest()
 
 
-def name_of(name: Name) -> str:
+def name_of(name: PushId) -> str:
     """A push's name for people: 3:0-2 is batches 0 and 1 of portion 3, 3:0-2#4 under lease 4."""
     return "+".join(f"{r.portion}:{r.first}-{r.last}" + (f"#{r.lease}" if r.lease != 1 else "") for r in name)
 
@@ -106,17 +129,17 @@ def brief(message: Message) -> str:
     match message:
         case Push():
             skip = f" skip({message.skip})" if message.skip else ""
-            point = f" round {message.point}" if message.point >= 0 else ""
+            at_version = f" round {message.at_version}" if message.at_version >= 0 else ""
             read = f" read v{message.version}"
-            return f"push {message.sequence} block {message.block} {name_of(message.name)}{point}{read}{skip}"
+            return f"push {message.sequence} block {message.block} {name_of(message.name)}{at_version}{read}{skip}"
         case Ack():
             return f"{message.result.name.lower()} {message.sequence} block {message.block} v{message.version}"
         case Pull():
-            return f"pull {message.sequence}" + (f" round {message.point}" if message.point >= 0 else "")
+            return f"pull {message.sequence}" + (f" round {message.at_version}" if message.at_version >= 0 else "")
         case Params():
             late = " late" if message.late else ""
             return f"params {message.sequence} block {message.block} v{message.version}{late}"
-        case Load():
+        case InitBlock():
             return f"load block {message.block}"
         case Lease():
             return f"lease {message.portion}#{message.lease} {_groups(message.groups)}"
@@ -124,7 +147,7 @@ def brief(message: Message) -> str:
             return f"return {message.portion}#{message.lease} {message.reason.name.lower()}"
         case Revoke():
             return f"revoke {message.portion}#{message.lease}"
-        case Sets():
+        case AcceptedBatches():
             return f"sets {message.portion}#{message.lease} {' '.join(map(bin, message.masks))}"
     return type(message).__name__.lower()
 
@@ -133,7 +156,7 @@ def _groups(groups: Iterable[Iterable[int]]) -> str:
     return "|".join(",".join(map(str, group)) for group in groups)
 
 
-def table(lines: Iterable[Line], hide: tuple[str, ...] = ("beat", "ask", "report")) -> str:
+def table(lines: Iterable[Line], hide: tuple[str, ...] = ("heartbeat", "reportrequest", "report")) -> str:
     """The lines as a table; what only keeps time is left out."""
     rows = [
         (f"{line.at_s:.6f}", line.source, "" if line.target == line.source else f"> {line.target}", line.what)

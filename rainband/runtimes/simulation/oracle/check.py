@@ -19,8 +19,8 @@ from rainband.coordinator.coordinator import RunSettings
 from rainband.errors import Deadlock
 from rainband.protocol.data_plan import bits
 from rainband.rules.rounds import TOO_LATE
-from rainband.runtimes.simulation.cluster import Notes, World
-from rainband.runtimes.simulation.fault_injector import Trouble
+from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
+from rainband.runtimes.simulation.fault_injector import FaultInjector
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.faults import shrink
@@ -39,7 +39,7 @@ MODEL = ClusterModel(
 
 
 @dataclass
-class Verdict:
+class OracleVerdict:
     """What became of a run."""
 
     case: Case
@@ -51,10 +51,10 @@ class Verdict:
     @property
     def command(self) -> str:
         """What replays it."""
-        return f"rainband simtest {self.case.seed} --strategy {self.case.strategy}"
+        return f"rainband fuzz {self.case.seed} --strategy {self.case.strategy}"
 
 
-def check(case: Case, keep_trace: bool = False) -> Verdict:
+def check(case: Case, keep_trace: bool = False) -> OracleVerdict:
     """Run a case and judge it."""
     return _play(case, keep_trace)[0]
 
@@ -62,13 +62,13 @@ def check(case: Case, keep_trace: bool = False) -> Verdict:
 @lru_cache(maxsize=32)
 def without_faults(case: Case) -> Tensor:
     """The parameters at the end, if nothing goes wrong."""
-    verdict, world = _play(case, keep_trace=False, judge=False)
+    verdict, cluster = _play(case, keep_trace=False, judge=False)
     assert verdict.outcome == "finished", f"{case} without faults: {verdict.outcome} {verdict.wrong}"
-    return parameters(world)
+    return parameters(cluster)
 
 
-def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[Verdict, World]:
-    verdict = Verdict(case, trace=Trace(keep_trace))
+def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[OracleVerdict, SimulatedCluster]:
+    verdict = OracleVerdict(case, trace=Trace(keep_trace))
     settings = RunSettings(
         num_workers=case.num_workers,
         num_servers=case.num_servers,
@@ -78,44 +78,44 @@ def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[Verdict, Wo
     ledger = Ledger(stage_of(case.strategy))
     play = ledger.stage.play(ledger, case.num_workers)
     shuffle = Random(f"shuffle {case.seed}")
-    world = World(play, settings, MODEL, Notes(verdict.trace), TIMEOUT_S / 5, shuffle, case.seed)
-    trouble = Trouble(world, case.script, case.seed)
-    world.start()
-    for node in world.servers.values():
+    cluster = SimulatedCluster(play, settings, MODEL, Notes(verdict.trace), TIMEOUT_S / 5, shuffle, case.seed)
+    fault_injector = FaultInjector(cluster, case.script, case.seed)
+    cluster.start()
+    for node in cluster.servers.values():
         assert isinstance(node, ServerNode)
         node.assigned = ledger.watch
     try:
-        world.run(until_s=LIMIT_S)
+        cluster.run(until_s=LIMIT_S)
     except Deadlock as deadlock:
         verdict.wrong.append(f"deadlock: {deadlock}")
         verdict.outcome = "stuck"
-        return verdict, world
-    verdict.outcome, verdict.seconds = world.coordinator.outcome, world.clock.now
+        return verdict, cluster
+    verdict.outcome, verdict.seconds = cluster.coordinator.outcome, cluster.clock.now
     if judge:
-        verdict.wrong += Judge(case, world, ledger, trouble).complaints()
-    return verdict, world
+        verdict.wrong += RunChecker(case, cluster, ledger, fault_injector).complaints()
+    return verdict, cluster
 
 
-def parameters(world: World) -> Tensor:
+def parameters(cluster: SimulatedCluster) -> Tensor:
     """All parameters, as the servers have them."""
-    blocks = [block for node in world.servers.values() for block in node.server.blocks.values()]
+    blocks = [block for node in cluster.servers.values() for block in node.server.blocks.values()]
     return torch.cat([block.place.of(block.version) for block in sorted(blocks, key=lambda block: block.index)])
 
 
 @dataclass
-class Judge:
+class RunChecker:
     """Looks at a run that is over."""
 
     case: Case
-    world: World
+    cluster: SimulatedCluster
     ledger: Ledger
-    trouble: Trouble
+    fault_injector: FaultInjector
 
     def complaints(self) -> list[str]:
-        wrong = self.ledger.wrong[:1] + self._twice() + self._books() + self._bound()
-        if self.world.coordinator.phase != "over":
-            return [*wrong, f"not over after {self.world.clock.now:.1f} s: {self.world.who_waits()}"]
-        if self.world.coordinator.outcome != "finished":
+        wrong = self.ledger.wrong[:1] + self._twice() + self._accounting() + self._bound()
+        if self.cluster.coordinator.phase != "over":
+            return [*wrong, f"not over after {self.cluster.clock.now:.1f} s: {self.cluster.who_waits()}"]
+        if self.cluster.coordinator.outcome != "finished":
             return wrong + self._excuses()
         if self.case.known == "led":
             return wrong + self._same_as_without_faults()
@@ -130,7 +130,7 @@ class Judge:
         ]
 
     def _missing(self) -> list[str]:
-        plan = self.world.coordinator.plan
+        plan = self.cluster.coordinator.plan
         assert plan is not None
         every = {(p, k) for p in range(plan.num_portions) for k in range(plan.batches_in(p))}
         return [
@@ -143,19 +143,27 @@ class Judge:
         skipped = self.ledger.blocks[block].skipped
         return {(portion, k) for (portion, _), mask in skipped.items() for k in bits(mask)}
 
-    def _books(self) -> list[str]:
-        books = self.world.coordinator.books()
-        if books is None:
+    def _accounting(self) -> list[str]:
+        accounting = self.cluster.coordinator.accounting()
+        if accounting is None:
             return []
-        wrong = [] if books.balanced else [f"the books are not balanced: lost {books.lost}, twice {books.twice}"]
+        wrong = (
+            []
+            if accounting.balanced
+            else [f"the books are not balanced: lost {accounting.lost}, twice {accounting.applied_twice}"]
+        )
         may_skip = {TOO_LATE} if self.case.known == "first" else set()
-        if self.world.coordinator.outcome == "finished" and (books.not_done or books.skipped.keys() - may_skip):
-            wrong.append(f"the books say finished, with {books.not_done} not done and {books.skipped} skipped")
+        if self.cluster.coordinator.outcome == "finished" and (
+            accounting.not_processed or accounting.skipped.keys() - may_skip
+        ):
+            wrong.append(
+                f"the books say finished, with {accounting.not_processed} not done and {accounting.skipped} skipped"
+            )
         return wrong
 
     def _bound(self) -> list[str]:
         """No reader missed more than its rule allows, in the rule's own unit, on any block."""
-        blocks = [block for node in self.world.servers.values() for block in node.server.blocks.values()]
+        blocks = [block for node in self.cluster.servers.values() for block in node.server.blocks.values()]
         limits = [(block.spec.index, limit) for block in blocks if (limit := block.limit()) is not None]
         return [
             f"{limit.exceeded} gradients of block {block} came from readers that missed up to {limit.largest:g} "
@@ -175,7 +183,7 @@ class Judge:
         return [] if sizes == {needed} else [f"rounds are of {sorted(sizes)} batches, not of {needed}"]
 
     def _parameters(self) -> list[str]:
-        got = parameters(self.world)[: TASK.dimension]
+        got = parameters(self.cluster)[: TASK.dimension]
         match self.case.known:
             case "sum":
                 expected = TASK.after(LR)
@@ -200,24 +208,24 @@ class Judge:
         return expected.float()
 
     def _same_as_without_faults(self) -> list[str]:
-        got, expected = parameters(self.world), without_faults(replace(self.case, seed=0, script=()))
+        got, expected = parameters(self.cluster), without_faults(replace(self.case, seed=0, script=()))
         same = torch.allclose(got, expected, rtol=1e-6, atol=1e-9)
         return [] if same else [f"the parameters are not those without faults: {got - expected}"]
 
     def _excuses(self) -> list[str]:
         """A run may only fail for what was done to it."""
-        reason = self.world.coordinator.reason
+        reason = self.cluster.coordinator.reason
         excused = (
-            ("server" in reason and any(not node.alive for node in self.world.servers.values()))
+            ("server" in reason and any(not node.alive for node in self.cluster.servers.values()))
             or ("no worker is left" in reason and not self._members_alive())
-            or ("ended 3 workers" in reason and self.trouble.deaths >= 3)
-            or ("the coordinator was lost" in reason and not self.world.leader.alive)
+            or ("ended 3 workers" in reason and self.fault_injector.deaths >= 3)
+            or ("the coordinator was lost" in reason and not self.cluster.coordinator_node.alive)
         )
         return [] if excused else [f"it failed: {reason}"]
 
     def _members_alive(self) -> bool:
         """Does anyone live who took part? Who came at the end was sent away."""
-        return any(worker.peer in self.world.post.nodes for worker in self.world.coordinator.workers.values())
+        return any(worker.peer in self.cluster.bus.nodes for worker in self.cluster.coordinator.workers.values())
 
 
 def shortest(case: Case) -> Case:

@@ -14,7 +14,7 @@ import torch
 
 from rainband.protocol.messages import Push
 from rainband.rules import Compensated
-from rainband.runtimes.simulation.oracle.scenarios import STRENGTH, Stage
+from rainband.runtimes.simulation.oracle.scenarios import STRENGTH, ScenarioStage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Update:
+class LedgerUpdate:
     """One step of a block's optimizer."""
 
     batches: frozenset[tuple[int, int]]  # (portion, k)
@@ -37,13 +37,13 @@ class Update:
 class Ledger:
     """Counts what reaches the optimizer of each block, and keeps all its versions."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: ScenarioStage) -> None:
         self.stage = stage
         self.blocks: dict[int, Block] = {}
         self.versions: dict[tuple[int, int], Tensor] = {}  # (block, version) -> what it was, once it is no more
         self.wrong: list[str] = []
         self.applied: dict[int, Counter[tuple[int, int]]] = {}  # block -> batch -> times
-        self.updates: dict[int, list[Update]] = {}  # by block
+        self.updates: dict[int, list[LedgerUpdate]] = {}  # by block
 
     def watch(self, server: Server) -> None:
         self.blocks |= server.blocks
@@ -59,7 +59,7 @@ class Ledger:
             batches = [(r.portion, k) for p in pushes if not p.skip for r in p.name for k in range(r.first, r.last)]
             self.applied[number].update(batches)
             divisor = block.rule.count or len(batches)  # of a mean over so many that come
-            self.updates[number].append(Update(frozenset(batches), divisor))
+            self.updates[number].append(LedgerUpdate(frozenset(batches), divisor))
             if isinstance(block.rule, Compensated):
                 self._look_at_correction(block, block.rule, gradient, pushes[0])
             self._keep(block)
@@ -103,7 +103,7 @@ class Ledger:
         client, plan, exactly = worker.client, worker.plan, -1
         if plan.columns:
             exactly = plan.round_of(batch.portion, batch.k)
-        elif plan.led:
+        elif plan.coordinated:
             exactly = batch.lease  # the evaluation for which its cell was handed out
         for index, version in enumerate(client.versions):
             block = self.blocks[index]

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Literal
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.plugins import load_strategy
-from rainband.runtimes.simulation.cluster import Play
-from rainband.runtimes.simulation.gradients import RealBody
+from rainband.runtimes.simulation.cluster import Scenario
+from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.faults import Chances, Script, random_script
 from rainband.runtimes.simulation.run import join_of
-from rainband.runtimes.simulation.shared_module import Desk
-from rainband.strategy import Batch, Requirements, ServerHalf, Strategy, Worker
+from rainband.runtimes.simulation.shared_module import SharedModule
+from rainband.strategy import Batch, Requirements, ServerPart, Strategy, Worker
 from rainband.tasks.linear import Linear
 from rainband.tasks.quadratic import Quadratic
 from rainband.worker.worker import ModuleWorker
@@ -38,7 +38,7 @@ Known = Literal["sum", "rounds", "first", "gathered", "corrected", "led"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class OracleTask:
     """A strategy, and how its result is known.
 
     sum         every gradient counts alike: the parameters are known to the last bit
@@ -57,37 +57,37 @@ class Kind:
 class Ragged(Strategy):
     """Downpour whose workers sum other numbers of batches in each push, as loops of their own may: nothing lines up."""
 
-    cell_batches: int = 4
+    batches_per_item: int = 4
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(batches_per_item=self.cell_batches)
+        return Requirements(batches_per_item=self.batches_per_item)
 
     async def run(self, worker: Worker) -> None:
         await worker.server.pull()
-        async for cell in worker.cells():
-            cut = 2 + worker.index % (self.cell_batches - 1)
-            for at in range(0, len(cell.batches), cut):
-                gradients = [await worker.gradient(batch) for batch in cell.batches[at : at + cut]]
+        async for work_item in worker.work_items():
+            cut = 2 + worker.index % (self.batches_per_item - 1)
+            for at in range(0, len(work_item.batches), cut):
+                gradients = [await worker.gradient(batch) for batch in work_item.batches[at : at + cut]]
                 worker.server.push(reduce(add, gradients))
 
-    def server(self, num_workers: int) -> ServerHalf | None:
+    def server(self, num_workers: int) -> ServerPart | None:
         return load_strategy("downpour", PLAIN).server(num_workers)
 
 
-def _kind(name: str, known: Known = "sum", **settings: object) -> Kind:
-    return Kind(lambda: load_strategy(name, {**PLAIN, **settings}), known)
+def _kind(name: str, known: Known = "sum", **settings: object) -> OracleTask:
+    return OracleTask(lambda: load_strategy(name, {**PLAIN, **settings}), known)
 
 
-def _led(name: str) -> Kind:
-    return Kind(lambda: load_strategy(name, {"iterations": 3, "n_push": 2}), "led")
+def _led(name: str) -> OracleTask:
+    return OracleTask(lambda: load_strategy(name, {"iterations": 3, "n_push": 2}), "led")
 
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, OracleTask] = {
     "downpour": _kind("downpour"),
     "downpour2": _kind("downpour", n_push=2, overlap=False),
     "corrected": _kind("downpour", "corrected", compensation=STRENGTH),
-    "ragged": Kind(Ragged),
+    "ragged": OracleTask(Ragged),
     "sync": _kind("sync", "rounds"),
     "backup": _kind("sync", "first", backup_workers=1),
     "stale_sync": _kind("stale_sync", bound=1),
@@ -120,13 +120,13 @@ def random_case(seed: int, strategy: str | None = None) -> Case:
     drawn = Random(f"strategy {seed}").choice(list(KINDS))
     num_workers, num_servers = random.choice((2, 4)), random.choice((1, 2, 3))
     name = strategy or drawn
-    led = KINDS[name].known == "led"  # then a coordinator can be replaced
-    chances = Chances(1.5, TIMEOUT_S, servers_die=random.random() < 0.1, coordinator_returns=led)
+    coordinated = KINDS[name].known == "led"  # then a coordinator can be replaced
+    chances = Chances(1.5, TIMEOUT_S, servers_die=random.random() < 0.1, coordinator_returns=coordinated)
     script = random_script(random, num_workers, num_servers, chances)
     return Case(seed, name, num_workers, num_servers, script)
 
 
-class Stage:
+class ScenarioStage:
     """What all runs of a strategy share; every run gets memory of its own."""
 
     def __init__(self, strategy: str) -> None:
@@ -136,13 +136,13 @@ class Stage:
         self.data = self.task.data()
         model = self.task.model().double() if kind.known == "led" else self.task.model()
         flat = Flat(model)
-        self.desk = Desk(flat)
+        self.shared_module = SharedModule(flat)
         self.join = join_of(self.strategy, flat, "", len(self.data), self.task.batch_size, self.task.epochs)
         self.gradients: dict[int, Tensor] = {}  # by the number of the batch, where they are the same at any parameters
 
-    def play(self, ledger: Ledger, num_workers: int) -> Play:
+    def play(self, ledger: Ledger, num_workers: int) -> Scenario:
         body = LookingBody if self.task is BOWL else CountingBody
-        return Play(self.strategy, self.join, lambda: body(self, ledger, num_workers), real=True)
+        return Scenario(self.strategy, self.join, lambda: body(self, ledger, num_workers), real=True)
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Tensor:
         """Of the task that counts: each is computed once for all runs, which have one plan."""
@@ -153,14 +153,14 @@ class Stage:
         return self.gradients[number]
 
 
-stage_of = lru_cache(maxsize=32)(Stage)  # building one takes as long as a run
+stage_of = lru_cache(maxsize=32)(ScenarioStage)  # building one takes as long as a run
 
 
-class LookingBody(RealBody):
+class LookingBody(GradientCompute):
     """Computes true gradients; the ledger looks at what they are computed at."""
 
-    def __init__(self, stage: Stage, ledger: Ledger, num_workers: int) -> None:
-        super().__init__(stage.desk, stage.task, stage.data, num_workers)
+    def __init__(self, stage: ScenarioStage, ledger: Ledger, num_workers: int) -> None:
+        super().__init__(stage.shared_module, stage.task, stage.data, num_workers)
         self.stage = stage
         self.ledger = ledger
 

@@ -26,7 +26,7 @@ LONG_BYTES = 1 << 22  # of a file of events
 def before(config: RunConfig, runs: Path) -> list[str]:
     """Loud lines for the beginning of a run; `runs` is where earlier ones may have shown who is slow."""
     strategy = load_strategy(config.strategy, config.strategy_settings)
-    straggler = straggler_of(config) or (last_straggler(config, runs) if config.world == "local" else None)
+    straggler = straggler_of(config) or (last_straggler(config, runs) if config.runtime == "processes" else None)
     called = "copies of the model" if config.team else "workers"
     texts = foreseen(strategy, config.num_replicas, straggler, called)
     return [line for text in texts for line in _wrapped(text)]
@@ -39,8 +39,8 @@ def last_straggler(config: RunConfig, runs: Path) -> Straggler | None:
         if (directory / "events.jsonl").stat().st_size > LONG_BYTES:
             continue  # reading it would take longer than a warning is worth
         run = read_run(directory)
-        told = (run.config.get("task"), run.config.get("num_workers"), run.config.get("world"))
-        if told != (config.task, config.num_workers, "local") or run.config.get("sim", {}).get("compute"):
+        told = (run.config.get("task"), run.config.get("num_workers"), run.config.get("runtime"))
+        if told != (config.task, config.num_workers, "processes") or run.config.get("sim", {}).get("compute"):
             continue
         seen: dict[int, list[float]] = {}
         for progress in run.so_far.progress:
@@ -56,7 +56,7 @@ def warnings(so_far: RunSoFar) -> list[str]:
     ended = so_far.ended
     if ended is None or ended.outcome == "failed":
         return []
-    if many := diverged(ended.books):
+    if many := diverged(ended.accounting):
         share = percent(many.skipped / many.batches)
         what = f"{whole(many.skipped)} of {count(many.batches, 'batch')} ({share}) were skipped"
         return _wrapped(f"the training diverged: {what}, because their gradients were not finite. {_advice(so_far)}")

@@ -17,7 +17,7 @@ from rainband.tasks.task import Task
 SHARE = 20  # times as long as measuring takes, it trains before the next
 
 
-class Measuring:
+class PeriodicEval:
     """Measures every so many seconds, with the parameters that the worker has at that moment."""
 
     def __init__(

@@ -18,9 +18,9 @@ from rainband.transports.frames import BadFrame
 from rainband.transports.pytrees import ALIGNMENT, DTYPES, DictNode, ListNode, TensorNode, as_tensor, incoming, outgoing
 
 
-def carried(nest: Any) -> Any:
+def carried(pytree: Any) -> Any:
     """The nest as another process would have it."""
-    leaving = outgoing(nest)
+    leaving = outgoing(pytree)
     body = leaving.copied()
     return incoming(leaving.structure, as_tensor(None if body is None else memoryview(bytearray(body))))
 
@@ -74,8 +74,8 @@ nests = st.recursive(
 
 
 @given(nests)
-def test_a_nest_arrives_as_it_was_sent(nest: Any) -> None:
-    assert same(nest, carried(nest))
+def test_a_nest_arrives_as_it_was_sent(pytree: Any) -> None:
+    assert same(pytree, carried(pytree))
 
 
 @given(st.lists(tensors(), max_size=4))
@@ -138,7 +138,7 @@ Point = namedtuple("Point", "x y")
     "value, why",
     [
         ({1, 2}, "builtins.set"),
-        (Point(1, 2), "test_nests.Point"),
+        (Point(1, 2), "test_pytrees.Point"),
         ({(1, 2): 3}, "a key of a dict of type builtins.tuple"),
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "meta"),
