@@ -370,7 +370,7 @@ def test_a_library_that_is_missing_is_told_before_a_directory_is_made(
     pretend(monkeypatch, [])
     monkeypatch.setattr("rainband.views.sinks.tensorboard.find_spec", lambda name: None)
     said = Said("train", "digits", "sync", "--tensorboard")
-    assert said.exit_code == 2 and "pip install 'rainband[metrics]'" in said.err
+    assert said.exit_code == 2 and "pip install 'rainband[tensorboard]'" in said.err
     assert list(tmp_path.iterdir()) == []
 
 

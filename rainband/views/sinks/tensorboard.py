@@ -73,6 +73,6 @@ def check_installed() -> None:
     """Importing it takes seconds; finding it does not."""
     if find_spec("tensorboard") is None:
         raise ValueError(
-            "--tensorboard needs TensorBoard, which is not installed: type pip install 'rainband[metrics]', "
+            "--tensorboard needs TensorBoard, which is not installed: type pip install 'rainband[tensorboard]', "
             "or take --csv, which needs nothing."
         )
