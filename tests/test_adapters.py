@@ -67,7 +67,7 @@ SameAsAlone = Callable[[Callable[[], nn.Module], int], None]
 )
 def test_lightning(same_as_alone: SameAsAlone, tmp_path: Path, settings: dict[str, Any], pushes: int) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
-    together = pytest.importorskip("rainband.adapters.lightning").Together
+    callback = pytest.importorskip("rainband.adapters.lightning").RainbandCallback
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -87,7 +87,7 @@ def test_lightning(same_as_alone: SameAsAlone, tmp_path: Path, settings: dict[st
         trainer = lightning.Trainer(
             max_epochs=2,
             accelerator="cpu",
-            callbacks=[together()],
+            callbacks=[callback()],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -131,7 +131,7 @@ def test_accelerate(same_as_alone: SameAsAlone, precision: str, every: int) -> N
 def test_hugging_face(same_as_alone: SameAsAlone, tmp_path: Path, settings: dict[str, Any], pushes: int) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    together = pytest.importorskip("rainband.adapters.hf").Together
+    callback = pytest.importorskip("rainband.adapters.hf").RainbandTrainerCallback
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -157,7 +157,7 @@ def test_hugging_face(same_as_alone: SameAsAlone, tmp_path: Path, settings: dict
             **settings,
         )
         samples = [{"inputs": x, "labels": y} for x, y in zip(INPUTS, LABELS, strict=True)]
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=samples, callbacks=[together()])
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=samples, callbacks=[callback()])
         trainer.train()
         return model
 

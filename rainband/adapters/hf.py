@@ -1,7 +1,7 @@
 """Train with the Hugging Face Trainer in a run.
 
-    from rainband.adapters.hf import Together
-    trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[Together()])
+    from rainband.adapters.hf import RainbandTrainerCallback
+    trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[RainbandTrainerCallback()])
 
 in a script started by `rainband run`. Each worker goes through the whole dataset, and in the same order if it has the
 same seed; to share it out give each its part, dataset.shard(number, index), where `index, number = rainband.place()`.

@@ -1,7 +1,7 @@
 """Train a LightningModule in a run.
 
-    from rainband.adapters.lightning import Together
-    trainer = Trainer(max_epochs=3, callbacks=[Together()])
+    from rainband.adapters.lightning import RainbandCallback
+    trainer = Trainer(max_epochs=3, callbacks=[RainbandCallback()])
 
 in a script started by `rainband run`. Each worker goes through the whole dataloader, in an order of its own if it
 shuffles; to share the data out give each its part, say Subset(data, range(index, len(data), number)), where

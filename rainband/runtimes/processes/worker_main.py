@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from typing import Any
+from pathlib import Path
 
 from rainband.errors import CoordinatorLost, RainbandError
 from rainband.runtimes.config import Job, decode_job
@@ -13,6 +13,8 @@ from rainband.runtimes.processes.worker_process import WorkerProcess
 from rainband.strategy import Strategy
 from rainband.tasks.task import Task
 from rainband.worker.session import Dismissed
+
+PACKAGE = Path(__file__).parents[2]  # of rainband itself
 
 
 def main(job: bytes, fds: list[int]) -> None:
@@ -48,13 +50,9 @@ def make_process(job: Job, task: Task | None, strategy: Strategy | None, memory:
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback from the user's own code on, where there is any."""
-    return "".join(traceback.format_exception(*_without_our_frames(error)))
-
-
-def _without_our_frames(error: BaseException) -> tuple[Any, Any, Any]:
+    """Return the traceback from the first frame outside this package on; all of it if there is none."""
     trace = error.__traceback__
-    inside = trace
-    while inside is not None and "rainband" in inside.tb_frame.f_code.co_filename.replace("\\", "/").split("/"):
-        inside = inside.tb_next
-    return type(error), error, inside or trace
+    users = trace
+    while users is not None and Path(users.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
+        users = users.tb_next
+    return "".join(traceback.format_exception(type(error), error, users or trace))

@@ -231,10 +231,10 @@ class TrainingLoop:
         stats.loss_samples += samples
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Inside, nobody waits for this worker: for an evaluation that takes long. Its batches go to others."""
         if self.draws.unstepped:
-            raise ValueError("run.away() while a batch is open: step on it, or call run.skip(), before.")
+            raise ValueError("run.paused() while a batch is open: step on it, or call run.skip(), before.")
         self.suspended.end_item()
         while self.client.pushes:
             self._wait()

@@ -76,6 +76,6 @@ class SingleProcessLoop:
         """Nobody watches."""
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Nobody waits."""
         yield

@@ -836,7 +836,7 @@ def test_who_is_away_gives_its_batches_back_and_goes_on_afterwards(num_workers: 
             for number, batch in enumerate(run.batches(DATA, batch_size=4, num_workers=num_workers)):
                 train(model, optimizer, batch)
                 if number == 2:
-                    with run.away():
+                    with run.paused():
                         while member.mail:
                             member.wait()
                         assert not member.coordinator.workers[0].leases
@@ -847,7 +847,7 @@ def test_going_away_with_an_open_batch_is_refused() -> None:
     model = net()
     with joined(model, SGD(model.parameters()), OneProcess()) as run:
         for _ in run.batches(DATA, batch_size=4):
-            with pytest.raises(ValueError, match=r"run.skip\(\)"), run.away():
+            with pytest.raises(ValueError, match=r"run.skip\(\)"), run.paused():
                 pass
             run.skip()
 
@@ -1132,7 +1132,7 @@ def test_without_a_run_a_script_trains_alone_and_says_so_once(capsys: pytest.Cap
         with public_join(model, SGD(model.parameters())) as run:
             assert sum(len(labels) for _, labels in run.batches(DATA, batch_size=5)) == 24
             run.skip()
-            with run.away():
+            with run.paused():
                 pass
     assert capsys.readouterr().err.count("training alone") == 1
 
