@@ -190,7 +190,7 @@ class Node:
         self.cluster = cluster
         self.case = cluster.case
         self.peer = peer
-        self.index = peer.index
+        self.rank = peer.index
         self.num_workers = cluster.case.num_workers
         self.memory = Memory(cluster.layout, cluster.ledger)
         self.params = OwnParameters(self.memory)
@@ -211,7 +211,7 @@ class Node:
     work_items = ModuleWorker.work_items
 
     @property
-    def server(self) -> ServerSide:
+    def servers(self) -> ServerSide:
         assert self.client is not None
         return ServerSide(self.client)
 
@@ -607,7 +607,7 @@ class SimulatedCluster:
             self.bus(node.peer, port.server, InFlight(pull.asked))
 
     def _join_late(self) -> None:
-        index = 1 + max(w.index for w in self.workers.values())
+        index = 1 + max(w.rank for w in self.workers.values())
         self._add_worker(Peer("worker", max(index, self.case.num_workers)))
 
     def _stop(self) -> None:

@@ -939,7 +939,7 @@ class Averaging(Strategy):
             for batch in work_item.batches:
                 gradient = await worker.gradient(batch)
                 optimizer.step(gradient)
-                await worker.server.push(gradient)
+                await worker.servers.push(gradient)
 
     def server(self, num_workers: int) -> ServerPart:
         return ServerPart(ApplyOnArrival, OptimizerSpec("sgd", {"lr": 0.0}), Schedule())

@@ -25,7 +25,7 @@ class Hasty(Downpour):
     async def run(self, worker: Worker) -> None:
         async for work_item in worker.work_items():
             for batch in work_item.batches:
-                worker.server.push(await worker.gradient(batch))
+                worker.servers.push(await worker.gradient(batch))
             return
 
 

@@ -72,7 +72,7 @@ class FullBatch(Strategy):
 async def deliver_items(worker: Worker) -> None:
     """The workers' half of every full-batch method: sum each cell's gradients, and push the sum once."""
     async for work_item in worker.work_items():
-        if not await worker.server.pull(round=work_item.round):  # once in an evaluation
+        if not await worker.servers.pull(round=work_item.round):  # once in an evaluation
             continue  # which is over
         owed: Gradient | None = None
         for batch in work_item.batches:
@@ -83,7 +83,7 @@ async def deliver_items(worker: Worker) -> None:
             owed = gradient * times if owed is None else owed.plus(gradient, times)
         else:
             assert owed is not None, "a cell has at least one batch"
-            worker.server.push(owed)
+            worker.servers.push(owed)
 
 
 @dataclass(frozen=True)

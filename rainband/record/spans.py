@@ -43,7 +43,7 @@ class SpanRecorder:
 
     def follow(self, worker: ModuleWorker) -> None:
         self.client = worker.client
-        worker.server = WatchedServers(worker.server, self)  # type: ignore[assignment]
+        worker.servers = WatchedServers(worker.servers, self)  # type: ignore[assignment]
 
     def span(self, what: str, from_s: float, label: str = "") -> None:
         """It has done something since then."""

@@ -54,9 +54,9 @@ class AdaptiveBound(Strategy):
 
     async def run(self, worker: Worker) -> None:
         async for work_item in worker.work_items():
-            await worker.server.pull()
+            await worker.servers.pull()
             for batch in work_item.batches:
-                worker.server.push(await worker.gradient(batch))
+                worker.servers.push(await worker.gradient(batch))
 
     def server(self, num_workers: int) -> ServerPart:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)

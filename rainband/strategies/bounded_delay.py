@@ -59,10 +59,10 @@ class BoundedDelay(Strategy):
     async def run(self, worker: Worker) -> None:
         fetch = None
         async for work_item in worker.work_items():
-            await (fetch or worker.server.pull())
-            fetch = worker.server.pull(ahead=1) if self.tau and work_item.more else None
+            await (fetch or worker.servers.pull())
+            fetch = worker.servers.pull(ahead=1) if self.tau and work_item.more else None
             for batch in work_item.batches:
-                worker.server.push(await worker.gradient(batch))
+                worker.servers.push(await worker.gradient(batch))
 
     def server(self, num_workers: int) -> ServerPart:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)

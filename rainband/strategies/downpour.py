@@ -70,7 +70,7 @@ class Downpour(Strategy):
         return Requirements(batches_per_item=self.n_push, warm_start_batches=self.warm_start_batches)
 
     async def run(self, worker: Worker) -> None:
-        server, step, own_lr = worker.server, 0, self._own_lr()
+        server, step, own_lr = worker.servers, 0, self._own_lr()
         await server.pull()
         async for work_item in worker.work_items():
             owed: Gradient | None = None

@@ -69,9 +69,9 @@ class SoftSync(Strategy):
 
     async def run(self, worker: Worker) -> None:
         async for work_item in worker.work_items():
-            await worker.server.pull()
+            await worker.servers.pull()
             for batch in work_item.batches:
-                worker.server.push(await worker.gradient(batch))
+                worker.servers.push(await worker.gradient(batch))
 
     def server(self, num_workers: int) -> ServerPart:
         lr = self.lr / self.n if self.scaling == "n" else self.lr

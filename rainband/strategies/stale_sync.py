@@ -62,13 +62,13 @@ class StaleSync(Strategy):
 
     async def run(self, worker: Worker) -> None:
         async for work_item in worker.work_items():
-            await worker.server.pull()
+            await worker.servers.pull()
             owed: Gradient | None = None
             for batch in work_item.batches:
                 gradient = await worker.gradient(batch)
                 owed = gradient if owed is None else owed + gradient
             assert owed is not None, "a cell has at least one batch"
-            worker.server.push(owed)
+            worker.servers.push(owed)
 
     def server(self, num_workers: int) -> ServerPart:
         optimizer = element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)

@@ -60,9 +60,9 @@ class Sync(Strategy):
 
     async def run(self, worker: Worker) -> None:
         async for work_item in worker.work_items():
-            if await worker.server.pull(round=work_item.round):
+            if await worker.servers.pull(round=work_item.round):
                 for batch in work_item.batches:
-                    worker.server.push(await worker.gradient(batch))
+                    worker.servers.push(await worker.gradient(batch))
 
     def server(self, num_workers: int) -> ServerPart:
         replicas = self.num_items(num_workers)

@@ -93,8 +93,8 @@ class OwnParameters:
 class ModuleWorker:
     """A worker that trains a module on a task."""
 
-    def __init__(self, index: int, num_workers: int, task: Task, data: Data, module: nn.Module, client: Client) -> None:
-        self.index = index
+    def __init__(self, rank: int, num_workers: int, task: Task, data: Data, module: nn.Module, client: Client) -> None:
+        self.rank = rank
         self.num_workers = num_workers
         self.task = task
         self.data = data
@@ -103,7 +103,7 @@ class ModuleWorker:
         self.plan = client.plan
         self.flat = client.flat
         self.params = OwnParameters(self.flat)
-        self.server = ServerSide(client)
+        self.servers = ServerSide(client)
         self.sampler = Sampler(self.plan)
         self.work_item: WorkItem | None = None
 

@@ -93,12 +93,12 @@ class ShareWorker(ModuleWorker):
     """One worker of a team."""
 
     def __init__(
-        self, index: int, num_replicas: int, task: Task, data: Data, share: Submodel, client: Client, team: ReplicaLinks
+        self, rank: int, num_replicas: int, task: Task, data: Data, share: Submodel, client: Client, team: ReplicaLinks
     ) -> None:
-        super().__init__(index, num_replicas, task, data, share.module, client)
+        super().__init__(rank, num_replicas, task, data, share.module, client)
         self.share = share
         self.team = team
-        self.server = StageServers(client, team)
+        self.servers = StageServers(client, team)
         team.stats = client.stats  # what goes to the others is counted
         self.orders = 0
         self.wanted = 0  # questions whether a cell is still wanted

@@ -81,7 +81,7 @@ class InPlace:
 
     def step(self, gradient: Gradient) -> None:
         (batch,) = gradient.batches
-        index, memory = self.worker.index, self.memory
+        index, memory = self.worker.rank, self.memory
         if memory.is_fenced(batch):
             memory.refuse(index)
             if batch.portion in self.client.leases:

@@ -20,7 +20,7 @@ from rainband.worker.worker import ModuleWorker
 def at_its_pace(worker: ModuleWorker, config: RunConfig) -> None:
     """Have the worker's steps take as long as the configuration says, if it says so."""
     if config.sim.compute:
-        pace = ComputePace(build(ComputeModel, config.sim.compute), config.seed, worker.index)
+        pace = ComputePace(build(ComputeModel, config.sim.compute), config.seed, worker.rank)
         worker.compute = paced(worker.compute, pace)  # type: ignore[method-assign, assignment]
 
 

@@ -56,18 +56,18 @@ class LoopWorker:
 
     def __init__(
         self,
-        index: int,
+        rank: int,
         num_workers: int,
         client: Client,
         params: LoopParameters,
         step_now: Callable[[Sequence[Tensor | None]], None],
         strategy: Strategy,
     ) -> None:
-        self.index = index
+        self.rank = rank
         self.num_workers = num_workers
         self.client = client
         self.params = params
-        self.server = LoopServers(client)
+        self.servers = LoopServers(client)
         self.step_now = step_now
         self.accepted_set = None if client.ports else OwnMarks(client)
         self.given = 0  # gradients of the cell at hand

@@ -109,6 +109,6 @@ class Ledger:
             block = self.blocks[index]
             true = block.place.of(version) if version == block.version else self.versions.get((index, version))
             if true is None or not torch.equal(client.views[index], true):
-                self.wrong.append(f"worker {worker.index} has other parameters than version {version} of {index}")
+                self.wrong.append(f"worker {worker.rank} has other parameters than version {version} of {index}")
             if exactly not in (-1, version):
-                self.wrong.append(f"worker {worker.index} computes at version {version} of {index}, not {exactly}")
+                self.wrong.append(f"worker {worker.rank} computes at version {version} of {index}, not {exactly}")

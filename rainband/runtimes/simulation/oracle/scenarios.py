@@ -64,12 +64,12 @@ class Ragged(Strategy):
         return Requirements(batches_per_item=self.batches_per_item)
 
     async def run(self, worker: Worker) -> None:
-        await worker.server.pull()
+        await worker.servers.pull()
         async for work_item in worker.work_items():
-            cut = 2 + worker.index % (self.batches_per_item - 1)
+            cut = 2 + worker.rank % (self.batches_per_item - 1)
             for at in range(0, len(work_item.batches), cut):
                 gradients = [await worker.gradient(batch) for batch in work_item.batches[at : at + cut]]
-                worker.server.push(reduce(add, gradients))
+                worker.servers.push(reduce(add, gradients))
 
     def server(self, num_workers: int) -> ServerPart | None:
         return load_strategy("downpour", PLAIN).server(num_workers)
