@@ -18,10 +18,10 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT).with_suffix("")))
 
 
 # ---- reading a page ----
@@ -69,9 +69,9 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert dead == []
 
 
-def test_every_page_can_be_reached_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\((docs/\w+\.md)", PAGES[0].read_text(encoding="utf-8")))
-    assert linked == {f"docs/{page.name}" for page in PAGES[1:]}
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\((docs/[\w/]+\.md)", PAGES[0].read_text(encoding="utf-8")))
+    assert linked == {str(page.relative_to(ROOT)) for page in PAGES[1:]}
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
@@ -138,7 +138,7 @@ def test_a_name_that_does_not_exist_is_found() -> None:
 
 
 def test_the_way_of_one_gradient_goes_through_the_files_in_their_order() -> None:
-    text = (ROOT / "docs" / "one_gradient.md").read_text(encoding="utf-8").split("**2. ")[1]
+    text = (ROOT / "docs" / "internals" / "life_of_a_gradient.md").read_text(encoding="utf-8").split("**2. ")[1]
     files = [
         "worker/worker",
         "model/gradient",
@@ -155,7 +155,7 @@ def test_the_way_of_one_gradient_goes_through_the_files_in_their_order() -> None
 def test_the_page_about_events_lists_every_event() -> None:
     from rainband.protocol import events
 
-    text = (ROOT / "docs" / "the_run_directory.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "run_directory.md").read_text(encoding="utf-8")
     table = text.split("| event | means |")[1].split("\n\n")[0]
     listed = re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:]))
     assert sorted(listed) == sorted(kind.__name__ for kind in events.AnyEvent.__args__)
@@ -164,7 +164,7 @@ def test_the_page_about_events_lists_every_event() -> None:
 def test_the_page_about_books_lists_every_entry() -> None:
     from rainband.protocol.accounting import BatchAccounting
 
-    text = (ROOT / "docs" / "the_run_directory.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "run_directory.md").read_text(encoding="utf-8")
     table = text.split("| entry | counts |")[1].split("\n\n")[0]
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(BatchAccounting.__struct_fields__)
 
@@ -172,7 +172,7 @@ def test_the_page_about_books_lists_every_entry() -> None:
 def test_the_protocol_lists_every_answer_a_server_gives() -> None:
     from rainband.protocol.messages import PushResult
 
-    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "internals" / "protocol.md").read_text(encoding="utf-8")
     table = text.split("| answer | because | the worker |")[1].split("\n\n")[0]
     listed = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:])))
     assert listed == {result.name.lower() for result in PushResult}
@@ -213,7 +213,7 @@ def test_a_strategy_without_advice_is_told_what_is_missing(tmp_path: Path) -> No
 
 
 def the_new_strategy() -> str:
-    return blocks(ROOT / "docs" / "add_a_strategy.md", "python")[0]
+    return blocks(ROOT / "docs" / "guides" / "add_strategy.md", "python")[0]
 
 
 def test_the_rule_on_the_page_about_strategies_divides_by_staleness(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_both_sides_of_a_diff_can_be_compiled(page: Path) -> None:
 
 
 def test_the_change_of_ones_own_loop_is_three_lines() -> None:
-    for page in ("README.md", "docs/own_loop.md"):
+    for page in ("README.md", "docs/guides/training_loop.md"):
         (diff,) = blocks(ROOT / page, "diff")
         old = [line[1:].strip() for line in diff.splitlines() if line.startswith("-")]
         new = [line[1:].strip() for line in diff.splitlines() if line.startswith("+")]
@@ -314,7 +314,7 @@ def commands() -> dict[str, Any]:
 
 def sections() -> dict[str, str]:
     """Of the page about the command line: command -> what is said about it."""
-    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
     parts = re.split(r"^## rainband (.*)$", text.split("## Exit codes")[0], flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -343,7 +343,7 @@ def test_no_option_is_told_that_a_command_does_not_have() -> None:
 def test_exit_codes_are_those_of_the_help() -> None:
     from rainband.cli.report_errors import EXIT_CODES
 
-    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8").split("## Exit codes")[1]
+    text = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8").split("## Exit codes")[1]
     told = {code: meaning.strip() for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)}
     assert told == dict(re.findall(r"^  (\d+)\s+(.*)$", EXIT_CODES, re.MULTILINE))
 

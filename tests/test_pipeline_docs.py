@@ -10,13 +10,13 @@ import torch
 
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent / "docs" / "internals"
 
 
 def programs() -> list[tuple[str, str]]:
     """(page and number, text) of every program."""
     found = []
-    for page in ("partitions", "pipelines"):
+    for page in ("graph_partitioning", "pipeline_schedules"):
         text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
         blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         found += [(f"{page} {number}", block) for number, block in enumerate(blocks)]
