@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import rainband
 from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.model.block_optimizer import why_not_blockwise
 from rainband.model.flat_parameters import Flat
@@ -79,19 +76,6 @@ def test_its_requirements_say_which_parts_it_has(name: str) -> None:
     assert (requires.optimizer == "workers") != requires.servers
     if (part := strategy.server(2)) is not None:
         assert (part.rule().reads == "round") == (requires.waits == "rounds")
-
-
-def test_nobody_asks_a_strategy_for_what_it_does_not_declare() -> None:
-    probes = []
-    for file in Path(rainband.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in ("getattr", "hasattr")
-            ) and "strategy" in ast.unparse(node.args[0]):
-                probes.append(f"{file}:{node.lineno}")
-    assert not probes
 
 
 @every_strategy

@@ -1,0 +1,470 @@
+"""The countable rules of the package's structure; tests/test_layers.py has the directions of imports.
+
+Each rule takes the files of the package and returns its offenders: a stable name, and what is wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+MAX_FILES_PER_FOLDER = 16
+MAX_METHODS = 25
+MAX_ATTRIBUTES = 20
+MAX_PARAMETERS = 8
+MAX_LINES = 600
+SMALL_MODULE = 60  # lines; below this, a module with one importer belongs into it
+
+# Folders whose files are found by their name, so that one file is one strategy, task, rule or benchmark.
+PLUGIN_FOLDERS = (
+    "strategies",
+    "tasks",
+    "rules",
+    "codecs",
+    "collectives",
+    "bench/cases",
+    "bench/baselines",
+    "views/sinks",
+)
+# Modules that users import by name.
+PUBLIC_MODULES = ("errors.py", "join.py", "fit.py", "minimize.py", "adapters/")
+
+# What a strategy hands out: nobody may probe these for what their class does not declare.
+STRATEGY_TYPES = {"Strategy", "ServerPart", "Rule", "Requirements", "CoordinatorApi"}
+STRATEGY_MAKERS = {"load_strategy", "find_strategy", "server", "rule", "coordinate"}
+STRATEGY_WORDS = re.compile(r"strateg|^(half|server_part|rule)$", re.IGNORECASE)
+
+Offenders = dict[str, str]  # name of the offender -> what is wrong
+Law = Callable[["Package"], Offenders]
+
+
+class File(NamedTuple):
+    source: str
+    tree: ast.Module
+
+    @property
+    def lines(self) -> list[str]:
+        return self.source.splitlines()
+
+
+Package = dict[str, File]  # by path below rainband/: "views/summary.py"
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def package_of(sources: dict[str, str]) -> Package:
+    return {path: File(source, ast.parse(source)) for path, source in sources.items()}
+
+
+@pytest.fixture(scope="module")
+def package() -> Package:
+    folder = ROOT / "rainband"
+    return package_of({str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.py"))})
+
+
+def nodes(package: Package, *kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
+    for path, file in package.items():
+        yield from ((path, node) for node in ast.walk(file.tree) if isinstance(node, kinds))
+
+
+# ---- the rules ----
+
+
+def crowded_folders(package: Package) -> Offenders:
+    folders: dict[str, list[str]] = defaultdict(list)
+    for path in package:
+        folders[str(Path(path).parent)].append(path)
+    return {
+        folder: f"rainband/{folder} has {len(files)} files: make sub-folders, at most {MAX_FILES_PER_FOLDER} files each"
+        for folder, files in folders.items()
+        if len(files) > MAX_FILES_PER_FOLDER
+    }
+
+
+def repeated_classes(package: Package) -> Offenders:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path, node in nodes(package, ast.ClassDef):
+        homes[node.name].append(path)  # type: ignore[attr-defined]
+    return {
+        name: f"class {name} is defined in {' and '.join(paths)}: give each a name of its own"
+        for name, paths in homes.items()
+        if len(paths) > 1
+    }
+
+
+def probed_strategies(package: Package) -> Offenders:
+    offenders = {}
+    for path, file in package.items():
+        for scope in scopes(file.tree):
+            known = strategy_names_in(scope)
+            for node in ast.walk(scope):
+                if is_probe(node) and is_strategy(node.args[0], known):  # type: ignore[attr-defined]
+                    text = ast.unparse(node)
+                    offenders[f"{path}: {text}"] = f"{path}: {text}: declare it in the contract (strategy.py) instead"
+    return offenders
+
+
+def scopes(tree: ast.Module) -> Iterator[ast.AST]:
+    yield tree
+    yield from (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def strategy_names_in(scope: ast.AST) -> set[str]:
+    """Return the names that hold a strategy or one of its parts, by annotation or by where the value comes from."""
+    names = set()
+    for node in ast.walk(scope):
+        if isinstance(node, ast.arg) and node.annotation and mentions(node.annotation, STRATEGY_TYPES):
+            names.add(node.arg)
+        elif isinstance(node, ast.AnnAssign) and mentions(node.annotation, STRATEGY_TYPES):
+            names.add(ast.unparse(node.target))
+        elif isinstance(node, ast.Assign | ast.NamedExpr) and makes_strategy(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(ast.unparse(target) for target in targets)
+    return names
+
+
+def mentions(annotation: ast.expr, names: set[str]) -> bool:
+    return not names.isdisjoint(re.findall(r"\w+", ast.unparse(annotation)))
+
+
+def makes_strategy(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and last_name(value.func) in STRATEGY_MAKERS
+
+
+def last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def is_probe(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "hasattr")
+        and bool(node.args)
+    )
+
+
+def is_strategy(value: ast.expr, known: set[str]) -> bool:
+    if isinstance(value, ast.Call):
+        return makes_strategy(value) or any(is_strategy(argument, known) for argument in value.args)
+    return ast.unparse(value) in known or bool(STRATEGY_WORDS.search(last_name(value)))
+
+
+def replaced_methods(package: Package) -> Offenders:
+    methods = only_methods(package)
+    offenders = {}
+    for path, file in package.items():
+        functions = {node.name for node in ast.walk(file.tree) if isinstance(node, Function)}
+        for line in file.lines:
+            if ("ignore[" in line and "method-assign" in line) or ".__class__ =" in line:
+                target = line.split("=")[0].strip()
+                offenders[f"{path}: {target}"] = f"{path} replaces the method {target}: pass an observer or a subclass"
+        for node in ast.walk(file.tree):
+            for target, value in attributes_assigned_from_outside(node):
+                text = ast.unparse(target)
+                if target.attr in methods or is_function(value, functions, methods):
+                    offenders[f"{path}: {text}"] = f"{path} replaces the method {text}: pass an observer or a subclass"
+    return offenders
+
+
+def only_methods(package: Package) -> set[str]:
+    """Return the names that are methods of some class, and of no class a property or an attribute."""
+    methods, others = set(), set()
+    for _, node in nodes(package, ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
+        for member in node.body:
+            if isinstance(member, Function):
+                decorated = {last_name(decorator) for decorator in member.decorator_list}
+                (others if decorated & {"property", "setter", "cached_property"} else methods).add(member.name)
+            elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                others.add(member.target.id)
+        others |= self_attributes(node)
+    return methods - others
+
+
+def self_attributes(node: ast.ClassDef) -> set[str]:
+    return {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self"
+    }
+
+
+def attributes_assigned_from_outside(node: ast.AST) -> Iterator[tuple[ast.Attribute, ast.expr]]:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in ("self", "cls", "sys"):
+                yield target, node.value
+    elif (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("setattr", "object.__setattr__")
+        and len(node.args) == 3
+        and isinstance(name := node.args[1], ast.Constant)
+        and ast.unparse(node.args[0]) != "self"
+    ):
+        yield ast.Attribute(node.args[0], str(name.value), ast.Store()), node.args[2]
+
+
+def is_function(value: ast.expr, functions: set[str], methods: set[str]) -> bool:
+    if isinstance(value, ast.Call):
+        return last_name(value.func) in ("MethodType", "partial", "staticmethod", "wraps")
+    if isinstance(value, ast.Attribute):
+        return value.attr in methods
+    return isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in functions)
+
+
+def large_classes(package: Package) -> Offenders:
+    offenders = {}
+    for path, node in nodes(package, ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
+        methods, attributes = sum(isinstance(member, Function) for member in node.body), len(self_attributes(node))
+        if (methods > MAX_METHODS or attributes > MAX_ATTRIBUTES) and not has_reason(package[path], node):
+            offenders[node.name] = (
+                f"{path}: {node.name} has {methods} methods and {attributes} attributes (at most {MAX_METHODS} "
+                f"and {MAX_ATTRIBUTES}): split it, or write `# size: why` above it"
+            )
+    return offenders
+
+
+def has_reason(file: File, node: ast.ClassDef) -> bool:
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return is_reason(file.lines[first - 2]) if first > 1 else False
+
+
+def is_reason(line: str) -> bool:
+    return re.match(r"# size: \w+ \w+", line) is not None
+
+
+def long_signatures(package: Package) -> Offenders:
+    offenders = {}
+    for path, node in nodes(package, ast.Module, ast.ClassDef):
+        owner = node.name + "." if isinstance(node, ast.ClassDef) else ""
+        if owner.startswith("_"):
+            continue
+        for member in node.body:  # type: ignore[attr-defined]
+            if isinstance(member, Function) and (member.name == "__init__" or not member.name.startswith("_")):
+                count = num_parameters(member)
+                if count > MAX_PARAMETERS:
+                    name = f"{path}: {owner}{member.name}"
+                    offenders[name] = f"{name} has {count} parameters (at most {MAX_PARAMETERS}): group some in a class"
+    return offenders
+
+
+def num_parameters(function: Function) -> int:
+    given = function.args
+    names = [argument.arg for argument in given.posonlyargs + given.args + given.kwonlyargs]
+    return len(names) - (names[:1] in (["self"], ["cls"])) + bool(given.vararg) + bool(given.kwarg)
+
+
+def small_modules(package: Package) -> Offenders:
+    offenders = {}
+    imported = {path: imports(file) for path, file in package.items()}
+    for path, file in package.items():
+        if len(file.lines) < SMALL_MODULE and not is_plugin_or_public(path):
+            module = "rainband." + path.removesuffix(".py").replace("/", ".")
+            importers = [other for other, names in imported.items() if other != path and module in names]
+            if len(importers) == 1:
+                offenders[path] = f"{path} has {len(file.lines)} lines and one importer: merge it into {importers[0]}"
+    return offenders
+
+
+def is_plugin_or_public(path: str) -> bool:
+    return (
+        Path(path).name in ("__init__.py", "__main__.py")
+        or str(Path(path).parent) in PLUGIN_FOLDERS
+        or path.startswith(PUBLIC_MODULES)
+    )
+
+
+def imports(file: File) -> set[str]:
+    found = set()
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def long_files(package: Package) -> Offenders:
+    return {
+        path: f"{path} has {len(file.lines)} lines (at most {MAX_LINES}): split it, or begin it with `# size: why`"
+        for path, file in package.items()
+        if len(file.lines) > MAX_LINES and not is_reason(file.lines[0])
+    }
+
+
+LAWS: list[Law] = [
+    crowded_folders,
+    repeated_classes,
+    probed_strategies,
+    replaced_methods,
+    large_classes,
+    long_signatures,
+    small_modules,
+    long_files,
+]
+
+
+# ---- the package obeys them ----
+
+
+# Offenders that wait to be repaired: nothing may be added, and what is repaired must be deleted here.
+NOT_YET: dict[Law, set[str]] = {
+    crowded_folders: {
+        "cli",
+    },
+    replaced_methods: {
+        "bench/cases/lbfgs.py: launcher.coordinator.__class__",
+        "model_parallel/execution/worker.py: client.others_have_opened",
+        "record/calibrate.py: client._push",
+        "record/calibrate.py: client.take",
+        "record/calibrate.py: node.body.gradient",
+        "record/calibrate.py: node.body.worker",
+        "record/calibrate.py: server.server.receive",
+        "record/calibrate.py: worker.params.step",
+        "record/message_cost.py: client._push",
+        "record/message_cost.py: client.receive",
+        "record/message_cost.py: client.take",
+        "record/message_cost.py: port.push",
+        "record/message_cost.py: port.send",
+        "record/message_cost.py: server.receive",
+        "record/message_cost.py: worker.compute",
+        "record/message_cost.py: worker.params.step",
+        "record/record.py: client.receive",
+        "record/record.py: server.receive",
+        "runtimes/processes/min_step_time.py: worker.compute",
+        "runtimes/processes/prefetch.py: worker.fetch",
+        "runtimes/processes/stage_process.py: model.drive",
+        "runtimes/simulation/cluster.py: coordinator_node.occupy",
+        "runtimes/simulation/oracle/ledger.py: block.apply",
+        "runtimes/simulation/oracle/ledger.py: block.compute",
+    },
+    large_classes: {
+        "Block",
+        "Client",
+        "Coordinator",
+        "FragmentRun",
+        "FullBatchRun",
+        "Server",
+        "ShareWorker",
+        "SimulatedCluster",
+        "TrainingLoop",
+        "WorkerNode",
+    },
+    long_signatures: {
+        "cli/placement.py: command",
+        "cli/run.py: run",
+        "cli/train.py: train",
+        "fit.py: fit",
+    },
+    small_modules: {
+        "coordinator/guard_actions.py",
+        "model/buffer_mean.py",
+        "model_parallel/drawing/graph_layout.py",
+        "model_parallel/graph/tile_regions.py",
+        "model_parallel/placement/split_layers.py",
+        "runtimes/processes/min_step_time.py",
+        "runtimes/processes/prefetch.py",
+        "runtimes/processes/titles.py",
+        "runtimes/simulation/models/random_times.py",
+        "views/plain_progress.py",
+    },
+    long_files: {
+        "worker/client.py",
+    },
+}
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_the_package_obeys(law: Law, package: Package) -> None:
+    offenders = law(package)
+    new = [reason for name, reason in offenders.items() if name not in NOT_YET.get(law, set())]
+    repaired = NOT_YET.get(law, set()) - set(offenders)
+    if new or repaired:
+        pytest.fail("\n".join(new + [f"{name}: repaired, delete it from NOT_YET" for name in sorted(repaired)]), False)
+
+
+# ---- the rules notice what they should ----
+
+
+def methods(count: int) -> str:
+    return "".join(f"    def m{i}(self): ...\n" for i in range(count))
+
+
+def attributes(count: int) -> str:
+    return "    def __init__(self):\n" + "".join(f"        self.a{i} = {i}\n" for i in range(count))
+
+
+def parameters(count: int) -> str:
+    return ", ".join(f"p{i}" for i in range(count))
+
+
+BREACHES: list[tuple[Law, dict[str, str]]] = [
+    (crowded_folders, {f"views/v{i}.py": "" for i in range(17)}),
+    (repeated_classes, {"a.py": "class Plan: ...", "b.py": "def f():\n    class Plan: ..."}),
+    (probed_strategies, {"a.py": "getattr(run.strategy, 'bound', 0)"}),
+    (probed_strategies, {"a.py": "hasattr(type(strategy), 'server')"}),
+    (probed_strategies, {"a.py": "half = strategy.server(2)\nhasattr(half, 'tick')"}),
+    (probed_strategies, {"a.py": "def f():\n    cls = find_strategy(name)\n    return hasattr(cls, 'run')"}),
+    (probed_strategies, {"a.py": "made = load_strategy(name, {})\ngetattr(made, 'lr')"}),
+    (probed_strategies, {"a.py": "if (cls := load_strategy(name)) and hasattr(cls, 'lr'): ..."}),
+    (probed_strategies, {"a.py": "def f(it: Rule | None) -> None:\n    getattr(it, 'rounds', None)"}),
+    (probed_strategies, {"a.py": "getattr(load_strategy('sync', {}), 'lr')"}),
+    (replaced_methods, {"a.py": "client.take = timed(client.take)  # type: ignore[method-assign]"}),
+    (replaced_methods, {"a.py": "client.take = timed  # type: ignore[assignment, method-assign]"}),
+    (replaced_methods, {"a.py": "coordinator.__class__ = Counting"}),
+    (replaced_methods, {"a.py": "client.take = lambda: 1"}),
+    (replaced_methods, {"a.py": "def f(client):\n    def noted(): ...\n    client.take = noted"}),
+    (replaced_methods, {"a.py": "class A:\n    def note(self): ...\n    def f(self, x): x.take = self.note"}),
+    (replaced_methods, {"a.py": "class A:\n    def take(self): ...", "b.py": "client.take = timed(client)"}),
+    (replaced_methods, {"a.py": "setattr(client, 'take', lambda: 1)"}),
+    (large_classes, {"a.py": "class A:\n" + methods(26)}),
+    (large_classes, {"a.py": "class A:\n" + attributes(21)}),
+    (large_classes, {"a.py": "# size:\nclass A:\n" + methods(26)}),
+    (long_signatures, {"a.py": f"def f({parameters(9)}): ..."}),
+    (long_signatures, {"a.py": f"class A:\n    def __init__(self, *, {parameters(9)}): ..."}),
+    (small_modules, {"views/a.py": "x = 1", "views/b.py": "from rainband.views.a import x"}),
+    (small_modules, {"views/a.py": "x = 1", "views/b.py": "def f():\n    from rainband.views import a"}),
+    (long_files, {"a.py": "x = 1\n" * 601}),
+]
+
+ALLOWED: list[tuple[Law, dict[str, str]]] = [
+    (crowded_folders, {f"views/{folder}/v{i}.py": "" for folder in "ab" for i in range(16)}),
+    (repeated_classes, {"a.py": "class Plan: ...", "b.py": "class Placement: ..."}),
+    (probed_strategies, {"a.py": "getattr(torch, strategy.dtype)"}),
+    (probed_strategies, {"a.py": "cls = getattr(importlib.import_module(name), class_name)"}),
+    (replaced_methods, {"a.py": "class A:\n    def f(self): self.take = lambda: 1"}),
+    (replaced_methods, {"a.py": "class A:\n    count: int\n    def take(self): ...", "b.py": "client.count = 3"}),
+    (replaced_methods, {"a.py": "sys.excepthook = partial(show, sys.excepthook)"}),
+    (large_classes, {"a.py": "class A:\n" + methods(25)}),
+    (large_classes, {"a.py": "# size: one method per message kind\n@final\nclass A:\n" + methods(26)}),
+    (long_signatures, {"a.py": f"def f({parameters(8)}): ...\ndef _f({parameters(9)}): ..."}),
+    (long_signatures, {"a.py": f"class A:\n    def f(self, {parameters(8)}): ..."}),
+    (small_modules, {"views/a.py": "x = 1\n" * 60, "views/b.py": "from rainband.views.a import x"}),
+    (small_modules, {"rules/a.py": "x = 1", "views/b.py": "from rainband.rules.a import x"}),
+    (small_modules, {"a.py": "x = 1", "b.py": "import rainband.a", "c.py": "from rainband import a"}),
+    (long_files, {"a.py": "# size: one class per message kind\n" + "x = 1\n" * 600}),
+]
+
+
+@pytest.mark.parametrize("law, sources", BREACHES)
+def test_a_breach_is_noticed(law: Law, sources: dict[str, str]) -> None:
+    assert len(law(package_of(sources))) == 1
+
+
+@pytest.mark.parametrize("law, sources", ALLOWED)
+def test_what_is_allowed_is_left_alone(law: Law, sources: dict[str, str]) -> None:
+    assert law(package_of(sources)) == {}
+
+
+def test_every_rule_is_broken_on_purpose() -> None:
+    assert {law for law, _ in BREACHES} == {law for law, _ in ALLOWED} == set(LAWS)
