@@ -224,7 +224,7 @@ class RuleBlock(Protocol):
 
     index: int
     plan: DataPlan
-    place: ParameterBuffer
+    buffer: ParameterBuffer
     values: Tensor  # the parameters, in the precision in which they are kept
     version: int
 

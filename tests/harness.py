@@ -157,7 +157,7 @@ class LinePort:
         if not (at_version < 0 or at_version <= block.version <= at_version + 1):
             return None
         version = block.version if at_version < 0 else at_version
-        out.copy_(block.place.of(version))
+        out.copy_(block.buffer.at(version))
         return version
 
     def arrived(self, in_flight: InFlight) -> InFlight:
@@ -173,7 +173,7 @@ class LinePort:
         return in_flight
 
 
-class OwnParameters:
+class WorkerParameters:
     """The worker's own copy of the parameters, for its local steps."""
 
     def __init__(self, memory: Memory) -> None:
@@ -193,7 +193,7 @@ class Node:
         self.rank = peer.index
         self.num_workers = cluster.case.num_workers
         self.memory = Memory(cluster.layout, cluster.ledger)
-        self.params = OwnParameters(self.memory)
+        self.params = WorkerParameters(self.memory)
         self.client: Client | None = None
         self.ports: list[LinePort] = []
         self.welcome: Welcome | None = None

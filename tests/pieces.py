@@ -59,20 +59,20 @@ def specs_of(num_blocks: int, dtype: str = "float32") -> tuple[BlockSpec, ...]:
     return cut(layout_of(num_blocks, dtype), num_servers=num_blocks)
 
 
-def make_half(rule: Callable[[], Rule] = ApplyOnArrival, lr: float = 0.5, **others: Any) -> ServerPart:
+def make_server_part(rule: Callable[[], Rule] = ApplyOnArrival, lr: float = 0.5, **others: Any) -> ServerPart:
     optimizer = others.get("optimizer") or OptimizerSpec("sgd", {"lr": lr})
     return ServerPart(rule, optimizer, others.get("schedule") or Schedule())
 
 
-def make_place(spec: BlockSpec, buffers: int) -> ParameterBuffer:
+def make_buffer(spec: BlockSpec, buffers: int) -> ParameterBuffer:
     return ParameterBuffer([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
 
 
-def make_block(plan: DataPlan | None = None, half: ServerPart | None = None, dtype: str = "float32") -> Block:
+def make_block(plan: DataPlan | None = None, server_part: ServerPart | None = None, dtype: str = "float32") -> Block:
     """One block, loaded with zeros."""
-    spec, half = specs_of(1, dtype)[0], half or make_half()
-    buffers = 2 if half.rule().reads == "round" else 1
-    block = Block(spec, make_place(spec, buffers), plan or make_plan(), half, ({},))
+    spec, server_part = specs_of(1, dtype)[0], server_part or make_server_part()
+    buffers = 2 if server_part.rule().reads == "round" else 1
+    block = Block(spec, make_buffer(spec, buffers), plan or make_plan(), server_part, ({},))
     block.load(InitBlock(0, dtype, NUMEL), torch.zeros(NUMEL, dtype=block.dtype))
     return block
 
@@ -80,8 +80,8 @@ def make_block(plan: DataPlan | None = None, half: ServerPart | None = None, dty
 def make_server(num_blocks: int = 1, plan: DataPlan | None = None, loaded: bool = True, **others: Any) -> Server:
     """A server that owns all blocks; rounds if the plan has them."""
     plan = plan or make_plan()
-    half = make_half(MeanOfRound if plan.columns else ApplyOnArrival, **others)
-    server = Server(lambda _: half, lambda specs, buffers: [make_place(spec, buffers) for spec in specs])
+    server_part = make_server_part(MeanOfRound if plan.columns else ApplyOnArrival, **others)
+    server = Server(lambda _: server_part, lambda specs, buffers: [make_buffer(spec, buffers) for spec in specs])
     server.receive(COORDINATOR, Assign(plan, specs_of(num_blocks), ({},), num_workers=len(WORKERS)))
     for block in range(num_blocks if loaded else 0):
         server.receive(WORKERS[0], InitBlock(block, "float32", NUMEL), full(0.0))

@@ -20,34 +20,34 @@ from tests.pieces import (
     cell_push,
     full,
     make_block,
-    make_half,
-    make_place,
+    make_buffer,
     make_plan,
     make_push,
+    make_server_part,
     named,
     rounds_plan,
     specs_of,
     value_of,
 )
 
-# ---- the place ----
+# ---- the buffer ----
 
 
 def test_the_version_word_is_odd_while_the_block_is_written() -> None:
     words = [7, 40, 9]
-    place = ParameterBuffer(words, 1, [full(0.0)])
+    buffer = ParameterBuffer(words, 1, [full(0.0)])
 
-    place.begin()
+    buffer.begin_write()
     assert words == [7, 41, 9]
-    place.end()
+    buffer.end_write()
     assert words == [7, 42, 9]
 
 
 def test_versions_take_turns_in_two_buffers() -> None:
     even, odd = full(0.0), full(1.0)
-    place = ParameterBuffer([0], 0, [even, odd])
-    assert place.of(4) is even and place.of(5) is odd
-    assert ParameterBuffer([0], 0, [even]).of(5) is even
+    buffer = ParameterBuffer([0], 0, [even, odd])
+    assert buffer.at(4) is even and buffer.at(5) is odd
+    assert ParameterBuffer([0], 0, [even]).at(5) is even
 
 
 # ---- one step ----
@@ -59,13 +59,13 @@ def test_a_step_of_1_at_rate_one_half_takes_0_to_minus_one_half() -> None:
     block.apply(full(1.0), [make_push(named(0, 0, 3))], ())
 
     assert value_of(block) == -0.5
-    assert (block.version, block.applied, block.place.words[0]) == (1, 3, 2)
+    assert (block.version, block.applied, block.buffer.words[0]) == (1, 3, 2)
 
 
 def test_absent_is_not_zero() -> None:
     """With momentum a parameter whose gradient is zero moves on, one that has none stays."""
-    half = make_half(optimizer=OptimizerSpec("sgd", {"lr": 1.0, "momentum": 1.0}))
-    block = make_block(half=half)
+    server_part = make_server_part(optimizer=OptimizerSpec("sgd", {"lr": 1.0, "momentum": 1.0}))
+    block = make_block(server_part=server_part)
 
     block.apply(full(1.0), [make_push(named(0, 0))], ())
     block.apply(full(0.0), [make_push(named(0, 1))], {0})
@@ -75,8 +75,8 @@ def test_absent_is_not_zero() -> None:
 
 
 def test_the_rate_is_that_of_the_batchs_place_in_the_plan_not_of_the_steps_so_far() -> None:
-    half = make_half(lr=1.0, schedule=Schedule("linear"))
-    block = make_block(make_plan(num_batches=8, portion_batches=4), half)
+    server_part = make_server_part(lr=1.0, schedule=Schedule("linear"))
+    block = make_block(make_plan(num_batches=8, portion_batches=4), server_part)
 
     block.apply(full(1.0), [make_push(named(1, 2))], ())  # batch 6 of 8: a quarter of the rate is left
 
@@ -84,7 +84,7 @@ def test_the_rate_is_that_of_the_batchs_place_in_the_plan_not_of_the_steps_so_fa
 
 
 def test_a_push_without_name_is_where_the_data_is() -> None:
-    block = make_block(make_plan(num_batches=4), make_half(lr=1.0, schedule=Schedule("linear")))
+    block = make_block(make_plan(num_batches=4), make_server_part(lr=1.0, schedule=Schedule("linear")))
     block.accepted_set.add(named(0, 0, 2))
 
     block.apply(full(1.0), [make_push(())], ())
@@ -104,7 +104,7 @@ def watch(block: Block, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, floa
 
     def step(gradient: Tensor, absent: Collection[int] = (), lr_scale: float = 1.0) -> None:
         true_step(gradient, absent, lr_scale)
-        seen.append((block.place.words[0], block.place.buffers[0][0].item()))
+        seen.append((block.buffer.words[0], block.buffer.tensors[0][0].item()))
 
     monkeypatch.setattr(optimizer, "step", step)
     return seen
@@ -116,67 +116,67 @@ def test_a_kernel_that_writes_once_works_in_the_published_memory_itself(monkeypa
 
     block.apply(full(1.0), [make_push(named(0, 0))], ())
 
-    assert block.values is block.place.buffers[0]
+    assert block.values is block.buffer.tensors[0]
     assert seen == [(1, -0.5)]  # the word was odd, and the memory changed under it
 
 
 def test_an_optimizer_that_writes_more_than_once_works_on_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = make_block(half=make_half(optimizer=OptimizerSpec("rmsprop", {"lr": 0.5})))
+    block = make_block(server_part=make_server_part(optimizer=OptimizerSpec("rmsprop", {"lr": 0.5})))
     seen = watch(block, monkeypatch)
 
     block.apply(full(1.0), [make_push(named(0, 0))], ())
 
     assert seen == [(0, 0.0)]  # readers saw the old values, and nothing was being written
-    assert block.values is not block.place.buffers[0]
-    assert torch.equal(block.values, block.place.buffers[0]) and value_of(block) < 0
-    assert block.place.words[0] == 2
+    assert block.values is not block.buffer.tensors[0]
+    assert torch.equal(block.values, block.buffer.tensors[0]) and value_of(block) < 0
+    assert block.buffer.words[0] == 2
 
 
 def test_in_rounds_version_r_is_not_touched_while_r_plus_1_is_made() -> None:
-    block = make_block(plan := rounds_plan(columns=1), make_half(MeanOfRound))
+    block = make_block(plan := rounds_plan(columns=1), make_server_part(MeanOfRound))
 
     for round_ in range(3):
         block.apply(full(1.0), [cell_push(plan, round_ % 2, 0)], ())
         assert block.version == round_ + 1
-        assert set(block.place.of(block.version).tolist()) == {-0.5 * block.version}
-        assert set(block.place.of(block.version - 1).tolist()) == {-0.5 * round_}
-        assert block.place.words[0] == 2 * block.version
+        assert set(block.buffer.at(block.version).tolist()) == {-0.5 * block.version}
+        assert set(block.buffer.at(block.version - 1).tolist()) == {-0.5 * round_}
+        assert block.buffer.words[0] == 2 * block.version
 
 
 def test_a_round_without_a_step_is_a_version_like_any_other() -> None:
-    block = make_block(rounds_plan(), make_half(MeanOfRound))
+    block = make_block(rounds_plan(), make_server_part(MeanOfRound))
     block.apply(full(1.0), [cell_push(block.plan, 0, 0)], ())
 
     block.advance([])
 
-    assert (block.version, block.place.words[0]) == (2, 4)
-    assert [set(block.place.of(v).tolist()) for v in (1, 2)] == [{-0.5}, {-0.5}]
+    assert (block.version, block.buffer.words[0]) == (2, 4)
+    assert [set(block.buffer.at(v).tolist()) for v in (1, 2)] == [{-0.5}, {-0.5}]
 
 
 def test_sixteen_bit_parameters_are_kept_in_32() -> None:
     """256 + 1 is 256 in bfloat16: steps of 1 would be lost one by one, together they are not."""
-    block = make_block(half=make_half(lr=1.0), dtype="bfloat16")
+    block = make_block(server_part=make_server_part(lr=1.0), dtype="bfloat16")
     block.load(InitBlock(0, "bfloat16", NUMEL), full(256.0, torch.bfloat16))
 
     for k in range(4):
         block.apply(full(-1.0), [make_push(named(0, k))], ())
 
     assert block.values.dtype == torch.float32 and value_of(block) == 260.0
-    assert set(block.place.buffers[0].tolist()) == {260.0}
+    assert set(block.buffer.tensors[0].tolist()) == {260.0}
 
 
 def test_first_values_are_in_every_buffer_and_in_the_master() -> None:
     for dtype in ("float32", "float64", "bfloat16"):
         for rule in (None, MeanOfRound):
-            block = make_block(rounds_plan(), make_half(rule) if rule else None, dtype)
+            block = make_block(rounds_plan(), make_server_part(rule) if rule else None, dtype)
             block.load(InitBlock(0, dtype, NUMEL), full(3.0, block.dtype))
             assert value_of(block) == 3.0
-            assert all(set(buffer.tolist()) == {3.0} for buffer in block.place.buffers)
+            assert all(set(buffer.tolist()) == {3.0} for buffer in block.buffer.tensors)
 
 
 def test_a_block_is_not_loaded_until_it_is_told_its_first_values() -> None:
     (spec,) = specs_of(1)
-    block = Block(spec, make_place(spec, 1), make_plan(), make_half(), ({},))
+    block = Block(spec, make_buffer(spec, 1), make_plan(), make_server_part(), ({},))
     assert not block.loaded
 
 
@@ -192,7 +192,7 @@ def test_staleness_is_the_updates_between_the_read_and_the_apply() -> None:
 
 
 def test_the_tally_counts_what_is_marked_applied_skipped_and_buffered() -> None:
-    block = make_block(plan := rounds_plan(num_batches=9, columns=3, portion_batches=3), make_half(MeanOfRound))
+    block = make_block(plan := rounds_plan(num_batches=9, columns=3, portion_batches=3), make_server_part(MeanOfRound))
     pushes = [cell_push(plan, 0, 0), cell_push(plan, 0, 1, skip="not finite"), cell_push(plan, 0, 2)]
     pushes.append(cell_push(plan, 1, 2))
     for push in pushes:

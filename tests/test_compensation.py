@@ -15,7 +15,18 @@ from rainband.strategies.stale_sync import StaleSync
 from rainband.strategy import Rule, Strategy
 from tests.harness import Faults, SimulatedCluster
 from tests.ledger import Case
-from tests.pieces import WORKERS, full, make_half, make_place, make_plan, make_push, named, send, specs_of, value_of
+from tests.pieces import (
+    WORKERS,
+    full,
+    make_place,
+    make_plan,
+    make_push,
+    make_server_part,
+    named,
+    send,
+    specs_of,
+    value_of,
+)
 from tests.test_sim_world import INSTANT, world_of
 
 STRATEGIES: list[Strategy] = [
@@ -29,7 +40,7 @@ STRATEGIES: list[Strategy] = [
 
 
 def make_server(rule: Rule) -> Server:
-    half = make_half(lambda: rule, lr=0.5)
+    half = make_server_part(lambda: rule, lr=0.5)
     server = Server(lambda _: half, lambda specs, buffers: [make_place(spec, buffers) for spec in specs])
     server.receive(COORDINATOR, Assign(make_plan(16), specs_of(1), ({},), num_workers=2))
     server.receive(WORKERS[0], InitBlock(0, "float32", 32), full(0.0))

@@ -436,12 +436,12 @@ def test_a_parameter_that_moved_is_brought_back_with_its_new_value() -> None:
 def test_only_the_parameter_that_moved_is_copied() -> None:
     module = mlp()
     flat = Flat(module)
-    versions = [home._version for home in flat._homes]
+    versions = [home._version for home in flat._parameter_views]
     module[2].bias.data = torch.ones(3)
 
     flat.check()
 
-    assert [home._version - before for home, before in zip(flat._homes, versions, strict=True)] == [
+    assert [home._version - before for home, before in zip(flat._parameter_views, versions, strict=True)] == [
         0,
         0,
         0,

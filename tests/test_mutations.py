@@ -86,7 +86,7 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
 
     def revoke(server: Server, message: Any) -> Any:
         outs = true_revoke(server, message)
-        server.floor.clear()
+        server.min_lease.clear()
         return outs
 
     patch.setattr(Server, "_revoke", revoke)
@@ -163,11 +163,11 @@ def inexact_round_reads(patch: pytest.MonkeyPatch) -> None:
 
     def read(server: Server, params: Params) -> tuple[Params, Tensor]:
         block = server.blocks[params.block]
-        return replaced(params, version=block.version), block.place.of(block.version)
+        return replaced(params, version=block.version), block.buffer.at(block.version)
 
     def read_in_place(port: LinePort, spec: BlockSpec, at_version: int, out: Tensor) -> int:
         block = port.cluster.servers[port.server].blocks[spec.index]
-        out.copy_(block.place.of(block.version))
+        out.copy_(block.buffer.at(block.version))
         return block.version
 
     patch.setattr(Server, "read", read)

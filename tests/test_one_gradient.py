@@ -176,7 +176,7 @@ def test_one_gradient() -> None:
     assert isinstance(ack, Ack) and (ack.result, ack.version) == (PushResult.ACCEPTED, 1)
     held = server.blocks[0]
     assert held.values[:2].tolist() == (-0.5 * SAMPLES[sample]).tolist()  # w = 0 - lr * gradient
-    assert held.place.words[0] == 2 * held.version  # even: nobody is writing
+    assert held.buffer.words[0] == 2 * held.version  # even: nobody is writing
 
     # ---- 5. if it comes again it was had: nothing changes ----------------------------------------------------------
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rainband.model.block_optimizer import BlockOptimizer, build, why_not_blockwise
+from rainband.model.block_optimizer import BlockOptimizer, blockwise_obstacle, build
 from rainband.protocol.layout import BlockSegment, BlockSpec
 from rainband.protocol.optimizer_spec import BUILT_IN, OptimizerSpec
 
@@ -518,7 +518,7 @@ def test_an_unknown_setting_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match=message):
         build(OptimizerSpec("sgd"), [{"params": [torch.ones(1)], "momentun": 0.9}])
     with pytest.raises(ValueError, match=message):
-        why_not_blockwise(torch.optim.SGD, {"momentun": 0.9})
+        blockwise_obstacle(torch.optim.SGD, {"momentun": 0.9})
 
 
 def test_an_impossible_value_is_refused_also_in_a_group() -> None:
@@ -653,13 +653,13 @@ class Unscaled(Lion):
 
 @every
 def test_servers_can_run_element_wise_optimizers(name: str, numbers: dict[str, Any]) -> None:
-    assert why_not_blockwise(OptimizerSpec(name, numbers)) is None
-    assert why_not_blockwise(getattr(torch.optim, BUILT_IN[name]), numbers) is None
+    assert blockwise_obstacle(OptimizerSpec(name, numbers)) is None
+    assert blockwise_obstacle(getattr(torch.optim, BUILT_IN[name]), numbers) is None
 
 
 def test_servers_can_run_a_home_made_element_wise_optimizer() -> None:
-    assert why_not_blockwise(Lion) is None
-    assert why_not_blockwise(OptimizerSpec(f"{__name__}:Lion", {"lr": 0.5}), {"beta": 0.5}) is None
+    assert blockwise_obstacle(Lion) is None
+    assert blockwise_obstacle(OptimizerSpec(f"{__name__}:Lion", {"lr": 0.5}), {"beta": 0.5}) is None
 
 
 @pytest.mark.parametrize(
@@ -677,16 +677,16 @@ def test_servers_can_run_a_home_made_element_wise_optimizer() -> None:
     ],
 )
 def test_servers_cannot_run_the_others_and_say_why(cls: type[torch.optim.Optimizer], reason: str) -> None:
-    why = why_not_blockwise(cls)
+    why = blockwise_obstacle(cls)
     assert why is not None
     assert re.search(reason, why)
 
 
 def test_a_warm_up_that_begins_at_zero_does_not_hide_what_an_optimizer_does() -> None:
-    assert why_not_blockwise(Scaled, {"lr": 0.0}) is not None
+    assert blockwise_obstacle(Scaled, {"lr": 0.0}) is not None
 
 
 def test_the_trial_leaves_random_numbers_alone() -> None:
     before = torch.get_rng_state()
-    why_not_blockwise(torch.optim.Adam)
+    blockwise_obstacle(torch.optim.Adam)
     assert torch.equal(torch.get_rng_state(), before)

@@ -22,7 +22,7 @@ from rainband.protocol.messages import Address, GiveBack, Hello, LeaseRequest, L
 from rainband.protocol.peer_inbox import Received
 from rainband.transports import peers_shared, peers_tcp
 from rainband.transports.auth import new_run_id, new_secret
-from rainband.transports.connect import dial, this_machine
+from rainband.transports.connect import connect, this_machine
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.frames import pack
 from rainband.transports.peers import PeerLinks
@@ -461,7 +461,7 @@ def forger(transport: str, lost: list[int]) -> Iterator[tuple[PeerLinks, socket.
     me = Peer("worker", 1)
 
     def call() -> None:
-        ends.append(dial(address, transport == "shm", SECRET, run_id, me, DEADLINE_S))
+        ends.append(connect(address, transport == "shm", SECRET, run_id, me, DEADLINE_S))
 
     at_once(call, lambda: until(link, lambda: ends))
     sock, _, key = ends[0]

@@ -40,10 +40,10 @@ from tests.pieces import (
     answer,
     cell_push,
     full,
-    make_half,
-    make_place,
+    make_buffer,
     make_plan,
     make_push,
+    make_server_part,
     named,
     rounds_plan,
     send,
@@ -170,8 +170,8 @@ def state(server: Server) -> dict[str, Any]:
     blocks = {
         index: {
             "values": block.values.tolist(),
-            "published": [buffer.tolist() for buffer in block.place.buffers],
-            "word": block.place.words[0],
+            "published": [buffer.tolist() for buffer in block.buffer.tensors],
+            "word": block.buffer.words[0],
             "version": block.version,
             "marks": (block.accepted_set.low, dict(block.accepted_set.open), block.accepted_set.count),
             "untracked_pushes": dict(block.untracked_pushes),
@@ -184,7 +184,12 @@ def state(server: Server) -> dict[str, Any]:
         }
         for index, block in server.blocks.items()
     }
-    return {"blocks": blocks, "floor": dict(server.floor), "complete": dict(server.complete), "updates": server.updates}
+    return {
+        "blocks": blocks,
+        "floor": dict(server.min_lease),
+        "complete": dict(server.complete),
+        "updates": server.updates,
+    }
 
 
 GOOD = make_push(named(1, 1), worker=0, block=0, clock=9)
@@ -304,7 +309,7 @@ def test_what_is_complete_needs_no_fence_any_more() -> None:
 
     report(server)
 
-    assert server.floor == {}
+    assert server.min_lease == {}
     assert send(server, make_push(named(0, 0, lease=1))) == PushResult.DUPLICATE
 
 
@@ -461,8 +466,8 @@ def test_nobody_answers_a_reader_that_is_gone() -> None:
 
 
 def test_first_values_that_come_before_the_blocks_wait_for_them() -> None:
-    half = make_half()
-    server = Server(lambda _: half, lambda specs, buffers: [make_place(spec, buffers) for spec in specs])
+    server_part = make_server_part()
+    server = Server(lambda _: server_part, lambda specs, buffers: [make_buffer(spec, buffers) for spec in specs])
     lent = full(7.0)
 
     assert server.receive(WORKERS[0], InitBlock(0, "float32", NUMEL, slot=2), lent) == []
@@ -474,8 +479,8 @@ def test_first_values_that_come_before_the_blocks_wait_for_them() -> None:
 
 
 def test_a_server_without_blocks_is_ready_at_once() -> None:
-    half = make_half()
-    server = Server(lambda _: half, lambda specs, buffers: [])
+    server_part = make_server_part()
+    server = Server(lambda _: server_part, lambda specs, buffers: [])
     assert server.receive(COORDINATOR, Assign(make_plan(), (), ({},), num_workers=1)) == [
         ServerOutput(COORDINATOR, Ready())
     ]

@@ -75,7 +75,7 @@ def parameters(cluster: SimulatedCluster, dimension: int = TASK.dimension) -> to
     values = torch.zeros(dimension)
     for node in cluster.servers.values():
         for block in node.server.blocks.values():
-            values[block.spec.start : block.spec.stop] = block.place.of(block.version)
+            values[block.spec.start : block.spec.stop] = block.buffer.at(block.version)
     return values
 
 

@@ -74,11 +74,11 @@ def test_a_gradient_is_only_lent() -> None:
 def test_thirty_workers_and_n_3_make_updates_of_10(
     scaling: Literal["none", "n", "staleness"], lr: float, by_staleness: bool
 ) -> None:
-    half = SoftSync(n=3, lr=0.6, scaling=scaling).server(num_workers=30)
-    rule = half.rule()
+    server_part = SoftSync(n=3, lr=0.6, scaling=scaling).server(num_workers=30)
+    rule = server_part.rule()
     assert isinstance(rule, ApplyEvery)
     assert (rule.count, rule.by_staleness) == (10, by_staleness)
-    assert half.optimizer.settings["lr"] == pytest.approx(lr)
+    assert server_part.optimizer.settings["lr"] == pytest.approx(lr)
 
 
 def test_with_fewer_workers_than_n_every_gradient_is_an_update() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.rules import ApplyEvery
-from tests.pieces import make_block, make_half, make_plan, make_push, named
+from tests.pieces import make_block, make_plan, make_push, make_server_part, named
 
 DELAYS = (0, 1, 2, 5, 15)
 
@@ -27,7 +27,7 @@ def limit(delay: int) -> float:
 
 def descend(rate: float, delay: int, steps: int, by_staleness: bool = False) -> list[float]:
     """The sizes of x from step to step, where every gradient is of the parameters `delay` versions ago."""
-    half = make_half(lambda: ApplyEvery(1, by_staleness), optimizer=OptimizerSpec("sgd", {"lr": rate}))
+    half = make_server_part(lambda: ApplyEvery(1, by_staleness), optimizer=OptimizerSpec("sgd", {"lr": rate}))
     block = make_block(make_plan(), half, dtype="float64")
     block.values.fill_(1.0)
     past = deque([block.values.clone()] * (delay + 1), maxlen=delay + 1)

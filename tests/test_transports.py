@@ -46,7 +46,7 @@ from rainband.runtimes.config import Job, RunConfig
 from rainband.runtimes.processes.server_process import ServerProcess
 from rainband.transports import frames
 from rainband.transports.auth import new_run_id, new_secret
-from rainband.transports.connect import dial, listen_tcp, listen_unix, this_machine
+from rainband.transports.connect import connect, listen_tcp, listen_unix, this_machine
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.hub import MAX_UNKNOWN
 from rainband.transports.server_links import SharedPort, TcpPort
@@ -129,7 +129,7 @@ class Worker:
         self.event_loop = EventLoop()
         self.came: list[tuple[Message, Tensor | None]] = []
         self.sequence = 0
-        sock, _, key = dial(server.address, transport == "shm", SECRET, RUN_ID, self.me, DEADLINE_S)
+        sock, _, key = connect(server.address, transport == "shm", SECRET, RUN_ID, self.me, DEADLINE_S)
         self.sock = sock
         self.port: SharedPort | TcpPort
         if transport == "shm":
@@ -200,7 +200,7 @@ def _zero(out: Tensor) -> None:
     out.zero_()
 
 
-def connect(server: Served) -> socket.socket:
+def connect_raw(server: Served) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.address.port), timeout=DEADLINE_S)
 
 
@@ -345,12 +345,12 @@ class Meddling:
 
 def test_a_read_that_was_disturbed_is_done_again() -> None:
     shared = published(numel=16)
-    place = shared.place(shared_spec(16))
+    buffer = shared.buffer(shared_spec(16))
 
     def write() -> None:
-        place.begin()
-        place.buffers[0].fill_(1.0)
-        place.end()
+        buffer.begin_write()
+        buffer.tensors[0].fill_(1.0)
+        buffer.end_write()
 
     out = Meddling(16, write)
     assert shared.read(0, out) == (1, 1)  # type: ignore[arg-type]  # version 1, torn once
@@ -359,11 +359,11 @@ def test_a_read_that_was_disturbed_is_done_again() -> None:
 
 def test_a_block_that_never_stands_still_is_read_as_it_is_at_its_older_version_and_counted() -> None:
     shared = published(numel=16)
-    place = shared.place(shared_spec(16))
+    buffer = shared.buffer(shared_spec(16))
     for _ in range(3):
-        place.begin()
-        place.end()
-    place.begin()
+        buffer.begin_write()
+        buffer.end_write()
+    buffer.begin_write()
     assert shared.read(0, torch.empty(16)) == (3, READ_TRIES)
 
 
@@ -374,15 +374,15 @@ def shared_spec(numel: int) -> Any:
 def test_no_clean_read_is_torn_while_another_thread_writes() -> None:
     numel = 1 << 16
     shared = published(numel=numel)
-    place, over = shared.place(shared_spec(numel)), threading.Event()
+    buffer, over = shared.buffer(shared_spec(numel)), threading.Event()
 
     def keep_writing() -> None:
         version = 0
         while not over.wait(0.0002):  # a block that is written all the time is never read clean
             version += 1
-            place.begin()
-            place.buffers[0].fill_(float(version))
-            place.end()
+            buffer.begin_write()
+            buffer.tensors[0].fill_(float(version))
+            buffer.end_write()
 
     writer = threading.Thread(target=keep_writing)
     writer.start()
@@ -401,12 +401,12 @@ def test_no_clean_read_is_torn_while_another_thread_writes() -> None:
 
 def test_a_round_is_read_exactly_or_not_at_all() -> None:
     shared = published(buffers=2, numel=16)
-    place, out = shared.place(shared_spec(16)), torch.empty(16)
+    buffer, out = shared.buffer(shared_spec(16)), torch.empty(16)
 
     def write(version: int) -> None:
-        place.begin()
-        place.of(version).fill_(float(version))
-        place.end()
+        buffer.begin_write()
+        buffer.at(version).fill_(float(version))
+        buffer.end_write()
 
     for version in (1, 2, 3):
         write(version)
@@ -418,15 +418,15 @@ def test_a_round_is_read_exactly_or_not_at_all() -> None:
 
 def test_where_there_is_one_buffer_a_version_is_gone_when_the_next_is_begun() -> None:
     shared = published(buffers=1, numel=16)
-    place, out = shared.place(shared_spec(16)), torch.empty(16)
+    buffer, out = shared.buffer(shared_spec(16)), torch.empty(16)
 
     def write() -> None:
-        place.begin()
-        place.end()
+        buffer.begin_write()
+        buffer.end_write()
 
     write()
     assert [shared.read_round(0, version, out) for version in (0, 1, 2)] == [False, True, False]
-    assert not shared.read_round(0, 1, Meddling(16, place.begin))  # type: ignore[arg-type]
+    assert not shared.read_round(0, 1, Meddling(16, buffer.begin_write))  # type: ignore[arg-type]
 
 
 # ---- who is turned away --------------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def test_a_stranger_is_closed_and_a_worker_goes_on(greeting: bytes, caplog: pyte
         worker.load_zeros()
         started = time.monotonic()
         for _ in range(20):
-            stranger = connect(server)
+            stranger = connect_raw(server)
             stranger.sendall(greeting)
             assert is_closed(stranger)
         assert worker.push_ones(0) == PushResult.ACCEPTED
@@ -454,9 +454,9 @@ def test_a_stranger_is_closed_and_a_worker_goes_on(greeting: bytes, caplog: pyte
 def test_a_wrong_secret_is_refused_and_tells_where_to_look() -> None:
     with served() as server:
         with pytest.raises(HandshakeFailed, match="secret mismatch.* See rainband doctor"):
-            dial(server.address, False, new_secret(), RUN_ID, Peer("worker", 0), DEADLINE_S)
+            connect(server.address, False, new_secret(), RUN_ID, Peer("worker", 0), DEADLINE_S)
         with pytest.raises(HandshakeFailed, match="another run"):
-            dial(server.address, False, SECRET, new_run_id(), Peer("worker", 0), DEADLINE_S)
+            connect(server.address, False, SECRET, new_run_id(), Peer("worker", 0), DEADLINE_S)
         assert not server.hub.peers
 
 
@@ -467,7 +467,7 @@ def test_a_huge_length_after_a_good_handshake_is_refused_before_anything_is_allo
     with served() as server:
         worker = Worker(server, "tcp")
         worker.load_zeros()
-        sock, _, _ = dial(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
+        sock, _, _ = connect(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
         before = psutil.Process().memory_info().vms
         sock.sendall(frames._PREFIX.pack(frames.MAGIC, frames.PROTOCOL_VERSION, 0, 0, header_bytes, body_bytes, 0, 0))
         assert is_closed(sock)
@@ -483,7 +483,7 @@ def test_a_frame_with_any_one_byte_flipped_changes_nothing() -> None:
         push = Push(0, 1, 1, (BatchRange(0, 9, 10, 1),), 1, 1, 1, 0, "float32", 16)
         length = len(frames.pack(encode(push), body, 0)) + len(body)
         for at in range(length):
-            sock, _, key = dial(server.address, True, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
+            sock, _, key = connect(server.address, True, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
             frame = bytearray(frames.pack(encode(push), body, key) + bytes(body))
             frame[at] ^= 0x10
             sock.sendall(frame)
@@ -499,7 +499,7 @@ def test_half_a_frame_changes_nothing(num_bytes: int) -> None:
         Worker(server, "tcp").load_zeros()
         body = memoryview(torch.ones(16).numpy().tobytes())
         push = Push(0, 1, 1, (BatchRange(0, 9, 10, 1),), 1, 1, 1, 0, "float32", 16)
-        sock, _, key = dial(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
+        sock, _, key = connect(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
         sock.sendall((frames.pack(encode(push), body, key) + bytes(body))[:num_bytes])
         sock.shutdown(socket.SHUT_WR)
         assert is_closed(sock)
@@ -508,7 +508,7 @@ def test_half_a_frame_changes_nothing(num_bytes: int) -> None:
 
 def test_who_does_not_say_who_it_is_in_time_is_closed() -> None:
     with served(timeout_s=0.2) as server:
-        slow = [connect(server) for _ in range(3)]
+        slow = [connect_raw(server) for _ in range(3)]
         slow[1].sendall(b"R")
         slow[2].sendall(b"RBHI")
         assert all(map(is_closed, slow))
@@ -516,7 +516,7 @@ def test_who_does_not_say_who_it_is_in_time_is_closed() -> None:
 
 def test_many_connections_that_say_nothing_keep_nobody_out() -> None:
     with served() as server:
-        idle = [connect(server) for _ in range(MAX_UNKNOWN + 44)]
+        idle = [connect_raw(server) for _ in range(MAX_UNKNOWN + 44)]
         worker = Worker(server, "tcp")
         worker.load_zeros()
         assert worker.push_ones(0) == PushResult.ACCEPTED
@@ -564,7 +564,7 @@ def test_a_worker_that_speaks_like_the_coordinator_is_refused_and_counted(messag
         worker.port.send(message)
         assert worker.push_ones(0) == PushResult.ACCEPTED
         assert server.server.refused == {f"{type(message).__name__} from a worker": 1}
-        assert not server.server.floor
+        assert not server.server.min_lease
 
 
 def test_a_worker_cannot_push_for_another() -> None:
@@ -609,7 +609,7 @@ def test_a_mailbox_that_is_not_what_it_says_is_refused(
         worker.load_zeros()
         fd = make(num_bytes)
         open_before = os.listdir("/proc/self/fd")
-        sock, _, key = dial(server.address, True, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
+        sock, _, key = connect(server.address, True, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
         socket.send_fds(sock, [frames.pack(encode(hello), None, key)], [fd, fd])
         assert is_closed(sock)
         assert worker.push_ones(0) == PushResult.ACCEPTED
@@ -633,7 +633,7 @@ def test_a_push_of_a_strange_dtype_is_refused_with_a_reason(dtype: str) -> None:
 
 def test_a_message_that_is_none_of_ours_closes_the_connection() -> None:
     with served() as server:
-        sock, _, key = dial(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
+        sock, _, key = connect(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
         sock.sendall(frames.pack(b"\x91\xa5hello", None, key))
         assert is_closed(sock)
 

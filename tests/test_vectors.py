@@ -148,7 +148,7 @@ class Rig:
             fingerprint="", layout="", num_samples=12, batch_size=2, epochs=1, seed=0,
             portion_batches=2, batches_per_item=2, coordinated=True,
         )  # fmt: skip
-        self.places: list[ParameterBuffer] = []
+        self.buffers_of_blocks: list[ParameterBuffer] = []
         self.server = Server((strategy or Sandblaster(history=1)).server, self.publish)
         self.say(Assign(plan, self.blocks, layout.groups, 1))
         for block in self.blocks:
@@ -157,8 +157,8 @@ class Rig:
 
     def publish(self, specs: Any, buffers: int) -> list[ParameterBuffer]:
         assert buffers == 1
-        self.places = [ParameterBuffer([0], 0, [torch.zeros(spec.numel)]) for spec in specs]
-        return self.places
+        self.buffers_of_blocks = [ParameterBuffer([0], 0, [torch.zeros(spec.numel)]) for spec in specs]
+        return self.buffers_of_blocks
 
     def say(self, message: Message) -> list[Any]:
         return [
@@ -256,7 +256,10 @@ def test_readers_see_one_new_version_for_a_command_that_moves_the_parameters() -
     rig = Rig()
     rig.command(1, copy("start", PARAMS), axpy(PARAMS, 1.0, "start"), axpy(PARAMS, 1.0, "start"))
     rig.command(2, norm(PARAMS), scale("start", 2.0))
-    assert [place.words[0] for place in rig.places] == [2, 2]  # twice the version: it is even when nobody writes
+    assert [buffer.words[0] for buffer in rig.buffers_of_blocks] == [
+        2,
+        2,
+    ]  # twice the version: it is even when nobody writes
 
 
 # ---- evaluations ----

@@ -39,7 +39,7 @@ class BlockOptimizer:
         self._everyone = range(len(block.segments))
         self._values = values
         self._tensors = [values[segment.start : segment.stop] for segment in block.segments]
-        self._sizes, self._places = _pieces(block)
+        self._sizes, self._slice_of = _stretches(block)
         self._settings = _complete(self._class, spec.settings, groups)
         self._in_constructor = _for_constructor(self._class, spec.settings, self._settings)
         self._groups_here = sorted({segment.group for segment in block.segments}) or [0]
@@ -60,9 +60,9 @@ class BlockOptimizer:
         present: Sequence[int] = self._everyone
         if absent:
             present = [i for i in present if self._segments[i].parameter not in absent]
-        pieces = torch.split_with_sizes(gradient, self._sizes)
+        slices = torch.split_with_sizes(gradient, self._sizes)
         for together in self._steppable_together(present):
-            self._step(together, pieces)
+            self._step(together, slices)
 
     def update_groups(self, groups: Sequence[Mapping[str, object]]) -> None:
         """Take new numbers from the user's schedule. What is no number cannot change; then nothing does."""
@@ -121,10 +121,10 @@ class BlockOptimizer:
             written.update(self._settings[group])
             written["lr"] *= self._lr_scale
 
-    def _step(self, segments: Sequence[int], pieces: Sequence[Tensor]) -> None:
+    def _step(self, segments: Sequence[int], slices: Sequence[Tensor]) -> None:
         try:
             for i in segments:
-                self._tensors[i].grad = pieces[self._places[i]]
+                self._tensors[i].grad = slices[self._slice_of[i]]
             with torch.no_grad():
                 self._bare_step(self._optimizer)
         finally:  # the gradient's memory belongs to someone else, who will write the next one into it
@@ -205,13 +205,13 @@ def build(spec: OptimizerSpec, params_groups: Iterable[Tensor] | Iterable[Mappin
     return _construct(cls, _for_constructor(cls, spec.settings, settings), over)
 
 
-def why_not_blockwise(
+def blockwise_obstacle(
     spec_or_class: OptimizerSpec | type[Optimizer], settings: Mapping[str, object] | None = None
 ) -> str | None:
     """Try an optimizer on a tensor, whole and cut in two: None if a server can run it, otherwise why not."""
     settings = settings or {}
     if isinstance(spec_or_class, OptimizerSpec):
-        return why_not_blockwise(optimizer_class(spec_or_class.name), {**spec_or_class.settings, **settings})
+        return blockwise_obstacle(optimizer_class(spec_or_class.name), {**spec_or_class.settings, **settings})
     if hasattr(spec_or_class, "train") and hasattr(spec_or_class, "eval"):
         return "it has a mode for training and one for evaluation, which only the training loop can switch"
     if _needs_closure(spec_or_class):
@@ -248,9 +248,9 @@ def _trial(make: Callable[[Tensor], Optimizer]) -> str | None:
 def _trial_step(k: int, tensors: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:
     slope = torch.linspace(0.1, 3.0, 48)  # gives the pieces gradients of different norms
     gradient = slope * torch.cos(k * torch.arange(48.0))
-    pieces = gradient.reshape(6, 8), gradient[:UNIT], gradient[UNIT:]
-    for tensor, piece, optimizer in zip(tensors, pieces, optimizers, strict=True):
-        tensor.grad = piece.clone()
+    slices = gradient.reshape(6, 8), gradient[:UNIT], gradient[UNIT:]
+    for tensor, part, optimizer in zip(tensors, slices, optimizers, strict=True):
+        tensor.grad = part.clone()
         optimizer.step()
 
 
@@ -275,19 +275,19 @@ def _needs_closure(cls: type[Optimizer]) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _pieces(block: BlockSpec) -> tuple[list[int], list[int]]:
+def _stretches(block: BlockSpec) -> tuple[list[int], list[int]]:
     """Lengths of all stretches of a block, those between segments too, and which stretch each segment is."""
     sizes: list[int] = []
-    places: list[int] = []
+    slice_of: list[int] = []
     end = 0
     for segment in block.segments:
         assert segment.start >= end, f"the segments of block {block.index} are out of order"
         if segment.start > end:
             sizes.append(segment.start - end)
-        places.append(len(sizes))
+        slice_of.append(len(sizes))
         sizes.append(segment.numel)
         end = segment.stop
-    return [*sizes, block.numel - end], places
+    return [*sizes, block.numel - end], slice_of
 
 
 def _construct(cls: type[Optimizer], settings: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer:

@@ -69,17 +69,17 @@ class Flat:
         ]
         specs = self.layout.parameters
         self.own = [number for number, spec in enumerate(specs) if self.layout.vectors[spec.vector].part == part]
-        self._homes = self._make_homes()
-        self._addresses = [home.data_ptr() for home in self._homes]
-        self._pieces: dict[tuple[int, int, int], list[_Piece]] = {}
-        for parameter, home in zip(self._held(), self._homes, strict=True):
-            _move_in(parameter, home)
+        self._parameter_views = self._make_views()
+        self._addresses = [view.data_ptr() for view in self._parameter_views]
+        self._stretches: dict[tuple[int, int, int], list[_Stretch]] = {}
+        for parameter, view in zip(self._held(), self._parameter_views, strict=True):
+            _move_into(parameter, view)
 
     def _held(self) -> list[nn.Parameter]:
         return [self.parameters[number] for number in self.own]
 
-    def _make_homes(self) -> list[Tensor]:
-        return [self._home(self.layout.parameters[number], self.parameters[number]) for number in self.own]
+    def _make_views(self) -> list[Tensor]:
+        return [self._make_view(self.layout.parameters[number], self.parameters[number]) for number in self.own]
 
     def check(self) -> None:
         """Bring back parameters that left their place, or say what to do. Cheap enough for every step."""
@@ -88,12 +88,12 @@ class Flat:
         if [parameter.data_ptr() for parameter in held] == self._addresses:
             return
         specs = [self.layout.parameters[number] for number in self.own]
-        everyone = zip(specs, held, self._homes, strict=True)
-        strays = [(spec.name, p, home) for spec, p, home in everyone if p.data_ptr() != home.data_ptr()]
-        for name, parameter, home in strays:
-            _refuse_another_kind(name, parameter, home)
-        for _, parameter, home in strays:
-            _move_in(parameter, home)
+        everyone = zip(specs, held, self._parameter_views, strict=True)
+        strays = [(spec.name, p, view) for spec, p, view in everyone if p.data_ptr() != view.data_ptr()]
+        for name, parameter, view in strays:
+            _refuse_another_kind(name, parameter, view)
+        for _, parameter, view in strays:
+            _move_into(parameter, view)
 
     def check_identity(self) -> None:
         """Raise if the module lost one of these Parameter objects. Too dear for every step."""
@@ -119,7 +119,7 @@ class Flat:
         return tuple(number for number in self.own if tensors[number] is None)
 
     def write(self, block: BlockSpec, tensors: Sequence[Tensor | None], out: Tensor) -> None:
-        """Copy this block's piece of one tensor per parameter into `out`, 1-D and as long as the block.
+        """Copy this block's slice of one tensor per parameter into `out`, 1-D and as long as the block.
 
         Elements come in the order of the parameter's memory, whatever the strides of its tensor. What is
         absent or belongs to no parameter becomes zero. `out` may be on another device.
@@ -127,12 +127,12 @@ class Flat:
         assert out.shape == (block.numel,), f"out is {tuple(out.shape)}, the block ({block.numel},)"
         memory = self.vectors[block.vector]
         sources: list[Tensor] = []
-        for piece in self._pieces_of(block):
-            tensor = piece.zeros if piece.parameter is None else tensors[piece.parameter]
+        for stretch in self._stretches_of(block):
+            tensor = stretch.zeros if stretch.parameter is None else tensors[stretch.parameter]
             if tensor is None:
-                sources.append(memory.new_zeros(piece.numel))
+                sources.append(memory.new_zeros(stretch.numel))
             else:
-                sources.extend(_in_memory_order(piece, tensor))
+                sources.extend(_in_memory_order(stretch, tensor))
         if len(sources) == 1:
             out.copy_(sources[0])
         elif out.device == memory.device:
@@ -140,15 +140,15 @@ class Flat:
         else:  # one transfer instead of one for each piece
             out.copy_(torch.cat(sources))
 
-    def piece(self, block: BlockSpec, tensors: Sequence[Tensor | None]) -> Tensor | None:
-        """This block's piece where it already lies in one stretch of one tensor, ready to be sent as it is."""
-        pieces = self._pieces_of(block)
-        parameter = pieces[0].parameter
-        tensor = None if len(pieces) > 1 or parameter is None else tensors[parameter]
+    def contiguous_slice(self, block: BlockSpec, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """This block's slice where it already lies in one stretch of one tensor, ready to be sent as it is."""
+        stretches = self._stretches_of(block)
+        parameter = stretches[0].parameter
+        tensor = None if len(stretches) > 1 or parameter is None else tensors[parameter]
         memory = self.vectors[block.vector]
         if tensor is None or tensor.dtype != memory.dtype or tensor.device != memory.device:
             return None
-        sources = _in_memory_order(pieces[0], tensor)
+        sources = _in_memory_order(stretches[0], tensor)
         return sources[0] if len(sources) == 1 and sources[0].is_contiguous() else None
 
     def view(self, block: BlockSpec) -> Tensor:
@@ -171,53 +171,53 @@ class Flat:
         """The same module's parameters in memory that is handed in, with the values that are there."""
         other = copy.copy(self)
         other.vectors = list(vectors)
-        other._homes = other._make_homes()
-        other._addresses = [home.data_ptr() for home in other._homes]
+        other._parameter_views = other._make_views()
+        other._addresses = [view.data_ptr() for view in other._parameter_views]
         return other
 
     @property
-    def places(self) -> Sequence[Tensor]:
+    def parameter_views(self) -> Sequence[Tensor]:
         """This memory, as one tensor of the right shape for each parameter."""
-        return self._homes
+        return self._parameter_views
 
     def attach(self) -> None:
         """Make this memory the module's parameters, without copying; between a step and the next forward only."""
-        for parameter, home in zip(self._held(), self._homes, strict=True):
-            parameter.data = home
+        for parameter, view in zip(self._held(), self._parameter_views, strict=True):
+            parameter.data = view
 
     def release(self) -> None:
         """Give each parameter private memory of its own again. Afterwards this object is of no use."""
         for parameter, address in zip(self._held(), self._addresses, strict=True):
             if parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()
-        self.vectors, self._homes = [], []
-        self._pieces.clear()
+        self.vectors, self._parameter_views = [], []
+        self._stretches.clear()
 
-    def _home(self, spec: ParameterSpec, parameter: nn.Parameter) -> Tensor:
+    def _make_view(self, spec: ParameterSpec, parameter: nn.Parameter) -> Tensor:
         memory = self.vectors[spec.vector][spec.start : spec.start + spec.numel]
         # Through DLPack, because a slice would share its storage object with all other parameters: then
         # safetensors refuses to save the module, and torch.save writes all of it for each single layer.
         return from_dlpack(memory).as_strided(parameter.shape, parameter.stride())
 
-    def _pieces_of(self, block: BlockSpec) -> list[_Piece]:
+    def _stretches_of(self, block: BlockSpec) -> list[_Stretch]:
         """The block from first to last element: segments and the gaps between them; worked out once."""
         key = (block.vector, block.start, block.stop)
-        if key not in self._pieces:
-            self._pieces[key] = list(self._walk(block))
-        return self._pieces[key]
+        if key not in self._stretches:
+            self._stretches[key] = list(self._walk(block))
+        return self._stretches[key]
 
-    def _walk(self, block: BlockSpec) -> Iterator[_Piece]:
+    def _walk(self, block: BlockSpec) -> Iterator[_Stretch]:
         zeros = self.vectors[block.vector].new_zeros
         at = 0
         for segment in block.segments:
             if segment.start > at:
-                yield _Piece(segment.start - at, zeros=zeros(segment.start - at))
+                yield _Stretch(segment.start - at, zeros=zeros(segment.start - at))
             spec = self.layout.parameters[segment.parameter]
             order = None if spec.order == tuple(range(len(spec.order))) else spec.order
-            yield _Piece(segment.numel, segment.parameter, segment.offset, spec.shape, order)
+            yield _Stretch(segment.numel, segment.parameter, segment.offset, spec.shape, order)
             at = segment.stop
         if block.numel > at:
-            yield _Piece(block.numel - at, zeros=zeros(block.numel - at))
+            yield _Stretch(block.numel - at, zeros=zeros(block.numel - at))
 
 
 @torch.no_grad()
@@ -236,7 +236,7 @@ def is_finite(tensors: Sequence[Tensor | None]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in present)
 
 
-class _Piece(NamedTuple):
+class _Stretch(NamedTuple):
     """A stretch of a block: of one parameter, or (a gap) of none."""
 
     numel: int
@@ -247,18 +247,18 @@ class _Piece(NamedTuple):
     zeros: Tensor | None = None  # what fills a gap
 
 
-def _in_memory_order(piece: _Piece, tensor: Tensor) -> Sequence[Tensor]:
+def _in_memory_order(stretch: _Stretch, tensor: Tensor) -> Sequence[Tensor]:
     """This piece of a tensor, 1-D, in the order in which its parameter lies in memory."""
-    if piece.parameter is None:
+    if stretch.parameter is None:
         return (tensor,)
-    assert tensor.shape == piece.shape, f"tensor of shape {tuple(tensor.shape)} for a parameter {piece.shape}"
+    assert tensor.shape == stretch.shape, f"tensor of shape {tuple(tensor.shape)} for a parameter {stretch.shape}"
     if tensor.requires_grad:  # a gradient made with create_graph=True
         tensor = tensor.detach()
-    if piece.order is not None:
-        tensor = tensor.permute(piece.order)
+    if stretch.order is not None:
+        tensor = tensor.permute(stretch.order)
     if tensor.is_contiguous():
-        return (tensor.as_strided((piece.numel,), (1,), tensor.storage_offset() + piece.offset),)
-    return _stretch(tensor, piece.offset, piece.offset + piece.numel)
+        return (tensor.as_strided((stretch.numel,), (1,), tensor.storage_offset() + stretch.offset),)
+    return _stretch(tensor, stretch.offset, stretch.offset + stretch.numel)
 
 
 def _stretch(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
@@ -279,9 +279,9 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense()
 
 
-def _move_in(parameter: nn.Parameter, home: Tensor) -> None:
-    home.copy_(parameter.detach())
-    parameter.data = home
+def _move_into(parameter: nn.Parameter, view: Tensor) -> None:
+    view.copy_(parameter.detach())
+    parameter.data = view
 
 
 class _Member(NamedTuple):
@@ -422,11 +422,11 @@ def _addresses(tensor: Tensor) -> tuple[str, int, int]:
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _refuse_another_kind(name: str, parameter: nn.Parameter, home: Tensor) -> None:
-    if (parameter.dtype, parameter.device, parameter.shape) == (home.dtype, home.device, home.shape):
+def _refuse_another_kind(name: str, parameter: nn.Parameter, view: Tensor) -> None:
+    if (parameter.dtype, parameter.device, parameter.shape) == (view.dtype, view.device, view.shape):
         return
     raise ValueError(
-        f"parameter '{name}' was {_kind(home)} at join and is {_kind(parameter)} now: "
+        f"parameter '{name}' was {_kind(view)} at join and is {_kind(parameter)} now: "
         "call .to(), .half(), .cuda() and the like before joining."
     )
 

@@ -40,10 +40,10 @@ class LocallyConnected2d(nn.Module):
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.input_size = _pair(kernel_size), _pair(input_size)
         self.stride, self.padding = _pair(stride), _pair(padding)
-        self.output_size = self._places()
+        self.output_size = self._output_size()
         height, width = self.kernel_size
-        places = math.prod(self.output_size)
-        self.weight = nn.Parameter(torch.empty(places, out_channels, height * width * in_channels))
+        positions = math.prod(self.output_size)
+        self.weight = nn.Parameter(torch.empty(positions, out_channels, height * width * in_channels))
         self.bias = nn.Parameter(torch.empty(out_channels, *self.output_size)) if bias else None
         self.reset_parameters()
 
@@ -54,7 +54,7 @@ class LocallyConnected2d(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def _places(self) -> tuple[int, int]:
+    def _output_size(self) -> tuple[int, int]:
         ends = zip(self.input_size, self.padding, self.kernel_size, self.stride, strict=True)
         height, width = [(size + 2 * pad - kernel) // step + 1 for size, pad, kernel, step in ends]
         if min(height, width) < 1:
@@ -71,7 +71,7 @@ class LocallyConnected2d(nn.Module):
         if self.padding != (0, 0):
             top, left = self.padding
             x = functional.pad(x, (left, left, top, top))
-        y: Tensor = _EveryPlace.apply(x, self.weight, self.kernel_size, self.stride)  # type: ignore[no-untyped-call]
+        y: Tensor = _EveryPosition.apply(x, self.weight, self.kernel_size, self.stride)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -81,7 +81,7 @@ class LocallyConnected2d(nn.Module):
         )
 
 
-class _EveryPlace(torch.autograd.Function):
+class _EveryPosition(torch.autograd.Function):
     """One matrix product per place, all in one call.
 
     Inside, the batch is the last dimension: then a window is a few long stretches of memory, and gathering windows, and

@@ -10,26 +10,30 @@ if TYPE_CHECKING:
 
 
 class SharedWords(Protocol):
-    """Numbers that readers can see: a list, or memory shared with other processes."""
+    """Integers that readers can see: a list, or memory shared with other processes."""
 
-    def __getitem__(self, at: int, /) -> int: ...
+    def __getitem__(self, index: int, /) -> int: ...
 
-    def __setitem__(self, at: int, value: int, /) -> None: ...
+    def __setitem__(self, index: int, value: int, /) -> None: ...
 
 
 class ParameterBuffer:
-    """Where a block's parameters are published: one or two buffers and a version word, odd while being written."""
+    """A block's published parameters: one or two tensors, and a version word that is odd while one is written.
 
-    def __init__(self, words: SharedWords, at: int, buffers: Sequence[Tensor]) -> None:
+    With two tensors, version v is in tensor v % 2, so that the version before it can still be read.
+    """
+
+    def __init__(self, words: SharedWords, index: int, tensors: Sequence[Tensor]) -> None:
         self.words = words
-        self.at = at
-        self.buffers = buffers
+        self.index = index  # of this block's version word
+        self.tensors = tensors
 
-    def begin(self) -> None:
-        self.words[self.at] += 1
+    def begin_write(self) -> None:
+        self.words[self.index] += 1
 
-    def end(self) -> None:
-        self.words[self.at] += 1
+    def end_write(self) -> None:
+        self.words[self.index] += 1
 
-    def of(self, version: int) -> Tensor:
-        return self.buffers[version % len(self.buffers)]
+    def at(self, version: int) -> Tensor:
+        """Return the tensor of this version."""
+        return self.tensors[version % len(self.tensors)]

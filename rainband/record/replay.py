@@ -235,7 +235,7 @@ class Repetition:
             if version is not None and at.version == version:
                 actor.asked.discard((sequence, block))
                 self.unread[block, version] -= 1
-                values = at.place.of(version).clone()
+                values = at.buffer.at(version).clone()
                 actor.client.receive(Params(block, sequence, 1, version), values)
                 moved = True
         return moved
@@ -281,7 +281,7 @@ class Repetition:
         flat = body.memory.flat
         for block, server in self.owner.items():
             at = server.blocks[block]
-            flat.view(at.spec).copy_(at.place.of(at.version))
+            flat.view(at.spec).copy_(at.buffer.at(at.version))
         body.shared_module.owner = None
         body.sit_down()
         return {name: value.detach().clone() for name, value in body.memory.module.named_parameters()}

@@ -47,7 +47,7 @@ class Compensated(Around):
         """A reader is admitted: it gets this copy, and computes with it."""
         copies = self.given.setdefault(reader, {})
         if block.version not in copies:
-            copies[block.version] = block.place.of(block.version).clone()
+            copies[block.version] = block.buffer.at(block.version).clone()
 
     def copy_of(self, reader: int, version: int) -> Tensor | None:
         return self.given.get(reader, {}).get(version)

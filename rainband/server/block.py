@@ -35,29 +35,31 @@ class Block:
     def __init__(
         self,
         spec: BlockSpec,
-        place: ParameterBuffer,
+        buffer: ParameterBuffer,
         plan: DataPlan,
-        half: ServerPart,
+        server_part: ServerPart,
         groups: Sequence[dict[str, object]],
     ) -> None:
         self.spec = spec
         self.index, self.part, self.numel, self.num_bytes = spec.index, spec.part, spec.numel, spec.num_bytes
-        self.place = place
+        self.buffer = buffer
         self.plan = plan
-        self.rule: Rule = half.rule()
+        self.rule: Rule = server_part.rule()
         self.clocked, self.keeps_reads = self.rule.clocked, self.rule.keeps_reads  # asked for every push and pull
-        self.schedule = half.schedule
-        self.is_constant = half.schedule.is_constant
+        self.schedule = server_part.schedule
+        self.is_constant = server_part.schedule.is_constant
         self.lr_factor = 1.0  # of the divergence guard
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         # Sixteen-bit parameters are kept in float32: small steps would otherwise round to nothing.
         self.master_dtype = self.dtype if self.dtype in FULL_PRECISION else torch.float32
-        self.values: Tensor = place.of(0)
-        self.optimizer = BlockOptimizer(half.optimizer, spec, self.values, groups) if self._in_place() else None
+        self.values: Tensor = buffer.at(0)
+        self.optimizer = (
+            BlockOptimizer(server_part.optimizer, spec, self.values, groups) if self._can_update_in_buffer() else None
+        )
         if self.optimizer is None or not self.optimizer.single_pass:
             # Readers may look at the published memory at any time, so it only ever goes from one value to the next.
             self.values = torch.zeros(spec.numel, dtype=self.master_dtype)
-            self.optimizer = BlockOptimizer(half.optimizer, spec, self.values, groups)
+            self.optimizer = BlockOptimizer(server_part.optimizer, spec, self.values, groups)
         self.version = 0
         self.loaded = False
         self.accepted_set = AcceptedSet(plan)
@@ -79,8 +81,8 @@ class Block:
         self.vectors = Vectors(self.values, spec.segments)  # where the coordinator leads; otherwise only the parameters
         self.accepted_before = self.skipped_before = 0  # batches, in evaluations that are over
 
-    def _in_place(self) -> bool:
-        return len(self.place.buffers) == 1 and self.dtype in FULL_PRECISION
+    def _can_update_in_buffer(self) -> bool:
+        return len(self.buffer.tensors) == 1 and self.dtype in FULL_PRECISION
 
     def load(self, load: InitBlock, values: Tensor) -> None:
         """Take the first values, or before them the first state of the optimizer, part by part."""
@@ -88,7 +90,7 @@ class Block:
             self.first_state[load.part] = values.clone(), load.absent
             return
         self.values.copy_(values)
-        for buffer in self.place.buffers:
+        for buffer in self.buffer.tensors:
             if buffer is not self.values:
                 buffer.copy_(values)
         if self.first_state or load.numbers:
@@ -119,10 +121,10 @@ class Block:
         if not self.is_constant:
             scale *= self.schedule.scale(self._position(pushes[0]))
         assert self.optimizer is not None
-        if self.values is self.place.buffers[0]:
-            self.place.begin()
+        if self.values is self.buffer.tensors[0]:
+            self.buffer.begin_write()
             self.optimizer.step(gradient, absent, scale)
-            self.place.end()
+            self.buffer.end_write()
         else:
             self.optimizer.step(gradient, absent, scale)
             self._publish()
@@ -140,12 +142,12 @@ class Block:
 
     def compute(self, operations: Sequence[Operation], renewed: bool) -> list[float]:
         """Do a command's operations; `renewed`: with them the parameters are a new version, at once for all readers."""
-        in_place = self.values is self.place.buffers[0]
+        in_place = self.values is self.buffer.tensors[0]
         if renewed and in_place:
-            self.place.begin()
+            self.buffer.begin_write()
         results = [self.vectors.run(operation) for operation in operations]
         if renewed and in_place:
-            self.place.end()
+            self.buffer.end_write()
         elif renewed:
             self._publish()
         self.version += renewed
@@ -162,9 +164,9 @@ class Block:
         self.vectors.add(gradient)
 
     def _publish(self) -> None:
-        self.place.begin()
-        self.place.of(self.version + 1).copy_(self.values)
-        self.place.end()
+        self.buffer.begin_write()
+        self.buffer.at(self.version + 1).copy_(self.values)
+        self.buffer.end_write()
 
     def _position(self, push: Push) -> float:
         if push.name:

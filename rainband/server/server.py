@@ -73,14 +73,14 @@ def _word(result: PushResult) -> str:
 class Server:
     """Owns its blocks; knows its term, and the lowest valid lease number of each portion."""
 
-    def __init__(self, half: Callable[[int], ServerPart], publish: Publish) -> None:
-        self.half = half
+    def __init__(self, server_part: Callable[[int], ServerPart], publish: Publish) -> None:
+        self.server_part = server_part
         self.publish = publish
         self.term = 1
         self.assigned = False
         self.loads: list[tuple[Peer, InitBlock, Tensor | None]] = []  # that came before the blocks they are for
         self.blocks: dict[int, Block] = {}
-        self.floor: dict[int, int] = {}
+        self.min_lease: dict[int, int] = {}
         self.report_every = 1  # portions completed between two reports: see `_follow`
         self.completed = 0
         self.unreported = False  # portions were completed of which the coordinator has not heard
@@ -92,11 +92,14 @@ class Server:
         self.guard = False
         self.adapt: tuple[int, int] | None = None
         self.tuned = 0  # the last decision that was taken
-        self.naming = False  # block 0 chooses the cells of a round
+        self.chooses_rounds = False  # block 0 chooses the cells of a round
         self.commands: CommandExecutor | None = None  # what the coordinator's commands have come to
-        self.lives: dict[int, int] = {}  # worker -> the incarnation whose clock counts
-        self.held: dict[Peer, tuple[int, int]] = {}  # reader -> (its pull, for whom it waits), as it was told
-        self.good_name: tuple[PushId, int] = ((), -1)  # checked last: a push comes as many messages with the same name
+        self.incarnations: dict[int, int] = {}  # worker -> the incarnation whose clock counts
+        self.told_delays: dict[Peer, tuple[int, int]] = {}  # reader -> (its pull, for whom it waits), as it was told
+        self.valid_push_id: tuple[PushId, int] = (
+            (),
+            -1,
+        )  # checked last: a push comes as many messages with the same name
 
     def receive(self, sender: Peer, message: Message, payload: Tensor | None = None) -> list[ServerOutput]:
         """Take one message; returns what to send."""
@@ -154,13 +157,13 @@ class Server:
             self.refused[_word(result)] += 1
         ack = Ack(push.block, push.sequence, result, self.term, block.version, push.slot, reason)
         outs = [ServerOutput(sender, ack)]
-        if block.clocked and result in DONE_WITH and self.lives.get(push.worker) == sender.incarnation:
+        if block.clocked and result in DONE_WITH and self.incarnations.get(push.worker) == sender.incarnation:
             block.rule.tick(block, push.worker, push.clock)
         if push.want:
             self._wait(block, sender, Pull(push.sequence, push.clock, push.at_version))
         if block.waiting:
             outs += self._admit(block)
-        if self.naming:  # before the report: others must hear of the last round before they are told to flush
+        if self.chooses_rounds:  # before the report: others must hear of the last round before they are told to flush
             outs += self._name(block)
         if self.unreported:
             outs += self._report_progress(block)
@@ -174,15 +177,15 @@ class Server:
         # Also if the push itself comes to nothing: the sender does not say it again.
         if push.groups and sender.index == push.worker and (unfit := block.take_groups(push.worker, push.groups)):
             return PushResult.BAD, unfit
-        if self.floor and any(self.floor.get(r.portion, 0) > r.lease for r in push.name):
+        if self.min_lease and any(self.min_lease.get(r.portion, 0) > r.lease for r in push.name):
             return PushResult.REVOKED, ""
         if sender.role != "worker" or sender.index != push.worker:
             return PushResult.BAD, f"a push of worker {push.worker} came from {sender}"
-        if push.name != self.good_name[0] or push.at_version != self.good_name[1]:
+        if push.name != self.valid_push_id[0] or push.at_version != self.valid_push_id[1]:
             wrong = validate_push_id(block.plan, push.name, push.at_version)
             if wrong:
                 return PushResult.BAD, wrong
-            self.good_name = push.name, push.at_version
+            self.valid_push_id = push.name, push.at_version
         gradient, wrong = self._gradient(block, push, payload)
         if wrong:
             return PushResult.BAD, wrong
@@ -295,7 +298,7 @@ class Server:
     def _wait(self, block: Block, sender: Peer, pull: Pull) -> None:
         """A reader's newest question counts: a late answer to an older one would land on top of its answer."""
         if block.clocked and pull.clock >= 0 and sender.role == "worker":
-            self.lives[sender.index] = max(sender.incarnation, self.lives.get(sender.index, 0))
+            self.incarnations[sender.index] = max(sender.incarnation, self.incarnations.get(sender.index, 0))
             block.rule.enter(block, sender.index, pull.base)
         block.waiting.pop(sender, None)
         block.waiting[sender] = pull
@@ -338,8 +341,8 @@ class Server:
         outs = []
         for reader, pull in block.waiting.items():
             holder = block.rule.holder(block, pull, reader.index)
-            if holder is not None and self.held.get(reader) != (pull.sequence, holder):
-                self.held[reader] = pull.sequence, holder
+            if holder is not None and self.told_delays.get(reader) != (pull.sequence, holder):
+                self.told_delays[reader] = pull.sequence, holder
                 outs.append(ServerOutput(reader, PullDelayed(pull.sequence, holder)))
         return outs
 
@@ -350,12 +353,12 @@ class Server:
             copy = block.rule.copy_of(params.kept, params.version)
             if copy is not None:  # otherwise the reader was given up meanwhile
                 return params, copy
-        kept = len(block.place.buffers) - 1  # in rounds version r is kept beside r + 1, not longer
+        kept = len(block.buffer.tensors) - 1  # in rounds version r is kept beside r + 1, not longer
         late = params.at_version >= 0 and block.version > params.at_version + kept
         version = params.at_version if params.at_version >= 0 else block.version
         if late or version != params.version or self.term != params.term:
             params = msgspec.structs.replace(params, term=self.term, version=version, late=late)
-        return params, None if late else block.place.of(version)
+        return params, None if late else block.buffer.at(version)
 
     def _fetch_state(self, sender: Peer) -> list[ServerOutput]:
         """The state of every block's optimizer: the large parts first, each read when it leaves, then the numbers."""
@@ -381,20 +384,20 @@ class Server:
 
     def _assign(self, assign: Assign) -> list[ServerOutput]:
         self.term = assign.term
-        half = self.half(assign.num_workers)
+        server_part = self.server_part(assign.num_workers)
         if assign.optimizer is not None:  # a user's own, with a schedule of its own
-            half = replace(half, optimizer=assign.optimizer, schedule=Schedule())
-        rule = half.rule()
+            server_part = replace(server_part, optimizer=assign.optimizer, schedule=Schedule())
+        rule = server_part.rule()
         reads = rule.reads
         self.asks = reads == "admitted"
-        self.naming = rule.chooses
-        self.guard, self.adapt = half.guard and assign.optimizer is None, half.adapt
-        self.commands = CommandExecutor(half.vectors) if half.vectors else None
+        self.chooses_rounds = rule.chooses
+        self.guard, self.adapt = server_part.guard and assign.optimizer is None, server_part.adapt
+        self.commands = CommandExecutor(server_part.vectors) if server_part.vectors else None
         buffers = 2 if reads == "round" else 1
-        places = self.publish(assign.blocks, buffers)
+        parameter_buffers = self.publish(assign.blocks, buffers)
         self.blocks = {
-            spec.index: Block(spec, place, assign.plan, half, assign.groups)
-            for spec, place in zip(assign.blocks, places, strict=True)
+            spec.index: Block(spec, buffer, assign.plan, server_part, assign.groups)
+            for spec, buffer in zip(assign.blocks, parameter_buffers, strict=True)
         }
         self.assigned = True
         self._follow(assign.plan)
@@ -443,7 +446,7 @@ class Server:
         return [*(ServerOutput(COORDINATOR, answer) for answer in answers), *self._admit_all()]
 
     def _revoke(self, revoke: Revoke) -> list[ServerOutput]:
-        self.floor[revoke.portion] = max(self.floor.get(revoke.portion, 0), revoke.lease)
+        self.min_lease[revoke.portion] = max(self.min_lease.get(revoke.portion, 0), revoke.lease)
         masks = tuple(block.accepted_set.of(revoke.portion) for block in self.blocks.values())
         return [ServerOutput(COORDINATOR, AcceptedBatches(revoke.portion, revoke.lease, masks))]
 
@@ -463,14 +466,14 @@ class Server:
         return self._admit_all()
 
     def _rest(self, worker: Peer) -> list[ServerOutput]:
-        return self._forget(Forget(worker.index)) if self.lives.get(worker.index) == worker.incarnation else []
+        return self._forget(Forget(worker.index)) if self.incarnations.get(worker.index) == worker.incarnation else []
 
     def lost(self, peer: Peer) -> None:
         """A connection is gone: nobody waits there for an answer any more, or is waited for."""
-        self.held.pop(peer, None)
+        self.told_delays.pop(peer, None)
         for block in self.blocks.values():
             block.waiting.pop(peer, None)
-            if block.clocked and self.lives.get(peer.index) == peer.incarnation and peer.role == "worker":
+            if block.clocked and self.incarnations.get(peer.index) == peer.incarnation and peer.role == "worker":
                 block.rule.forget(block, peer.index)
 
     def report(self, flushed: bool = False, measured: bool = True) -> Report:
@@ -479,7 +482,7 @@ class Server:
         low = min((b.accepted_set.low for b in blocks), default=0)
         if low != self.low:  # of portions below that nobody will ask again
             self.low = low
-            self.floor = {portion: lease for portion, lease in self.floor.items() if portion >= low}
+            self.min_lease = {portion: lease for portion, lease in self.min_lease.items() if portion >= low}
             for portion in [portion for portion in self.complete if portion < low]:
                 del self.complete[portion]
         num_blocks = len(blocks)

@@ -52,7 +52,7 @@ def listen_tcp(host: str, port: int = 0) -> socket.socket:
     return sock
 
 
-def dial(
+def connect(
     address: Address, unix: bool, secret: bytes, run_id: bytes, me: Peer, timeout_s: float
 ) -> tuple[socket.socket, Identity, int]:
     """Connect and shake hands; returns the socket, who is there, and the connection's key."""

@@ -15,7 +15,7 @@ from rainband.errors import HandshakeFailed, PeerLost
 from rainband.protocol.messages import Address, Peer
 from rainband.protocol.peer_inbox import Inbox, Received
 from rainband.strategy import Tag
-from rainband.transports.connect import can_share_memory, dial, listen_tcp, listen_unix, this_machine
+from rainband.transports.connect import can_share_memory, connect, listen_tcp, listen_unix, this_machine
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.peers_shared import SharedPeerLinks
 from rainband.transports.peers_tcp import TcpPeerLinks
@@ -121,7 +121,7 @@ class PeerLinks:
             raise ValueError(f"worker {index} is not on this machine, or memory cannot be shared: use --transport tcp.")
         timeout_s = max(0.1, deadline - time.monotonic())
         try:
-            sock, peer, key = dial(address, shared, self.secret, self.run_id, self.me, timeout_s)
+            sock, peer, key = connect(address, shared, self.secret, self.run_id, self.me, timeout_s)
         except HandshakeFailed as error:
             raise HandshakeFailed(f"worker {index}: {error}") from None
         except PeerLost as error:

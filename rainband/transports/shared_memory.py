@@ -69,7 +69,7 @@ class SharedSegment:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, 0x10)  # F_SEAL_FUTURE_WRITE, which Python 3.11 has no name for
 
 
-def places_of(specs: Sequence[BlockSpec], buffers: int) -> tuple[list[list[int]], int]:
+def buffer_offsets(specs: Sequence[BlockSpec], buffers: int) -> tuple[list[list[int]], int]:
     """Where each block's buffers begin in a server's published memory, and how long that is."""
     at = -(-len(specs) * WORD_BYTES // PAGE) * PAGE
     offsets: list[list[int]] = []
@@ -86,28 +86,28 @@ class Published:
     def __init__(self, segment: SharedSegment, specs: Sequence[BlockSpec], buffers: int) -> None:
         self.segment = segment
         self.buffers = buffers
-        offsets, _ = places_of(specs, buffers)
+        offsets, _ = buffer_offsets(specs, buffers)
         self.words = memoryview(segment.mapping)[: max(1, len(specs)) * WORD_BYTES].cast("q")
         self.stride = WORD_BYTES // 8
         self.at = {spec.index: i * self.stride for i, spec in enumerate(specs)}
         self.values = {
             spec.index: [
-                segment.bytes[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype)) for offset in places
+                segment.bytes[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype)) for offset in of_block
             ]
-            for spec, places in zip(specs, offsets, strict=True)
+            for spec, of_block in zip(specs, offsets, strict=True)
         }
 
     @classmethod
     def create(cls, specs: Sequence[BlockSpec], buffers: int) -> Published:
-        _, num_bytes = places_of(specs, buffers)
+        _, num_bytes = buffer_offsets(specs, buffers)
         return cls(SharedSegment.create("rainband parameters", num_bytes), specs, buffers)
 
     @classmethod
     def open(cls, fd: int, specs: Sequence[BlockSpec], buffers: int) -> Published:
-        _, num_bytes = places_of(specs, buffers)
+        _, num_bytes = buffer_offsets(specs, buffers)
         return cls(SharedSegment.open(fd, num_bytes, writable=False), specs, buffers)
 
-    def place(self, spec: BlockSpec) -> ParameterBuffer:
+    def buffer(self, spec: BlockSpec) -> ParameterBuffer:
         return ParameterBuffer(self.words, self.at[spec.index], self.values[spec.index])
 
     def read(self, block: int, out: Tensor) -> tuple[int, int]:

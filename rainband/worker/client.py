@@ -426,7 +426,7 @@ class Client:
         pull = self.pulling = PullHandle(self, asked.sequence, -1, len(self.blocks), asked=asked, eager=True)
         for port in self.borrowers:
             mine = [block for block in self.blocks if self.port_of[block.index] is port]
-            pieces = {block.index: self.flat.piece(block, gradient.tensors) for block in mine}
+            pieces = {block.index: self.flat.contiguous_slice(block, gradient.tensors) for block in mine}
             lent = {index: piece for index, piece in pieces.items() if piece is not None}
             port.lend(pull.sequence, lent, {block.index: self.views[block.index] for block in mine})
         self._push(gradient, want=True)

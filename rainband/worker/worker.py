@@ -79,7 +79,7 @@ class ServerSide:
         return self.client.pull(round, ahead)
 
 
-class OwnParameters:
+class WorkerParameters:
     """The worker's own copy of the parameters."""
 
     def __init__(self, flat: Flat) -> None:
@@ -102,7 +102,7 @@ class ModuleWorker:
         self.client = client
         self.plan = client.plan
         self.flat = client.flat
-        self.params = OwnParameters(self.flat)
+        self.params = WorkerParameters(self.flat)
         self.servers = ServerSide(client)
         self.sampler = Sampler(self.plan)
         self.work_item: WorkItem | None = None
@@ -162,8 +162,8 @@ class ModuleWorker:
         if stats.steps == 1:
             self.client.tell(stats.heartbeat())  # at once: people watch for the first sign of life
 
-    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> OwnOptimizer:
-        return OwnOptimizer(self, spec, schedule)
+    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> WorkerOptimizer:
+        return WorkerOptimizer(self, spec, schedule)
 
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         raise ValueError("this worker computes the whole model: a pipeline needs stages, for example --stages 2.")
@@ -196,13 +196,13 @@ def _numeric_buffers(module: nn.Module) -> list[torch.Tensor]:
     return [b for b in module.buffers() if not b.is_complex() and b.dtype != torch.bool]
 
 
-class OwnOptimizer:
+class WorkerOptimizer:
     """Plain PyTorch on one worker."""
 
     def __init__(self, worker: ModuleWorker, spec: OptimizerSpec, schedule: Schedule) -> None:
         self.worker = worker
         self.schedule = schedule
-        self.accepted_set = OwnMarks(worker.client)
+        self.accounting = LocalAccounting(worker.client)
         groups: list[dict[str, Any]] = [{"params": [], **settings} for settings in worker.flat.layout.groups]
         for spec_, parameter in zip(worker.flat.layout.parameters, worker.flat.parameters, strict=True):
             groups[spec_.group]["params"].append(parameter)
@@ -211,7 +211,7 @@ class OwnOptimizer:
 
     def step(self, gradient: Gradient) -> None:
         if not gradient.is_finite:
-            self.accepted_set.add(gradient.name(), "not finite")
+            self.accounting.add(gradient.name(), "not finite")
             return
         first = gradient.batches[0]
         scale = self.schedule.scale(self.worker.plan.position(first.portion, first.k))
@@ -220,10 +220,10 @@ class OwnOptimizer:
         for parameter, tensor in zip(self.worker.flat.parameters, gradient.tensors, strict=True):
             parameter.grad = tensor
         self.optimizer.step()
-        self.accepted_set.add(gradient.name())
+        self.accounting.add(gradient.name())
 
 
-class OwnMarks:
+class LocalAccounting:
     """Where there are no servers, a worker remembers itself what was done, and tells it."""
 
     def __init__(self, client: Client) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rainband.coordinator.coordinator import Coordinator, RunSettings
-from rainband.model.block_optimizer import why_not_blockwise
+from rainband.model.block_optimizer import blockwise_obstacle
 from rainband.model.flat_parameters import Flat
 from rainband.plugins import find_strategy, load_strategy, strategy_names
 from rainband.protocol.data_plan import DataPlan
@@ -123,7 +123,7 @@ def test_each_block_gets_a_rule_of_its_own_that_holds_nothing_yet(name: str) -> 
 @every_strategy_with_servers
 def test_its_optimizer_can_run_block_by_block(name: str) -> None:
     half = load_strategy(name, {}).server(num_workers=3)
-    assert half is not None and why_not_blockwise(half.optimizer) is None
+    assert half is not None and blockwise_obstacle(half.optimizer) is None
 
 
 # ---- it runs ----

@@ -24,7 +24,7 @@ from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Started, Zygote
 from rainband.strategy import Batch, Port
 from rainband.transports.auth import new_run_id, new_secret
-from rainband.transports.connect import can_share_memory, dial, listen_unix, this_machine
+from rainband.transports.connect import can_share_memory, connect, listen_unix, this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.hub import Hub
@@ -236,7 +236,7 @@ class BenchWorker:
         specs = [order.blocks[b] for b, owner in enumerate(order.owners) if owner == index]
         shared = order.transport == "shm"
         assert not shared or can_share_memory(address)
-        sock, _, key = dial(address, shared, order.secret, order.run_id, me, 5.0)
+        sock, _, key = connect(address, shared, order.secret, order.run_id, me, 5.0)
         peer = Peer("server", index)
         if shared:
             return SharedPort(peer, sock, key, specs, self.event_loop, self._deliver, self.stats)

@@ -21,7 +21,7 @@ from rainband.model_parallel.execution.version_counter import Counting, check_st
 from rainband.model_parallel.graph.split_loss import inputs_of, loss_of
 from rainband.protocol.data_plan import ranges
 from rainband.strategy import Turn
-from rainband.worker.worker import OwnMarks
+from rainband.worker.worker import LocalAccounting
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -74,7 +74,7 @@ class Stashing:
         first = self.stage.versions.leaves(self.stage.versions.newest)
         self.stage_replicas = StageReplicas(share, worker.team, {name: first[name] for name in self.stage.trained})
         self.base = [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
-        self.accepted_set = OwnMarks(worker.client)
+        self.accounting = LocalAccounting(worker.client)
         self.batches: deque[tuple[int, Batch]] = deque()  # with their updates; by any replica, and not marked yet
         self.marked = 0
         self.updates = 0
@@ -205,7 +205,7 @@ class Stashing:
         while self.batches and self.batches[0][0] < self.updates:
             update, batch = self.batches.popleft()
             self.marked += 1
-            self.accepted_set.add(ranges(batch.portion, [batch.k], batch.lease), self.skipped.get(update, ""))
+            self.accounting.add(ranges(batch.portion, [batch.k], batch.lease), self.skipped.get(update, ""))
 
     async def settle(self) -> None:
         """All are home. A last round of fewer batches makes an update, too, even if this replica had none of them."""

@@ -61,7 +61,7 @@ class MemoryWorker(ModuleWorker):
         return [g.coalesce() if g is not None and g.layout is torch.sparse_coo else g for g in grads]
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> InPlace:  # type: ignore[override]
-        places = self.flat.over(self.client.memory.vectors).places
+        places = self.flat.over(self.client.memory.vectors).parameter_views
         lr = spec.settings["lr"]
         assert isinstance(lr, int | float), "every strategy's optimizer has one"
         return InPlace(self, places, lr, schedule)

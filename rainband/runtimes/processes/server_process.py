@@ -33,7 +33,7 @@ from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.runtimes.config import Job, decode_job
 from rainband.server.server import Server
 from rainband.strategy import ServerPart, Strategy
-from rainband.transports.connect import dial, listen_tcp, listen_unix, this_machine
+from rainband.transports.connect import connect, listen_tcp, listen_unix, this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
 from rainband.transports.shared_memory import Mailbox, Published
@@ -72,7 +72,7 @@ class ServerProcess:
         self.job = job
         self.me = Peer("server", job.index)
         self.strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
-        self.server = Server(self._half, self._publish)
+        self.server = Server(self._server_part, self._publish)
         if config.record:
             from rainband.record.record import Recorder  # it knows the workers' side too, which servers never need
 
@@ -85,15 +85,15 @@ class ServerProcess:
         self.over = False
         self.hub = Hub(self.me, job.secret, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)
 
-    def _half(self, num_workers: int) -> ServerPart:
-        half = self.strategy.server(num_workers)
-        assert half is not None, "a strategy without servers was given one"
-        return half
+    def _server_part(self, num_workers: int) -> ServerPart:
+        server_part = self.strategy.server(num_workers)
+        assert server_part is not None, "a strategy without servers was given one"
+        return server_part
 
     def _publish(self, specs: Sequence[BlockSpec], buffers: int) -> list[ParameterBuffer]:
         self.published = Published.create(specs, buffers)
         self.published.segment.seal_against_writers()
-        return [self.published.place(spec) for spec in specs]
+        return [self.published.buffer(spec) for spec in specs]
 
     def run(self) -> None:
         unix = listen_unix(f"rainband-{self.job.run_id.hex()}-{self.job.index}")
@@ -103,7 +103,7 @@ class ServerProcess:
         timeout_s = self.job.config.failure_timeout_s
         address = self.job.coordinator
         try:
-            sock, peer, key = dial(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
+            sock, peer, key = connect(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
         except PeerLost:
             sys.exit(1)  # the run has ended before we came to it
         self.hub.adopt(sock, peer, key)

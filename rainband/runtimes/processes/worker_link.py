@@ -14,7 +14,7 @@ from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Address, Failed, InitBlock, Message, Peer, Push, Welcome
 from rainband.runtimes.config import Job
 from rainband.strategy import Port, Strategy
-from rainband.transports.connect import can_share_memory, dial
+from rainband.transports.connect import can_share_memory, connect
 from rainband.transports.coordinator_link import CoordinatorLink
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.server_links import SharedPort, TcpPort
@@ -69,7 +69,7 @@ class WorkerLink:
             return
         address, timeout_s = self.job.coordinator, self.config.failure_timeout_s
         try:
-            sock, _, key = dial(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
+            sock, _, key = connect(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
         except RainbandError as error:
             raise CoordinatorLost("the coordinator", f"calling it ({error})") from None
         self.control = CoordinatorLink(sock, key, self.event_loop, self._from_coordinator, self.stats, timeout_s / 5)
@@ -136,7 +136,9 @@ class WorkerLink:
         if self.config.transport == "shm" and not shared:
             raise ValueError(f"{peer} is not on this machine, or memory cannot be shared here: use --transport tcp.")
         specs = [welcome.blocks[b] for b, owner in enumerate(welcome.owners) if owner == index]
-        sock, _, key = dial(address, shared, self.job.secret, self.job.run_id, self.me, self.config.failure_timeout_s)
+        sock, _, key = connect(
+            address, shared, self.job.secret, self.job.run_id, self.me, self.config.failure_timeout_s
+        )
         if shared:
             return SharedPort(peer, sock, key, specs, self.event_loop, self._from_server, self.stats)
         return TcpPort(peer, sock, key, specs, self.event_loop, self._from_server)

@@ -45,9 +45,9 @@ class WorkerProcess(WorkerLink):
         task = self.task or load_task(self.config.task, self.config.task_settings)
         torch.manual_seed(self.config.seed)
         data, model, flat = self._build(task)
-        half = strategy.server(self.config.num_replicas)
-        if half is not None:
-            build(half.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
+        server_part = strategy.server(self.config.num_replicas)
+        if server_part is not None:
+            build(server_part.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
         join = Join(
             fingerprint=fingerprint(data),
             num_samples=len(data),

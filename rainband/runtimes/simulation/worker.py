@@ -375,10 +375,10 @@ class SimPort:
 
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         block = self.server().blocks[spec.index]
-        if at_version >= 0 and block.version > at_version + len(block.place.buffers) - 1:
+        if at_version >= 0 and block.version > at_version + len(block.buffer.tensors) - 1:
             return None
         version = at_version if at_version >= 0 else block.version
         self.worker.copies(spec.index)
         if self.real:
-            out.copy_(block.place.of(version).view(out.dtype))
+            out.copy_(block.buffer.at(version).view(out.dtype))
         return version

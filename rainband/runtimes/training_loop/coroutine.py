@@ -11,7 +11,7 @@ from rainband.runtimes.processes.drive import drive_until
 from rainband.strategy import Batch, Strategy, WorkItem
 from rainband.worker.client import Client, PullHandle, PushHandle, StillNeeded
 from rainband.worker.lifecycle import run_worker
-from rainband.worker.worker import OwnMarks, buffers_of
+from rainband.worker.worker import LocalAccounting, buffers_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,7 @@ class LoopWorker:
         self.params = params
         self.servers = LoopServers(client)
         self.step_now = step_now
-        self.accepted_set = None if client.ports else OwnMarks(client)
+        self.accounting = None if client.ports else LocalAccounting(client)
         self.given = 0  # gradients of the cell at hand
         # In rounds a cell is a batch of the plan, given when it is drawn; otherwise it is so many steps of the user.
         self.rounds = strategy.requires.waits == "rounds"
@@ -111,8 +111,8 @@ class LoopWorker:
     def skip(self, batches: tuple[Batch, ...], reason: str) -> None:
         """Mark batches that no step will name."""
         nothing = Gradient([None] * len(self.client.flat.parameters), batches, 0, 0.0)
-        if self.accepted_set is not None:
-            self.accepted_set.add(nothing.name(), reason)
+        if self.accounting is not None:
+            self.accounting.add(nothing.name(), reason)
         elif batches:
             self.client.skip(nothing, reason)
 
@@ -172,8 +172,8 @@ class UsersOptimizer:
             self.worker.skip(gradient.batches, "not finite")
             return
         self.worker.step_now(gradient.tensors)
-        if self.worker.accepted_set is not None:
-            self.worker.accepted_set.add(gradient.name())
+        if self.worker.accounting is not None:
+            self.worker.accounting.add(gradient.name())
 
 
 class LoopCoroutine:

@@ -395,8 +395,8 @@ class LoopModel(WorkerModel):
         for portion, lease in list(client.leases.items()):
             untouched = len(lease.unsettled) == client.plan.batches_in(portion)
             client.give_back(portion, LeaseEnd.UNUSED if untouched else LeaseEnd.STOPPED)
-        if worker.accepted_set is not None:
-            client.tell(worker.accepted_set.report())
+        if worker.accounting is not None:
+            client.tell(worker.accounting.report())
 
     async def conclude(self, worker: LoopWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float]:  # type: ignore[override]
         loop = self.loop

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from rainband.model.block_optimizer import why_not_blockwise
+from rainband.model.block_optimizer import blockwise_obstacle
 from rainband.model.optimizer_state import settings_of, spec_of
 from rainband.plugins import find_strategy, strategy_names
 from rainband.protocol.optimizer_spec import OptimizerSpec
@@ -50,7 +50,7 @@ def _check_optimizer(
     spec: OptimizerSpec, optimizers: Sequence[Optimizer], strategy: Strategy, importable: Sequence[str]
 ) -> None:
     kind, name = type(optimizers[0]), type(strategy).__name__.lower()
-    reason = why_not_blockwise(kind, settings_of(optimizers)[0])
+    reason = blockwise_obstacle(kind, settings_of(optimizers)[0])
     if reason:
         raise ValueError(
             f"{kind.__name__} cannot be cut into blocks, so {name} cannot run it on the servers: {reason}. "

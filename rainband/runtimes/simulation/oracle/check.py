@@ -99,7 +99,7 @@ def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[OracleVerdi
 def parameters(cluster: SimulatedCluster) -> Tensor:
     """All parameters, as the servers have them."""
     blocks = [block for node in cluster.servers.values() for block in node.server.blocks.values()]
-    return torch.cat([block.place.of(block.version) for block in sorted(blocks, key=lambda block: block.index)])
+    return torch.cat([block.buffer.at(block.version) for block in sorted(blocks, key=lambda block: block.index)])
 
 
 @dataclass

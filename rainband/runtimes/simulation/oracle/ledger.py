@@ -79,7 +79,7 @@ class Ledger:
 
     def _keep(self, block: Block) -> None:
         """It becomes another version now."""
-        self.versions[block.index, block.version] = block.place.of(block.version).clone()
+        self.versions[block.index, block.version] = block.buffer.at(block.version).clone()
 
     def gradient(self, block: Block, batch: tuple[int, int]) -> Tensor:
         """A block's piece of the gradient of a batch that somebody has computed."""
@@ -107,7 +107,7 @@ class Ledger:
             exactly = batch.lease  # the evaluation for which its cell was handed out
         for index, version in enumerate(client.versions):
             block = self.blocks[index]
-            true = block.place.of(version) if version == block.version else self.versions.get((index, version))
+            true = block.buffer.at(version) if version == block.version else self.versions.get((index, version))
             if true is None or not torch.equal(client.views[index], true):
                 self.wrong.append(f"worker {worker.rank} has other parameters than version {version} of {index}")
             if exactly not in (-1, version):
