@@ -6,6 +6,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3
 
 BIN := .venv/bin
 READY := .venv/.ready
+TESTABLE := .venv/.testable
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -20,13 +21,13 @@ train: $(READY)  ## train the digits with Downpour: four workers, two servers
 	@echo "train: digits, downpour, 4 workers, 2 servers"
 	@$(BIN)/rainband train digits downpour --workers 4 --servers 2
 
-test: $(READY)  ## run the quick tests
+test: $(TESTABLE)  ## run the quick tests
 	@echo "test: without processes"
 	@$(BIN)/python -m pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not slow and not gpu and not processes"
 	@echo "test: with processes"
 	@$(BIN)/python -m pytest -q -m "processes and not slow and not gpu"
 
-test-all: $(READY)  ## run every test, and let hypothesis search for longer
+test-all: $(TESTABLE)  ## run every test, and let hypothesis search for longer
 	@echo "test: all"
 	@$(BIN)/python -m pytest -q --hypothesis-profile=search
 
@@ -60,4 +61,10 @@ $(READY): pyproject.toml constraints.txt
 		"install its venv module (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	@echo "set-up: installing rainband and its tools (minutes the first time, as torch is large)"
 	@$(INSTALL) -e '.[data,plots,dev]'
+	@touch $@
+
+# The frameworks that adapters are for: minutes to install, and only their tests need them.
+$(TESTABLE): $(READY)
+	@echo "set-up: installing Lightning, Transformers, Accelerate and TensorBoard for their tests"
+	@$(INSTALL) -e '.[lightning,hf,tensorboard]'
 	@touch $@

@@ -62,7 +62,7 @@ def test_every_pin_is_exact_and_fits_any_index() -> None:
     assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", pin)] == []
 
 
-@pytest.mark.parametrize("extra", ["core", "data", "plots", "dev"])
+@pytest.mark.parametrize("extra", ["core", "data", "plots", "dev", "lightning", "hf", "tensorboard"])
 def test_whatever_set_up_installs_is_pinned(extra: str) -> None:
     pinned = {normal(line.split("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines()}
     wanted = PROJECT["dependencies"] if extra == "core" else PROJECT["optional-dependencies"][extra]

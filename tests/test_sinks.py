@@ -110,7 +110,7 @@ def test_a_sink_that_cannot_be_opened_is_told_of_once() -> None:
 
 def test_where_tensorboard_is_missing_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rainband.views.sinks.tensorboard.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'rainband\[metrics\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'rainband\[tensorboard\]'"):
         check_installed()
 
 
