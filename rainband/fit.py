@@ -89,9 +89,9 @@ def fit(
         check_plan,
         check_versions,
         read_plan,
-        team_size,
+        workers_per_replica,
     )
-    from rainband.runtimes.stage_plan import check_team, make_team_plan
+    from rainband.runtimes.stage_plan import check_num_workers, make_stage_plan
 
     task_name, task_settings = _named(task, "rainband.tasks")
     strategy_name, strategy_settings = _named(strategy, "rainband.strategies")
@@ -99,12 +99,12 @@ def fit(
     called = strategy_name or type(strategy).__name__
     check_epochs(made, called, epochs)
     cut, flow = read_plan(Path(plan) if plan else None, stages), PipelineOptions(microbatches, schedule, chunks)
-    size = team_size(cut, stages) or 1
+    size = workers_per_replica(cut, stages) or 1
     if is_one_memory(made):
         servers = 0
     elif made.requires.max_replicas == 1:
         workers, servers = size, 0
-    check_team(made, called, workers, size)
+    check_num_workers(made, called, workers, size)
     if size > 1:
         if cut is not None:
             check_plan(made, called, cut)
@@ -134,10 +134,10 @@ def fit(
     )
     if size > 1:
         whole: Task = _object(task, task_name, task_settings)
-        team = make_team_plan(
+        stage_plan = make_stage_plan(
             whole, config.task, size, plan=cut, batch_size=batch_size, flow=flow, seed=seed, threads=threads
         )
-        config = msgspec.structs.replace(config, team=team)
+        config = msgspec.structs.replace(config, stage_plan=stage_plan)
     for text in foreseen(made, workers // size, called="copies of the model" if size > 1 else "workers"):
         warnings.warn(text, stacklevel=2)
     notes = _Notes(on_event)

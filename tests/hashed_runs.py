@@ -18,7 +18,7 @@ import xxhash
 
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation.run import run
-from tests.team_tasks import Shaped, planned
+from tests.stage_tasks import Shaped, planned
 
 FILE = Path(__file__).parent / "data" / "hashed_runs.json"
 CORES = str(Path(__file__).parent / "data" / "cores.toml")
@@ -47,7 +47,7 @@ def stages(strategy: str, count: int, replicas: int, faults: str = "", servers: 
     """A model in so many stages, placed by hand: a measured placement would differ from run to run."""
     task = Shaped("chain", samples=48)
     return RunConfig(
-        task="tests.team_tasks:Shaped",
+        task="tests.stage_tasks:Shaped",
         task_settings={"name": "chain", "samples": 48},
         strategy=strategy,
         strategy_settings=settings,
@@ -56,7 +56,7 @@ def stages(strategy: str, count: int, replicas: int, faults: str = "", servers: 
         runtime="sim",
         epochs=2,
         sim=SimSettings(faults=faults),
-        team=planned(task, count, kind="pipeline"),
+        stage_plan=planned(task, count, kind="pipeline"),
     )
 
 

@@ -233,7 +233,7 @@ class RunLauncher:
         timeout_s: float = 5.0,
         optimizer: str = "sgd",
         gated: bool = True,
-        team: StagePlan | None = None,
+        stage_plan: StagePlan | None = None,
         eval_every_s: float = 10.0,
         **settings: Any,
     ) -> Iterator[Run]:
@@ -251,7 +251,7 @@ class RunLauncher:
             transport=transport,
             failure_timeout_s=timeout_s,
             directory=str(directory),
-            team=team,
+            stage_plan=stage_plan,
             eval_every_s=eval_every_s,
         )
         with self._launched(Order(str(path / "launcher"), config), directory, gate) as run:

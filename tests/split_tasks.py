@@ -14,7 +14,7 @@ from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
 from rainband.model_parallel.graph.tiles import Tiled, tile_of
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.tasks.task import TensorData
-from tests.team_tasks import Shaped, planned
+from tests.stage_tasks import Shaped, planned
 
 
 def columns() -> nn.Module:

@@ -145,7 +145,7 @@ def test_where_several_workers_compute_one_model_its_copies_count(tmp_path: Path
         strategy_settings={"n": 3},
         num_workers=8,
         num_servers=1,
-        team=StagePlan(plan=plan),
+        stage_plan=StagePlan(plan=plan),
     )
     assert "n=3 does not divide 4 copies of the model" in " ".join(line.strip() for line in before(config, tmp_path))
 

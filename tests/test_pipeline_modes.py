@@ -18,7 +18,7 @@ from rainband.model_parallel.graph.fragments import by_stage
 from rainband.strategy import Batch
 from rainband.tasks.task import TensorData
 from tests.pipeline_models import one_thread as one_thread
-from tests.team_tasks import Room, Shaped, planned, together, worker_of
+from tests.stage_tasks import Room, Shaped, planned, together, worker_of
 
 
 class Functional(nn.Module):

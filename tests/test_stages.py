@@ -20,14 +20,14 @@ from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.strategy import Batch
 from rainband.tasks.task import parameter_groups
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
-from tests.team_tasks import Room, Shaped, planned, together, whole_gradient, worker_of
+from tests.stage_tasks import Room, Shaped, planned, together, whole_gradient, worker_of
 
 NAMES = ["chain", "skips", "branches", "tied", "several", "recurrent", "transformer", "on_shapes"]
 BY_SAMPLE = ["chain", "branches", "tied", "several", "transformer"]  # the others mix the samples of a batch
 BATCH = Batch(0, 1, 7)
 
 
-def team_gradient(task: Shaped, plan: StagePlan, order: list[int] | None = None) -> tuple[list[Any], Room]:
+def stage_gradient(task: Shaped, plan: StagePlan, order: list[int] | None = None) -> tuple[list[Any], Room]:
     room = Room(plan.size)
     workers = [worker_of(task, plan, machine, room) for machine in range(plan.size)]
     gradients = together([worker.gradient(BATCH) for worker in workers], order)
@@ -51,7 +51,7 @@ def assert_same(task: Shaped, gradients: list[Any]) -> None:
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_team_has_the_gradient_and_loss_of_the_whole_model(name: str, stages: int) -> None:
     task = Shaped(name)
-    gradients, _ = team_gradient(task, planned(task, stages))
+    gradients, _ = stage_gradient(task, planned(task, stages))
     assert_same(task, gradients)
 
 
@@ -60,7 +60,7 @@ def test_a_team_has_the_gradient_and_loss_of_the_whole_model(name: str, stages: 
 @pytest.mark.parametrize("micros", [2, 3, 9])
 def test_a_batch_in_microbatches_has_the_same_gradient(name: str, schedule: str, micros: int) -> None:
     task = Shaped(name)  # three of four samples are of unequal size, and nine are more than there are
-    gradients, _ = team_gradient(task, planned(task, 2, micros=micros, schedule=schedule))
+    gradients, _ = stage_gradient(task, planned(task, 2, micros=micros, schedule=schedule))
     assert_same(task, gradients)
 
 
@@ -74,7 +74,7 @@ def test_units_may_be_anywhere_and_workers_may_be_slow(name: str, machines: int,
     first, last = units[0], units[-1]
     placement |= {first: 0, last: machines - 1, units[len(units) // 2]: 1 % machines}
     plan = planned(task, placement, kind="partition")
-    gradients, _ = team_gradient(task, plan, [machine for machine in order if machine < plan.size])
+    gradients, _ = stage_gradient(task, plan, [machine for machine in order if machine < plan.size])
     assert_same(task, gradients)
 
 
@@ -83,7 +83,7 @@ def test_a_value_crosses_once_for_each_machine_and_microbatch() -> None:
     units = cut(task.model(), task.data().batch(range(2))).units
     right = {"right", "sigmoid"}
     plan = planned(task, {unit: int(unit in right) for unit in units}, kind="partition", micros=2)
-    _, room = team_gradient(task, plan)
+    _, room = stage_gradient(task, plan)
     crossing = [(to, tag[3:]) for _, to, tag in room.sent if tag[-2] in ("value", "gradient")]
     there = [(1, (micro, "value", "tanh")) for micro in range(2)] + [(0, (m, "value", "sigmoid")) for m in range(2)]
     back = [(0, (m, "gradient", "tanh")) for m in range(2)] + [(1, (m, "gradient", "sigmoid")) for m in range(2)]
@@ -148,7 +148,7 @@ def waiting_for_an_order() -> tuple[list[Any], Any, Any]:
 
 def test_the_end_of_another_is_no_reason_to_miss_what_the_first_has_still_to_say() -> None:
     workers, loop, wanted = waiting_for_an_order()
-    workers[1].team.say_end()
+    workers[1].links.say_end()
     assert not wanted.may_never_complete(stopping=False) and not wanted.ready()
     workers[0].order("over", None)  # was under way
     assert wanted.ready()
@@ -158,7 +158,7 @@ def test_the_end_of_another_is_no_reason_to_miss_what_the_first_has_still_to_say
 
 def test_who_waits_in_vain_for_the_first_is_told_and_still_hears_what_it_says_later() -> None:
     workers, loop, wanted = waiting_for_an_order()
-    workers[0].team.say_end()
+    workers[0].links.say_end()
     assert wanted.may_never_complete(stopping=False)
     loop.close()  # the strategy is over; from now on its process follows orders
     workers[0].order("answer", None)
@@ -200,7 +200,7 @@ def test_first_values_are_a_function_of_the_name_and_the_seed() -> None:
 
 def test_a_deferred_model_trains_like_any_other() -> None:
     task = Deferred("transformer")
-    gradients, _ = team_gradient(task, planned(task, 2))
+    gradients, _ = stage_gradient(task, planned(task, 2))
     assert all(gradient.is_finite for gradient in gradients)
     assert sum(t is not None for gradient in gradients for t in gradient.tensors) == len(
         list(task.model().parameters())
@@ -298,9 +298,9 @@ class FakePull:
 
 @pytest.mark.parametrize(("mine", "theirs"), [(True, True), (True, False), (False, True)])
 def test_a_round_that_is_over_for_one_of_a_team_is_over_for_all_of_it(mine: bool, theirs: bool) -> None:
-    pull, team = FakePull(mine), FakeTeam(theirs)
+    pull, links = FakePull(mine), FakeTeam(theirs)
     with pytest.raises(StopIteration) as end:
-        PullTogether(pull, team).__await__().send(None)  # type: ignore[arg-type]
+        PullTogether(pull, links).__await__().send(None)  # type: ignore[arg-type]
     assert end.value.value is (mine and theirs)
-    assert team.told == [(("open", 3), mine)]  # in any case: the other waits for it
+    assert links.told == [(("open", 3), mine)]  # in any case: the other waits for it
     assert pull.skipped == ([] if mine and theirs else [3])

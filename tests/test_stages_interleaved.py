@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rainband
 from rainband.cli.configure import configured
-from rainband.cli.stage_options import in_teams
+from rainband.cli.stage_options import with_stages
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.placement.placement import save
 from rainband.model_parallel.placement.stage_plan import StagePlan
@@ -25,7 +25,7 @@ from rainband.runtimes.simulation.run import SimulatedResult, run
 from rainband.runtimes.stage_options import PipelineOptions, read_plan
 from rainband.strategy import Batch
 from tests.pipeline_models import floats, one_thread  # noqa: F401 (a fixture for all)
-from tests.team_tasks import Room, Shaped, dealt, planned, together, whole_gradient, worker_of
+from tests.stage_tasks import Room, Shaped, dealt, planned, together, whole_gradient, worker_of
 
 NAMES = ["chain", "skips", "branches", "tied", "several", "recurrent", "transformer", "on_shapes"]
 BY_SAMPLE = ["chain", "branches", "tied", "several", "transformer"]  # the others mix the samples of a batch
@@ -62,7 +62,7 @@ class Weaving(Shaped):
         return TensorData(floats(self.samples, 4))
 
 
-def team_gradient(task: Shaped, plan: StagePlan, order: Any = None) -> tuple[dict[int, Tensor], list[Any], Room]:
+def stage_gradient(task: Shaped, plan: StagePlan, order: Any = None) -> tuple[dict[int, Tensor], list[Any], Room]:
     """The gradient of each parameter, from the one worker that holds it."""
     room = Room(plan.size)
     workers = [worker_of(task, plan, place, room) for place in range(plan.size)]
@@ -81,7 +81,7 @@ def test_the_gradient_is_that_of_the_whole_model(name: str, machines: int, chunk
     task = Shaped(name)
     plan = dealt(task, machines, chunks, micros)
     assert (plan.size, plan.chunks) == (machines, chunks)
-    found, gradients, _ = team_gradient(task, plan)
+    found, gradients, _ = stage_gradient(task, plan)
     whole = whole_gradient(task, BATCH)
     expected = {number: tensor for number, tensor in enumerate(whole.tensors) if tensor is not None}
     assert found.keys() == expected.keys()
@@ -93,8 +93,8 @@ def test_the_gradient_is_that_of_the_whole_model(name: str, machines: int, chunk
 @pytest.mark.parametrize("name", [*NAMES[:-2], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[-2:])])
 def test_the_gradient_has_the_bits_of_as_many_stages_on_a_machine_each(name: str) -> None:
     task = Shaped(name, batch_size=8)
-    found, gradients, _ = team_gradient(task, dealt(task, 2, 2, 4))
-    expected, others, _ = team_gradient(task, planned(task, 4, micros=4))
+    found, gradients, _ = stage_gradient(task, dealt(task, 2, 2, 4))
+    expected, others, _ = stage_gradient(task, planned(task, 4, micros=4))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[number], tensor) for number, tensor in expected.items())
     assert gradients[0].loss == others[0].loss
@@ -103,7 +103,7 @@ def test_the_gradient_has_the_bits_of_as_many_stages_on_a_machine_each(name: str
 @pytest.mark.parametrize("samples", [1, 2, 3, 5])
 def test_a_batch_with_fewer_samples_than_microbatches_is_computed_all_the_same(samples: int) -> None:
     task = Weaving(batch_size=6, samples=6 + samples)
-    found, gradients, _ = team_gradient(task, dealt(task, 3, 2, 6))
+    found, gradients, _ = stage_gradient(task, dealt(task, 3, 2, 6))
     assert {gradient.samples for gradient in gradients} == {samples}
     for number, tensor in enumerate(whole_gradient(task, BATCH).tensors):
         torch.testing.assert_close(found[number], tensor, rtol=1e-9, atol=1e-12)
@@ -130,7 +130,7 @@ class Echoing(Weaving):
 def test_a_weight_that_two_stages_of_one_worker_share_is_not_sent() -> None:
     task = Echoing()
     plan = dealt(task, 2, 2, 2)
-    found, _, room = team_gradient(task, plan)
+    found, _, room = stage_gradient(task, plan)
     assert not [tag for _, _, tag in room.sent if "tie" in tag or "tied" in tag]
     for number, tensor in enumerate(whole_gradient(task, BATCH).tensors):
         torch.testing.assert_close(found[number], tensor, rtol=1e-9, atol=1e-12)
@@ -141,7 +141,7 @@ def test_two_readers_of_a_value_on_one_machine_do_not_add_to_each_others_gradien
     task = Weaving()
     units = cut(task.model(), task.data().batch(range(2))).units
     plan = planned(task, {unit: number // 4 % 2 for number, unit in enumerate(units)}, kind="partition")
-    found, _, _ = team_gradient(task, plan)
+    found, _, _ = stage_gradient(task, plan)
     for number, tensor in enumerate(whole_gradient(task, BATCH).tensors):
         torch.testing.assert_close(found[number], tensor, rtol=1e-9, atol=1e-12)
 
@@ -168,7 +168,7 @@ class Mixing(Weaving):
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
 def test_weights_whose_gradients_are_one_memory_sum_their_microbatches_apart(schedule: str) -> None:
     task = Mixing()
-    found, _, _ = team_gradient(
+    found, _, _ = stage_gradient(
         task, dealt(task, 2, 2, 4) if schedule == "interleaved" else planned(task, 2, micros=4, schedule=schedule)
     )
     for number, tensor in enumerate(whole_gradient(task, BATCH).tensors):
@@ -184,7 +184,7 @@ def crossing(room: Room) -> list[tuple[int, int, Any]]:
 
 def test_a_chain_crosses_from_each_stage_to_the_next_and_back() -> None:
     task = Shaped("chain")  # five units, of which the first two are stage 0
-    _, _, room = team_gradient(task, dealt(task, 2, 2, 2))
+    _, _, room = stage_gradient(task, dealt(task, 2, 2, 2))
     forward = [(0, 1, "_1"), (1, 0, "_2"), (0, 1, "_3")]  # the value behind stages 0, 1 and 2
     there = [(a, b, (micro, "value", value)) for micro in range(2) for a, b, value in forward]
     back = [(b, a, (micro, "gradient", value)) for micro in range(2) for a, b, value in forward]
@@ -195,7 +195,7 @@ def test_a_chain_crosses_from_each_stage_to_the_next_and_back() -> None:
 def test_a_value_crosses_once_however_many_stages_of_a_machine_read_it(machines: int, chunks: int) -> None:
     task = Weaving()
     plan = dealt(task, machines, chunks, machines)
-    _, _, room = team_gradient(task, plan)
+    _, _, room = stage_gradient(task, plan)
     layout = worker_of(task, plan, 0, Room(machines)).share.layout
     once = [(layout.fragments[layout.maker[value]].machine, to, value) for value, to in layout.crossings()]
     readers = [len([i for i in layout.readers[v] if layout.fragments[i].machine == to]) for _, to, v in once]
@@ -217,7 +217,7 @@ def test_every_size_comes_to_its_end_whoever_is_slow(machines: int, chunks: int,
     plan = dealt(task, machines, chunks, micros)
     whole = whole_gradient(task, BATCH)
     for order in (list(range(machines)), list(range(machines))[::-1]):
-        found, _, _ = team_gradient(task, plan, order)
+        found, _, _ = stage_gradient(task, plan, order)
         for number, tensor in enumerate(whole.tensors):
             torch.testing.assert_close(found[number], tensor, rtol=1e-9, atol=1e-12)
 
@@ -244,7 +244,7 @@ class Seen(list[events.AnyEvent]):
 def simulated(
     folder: Path,
     strategy: str,
-    team: StagePlan | None,
+    stage_plan: StagePlan | None,
     replicas: int = 1,
     name: str = "chain",
     faults: str = "",
@@ -256,17 +256,17 @@ def simulated(
     woven = name == "woven"
     seen = Seen()
     config = RunConfig(
-        task="tests.test_stages_interleaved:Weaving" if woven else "tests.team_tasks:Shaped",
+        task="tests.test_stages_interleaved:Weaving" if woven else "tests.stage_tasks:Shaped",
         task_settings={"name": name, "samples": samples},
         strategy=strategy,
         strategy_settings=settings,
-        num_workers=(team.size if team else 1) * replicas,
+        num_workers=(stage_plan.size if stage_plan else 1) * replicas,
         num_servers=2 if strategy != "single" else 0,
         runtime="sim",
         epochs=1,
         directory=str(folder),
         sim=SimSettings(faults=faults, compute=compute or {}),
-        team=team,
+        stage_plan=stage_plan,
     )
     return run(config, seen), seen
 
@@ -348,19 +348,24 @@ def test_a_plan_that_was_saved_is_trained_as_it_says(tmp_path: Path) -> None:
     save(made, tmp_path / "plan.toml")
     plan = read_plan(tmp_path / "plan.toml", 2)
     assert plan is not None and plan.stages == made.stages
-    config = in_teams(configured(["digits", "sync"], None, {}, "sim", 2), None, plan, PipelineOptions())
-    assert config.team is not None
-    assert (config.num_workers, config.team.size, config.team.chunks) == (4, 2, 2)
-    assert (config.team.schedule, config.team.micros) == ("interleaved", 4)
+    config = with_stages(configured(["digits", "sync"], None, {}, "sim", 2), None, plan, PipelineOptions())
+    assert config.stage_plan is not None
+    assert (config.num_workers, config.stage_plan.size, config.stage_plan.chunks) == (4, 2, 2)
+    assert (config.stage_plan.schedule, config.stage_plan.micros) == ("interleaved", 4)
 
 
 @pytest.mark.parametrize("batch_size, stages, micros", [(None, 2, 4), (5, 3, 3), (2, 3, 3), (7, 2, 4)])
 def test_the_usual_microbatches_can_be_dealt(batch_size: int | None, stages: int, micros: int) -> None:
     given = {} if batch_size is None else {"batch_size": batch_size}
     config = configured(["tests.test_stages_interleaved:Weaving", "single"], None, given, "sim", stages)
-    team = in_teams(config, stages, None, PipelineOptions(chunks=2)).team
-    assert team is not None
-    assert (team.micros, team.schedule, team.size, team.chunks) == (micros, "interleaved", stages, 2)
+    stage_plan = with_stages(config, stages, None, PipelineOptions(chunks=2)).stage_plan
+    assert stage_plan is not None
+    assert (stage_plan.micros, stage_plan.schedule, stage_plan.size, stage_plan.chunks) == (
+        micros,
+        "interleaved",
+        stages,
+        2,
+    )
 
 
 def test_fit_interleaves(tmp_path: Path) -> None:
@@ -369,8 +374,8 @@ def test_fit_interleaves(tmp_path: Path) -> None:
     )
     assert fitted.outcome == "finished"
     assert fitted.accounting.applied == 4
-    team = msgspec.json.decode((fitted.directory / "config.json").read_bytes())["team"]
-    assert (team["schedule"], len(team["plan"]["stages"]), team["micros"]) == ("interleaved", 6, 4)
+    stage_plan = msgspec.json.decode((fitted.directory / "config.json").read_bytes())["stage_plan"]
+    assert (stage_plan["schedule"], len(stage_plan["plan"]["stages"]), stage_plan["micros"]) == ("interleaved", 6, 4)
 
 
 def test_a_batch_smaller_than_a_round_of_microbatches_is_trained(tmp_path: Path) -> None:
@@ -384,5 +389,5 @@ def test_fit_takes_a_plan(tmp_path: Path) -> None:
     save(dealt(Weaving(), 2, 3, 2).plan, file)
     fitted = rainband.fit(Weaving(), "single", plan=file, microbatches=2, runs=tmp_path, runtime="sim")
     assert fitted.accounting.applied == 4
-    team = msgspec.json.decode((fitted.directory / "config.json").read_bytes())["team"]
-    assert (len(team["plan"]["stages"]), team["micros"]) == (6, 2)
+    stage_plan = msgspec.json.decode((fitted.directory / "config.json").read_bytes())["stage_plan"]
+    assert (len(stage_plan["plan"]["stages"]), stage_plan["micros"]) == (6, 2)

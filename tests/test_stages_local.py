@@ -12,11 +12,11 @@ from rainband.protocol import events
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.run import run as simulate
 from tests.processes import LR, RunLauncher
-from tests.team_tasks import Shaped, dealt, planned
+from tests.stage_tasks import Shaped, dealt, planned
 
 pytestmark = pytest.mark.processes
 
-STAGED = {"task": "tests.team_tasks:Shaped", "optimizer": "sgd", "gated": False}
+STAGED = {"task": "tests.stage_tasks:Shaped", "optimizer": "sgd", "gated": False}
 
 
 def simulated(folder: Path, strategy: str, name: str, workers: int, **options: object) -> dict[str, torch.Tensor]:
@@ -24,7 +24,7 @@ def simulated(folder: Path, strategy: str, name: str, workers: int, **options: o
     folder.mkdir()
     settings = {"lr": LR, "optimizer": "sgd"}
     config = RunConfig(
-        task="tests.team_tasks:Shaped",
+        task="tests.stage_tasks:Shaped",
         task_settings={"name": name, "samples": 40},
         strategy=strategy,
         strategy_settings=settings,
@@ -42,9 +42,9 @@ def simulated(folder: Path, strategy: str, name: str, workers: int, **options: o
 def test_stages_as_processes_train_as_whole_models_do(
     launcher: RunLauncher, tmp_path: Path, name: str, transport: str, chunks: int
 ) -> None:
-    team = planned(Shaped(name), 2) if chunks == 1 else dealt(Shaped(name), 2, chunks, micros=2)
+    stage_plan = planned(Shaped(name), 2) if chunks == 1 else dealt(Shaped(name), 2, chunks, micros=2)
     with launcher.run(
-        tmp_path, "sync", workers=4, transport=transport, team=team, name=name, samples=40, **STAGED
+        tmp_path, "sync", workers=4, transport=transport, stage_plan=stage_plan, name=name, samples=40, **STAGED
     ) as run:
         result = run.result()
     assert (result.outcome, result.accounting["applied"]) == ("finished", 10), result.reason
@@ -59,13 +59,13 @@ def test_stages_as_processes_train_as_whole_models_do(
 
 
 def test_a_pipeline_that_is_never_flushed_gives_the_same_in_processes(launcher: RunLauncher, tmp_path: Path) -> None:
-    team = planned(Shaped("chain"), 2, replicas=[2, 1])
+    stage_plan = planned(Shaped("chain"), 2, replicas=[2, 1])
     with launcher.run(
-        tmp_path, "pipedream", workers=3, servers=0, team=team, name="chain", samples=40, **STAGED
+        tmp_path, "pipedream", workers=3, servers=0, stage_plan=stage_plan, name="chain", samples=40, **STAGED
     ) as run:
         result = run.result()
     assert (result.outcome, result.accounting["applied"]) == ("finished", 10), result.reason
-    expected = simulated(tmp_path / "sim", "pipedream", "chain", workers=3, team=team)
+    expected = simulated(tmp_path / "sim", "pipedream", "chain", workers=3, stage_plan=stage_plan)
     found = load_file(tmp_path / "run" / "model.safetensors")
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
@@ -74,12 +74,12 @@ def test_a_pipeline_that_is_never_flushed_gives_the_same_in_processes(launcher: 
 def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(
     launcher: RunLauncher, tmp_path: Path
 ) -> None:
-    team = planned(Shaped("chain"), 2)
+    stage_plan = planned(Shaped("chain"), 2)
     with launcher.run(
         tmp_path,
         "downpour",
         workers=4,
-        team=team,
+        stage_plan=stage_plan,
         name="chain",
         samples=2400,
         timeout_s=2.0,
@@ -99,9 +99,9 @@ def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(
 
 
 def test_the_only_replica_ends_with_the_reason(launcher: RunLauncher, tmp_path: Path) -> None:
-    team = planned(Shaped("chain"), 2)
+    stage_plan = planned(Shaped("chain"), 2)
     with launcher.run(
-        tmp_path, "downpour", workers=2, team=team, name="chain", samples=6000, timeout_s=2.0, **STAGED
+        tmp_path, "downpour", workers=2, stage_plan=stage_plan, name="chain", samples=6000, timeout_s=2.0, **STAGED
     ) as run:
         run.first(events.FirstStep)
         run.remember()

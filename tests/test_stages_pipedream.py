@@ -25,7 +25,7 @@ from rainband.strategies.pipedream import Pipedream
 from rainband.strategy import Batch, StageVersions
 from rainband.worker.worker import Sampler
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
-from tests.team_tasks import Shaped, data_plan, planned, trained_team
+from tests.stage_tasks import Shaped, data_plan, planned, trained_stages
 
 LR = 0.05
 TASK = Shaped("chain", samples=38)  # ten batches; the last has two samples
@@ -59,7 +59,7 @@ def played(task: Shaped, stages: int, table: Table) -> nn.Module:
 @pytest.mark.parametrize("name", ["chain", "branches", "skips", "several", "recurrent", "transformer"])
 def test_stages_in_workers_train_exactly_as_the_table_says(name: str) -> None:
     task = Shaped(name, samples=38)
-    workers = trained_team(task, planned(task, 3), Pipedream(lr=LR))
+    workers = trained_stages(task, planned(task, 3), Pipedream(lr=LR))
     expected = dict(by_table(task, 3, [1, 1, 1]).named_parameters())
     found = parameters(workers)
     for key, value in expected.items():
@@ -68,7 +68,7 @@ def test_stages_in_workers_train_exactly_as_the_table_says(name: str) -> None:
 
 @pytest.mark.parametrize("replicas", [[2, 1], [1, 2], [3, 2]])
 def test_replicas_of_a_stage_share_an_update(replicas: list[int]) -> None:
-    workers = trained_team(TASK, planned(TASK, 2, replicas=replicas), Pipedream(lr=LR))
+    workers = trained_stages(TASK, planned(TASK, 2, replicas=replicas), Pipedream(lr=LR))
     expected = dict(by_table(TASK, 2, replicas).named_parameters())
     found = parameters(workers)
     for key, value in expected.items():
@@ -80,15 +80,15 @@ def test_replicas_of_a_stage_share_an_update(replicas: list[int]) -> None:
 
 
 def test_vertical_sync_uses_one_version_in_all_stages() -> None:
-    workers = trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR, vertical_sync=True))
+    workers = trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR, vertical_sync=True))
     expected = dict(by_table(TASK, 3, [1, 1, 1], vertical_sync=True).named_parameters())
     for key, value in expected.items():
         torch.testing.assert_close(parameters(workers)[key], value.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_without_stash_it_is_something_else() -> None:
-    with_stash = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR)))
-    without = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR, stash=False)))
+    with_stash = parameters(trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR)))
+    without = parameters(trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR, stash=False)))
     expected = dict(by_table(TASK, 3, [1, 1, 1], stash=False).named_parameters())
     for key, value in expected.items():
         torch.testing.assert_close(without[key], value.detach(), rtol=1e-12, atol=1e-12)
@@ -96,8 +96,8 @@ def test_without_stash_it_is_something_else() -> None:
 
 
 def test_recomputing_changes_nothing() -> None:
-    kept = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR)))
-    again = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR, recompute=True)))
+    kept = parameters(trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR)))
+    again = parameters(trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR, recompute=True)))
     for key, value in kept.items():
         assert torch.equal(value, again[key])
 
@@ -118,7 +118,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Stashing]:
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
 def test_a_stage_keeps_as_many_versions_as_batches_are_on_their_way(order: list[int], made: list[Stashing]) -> None:
-    trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR), order)
+    trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR), order)
     made.sort(key=lambda stage: stage.share.machine)
     assert [stage.ahead for stage in made] == [2, 1, 0]
     assert [stage.stage.versions.peak for stage in made] == [3, 2, 1]
@@ -130,7 +130,7 @@ def test_a_stage_keeps_as_many_versions_as_batches_are_on_their_way(order: list[
 def test_a_weight_in_two_stages_is_refused() -> None:
     task = Shaped("tied")
     with pytest.raises(ValueError, match="put its units into one stage"):
-        trained_team(task, planned(task, {"embed": 0, "hidden": 1, "tanh": 1, "out": 2}), Pipedream(lr=LR))
+        trained_stages(task, planned(task, {"embed": 0, "hidden": 1, "tanh": 1, "out": 2}), Pipedream(lr=LR))
 
 
 # ---- two versions, and no more ----
@@ -173,7 +173,7 @@ def test_a_batch_uses_the_parameters_of_one_update_ago() -> None:
 @pytest.mark.parametrize("micros", [3, 4])
 def test_double_buffered_stages_have_the_bits_of_their_table(name: str, micros: int) -> None:
     task = Shaped(name, samples=48)  # twelve batches
-    workers = trained_team(task, planned(task, 3), Pipedream(lr=LR, double_buffered=True, micros=micros))
+    workers = trained_stages(task, planned(task, 3), Pipedream(lr=LR, double_buffered=True, micros=micros))
     expected = played(task, 3, two_buffered(3, micros, 12 // micros))
     found = parameters(workers)
     for key, value in expected.named_parameters():
@@ -184,22 +184,22 @@ def test_double_buffered_stages_have_the_bits_of_their_table(name: str, micros: 
 @pytest.mark.parametrize("stages, micros", [(2, 2), (3, 3), (2, 5)])
 def test_double_buffered_stages_are_sgd_that_is_late_by_one_update(samples: int, stages: int, micros: int) -> None:
     task = Shaped("chain", samples=samples)
-    workers = trained_team(task, planned(task, stages), Pipedream(lr=LR, double_buffered=True, micros=micros))
+    workers = trained_stages(task, planned(task, stages), Pipedream(lr=LR, double_buffered=True, micros=micros))
     assert_same(parameters(workers), delayed(task, batches_of(data_plan(task)), micros))
 
 
 def test_a_pipeline_that_ran_empty_begins_anew_with_the_newest_parameters() -> None:
     """Portions of 4, 4 and 2 batches that come late: each ends with an update of what there is."""
     how = Pipedream(lr=LR, double_buffered=True, micros=3)
-    late = parameters(trained_team(TASK, planned(TASK, 3), how, late=True))
+    late = parameters(trained_stages(TASK, planned(TASK, 3), how, late=True))
     assert_same(late, delayed(TASK, batches_of(data_plan(TASK)), 3, portions=[4, 8]))
-    early = parameters(trained_team(TASK, planned(TASK, 3), how))
+    early = parameters(trained_stages(TASK, planned(TASK, 3), how))
     assert any(not torch.equal(early[key], late[key]) for key in early)
 
 
 def test_recomputing_changes_nothing_with_two_versions() -> None:
-    kept = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR, double_buffered=True)))
-    again = parameters(trained_team(TASK, planned(TASK, 3), Pipedream(lr=LR, double_buffered=True, recompute=True)))
+    kept = parameters(trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR, double_buffered=True)))
+    again = parameters(trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR, double_buffered=True, recompute=True)))
     for key, value in kept.items():
         assert torch.equal(value, again[key])
 
@@ -221,7 +221,7 @@ def test_every_stage_keeps_two_versions_and_no_more(
 
     monkeypatch.setattr(Stashing, "_step", note)
     how = Pipedream(lr=LR, double_buffered=True, micros=micros)
-    trained_team(TASK, planned(TASK, 3), how, order, late)
+    trained_stages(TASK, planned(TASK, 3), how, order, late)
     assert [stage.stage.versions.peak for stage in made] == [2, 2, 2]
     assert set(held) == {2.0}
     assert [len(stage.stage.versions.live) for stage in made] == [1, 1, 1]
@@ -237,7 +237,7 @@ def test_a_gradient_that_is_not_finite_leaves_out_its_update_alone() -> None:
     task = Spoilt("chain", samples=48)
     batches = batches_of(data_plan(task))
     spoilt = task.data().batch([batches[4][0]])[0][0]  # in the second round of three batches
-    workers = trained_team(task, planned(task, 2), Pipedream(lr=LR, double_buffered=True, micros=3))
+    workers = trained_stages(task, planned(task, 2), Pipedream(lr=LR, double_buffered=True, micros=3))
     found = parameters(workers)
     assert all(bool(tensor.isfinite().all()) for tensor in found.values())
     assert_same(found, delayed(task, batches, 3))
@@ -254,7 +254,7 @@ def test_in_virtual_time_double_buffering_is_the_same(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Stashing, "settle", note)
     task = Shaped("chain", samples=94)  # two epochs of 24 batches, the last of each of two samples, in portions of 12
     config = RunConfig(
-        task="tests.team_tasks:Shaped",
+        task="tests.stage_tasks:Shaped",
         task_settings={"name": "chain", "samples": 94},
         strategy="pipedream",
         strategy_settings={"lr": LR, "double_buffered": True, "micros": 5},
@@ -263,7 +263,7 @@ def test_in_virtual_time_double_buffering_is_the_same(tmp_path: Path, monkeypatc
         runtime="sim",
         epochs=2,
         directory=str(tmp_path),
-        team=planned(task, 3),
+        stage_plan=planned(task, 3),
     )
     result = run(config, lambda event: None)
     assert (result.outcome, result.accounting["applied"]) == ("finished", 48), result.reason
@@ -274,6 +274,6 @@ def test_in_virtual_time_double_buffering_is_the_same(tmp_path: Path, monkeypatc
 
 def test_replicas_and_too_few_batches_to_an_update_are_refused() -> None:
     with pytest.raises(ValueError, match="one worker for each stage"):
-        trained_team(TASK, planned(TASK, 2, replicas=[2, 1]), Pipedream(double_buffered=True))
+        trained_stages(TASK, planned(TASK, 2, replicas=[2, 1]), Pipedream(double_buffered=True))
     with pytest.raises(ValueError, match="type micros=3 or more"):
-        trained_team(TASK, planned(TASK, 3), Pipedream(double_buffered=True, micros=2))
+        trained_stages(TASK, planned(TASK, 3), Pipedream(double_buffered=True, micros=2))

@@ -28,7 +28,7 @@ from rainband.strategies.single import Single
 from rainband.views import predicted_stages as predicted
 from rainband.views.history import RunSoFar, read_run, told_by
 from rainband.views.schedule_chart import WAIT, _typical, excerpt
-from tests.team_tasks import Shaped, dealt, planned
+from tests.stage_tasks import Shaped, dealt, planned
 
 STEP_S = 1.0
 
@@ -40,29 +40,31 @@ def round_profile(task: Shaped) -> Profile:
     return msgspec.structs.replace(profile, units=tuple(units))
 
 
-def team_of(task: Shaped, placement: Any, kind: str = "pipeline", **settings: Any) -> StagePlan:
+def stage_plan_of(task: Shaped, placement: Any, kind: str = "pipeline", **settings: Any) -> StagePlan:
     if chunks := settings.pop("chunks", 0):
         interleaved = dealt(task, placement, chunks, settings["micros"])
         return msgspec.structs.replace(interleaved, profile=round_profile(task))
     return planned(task, placement, kind, profile=round_profile(task), **settings)
 
 
-def simulated(folder: Path, task: Shaped, team: StagePlan, strategy: str, epochs: int, copies: int = 1) -> RunSoFar:
+def simulated(
+    folder: Path, task: Shaped, stage_plan: StagePlan, strategy: str, epochs: int, copies: int = 1
+) -> RunSoFar:
     folder.mkdir(parents=True)
     seen: list[events.AnyEvent] = []
     config = RunConfig(
-        task="tests.team_tasks:Shaped",
+        task="tests.stage_tasks:Shaped",
         task_settings={"name": task.name, "samples": task.samples, "batch_size": task.batch_size},
         strategy=strategy,
         strategy_settings={"lr": 0.01},
-        num_workers=team.size * copies,
+        num_workers=stage_plan.size * copies,
         num_servers=1 if strategy == "sync" else 0,
         runtime="sim",
         epochs=epochs,
         failure_timeout_s=1e3,
         directory=str(folder),
         sim=SimSettings(compute={"kind": "constant", "step_s": STEP_S}),
-        team=team,
+        stage_plan=stage_plan,
     )
     assert run(config, seen.append).outcome == "finished"
     return told_by(seen)
@@ -84,8 +86,8 @@ CASES = {
 def test_in_virtual_time_a_batch_takes_what_was_predicted(tmp_path: Path, case: str) -> None:
     """Runs of one and of three passes over the data differ by two of them."""
     task, settings, strategy = CASES[case]
-    team = team_of(task, **settings)
-    short, long = (simulated(tmp_path / str(n), task, team, strategy, n) for n in (1, 3))
+    stage_plan = stage_plan_of(task, **settings)
+    short, long = (simulated(tmp_path / str(n), task, stage_plan, strategy, n) for n in (1, 3))
     assert long.predicted is not None
     took_s = (long.training.seconds - short.training.seconds) / (2 * task.samples / task.batch_size)
     assert took_s == pytest.approx(long.predicted.batch_s, rel=1e-9)
@@ -98,8 +100,8 @@ def test_in_virtual_time_a_batch_takes_what_was_predicted(tmp_path: Path, case: 
 
 
 def test_copies_of_the_model_are_as_many_times_as_fast(tmp_path: Path) -> None:
-    team = team_of(CHAIN, 2, micros=4)
-    one, two = (simulated(tmp_path / str(n), CHAIN, team, "sync", 1, copies=n) for n in (1, 2))
+    stage_plan = stage_plan_of(CHAIN, 2, micros=4)
+    one, two = (simulated(tmp_path / str(n), CHAIN, stage_plan, "sync", 1, copies=n) for n in (1, 2))
     assert one.predicted is not None and two.predicted is not None
     assert two.predicted.samples_per_s == pytest.approx(2 * one.predicted.samples_per_s)
     assert two.predicted.busy == pytest.approx(one.predicted.busy)
@@ -108,8 +110,8 @@ def test_copies_of_the_model_are_as_many_times_as_fast(tmp_path: Path) -> None:
 
 def test_the_end_of_a_run_says_both_stage_by_stage(tmp_path: Path) -> None:
     """Five units of 3, 6, 9, 12 and 15 parts of 45: 18 before the cut, 27 after it. Messages take a little."""
-    team = team_of(CHAIN, {"_0": 0, "_1": 0, "_2": 0, "_3": 1, "_4": 1}, micros=1)
-    so_far = simulated(tmp_path / "run", CHAIN, team, "single", 1)
+    stage_plan = stage_plan_of(CHAIN, {"_0": 0, "_1": 0, "_2": 0, "_3": 1, "_4": 1}, micros=1)
+    so_far = simulated(tmp_path / "run", CHAIN, stage_plan, "single", 1)
     head, columns, first, second = predicted.lines(so_far)
     assert head == "predicted 4 samples/s (busy 49 %), measured 4 samples/s (busy 49 %)"
     assert columns.split() == ["a", "batch", "computes", "predicted", "waits", "else", "sends", "predicted"]
@@ -124,7 +126,7 @@ def test_the_end_of_a_run_says_both_stage_by_stage(tmp_path: Path) -> None:
 
 
 def test_where_a_worker_was_lost_only_the_prediction_is_told(tmp_path: Path) -> None:
-    so_far = simulated(tmp_path / "run", CHAIN, team_of(CHAIN, 2), "single", 1)
+    so_far = simulated(tmp_path / "run", CHAIN, stage_plan_of(CHAIN, 2), "single", 1)
     assert len(predicted.lines(so_far)) == 4 and so_far.last is not None
     so_far.progress[-1] = msgspec.structs.replace(so_far.last, computed_s={0: so_far.last.computed_s[0]})
     (line,) = predicted.lines(so_far)
@@ -162,7 +164,7 @@ BRANCHES = Shaped("branches", samples=48)
 def test_the_schedule_that_was_is_the_one_that_was_predicted(
     tmp_path: Path, task: Shaped, settings: dict[str, Any], strategy: str
 ) -> None:
-    simulated(tmp_path / "run", task, team_of(task, **settings), strategy, 2)
+    simulated(tmp_path / "run", task, stage_plan_of(task, **settings), strategy, 2)
     found = excerpt(read_run(tmp_path / "run"), read_spans(tmp_path / "run"))
     assert found is not None
     seen = sorted((d.place, d.from_s, d.label) for d in found.seen if d.label != WAIT and d.to_s - d.from_s > 1e-9)
@@ -173,7 +175,7 @@ def test_the_schedule_that_was_is_the_one_that_was_predicted(
 
 def test_the_timeline_draws_both_and_names_microbatches_for_chrome(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    simulated(tmp_path / "run", CHAIN, team_of(CHAIN, 2, micros=4), "single", 1)
+    simulated(tmp_path / "run", CHAIN, stage_plan_of(CHAIN, 2, micros=4), "single", 1)
     shown = CliRunner().invoke(build_app(), ["timeline", str(tmp_path / "run")])
     assert shown.exit_code == 0, shown.output
     assert (tmp_path / "run" / "schedule.png").read_bytes()[:4] == b"\x89PNG"
@@ -188,15 +190,17 @@ def test_what_is_shown_took_as_long_as_most_batches_did() -> None:
     assert _typical([5.0, 2.0, 2.0, 9.0, 2.0]) == 2  # of three alike the one in the middle
 
 
-def config_of(team: StagePlan, **settings: Any) -> RunConfig:
-    return RunConfig(task="", strategy="single", num_workers=team.size, num_servers=0, team=team, **settings)
+def config_of(stage_plan: StagePlan, **settings: Any) -> RunConfig:
+    return RunConfig(
+        task="", strategy="single", num_workers=stage_plan.size, num_servers=0, stage_plan=stage_plan, **settings
+    )
 
 
 def test_on_fewer_cores_workers_compute_in_turns() -> None:
     """A batch of 4 takes 1 s of computing: one core gives no more than 4 samples/s, and two workers are half busy."""
-    team = team_of(CHAIN, 2)
+    stage_plan = stage_plan_of(CHAIN, 2)
     models = [ClusterModel(compute=ComputeModel("constant", 1.0), nodes=NodeModel(cores=n)) for n in (0, 2, 1)]
-    found = [predicted_of(config_of(team), Pipedream(), model) for model in models]
+    found = [predicted_of(config_of(stage_plan), Pipedream(), model) for model in models]
     own, two, one = (event for event in found if event is not None)
     assert own.samples_per_s == two.samples_per_s > one.samples_per_s
     assert (one.samples_per_s, one.busy) == pytest.approx((4.0, 0.5))
@@ -204,11 +208,11 @@ def test_on_fewer_cores_workers_compute_in_turns() -> None:
 
 def test_processes_are_expected_to_take_what_a_microbatch_takes() -> None:
     """Of 4 samples in 45 s a microbatch of 2 takes 30 s, not 22.5; by TCP values take longer."""
-    team = team_of(CHAIN, 2, micros=2)
-    assert team.profile is not None
-    micro = msgspec.structs.replace(team.profile.scaled(30 / 45, 0.5), batch_size=2)
-    cut_batches = msgspec.structs.replace(team, micro_profile=micro)
-    plain, found = (forecast_of(config_of(plan), "one_f_one_b") for plan in (team, cut_batches))
+    stage_plan = stage_plan_of(CHAIN, 2, micros=2)
+    assert stage_plan.profile is not None
+    micro = msgspec.structs.replace(stage_plan.profile.scaled(30 / 45, 0.5), batch_size=2)
+    cut_batches = msgspec.structs.replace(stage_plan, micro_profile=micro)
+    plain, found = (forecast_of(config_of(plan), "one_f_one_b") for plan in (stage_plan, cut_batches))
     assert plain is not None and found is not None
     assert plain.alone_s == pytest.approx(45.0) and found.alone_s == pytest.approx(2 * 30.0)
     assert found.shares[0].sent_bytes == plain.shares[0].sent_bytes
@@ -217,14 +221,14 @@ def test_processes_are_expected_to_take_what_a_microbatch_takes() -> None:
 
 
 def test_what_is_left_out_is_told() -> None:
-    team = team_of(CHAIN, 2, micros=2)
-    assert team.profile is not None
-    local = predicted_of(config_of(team), Single())
+    stage_plan = stage_plan_of(CHAIN, 2, micros=2)
+    assert stage_plan.profile is not None
+    local = predicted_of(config_of(stage_plan), Single())
     assert local is not None and local.left_out == ("reading data", "the loss", "updates")
-    counted = msgspec.structs.replace(team, profile=msgspec.structs.replace(team.profile, counted=True))
+    counted = msgspec.structs.replace(stage_plan, profile=msgspec.structs.replace(stage_plan.profile, counted=True))
     guessed = predicted_of(config_of(counted), Single())
     assert guessed is not None and "nothing was measured" in guessed.left_out[-1]
     slow = ClusterModel(compute=ComputeModel("constant", 1.0, slow_workers=(1,)))
-    simulated = predicted_of(config_of(team), Single(), slow)
+    simulated = predicted_of(config_of(stage_plan), Single(), slow)
     assert simulated is not None and simulated.left_out == ("slow workers",)
     assert predicted_of(config_of(planned(CHAIN, 2)), Single()) is None  # nothing was measured at all

@@ -8,7 +8,7 @@ import pytest
 
 from rainband.runtimes.config import RunConfig
 from tests.processes import Order, RunLauncher
-from tests.team_tasks import Shaped, planned
+from tests.stage_tasks import Shaped, planned
 
 
 @pytest.mark.processes
@@ -16,7 +16,7 @@ def test_sandblaster_in_stages(launcher: RunLauncher, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
     config = RunConfig(
-        task="tests.team_tasks:Shaped",
+        task="tests.stage_tasks:Shaped",
         task_settings={"name": "chain", "samples": 48},
         strategy="sandblaster",
         num_workers=4,
@@ -24,7 +24,7 @@ def test_sandblaster_in_stages(launcher: RunLauncher, tmp_path: Path) -> None:
         transport="shm",
         failure_timeout_s=5.0,
         directory=str(directory),
-        team=planned(Shaped("chain", samples=48), 2),
+        stage_plan=planned(Shaped("chain", samples=48), 2),
     )
     with launcher._launched(Order(str(tmp_path / "launcher"), config), directory, None) as run:
         result = run.result()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation.run import SimulatedResult, run
-from tests.team_tasks import Shaped, planned
+from tests.stage_tasks import Shaped, planned
 
 SGD = {"optimizer": "sgd", "lr": 0.01}
 
@@ -30,7 +30,7 @@ def simulated(
     task = Shaped(name, samples=48)
     seen = Seen()
     config = RunConfig(
-        task="tests.team_tasks:Shaped",
+        task="tests.stage_tasks:Shaped",
         task_settings={"name": name, "samples": 48},
         strategy=strategy,
         strategy_settings=settings,
@@ -40,7 +40,7 @@ def simulated(
         epochs=2,
         directory=str(folder),
         sim=SimSettings(faults=faults),
-        team=planned(task, stages) if stages > 1 else None,
+        stage_plan=planned(task, stages) if stages > 1 else None,
     )
     return run(config, seen), seen
 

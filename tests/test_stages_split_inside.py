@@ -17,7 +17,7 @@ from rainband.strategies.pipedream import Pipedream
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.processes import RunLauncher
 from tests.split_tasks import MODELS, InPieces
-from tests.team_tasks import Room, together, trained_team, whole_gradient, worker_of
+from tests.stage_tasks import Room, together, trained_stages, whole_gradient, worker_of
 from tests.test_stages import BATCH
 from tests.test_stages_splits import trained_by_one
 
@@ -74,7 +74,7 @@ def test_a_pipeline_that_is_never_flushed_may_have_split_layers(name: str, how: 
     found, expected = (
         {
             key: value
-            for worker in trained_team(task, StagePlan(plan=plan, example_size=2), strategy)
+            for worker in trained_stages(task, StagePlan(plan=plan, example_size=2), strategy)
             for key, value in worker.share.held().items()
         }
         for plan in (split.plan, straight)
@@ -90,9 +90,11 @@ def test_split_layers_inside_stages_train_in_processes(
     launcher: RunLauncher, tmp_path: Path, strategy: str, transport: str
 ) -> None:
     options = {"task": "tests.split_tasks:InPieces", "name": "pair", "optimizer": "sgd", "gated": False}
-    team = in_stages("pair", 2 if strategy == "sync" else 1, "one_f_one_b")
+    stage_plan = in_stages("pair", 2 if strategy == "sync" else 1, "one_f_one_b")
     servers = 2 if strategy == "sync" else 0
-    with launcher.run(tmp_path, strategy, workers=3, servers=servers, transport=transport, team=team, **options) as run:
+    with launcher.run(
+        tmp_path, strategy, workers=3, servers=servers, transport=transport, stage_plan=stage_plan, **options
+    ) as run:
         result = run.result()
     assert (result.outcome, result.accounting["applied"]) == ("finished", 4), result.reason
     if strategy == "sync":

@@ -13,7 +13,7 @@ from rainband.runtimes.simulation.run import run as simulate
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.processes import LR, RunLauncher
 from tests.split_tasks import MODELS, InPieces, plan_of
-from tests.team_tasks import Room, together, whole_gradient, worker_of
+from tests.stage_tasks import Room, together, whole_gradient, worker_of
 from tests.test_stages import BATCH
 
 
@@ -57,7 +57,7 @@ def test_layers_in_pieces_train_in_processes_as_in_one(
 ) -> None:
     options = {"task": "tests.split_tasks:InPieces", "name": name, "optimizer": "sgd", "gated": False}
     with launcher.run(
-        tmp_path, "single", workers=2, servers=0, transport=transport, team=plan_of(name), **options
+        tmp_path, "single", workers=2, servers=0, transport=transport, stage_plan=plan_of(name), **options
     ) as run:
         result = run.result()
     assert (result.outcome, result.accounting["applied"]) == ("finished", 4), result.reason

@@ -10,11 +10,11 @@ import pytest
 
 import rainband
 from rainband.cli.configure import configured
-from rainband.cli.stage_options import in_teams
+from rainband.cli.stage_options import with_stages
 from rainband.model_parallel.placement.placement import PlacedStage, Placement, save
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy
-from rainband.runtimes.stage_options import PipelineOptions, check_plan, check_versions, read_plan, team_size
+from rainband.runtimes.stage_options import PipelineOptions, check_plan, check_versions, read_plan, workers_per_replica
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_workers_are_a_multiple_of_the_stages_and_strategies_count_models() -> N
 def test_what_does_not_go_with_stages_is_refused_before_measuring(
     words: list[str], flow: PipelineOptions, record: bool, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rainband.runtimes.stage_plan.make_team_plan", None)
+    monkeypatch.setattr("rainband.runtimes.stage_plan.make_stage_plan", None)
     config = msgspec.structs.replace(configured(["digits", *words], None, {}, "sim", 2), record=record)
     with pytest.raises(ValueError, match=told):
-        in_teams(config, 2, None, flow)
+        with_stages(config, 2, None, flow)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_does_not_go_with_stages_is_refused_before_measuring(
 )
 def test_microbatches_without_stages_are_refused(flow: PipelineOptions) -> None:
     with pytest.raises(ValueError, match="type --stages 2, too"):
-        in_teams(configured(["digits", "sync"], None, {}, "sim"), None, None, flow)
+        with_stages(configured(["digits", "sync"], None, {}, "sim"), None, None, flow)
 
 
 @pytest.mark.parametrize(
@@ -124,16 +124,16 @@ def test_a_plan_and_what_is_typed_must_agree(
     strategy: str, machines: list[int], flow: PipelineOptions, told: str
 ) -> None:
     plan = in_turn(machines)
-    config = configured(["digits", strategy], None, {}, "sim", team_size(plan, None))
+    config = configured(["digits", strategy], None, {}, "sim", workers_per_replica(plan, None))
     assert config.num_workers % 2 == 0
     with pytest.raises(ValueError, match=told):
-        in_teams(config, None, plan, flow)
+        with_stages(config, None, plan, flow)
 
 
 def test_a_plan_has_as_many_workers_as_machines_whatever_its_stages(tmp_path: Path) -> None:
     save(in_turn([0, 1, 0, 1, 0, 1]), tmp_path / "plan.json")
     plan = read_plan(tmp_path / "plan.json", 2)
-    assert team_size(plan, None) == 2
+    assert workers_per_replica(plan, None) == 2
     with pytest.raises(ValueError, match=r"plan.json has 2 stages, not 6: leave out --stages"):
         read_plan(tmp_path / "plan.json", 6)
 
@@ -150,7 +150,7 @@ def test_a_model_with_too_few_units_says_what_to_type() -> None:
     with pytest.raises(
         ValueError, match="2 stages on each of 2 workers are 4: type fewer --stages or --stages-per-worker"
     ):
-        in_teams(config, 2, None, PipelineOptions(chunks=2))
+        with_stages(config, 2, None, PipelineOptions(chunks=2))
 
 
 @pytest.mark.parametrize(

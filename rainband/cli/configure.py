@@ -20,7 +20,7 @@ import msgspec
 from rainband.plugins import find_strategy, load_strategy, strategy_names
 from rainband.runtimes.config import RunConfig, check_epochs, is_one_memory
 from rainband.runtimes.run_directory import read_config
-from rainband.runtimes.stage_plan import check_team
+from rainband.runtimes.stage_plan import check_num_workers
 from rainband.settings import as_dict, parse_pairs
 from rainband.strategy import Strategy
 from rainband.tasks.load import task_names
@@ -51,7 +51,7 @@ def configured(
         raise ValueError(f"--transport {given['transport']}: choose from {', '.join(TRANSPORTS)}.")
     strategy = _strategy(base.strategy, base.strategy_settings)
     check_epochs(strategy, base.strategy, given.get("epochs"))
-    size = stages or (base.team.size if base.team else 1)
+    size = stages or (base.stage_plan.size if base.stage_plan else 1)
     crew = _crew(base, strategy, given, size)
     runtime = runtime or base.runtime
     if runtime == "processes":
@@ -156,7 +156,7 @@ def _crew(base: RunConfig, strategy: Strategy, given: Mapping[str, Any], size: i
     """How many there are of each; `size` workers are one copy of the model."""
     workers = given.get("num_workers", max(1, base.num_workers // size) * size)
     servers = given.get("num_servers", base.num_servers)
-    check_team(strategy, base.strategy, workers, size)
+    check_num_workers(strategy, base.strategy, workers, size)
     if is_one_memory(strategy):
         if given.get("num_servers"):
             raise ValueError(f"{base.strategy} has no servers: leave out --servers {servers}, or choose downpour.")

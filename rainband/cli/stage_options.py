@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from rainband.runtimes.stage_options import PipelineOptions
 
 
-def in_teams(config: RunConfig, stages: int | None, plan: Placement | None, flow: PipelineOptions) -> RunConfig:
+def with_stages(config: RunConfig, stages: int | None, plan: Placement | None, flow: PipelineOptions) -> RunConfig:
     """The run, with the plan by which its workers compute one model together."""
     from rainband.plugins import load_strategy
-    from rainband.runtimes.stage_options import check_flow, check_plan, check_versions, team_size
+    from rainband.runtimes.stage_options import check_flow, check_plan, check_versions, workers_per_replica
 
-    size = team_size(plan, stages) or 1
+    size = workers_per_replica(plan, stages) or 1
     strategy = load_strategy(config.strategy, config.strategy_settings)
     if size == 1:
-        if any(flow) and config.team is None:
+        if any(flow) and config.stage_plan is None:
             raise ValueError(
                 "--microbatches, --schedule and --stages-per-worker are for a model in several stages: "
                 "type --stages 2, too."
             )
         return config
-    from rainband.runtimes.stage_plan import make_team_plan
+    from rainband.runtimes.stage_plan import make_stage_plan
     from rainband.tasks.load import load_task
 
     if plan is not None:
@@ -43,7 +43,7 @@ def in_teams(config: RunConfig, stages: int | None, plan: Placement | None, flow
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     typer.echo(f"measuring {config.task} to cut it for {size} workers ...", err=True)
-    team = make_team_plan(
+    stage_plan = make_stage_plan(
         load_task(config.task, config.task_settings),
         config.task,
         size,
@@ -53,17 +53,17 @@ def in_teams(config: RunConfig, stages: int | None, plan: Placement | None, flow
         seed=config.seed,
         threads=config.threads,
     )
-    for line in _stage_lines(team):
+    for line in _stage_lines(stage_plan):
         typer.echo(line, err=True)
-    return msgspec.structs.replace(config, team=team)
+    return msgspec.structs.replace(config, stage_plan=stage_plan)
 
 
-def _stage_lines(team: StagePlan) -> list[str]:
+def _stage_lines(stage_plan: StagePlan) -> list[str]:
     lines = []
-    for number, stage in enumerate(team.plan.stages):
+    for number, stage in enumerate(stage_plan.plan.stages):
         units = ", ".join(stage.units[:6]) + (f" and {len(stage.units) - 6} more" if len(stage.units) > 6 else "")
         where = f" (on {len(stage.machines)} workers in turn)" if len(stage.machines) > 1 else ""
-        if team.chunks > 1:
-            where = f" (on worker {number % len(team.workers)})"
+        if stage_plan.chunks > 1:
+            where = f" (on worker {number % len(stage_plan.workers)})"
         lines.append(f"  stage {number}{where}: {units}")
     return lines

@@ -180,9 +180,9 @@ def train(
 
     from rainband.cli.configure import configured
     from rainband.cli.sim_options import COMPUTE, in_virtual_time, noted
-    from rainband.cli.stage_options import in_teams
+    from rainband.cli.stage_options import with_stages
     from rainband.runtimes.run_directory import new_directory
-    from rainband.runtimes.stage_options import PipelineOptions, read_plan, team_size
+    from rainband.runtimes.stage_options import PipelineOptions, read_plan, workers_per_replica
     from rainband.views.warnings import before
 
     typed = [word for word in (task, strategy, *(settings or [])) if word is not None]
@@ -203,8 +203,10 @@ def train(
             raise ValueError(f"no world named '{runtime}': choose from {', '.join(RUNTIMES)}.")
         given = {name: value for name, value in options.items() if value is not None}
         cut = read_plan(plan, stages)
-        run_config = noted(configured(words, config, given, runtime, team_size(cut, stages)), record, timeline)
-        run_config = in_teams(run_config, stages, cut, PipelineOptions(microbatches, schedule, chunks))
+        run_config = noted(
+            configured(words, config, given, runtime, workers_per_replica(cut, stages)), record, timeline
+        )
+        run_config = with_stages(run_config, stages, cut, PipelineOptions(microbatches, schedule, chunks))
         run_config = in_virtual_time(run_config, network, time_only, steps, compute, faults)
         kinds = _sinks(csv, tensorboard)
         for line in before(run_config, runs):

@@ -51,7 +51,7 @@ class Admission:
             self.presence.leases.wanting.pop(sender.index, None)
         if known is None or known.peer != sender:
             # Who waits for the others of its team is not waited for itself.
-            here = state.settings.team_size == 1
+            here = state.settings.workers_per_replica == 1
             state.workers[sender.index] = WorkerState(sender, join.address, heartbeat_at=now, worked_at=now, here=here)
         state.events.append(events.Joined(at_s=now, node=str(sender)))
         self.waiting.append((sender, join))
@@ -106,7 +106,7 @@ class Admission:
         first = sender.index - state.place(sender.index)
         earlier = (w.connected and w.peer.index < first for w in state.workers.values())
         founder = state.phase == "loading" and not any(earlier)
-        welcome = msgspec.structs.replace(state.welcome, load=founder, team=state.addresses(sender.index))
+        welcome = msgspec.structs.replace(state.welcome, load=founder, replica_addresses=state.addresses(sender.index))
         return [
             CoordinatorOutput(sender, welcome),
             *([CoordinatorOutput(sender, Go())] if state.phase == "running" else []),

@@ -147,7 +147,7 @@ class Leases:
     def _may_work(self, worker: WorkerState) -> bool:
         if not worker.connected or worker.ended or not worker.here or not self._may_start(worker):
             return False
-        return self.state.settings.team_size == 1 or all(
+        return self.state.settings.workers_per_replica == 1 or all(
             stage_peer.here for stage_peer in self.state.stage_peers(worker.peer.index)
         )
 

@@ -63,7 +63,9 @@ class Planning:
             batch_size=data.batch_size,
             epochs=1 if join.coordinated else data.epochs or OPEN_ENDED,
             seed=self.state.settings.seed,
-            portion_batches=_portion_batches(join, columns, per_epoch, num_workers, self.state.settings.team_size),
+            portion_batches=_portion_batches(
+                join, columns, per_epoch, num_workers, self.state.settings.workers_per_replica
+            ),
             batches_per_item=join.batches_per_item,
             columns=columns,
             coordinated=join.coordinated,
@@ -120,16 +122,16 @@ def _data_of(join: Join) -> Dataset:
     return Dataset(join.fingerprint, join.num_samples, join.batch_size, join.epochs)
 
 
-def _portion_batches(join: Join, columns: int, per_epoch: int, num_workers: int, team_size: int) -> int:
+def _portion_batches(join: Join, columns: int, per_epoch: int, num_workers: int, workers_per_replica: int) -> int:
     if join.coordinated:
         return join.batches_per_item  # a portion is what is handed out: one cell
     if columns:
         return 16
     chosen = choose_portion_batches(per_epoch, num_workers, join.batches_per_item)
-    if num_workers > 1 or team_size == 1:
+    if num_workers > 1 or workers_per_replica == 1:
         return chosen
     # Long enough that the next lease is there before the last batch of this one enters a pipeline.
-    work_items = min(4 * team_size, MAX_PORTION_BATCHES // join.batches_per_item)
+    work_items = min(4 * workers_per_replica, MAX_PORTION_BATCHES // join.batches_per_item)
     return max(chosen, work_items * join.batches_per_item)
 
 

@@ -82,7 +82,7 @@ class Reporting:
         connected = {i: w for i, w in sorted(self.state.workers.items()) if w.connected}
         # Of a team that computes one model together, those count samples who see them first.
         counting = {i: w for i, w in connected.items() if not self.state.place(i) or w.heartbeat.samples}
-        in_teams = connected if self.state.settings.team_size > 1 else {}
+        in_teams = connected if self.state.settings.workers_per_replica > 1 else {}
         self.state.events.append(
             events.Progress(
                 at_s=now,

@@ -71,8 +71,8 @@ class RunEnd:
         if state.phase == "loading":
             founder = min((w.peer.index for w in left if state.is_complete(w.peer.index)), default=None)
             if founder is not None and state.welcome is not None:
-                again = msgspec.structs.replace(state.welcome, load=True, team=state.addresses(founder))
-                return [CoordinatorOutput(stage_peer.peer, again) for stage_peer in state.team_of(founder)]
+                again = msgspec.structs.replace(state.welcome, load=True, replica_addresses=state.addresses(founder))
+                return [CoordinatorOutput(stage_peer.peer, again) for stage_peer in state.replica_of(founder)]
         if not left and len(state.missing | state.workers.keys()) >= state.settings.num_workers:
             if state.outcome == "finished":
                 state.outcome, state.reason = "failed", f"no worker is left: {state.last_loss}"
@@ -132,7 +132,7 @@ class RunEnd:
 
     def _conclude(self) -> list[CoordinatorOutput]:
         state = self.state
-        ended = [w for i, w in state.workers.items() if not state.place(i) and self._team_has_ended(i)]
+        ended = [w for i, w in state.workers.items() if not state.place(i) and self._replica_has_ended(i)]
         ready = [w for w in ended if w.here] or ended
         if not ready and state.connected():
             state.phase = "finishing"  # they are not here, but their connections stand: wait until they end or are lost
@@ -149,12 +149,12 @@ class RunEnd:
         self.last_pulls = {w.peer.index for w in others}
         pulls = [CoordinatorOutput(w.peer, Conclude(""), self._buffers_of(w)) for w in others]
         conclude = Conclude(state.settings.model_path)
-        saves = [CoordinatorOutput(w.peer, conclude, self._buffers_of(w)) for w in state.team_of(chosen.peer.index)]
+        saves = [CoordinatorOutput(w.peer, conclude, self._buffers_of(w)) for w in state.replica_of(chosen.peer.index)]
         return [*self.ask_for_last_marks(), *saves, *pulls]
 
-    def _team_has_ended(self, full_batch: int) -> bool:
+    def _replica_has_ended(self, full_batch: int) -> bool:
         return self.state.is_complete(full_batch) and all(
-            stage_peer.ended for stage_peer in self.state.team_of(full_batch)
+            stage_peer.ended for stage_peer in self.state.replica_of(full_batch)
         )
 
     def _buffers_of(self, worker: WorkerState) -> bytes | None:

@@ -32,11 +32,13 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     failure_timeout_s: float = 5.0
     model_path: str = ""
     optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import besides torch's own
-    team_size: int = 1  # workers that compute one model together, in the order of their numbers; the first leads
+    workers_per_replica: int = (
+        1  # workers that compute one model together, in the order of their numbers; the first leads
+    )
 
     @property
     def num_replicas(self) -> int:
-        return self.num_workers // self.team_size
+        return self.num_workers // self.workers_per_replica
 
 
 @dataclass
@@ -113,23 +115,23 @@ class RunState:
 
     def place(self, worker: int) -> int:
         """A worker's place in its team; 0: it leads, and has the leases."""
-        return worker % self.settings.team_size
+        return worker % self.settings.workers_per_replica
 
-    def team_of(self, worker: int) -> list[WorkerState]:
+    def replica_of(self, worker: int) -> list[WorkerState]:
         first = worker - self.place(worker)
-        return [self.workers[i] for i in range(first, first + self.settings.team_size) if i in self.workers]
+        return [self.workers[i] for i in range(first, first + self.settings.workers_per_replica) if i in self.workers]
 
     def stage_peers(self, worker: int) -> list[WorkerState]:
-        if self.settings.team_size == 1:
+        if self.settings.workers_per_replica == 1:
             return []
-        return [stage_peer for stage_peer in self.team_of(worker) if stage_peer.peer.index != worker]
+        return [stage_peer for stage_peer in self.replica_of(worker) if stage_peer.peer.index != worker]
 
     def is_complete(self, worker: int) -> bool:
         """Are all of its team connected? They can begin, and go on, only together."""
-        return sum(stage_peer.connected for stage_peer in self.team_of(worker)) == self.settings.team_size
+        return sum(stage_peer.connected for stage_peer in self.replica_of(worker)) == self.settings.workers_per_replica
 
     def addresses(self, worker: int) -> tuple[Address, ...]:
-        return tuple(stage_peer.address for stage_peer in self.team_of(worker) if stage_peer.address is not None)
+        return tuple(stage_peer.address for stage_peer in self.replica_of(worker) if stage_peer.address is not None)
 
     def note_loss(self, peer: Peer, now: float, why: str) -> None:
         self.last_loss = f"{peer} was the last ({why})"
@@ -164,5 +166,5 @@ class RunState:
     def batches_done(self) -> int:
         """How far it is: what every block has had."""
         reports = [r for r in self.reports() if r.blocks]
-        holders = len(self.servers) if self.settings.num_servers else self.settings.team_size
+        holders = len(self.servers) if self.settings.num_servers else self.settings.workers_per_replica
         return min((r.accepted for r in reports), default=0) if len(self.reports()) >= holders else 0

@@ -424,7 +424,7 @@ class Welcome(Message, frozen=True, tag=104):
     owners: tuple[int, ...]  # server of each block
     blocks: tuple[BlockSpec, ...]
     load: bool = False  # send the servers your parameters: they are the first values
-    team: tuple[Address, ...] = ()  # of those who compute one model together, in the order of their machines
+    replica_addresses: tuple[Address, ...] = ()  # of the workers of its replica, in the order of their machines
 
 
 class Go(Message, frozen=True, tag=105):

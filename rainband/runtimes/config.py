@@ -51,12 +51,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     record: bool = False  # note the order of everything, so that the run can be repeated bit for bit
     pieces: bool = False  # take the time of every piece of a step: rainband calibrate does
     sim: SimSettings = SimSettings()
-    team: StagePlan | None = None  # how several workers compute one model together; none: each computes all of it
+    stage_plan: StagePlan | None = None  # how several workers compute one model together; none: each computes all of it
 
     @property
     def num_replicas(self) -> int:
         """Copies of the model that are trained side by side."""
-        return self.num_workers // (self.team.size if self.team else 1)
+        return self.num_workers // (self.stage_plan.size if self.stage_plan else 1)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -155,5 +155,5 @@ def settings_of(config: RunConfig, model_path: str) -> RunSettings:
         failure_timeout_s=config.failure_timeout_s,
         model_path=model_path,
         optimizers=config.optimizers,
-        team_size=config.team.size if config.team else 1,
+        workers_per_replica=config.stage_plan.size if config.stage_plan else 1,
     )

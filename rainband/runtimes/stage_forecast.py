@@ -26,9 +26,9 @@ def predicted_of(
     config: RunConfig, strategy: Strategy, model: ClusterModel | None = None
 ) -> events.PipelinePredicted | None:
     """None: every worker computes the whole model, or nothing was measured before the start."""
-    if config.team is None:
+    if config.stage_plan is None:
         return None
-    forecast = forecast_of(config, _schedule(config.team, strategy), model)
+    forecast = forecast_of(config, _schedule(config.stage_plan, strategy), model)
     if forecast is None:
         return None
     cores = model.nodes.cores if model is not None else _usable_cores()
@@ -49,28 +49,28 @@ def predicted_of(
 
 def forecast_of(config: RunConfig, schedule: str, model: ClusterModel | None = None) -> Forecast | None:
     """`schedule`: of the pipeline, or PARTITION; `model`: of virtual time."""
-    team = config.team
-    if team is None or team.profile is None:
+    stage_plan = config.stage_plan
+    if stage_plan is None or stage_plan.profile is None:
         return None
-    profile, network = team.profile, BY_TCP if config.transport == "tcp" else ONE_MACHINE
+    profile, network = stage_plan.profile, BY_TCP if config.transport == "tcp" else ONE_MACHINE
     alone_s = profile.seconds(profile.names)
     if not alone_s:
         return None
-    micros = 1 if schedule == NEVER_FLUSHED else min(team.micros, profile.batch_size)
+    micros = 1 if schedule == NEVER_FLUSHED else min(stage_plan.micros, profile.batch_size)
     if schedule == "interleaved":  # which deals whole rounds, also where some of one have no samples
-        micros = team.micros
+        micros = stage_plan.micros
     if model is not None:  # there a gradient takes as long as the model of computing says
         profile = profile.scaled(model.compute.mean_s / alone_s)
         network = _as_simulated(model)
-    elif micros > 1 and team.micro_profile is not None:
-        profile = as_batch(team.micro_profile, profile.batch_size)
-    return Forecast(team.plan, profile, schedule, micros, network)
+    elif micros > 1 and stage_plan.micro_profile is not None:
+        profile = as_batch(stage_plan.micro_profile, profile.batch_size)
+    return Forecast(stage_plan.plan, profile, schedule, micros, network)
 
 
-def _schedule(team: StagePlan, strategy: Strategy) -> str:
-    if team.plan.kind == "partition":
+def _schedule(stage_plan: StagePlan, strategy: Strategy) -> str:
+    if stage_plan.plan.kind == "partition":
         return PARTITION
-    return NEVER_FLUSHED if is_pipeline(strategy) else team.schedule
+    return NEVER_FLUSHED if is_pipeline(strategy) else stage_plan.schedule
 
 
 def _as_simulated(model: ClusterModel) -> LinkSpeed:

@@ -22,7 +22,7 @@ SAVED: Tag = ("saved",)
 class StageModel(WorkerModel):
     """A share of the model; the first worker of the team says what is to be done after the end."""
 
-    team: ReplicaLinks
+    links: ReplicaLinks
 
     def __init__(self, task: Task, data: Data, share: Submodel, num_replicas: int) -> None:
         self.task, self.data, self.share = task, data, share
@@ -35,11 +35,11 @@ class StageModel(WorkerModel):
         return Client(me, welcome.plan, self.flat, welcome.blocks, welcome.owners, ports, tell, self.part)
 
     def worker(self, index: int, client: Client) -> ModuleWorker:
-        return ShareWorker(index, self.num_replicas, self.task, self.data, self.share, client, self.team)
+        return ShareWorker(index, self.num_replicas, self.task, self.data, self.share, client, self.links)
 
     async def ended(self, worker: ModuleWorker) -> None:
-        self.team.say_end()
-        self.team.forget_ends()
+        self.links.say_end()
+        self.links.forget_ends()
 
     def has_order(self, worker: ModuleWorker) -> bool:
         assert isinstance(worker, ShareWorker)
@@ -63,9 +63,9 @@ class StageModel(WorkerModel):
             worker.set_buffers(buffers)
         mine = self.handed_over(conclude.path)
         if not worker.leads:
-            self.team.send(0, SAVED, mine)
+            self.links.send(0, SAVED, mine)
             return None
-        parts = [mine, *[await self.team.receive(other, SAVED) for other in self.team.others]]
+        parts = [mine, *[await self.links.receive(other, SAVED) for other in self.links.others]]
         return self.put_together(worker, parts, conclude.path)
 
     def handed_over(self, path: str) -> Any:

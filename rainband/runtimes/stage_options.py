@@ -46,7 +46,7 @@ def read_plan(plan: Path | None, stages: int | None) -> Placement | None:
     return read
 
 
-def team_size(plan: Placement | None, stages: int | None) -> int | None:
+def workers_per_replica(plan: Placement | None, stages: int | None) -> int | None:
     """So many workers compute one copy of the model; None: nothing was said."""
     return stages if plan is None else sum(workers_of(plan))
 

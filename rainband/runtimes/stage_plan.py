@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MICROS_PER_STAGE = 2  # where none are asked for: then a third to a half of the time of the first stages is not idle
 
 
-def make_team_plan(
+def make_stage_plan(
     task: Task,
     name: str,
     stages: int,
@@ -92,7 +92,7 @@ def is_pipeline(strategy: Strategy) -> bool:
     return strategy.requires.stages is not None
 
 
-def check_team(strategy: Strategy, name: str, workers: int, size: int) -> None:
+def check_num_workers(strategy: Strategy, name: str, workers: int, size: int) -> None:
     """Can this strategy train so many workers in teams of this size?"""
     if size == 1:
         if is_pipeline(strategy):

@@ -27,7 +27,7 @@ def before(config: RunConfig, runs: Path) -> list[str]:
     """Loud lines for the beginning of a run; `runs` is where earlier ones may have shown who is slow."""
     strategy = load_strategy(config.strategy, config.strategy_settings)
     straggler = straggler_of(config) or (last_straggler(config, runs) if config.runtime == "processes" else None)
-    called = "copies of the model" if config.team else "workers"
+    called = "copies of the model" if config.stage_plan else "workers"
     texts = foreseen(strategy, config.num_replicas, straggler, called)
     return [line for text in texts for line in _wrapped(text)]
 

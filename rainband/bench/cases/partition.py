@@ -13,13 +13,13 @@ from rainband.runtimes.processes.zygote import Zygote
 def run(effort: Effort) -> list[Row]:
     repeats, seconds = (3, 6.0) if effort == "full" else (1, 4.0)
     task = Branches()
-    team = StagePlan(plan=in_halves(task), micros=1)
+    stage_plan = StagePlan(plan=in_halves(task), micros=1)
     one, two = [], []
     zygote = Zygote.start(PRELOAD)
     try:
         for _ in range(repeats):  # in turns, so that a slow minute of the machine hits both
             one.append(alone(zygote, task, task.batch_size, seconds))
-            two.append(together(task, team, seconds))
+            two.append(together(task, stage_plan, seconds))
     finally:
         zygote.close(1.0)
     name = "two branches on two workers"

@@ -68,8 +68,8 @@ def _once(zygote: Zygote, task: Chain, seconds: float) -> dict[str, float]:
     rates["alone, small"] = alone(zygote, task, small, seconds)
     rates["pipedream"] = together(task, StagePlan(plan=plan), seconds, "pipedream", small)
     for schedule in SCHEDULES:
-        team = StagePlan(plan=plan, micros=MICROS, schedule=schedule.name)  # type: ignore[arg-type]
-        rates[schedule.name] = together(task, team, seconds)
+        stage_plan = StagePlan(plan=plan, micros=MICROS, schedule=schedule.name)  # type: ignore[arg-type]
+        rates[schedule.name] = together(task, stage_plan, seconds)
         rates[schedule.torch_name] = torch_pipelining(zygote, schedule.torch_name, MICROS, seconds)
     return rates
 

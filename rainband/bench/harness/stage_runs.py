@@ -71,7 +71,7 @@ def profile_of(task: Chain, samples: int) -> Profile:
 
 
 def together(
-    task: Chain, team: StagePlan, seconds: float, strategy: str = "single", batch_size: int | None = None
+    task: Chain, stage_plan: StagePlan, seconds: float, strategy: str = "single", batch_size: int | None = None
 ) -> float:
     """Two workers, a share each: from the end of the first step, which warms up, to the end of the last."""
     training, first_s, first_samples = TrainingTime(), [], batch_size or task.batch_size
@@ -90,7 +90,7 @@ def together(
         "epochs": max(1, round(seconds * SAMPLES_PER_S / task.samples)),
         "eval_every_s": 0.0,
         "batch_size": batch_size,
-        "team": team,
+        "stage_plan": stage_plan,
     }
     with tempfile.TemporaryDirectory() as root:
         directory = str(new_directory(Path(root), "bench", strategy))

@@ -151,7 +151,7 @@ class _Machine:
     def __init__(self, pipeline: Pipeline, number: int, peers: MemoryPeers, micros: Sequence[LossMicrobatch]) -> None:
         self.pipeline, self.number, self.peers, self.micros = pipeline, number, peers, micros
         self.table, self.layout = pipeline.table, pipeline.layout
-        self.team = ReplicaLinks(peers, number, len(self.table.rows))
+        self.links = ReplicaLinks(peers, number, len(self.table.rows))
         self.passages: dict[tuple[int, int], MicrobatchRun] = {}  # (stage, microbatch)
         self.left: dict[tuple[int, int], int] = {}  # (stage, update) -> backwards of this machine still to come
         self.losses: dict[int, float] = {}
@@ -185,7 +185,7 @@ class _Machine:
         )
         shares = dict.fromkeys(range(len(self.layout.fragments)), 0.0)
         home = lambda stage: self.table.home(stage, action.micro)  # noqa: E731
-        return MicrobatchRun(part, self.team, home, task, Shares(shares, shares))
+        return MicrobatchRun(part, self.links, home, task, Shares(shares, shares))
 
     async def _backward(self, action: Action) -> None:
         stage, micro = action.stage, action.micro
@@ -200,14 +200,14 @@ class _Machine:
             total = self.pipeline.stages[self.number, stage].totals.pop(update)
             for reader in [stage, *self.pipeline.sharing(stage)]:
                 for home in self.table.homes[reader]:
-                    self.team.send(home, (reader, update, "total", stage), total)
+                    self.links.send(home, (reader, update, "total", stage), total)
 
     async def _update(self, action: Action, place: int) -> None:
         stage, update = self.pipeline.stages[self.number, action.stage], action.micro
         totals = {}
         for other in [action.stage, *self.pipeline.sharing(action.stage)]:
             for home in self.pipeline.with_gradients(other, update):
-                totals[other, home] = await self.team.receive(home, (action.stage, update, "total", other))
+                totals[other, home] = await self.links.receive(home, (action.stage, update, "total", other))
         last = self.table.last_use.get((self.number, action.stage, stage.versions.newest), -1)
         stage.update(self.pipeline.summed(action.stage, totals), overwrite=not self.table.stash or last < place)
 

@@ -51,11 +51,11 @@ class RunHooks(Protocol):
 class AnyOf(Handle):
     """Waits until one of several messages is there, or something else has happened."""
 
-    def __init__(self, arrivals: Sequence[RunHooks], team: ReplicaLinks, source: int | None = None) -> None:
+    def __init__(self, arrivals: Sequence[RunHooks], links: ReplicaLinks, source: int | None = None) -> None:
         """`source`: who has to send it; None: any of the others may have to do something for it."""
         assert arrivals, "waiting for nothing would never end"
         self.arrivals = arrivals
-        self.team = team
+        self.links = links
         self.source = source
 
     def ready(self) -> bool:
@@ -63,7 +63,7 @@ class AnyOf(Handle):
 
     def may_never_complete(self, stopping: bool) -> bool:
         """What one who has come to its end did not send before will not come; others may still have sent theirs."""
-        return self.team.has_ended(self.source)
+        return self.links.has_ended(self.source)
 
     def __await__(self) -> Generator[Handle, None, None]:
         return self._wait()
@@ -135,11 +135,11 @@ class MicrobatchRun:
     """Fragments run when it is their turn and what they read is there; a value goes once to each reading machine."""
 
     def __init__(
-        self, part: FragmentRun, team: ReplicaLinks, home: Callable[[int], int], micro: Microbatch, shares: Shares
+        self, part: FragmentRun, links: ReplicaLinks, home: Callable[[int], int], micro: Microbatch, shares: Shares
     ) -> None:
         """`home`: the place in the team of a machine of the plan."""
         self.part = part
-        self.team = team
+        self.links = links
         self.home = home
         self.micro = micro
         self.shares = shares
@@ -150,7 +150,7 @@ class MicrobatchRun:
 
     def _coming(self, kind: str, expected: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Arrival]:
         return {
-            (value, source): self.team.recv(self.home(source), self._tag(kind, value)) for value, source in expected
+            (value, source): self.links.recv(self.home(source), self._tag(kind, value)) for value, source in expected
         }
 
     async def forward(self, fragments: Sequence[int]) -> None:
@@ -194,7 +194,7 @@ class MicrobatchRun:
     async def _take(self, kind: str, coming: dict[tuple[str, int], Arrival], wait: bool) -> None:
         """Hand the part what has come; wait until something has, if it can do nothing before."""
         if wait:
-            await AnyOf(list(coming.values()), self.team)
+            await AnyOf(list(coming.values()), self.links)
         for key in [key for key, arrival in coming.items() if arrival.ready()]:
             payload = await coming.pop(key)
             value, source = key
@@ -209,7 +209,7 @@ class MicrobatchRun:
             payload = message.payload
             if message.kind == "value":
                 payload = [message.payload, list(message.wants_gradient)]
-            self.team.send(self.home(message.destination), self._tag(message.kind, message.value), payload)
+            self.links.send(self.home(message.destination), self._tag(message.kind, message.value), payload)
 
     def _tag(self, kind: str, value: str) -> Tag:
         return (*self.micro.tag, kind, value)

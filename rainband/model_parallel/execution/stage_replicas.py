@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class StageReplicas:
     """Those who have the same stage as this worker."""
 
-    def __init__(self, share: Submodel, team: ReplicaLinks, leaves: Mapping[str, Tensor]) -> None:
+    def __init__(self, share: Submodel, links: ReplicaLinks, leaves: Mapping[str, Tensor]) -> None:
         """`leaves`: the parameters that are trained; only their shapes count."""
-        self.team, self.machine, self.replica = team, share.machine, share.replica
+        self.links, self.machine, self.replica = links, share.machine, share.replica
         self.count = share.plan.workers[share.machine]
         self.home = share.plan.home
         self.leaves = dict(leaves)
@@ -33,18 +33,18 @@ class StageReplicas:
         replica, present = self.replica, [name in total for name in self.leaves]
         pieces = self._flattened(total).tensor_split(self.count)
         for other in self.others:
-            self.team.send(self._place(other), (update, "part"), [samples, present, pieces[other]])
+            self.links.send(self._place(other), (update, "part"), [samples, present, pieces[other]])
         parts = {replica: (samples, present, pieces[replica])}
         for other in self.others:
-            count, theirs, piece = await self.team.receive(self._place(other), (update, "part"))
+            count, theirs, piece = await self.links.receive(self._place(other), (update, "part"))
             parts[other] = count, theirs, piece
         weight = sum(count for count, _, _ in parts.values())
         summed = [piece * (count / weight) for count, _, piece in (parts[number] for number in sorted(parts))]
         whole = {replica: reduce(torch.add, summed)}
         for other in self.others:
-            self.team.send(self._place(other), (update, "sum"), whole[replica])
+            self.links.send(self._place(other), (update, "sum"), whole[replica])
         for other in self.others:
-            whole[other] = await self.team.receive(self._place(other), (update, "sum"))
+            whole[other] = await self.links.receive(self._place(other), (update, "sum"))
         anywhere = [any(column) for column in zip(*(theirs for _, theirs, _ in parts.values()), strict=True)]
         return self._named(torch.cat([whole[number] for number in sorted(whole)]), anywhere)
 

@@ -49,7 +49,7 @@ class Stashing:
 
     def __init__(self, worker: ShareWorker, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> None:
         share = worker.share
-        self.worker, self.share, self.team = worker, share, worker.team
+        self.worker, self.share, self.links = worker, share, worker.links
         self.schedule, self.how = schedule, how
         self.layout = share.layout
         self.replicas = share.plan.plan.replicas()
@@ -72,7 +72,7 @@ class Stashing:
             recompute=how.recompute,
         )
         first = self.stage.versions.leaves(self.stage.versions.newest)
-        self.stage_replicas = StageReplicas(share, worker.team, {name: first[name] for name in self.stage.trained})
+        self.stage_replicas = StageReplicas(share, worker.links, {name: first[name] for name in self.stage.trained})
         self.base = [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
         self.accounting = LocalAccounting(worker.client)
         self.batches: deque[tuple[int, Batch]] = deque()  # with their updates; by any replica, and not marked yet
@@ -132,7 +132,7 @@ class Stashing:
         micro = Microbatch(
             (passing.number,), share.cut.bind(args, kwargs), lambda outputs: loss(answer(outputs)), 1.0, None
         )
-        return MicrobatchRun(part, self.team, lambda stage: share.plan.home(stage, passing.place), micro, share.shares)
+        return MicrobatchRun(part, self.links, lambda stage: share.plan.home(stage, passing.place), micro, share.shares)
 
     def _version(self, place: int) -> int:
         """Of the parameters for a batch; there is none that is older than the last time the pipeline was empty."""

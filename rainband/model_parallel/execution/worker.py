@@ -42,21 +42,21 @@ FIRST = 0  # the place of the worker that leads
 class StageServers(ServerSide):
     """The servers of one worker's own blocks."""
 
-    def __init__(self, client: Client, team: ReplicaLinks) -> None:
+    def __init__(self, client: Client, links: ReplicaLinks) -> None:
         super().__init__(client)
-        self.team = team
+        self.links = links
 
     def pull(self, round: int | None = None, ahead: int = 0) -> Any:
         handle = self.client.pull(round, ahead)
-        return handle if round is None else PullTogether(handle, self.team)
+        return handle if round is None else PullTogether(handle, self.links)
 
 
 class PullTogether:
     """A round's parameters: it is still open for all of the team, or for none of it."""
 
-    def __init__(self, handle: PullHandle, team: ReplicaLinks) -> None:
+    def __init__(self, handle: PullHandle, links: ReplicaLinks) -> None:
         self.handle = handle
-        self.team = team
+        self.links = links
 
     def has_every(self) -> bool:
         return self.handle.has_every()  # those who watch a worker ask
@@ -70,8 +70,8 @@ class PullTogether:
 
     async def _together(self) -> bool:
         round_, mine = self.handle.at_version, await self.handle
-        self.team.tell_all(("open", round_), mine)
-        theirs = [await self.team.receive(other, ("open", round_)) for other in self.team.others]
+        self.links.tell_all(("open", round_), mine)
+        theirs = [await self.links.receive(other, ("open", round_)) for other in self.links.others]
         if mine and all(theirs):
             return True
         self.handle.client.skip_rounds(round_)
@@ -93,13 +93,20 @@ class ShareWorker(ModuleWorker):
     """One worker of a team."""
 
     def __init__(
-        self, rank: int, num_replicas: int, task: Task, data: Data, share: Submodel, client: Client, team: ReplicaLinks
+        self,
+        rank: int,
+        num_replicas: int,
+        task: Task,
+        data: Data,
+        share: Submodel,
+        client: Client,
+        links: ReplicaLinks,
     ) -> None:
         super().__init__(rank, num_replicas, task, data, share.module, client)
         self.share = share
-        self.team = team
-        self.servers = StageServers(client, team)
-        team.stats = client.stats  # what goes to the others is counted
+        self.links = links
+        self.servers = StageServers(client, links)
+        links.stats = client.stats  # what goes to the others is counted
         self.orders = 0
         self.wanted = 0  # questions whether a cell is still wanted
         self.order_to_come: Arrival | None = None
@@ -113,7 +120,7 @@ class ShareWorker(ModuleWorker):
         self.gone_through = 0  # samples
         self.before_item: Callable[[], None] | None = None  # of the first: measures now and then
         self.parts = [share.first]
-        team.watch_ends()
+        links.watch_ends()
 
     @property
     def seen(self) -> int:
@@ -151,7 +158,7 @@ class ShareWorker(ModuleWorker):
                 yield announced.popleft()
             else:
                 self.idle()
-                await AnyOf([client.state_changed(), *(a for a in self.opening if not a.ready())], self.team)
+                await AnyOf([client.state_changed(), *(a for a in self.opening if not a.ready())], self.links)
 
     def _opened_for_all(self, round_: int) -> bool:
         """Have the others' blocks the version of this round, too? Asks them; a cell that is told resets the question.
@@ -162,7 +169,7 @@ class ShareWorker(ModuleWorker):
             self.asked_round = round_
             number = self.orders
             self.order("round", round_)
-            self.opening = [self.team.recv(other, ("opened", number)) for other in self.team.others]
+            self.opening = [self.links.recv(other, ("opened", number)) for other in self.links.others]
         return all(arrival.ready() for arrival in self.opening)
 
     def idle(self) -> None:
@@ -173,13 +180,13 @@ class ShareWorker(ModuleWorker):
 
     def order(self, what: str, payload: Any) -> None:
         """The first tells the others what to do next."""
-        self.team.tell_all(("order", self.orders), [what, payload])
+        self.links.tell_all(("order", self.orders), [what, payload])
         self.orders += 1
 
     def next_order(self) -> Arrival:
         """What the first says next. Asked for once: a message goes to one asker, also to one who waits no more."""
         if self.order_to_come is None:
-            self.order_to_come = self.team.recv(FIRST, ("order", self.orders))
+            self.order_to_come = self.links.recv(FIRST, ("order", self.orders))
         return self.order_to_come
 
     def take_order(self) -> None:
@@ -190,9 +197,9 @@ class ShareWorker(ModuleWorker):
     async def _next_order(self) -> tuple[str, Any]:
         arrival = self.next_order()
         while not arrival.ready():
-            await AnyOf([arrival, *([self.question] if self.question else [])], self.team, FIRST)
+            await AnyOf([arrival, *([self.question] if self.question else [])], self.links, FIRST)
             if self.question is not None and self.question.ready():
-                self.team.send(FIRST, ("opened", self.question.number), None)
+                self.links.send(FIRST, ("opened", self.question.number), None)
                 self.question = None
         self.take_order()
         what, payload = await arrival
@@ -222,10 +229,10 @@ class ShareWorker(ModuleWorker):
         tag: Tag = ("wanted", self.wanted)
         self.wanted += 1
         if not self.leads:
-            told: bool = await self.team.receive(FIRST, tag)
+            told: bool = await self.links.receive(FIRST, tag)
             return told
         wanted = await self.client.still_needed(work_item)
-        self.team.tell_all(tag, wanted)
+        self.links.tell_all(tag, wanted)
         return wanted
 
     # ---- a gradient ------------------------------------------------------------------------------------------------
@@ -281,18 +288,18 @@ class ShareWorker(ModuleWorker):
         return self._passage(self.parts[number], micro)
 
     def _passage(self, part: FragmentRun, micro: Microbatch) -> MicrobatchRun:
-        return MicrobatchRun(part, self.team, self.share.plan.home, micro, self.share.shares)
+        return MicrobatchRun(part, self.links, self.share.plan.home, micro, self.share.shares)
 
     async def _agree(self, tag: Tag, finite: bool, loss: float) -> tuple[bool, float]:
         """Is it finite everywhere, and what is its loss? The last machine may not know of the first one's trouble."""
         if not self.leads:
-            self.team.send(FIRST, (*tag, "done"), [finite, loss])
-            finite, loss = await self.team.receive(FIRST, (*tag, "verdict"))
+            self.links.send(FIRST, (*tag, "done"), [finite, loss])
+            finite, loss = await self.links.receive(FIRST, (*tag, "verdict"))
             return finite, loss
-        for other in self.team.others:
-            theirs, lost = await self.team.receive(other, (*tag, "done"))
+        for other in self.links.others:
+            theirs, lost = await self.links.receive(other, (*tag, "done"))
             finite, loss = finite and theirs, loss + lost
-        self.team.tell_all((*tag, "verdict"), [finite, loss])
+        self.links.tell_all((*tag, "verdict"), [finite, loss])
         return finite, loss
 
     async def _give_ties(self, tag: Tag) -> None:
@@ -300,18 +307,18 @@ class ShareWorker(ModuleWorker):
         for number, tie in enumerate(self.share.ties):
             if tie.owner == self.share.machine:
                 for other in tie.others:
-                    self.team.send(other, (*tag, "tie", number), tie.parameter.detach())
+                    self.links.send(other, (*tag, "tie", number), tie.parameter.detach())
             elif self.share.machine in tie.others:
-                same_on_all(tie.parameter, await self.team.receive(tie.owner, (*tag, "tie", number)))
+                same_on_all(tie.parameter, await self.links.receive(tie.owner, (*tag, "tie", number)))
 
     async def _gather_ties(self, tag: Tag) -> None:
         """Their gradients are summed where they are held, in the order of the machines, so that bits repeat."""
         for number, tie in enumerate(self.share.ties):
             if self.share.machine in tie.others:
-                self.team.send(tie.owner, (*tag, "tied", number), tie.parameter.grad)
+                self.links.send(tie.owner, (*tag, "tied", number), tie.parameter.grad)
             elif tie.owner == self.share.machine:
                 for other in tie.others:
-                    theirs = await self.team.receive(other, (*tag, "tied", number))
+                    theirs = await self.links.receive(other, (*tag, "tied", number))
                     if theirs is not None:
                         mine = tie.parameter.grad
                         tie.parameter.grad = theirs if mine is None else mine + theirs
@@ -360,13 +367,13 @@ class ShareWorker(ModuleWorker):
         inputs = answers.cut.bind(args, kwargs)
         micro = Microbatch(("answer", number), inputs, lambda _: torch.zeros(()), 1.0, 0, goes_back=False)
         with evaluating(*part.modules.values()) if not training else nullcontext():
-            await MicrobatchRun(part, self.team, self.share.plan.home, micro, answers.shares).forward(part.mine)
+            await MicrobatchRun(part, self.links, self.share.plan.home, micro, answers.shares).forward(part.mine)
         outputs = part.outputs() if self.share.machine == layout.answer_machine else None
         if layout.answer_machine != FIRST:
             if outputs is not None:
-                self.team.send(FIRST, ("answer", number), outputs)
+                self.links.send(FIRST, ("answer", number), outputs)
             elif self.leads:
-                outputs = await self.team.receive(self.share.plan.home(layout.answer_machine), ("answer", number))
+                outputs = await self.links.receive(self.share.plan.home(layout.answer_machine), ("answer", number))
         return answers.cut.answer(outputs) if self.leads and outputs is not None else None
 
 

@@ -130,7 +130,7 @@ class Launcher(Run):
 
     def _predict(self) -> None:
         """Say how fast a model in stages should be trained."""
-        if self.config.team is None:
+        if self.config.stage_plan is None:
             return
         from rainband.runtimes.stage_forecast import predicted_of
 

@@ -44,8 +44,8 @@ class StageProcess(WorkerProcess):
 
     def __init__(self, job: Job, task: Task | None, strategy: Strategy | None) -> None:
         super().__init__(job, task, strategy)
-        assert self.config.team is not None
-        self.plan = self.config.team
+        assert self.config.stage_plan is not None
+        self.plan = self.config.stage_plan
         self.place = job.index % self.plan.size
         timeout_s = self.config.failure_timeout_s
         self.links = PeerLinks(self.me, job.secret, job.run_id, self.event_loop, self.config.transport, timeout_s)
@@ -56,7 +56,7 @@ class StageProcess(WorkerProcess):
         data = task.data()
         share = Submodel(task, module, data, self.plan, self.place)
         model = SavedInParts(task, data, share, self.config.num_replicas)
-        model.team = ReplicaLinks(StageLinks(self.links, self.first), self.place, self.plan.size)
+        model.links = ReplicaLinks(StageLinks(self.links, self.first), self.place, self.plan.size)
         model.drive = self._drive
         return data, model, model.flat
 
@@ -64,7 +64,7 @@ class StageProcess(WorkerProcess):
         return self.links.listen()
 
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
-        self.links.connect({self.first + place: address for place, address in enumerate(welcome.team)})
+        self.links.connect({self.first + place: address for place, address in enumerate(welcome.replica_addresses)})
         return super().open_links(welcome, part)
 
     def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:

@@ -91,7 +91,7 @@ class WorkerLink:
             return []  # the parameters are memory that all workers share
         needed = {owner for block, owner in zip(welcome.blocks, welcome.owners, strict=False) if block.part == part}
         return [
-            self._port(i, address, welcome) if i in needed or not welcome.team else NullPort()
+            self._port(i, address, welcome) if i in needed or not welcome.replica_addresses else NullPort()
             for i, address in enumerate(welcome.servers)
         ]
 

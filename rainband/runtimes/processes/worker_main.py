@@ -44,7 +44,7 @@ def work(job: Job, task: Task | None = None, strategy: Strategy | None = None, m
 
 
 def make_process(job: Job, task: Task | None, strategy: Strategy | None, memory: int | None) -> WorkerProcess:
-    if job.config.team is None:
+    if job.config.stage_plan is None:
         return WorkerProcess(job, task, strategy, memory)
     return StageProcess(job, task, strategy)
 

@@ -78,7 +78,7 @@ class WorkerProcess(WorkerLink):
 
     def before_training(self, worker: ModuleWorker) -> None:
         config, session = self.config, self.session
-        if config.record and self.memory is None and config.team is None:
+        if config.record and self.memory is None and config.stage_plan is None:
             Recorder(config.directory, self.me).watch_client(worker.client, session.welcome)
         at_its_pace(worker, config)
         prefetched(worker)

@@ -69,7 +69,9 @@ class Scenario:
     bulk: bool = False  # all servers as one: for thousands of workers
     eval_every_s: float = 0.0  # one worker measures so often, where there are gradients; 0: only at the end
     hogwild_server: HogwildServer | None = None  # of the one memory that all workers share, if they do
-    team: Callable[[int], StageCompute] | None = None  # the share of a worker, where several compute one model together
+    stage_compute: Callable[[int], StageCompute] | None = (
+        None  # the share of a worker, where several compute one model together
+    )
 
 
 class SimulatedCluster:
@@ -174,12 +176,12 @@ class SimulatedCluster:
         peer = Peer("worker", index, incarnation)
         node = (
             WorkerNode(self, peer, self._machine(), self.play.body(), pace)
-            if self.play.team is None
-            else StageNode(self, peer, self._machine(), self.play.team(index), pace)
+            if self.play.stage_compute is None
+            else StageNode(self, peer, self._machine(), self.play.stage_compute(index), pace)
         )
         if self.spans is not None:
             node.watch = SpanRecorder(node.name, self.clock.now_s, self.spans.append)
-        if index == 0 and self.play.real and self.play.team is None:
+        if index == 0 and self.play.real and self.play.stage_compute is None:
             node.eval_every_s = self.play.eval_every_s
         self.workers[index] = self.bus.nodes[node.peer] = node
         node.start()

@@ -227,12 +227,12 @@ def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | 
     if half is not None:
         build(half.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
     if config.sim.time_only:
-        if config.team is not None:
+        if config.stage_plan is not None:
             raise ValueError("times of stages alone are told by rainband placement --schedule: leave --time-only out.")
         return _time_only(config, strategy, task, flat)
     data = task.data()
-    if config.team is not None:
-        return _in_teams(config, config.team, strategy, task, data)
+    if config.stage_plan is not None:
+        return _in_stages(config, config.stage_plan, strategy, task, data)
     shared_module = SharedModule(flat)
     join = join_of(strategy, flat, fingerprint(data), len(data), *_sizes(config, task))
     if is_one_memory(strategy):
@@ -247,13 +247,13 @@ def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | 
     return Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, config.num_workers), real=True)
 
 
-def _in_teams(config: RunConfig, plan: StagePlan, strategy: Strategy, task: Task, data: Data) -> Scenario:
+def _in_stages(config: RunConfig, plan: StagePlan, strategy: Strategy, task: Task, data: Data) -> Scenario:
     def body(index: int) -> StageCompute:
         return StageCompute(task, data, plan, index % plan.size, config.num_replicas, config.seed)
 
     join = join_of(strategy, body(0).flat, fingerprint(data), len(data), *_sizes(config, task))
     return Scenario(
-        strategy, msgspec.structs.replace(join, address=Address("", 0)), lambda: body(0), real=True, team=body
+        strategy, msgspec.structs.replace(join, address=Address("", 0)), lambda: body(0), real=True, stage_compute=body
     )
 
 

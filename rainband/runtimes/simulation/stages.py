@@ -61,18 +61,18 @@ class StageCompute(StageModel, ComputeBody):
 class StageNode(WorkerNode):
     """One worker of a team."""
 
-    __slots__ = ("incoming", "place", "team_size")
+    __slots__ = ("incoming", "place", "workers_per_replica")
 
     def __init__(
         self, cluster: WorkerContext, peer: Peer, machine: Machine, body: StageCompute, pace: ComputePace
     ) -> None:
         super().__init__(cluster, peer, machine, body, pace)
         self.place = body.share.place
-        self.team_size = body.share.plan.size
+        self.workers_per_replica = body.share.plan.size
         self.incoming = Inbox()
-        for other in range(self.team_size):
+        for other in range(self.workers_per_replica):
             self.incoming.opened(other)
-        body.team = ReplicaLinks(self, self.place, self.team_size)
+        body.links = ReplicaLinks(self, self.place, self.workers_per_replica)
 
     # ---- the links to the others: what Team needs --------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class StageNode(WorkerNode):
 
     def lost(self, peer: Peer) -> None:
         place = peer.index - self.peer.index + self.place
-        if peer.role == "worker" and 0 <= place < self.team_size:
+        if peer.role == "worker" and 0 <= place < self.workers_per_replica:
             self.incoming.closed(place, "its connection closed")
             self._look_if_waiting()
         else:

@@ -130,11 +130,11 @@ def worker_of(
     share = Submodel(task, model, task.data(), plan, place)
     flat = share.flat(parameter_groups(task, model))
     client = Client(Peer("worker", place), data_plan(task), flat, (), (), (), tell, share.machine)
-    team = ReplicaLinks(RoomPeers(room, place), place, plan.size)
-    return ShareWorker(place, 1, task, task.data(), share, client, team)
+    links = ReplicaLinks(RoomPeers(room, place), place, plan.size)
+    return ShareWorker(place, 1, task, task.data(), share, client, links)
 
 
-def trained_team(
+def trained_stages(
     task: Shaped, plan: StagePlan, strategy: Any, order: Sequence[int] | None = None, late: bool = False
 ) -> list[ShareWorker]:
     """A team without servers, from the first batch to the last; `late`: a portion comes when all before it are done."""
