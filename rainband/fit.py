@@ -52,7 +52,7 @@ def fit(
     plan: str | Path | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
-    chunks: int | None = None,
+    stages_per_worker: int | None = None,
     epochs: int | None = None,
     batch_size: int | None = None,
     seed: int = 0,
@@ -72,8 +72,8 @@ def fit(
 
     With stages=2 the model is cut in two, and every two workers compute one copy of it together; a batch is cut into
     `microbatches`, so that both have something to do. `schedule` says in which order: one_f_one_b, gpipe, or
-    interleaved, where each worker has several stages (`chunks`, two of them) and is idle for a shorter time. `plan` is
-    a file of `rainband placement`, which says how to cut the model.
+    interleaved, where each worker has several stages (`stages_per_worker`, 2 by default) and is idle for a shorter
+    time. `plan` is a file of `rainband placement`, which says how to cut the model.
 
     With world="sim" the run is simulated, in virtual time and in this process, over a `network` (lan, 1gbit, wan,
     datacentre, or a TOML file); its seconds are virtual, its gradients true.
@@ -98,7 +98,10 @@ def fit(
     made: Strategy = _object(strategy, strategy_name, strategy_settings)
     called = strategy_name or type(strategy).__name__
     check_epochs(made, called, epochs)
-    cut, flow = read_plan(Path(plan) if plan else None, stages), PipelineOptions(microbatches, schedule, chunks)
+    cut, flow = (
+        read_plan(Path(plan) if plan else None, stages),
+        PipelineOptions(microbatches, schedule, stages_per_worker),
+    )
     size = workers_per_replica(cut, stages) or 1
     if is_one_memory(made):
         servers = 0
@@ -111,7 +114,9 @@ def fit(
         check_flow(made, called, flow, size, cut)
         check_versions(made, cut.replicas() if cut is not None else [1] * size)
     elif any(flow):
-        raise ValueError("microbatches, schedule and chunks are for a model in several stages: give stages=2, too.")
+        raise ValueError(
+            "microbatches, schedule and stages_per_worker are for a model in several stages: give stages=2, too."
+        )
     if runtime not in ("processes", "sim"):
         raise ValueError(f"no world named {runtime!r}: choose local (processes on this machine) or sim (virtual time).")
     if workers < 1 or servers < 0:

@@ -283,8 +283,8 @@ class StageVersions:
     stash: bool = True  # a backward uses those of its forward
     vertical_sync: bool = False  # a batch uses one version in all stages
     recompute: bool = False  # keep what is read, and run the forward again before the backward
-    double_buffered: bool = False  # two versions: a batch uses, in all stages, that of one update ago
-    micros: int = 0  # double-buffered: so many batches make an update; 0: one for each stage
+    pipedream_2bw: bool = False  # two versions: a batch uses, in all stages, that of one update ago
+    batches_per_update: int = 0  # double-buffered: so many batches make an update; 0: one for each stage
 
 
 class PipelineStage(Protocol):

@@ -63,7 +63,9 @@ def played_s(plan: Placement, numbers: Profile) -> float:
         forward_s=tuple(sum(unit.forward_s for unit in stage) for stage in units),
         backward_s=tuple(sum(unit.backward_s for unit in stage) for stage in units),
     )
-    half, full = (play(table_of(plan.replicas(), micros), costs).total_s for micros in (MICROS // 2, MICROS))
+    half, full = (
+        play(table_of(plan.replicas(), microbatches), costs).total_s for microbatches in (MICROS // 2, MICROS)
+    )
     return (full - half) / (MICROS - MICROS // 2)
 
 

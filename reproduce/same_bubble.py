@@ -25,7 +25,7 @@ from rainband.model_parallel.schedules.table import Table
 from reproduce.runs import arguments, draw, report
 
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
-SIZES = [(stages, micros) for stages in range(1, 7) for micros in range(1, 13)]
+SIZES = [(stages, microbatches) for stages in range(1, 7) for microbatches in range(1, 13)]
 COSTS = [(1.0, 2.0), (1.0, 1.0), (3.0, 4.0)]  # seconds of a forward and a backward
 STAGES, MICROS = 6, 12  # of the net that is measured
 WIDTH, SAMPLES = 64, 32
@@ -63,14 +63,14 @@ class _Kept:
         self.saved.add(-self.num_bytes)
 
 
-def peak_bytes(schedule: Callable[[int, int], Table], stages: int, micros: int) -> list[int]:
+def peak_bytes(schedule: Callable[[int, int], Table], stages: int, microbatches: int) -> list[int]:
     """The most that each stage had saved at one time, in one batch of training."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)))
-    batches = [torch.randn(SAMPLES, WIDTH) for _ in range(micros)]
+    batches = [torch.randn(SAMPLES, WIDTH) for _ in range(microbatches)]
     graph = cut(model, (batches[0],))
     stage_of = {unit: int(unit.split("_")[1]) for unit in graph.units}
-    pipeline = Pipeline(graph, stage_of, schedule(stages, micros), partial(torch.optim.SGD, lr=0.1))
+    pipeline = Pipeline(graph, stage_of, schedule(stages, microbatches), partial(torch.optim.SGD, lr=0.1))
     saved = {number: Saved(stage) for (_, number), stage in pipeline.stages.items()}
     pipeline.run([LossMicrobatch((x,), lambda y: (y**2).mean(), SAMPLES) for x in batches])
     assert all(stage.now == 0 for stage in saved.values()), "something was not freed"
@@ -80,11 +80,11 @@ def peak_bytes(schedule: Callable[[int, int], Table], stages: int, micros: int) 
 def largest_error() -> tuple[float, float]:
     """(of the idle time from its formula, of the total times of the two schedules from each other)."""
     from_formula = from_each_other = 0.0
-    for stages, micros in SIZES:
+    for stages, microbatches in SIZES:
         for forward_s, backward_s in COSTS:
             costs = Costs((forward_s,), (backward_s,))
-            state = [check(make(stages, micros), costs) for make in SCHEDULES.values()]
-            wanted = (stages - 1) / (micros + stages - 1)
+            state = [check(make(stages, microbatches), costs) for make in SCHEDULES.values()]
+            wanted = (stages - 1) / (microbatches + stages - 1)
             from_formula = max(from_formula, *(abs(fact.bubble - wanted) for fact in state))
             from_each_other = max(from_each_other, abs(state[0].total_s - state[1].total_s))
     return from_formula, from_each_other

@@ -84,15 +84,15 @@ def distance(one: nn.Module, other: nn.Module) -> float:
     return float((sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5)
 
 
-def apart(name: str, seed: int, micros: int) -> tuple[float, float, float]:
+def apart(name: str, seed: int, microbatches: int) -> tuple[float, float, float]:
     """(distance from the reference after so many microbatches, mean loss of the last ones, the reference's)."""
     torch.set_num_threads(1)
-    batches = samples(seed, micros)
+    batches = samples(seed, microbatches)
     ours, reference = net(seed), net(seed)
-    losses = by_pipeline(ours, batches, SCHEDULES[name](micros))
+    losses = by_pipeline(ours, batches, SCHEDULES[name](microbatches))
     lateness = (lambda stage: STAGES - 1) if name == "vertical sync" else (lambda stage: STAGES - 1 - stage)
     expected = by_delayed_sgd(reference, batches, lateness)
-    last = -min(CHUNK, micros)
+    last = -min(CHUNK, microbatches)
     return distance(ours, reference), sum(losses[last:]) / -last, sum(expected[last:]) / -last
 
 
@@ -102,10 +102,10 @@ def main() -> None:
     lines: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SCHEDULES}
     losses = {}
     for name in SCHEDULES:
-        for micros in (4, 25, 50, 100, 200, MICROS):
-            runs = [apart(name, seed, micros) for seed in seeds]
+        for microbatches in (4, 25, 50, 100, 200, MICROS):
+            runs = [apart(name, seed, microbatches) for seed in seeds]
             mean, spread = over_seeds(seeds, lambda seed, runs=runs: runs[seed][0])  # type: ignore[misc]
-            lines[name].append((micros, mean, spread))
+            lines[name].append((microbatches, mean, spread))
         losses[name] = over_seeds(seeds, lambda seed, runs=runs: runs[seed][1])[0]  # type: ignore[misc]
         delayed = over_seeds(seeds, lambda seed, runs=runs: runs[seed][2])[0]  # type: ignore[misc]
         print(f"{name:14} after {MICROS}: distance {mean:.2g}, loss {losses[name]:.3f}, delayed SGD {delayed:.3f}")

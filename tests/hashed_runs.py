@@ -92,7 +92,7 @@ def configurations() -> Mapping[str, RunConfig]:
         "stages_single": stages("single", 3, 1, servers=0, lr=0.05),
         "stages_worker_killed": stages("downpour", 3, 2, faults="0.05 kill worker 4"),
         "pipedream": stages("pipedream", 3, 1, servers=0, lr=0.05),
-        "pipedream_double_buffered": stages("pipedream", 3, 1, servers=0, lr=0.05, double_buffered=True),
+        "pipedream_double_buffered": stages("pipedream", 3, 1, servers=0, lr=0.05, pipedream_2bw=True),
     }
 
 

@@ -40,33 +40,33 @@ def samples(count: int, size: int = 2) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(size, 4).double(), torch.randn(size, 4).double()) for _ in range(count)]
 
 
-def as_micros(batches: Sequence[tuple[Tensor, Tensor]]) -> list[LossMicrobatch]:
+def as_microbatches(batches: Sequence[tuple[Tensor, Tensor]]) -> list[LossMicrobatch]:
     return [LossMicrobatch((x,), partial(squares, target=y), samples=len(x)) for x, y in batches]
 
 
 def trained(
     model: nn.Module,
     table: Table,
-    micros: Sequence[LossMicrobatch],
+    microbatches: Sequence[LossMicrobatch],
     recompute: bool = False,
     stages: dict[str, int] | None = None,
 ) -> tuple[Pipeline, list[float]]:
-    graph = cut(model, micros[0].args)
+    graph = cut(model, microbatches[0].args)
     pipeline = Pipeline(graph, stages or by_pairs(graph.units), table, sgd, recompute=recompute)
-    return pipeline, pipeline.run(micros)
+    return pipeline, pipeline.run(microbatches)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def plainly(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], micros: int) -> list[float]:
-    """One SGD step for `micros` microbatches: their mean gradient, as accumulation gives it."""
+def plainly(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], microbatches: int) -> list[float]:
+    """One SGD step for `microbatches` microbatches: their mean gradient, as accumulation gives it."""
     optimizer, losses = SGD(model.parameters(), lr=LR), []
-    for first in range(0, len(batches), micros):
-        for x, y in batches[first : first + micros]:
+    for first in range(0, len(batches), microbatches):
+        for x, y in batches[first : first + microbatches]:
             loss = squares(model(x), y)
-            (loss / micros).backward()
+            (loss / microbatches).backward()
             losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()

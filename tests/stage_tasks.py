@@ -89,12 +89,12 @@ def planned(
     return StagePlan(plan=plan, example_size=2, **settings)
 
 
-def dealt(task: Shaped, machines: int, chunks: int, micros: int) -> StagePlan:
+def dealt(task: Shaped, machines: int, stages_per_worker: int, microbatches: int) -> StagePlan:
     """A plan by hand with several stages on each machine: stage s on machine s mod P."""
-    plan = planned(task, machines * chunks).plan
+    plan = planned(task, machines * stages_per_worker).plan
     stages = tuple(PlacedStage((number % machines,), stage.units) for number, stage in enumerate(plan.stages))
     plan = msgspec.structs.replace(plan, stages=stages, num_machines=machines)
-    return StagePlan(plan=plan, micros=micros, schedule="interleaved", example_size=2)
+    return StagePlan(plan=plan, microbatches=microbatches, schedule="interleaved", example_size=2)
 
 
 class Room:

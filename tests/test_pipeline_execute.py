@@ -13,12 +13,23 @@ from torch.optim import SGD
 
 from rainband.model_parallel.execution.in_process import Pipeline
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.schedules.builders import gpipe, interleaved, one_f_one_b, pipedream, two_buffered
+from rainband.model_parallel.schedules.builders import gpipe, interleaved, one_f_one_b, pipedream, pipedream_2bw
 from rainband.model_parallel.schedules.table import Table
 from tests.pipeline_models import (
     one_thread,  # noqa: F401 (a fixture for all)
 )
-from tests.pipeline_training import LR, as_micros, by_pairs, chain_net, plainly, same, samples, sgd, squares, trained
+from tests.pipeline_training import (
+    LR,
+    as_microbatches,
+    by_pairs,
+    chain_net,
+    plainly,
+    same,
+    samples,
+    sgd,
+    squares,
+    trained,
+)
 
 # ---- with a flush ----
 
@@ -29,8 +40,8 @@ def test_with_a_flush_training_is_bit_for_bit_that_of_one_process(table: Table, 
     batches = samples(12)
     model = chain_net(3)
     alone = copy.deepcopy(model)
-    _, losses = trained(model, table, as_micros(batches), recompute)
-    assert losses == plainly(alone, batches, micros=4)
+    _, losses = trained(model, table, as_microbatches(batches), recompute)
+    assert losses == plainly(alone, batches, microbatches=4)
     assert same(model, alone)
 
 
@@ -38,8 +49,8 @@ def test_microbatches_of_a_batch_give_the_gradient_of_the_batch() -> None:
     (x, y) = samples(1, size=8)[0]
     model = chain_net(2)
     alone = copy.deepcopy(model)
-    trained(model, gpipe(2, 4), as_micros(list(zip(x.chunk(4), y.chunk(4), strict=True))))
-    plainly(alone, [(x, y)], micros=1)
+    trained(model, gpipe(2, 4), as_microbatches(list(zip(x.chunk(4), y.chunk(4), strict=True))))
+    plainly(alone, [(x, y)], microbatches=1)
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -48,8 +59,8 @@ def test_microbatches_of_unequal_size_count_by_their_samples() -> None:
     (x, y) = samples(1, size=8)[0]
     model = chain_net(2)
     alone = copy.deepcopy(model)
-    trained(model, one_f_one_b(2, 3), as_micros(list(zip(x.split([1, 4, 3]), y.split([1, 4, 3]), strict=True))))
-    plainly(alone, [(x, y)], micros=1)
+    trained(model, one_f_one_b(2, 3), as_microbatches(list(zip(x.split([1, 4, 3]), y.split([1, 4, 3]), strict=True))))
+    plainly(alone, [(x, y)], microbatches=1)
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -58,18 +69,18 @@ def test_interleaved_stages_of_a_machine_train_as_one_process_does() -> None:
     batches = samples(8)
     model = chain_net(4)
     alone = copy.deepcopy(model)
-    trained(model, interleaved(2, 2, 4, batches=2), as_micros(batches))
-    plainly(alone, batches, micros=4)
+    trained(model, interleaved(2, 2, 4, batches=2), as_microbatches(batches))
+    plainly(alone, batches, microbatches=4)
     assert same(model, alone)
 
 
 def test_runs_one_after_the_other_are_one_longer_run() -> None:
     batches = samples(12)
     once, twice = chain_net(3), chain_net(3)
-    _, losses = trained(once, one_f_one_b(3, 4, batches=3), as_micros(batches))
+    _, losses = trained(once, one_f_one_b(3, 4, batches=3), as_microbatches(batches))
     graph = cut(twice, (batches[0][0],))
     pipeline = Pipeline(graph, by_pairs(graph.units), one_f_one_b(3, 4), sgd)
-    assert [loss for first in (0, 4, 8) for loss in pipeline.run(as_micros(batches[first : first + 4]))] == losses
+    assert [loss for first in (0, 4, 8) for loss in pipeline.run(as_microbatches(batches[first : first + 4]))] == losses
     assert same(once, twice)
 
 
@@ -94,12 +105,12 @@ def delayed(
     history = [[[p.detach().clone() for p in layer]] for layer in layers_of(model, stages)]
     for first in range(0, len(batches), per_update):
         totals = [[torch.zeros_like(p) for p in layer] for layer in layers_of(model, stages)]
-        for micro in range(first, first + per_update):
+        for microbatch in range(first, first + per_update):
             for stage, layer in enumerate(layers_of(model, stages)):
-                for p, value in zip(layer, history[stage][version_of(stage, micro)], strict=True):
+                for p, value in zip(layer, history[stage][version_of(stage, microbatch)], strict=True):
                     p.data = value.clone()
             model.zero_grad()
-            squares(model(batches[micro][0]), batches[micro][1]).backward()
+            squares(model(batches[microbatch][0]), batches[microbatch][1]).backward()
             for total, layer in zip(totals, layers_of(model, stages), strict=True):
                 for t, p in zip(total, layer, strict=True):
                     t += p.grad / per_update
@@ -118,8 +129,8 @@ def test_weight_stashing_is_exactly_sgd_with_a_delay_for_each_stage(stages: int,
     batches = samples(10)
     model = chain_net(stages)
     alone = copy.deepcopy(model)
-    pipeline, _ = trained(model, pipedream([1] * stages, 10), as_micros(batches), recompute)
-    delayed(alone, batches, stages, lambda stage, micro: max(0, micro - (stages - 1 - stage)))
+    pipeline, _ = trained(model, pipedream([1] * stages, 10), as_microbatches(batches), recompute)
+    delayed(alone, batches, stages, lambda stage, microbatch: max(0, microbatch - (stages - 1 - stage)))
     assert same(model, alone)
     assert [pipeline.stages[s, s].versions.peak for s in range(stages)] == [stages - s for s in range(stages)]
 
@@ -128,8 +139,8 @@ def test_vertical_sync_is_exactly_sgd_with_one_delay_for_all_stages() -> None:
     batches = samples(10)
     model = chain_net(3)
     alone = copy.deepcopy(model)
-    pipeline, _ = trained(model, pipedream([1, 1, 1], 10, vertical_sync=True), as_micros(batches))
-    delayed(alone, batches, 3, lambda stage, micro: max(0, micro - 2))
+    pipeline, _ = trained(model, pipedream([1, 1, 1], 10, vertical_sync=True), as_microbatches(batches))
+    delayed(alone, batches, 3, lambda stage, microbatch: max(0, microbatch - 2))
     assert same(model, alone)
     assert [pipeline.stages[s, s].versions.peak for s in range(3)] == [3, 3, 3]
 
@@ -137,9 +148,9 @@ def test_vertical_sync_is_exactly_sgd_with_one_delay_for_all_stages() -> None:
 def test_without_stashing_it_is_another_and_not_a_gradient() -> None:
     batches = samples(10)
     stashed, unstashed, alone = chain_net(3), chain_net(3), chain_net(3)
-    trained(stashed, pipedream([1, 1, 1], 10), as_micros(batches))
-    pipeline, _ = trained(unstashed, pipedream([1, 1, 1], 10, stash=False), as_micros(batches))
-    delayed(alone, batches, 3, lambda stage, micro: max(0, micro - (2 - stage)))
+    trained(stashed, pipedream([1, 1, 1], 10), as_microbatches(batches))
+    pipeline, _ = trained(unstashed, pipedream([1, 1, 1], 10, stash=False), as_microbatches(batches))
+    delayed(alone, batches, 3, lambda stage, microbatch: max(0, microbatch - (2 - stage)))
     assert same(stashed, alone)
     assert not same(unstashed, alone)
     assert [pipeline.stages[s, s].versions.peak for s in range(3)] == [1, 1, 1]
@@ -149,8 +160,8 @@ def test_two_buffers_are_exactly_sgd_one_batch_behind_in_every_stage() -> None:
     batches = samples(16)
     model = chain_net(3)
     alone = copy.deepcopy(model)
-    pipeline, _ = trained(model, two_buffered(3, 4, 4), as_micros(batches))
-    delayed(alone, batches, 3, lambda stage, micro: max(0, micro // 4 - 1), per_update=4)
+    pipeline, _ = trained(model, pipedream_2bw(3, 4, 4), as_microbatches(batches))
+    delayed(alone, batches, 3, lambda stage, microbatch: max(0, microbatch // 4 - 1), per_update=4)
     assert same(model, alone)
     assert [pipeline.stages[s, s].versions.peak for s in range(3)] == [2, 2, 2]
 
@@ -159,7 +170,7 @@ def test_replicas_of_a_stage_apply_the_mean_of_their_round_and_stay_equal() -> N
     """Two replicas, then one machine: stage 0 makes a version every two microbatches, stage 1 every one."""
     batches = samples(8)
     model = chain_net(2)
-    pipeline, _ = trained(model, pipedream([2, 1], 8), as_micros(batches))
+    pipeline, _ = trained(model, pipedream([2, 1], 8), as_microbatches(batches))
     first, second = pipeline.stages[0, 0].versions, pipeline.stages[1, 0].versions
     assert (first.newest, second.newest, pipeline.stages[2, 1].versions.newest) == (4, 4, 8)
     for name in first.places:
@@ -171,8 +182,8 @@ def test_a_model_of_replicas_alone_is_data_parallel_training() -> None:
     batches = samples(8)
     model = chain_net(1)
     alone = copy.deepcopy(model)
-    trained(model, pipedream([2], 8), as_micros(batches))
-    plainly(alone, batches, micros=2)
+    trained(model, pipedream([2], 8), as_microbatches(batches))
+    plainly(alone, batches, microbatches=2)
     assert same(model, alone)
 
 
@@ -181,7 +192,7 @@ def test_a_model_of_replicas_alone_is_data_parallel_training() -> None:
 
 def test_memory_is_versions_times_the_stage_and_no_more() -> None:
     model = chain_net(4)
-    pipeline, _ = trained(model, pipedream([1] * 4, 12), as_micros(samples(12)))
+    pipeline, _ = trained(model, pipedream([1] * 4, 12), as_microbatches(samples(12)))
     one_version = 8 * (16 + 16)  # 4 x 4 weights, and 4 biases in a place of 16
     for stage in range(4):
         versions = pipeline.stages[stage, stage].versions
@@ -192,7 +203,7 @@ def test_memory_is_versions_times_the_stage_and_no_more() -> None:
 def test_the_users_parameters_are_slices_of_the_newest_version() -> None:
     model = chain_net(2)
     before = list(model.parameters())
-    pipeline, _ = trained(model, pipedream([1, 1], 6), as_micros(samples(6)))
+    pipeline, _ = trained(model, pipedream([1, 1], 6), as_microbatches(samples(6)))
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
     versions = pipeline.stages[0, 0].versions
     (vector,) = versions.live[versions.newest].vectors
@@ -219,12 +230,12 @@ def with_dropout() -> nn.Sequential:
 
 def test_dropout_is_the_same_in_every_flushing_schedule_and_when_recomputed() -> None:
     models = [with_dropout() for _ in range(4)]
-    micros = as_micros(samples(4))
+    microbatches = as_microbatches(samples(4))
     losses = [
-        trained(models[0], gpipe(3, 4), micros)[1],
-        trained(models[1], one_f_one_b(3, 4), micros)[1],
-        trained(models[2], gpipe(3, 4), micros, recompute=True)[1],
-        trained(models[3], one_f_one_b(3, 4), micros, recompute=True)[1],
+        trained(models[0], gpipe(3, 4), microbatches)[1],
+        trained(models[1], one_f_one_b(3, 4), microbatches)[1],
+        trained(models[2], gpipe(3, 4), microbatches, recompute=True)[1],
+        trained(models[3], one_f_one_b(3, 4), microbatches, recompute=True)[1],
     ]
     assert losses[1:] == losses[:1] * 3
     assert all(same(model, models[0]) for model in models[1:])
@@ -233,7 +244,7 @@ def test_dropout_is_the_same_in_every_flushing_schedule_and_when_recomputed() ->
 def test_microbatches_drop_different_units_and_the_global_generator_is_left_alone() -> None:
     (x, y), model = samples(1)[0], with_dropout()
     before = torch.get_rng_state()
-    _, losses = trained(model, gpipe(3, 2), as_micros([(x, y), (x, y)]))
+    _, losses = trained(model, gpipe(3, 2), as_microbatches([(x, y), (x, y)]))
     assert losses[0] != losses[1]
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -242,7 +253,7 @@ def test_a_second_run_drops_other_units_than_the_first() -> None:
     (x, y), model = samples(1)[0], with_dropout()
     graph = cut(model, (x,))
     pipeline = Pipeline(graph, by_pairs(graph.units), gpipe(3, 1), partial(SGD, lr=0.0))
-    assert pipeline.run(as_micros([(x, y)])) != pipeline.run(as_micros([(x, y)]))
+    assert pipeline.run(as_microbatches([(x, y)])) != pipeline.run(as_microbatches([(x, y)]))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -252,7 +263,7 @@ def test_running_statistics_see_every_microbatch_once(recompute: bool) -> None:
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh()).double()
 
     batches, model, alone = samples(4), net(), net()
-    trained(model, one_f_one_b(2, 4), as_micros(batches), recompute)
-    plainly(alone, batches, micros=4)
+    trained(model, one_f_one_b(2, 4), as_microbatches(batches), recompute)
+    plainly(alone, batches, microbatches=4)
     assert int(model[1].num_batches_tracked) == 4
     torch.testing.assert_close(model[1].running_mean, alone[1].running_mean)

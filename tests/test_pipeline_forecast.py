@@ -122,7 +122,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("forecast", ALL, ids=lambda forecast: f"{forecast.schedule}-{forecast.micros}")
+@pytest.mark.parametrize("forecast", ALL, ids=lambda forecast: f"{forecast.schedule}-{forecast.microbatches}")
 @pytest.mark.parametrize("batches", [1, 3])
 def test_what_is_drawn_is_what_is_predicted(forecast: Forecast, batches: int) -> None:
     done = forecast.doings(batches)

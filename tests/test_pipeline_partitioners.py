@@ -301,8 +301,8 @@ def test_replicas_in_groups_are_dealt_so_that_a_batch_stays_in_its_group() -> No
     network = LinkSpeed(bytes_per_s=200.0, machines_per_group=3, between_bytes_per_s=2000.0)
     plan = pipedream(profile, Resources(num_machines=6, network=network))
     assert [stage.machines for stage in plan.stages] == [(0, 3, 1, 4), (2, 5)]
-    for micro in range(8):
-        groups = {network.group(stage.machines[micro % len(stage.machines)]) for stage in plan.stages}
+    for microbatch in range(8):
+        groups = {network.group(stage.machines[microbatch % len(stage.machines)]) for stage in plan.stages}
         assert len(groups) == 1
 
 

@@ -15,10 +15,10 @@ from rainband.model_parallel.drawing.picture import draw_plan, draw_schedule
 from rainband.model_parallel.drawing.text import plan_lines, profile_lines
 from rainband.model_parallel.execution.in_process import Pipeline
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.graph.split_loss import cut_task, inputs_of, loss_of, micros_of
+from rainband.model_parallel.graph.split_loss import cut_task, inputs_of, loss_of, microbatches_of
 from rainband.model_parallel.placement.measure import measure
 from rainband.model_parallel.placement.partitioners import find_partitioner, make_plan
-from rainband.model_parallel.placement.pipedream_planner import straight
+from rainband.model_parallel.placement.pipedream_planner import one_machine_per_stage
 from rainband.model_parallel.placement.placement import (
     PlacedStage,
     Placement,
@@ -177,7 +177,7 @@ def test_machines_that_are_no_whole_groups_are_refused() -> None:
 
 
 def test_moving_a_unit_gives_another_plan_without_a_prediction() -> None:
-    planned = make_plan(straight, PROFILE, Resources(num_machines=2))
+    planned = make_plan(one_machine_per_stage, PROFILE, Resources(num_machines=2))
     moved = planned.move("b", 0)
     assert moved.stage_of()["b"] == 0 and moved.predicted is None
     with pytest.raises(ValueError, match="no unit 'z': it has"):
@@ -249,7 +249,9 @@ def test_a_partitioner_of_ones_own_is_found_checked_and_predicted(
         make_plan(find_partitioner("my_partitioner:forgetful"), PROFILE, resources)
     with pytest.raises(ValueError, match="my_partitioner has no function 'x'"):
         find_partitioner("my_partitioner:x")
-    with pytest.raises(ValueError, match="no partitioner named 'fast': choose from balanced, interleaved, pieces"):
+    with pytest.raises(
+        ValueError, match="no partitioner named 'fast': choose from balanced, interleaved, one_machine_per_stage"
+    ):
         find_partitioner("fast")
 
 
@@ -299,7 +301,7 @@ def test_a_loss_that_needs_more_than_the_models_answer_is_told(way: str, message
 
 
 def test_digits_learn_in_a_pipeline_of_three_machines() -> None:
-    """A straight plan, weight stashing, every batch an update: as a user would put it together."""
+    """A plan without replicas, weight stashing, every batch an update: as a user would put it together."""
     task = Digits()
     data = task.data()
     torch.manual_seed(0)
@@ -310,11 +312,11 @@ def test_digits_learn_in_a_pipeline_of_three_machines() -> None:
     plan = pipeline_of(profile, where)
     check(plan, profile)
     before = task.evaluate(model)["loss"]
-    micros = micros_of(task, data, [range(first, first + 32) for first in range(0, 1280, 32)])
+    microbatches = microbatches_of(task, data, [range(first, first + 32) for first in range(0, 1280, 32)])
     trained = Pipeline(
-        graph, plan.stage_of(), pipedream(plan.replicas(), len(micros)), lambda p: torch.optim.Adam(p, lr=3e-3)
+        graph, plan.stage_of(), pipedream(plan.replicas(), len(microbatches)), lambda p: torch.optim.Adam(p, lr=3e-3)
     )
-    losses = trained.run(micros)
+    losses = trained.run(microbatches)
     assert len(losses) == 40 and losses[-1] < losses[0] / 2
     assert task.evaluate(model)["loss"] < before / 2
     assert trained.sent == 40 * 2 * 2  # two cuts, there and back
@@ -342,7 +344,16 @@ def rainband_plan(*options: str) -> str:
 
 def test_the_command_plans_saves_draws_and_plays(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
-    options = ["--machines", "3", "--partitioner", "straight", "--out", str(file), "--draw", str(tmp_path / "plan.png")]
+    options = [
+        "--machines",
+        "3",
+        "--partitioner",
+        "one_machine_per_stage",
+        "--out",
+        str(file),
+        "--draw",
+        str(tmp_path / "plan.png"),
+    ]
     text = rainband_plan(*options, "--schedule", "one_f_one_b", "--microbatches", "6", "--network", "datacentre")
     plan = load(file)
     assert plan.kind == "pipeline" and set(plan.replicas()) == {1}
@@ -363,9 +374,9 @@ def test_the_command_plans_saves_draws_and_plays(tmp_path: Path) -> None:
         (["--partitioner", "balanced", "--memory", "0.01"], "does not fit on 2 machines of 10,000 bytes"),
         (["--network", "carrier_pigeon"], "no network named 'carrier_pigeon'"),
         (["--inter-group-network", "wan"], "say how many machines are in one"),
-        (["--partitioner", "balanced", "--schedule", "gpipe"], "a schedule is for a pipeline"),
+        (["--partitioner", "balanced", "--schedule", "gpipe"], "a schedule needs a pipeline"),
         (
-            ["--partitioner", "straight", "--schedule", "slow"],
+            ["--partitioner", "one_machine_per_stage", "--schedule", "slow"],
             "no schedule named 'slow': choose from gpipe",
         ),
         (["--out", "plan.yaml"], "ends in .json or .toml"),

@@ -16,7 +16,7 @@ from rainband.model_parallel.drawing.graph_layout import Spot, spots
 from rainband.model_parallel.drawing.picture import bytes_text, draw_plan, draw_schedule
 from rainband.model_parallel.drawing.text import compared_lines, rate_lines
 from rainband.model_parallel.placement.partitioners import make_plan
-from rainband.model_parallel.placement.pipedream_planner import interleaved, straight
+from rainband.model_parallel.placement.pipedream_planner import interleaved, one_machine_per_stage
 from rainband.model_parallel.placement.placement import PlacedStage, Placement, check, load, memory
 from rainband.model_parallel.placement.predict import pipeline_s
 from rainband.model_parallel.placement.profile import CutValue, LinkSpeed, Profile, Resources, Unit
@@ -42,7 +42,7 @@ DEAR = LinkSpeed(bytes_per_s=1e9, latency_s=0.0)  # updates of replicas take a t
 
 def test_a_batch_of_every_schedule_takes_what_its_formula_says() -> None:
     """Four units of 3 s on two machines, four microbatches: 6 s of work on each, and the bubble."""
-    found = every_schedule(chain(4), Resources(num_machines=2, network=DEAR), micros=4)
+    found = every_schedule(chain(4), Resources(num_machines=2, network=DEAR), microbatches=4)
     seconds = {name: play.batch_s for name, play in found.items() if not isinstance(play, ValueError)}
     assert seconds == pytest.approx(
         {
@@ -50,24 +50,24 @@ def test_a_batch_of_every_schedule_takes_what_its_formula_says() -> None:
             "one_f_one_b": 6 * 5 / 4,
             "interleaved": 6 * 9 / 8,  # (V M + P - 1) / (V M)
             "pipedream": 6.0,
-            "two_buffered": 6.0,
+            "pipedream_2bw": 6.0,
         }
     )
 
 
 def test_only_schedules_that_never_flush_have_late_gradients() -> None:
-    found = every_schedule(chain(6), Resources(num_machines=3, network=DEAR), micros=6)
+    found = every_schedule(chain(6), Resources(num_machines=3, network=DEAR), microbatches=6)
     late = {name: play.late for name, play in found.items() if not isinstance(play, ValueError)}
-    assert late == {"gpipe": 0, "one_f_one_b": 0, "interleaved": 0, "pipedream": 2, "two_buffered": 1}
+    assert late == {"gpipe": 0, "one_f_one_b": 0, "interleaved": 0, "pipedream": 2, "pipedream_2bw": 1}
     assert {name for name in late if not late[name]} == set(FLUSHES)
 
 
 def test_what_cannot_be_played_is_told_and_the_others_are_compared() -> None:
-    found = every_schedule(chain(3), Resources(num_machines=3, network=DEAR), micros=2)
+    found = every_schedule(chain(3), Resources(num_machines=3, network=DEAR), microbatches=2)
     lines = compared_lines(found, chain(3))
-    assert isinstance(found["interleaved"], ValueError) and isinstance(found["two_buffered"], ValueError)
+    assert isinstance(found["interleaved"], ValueError) and isinstance(found["pipedream_2bw"], ValueError)
     assert "chain has 3 units, and 2 stages on each of 3 machines are 6" in lines[-2]
-    assert lines[-1].startswith("no two_buffered: two_buffered needs at least as many microbatches as stages")
+    assert lines[-1].startswith("no pipedream_2bw: pipedream_2bw needs at least as many microbatches as stages")
     assert lines[1].split() == ["gpipe", "1-1-1", "6000.000", "5", "1.50", "2", "1", "0"]
 
 
@@ -81,12 +81,16 @@ def test_replicas_that_wait_for_their_update_are_no_faster_than_it() -> None:
     quick = Resources(num_machines=2, network=FREE)
     for resources, seconds in ((slow, 2.0), (quick, 1.5)):
         plan = make_plan(lambda profile, resources: both, profile, resources)
-        assert played("pipedream", plan, profile, resources, micros=4).batch_s == pytest.approx(seconds)
+        assert played("pipedream", plan, profile, resources, microbatches=4).batch_s == pytest.approx(seconds)
 
 
 def test_a_rate_is_told_in_samples() -> None:
     play = played(
-        "gpipe", make_plan(straight, chain(2), Resources(num_machines=2, network=DEAR)), chain(2), RESOURCES, 1
+        "gpipe",
+        make_plan(one_machine_per_stage, chain(2), Resources(num_machines=2, network=DEAR)),
+        chain(2),
+        RESOURCES,
+        1,
     )
     assert rate_lines(play, chain(2)) == [
         "no gradient is late",
@@ -140,13 +144,13 @@ def test_stages_that_are_not_dealt_in_turn_are_refused(homes: tuple[int, ...]) -
 def test_a_schedule_that_does_not_suit_the_plan_is_told(name: str, planned_for: str, message: str) -> None:
     plan = make_plan(partitioner_for(planned_for), chain(4), RESOURCES)
     with pytest.raises(ValueError, match=message):
-        played(name, plan, chain(4), RESOURCES, micros=4)
+        played(name, plan, chain(4), RESOURCES, microbatches=4)
 
 
 def test_on_one_machine_there_is_nothing_to_deal() -> None:
     alone = Resources(num_machines=1)
     plan = make_plan(interleaved, chain(2), alone)
-    assert played("interleaved", plan, chain(2), alone, micros=2).batch_s == 6.0
+    assert played("interleaved", plan, chain(2), alone, microbatches=2).batch_s == 6.0
 
 
 # ---- pictures ----
@@ -196,7 +200,7 @@ def test_every_schedule_and_its_plan_can_be_drawn(name: str, tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     profile = chain(4, size=3000)
     plan = make_plan(partitioner_for(name), profile, RESOURCES)
-    play = played(name, plan, profile, RESOURCES, micros=4)
+    play = played(name, plan, profile, RESOURCES, microbatches=4)
     assert draw_plan(plan, profile, tmp_path / "plan.svg")
     assert draw_schedule(play.table, play.facts, tmp_path / "schedule.svg")
     assert "<svg" in (tmp_path / "plan.svg").read_text() and "<svg" in (tmp_path / "schedule.svg").read_text()

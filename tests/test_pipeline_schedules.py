@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from rainband.model_parallel.drawing.text import schedule_lines
 from rainband.model_parallel.placement.placement import in_flight
-from rainband.model_parallel.schedules.builders import gpipe, interleaved, one_f_one_b, pipedream, two_buffered
+from rainband.model_parallel.schedules.builders import gpipe, interleaved, one_f_one_b, pipedream, pipedream_2bw
 from rainband.model_parallel.schedules.check import Costs, check
 from rainband.model_parallel.schedules.table import Action, Table
 
-SIZES = [(stages, micros) for stages in range(1, 7) for micros in range(1, 13)]
+SIZES = [(stages, microbatches) for stages in range(1, 7) for microbatches in range(1, 13)]
 
 
 def test_they_read_as_in_the_papers() -> None:
@@ -43,78 +43,83 @@ def test_they_read_as_in_the_papers() -> None:
 def test_the_bubble_of_a_flush_is_the_same_for_gpipe_and_1f1b_whatever_the_times(
     size: tuple[int, int], times: tuple[int, int], name: object
 ) -> None:
-    stages, micros = size
-    table = name(stages, micros)  # type: ignore[operator]
+    stages, microbatches = size
+    table = name(stages, microbatches)  # type: ignore[operator]
     state = check(table, Costs(forward_s=(float(times[0]),), backward_s=(float(times[1]),)))
-    assert state.bubble == pytest.approx((stages - 1) / (micros + stages - 1))
-    assert state.total_s == pytest.approx((micros + stages - 1) * sum(times))
+    assert state.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
+    assert state.total_s == pytest.approx((microbatches + stages - 1) * sum(times))
 
 
 def test_gpipe_at_four_by_four_idles_for_three_sevenths() -> None:
     assert check(gpipe(4, 4)).bubble == pytest.approx(3 / 7)
 
 
-@pytest.mark.parametrize(("stages", "micros"), SIZES)
-def test_with_a_flush_1f1b_keeps_fewer_activations_and_all_keep_one_version(stages: int, micros: int) -> None:
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_with_a_flush_1f1b_keeps_fewer_activations_and_all_keep_one_version(stages: int, microbatches: int) -> None:
     for batches in (1, 2):
-        first, second = check(gpipe(stages, micros, batches)), check(one_f_one_b(stages, micros, batches))
-        assert first.peak_activations == (micros,) * stages
-        assert second.peak_activations == tuple(min(micros, stages - stage) for stage in range(stages))
+        first, second = check(gpipe(stages, microbatches, batches)), check(one_f_one_b(stages, microbatches, batches))
+        assert first.peak_activations == (microbatches,) * stages
+        assert second.peak_activations == tuple(min(microbatches, stages - stage) for stage in range(stages))
         assert first.peak_versions == second.peak_versions == (1,) * stages
 
 
-@pytest.mark.parametrize(("machines", "micros"), [size for size in SIZES if size[1] % size[0] == 0])
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_interleaving_divides_the_bubble(machines: int, micros: int, chunks: int) -> None:
-    state = check(interleaved(machines, chunks, micros))
-    assert state.bubble == pytest.approx((machines - 1) / (chunks * micros + machines - 1))
-    total = chunks * micros
-    ahead = [total if micros == machines else 2 * (machines - m - 1) + (chunks - 1) * machines for m in range(machines)]
+@pytest.mark.parametrize(("machines", "microbatches"), [size for size in SIZES if size[1] % size[0] == 0])
+@pytest.mark.parametrize("stages_per_worker", [1, 2, 3])
+def test_interleaving_divides_the_bubble(machines: int, microbatches: int, stages_per_worker: int) -> None:
+    state = check(interleaved(machines, stages_per_worker, microbatches))
+    assert state.bubble == pytest.approx((machines - 1) / (stages_per_worker * microbatches + machines - 1))
+    total = stages_per_worker * microbatches
+    ahead = [
+        total if microbatches == machines else 2 * (machines - m - 1) + (stages_per_worker - 1) * machines
+        for m in range(machines)
+    ]
     assert state.peak_activations == tuple(min(total, count + 1) for count in ahead)
     assert state.peak_versions == (1,) * machines
 
 
-def versions_needed(delay: int, micros: int) -> int:
+def versions_needed(delay: int, microbatches: int) -> int:
     """A stage that is `delay` microbatches ahead of its backwards: those of the batches on the way, and the newest.
 
     From 2 * delay microbatches on it is delay + 1; in shorter runs several of them use the first version.
     """
-    if delay == 0 or micros == 1:
+    if delay == 0 or microbatches == 1:
         return 1
-    return min(delay + 1, max(2, micros - delay + 1))
+    return min(delay + 1, max(2, microbatches - delay + 1))
 
 
-@pytest.mark.parametrize(("stages", "micros"), SIZES)
-def test_pipedream_never_waits_and_keeps_a_version_for_each_batch_on_the_way(stages: int, micros: int) -> None:
-    state = check(pipedream([1] * stages, micros))
-    assert state.bubble == pytest.approx((stages - 1) / (micros + stages - 1))  # filling and draining, once for the run
-    assert state.peak_activations == tuple(min(micros, stages - stage) for stage in range(stages))
-    assert state.peak_versions == tuple(versions_needed(stages - 1 - stage, micros) for stage in range(stages))
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_pipedream_never_waits_and_keeps_a_version_for_each_batch_on_the_way(stages: int, microbatches: int) -> None:
+    state = check(pipedream([1] * stages, microbatches))
+    assert state.bubble == pytest.approx(
+        (stages - 1) / (microbatches + stages - 1)
+    )  # filling and draining, once for the run
+    assert state.peak_activations == tuple(min(microbatches, stages - stage) for stage in range(stages))
+    assert state.peak_versions == tuple(versions_needed(stages - 1 - stage, microbatches) for stage in range(stages))
 
 
-@pytest.mark.parametrize(("stages", "micros"), SIZES)
-def test_vertical_sync_costs_every_stage_the_versions_of_the_first(stages: int, micros: int) -> None:
-    state = check(pipedream([1] * stages, micros, vertical_sync=True))
-    assert state.peak_versions == (versions_needed(stages - 1, micros),) * stages
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_vertical_sync_costs_every_stage_the_versions_of_the_first(stages: int, microbatches: int) -> None:
+    state = check(pipedream([1] * stages, microbatches, vertical_sync=True))
+    assert state.peak_versions == (versions_needed(stages - 1, microbatches),) * stages
 
 
-@pytest.mark.parametrize(("stages", "micros"), [size for size in SIZES if size[1] >= size[0]])
-def test_two_buffers_are_two_and_never_wait(stages: int, micros: int) -> None:
+@pytest.mark.parametrize(("stages", "microbatches"), [size for size in SIZES if size[1] >= size[0]])
+def test_two_buffers_are_two_and_never_wait(stages: int, microbatches: int) -> None:
     batches = 4
-    state = check(two_buffered(stages, micros, batches))
+    state = check(pipedream_2bw(stages, microbatches, batches))
     assert set(state.peak_versions) == {2}
-    assert state.bubble == pytest.approx((stages - 1) / (batches * micros + stages - 1))
-    assert state.peak_activations == tuple(min(batches * micros, stages - stage) for stage in range(stages))
+    assert state.bubble == pytest.approx((stages - 1) / (batches * microbatches + stages - 1))
+    assert state.peak_activations == tuple(min(batches * microbatches, stages - stage) for stage in range(stages))
 
 
 @pytest.mark.parametrize("replicas", [(2,), (2, 1), (1, 2), (3, 1), (2, 2), (2, 1, 1), (4, 2, 1), (1, 3, 2)])
-@pytest.mark.parametrize("micros", [1, 5, 12, 24])
-def test_replicas_keep_what_the_planner_counts_on(replicas: tuple[int, ...], micros: int) -> None:
-    state = check(pipedream(replicas, micros))
+@pytest.mark.parametrize("microbatches", [1, 5, 12, 24])
+def test_replicas_keep_what_the_planner_counts_on(replicas: tuple[int, ...], microbatches: int) -> None:
+    state = check(pipedream(replicas, microbatches))
     counted = [in_flight(replicas, stage) for stage, count in enumerate(replicas) for _ in range(count)]
     assert all(kept <= most for kept, most in zip(state.peak_activations, counted, strict=True))
     assert all(kept <= most for kept, most in zip(state.peak_versions, counted, strict=True))
-    if micros == 24:
+    if microbatches == 24:
         assert state.peak_activations == tuple(counted)
 
 
@@ -184,7 +189,7 @@ def test_without_stash_an_overwritten_version_cannot_be_used() -> None:
     [
         (lambda: gpipe(0, 4), "give at least 1 of each"),
         (lambda: interleaved(4, 2, 6), "6 are not a multiple of 4. Choose 8"),
-        (lambda: two_buffered(4, 3, 2), "at least as many microbatches as stages, not 3 for 4"),
+        (lambda: pipedream_2bw(4, 3, 2), "at least as many microbatches as stages, not 3 for 4"),
         (lambda: pipedream([2, 1], 4, vertical_sync=True), "use it without replicas"),
         (lambda: pipedream([0, 1], 4), "a stage needs at least one machine"),
     ],

@@ -20,7 +20,7 @@ from tests.pipeline_models import (
     examples,
     one_thread,  # noqa: F401 (a fixture for all)
 )
-from tests.pipeline_training import LR, as_micros, by_pairs, chain_net, plainly, samples, sgd, squares, trained
+from tests.pipeline_training import LR, as_microbatches, by_pairs, chain_net, plainly, samples, sgd, squares, trained
 
 # ---- other models ----
 
@@ -48,9 +48,9 @@ def test_skips_and_outputs_of_early_stages_reach_the_loss(table: Table, recomput
     model = Skips().double()
     alone = copy.deepcopy(model)
     batches = samples(4)
-    micros = [LossMicrobatch((x,), partial(both, target=y), samples=2) for x, y in batches]
+    microbatches = [LossMicrobatch((x,), partial(both, target=y), samples=2) for x, y in batches]
     stages = {"a": 0, "tanh": 0, "b": 1, "tanh_1": 1, "add": 1, "add_1": 2, "c": 2}
-    pipeline, _ = trained(model, table, micros, recompute, stages)
+    pipeline, _ = trained(model, table, microbatches, recompute, stages)
     optimizer = SGD(alone.parameters(), lr=LR)
     for x, y in batches:
         (both(alone(x), y) / 4).backward()
@@ -74,8 +74,8 @@ class Shared(nn.Module):
 
 def test_an_output_that_the_last_stage_also_reads_is_sent_once_and_its_gradient_comes_back_once() -> None:
     model = Shared().double()
-    micros = [LossMicrobatch((x,), partial(both, target=y), samples=2) for x, y in samples(2)]
-    pipeline, _ = trained(model, gpipe(2, 2), micros, stages={"a": 0, "b": 1})
+    microbatches = [LossMicrobatch((x,), partial(both, target=y), samples=2) for x, y in samples(2)]
+    pipeline, _ = trained(model, gpipe(2, 2), microbatches, stages={"a": 0, "b": 1})
     assert pipeline.sent == 2 * 2
 
 
@@ -91,9 +91,9 @@ def test_models_of_all_shapes_train_in_stages_as_in_one_process(name: str, recom
     alone = copy.deepcopy(model)
     graph = cut(model, args)
     stages = {unit: 3 * place // len(graph.units) for place, unit in enumerate(graph.units)}
-    micros = [LossMicrobatch(args, every_output, samples=len(args[0])) for _ in range(4)]
+    microbatches = [LossMicrobatch(args, every_output, samples=len(args[0])) for _ in range(4)]
     pipeline = Pipeline(graph, stages, one_f_one_b(3, 2, batches=2), sgd, recompute=recompute)
-    losses = pipeline.run(micros)
+    losses = pipeline.run(microbatches)
     optimizer = SGD(alone.parameters(), lr=LR)
     expected = []
     for _ in range(2):
@@ -123,8 +123,10 @@ def test_a_parameter_of_two_stages_gets_the_sum_of_both_gradients() -> None:
     model = Tied().double()
     alone = copy.deepcopy(model)
     batches = samples(8)
-    pipeline, _ = trained(model, gpipe(2, 4, batches=2), as_micros(batches), stages={"a": 0, "b": 0, "tanh": 1, "c": 1})
-    plainly(alone, batches, micros=4)
+    pipeline, _ = trained(
+        model, gpipe(2, 4, batches=2), as_microbatches(batches), stages={"a": 0, "b": 0, "tanh": 1, "c": 1}
+    )
+    plainly(alone, batches, microbatches=4)
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert torch.equal(pipeline.stages[1, 1].versions.masters["c.weight"], model.a.weight)
@@ -150,7 +152,7 @@ def test_a_parameter_without_a_gradient_is_left_alone_by_momentum_and_decay() ->
     before = model.unused.weight.detach().clone()
     graph = cut(model, (torch.randn(2, 4).double(),))
     stages = {unit: int(unit not in ("a", "unused")) for unit in graph.units}
-    Pipeline(graph, stages, gpipe(2, 2), partial(Adam, weight_decay=0.1)).run(as_micros(samples(2)))
+    Pipeline(graph, stages, gpipe(2, 2), partial(Adam, weight_decay=0.1)).run(as_microbatches(samples(2)))
     assert torch.equal(model.unused.weight, before)
 
 
@@ -181,10 +183,10 @@ def test_frozen_parameters_stay_as_they_are() -> None:
     model = chain_net(2)
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
-    trained(model, one_f_one_b(2, 2), as_micros(samples(2)))
+    trained(model, one_f_one_b(2, 2), as_microbatches(samples(2)))
     assert torch.equal(model[0].weight, before) and model[0].weight.grad is None
 
 
 def test_a_wrong_number_of_microbatches_is_refused() -> None:
     with pytest.raises(ValueError, match="the schedule has 3 microbatches and was given 2"):
-        trained(chain_net(2), gpipe(2, 3), as_micros(samples(2)))
+        trained(chain_net(2), gpipe(2, 3), as_microbatches(samples(2)))

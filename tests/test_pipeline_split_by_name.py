@@ -19,7 +19,7 @@ from rainband.model_parallel.graph.tiles import Tiled
 from rainband.model_parallel.placement.measure import measure
 from rainband.model_parallel.placement.placement import load
 from rainband.model_parallel.placement.profile import Resources
-from rainband.model_parallel.placement.split_layers import piece_of, pieces
+from rainband.model_parallel.placement.split_layers import piece_of, split_layers
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 
 
@@ -94,7 +94,7 @@ def test_a_split_model_on_several_machines_has_the_loss_and_gradients_of_the_who
     in_pieces = [parts.get_submodule(name.partition(":")[0]) for name in hows]
     assert all(isinstance(module, ByColumns | ByRows | AsPair | Tiled) for module in in_pieces)
     graph = cut(parts, (x,))
-    plan = pieces(measure(graph, (x,), repeats=1), Resources(num_machines=machines))
+    plan = split_layers(measure(graph, (x,), repeats=1), Resources(num_machines=machines))
     assert [stage.machines for stage in plan.stages] == [(n,) for n in range(machines)]
     machine = Partitioned(graph, plan.placement())
     assert torch.equal(machine.loss_and_gradients(squares, (x,)), loss.detach())
@@ -113,7 +113,7 @@ def test_no_machine_holds_the_layer_that_was_split(case: str) -> None:
     model = make()  # type: ignore[operator]
     x = inputs(model).float()
     profile = measure(cut(split(model, hows, (x,)), (x,)), (x,), repeats=1)
-    plan = pieces(profile, Resources(num_machines=machines))
+    plan = split_layers(profile, Resources(num_machines=machines))
     held = [{piece_of(unit) for unit in stage.units} - {None} for stage in plan.stages]
     assert held == [{n} for n in range(machines)]
 
@@ -146,7 +146,7 @@ def test_what_is_between_a_pair_stays_with_its_piece() -> None:
     model = split(nn.Sequential(nn.Tanh(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), {"1:4": LayerPair(2)})
     x = torch.randn(3, 4)
     graph = cut(model, (x,))
-    plan = pieces(measure(graph, (x,), repeats=1), Resources(num_machines=2))
+    plan = split_layers(measure(graph, (x,), repeats=1), Resources(num_machines=2))
     parts = Partitioned(graph, plan.placement())
     parts(x)
     assert [(m.source, m.destination) for m in parts.messages] == [(0, 1), (1, 0)]
@@ -155,7 +155,7 @@ def test_what_is_between_a_pair_stays_with_its_piece() -> None:
 def test_pieces_are_dealt_in_turn_where_machines_are_few() -> None:
     model = split(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), {"0": Columns(4)})
     x = torch.randn(3, 4)
-    plan = pieces(measure(cut(model, (x,)), (x,), repeats=1), Resources(num_machines=2))
+    plan = split_layers(measure(cut(model, (x,)), (x,), repeats=1), Resources(num_machines=2))
     where = plan.placement()
     assert [where[f"_0_pieces_of_{n}"] for n in range(4)] == [0, 1, 0, 1]
 
@@ -230,7 +230,7 @@ def rainband_plan(*words: str) -> tuple[int, str]:
 
 def test_the_command_plans_pieces_on_different_machines(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    words = ["digits", "--split", "0:5=2x2", "--split", "6=4", "--machines", "4", "--partitioner", "pieces"]
+    words = ["digits", "--split", "0:5=2x2", "--split", "6=4", "--machines", "4", "--partitioner", "split_layers"]
     code, text = rainband_plan(*words, "--out", str(file))
     assert code == 0, text
     where = load(file).placement()
@@ -247,7 +247,7 @@ def test_the_command_plans_pieces_on_different_machines(tmp_path: Path) -> None:
         (["--split", "nothing=2"], "no layer 'nothing' to split: it has 6 (Linear), 8 (Linear)"),
         (["--split", "6"], "'6' says no split"),
         (["--split", "0:7=2x2"], "Flatten(start_dim=1, end_dim=-1) cannot be cut into tiles"),
-        (["--partitioner", "pieces"], "has no pieces to place: split a layer (--split fc1=2)"),
+        (["--partitioner", "split_layers"], "has no pieces to place: split a layer (--split fc1=2)"),
     ],
 )
 def test_a_mistake_is_told_with_what_to_type(words: list[str], message: str) -> None:

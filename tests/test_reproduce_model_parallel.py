@@ -139,9 +139,9 @@ def test_vgg_is_planned_as_fifteen_and_one_and_resnet_as_data_parallel() -> None
 
 
 def test_with_stashing_a_pipeline_is_delayed_sgd_to_the_bit_and_without_it_is_not() -> None:
-    assert apart("stashing", seed=0, micros=8)[0] == 0.0
-    assert apart("vertical sync", seed=0, micros=8)[0] == 0.0
-    assert apart("no stashing", seed=0, micros=8)[0] > 1e-6
+    assert apart("stashing", seed=0, microbatches=8)[0] == 0.0
+    assert apart("vertical sync", seed=0, microbatches=8)[0] == 0.0
+    assert apart("no stashing", seed=0, microbatches=8)[0] > 1e-6
 
 
 def test_1f1b_idles_as_gpipe_does_and_saves_fewer_bytes() -> None:

@@ -57,10 +57,10 @@ def test_a_team_has_the_gradient_and_loss_of_the_whole_model(name: str, stages: 
 
 @pytest.mark.parametrize("name", BY_SAMPLE)
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-@pytest.mark.parametrize("micros", [2, 3, 9])
-def test_a_batch_in_microbatches_has_the_same_gradient(name: str, schedule: str, micros: int) -> None:
+@pytest.mark.parametrize("microbatches", [2, 3, 9])
+def test_a_batch_in_microbatches_has_the_same_gradient(name: str, schedule: str, microbatches: int) -> None:
     task = Shaped(name)  # three of four samples are of unequal size, and nine are more than there are
-    gradients, _ = stage_gradient(task, planned(task, 2, micros=micros, schedule=schedule))
+    gradients, _ = stage_gradient(task, planned(task, 2, microbatches=microbatches, schedule=schedule))
     assert_same(task, gradients)
 
 
@@ -82,10 +82,12 @@ def test_a_value_crosses_once_for_each_machine_and_microbatch() -> None:
     task = Shaped("branches")
     units = cut(task.model(), task.data().batch(range(2))).units
     right = {"right", "sigmoid"}
-    plan = planned(task, {unit: int(unit in right) for unit in units}, kind="partition", micros=2)
+    plan = planned(task, {unit: int(unit in right) for unit in units}, kind="partition", microbatches=2)
     _, room = stage_gradient(task, plan)
     crossing = [(to, tag[3:]) for _, to, tag in room.sent if tag[-2] in ("value", "gradient")]
-    there = [(1, (micro, "value", "tanh")) for micro in range(2)] + [(0, (m, "value", "sigmoid")) for m in range(2)]
+    there = [(1, (microbatch, "value", "tanh")) for microbatch in range(2)] + [
+        (0, (m, "value", "sigmoid")) for m in range(2)
+    ]
     back = [(0, (m, "gradient", "tanh")) for m in range(2)] + [(1, (m, "gradient", "sigmoid")) for m in range(2)]
     assert sorted(crossing) == sorted(there + back)
 

@@ -76,11 +76,13 @@ def stage_gradient(task: Shaped, plan: StagePlan, order: Any = None) -> tuple[di
 
 
 @pytest.mark.parametrize("name", BY_SAMPLE)
-@pytest.mark.parametrize("machines, chunks, micros", [(2, 2, 2), (2, 2, 4), (1, 2, 1), (1, 4, 3)])
-def test_the_gradient_is_that_of_the_whole_model(name: str, machines: int, chunks: int, micros: int) -> None:
+@pytest.mark.parametrize("machines, stages_per_worker, microbatches", [(2, 2, 2), (2, 2, 4), (1, 2, 1), (1, 4, 3)])
+def test_the_gradient_is_that_of_the_whole_model(
+    name: str, machines: int, stages_per_worker: int, microbatches: int
+) -> None:
     task = Shaped(name)
-    plan = dealt(task, machines, chunks, micros)
-    assert (plan.size, plan.chunks) == (machines, chunks)
+    plan = dealt(task, machines, stages_per_worker, microbatches)
+    assert (plan.size, plan.stages_per_worker) == (machines, stages_per_worker)
     found, gradients, _ = stage_gradient(task, plan)
     whole = whole_gradient(task, BATCH)
     expected = {number: tensor for number, tensor in enumerate(whole.tensors) if tensor is not None}
@@ -94,7 +96,7 @@ def test_the_gradient_is_that_of_the_whole_model(name: str, machines: int, chunk
 def test_the_gradient_has_the_bits_of_as_many_stages_on_a_machine_each(name: str) -> None:
     task = Shaped(name, batch_size=8)
     found, gradients, _ = stage_gradient(task, dealt(task, 2, 2, 4))
-    expected, others, _ = stage_gradient(task, planned(task, 4, micros=4))
+    expected, others, _ = stage_gradient(task, planned(task, 4, microbatches=4))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[number], tensor) for number, tensor in expected.items())
     assert gradients[0].loss == others[0].loss
@@ -169,7 +171,7 @@ class Mixing(Weaving):
 def test_weights_whose_gradients_are_one_memory_sum_their_microbatches_apart(schedule: str) -> None:
     task = Mixing()
     found, _, _ = stage_gradient(
-        task, dealt(task, 2, 2, 4) if schedule == "interleaved" else planned(task, 2, micros=4, schedule=schedule)
+        task, dealt(task, 2, 2, 4) if schedule == "interleaved" else planned(task, 2, microbatches=4, schedule=schedule)
     )
     for number, tensor in enumerate(whole_gradient(task, BATCH).tensors):
         torch.testing.assert_close(found[number], tensor, rtol=1e-9, atol=1e-12)
@@ -186,15 +188,15 @@ def test_a_chain_crosses_from_each_stage_to_the_next_and_back() -> None:
     task = Shaped("chain")  # five units, of which the first two are stage 0
     _, _, room = stage_gradient(task, dealt(task, 2, 2, 2))
     forward = [(0, 1, "_1"), (1, 0, "_2"), (0, 1, "_3")]  # the value behind stages 0, 1 and 2
-    there = [(a, b, (micro, "value", value)) for micro in range(2) for a, b, value in forward]
-    back = [(b, a, (micro, "gradient", value)) for micro in range(2) for a, b, value in forward]
+    there = [(a, b, (microbatch, "value", value)) for microbatch in range(2) for a, b, value in forward]
+    back = [(b, a, (microbatch, "gradient", value)) for microbatch in range(2) for a, b, value in forward]
     assert crossing(room) == sorted(there + back)
 
 
-@pytest.mark.parametrize("machines, chunks", [(2, 3), (3, 2), (3, 3)])
-def test_a_value_crosses_once_however_many_stages_of_a_machine_read_it(machines: int, chunks: int) -> None:
+@pytest.mark.parametrize("machines, stages_per_worker", [(2, 3), (3, 2), (3, 3)])
+def test_a_value_crosses_once_however_many_stages_of_a_machine_read_it(machines: int, stages_per_worker: int) -> None:
     task = Weaving()
-    plan = dealt(task, machines, chunks, machines)
+    plan = dealt(task, machines, stages_per_worker, machines)
     _, _, room = stage_gradient(task, plan)
     layout = worker_of(task, plan, 0, Room(machines)).share.layout
     once = [(layout.fragments[layout.maker[value]].machine, to, value) for value, to in layout.crossings()]
@@ -211,10 +213,10 @@ def test_a_value_crosses_once_however_many_stages_of_a_machine_read_it(machines:
 QUICK = [pytest.param(p, v, m, marks=() if m in (p, 6) else pytest.mark.slow) for p, v, m in DEALT]
 
 
-@pytest.mark.parametrize("machines, chunks, micros", QUICK)
-def test_every_size_comes_to_its_end_whoever_is_slow(machines: int, chunks: int, micros: int) -> None:
+@pytest.mark.parametrize("machines, stages_per_worker, microbatches", QUICK)
+def test_every_size_comes_to_its_end_whoever_is_slow(machines: int, stages_per_worker: int, microbatches: int) -> None:
     task = Weaving(batch_size=6, samples=12)
-    plan = dealt(task, machines, chunks, micros)
+    plan = dealt(task, machines, stages_per_worker, microbatches)
     whole = whole_gradient(task, BATCH)
     for order in (list(range(machines)), list(range(machines))[::-1]):
         found, _, _ = stage_gradient(task, plan, order)
@@ -228,7 +230,7 @@ def test_a_row_is_that_of_the_table_and_a_short_batch_leaves_some_out() -> None:
     for machine in range(2):
         whole = [action for action in table.rows[machine] if action.kind != "U"]
         assert list(plan.row(machine, 4)) == whole
-        assert list(plan.row(machine, 3)) == [action for action in whole if action.micro < 3]
+        assert list(plan.row(machine, 3)) == [action for action in whole if action.microbatch < 3]
     assert " ".join(map(str, plan.row(0, 1))) == "0F0 2F0 2B0 0B0"
     assert " ".join(map(str, plan.row(1, 1))) == "1F0 3F0 3B0 1B0"
 
@@ -285,9 +287,13 @@ def test_synchronous_training_is_that_of_whole_models(tmp_path: Path, name: str)
     assert parts.accounting["applied"] == whole.accounting["applied"] == 12
 
 
-@pytest.mark.parametrize("machines, chunks, micros", QUICK)
-def test_in_virtual_time_every_size_finishes(tmp_path: Path, machines: int, chunks: int, micros: int) -> None:
-    plan = dealt(Weaving(), machines, chunks, micros)  # batches of four samples: six microbatches are too many
+@pytest.mark.parametrize("machines, stages_per_worker, microbatches", QUICK)
+def test_in_virtual_time_every_size_finishes(
+    tmp_path: Path, machines: int, stages_per_worker: int, microbatches: int
+) -> None:
+    plan = dealt(
+        Weaving(), machines, stages_per_worker, microbatches
+    )  # batches of four samples: six microbatches are too many
     result, _ = simulated(tmp_path, "single", plan, name="woven", samples=15, lr=0.05)
     assert (result.outcome, result.accounting["applied"]) == ("finished", 4)
 
@@ -323,11 +329,13 @@ def test_a_replica_that_loses_a_worker_stops_and_the_others_do_its_work(
     assert {event.node for event in seen if isinstance(event, events.Lost)} == {"worker 2", "worker 3"}
 
 
-@pytest.mark.parametrize("chunks, batch_s", [(1, 0.625), (2, 0.5625), (3, 0.5417)])
-def test_more_stages_on_a_worker_leave_it_idle_for_a_shorter_time(tmp_path: Path, chunks: int, batch_s: float) -> None:
+@pytest.mark.parametrize("stages_per_worker, batch_s", [(1, 0.625), (2, 0.5625), (3, 0.5417)])
+def test_more_stages_on_a_worker_leave_it_idle_for_a_shorter_time(
+    tmp_path: Path, stages_per_worker: int, batch_s: float
+) -> None:
     """Half a second of work on each of two workers, and a wait of (P-1)/(VM) of it, with four microbatches."""
     slow = {"kind": "constant", "step_s": 1.0}  # 36 units of equal time; messages take next to none
-    result, _ = simulated(tmp_path, "single", dealt(Weaving(), 2, chunks, 4), name="woven", compute=slow)
+    result, _ = simulated(tmp_path, "single", dealt(Weaving(), 2, stages_per_worker, 4), name="woven", compute=slow)
     assert result.seconds / 12 == pytest.approx(batch_s, rel=0.01)
 
 
@@ -350,18 +358,18 @@ def test_a_plan_that_was_saved_is_trained_as_it_says(tmp_path: Path) -> None:
     assert plan is not None and plan.stages == made.stages
     config = with_stages(configured(["digits", "sync"], None, {}, "sim", 2), None, plan, PipelineOptions())
     assert config.stage_plan is not None
-    assert (config.num_workers, config.stage_plan.size, config.stage_plan.chunks) == (4, 2, 2)
-    assert (config.stage_plan.schedule, config.stage_plan.micros) == ("interleaved", 4)
+    assert (config.num_workers, config.stage_plan.size, config.stage_plan.stages_per_worker) == (4, 2, 2)
+    assert (config.stage_plan.schedule, config.stage_plan.microbatches) == ("interleaved", 4)
 
 
-@pytest.mark.parametrize("batch_size, stages, micros", [(None, 2, 4), (5, 3, 3), (2, 3, 3), (7, 2, 4)])
-def test_the_usual_microbatches_can_be_dealt(batch_size: int | None, stages: int, micros: int) -> None:
+@pytest.mark.parametrize("batch_size, stages, microbatches", [(None, 2, 4), (5, 3, 3), (2, 3, 3), (7, 2, 4)])
+def test_the_usual_microbatches_can_be_dealt(batch_size: int | None, stages: int, microbatches: int) -> None:
     given = {} if batch_size is None else {"batch_size": batch_size}
     config = configured(["tests.test_stages_interleaved:Weaving", "single"], None, given, "sim", stages)
-    stage_plan = with_stages(config, stages, None, PipelineOptions(chunks=2)).stage_plan
+    stage_plan = with_stages(config, stages, None, PipelineOptions(stages_per_worker=2)).stage_plan
     assert stage_plan is not None
-    assert (stage_plan.micros, stage_plan.schedule, stage_plan.size, stage_plan.chunks) == (
-        micros,
+    assert (stage_plan.microbatches, stage_plan.schedule, stage_plan.size, stage_plan.stages_per_worker) == (
+        microbatches,
         "interleaved",
         stages,
         2,
@@ -370,17 +378,21 @@ def test_the_usual_microbatches_can_be_dealt(batch_size: int | None, stages: int
 
 def test_fit_interleaves(tmp_path: Path) -> None:
     fitted = rainband.fit(
-        Weaving(), "sync", 4, 1, stages=2, schedule="interleaved", chunks=3, runs=tmp_path, runtime="sim"
+        Weaving(), "sync", 4, 1, stages=2, schedule="interleaved", stages_per_worker=3, runs=tmp_path, runtime="sim"
     )
     assert fitted.outcome == "finished"
     assert fitted.accounting.applied == 4
     stage_plan = msgspec.json.decode((fitted.directory / "config.json").read_bytes())["stage_plan"]
-    assert (stage_plan["schedule"], len(stage_plan["plan"]["stages"]), stage_plan["micros"]) == ("interleaved", 6, 4)
+    assert (stage_plan["schedule"], len(stage_plan["plan"]["stages"]), stage_plan["microbatches"]) == (
+        "interleaved",
+        6,
+        4,
+    )
 
 
 def test_a_batch_smaller_than_a_round_of_microbatches_is_trained(tmp_path: Path) -> None:
     task = Weaving(batch_size=2, samples=5)
-    fitted = rainband.fit(task, "single", stages=3, chunks=2, runs=tmp_path, runtime="sim")
+    fitted = rainband.fit(task, "single", stages=3, stages_per_worker=2, runs=tmp_path, runtime="sim")
     assert (fitted.outcome, fitted.accounting.applied) == ("finished", 3)
 
 
@@ -390,4 +402,4 @@ def test_fit_takes_a_plan(tmp_path: Path) -> None:
     fitted = rainband.fit(Weaving(), "single", plan=file, microbatches=2, runs=tmp_path, runtime="sim")
     assert fitted.accounting.applied == 4
     stage_plan = msgspec.json.decode((fitted.directory / "config.json").read_bytes())["stage_plan"]
-    assert (len(stage_plan["plan"]["stages"]), stage_plan["micros"]) == (6, 2)
+    assert (len(stage_plan["plan"]["stages"]), stage_plan["microbatches"]) == (6, 2)

@@ -38,11 +38,15 @@ def simulated(folder: Path, strategy: str, name: str, workers: int, **options: o
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name, transport, chunks", [("skips", "shm", 1), ("tied", "tcp", 2)])
+@pytest.mark.parametrize("name, transport, stages_per_worker", [("skips", "shm", 1), ("tied", "tcp", 2)])
 def test_stages_as_processes_train_as_whole_models_do(
-    launcher: RunLauncher, tmp_path: Path, name: str, transport: str, chunks: int
+    launcher: RunLauncher, tmp_path: Path, name: str, transport: str, stages_per_worker: int
 ) -> None:
-    stage_plan = planned(Shaped(name), 2) if chunks == 1 else dealt(Shaped(name), 2, chunks, micros=2)
+    stage_plan = (
+        planned(Shaped(name), 2)
+        if stages_per_worker == 1
+        else dealt(Shaped(name), 2, stages_per_worker, microbatches=2)
+    )
     with launcher.run(
         tmp_path, "sync", workers=4, transport=transport, stage_plan=stage_plan, name=name, samples=40, **STAGED
     ) as run:

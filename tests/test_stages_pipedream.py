@@ -15,8 +15,8 @@ from rainband.model_parallel.execution.in_process import Pipeline
 from rainband.model_parallel.execution.version_counter import Counting
 from rainband.model_parallel.execution.weight_stashing import Stashing
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.graph.split_loss import micros_of
-from rainband.model_parallel.schedules.builders import pipedream, two_buffered
+from rainband.model_parallel.graph.split_loss import microbatches_of
+from rainband.model_parallel.schedules.builders import pipedream, pipedream_2bw
 from rainband.model_parallel.schedules.table import Table
 from rainband.protocol.data_plan import DataPlan as DataPlan
 from rainband.runtimes.config import RunConfig
@@ -49,10 +49,10 @@ def by_table(task: Shaped, stages: int, replicas: list[int], **how: bool) -> nn.
 
 def played(task: Shaped, stages: int, table: Table) -> nn.Module:
     model = task.model()
-    micros = micros_of(task, task.data(), batches_of(data_plan(task)))
-    graph = cut(model, micros[0].args)
+    microbatches = microbatches_of(task, task.data(), batches_of(data_plan(task)))
+    graph = cut(model, microbatches[0].args)
     placed = planned(task, stages).plan.stage_of()
-    Pipeline(graph, placed, table, lambda ps: SGD(ps, lr=LR)).run(micros)
+    Pipeline(graph, placed, table, lambda ps: SGD(ps, lr=LR)).run(microbatches)
     return model
 
 
@@ -136,13 +136,15 @@ def test_a_weight_in_two_stages_is_refused() -> None:
 # ---- two versions, and no more ----
 
 
-def delayed(task: Shaped, batches: Sequence[Sequence[int]], micros: int, portions: Sequence[int] = ()) -> nn.Module:
-    """w(t+1) = w(t) - lr * gradient at w(t-1), of the mean loss of `micros` batches; anew after each portion."""
+def delayed(
+    task: Shaped, batches: Sequence[Sequence[int]], microbatches: int, portions: Sequence[int] = ()
+) -> nn.Module:
+    """w(t+1) = w(t) - lr * gradient at w(t-1), of the mean loss of `microbatches` batches; anew after each portion."""
     model, data = task.model(), task.data()
     for first, last in zip([0, *portions], [*portions, len(batches)], strict=True):
         older = [p.detach().clone() for p in model.parameters()]
-        for begin in range(first, last, micros):
-            samples = [sample for batch in batches[begin : min(begin + micros, last)] for sample in batch]
+        for begin in range(first, last, microbatches):
+            samples = [sample for batch in batches[begin : min(begin + microbatches, last)] for sample in batch]
             newest = [p.detach().clone() for p in model.parameters()]
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), older, strict=True):
@@ -162,35 +164,41 @@ def assert_same(found: dict[str, Tensor], expected: nn.Module) -> None:
 
 
 def test_a_batch_uses_the_parameters_of_one_update_ago() -> None:
-    counting = Counting(StageVersions(double_buffered=True, micros=2), (1, 1), 0)
+    counting = Counting(StageVersions(pipedream_2bw=True, batches_per_update=2), (1, 1), 0)
     assert [counting.update(batch) for batch in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [counting.version(batch, newest=9) for batch in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
     assert [counting.completes(batch) for batch in range(4)] == [False, True, False, True]
-    assert Counting(StageVersions(double_buffered=True), (1, 1, 1), 0).batches == 3  # one for each stage
+    assert Counting(StageVersions(pipedream_2bw=True), (1, 1, 1), 0).batches == 3  # one for each stage
 
 
 @pytest.mark.parametrize("name", ["chain", "branches", "skips", "several", "recurrent", "transformer"])
-@pytest.mark.parametrize("micros", [3, 4])
-def test_double_buffered_stages_have_the_bits_of_their_table(name: str, micros: int) -> None:
+@pytest.mark.parametrize("microbatches", [3, 4])
+def test_double_buffered_stages_have_the_bits_of_their_table(name: str, microbatches: int) -> None:
     task = Shaped(name, samples=48)  # twelve batches
-    workers = trained_stages(task, planned(task, 3), Pipedream(lr=LR, double_buffered=True, micros=micros))
-    expected = played(task, 3, two_buffered(3, micros, 12 // micros))
+    workers = trained_stages(
+        task, planned(task, 3), Pipedream(lr=LR, pipedream_2bw=True, batches_per_update=microbatches)
+    )
+    expected = played(task, 3, pipedream_2bw(3, microbatches, 12 // microbatches))
     found = parameters(workers)
     for key, value in expected.named_parameters():
         assert torch.equal(found[key], value.detach())
 
 
 @pytest.mark.parametrize("samples", [48, 46, 38, 42, 10])  # whole rounds, a short batch, one or two batches too many
-@pytest.mark.parametrize("stages, micros", [(2, 2), (3, 3), (2, 5)])
-def test_double_buffered_stages_are_sgd_that_is_late_by_one_update(samples: int, stages: int, micros: int) -> None:
+@pytest.mark.parametrize("stages, microbatches", [(2, 2), (3, 3), (2, 5)])
+def test_double_buffered_stages_are_sgd_that_is_late_by_one_update(
+    samples: int, stages: int, microbatches: int
+) -> None:
     task = Shaped("chain", samples=samples)
-    workers = trained_stages(task, planned(task, stages), Pipedream(lr=LR, double_buffered=True, micros=micros))
-    assert_same(parameters(workers), delayed(task, batches_of(data_plan(task)), micros))
+    workers = trained_stages(
+        task, planned(task, stages), Pipedream(lr=LR, pipedream_2bw=True, batches_per_update=microbatches)
+    )
+    assert_same(parameters(workers), delayed(task, batches_of(data_plan(task)), microbatches))
 
 
 def test_a_pipeline_that_ran_empty_begins_anew_with_the_newest_parameters() -> None:
     """Portions of 4, 4 and 2 batches that come late: each ends with an update of what there is."""
-    how = Pipedream(lr=LR, double_buffered=True, micros=3)
+    how = Pipedream(lr=LR, pipedream_2bw=True, batches_per_update=3)
     late = parameters(trained_stages(TASK, planned(TASK, 3), how, late=True))
     assert_same(late, delayed(TASK, batches_of(data_plan(TASK)), 3, portions=[4, 8]))
     early = parameters(trained_stages(TASK, planned(TASK, 3), how))
@@ -198,17 +206,17 @@ def test_a_pipeline_that_ran_empty_begins_anew_with_the_newest_parameters() -> N
 
 
 def test_recomputing_changes_nothing_with_two_versions() -> None:
-    kept = parameters(trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR, double_buffered=True)))
-    again = parameters(trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR, double_buffered=True, recompute=True)))
+    kept = parameters(trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR, pipedream_2bw=True)))
+    again = parameters(trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR, pipedream_2bw=True, recompute=True)))
     for key, value in kept.items():
         assert torch.equal(value, again[key])
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("micros", [3, 4])
+@pytest.mark.parametrize("microbatches", [3, 4])
 def test_every_stage_keeps_two_versions_and_no_more(
-    order: list[int], late: bool, micros: int, made: list[Stashing], monkeypatch: pytest.MonkeyPatch
+    order: list[int], late: bool, microbatches: int, made: list[Stashing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[float] = []  # memory of a stage's versions, in parameters of that stage
     step = Stashing._step
@@ -220,7 +228,7 @@ def test_every_stage_keeps_two_versions_and_no_more(
         held.append(versions.num_bytes() / own)
 
     monkeypatch.setattr(Stashing, "_step", note)
-    how = Pipedream(lr=LR, double_buffered=True, micros=micros)
+    how = Pipedream(lr=LR, pipedream_2bw=True, batches_per_update=microbatches)
     trained_stages(TASK, planned(TASK, 3), how, order, late)
     assert [stage.stage.versions.peak for stage in made] == [2, 2, 2]
     assert set(held) == {2.0}
@@ -237,7 +245,7 @@ def test_a_gradient_that_is_not_finite_leaves_out_its_update_alone() -> None:
     task = Spoilt("chain", samples=48)
     batches = batches_of(data_plan(task))
     spoilt = task.data().batch([batches[4][0]])[0][0]  # in the second round of three batches
-    workers = trained_stages(task, planned(task, 2), Pipedream(lr=LR, double_buffered=True, micros=3))
+    workers = trained_stages(task, planned(task, 2), Pipedream(lr=LR, pipedream_2bw=True, batches_per_update=3))
     found = parameters(workers)
     assert all(bool(tensor.isfinite().all()) for tensor in found.values())
     assert_same(found, delayed(task, batches, 3))
@@ -257,7 +265,7 @@ def test_in_virtual_time_double_buffering_is_the_same(tmp_path: Path, monkeypatc
         task="tests.stage_tasks:Shaped",
         task_settings={"name": "chain", "samples": 94},
         strategy="pipedream",
-        strategy_settings={"lr": LR, "double_buffered": True, "micros": 5},
+        strategy_settings={"lr": LR, "pipedream_2bw": True, "batches_per_update": 5},
         num_workers=3,
         num_servers=0,
         runtime="sim",
@@ -274,6 +282,6 @@ def test_in_virtual_time_double_buffering_is_the_same(tmp_path: Path, monkeypatc
 
 def test_replicas_and_too_few_batches_to_an_update_are_refused() -> None:
     with pytest.raises(ValueError, match="one worker for each stage"):
-        trained_stages(TASK, planned(TASK, 2, replicas=[2, 1]), Pipedream(double_buffered=True))
-    with pytest.raises(ValueError, match="type micros=3 or more"):
-        trained_stages(TASK, planned(TASK, 3), Pipedream(double_buffered=True, micros=2))
+        trained_stages(TASK, planned(TASK, 2, replicas=[2, 1]), Pipedream(pipedream_2bw=True))
+    with pytest.raises(ValueError, match="type batches_per_update=3 or more"):
+        trained_stages(TASK, planned(TASK, 3), Pipedream(pipedream_2bw=True, batches_per_update=2))

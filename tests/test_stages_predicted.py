@@ -41,8 +41,8 @@ def round_profile(task: Shaped) -> Profile:
 
 
 def stage_plan_of(task: Shaped, placement: Any, kind: str = "pipeline", **settings: Any) -> StagePlan:
-    if chunks := settings.pop("chunks", 0):
-        interleaved = dealt(task, placement, chunks, settings["micros"])
+    if stages_per_worker := settings.pop("stages_per_worker", 0):
+        interleaved = dealt(task, placement, stages_per_worker, settings["microbatches"])
         return msgspec.structs.replace(interleaved, profile=round_profile(task))
     return planned(task, placement, kind, profile=round_profile(task), **settings)
 
@@ -72,11 +72,11 @@ def simulated(
 
 CHAIN = Shaped("chain", samples=48)
 CASES = {
-    "one batch in two stages": (CHAIN, {"placement": 2, "micros": 1}, "single"),
-    "1F1B": (CHAIN, {"placement": 2, "micros": 4}, "single"),
-    "GPipe": (CHAIN, {"placement": 3, "micros": 2, "schedule": "gpipe"}, "single"),
-    "deep": (CHAIN, {"placement": 4, "micros": 4}, "single"),
-    "interleaved": (CHAIN, {"placement": 2, "chunks": 2, "micros": 4}, "single"),
+    "one batch in two stages": (CHAIN, {"placement": 2, "microbatches": 1}, "single"),
+    "1F1B": (CHAIN, {"placement": 2, "microbatches": 4}, "single"),
+    "GPipe": (CHAIN, {"placement": 3, "microbatches": 2, "schedule": "gpipe"}, "single"),
+    "deep": (CHAIN, {"placement": 4, "microbatches": 4}, "single"),
+    "interleaved": (CHAIN, {"placement": 2, "stages_per_worker": 2, "microbatches": 4}, "single"),
     "PipeDream": (CHAIN, {"placement": 2}, "pipedream"),
     "a deep PipeDream": (CHAIN, {"placement": 3}, "pipedream"),
 }
@@ -100,7 +100,7 @@ def test_in_virtual_time_a_batch_takes_what_was_predicted(tmp_path: Path, case: 
 
 
 def test_copies_of_the_model_are_as_many_times_as_fast(tmp_path: Path) -> None:
-    stage_plan = stage_plan_of(CHAIN, 2, micros=4)
+    stage_plan = stage_plan_of(CHAIN, 2, microbatches=4)
     one, two = (simulated(tmp_path / str(n), CHAIN, stage_plan, "sync", 1, copies=n) for n in (1, 2))
     assert one.predicted is not None and two.predicted is not None
     assert two.predicted.samples_per_s == pytest.approx(2 * one.predicted.samples_per_s)
@@ -110,7 +110,7 @@ def test_copies_of_the_model_are_as_many_times_as_fast(tmp_path: Path) -> None:
 
 def test_the_end_of_a_run_says_both_stage_by_stage(tmp_path: Path) -> None:
     """Five units of 3, 6, 9, 12 and 15 parts of 45: 18 before the cut, 27 after it. Messages take a little."""
-    stage_plan = stage_plan_of(CHAIN, {"_0": 0, "_1": 0, "_2": 0, "_3": 1, "_4": 1}, micros=1)
+    stage_plan = stage_plan_of(CHAIN, {"_0": 0, "_1": 0, "_2": 0, "_3": 1, "_4": 1}, microbatches=1)
     so_far = simulated(tmp_path / "run", CHAIN, stage_plan, "single", 1)
     head, columns, first, second = predicted.lines(so_far)
     assert head == "predicted 4 samples/s (busy 49 %), measured 4 samples/s (busy 49 %)"
@@ -145,9 +145,9 @@ BRANCHES = Shaped("branches", samples=48)
 @pytest.mark.parametrize(
     ("task", "settings", "strategy"),
     [
-        (CHAIN, {"placement": 2, "micros": 4}, "single"),
-        (CHAIN, {"placement": 3, "micros": 4, "schedule": "gpipe"}, "single"),
-        (CHAIN, {"placement": 2, "chunks": 2, "micros": 2}, "single"),
+        (CHAIN, {"placement": 2, "microbatches": 4}, "single"),
+        (CHAIN, {"placement": 3, "microbatches": 4, "schedule": "gpipe"}, "single"),
+        (CHAIN, {"placement": 2, "stages_per_worker": 2, "microbatches": 2}, "single"),
         (CHAIN, {"placement": 2}, "pipedream"),
         (
             BRANCHES,
@@ -175,7 +175,7 @@ def test_the_schedule_that_was_is_the_one_that_was_predicted(
 
 def test_the_timeline_draws_both_and_names_microbatches_for_chrome(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    simulated(tmp_path / "run", CHAIN, stage_plan_of(CHAIN, 2, micros=4), "single", 1)
+    simulated(tmp_path / "run", CHAIN, stage_plan_of(CHAIN, 2, microbatches=4), "single", 1)
     shown = CliRunner().invoke(build_app(), ["timeline", str(tmp_path / "run")])
     assert shown.exit_code == 0, shown.output
     assert (tmp_path / "run" / "schedule.png").read_bytes()[:4] == b"\x89PNG"
@@ -208,10 +208,10 @@ def test_on_fewer_cores_workers_compute_in_turns() -> None:
 
 def test_processes_are_expected_to_take_what_a_microbatch_takes() -> None:
     """Of 4 samples in 45 s a microbatch of 2 takes 30 s, not 22.5; by TCP values take longer."""
-    stage_plan = stage_plan_of(CHAIN, 2, micros=2)
+    stage_plan = stage_plan_of(CHAIN, 2, microbatches=2)
     assert stage_plan.profile is not None
-    micro = msgspec.structs.replace(stage_plan.profile.scaled(30 / 45, 0.5), batch_size=2)
-    cut_batches = msgspec.structs.replace(stage_plan, micro_profile=micro)
+    microbatch = msgspec.structs.replace(stage_plan.profile.scaled(30 / 45, 0.5), batch_size=2)
+    cut_batches = msgspec.structs.replace(stage_plan, microbatch_profile=microbatch)
     plain, found = (forecast_of(config_of(plan), "one_f_one_b") for plan in (stage_plan, cut_batches))
     assert plain is not None and found is not None
     assert plain.alone_s == pytest.approx(45.0) and found.alone_s == pytest.approx(2 * 30.0)
@@ -221,7 +221,7 @@ def test_processes_are_expected_to_take_what_a_microbatch_takes() -> None:
 
 
 def test_what_is_left_out_is_told() -> None:
-    stage_plan = stage_plan_of(CHAIN, 2, micros=2)
+    stage_plan = stage_plan_of(CHAIN, 2, microbatches=2)
     assert stage_plan.profile is not None
     local = predicted_of(config_of(stage_plan), Single())
     assert local is not None and local.left_out == ("reading data", "the loss", "updates")

@@ -22,7 +22,7 @@ from tests.test_stages import BATCH
 from tests.test_stages_splits import trained_by_one
 
 
-def in_stages(name: str, micros: int, schedule: str) -> StagePlan:
+def in_stages(name: str, microbatches: int, schedule: str) -> StagePlan:
     """The last layer is a stage of its own, all before it a stage on two machines that share each microbatch."""
     task = InPieces(name)
     units = list(cut(task.model(), task.data().batch(range(2))).units)
@@ -38,14 +38,16 @@ def in_stages(name: str, micros: int, schedule: str) -> StagePlan:
             PlacedStage((2,), (units[-1],)),
         )
     plan = Placement(model=name, kind="pipeline", partitioner="hand", num_machines=3, stages=stages)
-    return StagePlan(plan=plan, example_size=2, micros=micros, schedule=schedule)  # type: ignore[arg-type]
+    return StagePlan(plan=plan, example_size=2, microbatches=microbatches, schedule=schedule)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-@pytest.mark.parametrize("micros", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_split_layer_inside_a_stage_has_the_gradient_of_one_process(name: str, micros: int, schedule: str) -> None:
-    task, plan, room = InPieces(name), in_stages(name, micros, schedule), Room(3)
+def test_a_split_layer_inside_a_stage_has_the_gradient_of_one_process(
+    name: str, microbatches: int, schedule: str
+) -> None:
+    task, plan, room = InPieces(name), in_stages(name, microbatches, schedule), Room(3)
     workers = [worker_of(task, plan, place, room) for place in range(3)]
     gradients = together([worker.gradient(BATCH) for worker in workers])
     whole = whole_gradient(task, BATCH)
@@ -63,13 +65,13 @@ def test_a_split_layer_inside_a_stage_has_the_gradient_of_one_process(name: str,
 @pytest.mark.parametrize(
     "name", [name for name in MODELS if name != "convolutions"]
 )  # tiles share a parameter: refused
-@pytest.mark.parametrize("how", [{}, {"vertical_sync": True}, {"double_buffered": True}, {"recompute": True}])
+@pytest.mark.parametrize("how", [{}, {"vertical_sync": True}, {"pipedream_2bw": True}, {"recompute": True}])
 def test_a_pipeline_that_is_never_flushed_may_have_split_layers(name: str, how: dict[str, bool]) -> None:
     """The same stages without a split: what a stage computes with is one version, however many machines have it."""
     task = InPieces(name, samples=38)
     split = in_stages(name, 1, "one_f_one_b")
     stages = tuple(PlacedStage((n,), stage.units) for n, stage in enumerate(split.plan.stages))
-    straight = msgspec.structs.replace(split.plan, num_machines=2, stages=stages)
+    one_machine_per_stage = msgspec.structs.replace(split.plan, num_machines=2, stages=stages)
     strategy = Pipedream(lr=0.01, **how)
     found, expected = (
         {
@@ -77,7 +79,7 @@ def test_a_pipeline_that_is_never_flushed_may_have_split_layers(name: str, how: 
             for worker in trained_stages(task, StagePlan(plan=plan, example_size=2), strategy)
             for key, value in worker.share.held().items()
         }
-        for plan in (split.plan, straight)
+        for plan in (split.plan, one_machine_per_stage)
     )
     assert found.keys() == expected.keys()
     for key, value in expected.items():

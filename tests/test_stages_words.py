@@ -48,19 +48,39 @@ def test_workers_are_a_multiple_of_the_stages_and_strategies_count_models() -> N
         (["pipedream"], PipelineOptions(schedule="gpipe"), False, "has a schedule of its own"),
         (
             ["pipedream"],
-            PipelineOptions(chunks=2),
+            PipelineOptions(stages_per_worker=2),
             False,
             "leave out --microbatches, --schedule and --stages-per-worker",
         ),
-        (["pipedream"], PipelineOptions(schedule="two_buffered"), False, "type pipedream double_buffered=yes"),
-        (["sync"], PipelineOptions(schedule="two_buffered"), False, "type pipedream double_buffered=yes"),
+        (["pipedream"], PipelineOptions(schedule="pipedream_2bw"), False, "type pipedream pipedream_2bw=yes"),
+        (["sync"], PipelineOptions(schedule="pipedream_2bw"), False, "type pipedream pipedream_2bw=yes"),
         (["sync"], PipelineOptions(schedule="zigzag"), False, "choose from gpipe, one_f_one_b, interleaved"),
-        (["sync"], PipelineOptions(schedule="gpipe", chunks=2), False, "the schedule is gpipe: leave one of them out"),
-        (["sync"], PipelineOptions(chunks=1), False, "--stages-per-worker 1: give each worker two stages or more"),
+        (
+            ["sync"],
+            PipelineOptions(schedule="gpipe", stages_per_worker=2),
+            False,
+            "the schedule is gpipe: leave one of them out",
+        ),
+        (
+            ["sync"],
+            PipelineOptions(stages_per_worker=1),
+            False,
+            "--stages-per-worker 1: give each worker two stages or more",
+        ),
         (["sync"], PipelineOptions(5, "interleaved"), False, r"5 are not a multiple of 2. Choose 6 \(--microbatches\)"),
-        (["sync"], PipelineOptions(3, chunks=3), False, r"3 are not a multiple of 2. Choose 4 \(--microbatches\)"),
+        (
+            ["sync"],
+            PipelineOptions(3, stages_per_worker=3),
+            False,
+            r"3 are not a multiple of 2. Choose 4 \(--microbatches\)",
+        ),
         (["sync"], PipelineOptions(), True, "--record is for workers with the whole model"),
-        (["pipedream", "double_buffered=yes", "micros=1"], PipelineOptions(), False, "type micros=2 or more"),
+        (
+            ["pipedream", "pipedream_2bw=yes", "batches_per_update=1"],
+            PipelineOptions(),
+            False,
+            "type batches_per_update=2 or more",
+        ),
     ],
 )
 def test_what_does_not_go_with_stages_is_refused_before_measuring(
@@ -73,7 +93,7 @@ def test_what_does_not_go_with_stages_is_refused_before_measuring(
 
 
 @pytest.mark.parametrize(
-    "flow", [PipelineOptions(4), PipelineOptions(schedule="interleaved"), PipelineOptions(chunks=2)]
+    "flow", [PipelineOptions(4), PipelineOptions(schedule="interleaved"), PipelineOptions(stages_per_worker=2)]
 )
 def test_microbatches_without_stages_are_refused(flow: PipelineOptions) -> None:
     with pytest.raises(ValueError, match="type --stages 2, too"):
@@ -83,10 +103,10 @@ def test_microbatches_without_stages_are_refused(flow: PipelineOptions) -> None:
 @pytest.mark.parametrize(
     "settings, told",
     [
-        ({"double_buffered": True, "vertical_sync": True}, "so does vertical_sync: leave one of them out"),
-        ({"double_buffered": True, "stash": False}, "so does stash=no: leave one of them out"),
-        ({"micros": 4}, "type double_buffered=yes, too"),
-        ({"double_buffered": True, "micros": -1}, "at least as many as there are stages"),
+        ({"pipedream_2bw": True, "vertical_sync": True}, "so does vertical_sync: leave one of them out"),
+        ({"pipedream_2bw": True, "stash": False}, "so does stash=no: leave one of them out"),
+        ({"batches_per_update": 4}, "type pipedream_2bw=yes, too"),
+        ({"pipedream_2bw": True, "batches_per_update": -1}, "must be at least the number of stages"),
     ],
 )
 def test_settings_of_pipedream_that_contradict_each_other_are_refused(settings: dict[str, object], told: str) -> None:
@@ -111,12 +131,12 @@ def in_turn(machines: list[int]) -> Placement:
         (
             "sync",
             [0, 1, 0, 1],
-            PipelineOptions(chunks=3),
-            "the plan has 2 stages on each machine, not 3: leave out --stages-per-worker",
+            PipelineOptions(stages_per_worker=3),
+            "the placement has 2 stages on each machine, not 3: omit --stages-per-worker",
         ),
         ("sync", [0, 1, 0, 1], PipelineOptions(3), r"Choose 4 \(--microbatches\)"),
         ("sync", [0, 1], PipelineOptions(schedule="interleaved"), "interleaved needs several: leave out --placement"),
-        ("sync", [0, 1], PipelineOptions(chunks=2), "interleaved needs several: leave out --placement"),
+        ("sync", [0, 1], PipelineOptions(stages_per_worker=2), "interleaved needs several: leave out --placement"),
         ("pipedream", [0, 1, 0, 1], PipelineOptions(), "pipedream has one on each: plan with --partitioner pipedream"),
     ],
 )
@@ -140,9 +160,9 @@ def test_a_plan_has_as_many_workers_as_machines_whatever_its_stages(tmp_path: Pa
 
 def test_a_team_plan_whose_schedule_does_not_know_its_stages_is_refused() -> None:
     with pytest.raises(ValueError, match="only interleaved knows, not one_f_one_b"):
-        StagePlan(plan=in_turn([0, 1, 0, 1]), micros=2)
+        StagePlan(plan=in_turn([0, 1, 0, 1]), microbatches=2)
     with pytest.raises(ValueError, match="Choose 2"):
-        StagePlan(plan=in_turn([0, 1, 0, 1]), micros=1, schedule="interleaved")
+        StagePlan(plan=in_turn([0, 1, 0, 1]), microbatches=1, schedule="interleaved")
 
 
 def test_a_model_with_too_few_units_says_what_to_type() -> None:
@@ -150,7 +170,7 @@ def test_a_model_with_too_few_units_says_what_to_type() -> None:
     with pytest.raises(
         ValueError, match="2 stages on each of 2 workers are 4: type fewer --stages or --stages-per-worker"
     ):
-        with_stages(config, 2, None, PipelineOptions(chunks=2))
+        with_stages(config, 2, None, PipelineOptions(stages_per_worker=2))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +178,7 @@ def test_a_model_with_too_few_units_says_what_to_type() -> None:
     [
         ({"stages": 2, "schedule": "zigzag"}, "choose from gpipe, one_f_one_b, interleaved"),
         ({"stages": 2, "schedule": "interleaved", "microbatches": 3}, "Choose 4"),
-        ({"chunks": 2}, "give stages=2, too"),
+        ({"stages_per_worker": 2}, "give stages=2, too"),
         ({"schedule": "gpipe"}, "give stages=2, too"),
     ],
 )
@@ -174,7 +194,7 @@ def test_replicas_of_stages_are_for_pipedream_and_partitions_are_not() -> None:
         check_plan(load_strategy("sync", {}), "sync", replicated)
     check_plan(load_strategy("pipedream", {}), "pipedream", replicated)
     with pytest.raises(ValueError, match=r"one worker for each stage, and the plan has \(2, 1\): leave it out"):
-        check_versions(load_strategy("pipedream", {"double_buffered": True}), replicated.replicas())
+        check_versions(load_strategy("pipedream", {"pipedream_2bw": True}), replicated.replicas())
     partition = msgspec.structs.replace(replicated, kind="partition")
     with pytest.raises(ValueError, match="pipedream is a pipeline, and the plan is a partition"):
         check_plan(load_strategy("pipedream", {}), "pipedream", partition)

@@ -40,7 +40,8 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Who plans: balanced, interleaved, pieces, pipedream, straight, or module:function.",
+            help="Algorithm that assigns model units to machines: balanced, interleaved, one_machine_per_stage, "
+            "pipedream, split_layers, or module:function.",
             show_default="as the schedule needs it, else pipedream",
         ),
     ] = None,
@@ -78,12 +79,12 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Play it: gpipe, one_f_one_b, interleaved, pipedream or two_buffered; all: compare them.",
+            help="Play it: gpipe, one_f_one_b, interleaved, pipedream or pipedream_2bw; all: compare them.",
             autocompletion=complete.pipeline_schedules,
         ),
     ] = None,
     microbatches: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch, for --schedule.")] = 8,
-    chunks: Annotated[
+    stages_per_worker: Annotated[
         int, typer.Option("--stages-per-worker", min=1, metavar="N", help="Stages on each machine, if interleaved.")
     ] = 2,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each unit.")] = 5,
@@ -109,7 +110,7 @@ def command(
         edited = load(plan_file) if plan_file else None
         if schedule is not None and schedule != ALL:
             check_schedule(schedule, edited)
-        planner = _planner(edited, partitioner, schedule, chunks)
+        planner = _planner(edited, partitioner, schedule, stages_per_worker)
         if out is not None:
             check_file_name(out)
         if draw is not None:
@@ -118,7 +119,7 @@ def command(
         model = _Model(task, settings or [], split or [], batch_size)
         profile = _profile(model, repeats, threads)
         plan = make_plan(planner, profile, resources)
-        compared = every_schedule(profile, resources, microbatches, chunks) if schedule == ALL else None
+        compared = every_schedule(profile, resources, microbatches, stages_per_worker) if schedule == ALL else None
         one = schedule is not None and schedule != ALL
         play = played(schedule or "", plan, profile, resources, microbatches) if one else None
         if out is not None:
@@ -132,7 +133,9 @@ def command(
         typer.echo(f"written to {path}")
 
 
-def _planner(edited: Placement | None, partitioner: str | None, schedule: str | None, chunks: int) -> Partitioner:
+def _planner(
+    edited: Placement | None, partitioner: str | None, schedule: str | None, stages_per_worker: int
+) -> Partitioner:
     from functools import partial
 
     from rainband.model_parallel.placement.partitioners import find_partitioner
@@ -142,7 +145,7 @@ def _planner(edited: Placement | None, partitioner: str | None, schedule: str | 
     if edited is not None:
         return lambda profile, resources: edited
     planner = find_partitioner(partitioner) if partitioner else partitioner_for(None if schedule == ALL else schedule)
-    return partial(interleaved, chunks=chunks) if planner is interleaved else planner
+    return partial(interleaved, stages_per_worker=stages_per_worker) if planner is interleaved else planner
 
 
 def _import_from_here() -> None:

@@ -63,7 +63,7 @@ def _stage_lines(stage_plan: StagePlan) -> list[str]:
     for number, stage in enumerate(stage_plan.plan.stages):
         units = ", ".join(stage.units[:6]) + (f" and {len(stage.units) - 6} more" if len(stage.units) > 6 else "")
         where = f" (on {len(stage.machines)} workers in turn)" if len(stage.machines) > 1 else ""
-        if stage_plan.chunks > 1:
+        if stage_plan.stages_per_worker > 1:
             where = f" (on worker {number % len(stage_plan.workers)})"
         lines.append(f"  stage {number}{where}: {units}")
     return lines

@@ -78,7 +78,7 @@ def train(
             metavar="NAME", help="With stages: one_f_one_b, gpipe or interleaved.", show_default="one_f_one_b"
         ),
     ] = None,
-    chunks: Annotated[
+    stages_per_worker: Annotated[
         int | None,
         typer.Option(
             "--stages-per-worker",
@@ -206,7 +206,7 @@ def train(
         run_config = noted(
             configured(words, config, given, runtime, workers_per_replica(cut, stages)), record, timeline
         )
-        run_config = with_stages(run_config, stages, cut, PipelineOptions(microbatches, schedule, chunks))
+        run_config = with_stages(run_config, stages, cut, PipelineOptions(microbatches, schedule, stages_per_worker))
         run_config = in_virtual_time(run_config, network, time_only, steps, compute, faults)
         kinds = _sinks(csv, tensorboard)
         for line in before(run_config, runs):

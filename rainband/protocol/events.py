@@ -52,7 +52,7 @@ class PipelinePredicted(Event, frozen=True):
     busy: float  # the part of the workers' time in which they compute
     batch_s: float  # between two batches of one copy
     schedule: str
-    micros: int
+    microbatches: int
     stages: tuple[StagePredicted, ...]  # in the order of a copy's workers; interleaved stages of a machine are one
     left_out: tuple[str, ...]  # what takes time, and was not thought of
 

@@ -41,7 +41,7 @@ def predicted_of(
         busy=batches_per_s * forecast.alone_s / config.num_workers,
         batch_s=forecast.batch_s,
         schedule=forecast.schedule,
-        micros=forecast.micros,
+        microbatches=forecast.microbatches,
         stages=tuple(events.StagePredicted(*share) for share in forecast.shares),
         left_out=tuple(_left_out(config, forecast, model)),
     )
@@ -56,15 +56,15 @@ def forecast_of(config: RunConfig, schedule: str, model: ClusterModel | None = N
     alone_s = profile.seconds(profile.names)
     if not alone_s:
         return None
-    micros = 1 if schedule == NEVER_FLUSHED else min(stage_plan.micros, profile.batch_size)
+    microbatches = 1 if schedule == NEVER_FLUSHED else min(stage_plan.microbatches, profile.batch_size)
     if schedule == "interleaved":  # which deals whole rounds, also where some of one have no samples
-        micros = stage_plan.micros
+        microbatches = stage_plan.microbatches
     if model is not None:  # there a gradient takes as long as the model of computing says
         profile = profile.scaled(model.compute.mean_s / alone_s)
         network = _as_simulated(model)
-    elif micros > 1 and stage_plan.micro_profile is not None:
-        profile = as_batch(stage_plan.micro_profile, profile.batch_size)
-    return Forecast(stage_plan.plan, profile, schedule, micros, network)
+    elif microbatches > 1 and stage_plan.microbatch_profile is not None:
+        profile = as_batch(stage_plan.microbatch_profile, profile.batch_size)
+    return Forecast(stage_plan.plan, profile, schedule, microbatches, network)
 
 
 def _schedule(stage_plan: StagePlan, strategy: Strategy) -> str:

@@ -22,18 +22,18 @@ CHUNKS = 2  # stages of each worker, interleaved
 class PipelineOptions(NamedTuple):
     """How batches go through the stages; None: nothing was said."""
 
-    micros: int | None = None
+    microbatches: int | None = None
     schedule: str | None = None
-    chunks: int | None = None
+    stages_per_worker: int | None = None
 
     @property
     def interleaves(self) -> bool:
-        return self.schedule == "interleaved" or bool(self.chunks)
+        return self.schedule == "interleaved" or bool(self.stages_per_worker)
 
     @property
-    def stages_each(self) -> int:
+    def stages_on_each(self) -> int:
         """Stages of each worker."""
-        return (self.chunks or CHUNKS) if self.interleaves else 1
+        return (self.stages_per_worker or CHUNKS) if self.interleaves else 1
 
 
 def read_plan(plan: Path | None, stages: int | None) -> Placement | None:
@@ -55,8 +55,8 @@ def check_flow(
     strategy: Strategy, name: str, flow: PipelineOptions, workers: int, plan: Placement | None = None
 ) -> None:
     """Can batches be cut and ordered as was typed? `workers`: of one copy of the model."""
-    if flow.schedule == "two_buffered":
-        raise ValueError("two_buffered is never flushed: type pipedream double_buffered=yes, and leave out --schedule.")
+    if flow.schedule == "pipedream_2bw":
+        raise ValueError("pipedream_2bw is never flushed: type pipedream pipedream_2bw=yes, and leave out --schedule.")
     if is_pipeline(strategy) and any(flow):
         raise ValueError(
             f"{name} has a schedule of its own: leave out --microbatches, --schedule and --stages-per-worker."
@@ -64,21 +64,23 @@ def check_flow(
     known = get_args(Flushing)
     if flow.schedule not in (None, *known):
         raise ValueError(f"no schedule named '{flow.schedule}' here: choose from {', '.join(known)}.")
-    if flow.chunks and flow.schedule not in (None, "interleaved"):
+    if flow.stages_per_worker and flow.schedule not in (None, "interleaved"):
         raise ValueError(
             f"--stages-per-worker is for stages that are interleaved, and the schedule is {flow.schedule}: "
             "leave one of them out."
         )
-    if flow.chunks is not None and flow.chunks < 2:
-        raise ValueError(f"--stages-per-worker {flow.chunks}: give each worker two stages or more, or leave it out.")
+    if flow.stages_per_worker is not None and flow.stages_per_worker < 2:
+        raise ValueError(
+            f"--stages-per-worker {flow.stages_per_worker}: give each worker two stages or more, or leave it out."
+        )
     if plan is not None:
         _check_flow_of_plan(flow, plan)
-    if flow.micros and (flow.interleaves or (plan is not None and is_interleaved(plan))):
-        interleaved(workers, CHUNKS, flow.micros)  # says which number could be dealt
+    if flow.microbatches and (flow.interleaves or (plan is not None and is_interleaved(plan))):
+        interleaved(workers, CHUNKS, flow.microbatches)  # says which number could be dealt
 
 
 def _check_flow_of_plan(flow: PipelineOptions, plan: Placement) -> None:
-    if plan.kind == "partition" and (flow.schedule or flow.chunks):
+    if plan.kind == "partition" and (flow.schedule or flow.stages_per_worker):
         raise ValueError("a schedule is for a pipeline, and the plan is a partition: leave out --schedule.")
     if not is_interleaved(plan):
         if flow.interleaves:
@@ -93,10 +95,11 @@ def _check_flow_of_plan(flow: PipelineOptions, plan: Placement) -> None:
             f"the plan has several stages on a machine, which only interleaved knows, not {flow.schedule}: leave out "
             "--schedule."
         )
-    chunks = len(plan.stages) // len(workers_of(plan))
-    if flow.chunks not in (None, chunks):
+    stages_per_worker = len(plan.stages) // len(workers_of(plan))
+    if flow.stages_per_worker not in (None, stages_per_worker):
         raise ValueError(
-            f"the plan has {chunks} stages on each machine, not {flow.chunks}: leave out --stages-per-worker."
+            f"the placement has {stages_per_worker} stages on each machine, not {flow.stages_per_worker}: omit "
+            "--stages-per-worker."
         )
 
 
@@ -113,7 +116,7 @@ def check_plan(strategy: Strategy, name: str, plan: Placement) -> None:
     elif max(plan.replicas()) > 1:
         raise ValueError(
             f"the plan has stages on several machines {plan.replicas()}, which only pipedream knows: plan with "
-            "--partitioner straight, and type --workers for more copies of the whole model."
+            "--partitioner one_machine_per_stage, and type --workers for more copies of the whole model."
         )
 
 

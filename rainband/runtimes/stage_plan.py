@@ -52,16 +52,16 @@ def make_stage_plan(
         plan = make_plan(_planner(profile, stages, flow), profile, Resources(num_machines=stages))
     else:
         check(plan, profile)
-    micros = flow.micros or _usual_micros(plan, size)
-    part, cuts = max(2, -(-profile.batch_size // micros)), micros > 1 and not profile.counted
+    microbatches = flow.microbatches or usual_microbatches(plan, size)
+    part, cuts = max(2, -(-profile.batch_size // microbatches)), microbatches > 1 and not profile.counted
     return StagePlan(
         plan=plan,
-        micros=micros,
+        microbatches=microbatches,
         schedule="interleaved" if is_interleaved(plan) else cast(Flushing, flow.schedule or "one_f_one_b"),
         example_size=min(size, profile.batch_size),
         seed=seed,
         profile=profile,
-        micro_profile=measure_samples(task, graph, data, part, name, threads) if cuts else None,
+        microbatch_profile=measure_samples(task, graph, data, part, name, threads) if cuts else None,
     )
 
 
@@ -70,16 +70,17 @@ def _planner(profile: Profile, workers: int, flow: PipelineOptions) -> Partition
 
     if not flow.interleaves:
         return pipedream.in_stages
-    chunks = flow.stages_each
-    if len(profile.units) < workers * chunks:
+    stages_per_worker = flow.stages_on_each
+    if len(profile.units) < workers * stages_per_worker:
         raise ValueError(
-            f"{profile.model or 'the model'} has {len(profile.units)} units, and {chunks} stages on each of {workers} "
-            f"workers are {workers * chunks}: type fewer --stages or --stages-per-worker, or mark smaller pieces."
+            f"{profile.model or 'the model'} has {len(profile.units)} units, and {stages_per_worker} stages on each of "
+            f"{workers} workers are {workers * stages_per_worker}: type fewer --stages or --stages-per-worker, or mark "
+            "smaller pieces."
         )
-    return partial(pipedream.interleaved, chunks=chunks)
+    return partial(pipedream.interleaved, stages_per_worker=stages_per_worker)
 
 
-def _usual_micros(plan: Placement, batch_size: int) -> int:
+def usual_microbatches(plan: Placement, batch_size: int) -> int:
     if plan.kind == "partition":
         return 1
     workers = len(workers_of(plan))

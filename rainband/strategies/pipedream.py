@@ -12,10 +12,10 @@ So stage s computes its gradients at parameters that are S - 1 - s updates old. 
 forward, and the result is a gradient of nothing. With vertical_sync all stages use one version for a batch, that of
 S - 1 updates ago. There are no servers: each stage steps its own parameters.
 
-With double_buffered (2BW, Narayanan et al. 2021) a stage keeps two versions and no more. m batches make one update, of
+With pipedream_2bw (2BW, Narayanan et al. 2021) a stage keeps two versions and no more. m batches make one update, of
 the mean of their gradients, and all stages compute them at the parameters of one update ago:
 
-    w(t+1)  =  w(t) - lr * mean gradient of m batches at w(t-1)                  micros = m, at least S
+    w(t+1)  =  w(t) - lr * mean gradient of m batches at w(t-1)                  batches_per_update = m, at least S
 
 The paper cuts a batch into m microbatches; here m batches of the run are one of the paper's. Whenever the pipeline runs
 empty (at the end, or while no batch is at hand) an update of fewer batches is made, of their mean, and the next batches
@@ -48,8 +48,8 @@ class Pipedream(Strategy):
     weight_decay: float = 0.0
     stash: bool = True  # go back through the parameters of the forward; no: through whatever is there, to compare
     vertical_sync: bool = False  # one version for a batch in all stages
-    double_buffered: bool = False  # two versions of the parameters and no more, and an update every `micros` batches
-    micros: int = 0  # double_buffered: batches to an update, the paper's m; 0: one for each stage
+    pipedream_2bw: bool = False  # keep two versions of the parameters; update every `batches_per_update` batches
+    batches_per_update: int = 0  # pipedream_2bw: batches to an update, the paper's m; 0: one for each stage
     recompute: bool = False  # run the forward again before the backward: less memory, more time
     schedule: Shape = "constant"
     warmup: float = 0.0
@@ -58,15 +58,13 @@ class Pipedream(Strategy):
         self.spec()
         if self.vertical_sync and not self.stash:
             raise ValueError("vertical_sync keeps versions, and stash=no keeps none: leave one of them out.")
-        if self.double_buffered and (self.vertical_sync or not self.stash):
+        if self.pipedream_2bw and (self.vertical_sync or not self.stash):
             other = "vertical_sync" if self.vertical_sync else "stash=no"
+            raise ValueError(f"pipedream_2bw says which versions are used, and so does {other}: leave one of them out.")
+        if self.batches_per_update < 0 or (self.batches_per_update and not self.pipedream_2bw):
             raise ValueError(
-                f"double_buffered says which versions are used, and so does {other}: leave one of them out."
-            )
-        if self.micros < 0 or (self.micros and not self.double_buffered):
-            raise ValueError(
-                f"micros={self.micros} is how many batches make an update of double-buffered parameters: type "
-                "double_buffered=yes, too, and at least as many as there are stages; or leave it out."
+                f"batches_per_update={self.batches_per_update} requires pipedream_2bw=yes and must be at least the "
+                "number of stages: type pipedream_2bw=yes, too, or omit batches_per_update."
             )
 
     @property
@@ -91,7 +89,9 @@ class Pipedream(Strategy):
                 await stage.settle()
 
     def stashes(self) -> StageVersions:
-        return StageVersions(self.stash, self.vertical_sync, self.recompute, self.double_buffered, self.micros)
+        return StageVersions(
+            self.stash, self.vertical_sync, self.recompute, self.pipedream_2bw, self.batches_per_update
+        )
 
     def spec(self) -> OptimizerSpec:
         return element_wise(self.optimizer, self.lr, self.momentum, self.weight_decay)

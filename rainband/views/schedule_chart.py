@@ -52,7 +52,7 @@ def excerpt(run: PastRun, spans: Sequence[Span]) -> Excerpt | None:
         begins = list(enumerate(_begins([d for d in mine if d.place == 0 and d.label != WAIT])))
     if len(begins) < 2:
         return None
-    wanted = min(len(begins) - 1, max(1, ACTIONS // (2 * forecast.micros)))
+    wanted = min(len(begins) - 1, max(1, ACTIONS // (2 * forecast.microbatches)))
     at = _typical([begins[n + wanted][1] - begins[n][1] for n in range(len(begins) - wanted)])
     (first, begin_s), (_, end_s) = begins[at], begins[at + wanted]
     return Excerpt(
@@ -173,12 +173,12 @@ def _draw(axes: Any, doing: ForecastSpan, scale: float, length_s: float) -> None
     if doing.label == WAIT:
         axes.broken_barh([(begin, width)], (doing.place + 0.3, 0.4), facecolors=WAITING, linewidth=0)
         return
-    micro = int(doing.label[1:])
+    microbatch = int(doing.label[1:])
     forward = doing.label.startswith("F")
     axes.broken_barh(
         [(begin, width)],
         (doing.place + 0.1, 0.8),
-        facecolors=COLOURS[micro % len(COLOURS)],
+        facecolors=COLOURS[microbatch % len(COLOURS)],
         edgecolor=INK,
         linewidth=0.4,
         alpha=0.5 if forward else 1.0,

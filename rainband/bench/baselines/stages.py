@@ -55,7 +55,7 @@ class PipeliningOrder(msgspec.Struct, frozen=True):
     rank: int
     port: int
     schedule: str  # ScheduleGPipe, Schedule1F1B
-    micros: int
+    microbatches: int
     seconds: float
 
 
@@ -71,7 +71,7 @@ def pipelining_main(job: bytes, fds: list[int]) -> None:
     torch.manual_seed(0)
     half = task.halves()[order.rank]
     stage = pipelining.PipelineStage(half, order.rank, 2, torch.device("cpu"))
-    schedule = getattr(pipelining, order.schedule)(stage, order.micros, loss_fn=functional.cross_entropy)
+    schedule = getattr(pipelining, order.schedule)(stage, order.microbatches, loss_fn=functional.cross_entropy)
     optimizer = torch.optim.SGD(half.parameters(), lr=1e-3, fused=True)
     draw = _drawing(task.data(), task.batch_size)
 

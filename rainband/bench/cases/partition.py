@@ -13,7 +13,7 @@ from rainband.runtimes.processes.zygote import Zygote
 def run(effort: Effort) -> list[Row]:
     repeats, seconds = (3, 6.0) if effort == "full" else (1, 4.0)
     task = Branches()
-    stage_plan = StagePlan(plan=in_halves(task), micros=1)
+    stage_plan = StagePlan(plan=in_halves(task), microbatches=1)
     one, two = [], []
     zygote = Zygote.start(PRELOAD)
     try:

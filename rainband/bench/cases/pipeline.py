@@ -54,10 +54,10 @@ def run(effort: Effort) -> list[Row]:
 def predicted(task: Chain) -> dict[str, float]:
     """Samples a second of each schedule, from what a microbatch takes here, layer by layer."""
     plan, small = in_halves(task), task.batch_size // MICROS
-    micro = profile_of(task, small)
-    batch = as_batch(micro, task.batch_size)
+    microbatch = profile_of(task, small)
+    batch = as_batch(microbatch, task.batch_size)
     forecasts = {name: Forecast(plan, batch, name, MICROS, ONE_MACHINE) for name, _, _ in SCHEDULES}
-    forecasts[NEVER_FLUSHED] = Forecast(plan, micro, NEVER_FLUSHED, 1, ONE_MACHINE)
+    forecasts[NEVER_FLUSHED] = Forecast(plan, microbatch, NEVER_FLUSHED, 1, ONE_MACHINE)
     return {f"{name}, predicted": f.profile.batch_size / f.batch_s for name, f in forecasts.items()}
 
 
@@ -68,7 +68,7 @@ def _once(zygote: Zygote, task: Chain, seconds: float) -> dict[str, float]:
     rates["alone, small"] = alone(zygote, task, small, seconds)
     rates["pipedream"] = together(task, StagePlan(plan=plan), seconds, "pipedream", small)
     for schedule in SCHEDULES:
-        stage_plan = StagePlan(plan=plan, micros=MICROS, schedule=schedule.name)  # type: ignore[arg-type]
+        stage_plan = StagePlan(plan=plan, microbatches=MICROS, schedule=schedule.name)  # type: ignore[arg-type]
         rates[schedule.name] = together(task, stage_plan, seconds)
         rates[schedule.torch_name] = torch_pipelining(zygote, schedule.torch_name, MICROS, seconds)
     return rates

@@ -31,14 +31,14 @@ def alone(zygote: Zygote, task: Chain, batch_size: int, seconds: float) -> float
     return float(BenchProcess(zygote, f"{OPPONENTS}alone_main", order, "alone").result()[0])
 
 
-def torch_pipelining(zygote: Zygote, schedule: str, micros: int, seconds: float) -> float:
+def torch_pipelining(zygote: Zygote, schedule: str, microbatches: int, seconds: float) -> float:
     """torch.distributed.pipelining over gloo, with the same two stages."""
     port = free_port()
     ranks = [
         BenchProcess(
             zygote,
             f"{OPPONENTS}pipelining_main",
-            PipeliningOrder(rank, port, schedule, micros, seconds),
+            PipeliningOrder(rank, port, schedule, microbatches, seconds),
             f"rank {rank}",
         )
         for rank in range(2)

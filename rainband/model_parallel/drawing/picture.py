@@ -119,7 +119,7 @@ def draw_schedule(table: Table, facts: ScheduleFacts, path: Path) -> bool:
     axes.set_xlim(0, facts.total_s * scale)
     axes.set_xlabel(unit)
     axes.set_title(
-        f"{table.name}: {table.num_stages} stage{'s' * (table.num_stages > 1)}, {table.num_micros} microbatches, "
+        f"{table.name}: {table.num_stages} stage{'s' * (table.num_stages > 1)}, {table.num_microbatches} microbatches, "
         f"idle {facts.bubble:.1%}. "
         "Forwards light, backwards dark, updates as black lines; numbers are microbatches"
         + (", letters the stages of a machine" if table.num_stages > len(table.rows) else ""),
@@ -138,14 +138,18 @@ def _draw_action(axes: Any, span: ActionSpan, table: Table, scale: float, narrow
     if action.kind == "U":
         axes.plot([end, end], [span.machine + 0.04, span.machine + 0.96], color="black", linewidth=1.1, zorder=3)
         return
-    colour = COLOURS[action.micro % len(COLOURS)]
+    colour = COLOURS[action.microbatch % len(COLOURS)]
     style = {"alpha": 0.55} if action.kind == "F" else {"alpha": 1.0}
     axes.broken_barh(
         [(begin, end - begin)], (span.machine + 0.1, 0.8), facecolors=colour, edgecolor=INK, linewidth=0.4, **style
     )
-    if end - begin > narrow * len(str(action.micro)):
+    if end - begin > narrow * len(str(action.microbatch)):
         several = table.num_stages > len(table.rows)  # then a microbatch passes a machine more than once
-        text = f"{action.micro}\n{'abcdefgh'[action.stage // len(table.rows) % 8]}" if several else str(action.micro)
+        text = (
+            f"{action.microbatch}\n{'abcdefgh'[action.stage // len(table.rows) % 8]}"
+            if several
+            else str(action.microbatch)
+        )
         axes.text((begin + end) / 2, span.machine + 0.5, text, ha="center", va="center", fontsize=7, linespacing=0.9)
 
 

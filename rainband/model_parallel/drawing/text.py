@@ -67,7 +67,7 @@ def schedule_lines(table: Table, facts: ScheduleFacts, width: int = 100) -> list
     kept = ", ".join(map(str, facts.peak_activations))
     versions = ", ".join(map(str, facts.peak_versions))
     return [
-        f"{table.name}: {table.num_stages} stages, {table.num_micros} microbatches",
+        f"{table.name}: {table.num_stages} stages, {table.num_microbatches} microbatches",
         "",
         *lines,
         "",
@@ -118,7 +118,7 @@ def timeline(spans: Sequence[ActionSpan], machines: int, total_s: float, width: 
             if span.machine == machine and span.action.kind != "U":
                 first = round(span.from_s / total_s * width)
                 last = max(first + 1, round(span.to_s / total_s * width))
-                digit = span.action.micro % 10
+                digit = span.action.microbatch % 10
                 line[first:last] = (str(digit) if span.action.kind == "F" else "abcdefghij"[digit]) * (last - first)
         lines.append(f"machine {machine:<3} {''.join(line)[:width]}")
     return lines

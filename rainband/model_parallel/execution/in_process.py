@@ -94,24 +94,31 @@ class Pipeline:
         self.sent = 0
         self.played = 0
 
-    def run(self, micros: Sequence[LossMicrobatch]) -> list[float]:
+    def run(self, microbatches: Sequence[LossMicrobatch]) -> list[float]:
         """Play the table with these microbatches; returns their losses. The module has the newest parameters.
 
         Every run begins and ends with an empty pipeline, and goes on where the one before it ended.
         """
-        if len(micros) != self.table.num_micros:
-            raise ValueError(f"the schedule has {self.table.num_micros} microbatches and was given {len(micros)}.")
+        if len(microbatches) != self.table.num_microbatches:
+            raise ValueError(
+                f"the schedule has {self.table.num_microbatches} microbatches and was given {len(microbatches)}."
+            )
         for stage in self.stages.values():
             stage.begin(self.played)
-        self.played += len(micros)
+        self.played += len(microbatches)
         inboxes = [Inbox() for _ in self.table.rows]
         for inbox in inboxes:
             for other in range(len(inboxes)):
                 inbox.opened(other)
-        machines = [_Machine(self, number, MemoryPeers(number, inboxes), micros) for number in range(len(inboxes))]
+        machines = [
+            _Machine(self, number, MemoryPeers(number, inboxes), microbatches) for number in range(len(inboxes))
+        ]
         run_together([machine.run() for machine in machines])
         self.sent = sum(machine.peers.sent for machine in machines)
-        return [next(m.losses[micro] for m in machines if micro in m.losses) for micro in range(len(micros))]
+        return [
+            next(m.losses[microbatch] for m in machines if microbatch in m.losses)
+            for microbatch in range(len(microbatches))
+        ]
 
     def sharing(self, stage: int) -> list[int]:
         """Other stages that use a parameter of this one."""
@@ -130,7 +137,7 @@ class Pipeline:
 
     def with_gradients(self, stage: int, update: int) -> list[int]:
         """The machines that have microbatches of an update of a stage."""
-        machines = [self.table.home(stage, micro) for micro in self.table.micros_of(stage, update)]
+        machines = [self.table.home(stage, microbatch) for microbatch in self.table.microbatches_of(stage, update)]
         return list(dict.fromkeys(machines))
 
     def summed(self, stage: int, totals: Mapping[tuple[int, int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -148,8 +155,10 @@ class Pipeline:
 class _Machine:
     """One machine of a table: does its row."""
 
-    def __init__(self, pipeline: Pipeline, number: int, peers: MemoryPeers, micros: Sequence[LossMicrobatch]) -> None:
-        self.pipeline, self.number, self.peers, self.micros = pipeline, number, peers, micros
+    def __init__(
+        self, pipeline: Pipeline, number: int, peers: MemoryPeers, microbatches: Sequence[LossMicrobatch]
+    ) -> None:
+        self.pipeline, self.number, self.peers, self.microbatches = pipeline, number, peers, microbatches
         self.table, self.layout = pipeline.table, pipeline.layout
         self.links = ReplicaLinks(peers, number, len(self.table.rows))
         self.passages: dict[tuple[int, int], MicrobatchRun] = {}  # (stage, microbatch)
@@ -160,7 +169,7 @@ class _Machine:
         for place, action in enumerate(self.table.rows[self.number]):
             match action.kind:
                 case "F":
-                    passage = self.passages[action.stage, action.micro] = self._passage(action)
+                    passage = self.passages[action.stage, action.microbatch] = self._passage(action)
                     await passage.forward([action.stage])
                 case "B":
                     await self._backward(action)
@@ -169,32 +178,32 @@ class _Machine:
             self._release(action, place)
 
     def _passage(self, action: Action) -> MicrobatchRun:
-        micro, cut = self.micros[action.micro], self.pipeline.cut
-        update = action.micro // self.table.micros_per_update[action.stage]
-        together = self.table.micros_of(action.stage, update)
-        weight = micro.samples / sum(self.micros[number].samples for number in together)
+        microbatch, cut = self.microbatches[action.microbatch], self.pipeline.cut
+        update = action.microbatch // self.table.microbatches_per_update[action.stage]
+        together = self.table.microbatches_of(action.stage, update)
+        weight = microbatch.samples / sum(self.microbatches[number].samples for number in together)
         stage = self.pipeline.stages[self.number, action.stage]
-        compute = AtVersion(stage, action.micro, action.version, update, weight, self.table.stash)
+        compute = AtVersion(stage, action.microbatch, action.version, update, weight, self.table.stash)
         part = FragmentRun(cut, self.layout, action.stage, stage.modules, compute)
         task = Task(
-            (action.micro,),
-            cut.bind(micro.args, micro.kwargs),
-            lambda outputs: micro.loss(cut.answer(outputs)),
+            (action.microbatch,),
+            cut.bind(microbatch.args, microbatch.kwargs),
+            lambda outputs: microbatch.loss(cut.answer(outputs)),
             1.0,
             None,
         )
         shares = dict.fromkeys(range(len(self.layout.fragments)), 0.0)
-        home = lambda stage: self.table.home(stage, action.micro)  # noqa: E731
+        home = lambda stage: self.table.home(stage, action.microbatch)  # noqa: E731
         return MicrobatchRun(part, self.links, home, task, Shares(shares, shares))
 
     async def _backward(self, action: Action) -> None:
-        stage, micro = action.stage, action.micro
-        passage = self.passages.pop((stage, micro))
+        stage, microbatch = action.stage, action.microbatch
+        passage = self.passages.pop((stage, microbatch))
         await passage.backward([stage])
         if stage == self.layout.answer_fragment:
-            self.losses[micro] = passage.loss
-        update = micro // self.table.micros_per_update[stage]
-        own = [m for m in self.table.micros_of(stage, update) if self.table.home(stage, m) == self.number]
+            self.losses[microbatch] = passage.loss
+        update = microbatch // self.table.microbatches_per_update[stage]
+        own = [m for m in self.table.microbatches_of(stage, update) if self.table.home(stage, m) == self.number]
         left = self.left[stage, update] = self.left.get((stage, update), len(own)) - 1
         if not left:  # all that need this machine's sum get it, before any update waits for others
             total = self.pipeline.stages[self.number, stage].totals.pop(update)
@@ -203,7 +212,7 @@ class _Machine:
                     self.links.send(home, (reader, update, "total", stage), total)
 
     async def _update(self, action: Action, place: int) -> None:
-        stage, update = self.pipeline.stages[self.number, action.stage], action.micro
+        stage, update = self.pipeline.stages[self.number, action.stage], action.microbatch
         totals = {}
         for other in [action.stage, *self.pipeline.sharing(action.stage)]:
             for home in self.pipeline.with_gradients(other, update):

@@ -135,16 +135,16 @@ class MicrobatchRun:
     """Fragments run when it is their turn and what they read is there; a value goes once to each reading machine."""
 
     def __init__(
-        self, part: FragmentRun, links: ReplicaLinks, home: Callable[[int], int], micro: Microbatch, shares: Shares
+        self, part: FragmentRun, links: ReplicaLinks, home: Callable[[int], int], microbatch: Microbatch, shares: Shares
     ) -> None:
         """`home`: the place in the team of a machine of the plan."""
         self.part = part
         self.links = links
         self.home = home
-        self.micro = micro
+        self.microbatch = microbatch
         self.shares = shares
-        self.loss = 0.0  # where the answer is: the micro's share of the batch's mean loss
-        part.give(micro.inputs)
+        self.loss = 0.0  # where the answer is: the microbatch's share of the batch's mean loss
+        part.give(microbatch.inputs)
         self.values = self._coming("value", part.values_to_come().items())
         self.gradients: dict[tuple[str, int], Arrival] | None = None  # which there will be is known after the forwards
 
@@ -159,19 +159,19 @@ class MicrobatchRun:
         while not part.is_forward_done(fragments):
             await self._take("value", self.values, wait=part.next_forward(fragments) is None)
             while (index := part.next_forward(fragments)) is not None:
-                share = self.micro.weight * self.shares.forward[index]
-                self._send(await Piece(partial(self._run, index), share, f"F{self.micro.tag[-1]}"))
+                share = self.microbatch.weight * self.shares.forward[index]
+                self._send(await Piece(partial(self._run, index), share, f"F{self.microbatch.tag[-1]}"))
 
     def _run(self, index: int) -> list[FragmentMessage]:
         # Dropout draws the same numbers in every schedule, whoever computes this microbatch.
-        if self.micro.seed is not None:
-            torch.default_generator.manual_seed(self.micro.seed + index)
-        with torch.set_grad_enabled(self.micro.goes_back):
+        if self.microbatch.seed is not None:
+            torch.default_generator.manual_seed(self.microbatch.seed + index)
+        with torch.set_grad_enabled(self.microbatch.goes_back):
             return self.part.forward(index)
 
     async def backward(self, fragments: Sequence[int]) -> None:
         """Go back through these fragments; all forwards of the part are done."""
-        part, label = self.part, f"B{self.micro.tag[-1]}"
+        part, label = self.part, f"B{self.microbatch.tag[-1]}"
         if part.layout.answer_fragment in fragments:
             self._send(await Piece(self._answer, 0.0, label))
         if self.gradients is None:
@@ -179,13 +179,13 @@ class MicrobatchRun:
         while not part.is_backward_done(fragments):
             await self._take("gradient", self.gradients, wait=part.next_backward(fragments) is None)
             while (index := part.next_backward(fragments)) is not None:
-                share = self.micro.weight * self.shares.backward[index]
+                share = self.microbatch.weight * self.shares.backward[index]
                 self._send(await Piece(partial(part.backward_of, index), share, label))
         if part.is_backward_done(part.mine):
             part.give({})  # what was kept for it is of no use any more
 
     def _answer(self) -> list[FragmentMessage]:
-        loss = self.micro.loss(self.part.outputs()) * self.micro.weight
+        loss = self.microbatch.loss(self.part.outputs()) * self.microbatch.weight
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         self.loss = loss.item()
@@ -212,4 +212,4 @@ class MicrobatchRun:
             self.links.send(self.home(message.destination), self._tag(message.kind, message.value), payload)
 
     def _tag(self, kind: str, value: str) -> Tag:
-        return (*self.micro.tag, kind, value)
+        return (*self.microbatch.tag, kind, value)

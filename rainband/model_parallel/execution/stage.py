@@ -67,15 +67,15 @@ class Stage:
         self.kept: dict[tuple[int, int], Kept] = {}  # by microbatch and fragment
         self.totals: dict[int, dict[str, Tensor]] = {}  # update -> weighted sum of gradients; absent: there was none
 
-    def forward(self, index: int, micro: int, version: int, given: Sequence[Any]) -> Sequence[Any]:
+    def forward(self, index: int, microbatch: int, version: int, given: Sequence[Any]) -> Sequence[Any]:
         """Run a microbatch through a fragment: `given` are the values it reads; return its outputs, detached.
 
         A tensor that is returned requires a gradient if one should come back for it.
         """
         leaves = self.versions.leaves(version)
         with torch.set_grad_enabled(not self.recompute):
-            results = self._run(index, micro, leaves, given, self.buffers[index])
-        self.kept[micro, index] = Kept(given, () if self.recompute else results, leaves)
+            results = self._run(index, microbatch, leaves, given, self.buffers[index])
+        self.kept[microbatch, index] = Kept(given, () if self.recompute else results, leaves)
         learns = bool(self.trained) or any(tensor.requires_grad for tensor in tensors_in(list(given)))
 
         def cut_off(tensor: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Stage:
     def backward(
         self,
         index: int,
-        micro: int,
+        microbatch: int,
         version: int,
         gradients: Sequence[Sequence[Tensor | None]],
         update: int,
@@ -98,13 +98,13 @@ class Stage:
 
         The parameters' gradients, times `weight`, are added to the total of `update`.
         """
-        kept = self.kept.pop((micro, index))
+        kept = self.kept.pop((microbatch, index))
         results, leaves = kept.results, kept.leaves
         if self.recompute:
             leaves = self.versions.leaves(version)
             copies = {name: b.clone() for name, b in self.buffers[index].items()}  # counted in the forward already
             with torch.enable_grad():
-                results = self._run(index, micro, leaves, kept.given, copies)
+                results = self._run(index, microbatch, leaves, kept.given, copies)
         read = tensors_in(list(kept.given))
         names = self.canonical_of(index)
         trained = [name for name in self.trained if name in names.values()]
@@ -129,10 +129,15 @@ class Stage:
         return {n.removeprefix(prefix): first for n, first in self.canonical.items() if n.startswith(prefix)}
 
     def _run(
-        self, index: int, micro: int, leaves: Mapping[str, Tensor], given: Sequence[Any], buffers: Mapping[str, Tensor]
+        self,
+        index: int,
+        microbatch: int,
+        leaves: Mapping[str, Tensor],
+        given: Sequence[Any],
+        buffers: Mapping[str, Tensor],
     ) -> Sequence[Any]:
         parameters = {name: leaves[first] for name, first in self.canonical_of(index).items()}
-        seed = ((self.seed * 1_000_003 + self.played + micro) * 1009 + index) % 2**63
+        seed = ((self.seed * 1_000_003 + self.played + microbatch) * 1009 + index) % 2**63
         with random_numbers_from(seed, [*leaves.values(), *tensors_in(list(given))]):
             results: Sequence[Any] = functional_call(
                 self.modules[index], {**parameters, **buffers}, tuple(given), tie_weights=False
@@ -153,21 +158,23 @@ class Stage:
 class AtVersion:
     """A stage at a version of its parameters, for one microbatch: a Part computes with it where nothing is flushed."""
 
-    def __init__(self, stage: Stage, micro: int, version: int, update: int, weight: float, stash: bool = True) -> None:
+    def __init__(
+        self, stage: Stage, microbatch: int, version: int, update: int, weight: float, stash: bool = True
+    ) -> None:
         """`stash`: go back at the version of the forward, not at the newest there is then."""
-        self.stage, self.micro, self.version = stage, micro, version
+        self.stage, self.microbatch, self.version = stage, microbatch, version
         self.update, self.weight, self.stash = update, weight, stash
 
     def forward(self, index: int, given: Sequence[Any]) -> Sequence[Any]:
-        return self.stage.forward(index, self.micro, self.version, given)
+        return self.stage.forward(index, self.microbatch, self.version, given)
 
     def backward(self, index: int, gradients: Sequence[Sequence[Tensor | None]]) -> list[list[Tensor | None]]:
         version = self.version if self.stash else self.stage.versions.newest
-        return self.stage.backward(index, self.micro, version, gradients, self.update, self.weight)
+        return self.stage.backward(index, self.microbatch, version, gradients, self.update, self.weight)
 
     def forget(self) -> None:
         for index in self.stage.modules:
-            self.stage.kept.pop((self.micro, index), None)
+            self.stage.kept.pop((self.microbatch, index), None)
 
 
 def _gradients(

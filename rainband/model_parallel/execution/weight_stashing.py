@@ -126,13 +126,15 @@ class Stashing:
         data = worker.data.batch(worker.sampler.indices(passing.batch))
         args, kwargs = inputs_of(worker.task, data)
         loss, answer = loss_of(worker.task, data), share.cut.answer
-        weight = self._samples(passing) / self._full_round() if self.how.double_buffered else 1.0
+        weight = self._samples(passing) / self._full_round() if self.how.pipedream_2bw else 1.0
         compute = AtVersion(self.stage, passing.number, passing.version, passing.update, weight, self.how.stash)
         part = FragmentRun(share.cut, self.layout, share.machine, share.modules, compute)
-        micro = Microbatch(
+        microbatch = Microbatch(
             (passing.number,), share.cut.bind(args, kwargs), lambda outputs: loss(answer(outputs)), 1.0, None
         )
-        return MicrobatchRun(part, self.links, lambda stage: share.plan.home(stage, passing.place), micro, share.shares)
+        return MicrobatchRun(
+            part, self.links, lambda stage: share.plan.home(stage, passing.place), microbatch, share.shares
+        )
 
     def _version(self, place: int) -> int:
         """Of the parameters for a batch; there is none that is older than the last time the pipeline was empty."""
@@ -170,7 +172,7 @@ class Stashing:
         samples, self.gathered = self.gathered, 0
         if self.stage_replicas.others and self.stage.trained:
             total = await self.stage_replicas.mean(update, total, samples)
-        elif self.how.double_buffered and samples != self._full_round():
+        elif self.how.pipedream_2bw and samples != self._full_round():
             total = {name: gradient * (self._full_round() / samples) for name, gradient in total.items()}
         first = next(b for u, b in self.batches if u == update)
         finite = is_finite(list(total.values()))

@@ -249,9 +249,11 @@ class ShareWorker(ModuleWorker):
         pieces = self._pieces(batch)
         passages: dict[int, MicrobatchRun] = {}
         for action in self.share.plan.row(self.share.machine, len(pieces)):
-            if action.micro not in passages:  # its samples are read when they are needed: meanwhile others can begin
-                passages[action.micro] = self._begun(batch, action.micro, pieces)
-            passage, fragments = passages[action.micro], self.share.fragments(action)
+            if (
+                action.microbatch not in passages
+            ):  # its samples are read when they are needed: meanwhile others can begin
+                passages[action.microbatch] = self._begun(batch, action.microbatch, pieces)
+            passage, fragments = passages[action.microbatch], self.share.fragments(action)
             await (passage.forward(fragments) if action.kind == "F" else passage.backward(fragments))
         await self._gather_ties(tag)
         self.flat.check()
@@ -266,7 +268,7 @@ class ShareWorker(ModuleWorker):
     def _pieces(self, batch: Batch) -> list[NDArray[np.int64]]:
         """The samples of each microbatch."""
         indices = self.sampler.indices(batch)
-        pieces = np.array_split(indices, min(self.share.plan.micros, len(indices)))
+        pieces = np.array_split(indices, min(self.share.plan.microbatches, len(indices)))
         while len(self.parts) < len(pieces):
             self.parts.append(self.share.part())
         return pieces
@@ -278,17 +280,17 @@ class ShareWorker(ModuleWorker):
         data = self.data.batch(pieces[number])
         args, kwargs = inputs_of(self.task, data)
         loss, answer = loss_of(self.task, data), self.share.cut.answer
-        micro = Microbatch(
+        microbatch = Microbatch(
             tag=(batch.portion, batch.k, batch.lease, number),
             inputs=self.share.cut.bind(args, kwargs),
             loss=lambda outputs: loss(answer(outputs)),
             weight=len(pieces[number]) / sum(map(len, pieces)),
             seed=_seed_of(seed, number),
         )
-        return self._passage(self.parts[number], micro)
+        return self._passage(self.parts[number], microbatch)
 
-    def _passage(self, part: FragmentRun, micro: Microbatch) -> MicrobatchRun:
-        return MicrobatchRun(part, self.links, self.share.plan.home, micro, self.share.shares)
+    def _passage(self, part: FragmentRun, microbatch: Microbatch) -> MicrobatchRun:
+        return MicrobatchRun(part, self.links, self.share.plan.home, microbatch, self.share.shares)
 
     async def _agree(self, tag: Tag, finite: bool, loss: float) -> tuple[bool, float]:
         """Is it finite everywhere, and what is its loss? The last machine may not know of the first one's trouble."""
@@ -365,9 +367,9 @@ class ShareWorker(ModuleWorker):
         part, layout = answers.part(), answers.layout
         await self._give_ties(("answer", number))  # those of the last batch are an update old
         inputs = answers.cut.bind(args, kwargs)
-        micro = Microbatch(("answer", number), inputs, lambda _: torch.zeros(()), 1.0, 0, goes_back=False)
+        microbatch = Microbatch(("answer", number), inputs, lambda _: torch.zeros(()), 1.0, 0, goes_back=False)
         with evaluating(*part.modules.values()) if not training else nullcontext():
-            await MicrobatchRun(part, self.links, self.share.plan.home, micro, answers.shares).forward(part.mine)
+            await MicrobatchRun(part, self.links, self.share.plan.home, microbatch, answers.shares).forward(part.mine)
         outputs = part.outputs() if self.share.machine == layout.answer_machine else None
         if layout.answer_machine != FIRST:
             if outputs is not None:

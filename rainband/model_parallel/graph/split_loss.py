@@ -98,11 +98,11 @@ def measure_samples(task: Task, cut: Cut, data: Data, samples: int, name: str = 
         torch.set_num_threads(before)
 
 
-def micros_of(task: Task, data: Data, indices: Sequence[Sequence[int]]) -> list[LossMicrobatch]:
+def microbatches_of(task: Task, data: Data, indices: Sequence[Sequence[int]]) -> list[LossMicrobatch]:
     """Microbatches for a pipeline: one for each list of samples."""
-    micros = []
+    microbatches = []
     for chosen in indices:
         batch = data.batch(chosen)
         args, kwargs = inputs_of(task, batch)
-        micros.append(LossMicrobatch(args, loss_of(task, batch), len(chosen), kwargs))
-    return micros
+        microbatches.append(LossMicrobatch(args, loss_of(task, batch), len(chosen), kwargs))
+    return microbatches

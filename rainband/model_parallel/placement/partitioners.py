@@ -6,19 +6,19 @@ import importlib
 from collections.abc import Callable
 
 from rainband.model_parallel.placement.balanced import balanced
-from rainband.model_parallel.placement.pipedream_planner import interleaved, pipedream, straight
+from rainband.model_parallel.placement.pipedream_planner import interleaved, one_machine_per_stage, pipedream
 from rainband.model_parallel.placement.placement import Placement, check
 from rainband.model_parallel.placement.predict import predicted
 from rainband.model_parallel.placement.profile import Profile, Resources
-from rainband.model_parallel.placement.split_layers import pieces
+from rainband.model_parallel.placement.split_layers import split_layers
 
 Partitioner = Callable[[Profile, Resources], Placement]
 PARTITIONERS: dict[str, Partitioner] = {
     "balanced": balanced,
     "interleaved": interleaved,
-    "pieces": pieces,
+    "one_machine_per_stage": one_machine_per_stage,
     "pipedream": pipedream,
-    "straight": straight,
+    "split_layers": split_layers,
 }
 
 

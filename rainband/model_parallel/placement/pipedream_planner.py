@@ -42,9 +42,9 @@ def pipedream(profile: Profile, resources: Resources) -> Placement:
     return _best_plan(profile, resources, "pipedream", resources.num_machines)
 
 
-def straight(profile: Profile, resources: Resources) -> Placement:
+def one_machine_per_stage(profile: Profile, resources: Resources) -> Placement:
     """The same without replicas, one machine for each stage, as schedules that flush need it."""
-    return _best_plan(profile, resources, "straight", 1)
+    return _best_plan(profile, resources, "one_machine_per_stage", 1)
 
 
 def in_stages(profile: Profile, resources: Resources) -> Placement:
@@ -59,17 +59,19 @@ def in_stages(profile: Profile, resources: Resources) -> Placement:
             f"{profile.model or 'the model'} has {len(profile.units)} units, which make no {stages} stages: ask for "
             "fewer, or mark smaller pieces."
         )
-    return predicted(_plan(profile, coarse, resources, _consecutive(found[1]), "straight"), profile, resources)
+    return predicted(
+        _plan(profile, coarse, resources, _consecutive(found[1]), "one_machine_per_stage"), profile, resources
+    )
 
 
-def interleaved(profile: Profile, resources: Resources, chunks: int = 2) -> Placement:
+def interleaved(profile: Profile, resources: Resources, stages_per_worker: int = 2) -> Placement:
     """Several stages on each machine, dealt in turn, as the schedule of that name needs it: no stage is replicated."""
     if resources.num_machines == 1:
-        return straight(profile, resources)
-    stages = chunks * resources.num_machines
+        return one_machine_per_stage(profile, resources)
+    stages = stages_per_worker * resources.num_machines
     if len(profile.units) < stages:
         raise ValueError(
-            f"{profile.model or 'the model'} has {len(profile.units)} units, and {chunks} stages on each of "
+            f"{profile.model or 'the model'} has {len(profile.units)} units, and {stages_per_worker} stages on each of "
             f"{resources.num_machines} machines are {stages}: use fewer machines (--machines) or "
             "stages (--stages-per-worker)."
         )

@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
     fragment: Key
     kind: Literal["F", "B"]
-    micro: int
+    microbatch: int
 
 
 def predicted(plan: Placement, profile: Profile, resources: Resources) -> Placement:
@@ -131,23 +131,23 @@ class PartitionClock:
             for reader in value.readers:
                 self.read[reader].append(value.maker)
 
-    def batch_s(self, placement: Mapping[str, int], micros: int = 1) -> float:
-        return self.play(placement, micros).total_s
+    def batch_s(self, placement: Mapping[str, int], microbatches: int = 1) -> float:
+        return self.play(placement, microbatches).total_s
 
-    def play(self, placement: Mapping[str, int], micros: int = 1) -> Times[Step]:
+    def play(self, placement: Mapping[str, int], microbatches: int = 1) -> Times[Step]:
         """When each fragment is at work: microbatches one after the other, each forward, then backward."""
         key = fragment_keys(self.read, placement)
         order = sorted(set(key.values()))
         rows: dict[int, list[Step]] = {}
-        for micro in range(micros):
-            for step in [*(Step(f, "F", micro) for f in order), *(Step(f, "B", micro) for f in order[::-1])]:
+        for microbatch in range(microbatches):
+            for step in [*(Step(f, "F", microbatch) for f in order), *(Step(f, "B", microbatch) for f in order[::-1])]:
                 rows.setdefault(step.fragment[1], []).append(step)
         work = {"F": _sums(self.forward, key), "B": _sums(self.backward, key)}
         seconds = {step: work[step.kind][step.fragment] for row in rows.values() for step in row}
-        sends = [send for micro in range(micros) for send in self._sends(key, order, micro)]
+        sends = [send for microbatch in range(microbatches) for send in self._sends(key, order, microbatch)]
         return play(list(rows.values()), seconds, sends)
 
-    def _sends(self, key: Mapping[str, Key], order: Sequence[Key], micro: int) -> Iterator[Send[Step]]:
+    def _sends(self, key: Mapping[str, Key], order: Sequence[Key], microbatch: int) -> Iterator[Send[Step]]:
         """Yield values forward and gradients back, once per reading machine; the loss needs all that nobody reads."""
         read: set[Key] = set()
         for value in self.values:
@@ -158,14 +158,14 @@ class PartitionClock:
             for machine in sorted(machines, key=lambda other, here=home[1]: (other < here, other)):  # type: ignore[misc]
                 those = [reader for reader in readers if reader[1] == machine]
                 there = self.network.sending_s(value.forward_bytes, home[1], machine)
-                yield Send((Step(home, "F", micro),), tuple(Step(f, "F", micro) for f in those), *there)
+                yield Send((Step(home, "F", microbatch),), tuple(Step(f, "F", microbatch) for f in those), *there)
                 if value.backward_bytes or not value.forward_bytes:  # integers have no gradient
                     back = self.network.sending_s(value.backward_bytes, machine, home[1])
-                    yield Send(tuple(Step(f, "B", micro) for f in those), (Step(home, "B", micro),), *back)
+                    yield Send(tuple(Step(f, "B", microbatch) for f in those), (Step(home, "B", microbatch),), *back)
         last = [fragment for fragment in order if fragment not in read]
         for one, other in product(last, last):
             if one != other:
-                yield Send((Step(one, "F", micro),), (Step(other, "B", micro),))
+                yield Send((Step(one, "F", microbatch),), (Step(other, "B", microbatch),))
 
 
 def _sums(seconds: Mapping[str, float], key: Mapping[str, Key]) -> dict[Key, float]:

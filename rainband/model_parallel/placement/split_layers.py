@@ -13,7 +13,7 @@ from rainband.model_parallel.placement.predict import predicted
 from rainband.model_parallel.placement.profile import Profile, Resources
 
 
-def pieces(profile: Profile, resources: Resources) -> Placement:
+def split_layers(profile: Profile, resources: Resources) -> Placement:
     """A partition whose pieces are on different machines, whatever that takes: `balanced` asks what is fastest."""
     if all(piece_of(name) is None for name in profile.names):
         raise ValueError(
@@ -32,7 +32,7 @@ def pieces(profile: Profile, resources: Resources) -> Placement:
             if value.maker == unit:
                 for reader in value.readers:
                     read[reader].add(where[unit])
-    return predicted(from_placement(profile, where, "pieces", resources.num_machines), profile, resources)
+    return predicted(from_placement(profile, where, "split_layers", resources.num_machines), profile, resources)
 
 
 def piece_of(unit: str) -> int | None:

@@ -49,12 +49,12 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     plan: Placement
-    micros: int = 1  # into so many parts each batch is cut
+    microbatches: int = 1  # into so many parts each batch is cut
     schedule: Flushing = "one_f_one_b"
     example_size: int = 4  # samples with which the model is cut
     seed: int = 0  # of the first values, where each machine makes its own
     profile: Profile | None = None  # of a batch, as measured: how long shares take in virtual time
-    micro_profile: Profile | None = None  # of a microbatch: small ones take longer than their part of a batch
+    microbatch_profile: Profile | None = None  # of a microbatch: small ones take longer than their part of a batch
 
     def __post_init__(self) -> None:
         need(
@@ -62,7 +62,9 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
             f"the plan has several stages on a machine, which only interleaved knows, not {self.schedule}.",
         )
         if self.schedule == "interleaved":
-            interleaved(len(self.workers), self.chunks, self.micros)  # refuses microbatches that cannot be dealt
+            interleaved(
+                len(self.workers), self.stages_per_worker, self.microbatches
+            )  # refuses microbatches that cannot be dealt
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -75,7 +77,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.workers)
 
     @property
-    def chunks(self) -> int:
+    def stages_per_worker(self) -> int:
         """Stages of each machine."""
         return len(self.plan.stages) // len(self.workers) if is_interleaved(self.plan) else 1
 
@@ -95,13 +97,15 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         """The place of the worker that takes a batch of this number through a machine: replicas take turns."""
         return sum(self.workers[:machine]) + number % self.workers[machine]
 
-    def row(self, machine: int, micros: int) -> tuple[Action, ...]:
+    def row(self, machine: int, microbatches: int) -> tuple[Action, ...]:
         """What a machine does for one batch, in order."""
         if self.plan.kind == "partition":
-            return tuple(Action(machine, kind, micro, 0) for micro in range(micros) for kind in ("F", "B"))
+            return tuple(
+                Action(machine, kind, microbatch, 0) for microbatch in range(microbatches) for kind in ("F", "B")
+            )
         if is_interleaved(self.plan):
-            return _rows(self.schedule, len(self.workers), self.chunks, micros)[machine]
-        return _rows(self.schedule, len(self.plan.stages), 1, micros)[self.stage(machine)]
+            return _rows(self.schedule, len(self.workers), self.stages_per_worker, microbatches)[machine]
+        return _rows(self.schedule, len(self.plan.stages), 1, microbatches)[self.stage(machine)]
 
     def check(self, units: Sequence[str]) -> None:
         """Refuse a plan for another model."""
@@ -119,13 +123,17 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def _rows(schedule: Flushing, machines: int, chunks: int, micros: int) -> tuple[tuple[Action, ...], ...]:
+def _rows(
+    schedule: Flushing, machines: int, stages_per_worker: int, microbatches: int
+) -> tuple[tuple[Action, ...], ...]:
     """Of each machine; there are no updates in it, as they are the strategy's."""
     match schedule:
         case "gpipe":
-            table = gpipe(machines, micros)
+            table = gpipe(machines, microbatches)
         case "one_f_one_b":
-            table = one_f_one_b(machines, micros)
+            table = one_f_one_b(machines, microbatches)
         case "interleaved":  # a batch of few samples has no whole rounds: then some of the last one are left out
-            table = interleaved(machines, chunks, -(-micros // machines) * machines)
-    return tuple(tuple(action for action in row if action.kind != "U" and action.micro < micros) for row in table.rows)
+            table = interleaved(machines, stages_per_worker, -(-microbatches // machines) * machines)
+    return tuple(
+        tuple(action for action in row if action.kind != "U" and action.microbatch < microbatches) for row in table.rows
+    )

@@ -71,8 +71,8 @@ def _check_complete(table: Table) -> None:
     counts = Counter((machine, *action[:3]) for machine, row in enumerate(table.rows) for action in row)
     wanted = set()
     for stage in range(table.num_stages):
-        for micro in range(table.num_micros):
-            wanted |= {(table.home(stage, micro), stage, kind, micro) for kind in ("F", "B")}
+        for microbatch in range(table.num_microbatches):
+            wanted |= {(table.home(stage, microbatch), stage, kind, microbatch) for kind in ("F", "B")}
         for update in range(table.num_updates(stage)):
             wanted |= {(machine, stage, "U", update) for machine in table.homes[stage]}
     wrong = [
@@ -85,15 +85,15 @@ def _check_complete(table: Table) -> None:
 
 
 def needs(table: Table, machine: int, action: Action) -> list[tuple[int, Action]]:
-    """What must be done before an action: (machine, action), where only stage, kind and micro of the action count."""
-    stage, kind, micro, _ = action
+    """Return what an action waits for: (machine, action), of whose actions stage, kind and microbatch count."""
+    stage, kind, microbatch, _ = action
     if kind == "F":
-        return [(table.home(stage - 1, micro), Action(stage - 1, "F", micro, 0))] if stage else []
+        return [(table.home(stage - 1, microbatch), Action(stage - 1, "F", microbatch, 0))] if stage else []
     if kind == "B":
-        own = [(machine, Action(stage, "F", micro, 0))]
+        own = [(machine, Action(stage, "F", microbatch, 0))]
         later = stage + 1 < table.num_stages
-        return own + ([(table.home(stage + 1, micro), Action(stage + 1, "B", micro, 0))] if later else [])
-    return [(table.home(stage, m), Action(stage, "B", m, 0)) for m in table.micros_of(stage, micro)]
+        return own + ([(table.home(stage + 1, microbatch), Action(stage + 1, "B", microbatch, 0))] if later else [])
+    return [(table.home(stage, m), Action(stage, "B", m, 0)) for m in table.microbatches_of(stage, microbatch)]
 
 
 def _play(table: Table, costs: Costs) -> list[ActionSpan]:
@@ -124,7 +124,7 @@ def _check_version(table: Table, machine: int, action: Action, version: dict[tup
     key = (machine, action.stage)
     newest = version.get(key, 0)
     if action.kind == "U":
-        if action.version != newest + 1 or action.micro != newest:
+        if action.version != newest + 1 or action.microbatch != newest:
             raise ValueError(f"in {table.name}, {action} makes version {action.version} after version {newest}.")
         version[key] = action.version
     elif action.version > newest:

@@ -48,7 +48,7 @@ class Forecast:
     plan: Placement
     profile: Profile  # of one batch
     schedule: str  # or PARTITION
-    micros: int
+    microbatches: int
     network: LinkSpeed
 
     @cached_property
@@ -56,7 +56,7 @@ class Forecast:
         """Seconds between two batches, once it runs."""
         if self.schedule == PARTITION:
             return self._partition(2).total_s - self._partition(1).total_s
-        return steady_s(self.schedule, self.plan, self.micros, self._costs)
+        return steady_s(self.schedule, self.plan, self.microbatches, self._costs)
 
     @property
     def alone_s(self) -> float:
@@ -94,13 +94,13 @@ class Forecast:
         return sent + ring_bytes(len(machines), self.profile.parameter_bytes(units))
 
     def _table(self, batches: int) -> Table:
-        return table_of(self.schedule, self.plan, self.micros, batches)
+        return table_of(self.schedule, self.plan, self.microbatches, batches)
 
     @property
     def _costs(self) -> Costs:
         """Replicas of a stage wait for each other's gradients: two messages, in turn."""
         resources = Resources(num_machines=self.plan.num_machines, network=self.network)
-        costs = costs_of(self.schedule, self.plan, self.profile, resources, self.micros)
+        costs = costs_of(self.schedule, self.plan, self.profile, resources, self.microbatches)
         links = dict(costs.links_s)
         for number, stage in enumerate(self.plan.stages):
             if len(stage.machines) > 1:
@@ -111,7 +111,7 @@ class Forecast:
 
     @property
     def _micro(self) -> Profile:
-        return self.profile.scaled(1 / self.micros, 1 / self.micros)
+        return self.profile.scaled(1 / self.microbatches, 1 / self.microbatches)
 
     # ---- when who does what ----------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Forecast:
             return self._never_flushed(batches, first)
         spans = check(self._table(batches), self._costs).spans
         return [
-            ForecastSpan(s.machine, f"{s.action.kind}{s.action.micro % self.micros}", s.from_s, s.to_s)
+            ForecastSpan(s.machine, f"{s.action.kind}{s.action.microbatch % self.microbatches}", s.from_s, s.to_s)
             for s in spans
             if s.action.kind != "U"
         ]
@@ -135,11 +135,11 @@ class Forecast:
     def _never_flushed(self, batches: int, first: int) -> list[ForecastSpan]:
         ahead = full_after(self.schedule, self.plan)
         spans = check(self._table(2 * ahead + batches), self._costs).spans
-        begin = min(s.from_s for s in spans if s.action.stage == 0 and s.action.micro == ahead)
-        end = min(s.from_s for s in spans if s.action.stage == 0 and s.action.micro == ahead + batches)
+        begin = min(s.from_s for s in spans if s.action.stage == 0 and s.action.microbatch == ahead)
+        end = min(s.from_s for s in spans if s.action.stage == 0 and s.action.microbatch == ahead + batches)
         return [
             ForecastSpan(
-                s.machine, f"{s.action.kind}{s.action.micro - ahead + first}", s.from_s - begin, s.to_s - begin
+                s.machine, f"{s.action.kind}{s.action.microbatch - ahead + first}", s.from_s - begin, s.to_s - begin
             )
             for s in spans
             if s.action.kind != "U" and begin <= s.from_s < end
@@ -148,15 +148,17 @@ class Forecast:
     def _of_a_partition(self, batches: int) -> list[ForecastSpan]:
         times = self._partition(batches)
         return [
-            ForecastSpan(step.fragment[1], f"{step.kind}{step.micro % self.micros}", start, times.end_s[step])
+            ForecastSpan(
+                step.fragment[1], f"{step.kind}{step.microbatch % self.microbatches}", start, times.end_s[step]
+            )
             for step, start in times.start_s.items()
         ]
 
     def _partition(self, batches: int) -> Times[Step]:
-        return PartitionClock(self._micro, self.network).play(self.plan.stage_of(), batches * self.micros)
+        return PartitionClock(self._micro, self.network).play(self.plan.stage_of(), batches * self.microbatches)
 
 
-def as_batch(micro: Profile, samples: int) -> Profile:
+def as_batch(microbatch: Profile, samples: int) -> Profile:
     """A batch of so many samples, computed in microbatches like this one."""
-    times = samples / micro.batch_size
-    return msgspec.structs.replace(micro.scaled(times, times), batch_size=samples)
+    times = samples / microbatch.batch_size
+    return msgspec.structs.replace(microbatch.scaled(times, times), batch_size=samples)

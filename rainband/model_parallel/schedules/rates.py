@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise
 
 from rainband.model_parallel.placement.partitioners import Partitioner, make_plan
-from rainband.model_parallel.placement.pipedream_planner import interleaved, pipedream, straight
+from rainband.model_parallel.placement.pipedream_planner import interleaved, one_machine_per_stage, pipedream
 from rainband.model_parallel.placement.placement import Placement, is_interleaved
 from rainband.model_parallel.placement.profile import LinkSpeed, Profile, Resources
 from rainband.model_parallel.schedules import builders as schedules
@@ -17,7 +17,8 @@ from rainband.model_parallel.schedules.check import Costs, ScheduleFacts, check
 from rainband.model_parallel.schedules.table import Table, need
 
 FLUSHES = ("gpipe", "one_f_one_b", "interleaved")  # they train as one process does on the whole batch
-PLAN_WITH: dict[str, Partitioner] = {"pipedream": pipedream, "interleaved": interleaved}  # the others: straight
+# Other schedules: one_machine_per_stage.
+PLAN_WITH: dict[str, Partitioner] = {"pipedream": pipedream, "interleaved": interleaved}
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Played:
 
 def partitioner_for(schedule: str | None) -> Partitioner:
     """Who plans for a schedule, if nobody says otherwise."""
-    return pipedream if schedule is None else PLAN_WITH.get(schedule, straight)
+    return pipedream if schedule is None else PLAN_WITH.get(schedule, one_machine_per_stage)
 
 
 def check_schedule(name: str, plan: Placement | None = None) -> None:
@@ -43,13 +44,14 @@ def check_schedule(name: str, plan: Placement | None = None) -> None:
         return
     need(
         plan.kind == "pipeline",
-        "a schedule is for a pipeline, and the plan is a partition: leave --partitioner out, or use straight.",
+        "a schedule needs a pipeline, and the placement is a partition: omit --partitioner, or use "
+        "one_machine_per_stage.",
     )
     replicas = plan.replicas()
     need(
         name == "pipedream" or max(replicas) == 1,
         f"the plan has replicas {replicas} of stages, which only the schedule pipedream knows: leave --partitioner "
-        "out, or use straight.",
+        "out, or use one_machine_per_stage.",
     )
     several = is_interleaved(plan)
     need(
@@ -63,23 +65,23 @@ def check_schedule(name: str, plan: Placement | None = None) -> None:
     )
 
 
-def played(name: str, plan: Placement, profile: Profile, resources: Resources, micros: int) -> Played:
+def played(name: str, plan: Placement, profile: Profile, resources: Resources, microbatches: int) -> Played:
     """Play a schedule with the plan's stages; a batch has so many microbatches."""
     check_schedule(name, plan)
-    costs = costs_of(name, plan, profile, resources, micros)
-    table = table_of(name, plan, micros, batches=1)
-    batch_s = steady_s(name, plan, micros, costs)
+    costs = costs_of(name, plan, profile, resources, microbatches)
+    table = table_of(name, plan, microbatches, batches=1)
+    batch_s = steady_s(name, plan, microbatches, costs)
     if name == "pipedream" and plan.predicted is not None:  # replicas' updates take time, too
         batch_s = max(batch_s, plan.predicted.batch_s)
     return Played(plan, table, check(table, costs), batch_s, _late(table))
 
 
-def steady_s(name: str, plan: Placement, micros: int, costs: Costs) -> float:
+def steady_s(name: str, plan: Placement, microbatches: int, costs: Costs) -> float:
     """Seconds between two batches, once the pipeline is full: what doubling the number of batches adds."""
     if name == "pipedream":
-        micros = 1  # each microbatch is a batch of its own
+        microbatches = 1  # each microbatch is a batch of its own
     full = full_after(name, plan)
-    once, twice = (check(table_of(name, plan, micros, batches), costs).total_s for batches in (full, 2 * full))
+    once, twice = (check(table_of(name, plan, microbatches, batches), costs).total_s for batches in (full, 2 * full))
     return (twice - once) / full
 
 
@@ -91,41 +93,41 @@ def full_after(name: str, plan: Placement) -> int:
 
 
 def every_schedule(
-    profile: Profile, resources: Resources, micros: int, chunks: int = 2
+    profile: Profile, resources: Resources, microbatches: int, stages_per_worker: int = 2
 ) -> dict[str, Played | ValueError]:
     """Each schedule with the plan that suits it; where there is none, why."""
     found: dict[str, Played | ValueError] = {}
     for name in SCHEDULES:
         try:
             planner = partitioner_for(name)
-            planner = partial(interleaved, chunks=chunks) if planner is interleaved else planner
+            planner = partial(interleaved, stages_per_worker=stages_per_worker) if planner is interleaved else planner
             plan = make_plan(planner, profile, resources)
-            found[name] = played(name, plan, profile, resources, micros)
+            found[name] = played(name, plan, profile, resources, microbatches)
         except ValueError as error:
             found[name] = error
     return found
 
 
-def table_of(name: str, plan: Placement, micros: int, batches: int) -> Table:
+def table_of(name: str, plan: Placement, microbatches: int, batches: int) -> Table:
     """The schedule's table for so many batches of so many microbatches."""
     stages = len(plan.stages)
     match name:
         case "gpipe":
-            return schedules.gpipe(stages, micros, batches)
+            return schedules.gpipe(stages, microbatches, batches)
         case "one_f_one_b":
-            return schedules.one_f_one_b(stages, micros, batches)
+            return schedules.one_f_one_b(stages, microbatches, batches)
         case "interleaved":
             machines = len({stage.machines for stage in plan.stages})
-            return schedules.interleaved(machines, stages // machines, micros, batches)
-        case "two_buffered":
-            return schedules.two_buffered(stages, micros, max(2, batches))
+            return schedules.interleaved(machines, stages // machines, microbatches, batches)
+        case "pipedream_2bw":
+            return schedules.pipedream_2bw(stages, microbatches, max(2, batches))
         case _:
-            return schedules.pipedream(plan.replicas(), micros * batches)
+            return schedules.pipedream(plan.replicas(), microbatches * batches)
 
 
-def costs_of(name: str, plan: Placement, profile: Profile, resources: Resources, micros: int) -> Costs:
+def costs_of(name: str, plan: Placement, profile: Profile, resources: Resources, microbatches: int) -> Costs:
     """Of a microbatch: a batch's share, except where each microbatch is a batch of its own."""
-    share = 1 if name == "pipedream" else micros
+    share = 1 if name == "pipedream" else microbatches
     units = [[profile.by_name[unit] for unit in stage.units] for stage in plan.stages]
     return Costs(
         forward_s=tuple(sum(unit.forward_s for unit in stage) / share for stage in units),
@@ -154,6 +156,6 @@ def _late(table: Table) -> int:
     for row in table.rows:
         for action in row:
             if action.kind == "B":
-                update = action.micro // table.micros_per_update[action.stage]
+                update = action.microbatch // table.microbatches_per_update[action.stage]
                 late = max(late, update - action.version)
     return late

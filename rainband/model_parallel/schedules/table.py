@@ -10,17 +10,17 @@ from typing import Literal, NamedTuple
 class Action(NamedTuple):
     """One thing a machine does.
 
-    F, B   forward or backward of a microbatch through a stage, with the parameters of a version
-    U      update number `micro` of a stage: makes `version` of the one before it and of its microbatches' gradients
+    F, B   forward or backward of a microbatch through a stage, at the parameters of a version
+    U      update number `microbatch` of a stage: makes `version` from the one before it and its microbatches' gradients
     """
 
     stage: int
     kind: Literal["F", "B", "U"]
-    micro: int
+    microbatch: int
     version: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro}"
+        return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,25 @@ class Table:
     homes: tuple[
         tuple[int, ...], ...
     ]  # stage -> its machines; several: replicas, microbatch m goes to m mod their number
-    num_micros: int
-    micros_per_update: tuple[int, ...]  # of each stage
+    num_microbatches: int
+    microbatches_per_update: tuple[int, ...]  # of each stage
     stash: bool = True  # False: an update overwrites parameters that microbatches on the way will go back through
 
     @property
     def num_stages(self) -> int:
         return len(self.homes)
 
-    def home(self, stage: int, micro: int) -> int:
+    def home(self, stage: int, microbatch: int) -> int:
         """The machine that takes this microbatch through this stage."""
-        return self.homes[stage][micro % len(self.homes[stage])]
+        return self.homes[stage][microbatch % len(self.homes[stage])]
 
-    def micros_of(self, stage: int, update: int) -> range:
+    def microbatches_of(self, stage: int, update: int) -> range:
         """The microbatches whose gradients an update sums."""
-        size = self.micros_per_update[stage]
-        return range(update * size, min((update + 1) * size, self.num_micros))
+        size = self.microbatches_per_update[stage]
+        return range(update * size, min((update + 1) * size, self.num_microbatches))
 
     def num_updates(self, stage: int) -> int:
-        return -(-self.num_micros // self.micros_per_update[stage])
+        return -(-self.num_microbatches // self.microbatches_per_update[stage])
 
     @cached_property
     def last_use(self) -> dict[tuple[int, int, int], int]:
