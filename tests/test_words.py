@@ -1,0 +1,521 @@
+"""Words that a reader from outside cannot understand, or would understand otherwise: in texts, in names and in --help.
+
+To list every place: python -m tests.test_words [beginning of a path ...]
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("rainband", "examples", "reproduce", "docs")
+PAGES = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs")
+
+# What must not be written, as a pattern that ignores case, and what to write instead.
+BANNED = {
+    r"\bworlds?\b(?![ _-]size)": "runtime (where a run executes)",
+    r"\bbooks?\b": "batch accounting",
+    r"\bthird half\b": "coordinator part",
+    r"\b(workers?|servers?|coordinator|users?|other)('s|s')? hal(f|ves)\b": "part, or side",
+    r"(?<!lstm)(?<!rnn)(?<!gru)(?<!notebook )(?<!table )\bcells?\b": "work item, or batch",
+    r"\b(team)?mates?\b": "stage replicas, or the workers of one replica",
+    r"\bswitchboard\b": "event loop",
+    r"\b(own loops?|loops? of (your|one's|their|its|the user's) own)\b": "custom training loop",
+    r"\bwhoever\b": "name the actor",
+    r"\bin the mean\b(?! (of|over)\b)": "on average, or mean 4.6",
+    r"\bso (many|often|long)\b(?! (that|as)\b)": "the number itself, with its unit",
+    r"`(had|crossed|moved)`": "duplicate, overlaps, wrong_server",
+    r"\bleased again\b|\bleasing again\b": "reassigned",
+    r"\bcrews?\b": "workers and servers",
+    r"\bseats?\b": "rank, or position",
+    r"\bnests?\b": "pytree",
+    r"\bmade-up data\b": "synthetic data",
+    r"\bcome to nothing\b|\bcomes to nothing\b": "is discarded, by whom",
+    r"\bheard of\b": "without a heartbeat for",
+    r"\bvirtual worlds?\b|\bself-made\b": "simulation; custom",
+}
+# As whole string literals only: the results of a push.
+BANNED_LITERALS = {"had": "duplicate", "crossed": "overlaps", "moved": "wrong_server"}
+# How no docstring and no option begins: with a pronoun, or as a question.
+BANNED_OPENINGS = {
+    r"(who|what|whose|whoever|how|where|when|which|whether|why)\b": "a verb or a noun: Return ..., A worker ...",
+    r"[^.:]*\?": "Return True if ...",
+}
+# Parts of identifiers and of file names, by their words: own_loop and OwnLoop are "own loop".
+BANNED_NAMES = {
+    r"\bworlds?\b(?! size)": "runtime, cluster",
+    r"\bbooks?\b": "accounting",
+    r"\bthird half\b": "coordinator part",
+    r"\bcells?\b": "work_item, item",
+    r"\b(team)?mates?\b": "stage_replicas",
+    r"\bswitchboard\b": "event_loop",
+    r"\bown loops?\b": "training_loop",
+    r"\bwhoever\b": "name the actor",
+    r"\bin the mean\b": "mean",
+    r"\bso (many|often|long)\b": "count, interval, duration",
+    r"\bleased again\b": "reassigned",
+    r"\bcrews?\b": "workers, nodes",
+    r"\bseats?\b": "rank",
+    r"\bnests?\b": "pytree",
+}
+
+
+class Text(NamedTuple):
+    """Some words and where they are."""
+
+    where: str  # "rainband/fit.py" or "--help of train"
+    line: int
+    kind: str  # "prose", "docstring", "literal" or "name"
+    words: str
+
+
+# ---- collecting texts ----
+
+
+def texts_of_source(where: str, source: str) -> Iterator[Text]:
+    tree = ast.parse(source)
+    docstrings = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docstrings[first.value] = True
+        yield from (Text(where, getattr(node, "lineno", 1), "name", spaced(name)) for name in names_defined(node))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield Text(where, node.lineno, "docstring" if node in docstrings else "literal", node.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield Text(where, token.start[0], "prose", token.string.lstrip("# "))
+
+
+def names_defined(node: ast.AST) -> list[str]:
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return [name]
+        case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return [name]
+        case ast.alias(asname=str(name)):
+            return [name]
+        case _:
+            return []
+
+
+def spaced(name: str) -> str:
+    """Return an identifier as words: "own loop" for own_loop and for OwnLoop."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[_\W]+", " ", name).lower().strip()
+
+
+def texts_of_page(where: str, page: str) -> Iterator[Text]:
+    """Return the lines of a page, without the old paths and names that tables of changes must mention."""
+    for number, line in enumerate(page.splitlines(), 1):
+        line = re.sub(r"[\w/.-]*/[\w/.-]*", "", line)  # paths and addresses
+        if where == "CHANGELOG.md":
+            line = re.sub(r"`[^`]*`", "", line)
+        yield Text(where, number, "prose", line)
+
+
+def texts_of_help() -> Iterator[Text]:
+    for name, command in [("rainband", help_app()), *commands(help_app())]:
+        where = f"--help of {name}"
+        yield Text(where, 1, "docstring", command.help or "")
+        for parameter in command.params:
+            yield Text(where, 1, "docstring", getattr(parameter, "help", None) or "")
+            yield Text(where, 1, "name", spaced(parameter.name))
+
+
+@cache
+def help_app() -> Any:
+    import typer.main
+
+    from rainband.cli.main import build_app
+
+    return typer.main.get_command(build_app())
+
+
+def commands(group: Any) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        yield name, command
+        if subcommands := getattr(command, "commands", None):
+            yield from ((f"{name} {inner}", sub) for inner, sub in subcommands.items())
+
+
+@cache
+def all_texts() -> list[Text]:
+    texts = []
+    for path in files(SOURCES, ".py"):
+        where = str(path.relative_to(ROOT))
+        texts.append(Text(where, 0, "name", spaced(where.removesuffix(".py"))))
+        texts += texts_of_source(where, path.read_text(encoding="utf-8"))
+    for path in files(PAGES, ".md"):
+        where = str(path.relative_to(ROOT))
+        texts.append(Text(where, 0, "name", spaced(where.removesuffix(".md"))))
+        texts += texts_of_page(where, path.read_text(encoding="utf-8"))
+    return texts + list(texts_of_help())
+
+
+def files(places: tuple[str, ...], ending: str) -> list[Path]:
+    found = [path for place in places for path in (ROOT / place).rglob("*" + ending)]
+    return sorted(found + [ROOT / place for place in places if place.endswith(ending) and (ROOT / place).exists()])
+
+
+# ---- what is wrong with them ----
+
+
+def faults(text: Text) -> list[str]:
+    """Return what is wrong with a text, one sentence for each word."""
+    if text.kind == "name":
+        found = matches(BANNED_NAMES, text.words, re.search)
+    else:
+        found = matches(BANNED, text.words, re.search)
+    if text.kind == "docstring":
+        found += matches(BANNED_OPENINGS, text.words.strip(), re.match)
+    if text.kind == "literal" and text.words in BANNED_LITERALS:
+        found.append((text.words, BANNED_LITERALS[text.words]))
+    return [f"{text.where}:{text.line}: {word!r} ({text.kind}): say {instead}" for word, instead in found]
+
+
+def matches(table: dict[str, str], words: str, match: Any) -> list[tuple[str, str]]:
+    words = re.sub(r"\s+", " ", words)
+    return [(found[0], instead) for pattern, instead in table.items() if (found := match(pattern, words, re.I))]
+
+
+# ---- the texts obey ----
+
+
+# Files with offenders that wait to be repaired: nothing may be added, and what is repaired must be deleted here.
+NOT_YET: set[str] = {
+    "--help of calibrate",
+    "--help of explain",
+    "--help of export",
+    "--help of placement",
+    "--help of replay",
+    "--help of run",
+    "--help of runs",
+    "--help of runs compare",
+    "--help of runs show",
+    "--help of timeline",
+    "--help of train",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "README.md",
+    "docs/guides/add_strategy.md",
+    "docs/guides/full_batch.md",
+    "docs/guides/simulation.md",
+    "docs/guides/strategies.md",
+    "docs/guides/training_loop.md",
+    "docs/index.md",
+    "docs/internals/graph_partitioning.md",
+    "docs/internals/life_of_a_gradient.md",
+    "docs/internals/protocol.md",
+    "docs/internals/transports.md",
+    "docs/reference/cli.md",
+    "docs/reference/faq.md",
+    "docs/reference/run_directory.md",
+    "examples/image_classifier.py",
+    "examples/split_model.py",
+    "rainband/__init__.py",
+    "rainband/advice.py",
+    "rainband/bench/baselines/__init__.py",
+    "rainband/bench/baselines/data_parallel.py",
+    "rainband/bench/baselines/lbfgs.py",
+    "rainband/bench/cases/hogwild.py",
+    "rainband/bench/cases/lbfgs.py",
+    "rainband/bench/cases/ps.py",
+    "rainband/bench/cases/sim.py",
+    "rainband/bench/cases/stragglers.py",
+    "rainband/bench/harness/__init__.py",
+    "rainband/bench/harness/cluster.py",
+    "rainband/bench/harness/processes.py",
+    "rainband/bench/harness/rows.py",
+    "rainband/bench/harness/stage_runs.py",
+    "rainband/cli/complete.py",
+    "rainband/cli/configure.py",
+    "rainband/cli/doctor.py",
+    "rainband/cli/explain.py",
+    "rainband/cli/placement.py",
+    "rainband/cli/replay.py",
+    "rainband/cli/report_errors.py",
+    "rainband/cli/run.py",
+    "rainband/cli/runs.py",
+    "rainband/cli/stage_options.py",
+    "rainband/cli/timeline.py",
+    "rainband/cli/train.py",
+    "rainband/coordinator/__init__.py",
+    "rainband/coordinator/admission.py",
+    "rainband/coordinator/coordinator.py",
+    "rainband/coordinator/divergence_guard.py",
+    "rainband/coordinator/full_batch.py",
+    "rainband/coordinator/full_batch_duty.py",
+    "rainband/coordinator/journal.py",
+    "rainband/coordinator/leases.py",
+    "rainband/coordinator/liveness.py",
+    "rainband/coordinator/pending_command.py",
+    "rainband/coordinator/planning.py",
+    "rainband/coordinator/reporting.py",
+    "rainband/coordinator/shutdown.py",
+    "rainband/coordinator/state.py",
+    "rainband/coordinator/work_queue.py",
+    "rainband/errors.py",
+    "rainband/fit.py",
+    "rainband/full_batch/__init__.py",
+    "rainband/full_batch/descent.py",
+    "rainband/full_batch/line_search.py",
+    "rainband/join.py",
+    "rainband/minimize.py",
+    "rainband/model/block_optimizer.py",
+    "rainband/model/flat_parameters.py",
+    "rainband/model/gradient.py",
+    "rainband/model/optimizer_state.py",
+    "rainband/model/save.py",
+    "rainband/model_parallel/drawing/graph_layout.py",
+    "rainband/model_parallel/drawing/picture.py",
+    "rainband/model_parallel/drawing/text.py",
+    "rainband/model_parallel/execution/fragment_run.py",
+    "rainband/model_parallel/execution/microbatch_run.py",
+    "rainband/model_parallel/execution/stage.py",
+    "rainband/model_parallel/execution/submodel.py",
+    "rainband/model_parallel/execution/version_counter.py",
+    "rainband/model_parallel/execution/weight_stashing.py",
+    "rainband/model_parallel/execution/worker.py",
+    "rainband/model_parallel/graph/cut.py",
+    "rainband/model_parallel/graph/eval_graph.py",
+    "rainband/model_parallel/graph/fragment_order.py",
+    "rainband/model_parallel/graph/fragments.py",
+    "rainband/model_parallel/graph/graph.py",
+    "rainband/model_parallel/graph/split.py",
+    "rainband/model_parallel/graph/split_loss.py",
+    "rainband/model_parallel/graph/split_marks.py",
+    "rainband/model_parallel/graph/tile_regions.py",
+    "rainband/model_parallel/graph/tiles.py",
+    "rainband/model_parallel/graph/trace.py",
+    "rainband/model_parallel/placement/__init__.py",
+    "rainband/model_parallel/placement/partitioners.py",
+    "rainband/model_parallel/placement/pipedream_planner.py",
+    "rainband/model_parallel/placement/placement.py",
+    "rainband/model_parallel/placement/predict.py",
+    "rainband/model_parallel/placement/profile.py",
+    "rainband/model_parallel/placement/stage_plan.py",
+    "rainband/model_parallel/schedules/check.py",
+    "rainband/model_parallel/schedules/forecast.py",
+    "rainband/model_parallel/schedules/play.py",
+    "rainband/model_parallel/schedules/rates.py",
+    "rainband/model_parallel/schedules/table.py",
+    "rainband/protocol/__init__.py",
+    "rainband/protocol/accounting.py",
+    "rainband/protocol/data_plan.py",
+    "rainband/protocol/events.py",
+    "rainband/protocol/layout.py",
+    "rainband/protocol/messages.py",
+    "rainband/protocol/optimizer_spec.py",
+    "rainband/protocol/parameter_buffers.py",
+    "rainband/protocol/peer_inbox.py",
+    "rainband/protocol/steps.py",
+    "rainband/protocol/worker_stats.py",
+    "rainband/record/calibrate.py",
+    "rainband/record/message_cost.py",
+    "rainband/record/record.py",
+    "rainband/record/replay.py",
+    "rainband/record/spans.py",
+    "rainband/record/wakeup_latency.py",
+    "rainband/rules/__init__.py",
+    "rainband/rules/apply_every.py",
+    "rainband/rules/bounded.py",
+    "rainband/rules/clocks.py",
+    "rainband/rules/rounds.py",
+    "rainband/rules/sum_gradients.py",
+    "rainband/runtimes/__init__.py",
+    "rainband/runtimes/advice.py",
+    "rainband/runtimes/config.py",
+    "rainband/runtimes/hogwild/memory.py",
+    "rainband/runtimes/hogwild/server.py",
+    "rainband/runtimes/hogwild/worker.py",
+    "rainband/runtimes/processes/drive.py",
+    "rainband/runtimes/processes/launcher.py",
+    "rainband/runtimes/processes/prefetch.py",
+    "rainband/runtimes/processes/stage_process.py",
+    "rainband/runtimes/processes/worker_link.py",
+    "rainband/runtimes/processes/worker_main.py",
+    "rainband/runtimes/processes/worker_process.py",
+    "rainband/runtimes/processes/zygote_main.py",
+    "rainband/runtimes/result.py",
+    "rainband/runtimes/run.py",
+    "rainband/runtimes/run_directory.py",
+    "rainband/runtimes/simulation/aggregated.py",
+    "rainband/runtimes/simulation/cluster.py",
+    "rainband/runtimes/simulation/fault_injector.py",
+    "rainband/runtimes/simulation/gradients.py",
+    "rainband/runtimes/simulation/models/aggregated_servers.py",
+    "rainband/runtimes/simulation/models/clock.py",
+    "rainband/runtimes/simulation/models/cluster_model.py",
+    "rainband/runtimes/simulation/models/compute.py",
+    "rainband/runtimes/simulation/models/cores.py",
+    "rainband/runtimes/simulation/models/faults.py",
+    "rainband/runtimes/simulation/models/network.py",
+    "rainband/runtimes/simulation/models/trace.py",
+    "rainband/runtimes/simulation/nodes.py",
+    "rainband/runtimes/simulation/oracle/check.py",
+    "rainband/runtimes/simulation/oracle/ledger.py",
+    "rainband/runtimes/simulation/oracle/scenarios.py",
+    "rainband/runtimes/simulation/run.py",
+    "rainband/runtimes/simulation/shared_module.py",
+    "rainband/runtimes/simulation/stages.py",
+    "rainband/runtimes/simulation/worker.py",
+    "rainband/runtimes/stage_forecast.py",
+    "rainband/runtimes/stage_model.py",
+    "rainband/runtimes/stage_options.py",
+    "rainband/runtimes/stage_plan.py",
+    "rainband/runtimes/training_loop/batches.py",
+    "rainband/runtimes/training_loop/coroutine.py",
+    "rainband/runtimes/training_loop/loop.py",
+    "rainband/runtimes/training_loop/optimizer_checks.py",
+    "rainband/runtimes/training_loop/single_process.py",
+    "rainband/runtimes/training_loop/step_hooks.py",
+    "rainband/server/block.py",
+    "rainband/server/commands.py",
+    "rainband/server/server.py",
+    "rainband/settings.py",
+    "rainband/strategies/__init__.py",
+    "rainband/strategies/conjugate_gradient.py",
+    "rainband/strategies/downpour.py",
+    "rainband/strategies/hogwild.py",
+    "rainband/strategies/sandblaster.py",
+    "rainband/strategies/soft_sync.py",
+    "rainband/strategies/stale_sync.py",
+    "rainband/strategies/sync.py",
+    "rainband/strategy.py",
+    "rainband/tasks/__init__.py",
+    "rainband/tasks/clicks.py",
+    "rainband/tasks/mlp.py",
+    "rainband/tasks/source.py",
+    "rainband/tasks/task.py",
+    "rainband/transports/__init__.py",
+    "rainband/transports/auth.py",
+    "rainband/transports/connection.py",
+    "rainband/transports/event_loop.py",
+    "rainband/transports/frames.py",
+    "rainband/transports/hub.py",
+    "rainband/transports/peers.py",
+    "rainband/transports/peers_shared.py",
+    "rainband/transports/peers_tcp.py",
+    "rainband/transports/pytrees.py",
+    "rainband/transports/shared_memory.py",
+    "rainband/views/event_text.py",
+    "rainband/views/history.py",
+    "rainband/views/live_display.py",
+    "rainband/views/predicted_stages.py",
+    "rainband/views/progress.py",
+    "rainband/views/runs_text.py",
+    "rainband/views/schedule_chart.py",
+    "rainband/views/sinks/__init__.py",
+    "rainband/views/sinks/csv.py",
+    "rainband/views/sinks/sqlite.py",
+    "rainband/views/sinks/tensorboard.py",
+    "rainband/views/summary.py",
+    "rainband/views/training_time.py",
+    "rainband/views/warnings.py",
+    "rainband/worker/client.py",
+    "rainband/worker/periodic_eval.py",
+    "rainband/worker/session.py",
+    "rainband/worker/work_items.py",
+    "rainband/worker/worker.py",
+    "reproduce/adagrad_replicas.py",
+    "reproduce/image_nets.py",
+    "reproduce/partition_speed_up.py",
+    "reproduce/runs.py",
+    "reproduce/weight_stashing.py",
+}
+
+
+def test_no_text_and_no_name_has_a_banned_word() -> None:
+    offenders: dict[str, list[str]] = {}
+    for text in all_texts():
+        if found := faults(text):
+            offenders.setdefault(text.where, []).extend(found)
+    new = [fault for where, found in offenders.items() if where not in NOT_YET for fault in found]
+    repaired = sorted(NOT_YET - set(offenders))
+    if new or repaired:
+        pytest.fail("\n".join(new + [f"{where}: repaired, delete it from NOT_YET" for where in repaired]), False)
+
+
+def test_every_command_is_read() -> None:
+    read = {text.where for text in texts_of_help()}
+    assert {"--help of rainband", "--help of train", "--help of runs show"} <= read
+
+
+# ---- the test notices what it should ----
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""What a worker does."""',
+        'class A:\n    """Who waits for it."""',
+        "# the worker's half of it",
+        "x = 'staleness 4.61 updates in the mean'",
+        'x = f"the {count} cells of a round"',
+        'x = ("a loop of "\n     "your own")',
+        "RESULTS = ('applied', 'had')",
+        "def next_cell(): ...",
+        "class OwnLoop: ...",
+        "def f(world): ...",
+        "self.num_cells = 3",
+        "import rainband.protocol as books",
+        "if (mates := 3): ...",
+        '"""Is it finite everywhere?"""',
+        'def f():\n    """How many batches a lease has."""',
+    ],
+)
+def test_a_banned_word_in_a_source_is_noticed(source: str) -> None:
+    assert sum(len(faults(text)) for text in texts_of_source("a.py", source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "world_size = dist.get_world_size()",
+        "# the world size of torch.distributed",
+        "model = torch.nn.LSTMCell(3, 4)",
+        '"""A worker that had what was moved."""',
+        "# so often that nobody notices",
+        "estimate = approximates + mature",
+        '"""Return what was asked for."""',
+    ],
+)
+def test_what_is_allowed_in_a_source_is_left_alone(source: str) -> None:
+    assert [fault for text in texts_of_source("a.py", source) for fault in faults(text)] == []
+
+
+@pytest.mark.parametrize(
+    "where, line",
+    [
+        ("README.md", "a loop of your own"),
+        ("docs/a.md", "answers `had`"),
+        ("CHANGELOG.md", "`--world` is `--runtime` in every world"),
+    ],
+)
+def test_a_banned_word_on_a_page_is_noticed(where: str, line: str) -> None:
+    assert sum(len(faults(text)) for text in texts_of_page(where, line)) == 1
+
+
+@pytest.mark.parametrize(
+    "where, line", [("CHANGELOG.md", "`--world` is now `--runtime`"), ("ARCHITECTURE.md", "rainband/worlds/local.py")]
+)
+def test_old_names_in_tables_of_changes_are_left_alone(where: str, line: str) -> None:
+    assert [fault for text in texts_of_page(where, line) for fault in faults(text)] == []
+
+
+if __name__ == "__main__":
+    for sentence in (fault for text in all_texts() for fault in faults(text)):
+        if len(sys.argv) == 1 or sentence.startswith(tuple(sys.argv[1:])):
+            print(sentence)
