@@ -162,7 +162,7 @@ class Rule:
         return 0
 
     @property
-    def count(self) -> int | None:
+    def gradients_per_update(self) -> int | None:
         """Gradients that make the next update; None: as many as come."""
         return None
 

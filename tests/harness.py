@@ -330,7 +330,9 @@ class Node:
         samples = plan.samples_in(batch.portion, batch.k)
         client.stats.steps += 1
         client.stats.samples += samples
-        if plan.columns and not getattr(self.case.strategy, "backup_workers", 0):  # otherwise it shows who was late
+        if plan.items_per_round and not getattr(
+            self.case.strategy, "backup_workers", 0
+        ):  # otherwise it shows who was late
             self.check_round_read(plan.round_of(batch.portion, batch.k), plan)
         return Gradient(self.gradients(number), (batch,), samples, 0.0)
 
@@ -675,7 +677,7 @@ class SimulatedCluster:
     def versions_of(self, plan: DataPlan) -> list[list[Tensor]]:
         """In rounds: every version of every block, as it must be."""
         if not self.versions:
-            self.versions = [self.ledger.versions(b, plan.columns) for b in range(self.case.num_blocks)]
+            self.versions = [self.ledger.versions(b, plan.items_per_round) for b in range(self.case.num_blocks)]
         return self.versions
 
 

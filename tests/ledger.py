@@ -90,11 +90,11 @@ class Ledger:
             values[batch] -= LR * self.amount(block, batch)
         return values
 
-    def versions(self, block: int, columns: int, without: Collection[int] = ()) -> list[Tensor]:
+    def versions(self, block: int, items_per_round: int, without: Collection[int] = ()) -> list[Tensor]:
         """In rounds: every version of a block, from the first values to the last; some cells may have been dropped."""
         values = self.first(block)
         versions = [values.clone()]
-        for work_items in self.rounds(columns):
+        for work_items in self.rounds(items_per_round):
             counted = [b for b in work_items if b not in without]
             num_samples = sum(self.samples(b) for b in counted if b not in self.case.not_finite)
             for batch in counted:
@@ -103,10 +103,10 @@ class Ledger:
             versions.append(values.clone())
         return versions
 
-    def rounds(self, columns: int) -> list[range]:
+    def rounds(self, items_per_round: int) -> list[range]:
         per_epoch = self.case.batches_per_epoch
-        starts = [(e, at) for e in range(self.case.epochs) for at in range(0, per_epoch, columns)]
-        return [range(e * per_epoch + at, e * per_epoch + min(at + columns, per_epoch)) for e, at in starts]
+        starts = [(e, at) for e in range(self.case.epochs) for at in range(0, per_epoch, items_per_round)]
+        return [range(e * per_epoch + at, e * per_epoch + min(at + items_per_round, per_epoch)) for e, at in starts]
 
     def describe(self, block: int, found: Tensor, wanted: Tensor) -> str:
         """Name the batches whose elements are not what they must be."""
@@ -176,10 +176,10 @@ def check_block(ledger: Ledger, index: int, block: Block) -> None:
     skipped = {number_of(plan, p, k) for (p, _), mask in block.skipped.items() for k in bits(mask)}
     if skipped & accepted != skipped or not_finite & accepted - skipped:
         raise Wrong(f"block {index} skipped {skipped} of {accepted}; not finite are {set(not_finite)}")
-    if plan.columns:
+    if plan.items_per_round:
         reasons = {number_of(plan, p, k): reason for (p, reason), mask in block.skipped.items() for k in bits(mask)}
         late = [number for number, reason in reasons.items() if reason == TOO_LATE]
-        wanted = ledger.versions(index, plan.columns, late)[block.version]
+        wanted = ledger.versions(index, plan.items_per_round, late)[block.version]
     else:
         wanted = ledger.after(index, accepted - skipped)
     if not torch.equal(block.values, wanted.to(block.values.dtype)):

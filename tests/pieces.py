@@ -29,9 +29,9 @@ def make_plan(num_batches: int = 8, portion_batches: int = 4, **others: Any) -> 
     return DataPlan(fingerprint="data", layout="model", portion_batches=portion_batches, **given)
 
 
-def rounds_plan(num_batches: int = 6, columns: int = 3, portion_batches: int = 2, **others: Any) -> DataPlan:
+def rounds_plan(num_batches: int = 6, items_per_round: int = 3, portion_batches: int = 2, **others: Any) -> DataPlan:
     """Two rounds of three cells, unless told otherwise."""
-    return make_plan(num_batches, portion_batches, columns=columns, **others)
+    return make_plan(num_batches, portion_batches, items_per_round=items_per_round, **others)
 
 
 def named(portion: int, first: int, last: int | None = None, lease: int = 1) -> PushId:
@@ -41,13 +41,13 @@ def named(portion: int, first: int, last: int | None = None, lease: int = 1) -> 
 
 def make_push(name: PushId, worker: int = 0, block: int = 0, **others: Any) -> Push:
     given = {"sequence": 1, "samples": 1, "clock": 1, "term": 1, "version": 0, "dtype": "float32", "numel": NUMEL}
-    return Push(block=block, worker=worker, name=name, **{**given, **others})
+    return Push(block=block, worker=worker, push_id=name, **{**given, **others})
 
 
-def cell_push(plan: DataPlan, round_: int, column: int, **others: Any) -> Push:
+def cell_push(plan: DataPlan, round_: int, position: int, **others: Any) -> Push:
     """The push of one cell of a round."""
     group, k = divmod(round_, plan.portion_batches)
-    return make_push(named(group * plan.columns + column, k), at_version=round_, **others)
+    return make_push(named(group * plan.items_per_round + position, k), at_version=round_, **others)
 
 
 def layout_of(num_blocks: int, dtype: str = "float32") -> Layout:
@@ -80,9 +80,9 @@ def make_block(plan: DataPlan | None = None, server_part: ServerPart | None = No
 def make_server(num_blocks: int = 1, plan: DataPlan | None = None, loaded: bool = True, **others: Any) -> Server:
     """A server that owns all blocks; rounds if the plan has them."""
     plan = plan or make_plan()
-    server_part = make_server_part(MeanOfRound if plan.columns else ApplyOnArrival, **others)
+    server_part = make_server_part(MeanOfRound if plan.items_per_round else ApplyOnArrival, **others)
     server = Server(lambda _: server_part, lambda specs, buffers: [make_buffer(spec, buffers) for spec in specs])
-    server.receive(COORDINATOR, Assign(plan, specs_of(num_blocks), ({},), num_workers=len(WORKERS)))
+    server.receive(COORDINATOR, Assign(plan, specs_of(num_blocks), ({},), num_replicas=len(WORKERS)))
     for block in range(num_blocks if loaded else 0):
         server.receive(WORKERS[0], InitBlock(block, "float32", NUMEL), full(0.0))
     return server

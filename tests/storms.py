@@ -116,7 +116,7 @@ class SumOfArrivals(ApplyEvery):
 
     def flush(self, block: RuleBlock) -> None:
         if self.total is not None:
-            self.total.mul_(self.count)
+            self.total.mul_(self.gradients_per_update)
         super().flush(block)
 
 

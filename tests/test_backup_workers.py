@@ -26,8 +26,8 @@ Dropped = list[tuple[int, int]]
 class Chooser(Recorder):
     """A block with a number, that writes down what is dropped: (portion, batch)."""
 
-    def __init__(self, index: int, columns: int = 3) -> None:
-        super().__init__(rounds_plan(columns=columns))
+    def __init__(self, index: int, items_per_round: int = 3) -> None:
+        super().__init__(rounds_plan(items_per_round=items_per_round))
         self.index = index
         self.dropped: Dropped = []
 
@@ -39,9 +39,9 @@ class Chooser(Recorder):
 def test_of_three_cells_the_first_two_make_the_round_and_the_last_is_dropped() -> None:
     rule, block = FirstArrivalsOfRound(needed=2), Chooser(index=0)
 
-    rule.absorb(block, cell_push(block.plan, 0, column=2), number(6.0))
+    rule.absorb(block, cell_push(block.plan, 0, position=2), number(6.0))
     assert block.numbers() == [] and rule.buffered == 1
-    rule.absorb(block, cell_push(block.plan, 0, column=0), number(2.0))
+    rule.absorb(block, cell_push(block.plan, 0, position=0), number(2.0))
 
     assert block.numbers() == [4.0] and rule.buffered == 0
     assert rule.chosen == [RoundChosen(0, (0, 2))] and block.dropped == [(1, 0)]
@@ -49,21 +49,21 @@ def test_of_three_cells_the_first_two_make_the_round_and_the_last_is_dropped() -
 
 def test_another_block_waits_until_it_is_told_which_and_takes_the_same() -> None:
     rule, block = FirstArrivalsOfRound(needed=2), Chooser(index=1)
-    for column, value in ((1, 100.0), (2, 6.0)):
-        rule.absorb(block, cell_push(block.plan, 0, column=column), number(value))
+    for position, value in ((1, 100.0), (2, 6.0)):
+        rule.absorb(block, cell_push(block.plan, 0, position=position), number(value))
     assert block.numbers() == [] and rule.buffered == 2
 
     rule.choose(block, RoundChosen(0, (0, 2)))
     assert block.numbers() == []  # one of them has yet to come
-    rule.absorb(block, cell_push(block.plan, 0, column=0), number(2.0))
+    rule.absorb(block, cell_push(block.plan, 0, position=0), number(2.0))
 
     assert block.numbers() == [4.0] and block.dropped == [(1, 0)] and rule.buffered == 0
 
 
 def test_a_choice_that_comes_twice_or_too_late_changes_nothing() -> None:
     rule, block = FirstArrivalsOfRound(needed=2), Chooser(index=1)
-    for column in (0, 2):
-        rule.absorb(block, cell_push(block.plan, 0, column=column), number(1.0))
+    for position in (0, 2):
+        rule.absorb(block, cell_push(block.plan, 0, position=position), number(1.0))
     for _ in range(2):
         rule.choose(block, RoundChosen(0, (0, 2)))
 
@@ -72,9 +72,9 @@ def test_a_choice_that_comes_twice_or_too_late_changes_nothing() -> None:
 
 def test_a_short_last_round_needs_no_more_cells_than_it_has() -> None:
     rule, block = FirstArrivalsOfRound(needed=2), Chooser(index=0)
-    block.plan = rounds_plan(num_batches=4, columns=3)
+    block.plan = rounds_plan(num_batches=4, items_per_round=3)
     block.version = 1
-    rule.absorb(block, cell_push(block.plan, 1, column=0), number(7.0))
+    rule.absorb(block, cell_push(block.plan, 1, position=0), number(7.0))
     assert block.numbers() == [7.0] and block.dropped == []
 
 

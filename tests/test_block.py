@@ -133,7 +133,7 @@ def test_an_optimizer_that_writes_more_than_once_works_on_a_copy(monkeypatch: py
 
 
 def test_in_rounds_version_r_is_not_touched_while_r_plus_1_is_made() -> None:
-    block = make_block(plan := rounds_plan(columns=1), make_server_part(MeanOfRound))
+    block = make_block(plan := rounds_plan(items_per_round=1), make_server_part(MeanOfRound))
 
     for round_ in range(3):
         block.apply(full(1.0), [cell_push(plan, round_ % 2, 0)], ())
@@ -192,13 +192,15 @@ def test_staleness_is_the_updates_between_the_read_and_the_apply() -> None:
 
 
 def test_the_tally_counts_what_is_marked_applied_skipped_and_buffered() -> None:
-    block = make_block(plan := rounds_plan(num_batches=9, columns=3, portion_batches=3), make_server_part(MeanOfRound))
+    block = make_block(
+        plan := rounds_plan(num_batches=9, items_per_round=3, portion_batches=3), make_server_part(MeanOfRound)
+    )
     pushes = [cell_push(plan, 0, 0), cell_push(plan, 0, 1, skip="not finite"), cell_push(plan, 0, 2)]
     pushes.append(cell_push(plan, 1, 2))
     for push in pushes:
-        block.accepted_set.add(push.name)
+        block.accepted_set.add(push.push_id)
         if push.skip:
-            block.skip(push.name, push.skip)
+            block.skip(push.push_id, push.skip)
         block.rule.absorb(block, push, None if push.skip else full(1.0))
 
     assert block.tally() == Tally(accepted=4, applied=2, skipped=1, buffered=1)

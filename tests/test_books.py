@@ -16,7 +16,7 @@ from tests.pieces import full, make_plan, make_push, make_server, named, send
 
 def report(*blocks: Tally, **others: Any) -> Report:
     return Report(
-        low=0,
+        first_open=0,
         full=(),
         accepted=min(b.accepted for b in blocks),
         updates=others.pop("updates", 0),
@@ -75,7 +75,7 @@ def test_a_run_that_ended_early_says_how_many_were_not_done() -> None:
 
 
 def test_a_server_without_blocks_says_nothing() -> None:
-    empty = Report(low=0, full=(), accepted=0, updates=0)
+    empty = Report(first_open=0, full=(), accepted=0, updates=0)
     assert books_of(report(Tally(8, 8, 0, 0)), empty).applied == 8
 
 

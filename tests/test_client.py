@@ -117,8 +117,8 @@ class Setting:
         self.client.receive(Ack(block, sequence, result, term=1, version=1, reason=reason))
 
     def params(self, block: int, sequence: int, value: float = 0.0, **others: Any) -> None:
-        late = others.get("late", False)
-        message = Params(block, sequence, 1, others.get("version", 0), others.get("point", -1), late)
+        late = others.get("round_over", False)
+        message = Params(block, sequence, 1, others.get("version", 0), others.get("at_version", -1), late)
         self.client.receive(message, None if late or self.ports[block].direct else full(value))
 
     def values(self) -> list[float]:
@@ -158,13 +158,13 @@ def test_a_lease_is_cut_into_cells_that_never_mix_groups() -> None:
     ]
 
 
-@pytest.mark.parametrize("columns", [0, 2])
-def test_a_cell_says_whether_another_one_is_at_hand(columns: int) -> None:
-    s = Setting(make_plan(num_batches=8, portion_batches=2, columns=columns))
+@pytest.mark.parametrize("items_per_round", [0, 2])
+def test_a_cell_says_whether_another_one_is_at_hand(items_per_round: int) -> None:
+    s = Setting(make_plan(num_batches=8, portion_batches=2, items_per_round=items_per_round))
     s.lease(0, (0,))
     s.lease(1, (0,))
     work_items = [s.client.next_item()]
-    for block in range(2 if columns else 0):  # the round it has asked for begins
+    for block in range(2 if items_per_round else 0):  # the round it has asked for begins
         s.params(block, s.client.sequence, at_version=0)
     work_items += [s.client.next_item(), s.client.next_item()]
     assert [work_item.more for work_item in work_items if work_item is not None] == [True, False]
@@ -267,7 +267,7 @@ def test_a_push_goes_to_every_block_under_one_number_with_its_own_piece() -> Non
 
     (first,), (second,) = s.ports[0].sent, s.ports[1].sent
     assert isinstance(first, Push) and isinstance(second, Push)
-    assert first.name == second.name == (BatchRange(1, 2, 4, lease=4),)
+    assert first.push_id == second.push_id == (BatchRange(1, 2, 4, lease=4),)
     assert (first.worker, first.sequence, first.clock, first.samples) == (3, 1, 1, 2)
     assert (first.block, first.version, second.block, second.version) == (0, 5, 1, 6)
     assert torch.equal(s.ports[0].payloads[0], full(1.0)) and torch.equal(s.ports[1].payloads[0], full(2.0))
@@ -287,7 +287,7 @@ def test_one_nan_anywhere_skips_the_batches_on_every_block() -> None:
 
     for port in s.ports:
         (skip,) = port.all(Push)
-        assert (skip.skip, skip.name, skip.samples) == ("not finite", named(0, 0, 2), 0)
+        assert (skip.skip, skip.push_id, skip.samples) == ("not finite", named(0, 0, 2), 0)
         assert port.payloads == []
     s.ack(0, 1)
     s.ack(1, 1)
@@ -305,7 +305,7 @@ def test_what_a_server_finds_bad_is_skipped_on_that_block_alone() -> None:
     assert not handle.ready()
     assert len(s.ports[0].all(Push)) == 1
     skip = s.ports[1].all(Push)[1]
-    assert (skip.skip, skip.name, skip.sequence, skip.block) == ("refused: not finite", named(0, 0), 1, 1)
+    assert (skip.skip, skip.push_id, skip.sequence, skip.block) == ("refused: not finite", named(0, 0), 1, 1)
     s.ack(1, 1)
     assert handle.ready() and s.returned() == [Return(0, 1, LeaseEnd.DONE)]
 
@@ -410,7 +410,7 @@ def test_an_exchange_of_a_gradient_that_is_not_finite_still_brings_the_parameter
 
 def in_rounds(direct: bool = False) -> Setting:
     """Two columns of four rounds; this worker has the second column."""
-    s = Setting(rounds_plan(num_batches=8, columns=2, portion_batches=4), direct)
+    s = Setting(rounds_plan(num_batches=8, items_per_round=2, portion_batches=4), direct)
     s.lease(1, (0, 1, 2, 3))
     return s
 
@@ -469,7 +469,7 @@ def test_a_missing_cell_of_a_lower_round_is_asked_for_though_a_later_one_was() -
 def test_a_round_that_is_over_is_not_ours_to_do_any_more() -> None:
     s = in_rounds()
     s.next_batches()
-    s.params(0, pull_of(s).sequence, at_version=0, late=True)
+    s.params(0, pull_of(s).sequence, at_version=0, round_over=True)
 
     assert not s.returned()
     s.next_batches()
@@ -477,10 +477,10 @@ def test_a_round_that_is_over_is_not_ours_to_do_any_more() -> None:
 
 
 def test_a_lease_whose_rounds_are_all_over_is_given_back() -> None:
-    s = Setting(rounds_plan(num_batches=8, columns=2, portion_batches=4))
+    s = Setting(rounds_plan(num_batches=8, items_per_round=2, portion_batches=4))
     s.lease(1, (0,))
     s.next_batches()
-    s.params(1, pull_of(s).sequence, at_version=0, late=True)
+    s.params(1, pull_of(s).sequence, at_version=0, round_over=True)
 
     assert s.returned() == [Return(1, 1, LeaseEnd.DONE)] and s.next_batches() == []
 
@@ -498,7 +498,7 @@ def test_a_version_that_goes_while_it_is_read_in_place_is_late() -> None:
 
 
 def test_late_answers_to_a_push_settle_it() -> None:
-    s = Setting(rounds_plan(num_batches=8, columns=2, portion_batches=4))
+    s = Setting(rounds_plan(num_batches=8, items_per_round=2, portion_batches=4))
     s.lease(1, (0,))
     s.push(1, 0)
     s.ack(0, 1, PushResult.LATE)

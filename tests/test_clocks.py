@@ -31,7 +31,7 @@ from rainband.server.server import Server
 from rainband.strategies.stale_sync import StaleSync
 from tests.harness import Faults, Node, SimulatedCluster, run
 from tests.ledger import LR, Case, Ledger, number_of
-from tests.pieces import WORKERS, full, make_place, make_plan, make_push, make_server_part, named, specs_of
+from tests.pieces import WORKERS, full, make_buffer, make_plan, make_push, make_server_part, named, specs_of
 from tests.storms import run_seed
 from tests.test_rules import Recorder, number
 
@@ -220,8 +220,8 @@ def test_a_bound_goes_from_first_to_last_as_the_data_is_done_and_each_reader_is_
 
 def make_server(bound: int, num_blocks: int = 1) -> Server:
     server_part = make_server_part(lambda: StalenessBound(bound))
-    server = Server(lambda _: server_part, lambda specs, buffers: [make_place(spec, buffers) for spec in specs])
-    server.receive(COORDINATOR, Assign(make_plan(16), specs_of(num_blocks), ({},), num_workers=2))
+    server = Server(lambda _: server_part, lambda specs, buffers: [make_buffer(spec, buffers) for spec in specs])
+    server.receive(COORDINATOR, Assign(make_plan(16), specs_of(num_blocks), ({},), num_replicas=2))
     for block in range(num_blocks):
         server.receive(WORKERS[0], InitBlock(block, "float32", 32), full(0.0))
     return server

@@ -18,7 +18,7 @@ from tests.ledger import Case
 from tests.pieces import (
     WORKERS,
     full,
-    make_place,
+    make_buffer,
     make_plan,
     make_push,
     make_server_part,
@@ -41,8 +41,8 @@ STRATEGIES: list[Strategy] = [
 
 def make_server(rule: Rule) -> Server:
     half = make_server_part(lambda: rule, lr=0.5)
-    server = Server(lambda _: half, lambda specs, buffers: [make_place(spec, buffers) for spec in specs])
-    server.receive(COORDINATOR, Assign(make_plan(16), specs_of(1), ({},), num_workers=2))
+    server = Server(lambda _: half, lambda specs, buffers: [make_buffer(spec, buffers) for spec in specs])
+    server.receive(COORDINATOR, Assign(make_plan(16), specs_of(1), ({},), num_replicas=2))
     server.receive(WORKERS[0], InitBlock(0, "float32", 32), full(0.0))
     return server
 

@@ -97,7 +97,7 @@ class Run:
         return self.from_worker(index, Return(lease.portion, lease.lease, reason))
 
     def report(self, server: int, accepted: int, full: tuple[int, ...] = (), **others: Any) -> list[Message]:
-        given = {"low": 0, "updates": accepted, "blocks": (Tally(accepted, accepted, 0, 0),), **others}
+        given = {"first_open": 0, "updates": accepted, "blocks": (Tally(accepted, accepted, 0, 0),), **others}
         return self.from_server(server, Report(full=full, accepted=accepted, **given))
 
     def reports(self, accepted: int, full: tuple[int, ...] = (), **others: Any) -> list[Message]:
@@ -215,9 +215,9 @@ def test_who_comes_late_begins_at_once() -> None:
 @pytest.mark.parametrize("phase", ["flushing", "finishing", "concluding"])
 def test_who_comes_when_all_is_done_is_sent_away_and_not_waited_for(phase: str) -> None:
     run = running(num_workers=1)
-    run.reports(8, low=8)
+    run.reports(8, first_open=8)
     if phase != "flushing":
-        run.reports(8, low=8, flushed=True)
+        run.reports(8, first_open=8, flushed=True)
     if phase == "concluding":
         run.from_worker(0, Ended(8))
     assert run.phase == phase
@@ -252,9 +252,9 @@ def test_a_portion_is_done_when_the_marks_say_so_not_when_a_worker_does() -> Non
     run.returns(0, first)
     run.returns(1, second)
     assert run.coordinator.state.batches_done() == 0 and run.phase == "running"
-    run.report(0, accepted=2, low=2)
+    run.report(0, accepted=2, first_open=2)
     assert run.phase == "running"
-    run.report(1, accepted=2, low=2)
+    run.report(1, accepted=2, first_open=2)
 
     assert run.phase == "flushing"
 
@@ -273,7 +273,7 @@ def test_what_was_returned_as_done_and_is_not_in_the_marks_in_time_is_asked_for(
 
 def test_nobody_takes_a_servers_answer_from_a_worker() -> None:
     run = running(num_workers=1, num_servers=1)
-    run.from_worker(0, Report(low=8, full=(), accepted=8, updates=8, blocks=(Tally(8, 8, 0, 0),)))
+    run.from_worker(0, Report(first_open=8, full=(), accepted=8, updates=8, blocks=(Tally(8, 8, 0, 0),)))
     assert run.coordinator.state.batches_done() == 0
 
 
@@ -573,7 +573,7 @@ def test_one_worker_warms_up_alone() -> None:
     (lease,) = run.wants(0)
     run.returns(0, lease)
 
-    outs = run.reports(8, low=1)
+    outs = run.reports(8, first_open=1)
 
     assert [m.portion for m in outs if isinstance(m, Lease)] == [1]
 
@@ -594,7 +594,7 @@ def test_columns_are_shared_evenly() -> None:
     run = running(num_workers=4, num_samples=64, rounds=True)
     leases = {worker: run.wants(worker)[0].portion for worker in range(4)}
     assert leases == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert run.coordinator.plan is not None and run.coordinator.plan.columns == 4
+    assert run.coordinator.plan is not None and run.coordinator.plan.items_per_round == 4
 
 
 def test_a_dead_workers_column_goes_to_one_that_waits() -> None:
@@ -658,7 +658,7 @@ def test_who_has_as_many_columns_as_it_can_takes_none_from_others() -> None:
 
 def test_there_are_no_more_columns_than_batches() -> None:
     run = running(num_workers=4, num_samples=3, rounds=True)
-    assert run.coordinator.plan is not None and run.coordinator.plan.columns == 3
+    assert run.coordinator.plan is not None and run.coordinator.plan.items_per_round == 3
 
 
 # ---- the end ----
@@ -668,7 +668,7 @@ def finished() -> Run:
     """All is in the marks; the servers were asked to flush."""
     run = running()
     run.wants(0)
-    run.reports(8, low=8)
+    run.reports(8, first_open=8)
     assert run.phase == "flushing"
     assert Flush() in run.told("server 0") and Flush() in run.told("server 1")
     return run
@@ -676,13 +676,13 @@ def finished() -> Run:
 
 def test_a_run_ends_step_by_step() -> None:
     run = finished()
-    assert run.report(0, 8, low=8, flushed=True) == []
-    assert run.report(1, 8, low=8, flushed=True) == [Finish(), Finish()] and run.phase == "finishing"
+    assert run.report(0, 8, first_open=8, flushed=True) == []
+    assert run.report(1, 8, first_open=8, flushed=True) == [Finish(), Finish()] and run.phase == "finishing"
     assert run.from_worker(0, Ended(5)) == []
     assert Conclude("model") in run.from_worker(1, Ended(3)) and run.phase == "concluding"
     assert ReportRequest() in run.told("server 0")
     run.from_worker(0, Concluded({"accuracy": 0.5}))
-    outs = run.reports(8, low=8)
+    outs = run.reports(8, first_open=8)
 
     assert outs == [Shutdown("")] * 4 and run.phase == "over"
     assert run.coordinator.metrics == {"accuracy": 0.5} and run.coordinator.outcome == "finished"
@@ -692,14 +692,14 @@ def test_a_run_ends_step_by_step() -> None:
 
 def test_a_report_that_was_asked_for_meanwhile_does_not_undo_the_flush() -> None:
     run = finished()
-    run.report(0, 8, low=8, flushed=True)
-    run.report(0, 8, low=8)  # the answer to a tick
-    assert run.report(1, 8, low=8, flushed=True) == [Finish(), Finish()]
+    run.report(0, 8, first_open=8, flushed=True)
+    run.report(0, 8, first_open=8)  # the answer to a tick
+    assert run.report(1, 8, first_open=8, flushed=True) == [Finish(), Finish()]
 
 
 def test_the_saved_buffers_are_the_mean_weighted_by_samples() -> None:
     run = finished()
-    run.reports(8, low=8, flushed=True)
+    run.reports(8, first_open=8, flushed=True)
     run.from_worker(0, Ended(3), np.array([2.0, 4.0]).tobytes())
     outs = run.coordinator.receive(Peer("worker", 1), Ended(1), run.now, np.array([6.0, 0.0]).tobytes())
 
@@ -709,7 +709,7 @@ def test_the_saved_buffers_are_the_mean_weighted_by_samples() -> None:
 
 def concluding() -> Run:
     run = finished()
-    run.reports(8, low=8, flushed=True)
+    run.reports(8, first_open=8, flushed=True)
     for worker in (0, 1):
         run.from_worker(worker, Ended(4))
     assert run.phase == "concluding" and run.coordinator.ending.concluder == 0
@@ -742,7 +742,7 @@ def test_when_all_that_could_save_the_model_fall_silent_one_of_them_is_asked_aga
 
 def test_who_falls_silent_while_the_run_ends_is_not_waited_for() -> None:
     run = finished()
-    run.reports(8, low=8, flushed=True)
+    run.reports(8, first_open=8, flushed=True)
     run.from_worker(1, Ended(4))
     run.now += TIMEOUT_S + 1
     run.heartbeats(1)
@@ -752,8 +752,8 @@ def test_who_falls_silent_while_the_run_ends_is_not_waited_for() -> None:
 
 def test_several_may_fall_silent_at_once() -> None:
     run = running(num_workers=3)
-    run.reports(8, low=8)
-    run.reports(8, low=8, flushed=True)
+    run.reports(8, first_open=8)
+    run.reports(8, first_open=8, flushed=True)
     run.from_worker(2, Ended(8))
     run.now += TIMEOUT_S + 1
     run.heartbeats(2)
@@ -763,7 +763,7 @@ def test_several_may_fall_silent_at_once() -> None:
 
 def test_if_all_are_silent_the_run_waits_for_one_of_them() -> None:
     run = finished()
-    run.reports(8, low=8, flushed=True)
+    run.reports(8, first_open=8, flushed=True)
     run.ticks(TIMEOUT_S + 1)
     assert run.phase == "finishing" and run.coordinator.outcome == "finished"
 
@@ -827,7 +827,7 @@ def test_the_users_error_is_shown_once_and_ends_the_run() -> None:
 def test_one_worker_without_servers_is_done_when_its_own_marks_say_so() -> None:
     run = Run(num_workers=1, num_servers=0)
     assert [type(m) for m in run.joins(0)] == [Welcome, Go]
-    own = Report(low=2, full=(), accepted=8, updates=8, blocks=(Tally(8, 8, 0, 0),))
+    own = Report(first_open=2, full=(), accepted=8, updates=8, blocks=(Tally(8, 8, 0, 0),))
 
     assert run.wants(0) and Finish() in run.from_worker(0, own)
     assert Conclude("model") in run.from_worker(0, Ended(8))

@@ -192,7 +192,7 @@ def test_a_report_says_what_is_complete_what_is_skipped_and_what_was_missed() ->
     memory.refuse(1)
     report = reported(hogwild_server, Flush())
 
-    assert (report.low, report.full, report.accepted, report.updates) == (1, (2,), 12, 11)
+    assert (report.first_open, report.full, report.accepted, report.updates) == (1, (2,), 12, 11)
     assert report.skipped == (Skipped(2, 0b1000, "not finite"),)
     assert report.refused == {"revoked": 1} and report.flushed and report.guard
     (missed,) = report.missed
@@ -212,7 +212,7 @@ def test_marks_are_a_set_however_often_and_by_whom_they_are_made(made: list[tupl
 
     assert report.accepted == len(done)
     complete = [p for p in range(3) if all((p, k) in done for k in range(PLAN.batches_in(p)))]
-    assert sorted({*range(report.low), *report.full}) == complete
+    assert sorted({*range(report.first_open), *report.full}) == complete
     assert report.blocks[0].applied == sum(not skipped for *_, skipped in inside)
 
 

@@ -75,7 +75,7 @@ def forget_drops_buffer(patch: pytest.MonkeyPatch) -> None:
     """What a dead worker gave to an unfinished round is thrown away."""
 
     def forget(rule: MeanOfRound, block: Block, worker: int) -> None:
-        rule.early = {column: kept for column, kept in rule.early.items() if kept[0].worker != worker}
+        rule.early = {position: kept for position, kept in rule.early.items() if kept[0].worker != worker}
 
     patch.setattr(MeanOfRound, "forget", forget)
 
@@ -150,8 +150,8 @@ def each_server_forgets_the_dead(patch: pytest.MonkeyPatch) -> None:
     """A round is the mean over those who are there: each block by itself stops waiting for a dead worker."""
 
     def forget(rule: MeanOfRound, block: Block, worker: int) -> None:
-        for column in sorted(rule.early):
-            rule._add(*rule.early.pop(column))
+        for position in sorted(rule.early):
+            rule._add(*rule.early.pop(position))
         if rule.pushes:
             rule._finish(block)
 
@@ -179,7 +179,7 @@ def version_r_dropped_early(patch: pytest.MonkeyPatch) -> None:
 
     def read(server: Server, params: Params) -> tuple[Params, Tensor | None]:
         if params.at_version >= 0 and server.blocks[params.block].version > params.at_version:
-            return replaced(params, late=True), None
+            return replaced(params, round_over=True), None
         return true_read(server, params)
 
     def read_in_place(port: LinePort, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
@@ -224,7 +224,7 @@ def what_is_gathered_is_not_flushed(patch: pytest.MonkeyPatch) -> None:
     true_flush = ApplyEvery.flush
 
     def flush(rule: ApplyEvery, block: Block) -> None:
-        if len(rule.pushes) == rule.count:
+        if len(rule.pushes) == rule.gradients_per_update:
             true_flush(rule, block)
 
     patch.setattr(ApplyEvery, "flush", flush)

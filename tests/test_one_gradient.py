@@ -165,7 +165,7 @@ def test_one_gradient() -> None:
     handle = client.push(gradient)
     ((push, payload),) = wire.sent
     assert isinstance(push, Push) and payload is not None
-    assert push.name == (BatchRange(portion=0, first=0, last=1, lease=1),)
+    assert push.push_id == (BatchRange(portion=0, first=0, last=1, lease=1),)
     assert (push.block, push.worker, push.samples, push.version) == (0, 0, 1, 0)
     assert payload[:2].tolist() == SAMPLES[sample].tolist() and payload[2:].count_nonzero() == 0
 
@@ -193,7 +193,7 @@ def test_one_gradient() -> None:
 
     # ---- 7. done is what the marks say: the server has told the coordinator so by itself ---------------------------
 
-    assert isinstance(report, Report) and (report.low, report.accepted) == (1, 1)
+    assert isinstance(report, Report) and (report.first_open, report.accepted) == (1, 1)
     coordinator.receive(SERVER, report, now=0.0)
     assert coordinator.state.batches_done() == 1
     accounting = coordinator.accounting()

@@ -47,32 +47,32 @@ def test_portions_are_numbered_through_all_epochs() -> None:
 def test_the_place_in_the_schedule_is_the_part_of_the_run_before_the_batch() -> None:
     plan = make_plan(num_batches=4, portion_batches=2, epochs=2)
 
-    assert plan.position(0, 0) == 0
-    assert plan.position(1, 1) == 3 / 8
-    assert plan.position(2, 0) == 1 / 2
+    assert plan.progress(0, 0) == 0
+    assert plan.progress(1, 1) == 3 / 8
+    assert plan.progress(2, 0) == 1 / 2
 
 
 # ---- the plan, in rounds ----
 
 
 def test_seven_batches_for_three_columns_are_three_rounds_and_the_last_has_one_cell() -> None:
-    plan = rounds_plan(num_batches=7, columns=3, portion_batches=2)
+    plan = rounds_plan(num_batches=7, items_per_round=3, portion_batches=2)
 
     assert plan.num_rounds == 3
     assert [plan.items_in_round(r) for r in range(3)] == [3, 3, 1]
 
 
 def test_a_portion_is_one_column_of_consecutive_rounds() -> None:
-    plan = rounds_plan(num_batches=7, columns=3, portion_batches=2)
+    plan = rounds_plan(num_batches=7, items_per_round=3, portion_batches=2)
     numbers = [[plan.number(p, k) for k in range(plan.batches_in(p))] for p in range(plan.num_portions)]
 
     assert numbers == [[0, 3], [1, 4], [2, 5], [6], [], []]
-    assert [plan.column_of(p) for p in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [plan.position_of(p) for p in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [plan.round_of(0, 0), plan.round_of(0, 1), plan.round_of(3, 0)] == [0, 1, 2]
 
 
 def test_rounds_are_numbered_through_all_epochs() -> None:
-    plan = rounds_plan(num_batches=3, columns=2, portion_batches=2, epochs=2)
+    plan = rounds_plan(num_batches=3, items_per_round=2, portion_batches=2, epochs=2)
 
     assert plan.num_rounds == 4
     assert [plan.items_in_round(r) for r in range(4)] == [2, 1, 2, 1]
@@ -80,17 +80,17 @@ def test_rounds_are_numbered_through_all_epochs() -> None:
 
 
 def test_more_columns_than_batches_leave_columns_empty() -> None:
-    plan = rounds_plan(num_batches=2, columns=5, portion_batches=1)
+    plan = rounds_plan(num_batches=2, items_per_round=5, portion_batches=1)
 
     assert plan.num_rounds == 1 and plan.items_in_round(0) == 2
     assert [plan.batches_in(p) for p in range(plan.num_portions)] == [1, 1, 0, 0, 0]
 
 
 def test_all_cells_of_a_round_share_one_learning_rate() -> None:
-    plan = rounds_plan(num_batches=6, columns=3, portion_batches=2)
+    plan = rounds_plan(num_batches=6, items_per_round=3, portion_batches=2)
 
-    assert {plan.position(p, 0) for p in range(3)} == {0.0}
-    assert {plan.position(p, 1) for p in range(3)} == {0.5}
+    assert {plan.progress(p, 0) for p in range(3)} == {0.0}
+    assert {plan.progress(p, 1) for p in range(3)} == {0.5}
 
 
 plans = st.builds(
@@ -100,7 +100,7 @@ plans = st.builds(
     batch_size=st.integers(1, 5),
     epochs=st.integers(1, 3),
     portion_batches=st.integers(1, 7),
-    columns=st.integers(0, 6),
+    items_per_round=st.integers(0, 6),
 )
 
 
@@ -121,13 +121,13 @@ def test_every_sample_of_every_epoch_is_in_exactly_one_batch(plan: DataPlan) -> 
     assert all(1 <= plan.samples_in(p, k) <= plan.batch_size for p, k in all_batches(plan))
 
 
-@given(plans.filter(lambda plan: plan.columns > 0))
+@given(plans.filter(lambda plan: plan.items_per_round > 0))
 def test_a_round_is_made_of_as_many_cells_as_it_says_in_columns_from_0_on(plan: DataPlan) -> None:
-    columns: dict[int, list[int]] = {r: [] for r in range(plan.num_rounds)}
+    positions: dict[int, list[int]] = {r: [] for r in range(plan.num_rounds)}
     for portion, k in all_batches(plan):
-        columns[plan.round_of(portion, k)].append(plan.column_of(portion))
+        positions[plan.round_of(portion, k)].append(plan.position_of(portion))
 
-    assert {r: sorted(c) for r, c in columns.items()} == {
+    assert {r: sorted(c) for r, c in positions.items()} == {
         r: list(range(plan.items_in_round(r))) for r in range(plan.num_rounds)
     }
 
@@ -135,7 +135,7 @@ def test_a_round_is_made_of_as_many_cells_as_it_says_in_columns_from_0_on(plan: 
 @given(plans)
 def test_positions_are_in_the_run_and_never_go_back_inside_a_portion(plan: DataPlan) -> None:
     for portion in range(plan.num_portions):
-        positions = [plan.position(portion, k) for k in range(plan.batches_in(portion))]
+        positions = [plan.progress(portion, k) for k in range(plan.batches_in(portion))]
         assert positions == sorted(positions) and all(0 <= at < 1 for at in positions)
 
 
@@ -205,7 +205,7 @@ def test_a_name_outside_the_plan_is_told_why(name: tuple[BatchRange, ...], why: 
 
 
 def test_in_rounds_a_push_is_one_cell_of_the_round_it_names() -> None:
-    plan = rounds_plan(num_batches=6, columns=3, portion_batches=2)
+    plan = rounds_plan(num_batches=6, items_per_round=3, portion_batches=2)
 
     assert validate_push_id(plan, named(1, 1), at_version=1) is None
     for name, at_version in [(named(1, 1), 0), (named(1, 1), -1), (named(1, 0, 2), 0)]:
@@ -230,20 +230,22 @@ def test_a_complete_portion_is_told_once_and_becomes_part_of_an_interval() -> No
     accepted_set = AcceptedSet(make_plan(num_batches=8, portion_batches=4))
 
     assert accepted_set.add(named(1, 0, 4)) == [1]
-    assert accepted_set.low == 0 and accepted_set.is_full(1)
+    assert accepted_set.first_open == 0 and accepted_set.is_full(1)
     assert accepted_set.add(named(0, 0, 4)) == [0]
-    assert accepted_set.low == 2 and accepted_set.open == {}
+    assert accepted_set.first_open == 2 and accepted_set.open == {}
     assert accepted_set.add(named(1, 0, 4)) == []
     assert accepted_set.of(1) == 0b1111 and accepted_set.count == 8
 
 
 def test_an_empty_column_is_complete_from_the_start() -> None:
-    accepted_set = AcceptedSet(rounds_plan(num_batches=4, columns=3, portion_batches=1))  # rounds of 3 cells and of 1
+    accepted_set = AcceptedSet(
+        rounds_plan(num_batches=4, items_per_round=3, portion_batches=1)
+    )  # rounds of 3 cells and of 1
 
     for portion in range(4):
         accepted_set.add(named(portion, 0))
 
-    assert accepted_set.low == accepted_set.plan.num_portions == 6
+    assert accepted_set.first_open == accepted_set.plan.num_portions == 6
 
 
 @st.composite
@@ -279,7 +281,7 @@ def test_marks_are_a_set(drawn: tuple[DataPlan, list[tuple[BatchRange, ...]]]) -
         assert accepted_set.count == len(model)
         assert {(p, k) for p in range(plan.num_portions) for k in bits(accepted_set.of(p))} == model
         assert {p for p in range(plan.num_portions) if accepted_set.is_full(p)} == complete
-        assert all(p in complete for p in range(accepted_set.low))
+        assert all(p in complete for p in range(accepted_set.first_open))
 
 
 @given(plans)
@@ -288,7 +290,11 @@ def test_when_all_is_had_the_marks_are_one_number(plan: DataPlan) -> None:
     for portion in reversed(range(plan.num_portions)):
         accepted_set.add(ranges(portion, range(plan.batches_in(portion)), lease=1))
 
-    assert (accepted_set.low, accepted_set.open, accepted_set.count) == (plan.num_portions, {}, plan.num_batches)
+    assert (accepted_set.first_open, accepted_set.open, accepted_set.count) == (
+        plan.num_portions,
+        {},
+        plan.num_batches,
+    )
 
 
 # ---- what is leased again ----

@@ -173,7 +173,7 @@ def state(server: Server) -> dict[str, Any]:
             "published": [buffer.tolist() for buffer in block.buffer.tensors],
             "word": block.buffer.words[0],
             "version": block.version,
-            "marks": (block.accepted_set.low, dict(block.accepted_set.open), block.accepted_set.count),
+            "marks": (block.accepted_set.first_open, dict(block.accepted_set.open), block.accepted_set.count),
             "untracked_pushes": dict(block.untracked_pushes),
             "skipped": dict(block.skipped),
             PushResult.ACCEPTED: block.applied,
@@ -200,13 +200,13 @@ GOOD = make_push(named(1, 1), worker=0, block=0, clock=9)
     [
         (replaced(GOOD, block=7), full(1.0), PushResult.WRONG_SERVER, "not my block"),
         (replaced(GOOD, term=2), full(1.0), PushResult.WRONG_SERVER, "term 2 has not begun here"),
-        (replaced(GOOD, name=named(0, 0, lease=1)), full(1.0), PushResult.REVOKED, ""),
-        (replaced(GOOD, name=named(1, 1) + named(0, 0, lease=1)), full(1.0), PushResult.REVOKED, ""),
+        (replaced(GOOD, push_id=named(0, 0, lease=1)), full(1.0), PushResult.REVOKED, ""),
+        (replaced(GOOD, push_id=named(1, 1) + named(0, 0, lease=1)), full(1.0), PushResult.REVOKED, ""),
         (replaced(GOOD, worker=1), full(1.0), PushResult.BAD, "a push of worker 1 came from worker 0"),
-        (replaced(GOOD, name=named(9, 0)), full(1.0), PushResult.BAD, "portion 9 is not in the plan of 2"),
-        (replaced(GOOD, name=named(1, 3, 5)), full(1.0), PushResult.BAD, "batches 3-5 are not in portion 1 of 4"),
+        (replaced(GOOD, push_id=named(9, 0)), full(1.0), PushResult.BAD, "portion 9 is not in the plan of 2"),
+        (replaced(GOOD, push_id=named(1, 3, 5)), full(1.0), PushResult.BAD, "batches 3-5 are not in portion 1 of 4"),
         (
-            replaced(GOOD, name=named(1, 1, 3) + named(1, 2)),
+            replaced(GOOD, push_id=named(1, 1, 3) + named(1, 2)),
             full(1.0),
             PushResult.BAD,
             "batches of portion 1 are named twice",
@@ -223,7 +223,7 @@ GOOD = make_push(named(1, 1), worker=0, block=0, clock=9)
         (GOOD, None, PushResult.BAD, "the payload is not the 128 bytes of block 0"),
         (replaced(GOOD, at_version=0), full(1.0), PushResult.LATE, ""),
         (replaced(GOOD, at_version=2), full(1.0), PushResult.EARLY, "at version 1"),
-        (replaced(GOOD, name=named(1, 0, 2)), full(1.0), PushResult.OVERLAPS, ""),
+        (replaced(GOOD, push_id=named(1, 0, 2)), full(1.0), PushResult.OVERLAPS, ""),
     ],
 )
 def test_what_is_refused_changes_nothing(push: Push, payload: Tensor | None, result: str, reason: str) -> None:
@@ -252,11 +252,11 @@ FENCED: PushId = named(0, 0, lease=1)
 @pytest.mark.parametrize(
     "first, second, push, payload",
     [
-        (PushResult.WRONG_SERVER, PushResult.REVOKED, replaced(GOOD, term=2, name=FENCED), full(1.0)),
-        (PushResult.REVOKED, PushResult.BAD, replaced(GOOD, name=FENCED), full(1.0)[:5]),
-        (PushResult.REVOKED, PushResult.BAD, replaced(GOOD, name=named(0, 9, 99, lease=1)), full(1.0)),
-        (PushResult.BAD, PushResult.DUPLICATE, replaced(GOOD, name=named(1, 0)), full(1.0)[:5]),
-        (PushResult.BAD, PushResult.OVERLAPS, replaced(GOOD, name=named(1, 0, 2)), full(1.0)[:5]),
+        (PushResult.WRONG_SERVER, PushResult.REVOKED, replaced(GOOD, term=2, push_id=FENCED), full(1.0)),
+        (PushResult.REVOKED, PushResult.BAD, replaced(GOOD, push_id=FENCED), full(1.0)[:5]),
+        (PushResult.REVOKED, PushResult.BAD, replaced(GOOD, push_id=named(0, 9, 99, lease=1)), full(1.0)),
+        (PushResult.BAD, PushResult.DUPLICATE, replaced(GOOD, push_id=named(1, 0)), full(1.0)[:5]),
+        (PushResult.BAD, PushResult.OVERLAPS, replaced(GOOD, push_id=named(1, 0, 2)), full(1.0)[:5]),
     ],
 )
 def test_of_two_reasons_the_first_in_order_is_told(first: str, second: str, push: Push, payload: Tensor) -> None:
@@ -267,8 +267,8 @@ def test_in_rounds_late_comes_before_had_and_bad_before_late() -> None:
     server, plan = a_server_in_round(1)
     before = state(server)
 
-    assert send(server, cell_push(plan, 0, column=0)) == PushResult.LATE
-    assert send(server, replaced(cell_push(plan, 0, column=0), samples=0)) == PushResult.BAD
+    assert send(server, cell_push(plan, 0, position=0)) == PushResult.LATE
+    assert send(server, replaced(cell_push(plan, 0, position=0), samples=0)) == PushResult.BAD
     assert state(server) == before
 
 
@@ -316,22 +316,22 @@ def test_what_is_complete_needs_no_fence_any_more() -> None:
 # ---- rounds ----
 
 
-def a_server_in_round(round_: int, num_blocks: int = 1, columns: int = 2) -> tuple[Server, DataPlan]:
-    plan = rounds_plan(num_batches=8, columns=columns, portion_batches=4)
+def a_server_in_round(round_: int, num_blocks: int = 1, items_per_round: int = 2) -> tuple[Server, DataPlan]:
+    plan = rounds_plan(num_batches=8, items_per_round=items_per_round, portion_batches=4)
     server = new_server(num_blocks, plan)
     for done in range(round_):
         for block in range(num_blocks):
-            for column in range(columns):
-                assert send(server, cell_push(plan, done, column, block=block)) == PushResult.ACCEPTED
+            for position in range(items_per_round):
+                assert send(server, cell_push(plan, done, position, block=block)) == PushResult.ACCEPTED
     return server, plan
 
 
 def test_a_round_is_one_update_when_all_its_cells_are_there() -> None:
     server, plan = a_server_in_round(0)
 
-    assert send(server, cell_push(plan, 0, column=1, samples=3), 2.0) == PushResult.ACCEPTED
+    assert send(server, cell_push(plan, 0, position=1, samples=3), 2.0) == PushResult.ACCEPTED
     assert server.blocks[0].version == 0 and server.updates == 0
-    assert send(server, cell_push(plan, 0, column=0, samples=1, worker=1), 6.0) == PushResult.ACCEPTED
+    assert send(server, cell_push(plan, 0, position=0, samples=1, worker=1), 6.0) == PushResult.ACCEPTED
 
     assert server.blocks[0].version == server.updates == 1
     assert value_of(server.blocks[0]) == -1.5  # half of (3 * 2 + 1 * 6) / 4
@@ -341,19 +341,19 @@ def test_a_cell_of_a_round_that_is_over_is_late_and_of_one_to_come_early() -> No
     server, plan = a_server_in_round(1)
     before = state(server)
 
-    assert send(server, cell_push(plan, 0, column=1)) == PushResult.LATE
-    assert send(server, cell_push(plan, 2, column=1)) == PushResult.EARLY
+    assert send(server, cell_push(plan, 0, position=1)) == PushResult.LATE
+    assert send(server, cell_push(plan, 2, position=1)) == PushResult.EARLY
 
     assert state(server) == before
-    assert send(server, cell_push(plan, 1, column=1)) == PushResult.ACCEPTED
+    assert send(server, cell_push(plan, 1, position=1)) == PushResult.ACCEPTED
 
 
 def test_the_same_cell_from_two_workers_counts_once() -> None:
-    server, plan = a_server_in_round(0, columns=2)
+    server, plan = a_server_in_round(0, items_per_round=2)
 
-    assert send(server, cell_push(plan, 0, column=1, worker=0), 4.0) == PushResult.ACCEPTED
-    assert send(server, cell_push(plan, 0, column=1, worker=1), 4.0) == PushResult.DUPLICATE
-    assert send(server, cell_push(plan, 0, column=0), 2.0) == PushResult.ACCEPTED
+    assert send(server, cell_push(plan, 0, position=1, worker=0), 4.0) == PushResult.ACCEPTED
+    assert send(server, cell_push(plan, 0, position=1, worker=1), 4.0) == PushResult.DUPLICATE
+    assert send(server, cell_push(plan, 0, position=0), 2.0) == PushResult.ACCEPTED
 
     assert value_of(server.blocks[0]) == -1.5
 
@@ -392,7 +392,7 @@ def test_a_pull_is_answered_with_every_block_read_when_its_bytes_leave() -> None
 
     send(server, make_push(named(0, 0)))  # before the bytes have left
     message, values = server.read(first)
-    assert (message.sequence, message.version, message.late) == (4, 1, False)
+    assert (message.sequence, message.version, message.round_over) == (4, 1, False)
     assert values is not None and set(values.tolist()) == {-0.5}
 
 
@@ -408,7 +408,7 @@ def test_a_pull_is_held_until_the_first_values_are_there() -> None:
 
 
 def test_a_pull_of_a_round_is_held_until_the_round_is_there_block_by_block() -> None:
-    server, plan = a_server_in_round(0, num_blocks=2, columns=1)
+    server, plan = a_server_in_round(0, num_blocks=2, items_per_round=1)
 
     assert server.receive(WORKERS[1], Pull(sequence=1, at_version=1)) == []
     outs = server.receive(WORKERS[0], cell_push(plan, 0, 0, block=1), full(1.0))
@@ -418,16 +418,16 @@ def test_a_pull_of_a_round_is_held_until_the_round_is_there_block_by_block() -> 
 
 
 def test_version_r_is_kept_beside_r_plus_1_and_then_late() -> None:
-    server, plan = a_server_in_round(1, columns=1)
+    server, plan = a_server_in_round(1, items_per_round=1)
     ask = Params(block=0, sequence=1, term=1, version=0, at_version=0)
 
     message, values = server.read(ask)
-    assert (message.version, message.late) == (0, False)
+    assert (message.version, message.round_over) == (0, False)
     assert values is not None and set(values.tolist()) == {0.0}
 
     send(server, cell_push(plan, 1, 0))
     message, values = server.read(ask)
-    assert message.late and values is None
+    assert message.round_over and values is None
     message, values = server.read(replaced(ask, at_version=1))
     assert values is not None and set(values.tolist()) == {-0.5}
 
@@ -445,7 +445,7 @@ def test_a_push_may_want_the_block_back_also_when_it_is_refused() -> None:
 
 
 def test_a_readers_newer_question_takes_the_place_of_its_older_one() -> None:
-    server, plan = a_server_in_round(0, columns=1)
+    server, plan = a_server_in_round(0, items_per_round=1)
     server.receive(WORKERS[0], Pull(sequence=1, at_version=1))
     server.receive(WORKERS[1], Pull(sequence=1, at_version=1))
 
@@ -456,7 +456,7 @@ def test_a_readers_newer_question_takes_the_place_of_its_older_one() -> None:
 
 
 def test_nobody_answers_a_reader_that_is_gone() -> None:
-    server, plan = a_server_in_round(0, columns=1)
+    server, plan = a_server_in_round(0, items_per_round=1)
     server.receive(WORKERS[1], Pull(sequence=1, at_version=1))
     server.lost(WORKERS[1])
     assert params(server.receive(WORKERS[0], cell_push(plan, 0, 0), full(1.0))) == []
@@ -472,7 +472,7 @@ def test_first_values_that_come_before_the_blocks_wait_for_them() -> None:
 
     assert server.receive(WORKERS[0], InitBlock(0, "float32", NUMEL, slot=2), lent) == []
     lent.zero_()
-    outs = server.receive(COORDINATOR, Assign(make_plan(), specs_of(1), ({},), num_workers=1))
+    outs = server.receive(COORDINATOR, Assign(make_plan(), specs_of(1), ({},), num_replicas=1))
 
     assert outs == [ServerOutput(WORKERS[0], BlockReady(0, slot=2)), ServerOutput(COORDINATOR, Ready())]
     assert value_of(server.blocks[0]) == 7.0
@@ -481,7 +481,7 @@ def test_first_values_that_come_before_the_blocks_wait_for_them() -> None:
 def test_a_server_without_blocks_is_ready_at_once() -> None:
     server_part = make_server_part()
     server = Server(lambda _: server_part, lambda specs, buffers: [])
-    assert server.receive(COORDINATOR, Assign(make_plan(), (), ({},), num_workers=1)) == [
+    assert server.receive(COORDINATOR, Assign(make_plan(), (), ({},), num_replicas=1)) == [
         ServerOutput(COORDINATOR, Ready())
     ]
     assert report(server).blocks == ()
@@ -524,7 +524,7 @@ def test_a_report_comes_by_itself_when_a_portion_is_complete_on_the_last_block()
     outs = server.receive(WORKERS[0], make_push(named(0, 0, 4), block=1), full(1.0))
 
     (told,) = messages(outs, Report)
-    assert (told.low, told.full, told.accepted) == (1, (), 4)
+    assert (told.first_open, told.full, told.accepted) == (1, (), 4)
 
 
 def test_of_very_many_portions_some_are_told_at_once_and_the_last_without_delay() -> None:
@@ -534,11 +534,11 @@ def test_of_very_many_portions_some_are_told_at_once_and_the_last_without_delay(
         messages(server.receive(WORKERS[0], make_push(named(portion, 0)), full(1.0)), Report) for portion in range(125)
     ]
     assert [len(reports) for reports in told[:4]] == [0, 1, 0, 1]
-    assert told[-1][0].low == 125
+    assert told[-1][0].first_open == 125
 
 
 def test_in_rounds_every_portion_is_told_at_once() -> None:
-    assert new_server(plan=rounds_plan(num_batches=600, columns=3, portion_batches=1)).report_every == 1
+    assert new_server(plan=rounds_plan(num_batches=600, items_per_round=3, portion_batches=1)).report_every == 1
 
 
 def test_portions_complete_above_the_lowest_open_one_are_listed() -> None:
@@ -549,7 +549,7 @@ def test_portions_complete_above_the_lowest_open_one_are_listed() -> None:
 
     told = report(server)
 
-    assert (told.low, told.full) == (0, (2,))
+    assert (told.first_open, told.full) == (0, (2,))
     assert told.accepted == 2  # the least over its blocks
     assert told.blocks == (Tally(4, 4, 0, 0), Tally(2, 2, 0, 0))
     assert told.updates == 3
@@ -570,8 +570,8 @@ def test_a_report_counts_what_was_refused_and_how_stale_what_was_applied_was() -
 
 
 def test_flush_and_forget_change_no_round_that_is_not_complete() -> None:
-    server, plan = a_server_in_round(0, columns=2)
-    send(server, cell_push(plan, 0, column=0, worker=1))
+    server, plan = a_server_in_round(0, items_per_round=2)
+    send(server, cell_push(plan, 0, position=0, worker=1))
     before = state(server)
 
     assert server.receive(COORDINATOR, Forget(worker=1)) == []

@@ -267,7 +267,7 @@ def corrected_from_the_newest(patch: pytest.MonkeyPatch) -> None:
 
 def each_block_chooses_its_first(patch: pytest.MonkeyPatch) -> None:
     def absorb(rule: FirstArrivalsOfRound, block: Block, push: Push, gradient: Tensor | None) -> None:
-        rule.come[block.plan.column_of(push.name[0].portion)] = push, gradient
+        rule.come[block.plan.position_of(push.push_id[0].portion)] = push, gradient
         if len(rule.come) == rule.needed:
             rule.named = RoundChosen(block.version, tuple(sorted(rule.come)))
         rule._finish_if_all_are_here(block)

@@ -77,7 +77,7 @@ def test_thirty_workers_and_n_3_make_updates_of_10(
     server_part = SoftSync(n=3, lr=0.6, scaling=scaling).server(num_workers=30)
     rule = server_part.rule()
     assert isinstance(rule, ApplyEvery)
-    assert (rule.count, rule.by_staleness) == (10, by_staleness)
+    assert (rule.gradients_per_update, rule.by_staleness) == (10, by_staleness)
     assert server_part.optimizer.settings["lr"] == pytest.approx(lr)
 
 
@@ -153,12 +153,12 @@ def test_in_a_run_with_a_kill_c_follows_and_an_event_says_so() -> None:
     cluster.run(until_s=40.25)
     (block,) = cluster.servers[0].server.blocks.values()
     before = block.version
-    assert block.rule.count == 3 and before == 80  # 40 s of 6 gradients
+    assert block.rule.gradients_per_update == 3 and before == 80  # 40 s of 6 gradients
 
     for worker in (1, 4):
         cluster.kill(cluster.workers[worker])
     cluster.run()
-    assert block.rule.count == 2
+    assert block.rule.gradients_per_update == 2
     assert [event.gradients for event in seen if isinstance(event, events.UpdateSizeChanged)] == [2]
     accounting = cluster.coordinator.accounting()
     assert accounting is not None and accounting.balanced and accounting.applied == 1200

@@ -204,7 +204,7 @@ def test_accumulating_gradients_over_four_batches_with_a_rest() -> None:
         return model
 
     member = same_as_plain(script, pushes=2)
-    named = [[(r.portion, r.first, r.last) for r in push.name] for push in member.pushes]
+    named = [[(r.portion, r.first, r.last) for r in push.push_id] for push in member.pushes]
     assert named == [
         [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)],
         [(4, 0, 1), (5, 0, 1)],
@@ -294,7 +294,7 @@ def test_a_loader_of_ones_own_is_counted_by_its_pushes() -> None:
         return model
 
     member = same_as_plain(script, pushes=6)
-    assert all(push.name == () for push in member.pushes)
+    assert all(push.push_id == () for push in member.pushes)
     assert (member.accounting.batches, member.accounting.untracked_pushes, member.accounting.not_processed) == (0, 6, 0)
 
 
@@ -621,7 +621,7 @@ def test_sums_of_three_steps_are_pushed_and_the_rest_at_the_end() -> None:
             if number in (3, 5):
                 ours.step()
     assert equal(model, plain)
-    assert [sum(len(r) for r in push.name) for push in member.pushes] == [4, 2]
+    assert [sum(len(r) for r in push.push_id) for push in member.pushes] == [4, 2]
 
 
 def test_a_step_that_waits_for_a_second_one_is_pushed_when_there_are_no_more_batches() -> None:
@@ -633,7 +633,7 @@ def test_a_step_that_waits_for_a_second_one_is_pushed_when_there_are_no_more_bat
         for _ in run.epochs(1):
             for batch in run.batches(DATA, batch_size=5):  # five batches
                 train(model, optimizer, batch)
-    assert [sum(len(r) for r in push.name) for push in member.pushes] == [2, 2, 1]
+    assert [sum(len(r) for r in push.push_id) for push in member.pushes] == [2, 2, 1]
     assert member.accounting.applied == 5
 
 

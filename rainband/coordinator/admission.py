@@ -103,7 +103,7 @@ class Admission:
         if differs:
             return self._turn_away(sender, now, f"{sender} does not fit this run: {differs}.")
         state.workers[sender.index].here, state.live = True, None
-        first = sender.index - state.place(sender.index)
+        first = sender.index - state.rank_in_replica(sender.index)
         earlier = (w.connected and w.peer.index < first for w in state.workers.values())
         founder = state.phase == "loading" and not any(earlier)
         welcome = msgspec.structs.replace(state.welcome, load=founder, replica_addresses=state.addresses(sender.index))

@@ -142,9 +142,16 @@ class Coordinator:
         if not report.measured and server.report is not None:
             last = server.report
             report = msgspec.structs.replace(report, staleness=last.staleness, missed=last.missed, limit=last.limit)
-        before = server.report and server.report.gathers
-        if before and report.gathers and before != report.gathers and sender.index == min(state.servers):
-            state.events.append(UpdateSizeChanged(at_s=now, gradients=report.gathers))  # it stands for all servers
+        before = server.report and server.report.gradients_per_update
+        if (
+            before
+            and report.gradients_per_update
+            and before != report.gradients_per_update
+            and sender.index == min(state.servers)
+        ):
+            state.events.append(
+                UpdateSizeChanged(at_s=now, gradients=report.gradients_per_update)
+            )  # it stands for all servers
         server.report, server.full = report, frozenset(report.full)
         server.flushed |= report.flushed  # kept here: a report that was asked for meanwhile does not say so
         if report.flushed and state.phase in ("flushing", "finishing"):

@@ -70,7 +70,7 @@ class Leases:
         assert state.plan
         if not self._may_work(worker):
             return None
-        if state.plan.columns:
+        if state.plan.items_per_round:
             return self._choose_column(worker)
         if self.again:
             return min(self.again)
@@ -86,27 +86,30 @@ class Leases:
     def _choose_column(self, worker: WorkerState) -> int | None:
         """Columns of a group of rounds are shared evenly; a group that nobody has asked for yet comes later."""
         assert self.state.plan
-        columns = self.state.plan.columns
+        items_per_round = self.state.plan.items_per_round
         for portion in sorted(self.again):
-            if self._is_poorest(worker, portion // columns):
+            if self._is_poorest(worker, portion // items_per_round):
                 return portion
         self._refill()
-        share = -(-columns // max(1, self.state.num_live()))
+        share = -(-items_per_round // max(1, self.state.num_live()))
         last = self._last_group()
         for portion in self.pool:
-            if portion // columns <= last and self._has(worker, portion // columns) < share:
+            if portion // items_per_round <= last and self._has(worker, portion // items_per_round) < share:
                 return portion
         return None
 
     def _last_group(self) -> int:
         """One group of rounds ahead, no more: the rounds after it belong to whoever is here then."""
         assert self.state.plan
-        return min((r.low for r in self.state.reports() if r.blocks), default=0) // self.state.plan.columns + 1
+        return (
+            min((r.first_open for r in self.state.reports() if r.blocks), default=0) // self.state.plan.items_per_round
+            + 1
+        )
 
     def _has(self, worker: WorkerState, group: int) -> int:
         """So many columns of a group of rounds."""
         assert self.state.plan
-        return sum(portion // self.state.plan.columns == group for portion in worker.leases)
+        return sum(portion // self.state.plan.items_per_round == group for portion in worker.leases)
 
     def _is_poorest(self, worker: WorkerState, group: int) -> bool:
         """Of those who wait for more."""
@@ -117,17 +120,19 @@ class Leases:
     def _even_out(self, worker: WorkerState) -> list[CoordinatorOutput]:
         """Who came first has taken the columns of those who come later: of every group one of these is taken back."""
         state = self.state
-        if state.phase != "running" or not state.plan or not state.plan.columns or not self._may_work(worker):
+        if state.phase != "running" or not state.plan or not state.plan.items_per_round or not self._may_work(worker):
             return []
-        columns = state.plan.columns
-        if len(worker.leases) * state.num_live() >= 2 * columns:  # its share of both groups
+        items_per_round = state.plan.items_per_round
+        if len(worker.leases) * state.num_live() >= 2 * items_per_round:  # its share of both groups
             return []
         outs: list[CoordinatorOutput] = []
-        for group in sorted({portion // columns for other in state.workers.values() for portion in other.leases}):
+        for group in sorted(
+            {portion // items_per_round for other in state.workers.values() for portion in other.leases}
+        ):
             richest = max(state.workers.values(), key=lambda other: self._has(other, group))
             if self._has(richest, group) < self._has(worker, group) + 2:
                 continue
-            portion = max(portion for portion in richest.leases if portion // columns == group)
+            portion = max(portion for portion in richest.leases if portion // items_per_round == group)
             revokes = self.gather(portion, richest.peer.index)
             if revokes:
                 self.evened_out.add(portion)
@@ -138,7 +143,7 @@ class Leases:
     def _refill(self) -> None:
         plan = self.state.plan
         assert plan
-        window = max(1, 2 * plan.columns)
+        window = max(1, 2 * plan.items_per_round)
         while len(self.pool) < window and self.next_fresh < plan.num_portions:
             if plan.batches_in(self.next_fresh):
                 self.pool.append(self.next_fresh)
@@ -148,7 +153,7 @@ class Leases:
         if not worker.connected or worker.ended or not worker.here or not self._may_start(worker):
             return False
         return self.state.settings.workers_per_replica == 1 or all(
-            stage_peer.here for stage_peer in self.state.stage_peers(worker.peer.index)
+            peer_state.here for peer_state in self.state.replica_peers(worker.peer.index)
         )
 
     def _may_start(self, worker: WorkerState) -> bool:
@@ -157,7 +162,7 @@ class Leases:
         assert state.join
         if not state.join.warm_start_batches or state.batches_done() >= state.join.warm_start_batches:
             return True
-        first = min(i for i, w in state.workers.items() if w.here and not w.ended and not state.place(i))
+        first = min(i for i, w in state.workers.items() if w.here and not w.ended and not state.rank_in_replica(i))
         return worker.peer.index == first and (not worker.leases or state.is_custom_loop())
 
     def _give(self, worker: WorkerState, portion: int, now: float) -> CoordinatorOutput:

@@ -77,10 +77,10 @@ class Liveness:
                 if late:
                     ending.not_waited_for(index)
                     outs += self.give_up(worker, now, late)
-                    for stage_peer in state.stage_peers(index):
-                        if stage_peer.connected and stage_peer.here:
+                    for peer_state in state.replica_peers(index):
+                        if peer_state.connected and peer_state.here:
                             outs += self.give_up(
-                                stage_peer, now, f"{worker.peer}, with which it computes one model, is not"
+                                peer_state, now, f"{worker.peer}, with which it computes one model, is not"
                             )
                     outs += ending.after_loss()
         return outs
@@ -133,10 +133,10 @@ class Liveness:
     def _at_work(self, worker: WorkerState) -> set[int]:
         """The portions a worker may have begun: the one it got first, or its columns of the first group of rounds."""
         plan = self.state.plan
-        if not plan or not plan.columns:
+        if not plan or not plan.items_per_round:
             return set([portion for portion in worker.leases if not self.state.is_done(portion)][:1])
-        group = min(worker.leases, default=0) // plan.columns
-        return {portion for portion in worker.leases if portion // plan.columns == group}
+        group = min(worker.leases, default=0) // plan.items_per_round
+        return {portion for portion in worker.leases if portion // plan.items_per_round == group}
 
     # ---- servers, which nobody can replace ---------------------------------------------------------------------------
 
@@ -190,11 +190,11 @@ class Liveness:
         """Those who computed one model with a worker that is gone cannot go on; what they had is for other teams."""
         because = f"{peer}, with which it computed one model, was lost: {why}"
         outs: list[CoordinatorOutput] = []
-        for stage_peer in self.state.stage_peers(peer.index):
-            if stage_peer.connected:
+        for peer_state in self.state.replica_peers(peer.index):
+            if peer_state.connected:
                 outs += [
-                    *self._gone(stage_peer, now, because),
-                    CoordinatorOutput(stage_peer.peer, Shutdown(f"{because}.")),
+                    *self._gone(peer_state, now, because),
+                    CoordinatorOutput(peer_state.peer, Shutdown(f"{because}.")),
                 ]
         return outs
 

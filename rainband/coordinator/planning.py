@@ -55,7 +55,7 @@ class Planning:
     def _plan_for(self, join: Join, data: Dataset) -> DataPlan:
         num_workers = self.state.settings.num_replicas
         per_epoch = -(-data.num_samples // data.batch_size)
-        columns = min(num_workers, per_epoch) if join.rounds else 0
+        items_per_round = min(num_workers, per_epoch) if join.rounds else 0
         return DataPlan(
             fingerprint=data.fingerprint,
             layout=join.layout.digest(),
@@ -64,10 +64,10 @@ class Planning:
             epochs=1 if join.coordinated else data.epochs or OPEN_ENDED,
             seed=self.state.settings.seed,
             portion_batches=_portion_batches(
-                join, columns, per_epoch, num_workers, self.state.settings.workers_per_replica
+                join, items_per_round, per_epoch, num_workers, self.state.settings.workers_per_replica
             ),
             batches_per_item=join.batches_per_item,
-            columns=columns,
+            items_per_round=items_per_round,
             coordinated=join.coordinated,
         )
 
@@ -122,10 +122,12 @@ def _data_of(join: Join) -> Dataset:
     return Dataset(join.fingerprint, join.num_samples, join.batch_size, join.epochs)
 
 
-def _portion_batches(join: Join, columns: int, per_epoch: int, num_workers: int, workers_per_replica: int) -> int:
+def _portion_batches(
+    join: Join, items_per_round: int, per_epoch: int, num_workers: int, workers_per_replica: int
+) -> int:
     if join.coordinated:
         return join.batches_per_item  # a portion is what is handed out: one cell
-    if columns:
+    if items_per_round:
         return 16
     chosen = choose_portion_batches(per_epoch, num_workers, join.batches_per_item)
     if num_workers > 1 or workers_per_replica == 1:

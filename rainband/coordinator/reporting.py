@@ -81,7 +81,7 @@ class Reporting:
         known = self.state.knows_its_end()  # otherwise how much there is to do is told as 0
         connected = {i: w for i, w in sorted(self.state.workers.items()) if w.connected}
         # Of a team that computes one model together, those count samples who see them first.
-        counting = {i: w for i, w in connected.items() if not self.state.place(i) or w.heartbeat.samples}
+        counting = {i: w for i, w in connected.items() if not self.state.rank_in_replica(i) or w.heartbeat.samples}
         in_teams = connected if self.state.settings.workers_per_replica > 1 else {}
         self.state.events.append(
             events.Progress(

@@ -51,15 +51,15 @@ class RunEnd:
     def ended(self, worker: WorkerState, message: Ended, body: Any) -> list[CoordinatorOutput]:
         """A worker has come to its end."""
         state = self.state
-        place = state.place(worker.peer.index)
-        if state.live is not None and worker.here and not worker.ended and not place:
+        rank = state.rank_in_replica(worker.peer.index)
+        if state.live is not None and worker.here and not worker.ended and not rank:
             state.live -= 1
         worker.ended = True
         worker.leases.clear()
         if state.phase == "concluding" and state.is_custom_loop():  # given up before, and now it is here all the same
             self.last_pulls.add(worker.peer.index)
             return [CoordinatorOutput(worker.peer, Conclude(""), self._buffers_of(worker))]
-        self.buffers.setdefault(place, BufferMean()).add(body, message.samples)
+        self.buffers.setdefault(rank, BufferMean()).add(body, message.samples)
         if state.phase == "running" and state.all_have_ended():
             return self.flush()  # own loops end when they like; a strategy that returns early is not waited for
         return self.when_all_ended()
@@ -72,7 +72,7 @@ class RunEnd:
             founder = min((w.peer.index for w in left if state.is_complete(w.peer.index)), default=None)
             if founder is not None and state.welcome is not None:
                 again = msgspec.structs.replace(state.welcome, load=True, replica_addresses=state.addresses(founder))
-                return [CoordinatorOutput(stage_peer.peer, again) for stage_peer in state.replica_of(founder)]
+                return [CoordinatorOutput(peer_state.peer, again) for peer_state in state.replica_of(founder)]
         if not left and len(state.missing | state.workers.keys()) >= state.settings.num_workers:
             if state.outcome == "finished":
                 state.outcome, state.reason = "failed", f"no worker is left: {state.last_loss}"
@@ -132,7 +132,7 @@ class RunEnd:
 
     def _conclude(self) -> list[CoordinatorOutput]:
         state = self.state
-        ended = [w for i, w in state.workers.items() if not state.place(i) and self._replica_has_ended(i)]
+        ended = [w for i, w in state.workers.items() if not state.rank_in_replica(i) and self._replica_has_ended(i)]
         ready = [w for w in ended if w.here] or ended
         if not ready and state.connected():
             state.phase = "finishing"  # they are not here, but their connections stand: wait until they end or are lost
@@ -154,11 +154,11 @@ class RunEnd:
 
     def _replica_has_ended(self, full_batch: int) -> bool:
         return self.state.is_complete(full_batch) and all(
-            stage_peer.ended for stage_peer in self.state.replica_of(full_batch)
+            peer_state.ended for peer_state in self.state.replica_of(full_batch)
         )
 
     def _buffers_of(self, worker: WorkerState) -> bytes | None:
-        mean = self.buffers.get(self.state.place(worker.peer.index))
+        mean = self.buffers.get(self.state.rank_in_replica(worker.peer.index))
         return None if mean is None else mean.mean()
 
     def ask_for_last_marks(self) -> list[CoordinatorOutput]:

@@ -102,7 +102,7 @@ class RunState:
 
     def num_live(self) -> int:
         if self.live is None:
-            self.live = sum(w.here and not w.ended and not self.place(i) for i, w in self.workers.items())
+            self.live = sum(w.here and not w.ended and not self.rank_in_replica(i) for i, w in self.workers.items())
         return self.live
 
     def all_have_ended(self) -> bool:
@@ -113,25 +113,25 @@ class RunState:
 
     # ---- teams: several workers that compute one model together, under one lease -------------------------------------
 
-    def place(self, worker: int) -> int:
+    def rank_in_replica(self, worker: int) -> int:
         """A worker's place in its team; 0: it leads, and has the leases."""
         return worker % self.settings.workers_per_replica
 
     def replica_of(self, worker: int) -> list[WorkerState]:
-        first = worker - self.place(worker)
+        first = worker - self.rank_in_replica(worker)
         return [self.workers[i] for i in range(first, first + self.settings.workers_per_replica) if i in self.workers]
 
-    def stage_peers(self, worker: int) -> list[WorkerState]:
+    def replica_peers(self, worker: int) -> list[WorkerState]:
         if self.settings.workers_per_replica == 1:
             return []
-        return [stage_peer for stage_peer in self.replica_of(worker) if stage_peer.peer.index != worker]
+        return [peer_state for peer_state in self.replica_of(worker) if peer_state.peer.index != worker]
 
     def is_complete(self, worker: int) -> bool:
         """Are all of its team connected? They can begin, and go on, only together."""
-        return sum(stage_peer.connected for stage_peer in self.replica_of(worker)) == self.settings.workers_per_replica
+        return sum(peer_state.connected for peer_state in self.replica_of(worker)) == self.settings.workers_per_replica
 
     def addresses(self, worker: int) -> tuple[Address, ...]:
-        return tuple(stage_peer.address for stage_peer in self.replica_of(worker) if stage_peer.address is not None)
+        return tuple(peer_state.address for peer_state in self.replica_of(worker) if peer_state.address is not None)
 
     def note_loss(self, peer: Peer, now: float, why: str) -> None:
         self.last_loss = f"{peer} was the last ({why})"
@@ -159,7 +159,7 @@ class RunState:
         """Whether the marks of every block say so."""
         enough = len(self.reports()) >= max(1, len(self.servers))
         return enough and all(
-            s.report is None or not s.report.blocks or portion < s.report.low or portion in s.full
+            s.report is None or not s.report.blocks or portion < s.report.first_open or portion in s.full
             for s in self.servers.values()
         )
 

@@ -59,7 +59,7 @@ class Gradient:
         product.began, product.read = self.began, self.read
         return product
 
-    def name(self) -> PushId:
+    def push_id(self) -> PushId:
         """The set of batches, as ranges with their leases."""
         if len(self.batches) == 1:  # nearly always: nothing to sort
             batch = self.batches[0]

@@ -29,7 +29,7 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
     seed: int
     portion_batches: int
     batches_per_item: int = 1  # batches summed into one push
-    columns: int = 0  # cells of a round; 0 = no rounds
+    items_per_round: int = 0  # cells of a round; 0 = no rounds
     coordinated: bool = (
         False  # the coordinator asks for evaluations: each portion is one cell, done once in each of them
     )
@@ -55,7 +55,7 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
 
     @cached_property
     def rounds_per_epoch(self) -> int:
-        return -(-self.batches_per_epoch // self.columns) if self.columns else 0
+        return -(-self.batches_per_epoch // self.items_per_round) if self.items_per_round else 0
 
     @cached_property
     def num_rounds(self) -> int:
@@ -63,8 +63,8 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
 
     @cached_property
     def portions_per_epoch(self) -> int:
-        if self.columns:
-            return -(-self.rounds_per_epoch // self.portion_batches) * self.columns
+        if self.items_per_round:
+            return -(-self.rounds_per_epoch // self.portion_batches) * self.items_per_round
         return -(-self.batches_per_epoch // self.portion_batches)
 
     @cached_property
@@ -77,12 +77,12 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
     def batches_in(self, portion: int) -> int:
         """How many batches a portion has; only an epoch's last may be short (or empty, for a column)."""
         inside = portion % self.portions_per_epoch
-        if not self.columns:
+        if not self.items_per_round:
             left = self.batches_per_epoch - inside * self.portion_batches
             return left if left < self.portion_batches else self.portion_batches
-        group, column = divmod(inside, self.columns)
+        group, position = divmod(inside, self.items_per_round)
         first = group * self.portion_batches
-        with_this_column = -(-(self.batches_per_epoch - column) // self.columns)
+        with_this_column = -(-(self.batches_per_epoch - position) // self.items_per_round)
         return max(0, min(self.portion_batches, with_this_column - first))
 
     def full(self, portion: int) -> int:
@@ -92,10 +92,10 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
     def number(self, portion: int, k: int) -> int:
         """Which batch of its epoch batch k of a portion is."""
         inside = portion % self.portions_per_epoch
-        if not self.columns:
+        if not self.items_per_round:
             return inside * self.portion_batches + k
-        group, column = divmod(inside, self.columns)
-        return (group * self.portion_batches + k) * self.columns + column
+        group, position = divmod(inside, self.items_per_round)
+        return (group * self.portion_batches + k) * self.items_per_round + position
 
     def samples_in(self, portion: int, k: int) -> int:
         """How many samples a batch has: only an epoch's last batch may be short."""
@@ -105,21 +105,23 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
     def round_of(self, portion: int, k: int) -> int:
         """The round, numbered through all epochs, that batch k of a portion belongs to."""
         inside = portion % self.portions_per_epoch
-        return self.epoch_of(portion) * self.rounds_per_epoch + inside // self.columns * self.portion_batches + k
+        return (
+            self.epoch_of(portion) * self.rounds_per_epoch + inside // self.items_per_round * self.portion_batches + k
+        )
 
-    def column_of(self, portion: int) -> int:
-        return portion % self.portions_per_epoch % self.columns
+    def position_of(self, portion: int) -> int:
+        return portion % self.portions_per_epoch % self.items_per_round
 
     def items_in_round(self, round_: int) -> int:
         """K of a round; an epoch's last round may be short."""
         inside = round_ % self.rounds_per_epoch
-        return min(self.columns, self.batches_per_epoch - inside * self.columns)
+        return min(self.items_per_round, self.batches_per_epoch - inside * self.items_per_round)
 
-    def position(self, portion: int, k: int) -> float:
+    def progress(self, portion: int, k: int) -> float:
         """How far the run is when this batch comes, from 0 to 1: the place in the learning-rate schedule."""
         number = self.number(portion, k)
-        if self.columns:
-            number -= number % self.columns  # all cells of a round share one rate
+        if self.items_per_round:
+            number -= number % self.items_per_round  # all cells of a round share one rate
         return (self.epoch_of(portion) * self.batches_per_epoch + number) / self.num_batches
 
 
@@ -167,11 +169,11 @@ def num_batches(name: PushId) -> int:
 
 def validate_push_id(plan: DataPlan, name: PushId, at_version: int = -1) -> str | None:
     """Say what is wrong with a name, or None: what comes from the network is checked before it is used."""
-    if len(name) == 1 and not plan.columns:  # nearly always
+    if len(name) == 1 and not plan.items_per_round:  # nearly always
         [r] = name
         if 0 <= r.portion < plan.num_portions and 0 <= r.first < r.last <= plan.batches_in(r.portion):
             return None
-    if plan.columns and len(name) != 1:
+    if plan.items_per_round and len(name) != 1:
         return f"a round is made of single cells, and this push names {len(name)} stretches of batches"
     seen: dict[int, int] = {}
     for r in name:
@@ -181,7 +183,7 @@ def validate_push_id(plan: DataPlan, name: PushId, at_version: int = -1) -> str 
             return f"batches {r.first}-{r.last} are not in portion {r.portion} of {plan.batches_in(r.portion)}"
         if seen.get(r.portion, 0) & r.mask:
             return f"batches of portion {r.portion} are named twice"
-        if plan.columns and (len(r) > 1 or plan.round_of(r.portion, r.first) != at_version):
+        if plan.items_per_round and (len(r) > 1 or plan.round_of(r.portion, r.first) != at_version):
             return f"batches {r.first}-{r.last} of portion {r.portion} are no cell of round {at_version}"
         seen[r.portion] = seen.get(r.portion, 0) | r.mask
     return None
@@ -190,30 +192,30 @@ def validate_push_id(plan: DataPlan, name: PushId, at_version: int = -1) -> str 
 class AcceptedSet:
     """The set of batches a block has had: compacted, never forgotten.
 
-    Every portion below `low` is complete; the others have one mask each. So the size is that of the open portions.
+    Every portion below `first_open` is complete; each open one has a mask, so the size is that of the open portions.
     """
 
     def __init__(self, plan: DataPlan) -> None:
         self.plan = plan
-        self.low = 0
+        self.first_open = 0
         self.open: dict[int, int] = {}
         self.count = 0
         self._compact()
 
     def of(self, portion: int) -> int:
         """The mask of one portion."""
-        return self.plan.full(portion) if portion < self.low else self.open.get(portion, 0)
+        return self.plan.full(portion) if portion < self.first_open else self.open.get(portion, 0)
 
     def has_all(self, name: PushId) -> bool:
         for r in name:
-            accepted = self.open.get(r.portion, 0) if r.portion >= self.low else -1
+            accepted = self.open.get(r.portion, 0) if r.portion >= self.first_open else -1
             if ((1 << r.last) - (1 << r.first)) & ~accepted:
                 return False
         return True
 
     def has_some(self, name: PushId) -> bool:
         for r in name:
-            accepted = self.open.get(r.portion, 0) if r.portion >= self.low else -1
+            accepted = self.open.get(r.portion, 0) if r.portion >= self.first_open else -1
             if ((1 << r.last) - (1 << r.first)) & accepted:
                 return True
         return False
@@ -226,7 +228,7 @@ class AcceptedSet:
         completed = []
         for r in name:
             portion = r.portion
-            if portion < self.low:
+            if portion < self.first_open:
                 continue
             accepted = self.open.get(portion, 0)
             now = accepted | (1 << r.last) - (1 << r.first)
@@ -241,9 +243,11 @@ class AcceptedSet:
         return completed
 
     def _compact(self) -> None:
-        while self.low < self.plan.num_portions and self.open.get(self.low, 0) == self.plan.full(self.low):
-            self.open.pop(self.low, None)
-            self.low += 1
+        while self.first_open < self.plan.num_portions and self.open.get(self.first_open, 0) == self.plan.full(
+            self.first_open
+        ):
+            self.open.pop(self.first_open, None)
+            self.first_open += 1
 
 
 def groups(full: int, masks: Sequence[int]) -> tuple[tuple[int, ...], ...]:

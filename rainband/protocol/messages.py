@@ -63,7 +63,7 @@ class Push(Message, frozen=True, tag=3):
     block: int
     worker: int  # must be the sender's own number
     sequence: int  # the sender's number for this push, the same on every block
-    name: PushId
+    push_id: PushId
     samples: int
     clock: int  # cells the sender has pushed, this one included
     term: int  # of the parameters it was computed from
@@ -98,7 +98,7 @@ class RoundChosen(Message, frozen=True, tag=6):
     """The owner of block 0 has chosen the cells of a round; by way of the coordinator, to all other servers."""
 
     round: int
-    columns: tuple[int, ...]
+    positions: tuple[int, ...]
 
 
 class Idle(Message, frozen=True, tag=7):
@@ -164,7 +164,7 @@ class Params(Message, frozen=True, tag=23):
     term: int
     version: int
     at_version: int = -1
-    late: bool = False  # the round asked for is over, its parameters are gone
+    round_over: bool = False  # the round asked for is over, its parameters are gone
     asks: bool = False  # readers must ask each time, also where memory is shared: the rule admits them
     clock: int = -1  # the reader's, as this block has it; if it is behind that, it was given up and begins anew
     kept: int = -1  # the reader, if a copy is kept of what it is given
@@ -235,7 +235,7 @@ class Assign(Message, frozen=True, tag=61):
     plan: DataPlan
     blocks: tuple[BlockSpec, ...]
     groups: tuple[dict[str, Any], ...]
-    num_workers: int
+    num_replicas: int
     term: int = 1
     optimizer: OptimizerSpec | None = None  # of a user's own loop; none: the strategy's
 
@@ -359,7 +359,7 @@ class StalenessLimit(msgspec.Struct, frozen=True, array_like=True):
 class Report(Message, frozen=True, tag=73):
     """The marks and the measurements of one server."""
 
-    low: int  # every portion below is complete on all of this server's blocks
+    first_open: int  # every portion below is complete on all of this server's blocks
     full: tuple[int, ...]  # and these above it
     accepted: int  # batches had, the least over its blocks
     updates: int  # applied to its blocks so far
@@ -374,7 +374,7 @@ class Report(Message, frozen=True, tag=73):
     guard: bool = False  # the strategy wants the run to be guarded against divergence
     adapt: tuple[int, int] | None = None  # from where to where its bound may be moved
     bound: int | None = None  # that holds now
-    gathers: int | None = None  # gradients that make one update now; none: each rule has its own way
+    gradients_per_update: int | None = None  # gradients that make one update now; none: each rule has its own way
     lock_free: bool = False  # workers add in place: whether two additions overwrote each other is not known
     cut_short: int = 0  # updates that were being written, by a worker itself, when it was lost
 

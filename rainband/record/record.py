@@ -112,7 +112,7 @@ class Recorder:
             match message:
                 case Lease():
                     self.write(Leased(message.portion, message.lease, message.groups))
-                case Params() if not message.late:
+                case Params() if not message.round_over:
                     self.write(Read(message.sequence, message.block, message.version))
             receive(message, *rest)
 

@@ -267,11 +267,11 @@ class Repetition:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _update(self, push: Push, version: int) -> ReplayedUpdate:
-        losses = [self.losses[r.portion, k] for r in push.name for k in range(r.first, r.last)]
+        losses = [self.losses[r.portion, k] for r in push.push_id for k in range(r.first, r.last)]
         norm = sqrt(self.squares.pop((push.worker, push.sequence), nan))
         loss = sum(losses) / len(losses) if losses else nan
         return ReplayedUpdate(
-            version + 1, push.worker, name_of(push.name), push.version, version - push.version, loss, norm
+            version + 1, push.worker, name_of(push.push_id), push.version, version - push.version, loss, norm
         )
 
     def parameters(self) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ class ApplyEvery(Rule):
     new, from the next update on.
     """
 
-    count: int = 1
+    gradients_per_update: int = 1
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class ApplyEvery(Rule):
         num_workers: int = 0,
         count_for: Callable[[int], int] | None = None,
     ) -> None:
-        self.count = count
+        self.gradients_per_update = count
         self.by_staleness = by_staleness
         self.members = set(range(num_workers))
         self.count_for = count_for
@@ -42,28 +42,30 @@ class ApplyEvery(Rule):
 
     def _begin(self) -> None:
         if self.count_for is not None and self.members:
-            self.count = self.count_for(len(self.members))
+            self.gradients_per_update = self.count_for(len(self.members))
         self.total: Tensor | None = None
         self.pushes: list[Push] = []
         self.absent: set[int] | None = None  # parameters without a gradient in all of them
 
     @property
     def buffered(self) -> int:
-        return sum(num_batches(push.name) for push in self.pushes)
+        return sum(num_batches(push.push_id) for push in self.pushes)
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         self._is_there(push.worker)
         if gradient is None:
             return
         missed = block.version - push.version
-        weight = 1 / (self.count * max(1, missed)) if self.by_staleness else 1 / self.count
-        if self.count == 1:
+        weight = (
+            1 / (self.gradients_per_update * max(1, missed)) if self.by_staleness else 1 / self.gradients_per_update
+        )
+        if self.gradients_per_update == 1:
             block.apply(gradient if weight == 1 else gradient * weight, [push], push.absent)
             return
         self.pushes.append(push)
         self.absent = set(push.absent) if self.absent is None else self.absent & set(push.absent)
         self.total = gradient * weight if self.total is None else self.total.add_(gradient, alpha=weight)
-        if len(self.pushes) == self.count:
+        if len(self.pushes) == self.gradients_per_update:
             self.flush(block)
 
     def forget(self, block: RuleBlock, worker: int) -> None:

@@ -32,8 +32,8 @@ class Around(Rule):
         return self.rule.buffered
 
     @property
-    def count(self) -> int | None:
-        return self.rule.count
+    def gradients_per_update(self) -> int | None:
+        return self.rule.gradients_per_update
 
     @property
     def bound(self) -> int | None:

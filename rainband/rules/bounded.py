@@ -39,7 +39,7 @@ class Bounded(Rule):
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         self._measure(push)
-        self.done += num_batches(push.name)
+        self.done += num_batches(push.push_id)
         if self.last != self.first:
             self.bound = round(self.first + (self.last - self.first) * min(1.0, self.done / block.plan.num_batches))
         if gradient is not None:

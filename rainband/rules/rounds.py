@@ -41,12 +41,12 @@ class MeanOfRound(Rule):
     @property
     def buffered(self) -> int:
         waiting = [*self.pushes, *(push for push, _ in self.early.values())]
-        return sum(num_batches(push.name) for push in waiting if not push.skip)
+        return sum(num_batches(push.push_id) for push in waiting if not push.skip)
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
-        column = block.plan.column_of(push.name[0].portion)
-        if column != self.turn:
-            self.early[column] = push, None if gradient is None else gradient.clone()
+        position = block.plan.position_of(push.push_id[0].portion)
+        if position != self.turn:
+            self.early[position] = push, None if gradient is None else gradient.clone()
             return
         self._add(push, gradient)
         while self.turn in self.early:
@@ -94,11 +94,11 @@ class FirstArrivalsOfRound(Rule):
 
     @property
     def buffered(self) -> int:
-        return sum(num_batches(push.name) for push, _ in self.come.values() if not push.skip)
+        return sum(num_batches(push.push_id) for push, _ in self.come.values() if not push.skip)
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
-        column = block.plan.column_of(push.name[0].portion)
-        self.come[column] = push, None if gradient is None else gradient.clone()
+        position = block.plan.position_of(push.push_id[0].portion)
+        self.come[position] = push, None if gradient is None else gradient.clone()
         if block.index == 0 and len(self.come) == min(self.needed, block.plan.items_in_round(block.version)):
             self.named = RoundChosen(block.version, tuple(sorted(self.come)))
             self.chosen.append(self.named)
@@ -115,13 +115,13 @@ class FirstArrivalsOfRound(Rule):
             self._finish_if_all_are_here(block)
 
     def _finish_if_all_are_here(self, block: RuleBlock) -> None:
-        if self.named is None or any(column not in self.come for column in self.named.columns):
+        if self.named is None or any(position not in self.come for position in self.named.positions):
             return
         named, mean = self.named, MeanOfRound()
-        for column in named.columns:
-            mean._add(*self.come.pop(column))
+        for position in named.positions:
+            mean._add(*self.come.pop(position))
         late = range(block.plan.items_in_round(named.round))
-        block.drop([_work_item(block.plan, named.round, j) for j in late if j not in named.columns], TOO_LATE)
+        block.drop([_work_item(block.plan, named.round, j) for j in late if j not in named.positions], TOO_LATE)
         self.come, self.named = {}, None
         mean._finish(block)
 
@@ -129,9 +129,9 @@ class FirstArrivalsOfRound(Rule):
         return block.version >= pull.at_version
 
 
-def _work_item(plan: DataPlan, round_: int, column: int) -> PushId:
+def _work_item(plan: DataPlan, round_: int, position: int) -> PushId:
     """The name of one cell of a round."""
     epoch, inside = divmod(round_, plan.rounds_per_epoch)
     group, k = divmod(inside, plan.portion_batches)
-    portion = epoch * plan.portions_per_epoch + group * plan.columns + column
+    portion = epoch * plan.portions_per_epoch + group * plan.items_per_round + position
     return (BatchRange(portion, k, k + 1, 0),)

@@ -169,15 +169,15 @@ class Block:
         self.buffer.end_write()
 
     def _position(self, push: Push) -> float:
-        if push.name:
-            return self.plan.position(push.name[0].portion, push.name[0].first)
+        if push.push_id:
+            return self.plan.progress(push.push_id[0].portion, push.push_id[0].first)
         return min(1.0, self.accepted_set.count / self.plan.num_batches)  # no name: as far as the data is
 
     def _count(self, pushes: Sequence[Push]) -> None:
         for push in pushes:
             if not push.skip:
-                self.applied += len(push.name[0]) if len(push.name) == 1 else num_batches(push.name)
-                self.num_extras += not push.name
+                self.applied += len(push.push_id[0]) if len(push.push_id) == 1 else num_batches(push.push_id)
+                self.num_extras += not push.push_id
                 missed = self.version - push.version if self.version > push.version else 0
                 self.staleness[push.worker][missed] += 1
                 self.num_pushes += 1

@@ -94,7 +94,7 @@ class CommandExecutor:
 
     def took(self, push: Push) -> None:
         """The first block has taken a cell: with it comes the loss."""
-        self.losses[push.name[0].portion] = math.nan if push.skip else push.loss, push.samples
+        self.losses[push.push_id[0].portion] = math.nan if push.skip else push.loss, push.samples
 
     def evaluated(self) -> list[Message]:
         """If every block has every cell: the loss, summed in the order of the cells."""

@@ -84,7 +84,7 @@ class Server:
         self.report_every = 1  # portions completed between two reports: see `_follow`
         self.completed = 0
         self.unreported = False  # portions were completed of which the coordinator has not heard
-        self.low = 0  # every portion below was complete at the last report
+        self.first_open = 0  # every portion below was complete at the last report
         self.complete: Counter[int] = Counter()  # portion -> blocks that have all of it
         self.refused: Counter[str] = Counter()
         self.updates = 0
@@ -177,15 +177,15 @@ class Server:
         # Also if the push itself comes to nothing: the sender does not say it again.
         if push.groups and sender.index == push.worker and (unfit := block.take_groups(push.worker, push.groups)):
             return PushResult.BAD, unfit
-        if self.min_lease and any(self.min_lease.get(r.portion, 0) > r.lease for r in push.name):
+        if self.min_lease and any(self.min_lease.get(r.portion, 0) > r.lease for r in push.push_id):
             return PushResult.REVOKED, ""
         if sender.role != "worker" or sender.index != push.worker:
             return PushResult.BAD, f"a push of worker {push.worker} came from {sender}"
-        if push.name != self.valid_push_id[0] or push.at_version != self.valid_push_id[1]:
-            wrong = validate_push_id(block.plan, push.name, push.at_version)
+        if push.push_id != self.valid_push_id[0] or push.at_version != self.valid_push_id[1]:
+            wrong = validate_push_id(block.plan, push.push_id, push.at_version)
             if wrong:
                 return PushResult.BAD, wrong
-            self.valid_push_id = push.name, push.at_version
+            self.valid_push_id = push.push_id, push.at_version
         gradient, wrong = self._gradient(block, push, payload)
         if wrong:
             return PushResult.BAD, wrong
@@ -197,7 +197,7 @@ class Server:
             )
         if self._has_accepted(sender, block, push):
             return PushResult.DUPLICATE, ""
-        if block.accepted_set.has_some(push.name):
+        if block.accepted_set.has_some(push.push_id):
             return PushResult.OVERLAPS, ""
         self._take(sender, block, push, gradient)
         return PushResult.ACCEPTED, ""
@@ -219,19 +219,19 @@ class Server:
         return gradient, ""  # its sender has seen that it is finite, and checksums that it came as it was sent
 
     def _has_accepted(self, sender: Peer, block: Block, push: Push) -> bool:
-        if push.name:
-            return block.accepted_set.has_all(push.name)
+        if push.push_id:
+            return block.accepted_set.has_all(push.push_id)
         return push.sequence <= block.untracked_pushes.get((sender.index, sender.incarnation), -1)
 
     def _take(self, sender: Peer, block: Block, push: Push, gradient: Tensor | None) -> None:
-        if push.name:
-            self._mark(block, push.name)
+        if push.push_id:
+            self._mark(block, push.push_id)
             if self.commands is not None and block is next(iter(self.blocks.values())):
                 self.commands.took(push)
         else:
             block.untracked_pushes[sender.index, sender.incarnation] = push.sequence
         if push.skip:
-            block.skip(push.name, push.skip)
+            block.skip(push.push_id, push.skip)
         before = block.version
         block.rule.absorb(block, push, gradient)
         self.updates += block.version - before
@@ -255,7 +255,7 @@ class Server:
 
     def _report_progress(self, block: Block) -> list[ServerOutput]:
         """Tell of portions that are complete: each, or where there are very many, every so many."""
-        due = self.completed % self.report_every == 0 or block.accepted_set.low == block.plan.num_portions
+        due = self.completed % self.report_every == 0 or block.accepted_set.first_open == block.plan.num_portions
         if not self.unreported or not due:
             return []
         self.unreported = False
@@ -357,7 +357,7 @@ class Server:
         late = params.at_version >= 0 and block.version > params.at_version + kept
         version = params.at_version if params.at_version >= 0 else block.version
         if late or version != params.version or self.term != params.term:
-            params = msgspec.structs.replace(params, term=self.term, version=version, late=late)
+            params = msgspec.structs.replace(params, term=self.term, version=version, round_over=late)
         return params, None if late else block.buffer.at(version)
 
     def _fetch_state(self, sender: Peer) -> list[ServerOutput]:
@@ -384,7 +384,7 @@ class Server:
 
     def _assign(self, assign: Assign) -> list[ServerOutput]:
         self.term = assign.term
-        server_part = self.server_part(assign.num_workers)
+        server_part = self.server_part(assign.num_replicas)
         if assign.optimizer is not None:  # a user's own, with a schedule of its own
             server_part = replace(server_part, optimizer=assign.optimizer, schedule=Schedule())
         rule = server_part.rule()
@@ -432,7 +432,7 @@ class Server:
 
     def _follow(self, plan: DataPlan) -> None:
         """Where there are very many portions, tell of some at once; in rounds of each, others may wait for that."""
-        self.report_every = 1 if plan.columns else max(1, plan.num_portions // REPORTS)
+        self.report_every = 1 if plan.items_per_round else max(1, plan.num_portions // REPORTS)
 
     def _command(self, command: Command) -> list[ServerOutput]:
         if self.commands is None:
@@ -479,11 +479,11 @@ class Server:
     def report(self, flushed: bool = False, measured: bool = True) -> Report:
         """The marks; the measurements, which take longer, only when asked for."""
         blocks = list(self.blocks.values())
-        low = min((b.accepted_set.low for b in blocks), default=0)
-        if low != self.low:  # of portions below that nobody will ask again
-            self.low = low
-            self.min_lease = {portion: lease for portion, lease in self.min_lease.items() if portion >= low}
-            for portion in [portion for portion in self.complete if portion < low]:
+        first_open = min((b.accepted_set.first_open for b in blocks), default=0)
+        if first_open != self.first_open:  # of portions below that nobody will ask again
+            self.first_open = first_open
+            self.min_lease = {portion: lease for portion, lease in self.min_lease.items() if portion >= first_open}
+            for portion in [portion for portion in self.complete if portion < first_open]:
                 del self.complete[portion]
         num_blocks = len(blocks)
         skipped: dict[tuple[int, str], int] = {}
@@ -494,7 +494,7 @@ class Server:
             if measured:
                 merge(staleness, block.staleness)
         return Report(
-            low=low,
+            first_open=first_open,
             full=tuple(sorted([portion for portion, times in self.complete.items() if times == num_blocks])),
             accepted=min((b.accepted_set.count for b in blocks), default=0),
             updates=self.updates,
@@ -508,6 +508,6 @@ class Server:
             guard=self.guard,
             adapt=self.adapt,
             bound=next((b.rule.bound for b in blocks), None),
-            gathers=next((b.rule.count for b in blocks), None),
+            gradients_per_update=next((b.rule.gradients_per_update for b in blocks), None),
             limit=worst_limit(block.limit() for block in blocks) if measured else None,
         )

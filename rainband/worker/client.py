@@ -330,7 +330,7 @@ class Client:
         if not held:
             self._rest()
             return None
-        if not self.plan.columns:
+        if not self.plan.items_per_round:
             return self._work_item(held[0], held[0].todo.popleft(), more=bool(held[0].todo) or len(held) > 1)
         lease = min(held, key=lambda h: (self.plan.round_of(h.portion, h.todo[0][0]), h.portion))
         if not self._is_open(self.plan.round_of(lease.portion, lease.todo[0][0])):
@@ -360,14 +360,14 @@ class Client:
             port.send(Idle())
 
     def _work_item(self, lease: HeldLease, ks: tuple[int, ...], more: bool) -> WorkItem:
-        round_ = self.plan.round_of(lease.portion, ks[0]) if self.plan.columns else -1
+        round_ = self.plan.round_of(lease.portion, ks[0]) if self.plan.items_per_round else -1
         if len(ks) == 1:
             return WorkItem((Batch(lease.portion, ks[0], lease.number),), round_, more)
         return WorkItem(tuple([Batch(lease.portion, k, lease.number) for k in ks]), round_, more)
 
     def _ask_for_more(self, ahead: int) -> None:
         """Keep one lease ahead; in rounds always ask, the coordinator shares the columns out."""
-        if not self.asked and not self.finished and not self.stopping and (self.plan.columns or ahead <= 1):
+        if not self.asked and not self.finished and not self.stopping and (self.plan.items_per_round or ahead <= 1):
             self.asked = True
             self.tell(LeaseRequest())
 
@@ -478,8 +478,8 @@ class Client:
     def _begin(self, gradient: Gradient) -> PushHandle:
         self.sequence += 1
         self.clock += 1
-        name = gradient.name()
-        at_version = self.plan.round_of(name[0].portion, name[0].first) if self.plan.columns else -1
+        name = gradient.push_id()
+        at_version = self.plan.round_of(name[0].portion, name[0].first) if self.plan.items_per_round else -1
         if self.plan.coordinated:
             at_version = name[0].lease  # of an evaluation: a cell was handed out for it
         began = self.clock - 1 if gradient.began is None else gradient.began
@@ -573,7 +573,9 @@ class Client:
         """The parameters at the end of a run; where that came within a round, of the last that all blocks have."""
         await self.pull_latest()
         versions = {self.versions[block.index] for block in self.blocks}
-        if self.plan.columns and len(versions) > 1:  # by one: a block keeps a version until the next round begins
+        if (
+            self.plan.items_per_round and len(versions) > 1
+        ):  # by one: a block keeps a version until the next round begins
             await self.pull(min(versions))
 
     def _ask(self, pull: PullHandle, clock: int) -> PullHandle:
@@ -636,7 +638,7 @@ class Client:
         pull = self.pulling
         if pull is None or pull.sequence != params.sequence or pull.has(params.block):
             return
-        if params.late:
+        if params.round_over:
             self._round_is_over(pull)
             return
         if self.asks is None:

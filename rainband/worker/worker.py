@@ -211,16 +211,16 @@ class WorkerOptimizer:
 
     def step(self, gradient: Gradient) -> None:
         if not gradient.is_finite:
-            self.accounting.add(gradient.name(), "not finite")
+            self.accounting.add(gradient.push_id(), "not finite")
             return
         first = gradient.batches[0]
-        scale = self.schedule.scale(self.worker.plan.position(first.portion, first.k))
+        scale = self.schedule.scale(self.worker.plan.progress(first.portion, first.k))
         for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
             group["lr"] = lr * scale
         for parameter, tensor in zip(self.worker.flat.parameters, gradient.tensors, strict=True):
             parameter.grad = tensor
         self.optimizer.step()
-        self.accounting.add(gradient.name())
+        self.accounting.add(gradient.push_id())
 
 
 class LocalAccounting:
@@ -251,7 +251,7 @@ class LocalAccounting:
         full = tuple(p for p in sorted(self.accepted_set.open) if self.accepted_set.is_full(p))
         num_skipped = sum(mask.bit_count() for mask in self.skipped.values())
         return Report(
-            low=self.accepted_set.low,
+            first_open=self.accepted_set.first_open,
             full=full,
             accepted=self.accepted_set.count,
             updates=self.applied + self.untracked_pushes,

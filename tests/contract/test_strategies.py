@@ -259,9 +259,11 @@ def batches_in_order(plan: DataPlan) -> list[Batch]:
     return [Batch(p, k, 1) for p in range(plan.num_portions) for k in range(plan.batches_in(p))]
 
 
-@pytest.mark.parametrize("columns", [0, 3])
-def test_the_batches_of_an_epoch_are_all_samples_once_and_in_another_order_than_those_of_the_next(columns: int) -> None:
-    plan = make_plan(num_samples=50, batch_size=8, epochs=2, portion_batches=2, columns=columns)
+@pytest.mark.parametrize("items_per_round", [0, 3])
+def test_the_batches_of_an_epoch_are_all_samples_once_and_in_another_order_than_those_of_the_next(
+    items_per_round: int,
+) -> None:
+    plan = make_plan(num_samples=50, batch_size=8, epochs=2, portion_batches=2, items_per_round=items_per_round)
     sampler, epochs = Sampler(plan), dict[int, list[int]]({0: [], 1: []})
     for batch in batches_in_order(plan):
         indices = sampler.indices(batch).tolist()

@@ -187,7 +187,7 @@ class Stashing:
         """In the same memory where nobody needs the version that is there."""
         versions = self.stage.versions
         if self.optimizer is not None:
-            scale = self.schedule.scale(self.worker.plan.position(batch.portion, batch.k))
+            scale = self.schedule.scale(self.worker.plan.progress(batch.portion, batch.k))
             for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
                 group["lr"] = lr * scale
         needed = versions.newest in self.in_use.values() or self.counting.lags

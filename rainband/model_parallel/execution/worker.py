@@ -115,7 +115,7 @@ class ShareWorker(ModuleWorker):
         self.asked_round = -1  # what the first asks the others, and their answers
         self.opening: list[Arrival] = []
         self.question: Question | None = None  # what we were asked
-        if self.leads and client.plan.columns:
+        if self.leads and client.plan.items_per_round:
             client.others_have_opened = self._opened_for_all
         self.gone_through = 0  # samples
         self.before_item: Callable[[], None] | None = None  # of the first: measures now and then

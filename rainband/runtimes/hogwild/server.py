@@ -72,8 +72,10 @@ class HogwildServer:
     def receive(self, message: Message) -> list[Message]:
         """Take one message; returns what to tell the coordinator."""
         if isinstance(message, Assign):
-            num_bytes = places_of(message.blocks, message.plan, message.num_workers).num_bytes
-            self.memory = SharedParameters(self.make_room(num_bytes), message.blocks, message.plan, message.num_workers)
+            num_bytes = places_of(message.blocks, message.plan, message.num_replicas).num_bytes
+            self.memory = SharedParameters(
+                self.make_room(num_bytes), message.blocks, message.plan, message.num_replicas
+            )
             return []
         memory = self.memory
         if memory is None:
@@ -100,7 +102,7 @@ class HogwildServer:
         assert self.memory is not None, "there is nothing to report before the run has begun"
         memory, accepted_set = self.memory, self.memory.all_marks()
         full = accepted_set == memory.full_marks
-        low = int(np.argmin(full)) if not full.all() else len(full)
+        first_open = int(np.argmin(full)) if not full.all() else len(full)
         begun = np.flatnonzero(accepted_set).tolist()
         skipped = [(portion, mask) for portion in begun if (mask := memory.skipped_in(portion))]
         accepted = int(np.unpackbits(accepted_set.view(np.uint8)).sum())
@@ -108,8 +110,8 @@ class HogwildServer:
         total: Counter[int] = sum(staleness.values(), Counter())
         updates = total.total()
         return Report(
-            low=low,
-            full=tuple((low + np.flatnonzero(full[low:])).tolist()),
+            first_open=first_open,
+            full=tuple((first_open + np.flatnonzero(full[first_open:])).tolist()),
             accepted=accepted,
             updates=updates,
             blocks=(Tally(accepted, updates, sum(mask.bit_count() for _, mask in skipped), 0),),

@@ -96,10 +96,10 @@ class InPlace:
         self.client.stats.acked += 1
         if memory.is_complete(batch.portion):
             self.client.tell(ReportRequest())  # the keeper looks, and tells how far it is
-        self.client.settle(gradient.name())
+        self.client.settle(gradient.push_id())
 
     def _position(self, batch: Batch) -> float:
-        return self.worker.plan.position(batch.portion, batch.k)
+        return self.worker.plan.progress(batch.portion, batch.k)
 
     def _add(self, tensors: Sequence[Tensor | None], factor: float) -> None:
         for (place, rate), tensor in zip(self.places, tensors, strict=True):

@@ -112,7 +112,7 @@ class LoopWorker:
         """Mark batches that no step will name."""
         nothing = Gradient([None] * len(self.client.flat.parameters), batches, 0, 0.0)
         if self.accounting is not None:
-            self.accounting.add(nothing.name(), reason)
+            self.accounting.add(nothing.push_id(), reason)
         elif batches:
             self.client.skip(nothing, reason)
 
@@ -173,7 +173,7 @@ class UsersOptimizer:
             return
         self.worker.step_now(gradient.tensors)
         if self.worker.accounting is not None:
-            self.worker.accounting.add(gradient.name())
+            self.worker.accounting.add(gradient.push_id())
 
 
 class LoopCoroutine:

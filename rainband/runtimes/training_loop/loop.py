@@ -211,7 +211,7 @@ class TrainingLoop:
         if self.client.finished:
             return 1.0
         last = self.draws.last
-        return 0.0 if last is None else self.client.plan.position(last.portion, last.k)
+        return 0.0 if last is None else self.client.plan.progress(last.portion, last.k)
 
     def skip(self, reason: str = "skipped by the loop") -> None:
         """Leave out the batches drawn since the last step, so that the next one is not named after them."""

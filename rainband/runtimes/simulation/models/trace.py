@@ -32,7 +32,7 @@ SCHEDULE: dict[type[Message], Callable[[Any], object]] = {
         m.block,
         m.worker,
         m.sequence,
-        m.name,
+        m.push_id,
         m.samples,
         m.clock,
         m.version,
@@ -42,7 +42,7 @@ SCHEDULE: dict[type[Message], Callable[[Any], object]] = {
     ),
     Ack: lambda m: (m.block, m.sequence, m.result, m.version),
     Pull: lambda m: (m.sequence, m.clock, m.at_version, m.base, m.part),
-    Params: lambda m: (m.block, m.sequence, m.version, m.at_version, m.late, m.clock),
+    Params: lambda m: (m.block, m.sequence, m.version, m.at_version, m.round_over, m.clock),
     InitBlock: lambda m: (m.block, m.numel, len(m.part)),
     Lease: lambda m: (m.portion, m.lease, m.groups),
     Return: lambda m: (m.portion, m.lease, m.reason),
@@ -131,13 +131,13 @@ def brief(message: Message) -> str:
             skip = f" skip({message.skip})" if message.skip else ""
             at_version = f" round {message.at_version}" if message.at_version >= 0 else ""
             read = f" read v{message.version}"
-            return f"push {message.sequence} block {message.block} {name_of(message.name)}{at_version}{read}{skip}"
+            return f"push {message.sequence} block {message.block} {name_of(message.push_id)}{at_version}{read}{skip}"
         case Ack():
             return f"{message.result.name.lower()} {message.sequence} block {message.block} v{message.version}"
         case Pull():
             return f"pull {message.sequence}" + (f" round {message.at_version}" if message.at_version >= 0 else "")
         case Params():
-            late = " late" if message.late else ""
+            late = " late" if message.round_over else ""
             return f"params {message.sequence} block {message.block} v{message.version}{late}"
         case InitBlock():
             return f"load block {message.block}"

@@ -56,9 +56,9 @@ class Ledger:
         apply, number = block.apply, block.index
 
         def counted(gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
-            batches = [(r.portion, k) for p in pushes if not p.skip for r in p.name for k in range(r.first, r.last)]
+            batches = [(r.portion, k) for p in pushes if not p.skip for r in p.push_id for k in range(r.first, r.last)]
             self.applied[number].update(batches)
-            divisor = block.rule.count or len(batches)  # of a mean over so many that come
+            divisor = block.rule.gradients_per_update or len(batches)  # of a mean over so many that come
             self.updates[number].append(LedgerUpdate(frozenset(batches), divisor))
             if isinstance(block.rule, Compensated):
                 self._look_at_correction(block, block.rule, gradient, pushes[0])
@@ -90,7 +90,7 @@ class Ledger:
 
         Of a worker that was given up, the server does not know any more what it has read.
         """
-        plain = self.gradient(block, (push.name[0].portion, push.name[0].first))
+        plain = self.gradient(block, (push.push_id[0].portion, push.push_id[0].first))
         size, expected = plain.numel(), plain
         if push.version != block.version and push.version in rule.given.get(push.worker, {}):
             change = block.values[:size] - self.versions[block.index, push.version][:size]
@@ -101,7 +101,7 @@ class Ledger:
     def look_at(self, worker: ModuleWorker, batch: Batch) -> None:
         """A gradient is about to be computed: are the parameters what they are said to be?"""
         client, plan, exactly = worker.client, worker.plan, -1
-        if plan.columns:
+        if plan.items_per_round:
             exactly = plan.round_of(batch.portion, batch.k)
         elif plan.coordinated:
             exactly = batch.lease  # the evaluation for which its cell was handed out
