@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 from rainband.coordinator.coordinator import RunSettings
 from rainband.model.flat_parameters import Flat
-from rainband.protocol.messages import Push
+from rainband.protocol.messages import Dataset, Push
 from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
 from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
-from rainband.runtimes.simulation.run import join_of
 from rainband.runtimes.simulation.shared_module import SharedModule
 from rainband.strategies.soft_sync import SoftSync
 from rainband.tasks.quadratic import Quadratic
+from rainband.worker.session import join_of
 from reproduce.runs import arguments, draw, report
 
 GROUPS = (2, 4, 8)  # of one alone the path is a plain decay, to which any momentum can be fitted
@@ -43,7 +43,7 @@ def trajectory(groups: int, seed: int) -> NDArray[np.float64]:
     """The distance from the lowest point after each update of one run."""
     flat, data = Flat(TASK.model()), TASK.data()
     strategy, shared_module = SoftSync(n=groups, scaling="none", lr=RATE, guard=False), SharedModule(flat)
-    join = join_of(strategy, flat, "", len(data), TASK.batch_size, TASK.epochs)
+    join = join_of(strategy, flat.layout, Dataset("", len(data), TASK.batch_size, TASK.epochs))
     play = Scenario(strategy, join, lambda: GradientCompute(shared_module, TASK, data, groups), real=True)
     runtime = SimulatedCluster(play, RunSettings(num_workers=groups, num_servers=1), MODEL, Notes(), seed=seed)
     path: list[float] = []

@@ -33,6 +33,7 @@ from rainband.protocol.messages import (
     Address,
     Conclude,
     Concluded,
+    Dataset,
     Ended,
     Finish,
     Forget,
@@ -63,6 +64,7 @@ from rainband.server.block import Block
 from rainband.server.server import Server
 from rainband.strategy import Batch, ServerPart
 from rainband.worker.client import Client, Handle, PullHandle
+from rainband.worker.session import join_of
 from rainband.worker.worker import Compute, ModuleWorker, ServerSide
 from tests.ledger import ELEMENTS, Case, CountingOptimizer, Ledger, Memory, Wrong, check_block, number_of
 
@@ -433,17 +435,9 @@ class SimulatedCluster:
         ]
 
     def join(self) -> Join:
-        strategy = self.case.strategy
-        return Join(
-            fingerprint="the data",
-            num_samples=self.case.num_samples,
-            layout=self.layout,
-            batch_size=self.case.batch_size,
-            epochs=self.case.epochs,
-            batches_per_item=strategy.requires.batches_per_item,
-            rounds=self.case.rounds,
-            warm_start_batches=strategy.requires.warm_start_batches,
-        )
+        case = self.case
+        dataset = Dataset("the data", case.num_samples, case.batch_size, case.epochs)
+        return join_of(case.strategy, self.layout, dataset)
 
     def _add_worker(self, peer: Peer) -> Node:
         node = self.workers[peer] = self.node(self, peer)

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from rainband.errors import RainbandError
 from rainband.model.save import save_model
+from rainband.protocol.layout import Layout
 from rainband.protocol.messages import (
+    Address,
     BlockReady,
     Conclude,
+    Dataset,
     Go,
     Join,
     LeaseEnd,
@@ -19,6 +22,7 @@ from rainband.protocol.messages import (
     Shutdown,
     Welcome,
 )
+from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.protocol.steps import Handle
 from rainband.protocol.worker_stats import Stats
 from rainband.strategy import Port, Strategy
@@ -114,6 +118,32 @@ async def pull_latest(client: Client) -> None:
     """Copy the parameters as the servers have them now into the model."""
     if client.blocks and client.ports:
         await client.pull_latest()
+
+
+def join_of(
+    strategy: Strategy,
+    layout: Layout,
+    data: Dataset,
+    custom_loop: bool = False,
+    optimizer: OptimizerSpec | None = None,
+    address: Address | None = None,
+) -> Join:
+    """Return the message with which a worker joins."""
+    requires = strategy.requires
+    return Join(
+        fingerprint=data.fingerprint,
+        num_samples=data.num_samples,
+        layout=layout,
+        batch_size=data.batch_size,
+        epochs=data.epochs,
+        batches_per_item=requires.batches_per_item,
+        rounds=requires.waits == "rounds",
+        warm_start_batches=requires.warm_start_batches,
+        custom_loop=custom_loop,
+        optimizer=optimizer,
+        coordinated=requires.coordinated,
+        address=address,
+    )
 
 
 class Session:

@@ -11,11 +11,11 @@ import torch
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
 from rainband.plugins import load_strategy
-from rainband.protocol.messages import Address, Join
+from rainband.protocol.messages import Address, Dataset
 from rainband.record.message_cost import Pieces
 from rainband.record.record import Recorder
 from rainband.record.spans import SpanFile, SpanRecorder
-from rainband.runtimes.config import Job, coordination_of
+from rainband.runtimes.config import Job
 from rainband.runtimes.hogwild.worker import Looking, MemoryModel
 from rainband.runtimes.processes.drive import drive
 from rainband.runtimes.processes.min_step_time import at_its_pace
@@ -27,7 +27,7 @@ from rainband.tasks.load import load_task
 from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
 from rainband.worker.lifecycle import run_worker
 from rainband.worker.periodic_eval import PeriodicEval
-from rainband.worker.session import WorkerModel
+from rainband.worker.session import WorkerModel, join_of
 from rainband.worker.worker import ModuleWorker
 
 
@@ -48,18 +48,9 @@ class WorkerProcess(WorkerLink):
         server_part = strategy.server(self.config.num_replicas)
         if server_part is not None:
             build(server_part.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
-        join = Join(
-            fingerprint=fingerprint(data),
-            num_samples=len(data),
-            layout=flat.layout,
-            batch_size=self.config.batch_size or task.batch_size,
-            epochs=self.config.epochs or task.epochs,
-            batches_per_item=strategy.requires.batches_per_item,
-            rounds=strategy.requires.waits == "rounds",
-            warm_start_batches=strategy.requires.warm_start_batches,
-            coordinated=coordination_of(strategy) is not None,
-            address=self._address(),
-        )
+        batch_size, epochs = self.config.batch_size or task.batch_size, self.config.epochs or task.epochs
+        dataset = Dataset(fingerprint(data), len(data), batch_size, epochs)
+        join = join_of(strategy, flat.layout, dataset, address=self._address())
         self.session.prepare(strategy, join, model)
         drive(run_worker(self.session), self.wait, self.session)
 

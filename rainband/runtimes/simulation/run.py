@@ -19,7 +19,7 @@ from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy
-from rainband.protocol.messages import Address, Join
+from rainband.protocol.messages import Address, Dataset, Join
 from rainband.record.spans import Span, write_spans
 from rainband.runtimes.config import RunConfig, coordination_of, is_one_memory
 from rainband.runtimes.hogwild.server import HogwildServer
@@ -39,6 +39,7 @@ from rainband.runtimes.stage_forecast import predicted_of
 from rainband.strategy import Strategy
 from rainband.tasks.load import load_task
 from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
+from rainband.worker.session import join_of
 
 PROGRESS_POINTS = 30  # as many events tell of the progress of a run; heartbeats come as often
 POINTS_IN_BULK = 8
@@ -234,7 +235,7 @@ def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | 
     if config.stage_plan is not None:
         return _in_stages(config, config.stage_plan, strategy, task, data)
     shared_module = SharedModule(flat)
-    join = join_of(strategy, flat, fingerprint(data), len(data), *_sizes(config, task))
+    join = join_of(strategy, flat.layout, Dataset(fingerprint(data), len(data), *_sizes(config, task)))
     if is_one_memory(strategy):
         hogwild_server = HogwildServer(bytearray, strategy.requires.guard)
         return Scenario(
@@ -251,10 +252,9 @@ def _in_stages(config: RunConfig, plan: StagePlan, strategy: Strategy, task: Tas
     def body(index: int) -> StageCompute:
         return StageCompute(task, data, plan, index % plan.size, config.num_replicas, config.seed)
 
-    join = join_of(strategy, body(0).flat, fingerprint(data), len(data), *_sizes(config, task))
-    return Scenario(
-        strategy, msgspec.structs.replace(join, address=Address("", 0)), lambda: body(0), real=True, stage_compute=body
-    )
+    dataset = Dataset(fingerprint(data), len(data), *_sizes(config, task))
+    join = join_of(strategy, body(0).flat.layout, dataset, address=Address("", 0))
+    return Scenario(strategy, join, lambda: body(0), real=True, stage_compute=body)
 
 
 def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Scenario:
@@ -267,25 +267,10 @@ def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) ->
         num_samples = len(task.data())
     else:
         num_samples, epochs = config.sim.steps * config.num_workers * batch_size, 1
-    join = join_of(strategy, flat, "", num_samples, batch_size, epochs)
+    join = join_of(strategy, flat.layout, Dataset("", num_samples, batch_size, epochs))
     body = TimingOnly(config.num_workers)
     return Scenario(strategy, join, lambda: body, real=False, bulk=in_bulk(config))
 
 
 def _sizes(config: RunConfig, task: Task) -> tuple[int, int]:
     return config.batch_size or task.batch_size, config.epochs or task.epochs
-
-
-def join_of(strategy: Strategy, flat: Flat, mark: str, num_samples: int, batch_size: int, epochs: int) -> Join:
-    """What every worker says when it joins."""
-    return Join(
-        fingerprint=mark,
-        num_samples=num_samples,
-        layout=flat.layout,
-        batch_size=batch_size,
-        epochs=epochs,
-        batches_per_item=strategy.requires.batches_per_item,
-        rounds=strategy.requires.waits == "rounds",
-        warm_start_batches=strategy.requires.warm_start_batches,
-        coordinated=coordination_of(strategy) is not None,
-    )

@@ -24,7 +24,7 @@ from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.model.optimizer_state import put_state, settings_of, spec_of, state_of
 from rainband.model.save import save_model
-from rainband.protocol.messages import Conclude, Join, LeaseEnd, Message, Paused, Peer, Welcome
+from rainband.protocol.messages import Conclude, Dataset, LeaseEnd, Message, Paused, Peer, Welcome
 from rainband.protocol.optimizer_spec import changed_numbers, plain
 from rainband.runtimes.training_loop.batches import LoopBatches, described, loader
 from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopEnd, LoopParameters, LoopWorker
@@ -33,8 +33,10 @@ from rainband.runtimes.training_loop.script_random import own_random_numbers
 from rainband.runtimes.training_loop.step_hooks import StepHooks, unwrapped
 from rainband.strategy import Batch, Port, Strategy, WorkItem
 from rainband.worker.client import Client
-from rainband.worker.session import Buffers, Session, WorkerModel, pull_final, pull_latest
+from rainband.worker.session import Buffers, Session, WorkerModel, join_of, pull_final, pull_latest
 from rainband.worker.worker import set_buffers
+
+NOT_KNOWN_YET = Dataset(fingerprint="", num_samples=0, batch_size=1, epochs=1)  # until run.batches(...) is called
 
 
 class Membership(Protocol):
@@ -80,7 +82,9 @@ class TrainingLoop:
         self.flat = Flat(self.model, [{"params": group["params"], **settings} for group, settings in pairs])
         self.hooks = StepHooks(self.optimizers, self._step, self._infinite_step)
         self.member.connect()
-        self.member.session.prepare(self.strategy, self._joining(), LoopModel(self))
+        optimizer = spec_of(self.optimizers) if self.served else None
+        join = join_of(self.strategy, self.flat.layout, NOT_KNOWN_YET, custom_loop=True, optimizer=optimizer)
+        self.member.session.prepare(self.strategy, join, LoopModel(self))
         self.suspended = LoopCoroutine(self.member.session, self.member.wait)
         own_random_numbers(self.index)
         self.draws = LoopBatches(self.client, self.member.wait, lambda: self.suspended.end_item())
@@ -98,20 +102,6 @@ class TrainingLoop:
                 self._leave()
         finally:
             self.flat.release()
-
-    def _joining(self) -> Join:
-        return Join(
-            fingerprint="",
-            num_samples=0,
-            layout=self.flat.layout,
-            batch_size=1,
-            epochs=1,
-            batches_per_item=self.strategy.requires.batches_per_item,
-            rounds=self.rounds,
-            warm_start_batches=self.strategy.requires.warm_start_batches,
-            custom_loop=True,
-            optimizer=spec_of(self.optimizers) if self.served else None,
-        )
 
     def _leave(self) -> None:
         """Settle what is open, wait until everyone has, and take the results home."""

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Literal
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.plugins import load_strategy
+from rainband.protocol.messages import Dataset
 from rainband.runtimes.simulation.cluster import Scenario
 from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.faults import Chances, Script, random_script
-from rainband.runtimes.simulation.run import join_of
 from rainband.runtimes.simulation.shared_module import SharedModule
 from rainband.strategy import Batch, Requirements, ServerPart, Strategy, Worker
 from rainband.tasks.linear import Linear
 from rainband.tasks.quadratic import Quadratic
+from rainband.worker.session import join_of
 from rainband.worker.worker import ModuleWorker
 
 if TYPE_CHECKING:
@@ -137,7 +138,9 @@ class ScenarioStage:
         model = self.task.model().double() if kind.known == "led" else self.task.model()
         flat = Flat(model)
         self.shared_module = SharedModule(flat)
-        self.join = join_of(self.strategy, flat, "", len(self.data), self.task.batch_size, self.task.epochs)
+        self.join = join_of(
+            self.strategy, flat.layout, Dataset("", len(self.data), self.task.batch_size, self.task.epochs)
+        )
         self.gradients: dict[int, Tensor] = {}  # by the number of the batch, where they are the same at any parameters
 
     def play(self, ledger: Ledger, num_workers: int) -> Scenario:
