@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rainband.protocol.messages import AssignItems, ItemsDelivered, LeaseRequest, Message
-from rainband.runtimes.processes.prefetch import Prefetch, prefetched
+from rainband.runtimes.processes.compute import Prefetch, prefetched
 from rainband.strategy import Batch
 from rainband.tasks.task import DatasetData
 from rainband.worker.work_items import ItemsInHand
@@ -107,10 +107,8 @@ def reader(data: Any, *work_items: int) -> Any:
     handed, _ = hand()
     handed.take(AssignItems(1, work_items))
     handed.next(PLAN)
-    worker = SimpleNamespace(
-        plan=PLAN, data=data, sampler=Sampler(PLAN), client=SimpleNamespace(handed=handed), fetch=None
-    )
-    prefetched(worker)  # type: ignore[arg-type]
+    worker = SimpleNamespace(plan=PLAN, data=data, sampler=Sampler(PLAN), client=SimpleNamespace(handed=handed))
+    worker.fetch = prefetched(worker)  # type: ignore[arg-type]
     return worker
 
 

@@ -24,6 +24,7 @@ from rainband.errors import Deadlock
 from rainband.model.flat_parameters import Flat
 from rainband.plugins import load_strategy
 from rainband.protocol import events
+from rainband.protocol.messages import Dataset
 from rainband.record.spans import Span
 from rainband.rules import ApplyOnArrival
 from rainband.runtimes.config import RunConfig, SimSettings
@@ -41,6 +42,7 @@ from rainband.strategies.downpour import Downpour
 from rainband.strategy import ServerPart
 from rainband.tasks.linear import Linear
 from rainband.tasks.load import load_task
+from rainband.worker.session import join_of
 
 INSTANT = ClusterModel(
     NetworkModel(latency_s=0.0, bytes_per_s=inf),
@@ -60,7 +62,7 @@ def world_of(
 ) -> SimulatedCluster:
     flat = Flat(task.model())
     data, shared_module = task.data(), SharedModule(flat)
-    join = sim.join_of(strategy, flat, "", len(data), task.batch_size, task.epochs)  # type: ignore[arg-type]
+    join = join_of(strategy, flat.layout, Dataset("", len(data), task.batch_size, task.epochs))  # type: ignore[arg-type]
     empty = TimingOnly(num_workers)
     body: Callable[[], Any] = (
         (lambda: GradientCompute(shared_module, task, data, num_workers)) if real else (lambda: empty)

@@ -15,12 +15,10 @@ from rainband.cli.main import build_app
 from rainband.cli.sim_options import in_virtual_time
 from rainband.plugins import load_strategy
 from rainband.protocol import events
-from rainband.runtimes.processes.min_step_time import paced
+from rainband.runtimes.processes.compute import MinStepTime
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.runtimes.simulation.models.compute import ComputeModel, ComputePace
-from rainband.strategy import Batch
-
-BATCH = Batch(0, 0, 1)
+from rainband.worker.worker import Compute
 
 
 class Time:
@@ -45,13 +43,17 @@ def steps(compute_s: float, worker: int) -> Time:
     """Two steps of a worker; worker 1 is five times slower than 2 s."""
     time = Time()
 
-    def compute(batch: Batch) -> Any:
-        time.pass_(compute_s)
-        return batch
+    class Gradient(Compute):
+        def __init__(self) -> None:
+            pass
+
+        def perform(self) -> None:
+            time.pass_(compute_s)
 
     model = ComputeModel(kind="constant", step_s=2.0, slow_workers=(1,), slow_factor=5.0)
-    at_pace = paced(compute, ComputePace(model, seed=0, worker=worker), time.now, time.sleep)
-    assert [at_pace(BATCH), at_pace(BATCH)] == [BATCH, BATCH]
+    paced = MinStepTime(ComputePace(model, seed=0, worker=worker), time.now, time.sleep)
+    for _ in range(2):
+        paced.perform(Gradient())
     return time
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from rainband.runtimes.processes.titles import short_title
 from rainband.runtimes.processes.zygote import Event, Exited, SpawnFailed, Started, Zygote
+from rainband.runtimes.processes.zygote_main import short_title
 
 pytestmark = pytest.mark.processes
 

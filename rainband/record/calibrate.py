@@ -248,7 +248,7 @@ class Stopwatch:
         make_worker = node.body.worker
 
         def watched(index: int, client: Client) -> ModuleWorker:
-            worker = make_worker(index, client)
+            worker: ModuleWorker = make_worker(index, client)
             client.take = self._timed(client.take, "take")  # type: ignore[method-assign]
             client._push = self._timed(client._push, "push")  # type: ignore[method-assign]
             worker.params.step = self._timed(worker.params.step, "step")  # type: ignore[method-assign]

@@ -13,13 +13,12 @@ from rainband.protocol.messages import Conclude, Message, Peer, Welcome
 from rainband.strategy import Port, Tag
 from rainband.tasks.task import Data, Task, parameter_groups
 from rainband.worker.client import Client
-from rainband.worker.session import Buffers, WorkerModel, pull_latest
-from rainband.worker.worker import ModuleWorker
+from rainband.worker.worker_model import Buffers, WorkerModel, pull_latest
 
 SAVED: Tag = ("saved",)
 
 
-class StageModel(WorkerModel):
+class StageModel(WorkerModel[ShareWorker]):
     """A share of the model; the first worker of the team says what is to be done after the end."""
 
     links: ReplicaLinks
@@ -34,19 +33,17 @@ class StageModel(WorkerModel):
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
         return Client(me, welcome.plan, self.flat, welcome.blocks, welcome.owners, ports, tell, self.part)
 
-    def worker(self, index: int, client: Client) -> ModuleWorker:
+    def worker(self, index: int, client: Client) -> ShareWorker:
         return ShareWorker(index, self.num_replicas, self.task, self.data, self.share, client, self.links)
 
-    async def ended(self, worker: ModuleWorker) -> None:
+    async def ended(self, worker: ShareWorker) -> None:
         self.links.say_end()
         self.links.forget_ends()
 
-    def has_order(self, worker: ModuleWorker) -> bool:
-        assert isinstance(worker, ShareWorker)
+    def has_order(self, worker: ShareWorker) -> bool:
         return not worker.leads and not self.first_is_gone and worker.next_order().ready()
 
-    async def follow_order(self, worker: ModuleWorker) -> None:
-        assert isinstance(worker, ShareWorker)
+    async def follow_order(self, worker: ShareWorker) -> None:
         try:
             what, payload = await worker.next_order()
             worker.take_order()
@@ -55,9 +52,8 @@ class StageModel(WorkerModel):
         except PeerLost:
             self.first_is_gone = True  # a goodbye is under way
 
-    async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
+    async def conclude(self, worker: ShareWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
         """Each hands over its part of the model; the first puts them together and evaluates."""
-        assert isinstance(worker, ShareWorker)
         await pull_latest(worker.client)
         if buffers is not None:
             worker.set_buffers(buffers)

@@ -14,7 +14,7 @@ from rainband.protocol.messages import Concluded, Ended, Welcome
 from rainband.protocol.steps import Until
 from rainband.worker.client import Client
 from rainband.worker.session import Session
-from rainband.worker.worker import ModuleWorker
+from rainband.worker.worker_model import RunningWorker
 
 
 async def run_worker(session: Session) -> None:
@@ -55,7 +55,7 @@ def _is_told_more(session: Session, welcome: Welcome) -> bool:
     return session.go or session.welcome is not welcome
 
 
-async def train(session: Session, worker: ModuleWorker) -> None:
+async def train(session: Session, worker: RunningWorker) -> None:
     """Run the strategy to its end, or until it is told to stop."""
     session.training = True
     with suppress(Stop):
@@ -63,7 +63,7 @@ async def train(session: Session, worker: ModuleWorker) -> None:
     session.training = False
 
 
-async def leave(session: Session, worker: ModuleWorker) -> None:
+async def leave(session: Session, worker: RunningWorker) -> None:
     """The strategy has ended: wait for the last answers, return the leases, report the numbers and the buffers."""
     client, runtime = worker.client, session.runtime
     await session.model.ended(worker)
@@ -74,11 +74,11 @@ async def leave(session: Session, worker: ModuleWorker) -> None:
     runtime.tell(Ended(worker.seen), worker.buffers())
 
 
-def _is_called(session: Session, worker: ModuleWorker) -> bool:
+def _is_called(session: Session, worker: RunningWorker) -> bool:
     return session.conclusion is not None or session.model.has_order(worker)
 
 
-async def conclude(session: Session, worker: ModuleWorker) -> None:
+async def conclude(session: Session, worker: RunningWorker) -> None:
     """Save and evaluate the model, and report the metrics."""
     assert session.conclusion is not None
     (message, buffers), session.conclusion = session.conclusion, None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rainband.errors import RainbandError
-from rainband.model.save import save_model
 from rainband.protocol.layout import Layout
 from rainband.protocol.messages import (
     Address,
@@ -15,7 +14,6 @@ from rainband.protocol.messages import (
     Dataset,
     Go,
     Join,
-    LeaseEnd,
     Message,
     Opened,
     Peer,
@@ -23,12 +21,11 @@ from rainband.protocol.messages import (
     Welcome,
 )
 from rainband.protocol.optimizer_spec import OptimizerSpec
-from rainband.protocol.steps import Handle
+from rainband.protocol.steps import Handle, Work
 from rainband.protocol.worker_stats import Stats
 from rainband.strategy import Port, Strategy
 from rainband.worker.client import Client
-from rainband.worker.periodic_eval import measure
-from rainband.worker.worker import ModuleWorker
+from rainband.worker.worker_model import Buffers, RunningWorker, WorkerModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
     from rainband.record.spans import SpanRecorder
 
 FOR_THE_SESSION = frozenset((Shutdown, Welcome, Go, Conclude, BlockReady, Opened))  # the client gets the others
-Buffers = bytes | memoryview | None
 
 
 class Dismissed(RainbandError):
@@ -52,7 +48,7 @@ class WorkerRuntime(Protocol):
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
         """Open the links to the servers, and to the others of a team."""
 
-    def before_training(self, worker: ModuleWorker) -> None:
+    def before_training(self, worker: Any) -> None:
         """The strategy begins now: attach whatever watches the worker."""
 
     def flush_output(self) -> None:
@@ -60,64 +56,6 @@ class WorkerRuntime(Protocol):
 
     async def saved(self) -> None:
         """Return when the files that were written are on disk."""
-
-
-class WorkerModel:
-    """What a worker computes with, and how that is started, ended and saved."""
-
-    stays = True  # after saving, until the coordinator says goodbye
-    part = 0  # of a model that several workers compute together
-
-    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
-        raise NotImplementedError
-
-    def worker(self, index: int, client: Client) -> ModuleWorker:
-        """What the strategy sees."""
-        raise NotImplementedError
-
-    def load(self, client: Client) -> None:
-        """Send the first values to the servers."""
-        client.load()
-
-    async def started(self, client: Client) -> None:
-        """Every block has its first values."""
-
-    async def ended(self, worker: ModuleWorker) -> None:
-        """The strategy has come to its end, regularly or not."""
-
-    def return_leases(self, worker: ModuleWorker) -> None:
-        """Nothing more will come of what is leased to it."""
-        worker.client.give_all_back(LeaseEnd.STOPPED)
-
-    def has_order(self, worker: ModuleWorker) -> bool:
-        """Does another worker of the team want something of this one, which has come to its end?"""
-        return False
-
-    async def follow_order(self, worker: ModuleWorker) -> None:
-        """Do what the other worker wants."""
-
-    async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
-        """Fetch the final parameters, save the model, and evaluate it; None: another worker of the team reports."""
-        await pull_final(worker.client)
-        if buffers is not None:
-            worker.set_buffers(buffers)
-        save_model(worker.module, conclude.path)  # first: an error in the user's measuring must not cost the model
-        return self.evaluate(worker)
-
-    def evaluate(self, worker: ModuleWorker) -> dict[str, float]:
-        return measure(worker.task, worker.module)
-
-
-async def pull_final(client: Client) -> None:
-    """Copy the parameters that are to be saved into the model."""
-    if client.blocks and client.ports:
-        await client.final_parameters()
-
-
-async def pull_latest(client: Client) -> None:
-    """Copy the parameters as the servers have them now into the model."""
-    if client.blocks and client.ports:
-        await client.pull_latest()
 
 
 def join_of(
@@ -150,15 +88,15 @@ class Session:
     """One worker of one run. Messages come in through `receive`; the life in `lifecycle.py` waits on what they say."""
 
     __slots__ = (
-        *("before_step", "client", "conclusion", "early", "go", "is_welcome", "join", "me", "model", "runtime"),
-        *("stats", "stopped", "strategy", "training", "watch", "welcome", "worker"),
+        *("before_step", "client", "conclusion", "early", "go", "is_welcome", "join", "me", "model", "perform"),
+        *("runtime", "stats", "stopped", "strategy", "training", "watch", "welcome", "worker"),
     )
 
     strategy: Strategy  # these are known when they are loaded: a process connects before, so that its errors are heard
     join: Join
-    model: WorkerModel
+    model: WorkerModel[Any]
     welcome: Welcome  # the last that came, if any
-    worker: ModuleWorker  # once it has entered the run
+    worker: RunningWorker  # once it has entered the run
 
     def __init__(self, me: Peer, runtime: WorkerRuntime) -> None:
         self.me = me
@@ -173,8 +111,9 @@ class Session:
         self.stopped = False  # it was told
         self.watch: SpanRecorder | None = None
         self.before_step: Callable[[], None] | None = None
+        self.perform: Callable[[Work], None] | None = None  # in place of the work's own `perform`
 
-    def prepare(self, strategy: Strategy, join: Join, model: WorkerModel) -> None:
+    def prepare(self, strategy: Strategy, join: Join, model: WorkerModel[Any]) -> None:
         """Say what it will do, and with what."""
         self.strategy, self.join, self.model = strategy, join, model
 

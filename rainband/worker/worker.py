@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,6 +106,7 @@ class ModuleWorker:
         self.servers = ServerSide(client)
         self.sampler = Sampler(self.plan)
         self.work_item: WorkItem | None = None
+        self.prefetch: Callable[[Batch], Any] | None = None  # returns the samples of a batch that were prepared ahead
 
     async def work_items(self) -> AsyncIterator[WorkItem]:
         """The cells leased to this worker, until the run's data is done."""
@@ -142,7 +143,9 @@ class ModuleWorker:
         return gradient
 
     def fetch(self, batch: Batch) -> Any:
-        """The samples of a batch; a world may have them prepared ahead."""
+        """Return the samples of a batch."""
+        if self.prefetch is not None:
+            return self.prefetch(batch)
         return self.data.batch(self.sampler.indices(batch))
 
     def tensors(self) -> list[Tensor | None]:

@@ -15,12 +15,12 @@ from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import BlockReady, LeaseEnd, Message, Peer, ReportRequest, Welcome
 from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.runtimes.hogwild.memory import SharedParameters, places_of
-from rainband.runtimes.processes.module_model import ModuleModel
 from rainband.strategy import Batch, Port
 from rainband.tasks.task import Data, Task
 from rainband.transports.shared_memory import SharedSegment
 from rainband.worker.client import Client
 from rainband.worker.worker import Compute, ModuleWorker
+from rainband.worker.worker_model import ModuleModel
 
 LOOK_EVERY_S = 0.05  # at what the coordinator has said: workers that never wait would not hear it
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rainband.errors import Stop
@@ -49,11 +50,12 @@ def _perform(work: Work, session: Session | None) -> None:
     if session is None:
         work.perform()
         return
+    perform = work.perform if session.perform is None else partial(session.perform, work)
     started = time.monotonic()
     if session.before_step is not None:
         session.before_step()
     began = time.monotonic()
-    work.perform()
+    perform()
     session.stats.computed_s += time.monotonic() - began
     if session.watch is not None:
         session.watch.span("compute", started, work.label)

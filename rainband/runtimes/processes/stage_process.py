@@ -21,8 +21,8 @@ from rainband.strategy import Arrival, Port, Strategy, Tag
 from rainband.tasks.task import Data, Task
 from rainband.transports.peers import PeerLinks
 from rainband.worker.periodic_eval import PeriodicEval, measure
-from rainband.worker.session import WorkerModel
 from rainband.worker.worker import ModuleWorker
+from rainband.worker.worker_model import WorkerModel
 
 
 class StageLinks:
@@ -51,7 +51,7 @@ class StageProcess(WorkerProcess):
         self.links = PeerLinks(self.me, job.secret, job.run_id, self.event_loop, self.config.transport, timeout_s)
         self.first = job.index - self.place
 
-    def _build(self, task: Task) -> tuple[Data, WorkerModel, Flat]:
+    def _build(self, task: Task) -> tuple[Data, WorkerModel[Any], Flat]:
         module = build_model(task)
         data = task.data()
         share = Submodel(task, module, data, self.plan, self.place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,18 +18,17 @@ from rainband.record.record import Recorder
 from rainband.record.spans import SpanFile, SpanRecorder
 from rainband.runtimes.config import Job
 from rainband.runtimes.hogwild.worker import Looking, MemoryModel
+from rainband.runtimes.processes.compute import min_step_time, prefetched
 from rainband.runtimes.processes.drive import drive
-from rainband.runtimes.processes.min_step_time import at_its_pace
-from rainband.runtimes.processes.module_model import ModuleModel
-from rainband.runtimes.processes.prefetch import prefetched
 from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.strategy import Strategy
 from rainband.tasks.load import load_task
 from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
 from rainband.worker.lifecycle import run_worker
 from rainband.worker.periodic_eval import PeriodicEval
-from rainband.worker.session import WorkerModel, join_of
+from rainband.worker.session import join_of
 from rainband.worker.worker import ModuleWorker
+from rainband.worker.worker_model import ModuleModel, WorkerModel
 
 
 class WorkerProcess(WorkerLink):
@@ -54,7 +54,7 @@ class WorkerProcess(WorkerLink):
         self.session.prepare(strategy, join, model)
         drive(run_worker(self.session), self.wait, self.session)
 
-    def _build(self, task: Task) -> tuple[Data, WorkerModel, Flat]:
+    def _build(self, task: Task) -> tuple[Data, WorkerModel[Any], Flat]:
         module = task.model()
         data = task.data()
         flat = Flat(module, parameter_groups(task, module))
@@ -71,8 +71,8 @@ class WorkerProcess(WorkerLink):
         config, session = self.config, self.session
         if config.record and self.memory is None and config.stage_plan is None:
             Recorder(config.directory, self.me).watch_client(worker.client, session.welcome)
-        at_its_pace(worker, config)
-        prefetched(worker)
+        session.perform = min_step_time(config, self.index)
+        worker.prefetch = prefetched(worker)
         if config.pieces:
             Pieces(config.directory, f"worker-{self.index}").watch_worker(worker)
         session.watch = self._watch()

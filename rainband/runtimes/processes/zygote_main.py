@@ -26,9 +26,9 @@ from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
+import setproctitle
 
 from rainband.runtimes.processes.children import Children
-from rainband.runtimes.processes.titles import set_title
 from rainband.runtimes.processes.zygote import (
     MAX_FDS,
     MAX_MESSAGE_BYTES,
@@ -44,6 +44,8 @@ from rainband.runtimes.processes.zygote import (
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # glibc's malloc.h
+
+NAME_BYTES = 15  # that the kernel keeps of a thread's name
 
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
@@ -305,6 +307,26 @@ def _do(job: ForkJob) -> None:
     except BaseException:
         sys.excepthook = partial(_show_without_our_frames, sys.excepthook)
         raise
+
+
+def set_title(title: str) -> None:
+    """Show `title` as this process's command line (`ps`), and a short form of it as its name (`top`)."""
+    setproctitle.setproctitle(title)
+    setproctitle.setthreadtitle(short_title(title))  # second, because the first puts the cut-off title there
+
+
+def short_title(title: str) -> str:
+    """Shorten to 15 bytes, but keep the last word: "rainband worker 2" becomes "rb worker 2"."""
+    title = title.replace("rainband", "rb", 1)
+    if len(title.encode()) <= NAME_BYTES:
+        return title
+    head, space, last = title.rpartition(" ")
+    end = _first_bytes(space + last, NAME_BYTES)
+    return (_first_bytes(head, NAME_BYTES - len(end.encode())) + end).lstrip()
+
+
+def _first_bytes(text: str, num_bytes: int) -> str:
+    return text.encode()[:num_bytes].decode(errors="ignore")  # without a character that was cut
 
 
 def _set_num_threads(threads: int) -> None:

@@ -15,25 +15,23 @@ from rainband.runtimes.simulation.worker import ComputeBody
 from rainband.strategy import Batch, Port
 from rainband.tasks.task import Data, Task
 from rainband.worker.client import Client
-from rainband.worker.session import pull_final
 from rainband.worker.worker import ModuleWorker
+from rainband.worker.worker_model import ModuleModel, pull_final
 
 
-class GradientCompute(ComputeBody):
+class GradientCompute(ModuleModel, ComputeBody):
     """Computes true gradients at the worker's own parameters."""
 
     def __init__(self, shared_module: SharedModule, task: Task, data: Data, num_workers: int) -> None:
         self.shared_module = shared_module
-        self.task = task
-        self.data = data
-        self.num_workers = num_workers
         self.memory = shared_module.memory()
+        super().__init__(num_workers, task, data, self.memory.flat)
 
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
-        return SharedModuleClient(me, welcome.plan, self.memory.flat, welcome.blocks, welcome.owners, ports, tell)
+        return SharedModuleClient(me, welcome.plan, self.flat, welcome.blocks, welcome.owners, ports, tell)
 
     def worker(self, index: int, client: Client) -> ModuleWorker:
-        worker = ModuleWorker(index, self.num_workers, self.task, self.data, self.memory.module, client)
+        worker = super().worker(index, client)
         worker.sampler = self.shared_module.sampler(worker.plan)
         return worker
 

@@ -18,8 +18,8 @@ from rainband.runtimes.simulation.shared_module import SharedModule
 from rainband.strategy import Batch, Port
 from rainband.tasks.task import Data, Task
 from rainband.worker.client import Client
-from rainband.worker.session import Buffers
 from rainband.worker.worker import Compute, ModuleWorker
+from rainband.worker.worker_model import Buffers
 
 
 class ReadingWorker(MemoryWorker):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ from rainband.strategy import Batch, Port, Strategy
 from rainband.worker.client import Client, PullHandle, StillNeeded
 from rainband.worker.lifecycle import run_worker
 from rainband.worker.periodic_eval import PeriodicEval
-from rainband.worker.session import FOR_THE_SESSION, Dismissed, Session, WorkerModel
+from rainband.worker.session import FOR_THE_SESSION, Dismissed, Session
 from rainband.worker.worker import Compute, ModuleWorker
+from rainband.worker.worker_model import WorkerModel
 
 if TYPE_CHECKING:
     from rainband.runtimes.simulation.nodes import Processor
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 TAKES_TIME = frozenset((Compute, PullHandle))
 
 
-class ComputeBody(WorkerModel):
+class ComputeBody(WorkerModel[Any]):
     """What a simulated worker computes with: a module, or nothing where only time counts."""
 
     def sit_down(self) -> None:

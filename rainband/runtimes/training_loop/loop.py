@@ -33,8 +33,9 @@ from rainband.runtimes.training_loop.script_random import own_random_numbers
 from rainband.runtimes.training_loop.step_hooks import StepHooks, unwrapped
 from rainband.strategy import Batch, Port, Strategy, WorkItem
 from rainband.worker.client import Client
-from rainband.worker.session import Buffers, Session, WorkerModel, join_of, pull_final, pull_latest
+from rainband.worker.session import Session, join_of
 from rainband.worker.worker import set_buffers
+from rainband.worker.worker_model import Buffers, WorkerModel, pull_final, pull_latest
 
 NOT_KNOWN_YET = Dataset(fingerprint="", num_samples=0, batch_size=1, epochs=1)  # until run.batches(...) is called
 
@@ -350,7 +351,7 @@ class TrainingLoop:
         return type(self.strategy).__name__
 
 
-class LoopModel(WorkerModel):
+class LoopModel(WorkerModel[LoopWorker]):
     """The user's module and optimizers in a worker's life."""
 
     stays = False  # the user's script goes on
@@ -372,15 +373,15 @@ class LoopModel(WorkerModel):
                 optimizer.state.clear()  # the servers have it now, it comes back at the end
         await pull_latest(client)
 
-    def worker(self, index: int, client: Client) -> LoopWorker:  # type: ignore[override]
+    def worker(self, index: int, client: Client) -> LoopWorker:
         loop = self.loop
         params = LoopParameters(client, lambda: [settings["lr"] for settings in loop.settings])
         return LoopWorker(index, loop.num_workers, client, params, loop._step_now, loop.strategy)
 
-    async def ended(self, worker: object) -> None:
+    async def ended(self, worker: LoopWorker) -> None:
         await LoopEnd()
 
-    def return_leases(self, worker: LoopWorker) -> None:  # type: ignore[override]
+    def return_leases(self, worker: LoopWorker) -> None:
         client = worker.client
         for portion, lease in list(client.leases.items()):
             untouched = len(lease.unsettled) == client.plan.batches_in(portion)
@@ -388,7 +389,7 @@ class LoopModel(WorkerModel):
         if worker.accounting is not None:
             client.tell(worker.accounting.report())
 
-    async def conclude(self, worker: LoopWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float]:  # type: ignore[override]
+    async def conclude(self, worker: LoopWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float]:
         loop = self.loop
         await pull_final(worker.client)
         if buffers is not None:
