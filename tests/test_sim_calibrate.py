@@ -18,7 +18,17 @@ from typer.testing import CliRunner
 from rainband.cli import calibrate as calibrate_command
 from rainband.cli import fuzz as simtest
 from rainband.record.calibrate import Measurements, Stopwatch, assemble
-from rainband.record.message_cost import ALL, COMPUTE, MESSAGE, PIECE, WARM_UP, MessageCost, Pieces, besides
+from rainband.record.message_cost import (
+    ALL,
+    COMPUTE,
+    MESSAGE,
+    PIECE,
+    WARM_UP,
+    MessageCost,
+    ServerCost,
+    WorkerCost,
+    besides,
+)
 from rainband.record.wakeup_latency import WakeupLatency, core_here, echo_main, pinned, read_all, sleeper_main
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.models.cluster_model import load_model
@@ -29,7 +39,7 @@ ALONE = Measurements(
     step_s=[0.001],
     apply_s=[0.0005],
     gather_s=[0.0002],
-    take_s=[0.00025],
+    read_s=[0.00025],
     model_bytes=4_000_000,
     num_blocks=4,
 )
@@ -81,14 +91,14 @@ def test_where_pushes_make_no_step_gathering_is_all_that_they_take() -> None:
 
 
 def test_a_piece_that_never_came_says_what_to_type() -> None:
-    without = msgspec.structs.replace(ALONE, take_s=[])
-    with pytest.raises(ValueError, match="too few steps to measure take: try twice as many with --steps"):
+    without = msgspec.structs.replace(ALONE, read_s=[])
+    with pytest.raises(ValueError, match="too few steps to measure read: try twice as many with --steps"):
         assemble(without, [ALONE], 1, 1, WAKING, MessageCost(0.0, 0.0, 0.012))
 
 
 def test_what_is_in_no_piece_is_what_messages_cost(tmp_path: Path) -> None:
     """A step of a worker: 10 ms of computing, 2 of copying, three messages, 15 ms in all. A server: 4 of 5 ms."""
-    worker, server, moment_s = Pieces(str(tmp_path), "worker-0"), Pieces(str(tmp_path), "server-0"), 0.0
+    worker, server, moment_s = WorkerCost(str(tmp_path), "worker-0"), ServerCost(str(tmp_path), "server-0"), 0.0
     for step in range(2 * WARM_UP):
         is_warm = step >= WARM_UP
         worker.note(ALL, moment_s)
@@ -102,8 +112,8 @@ def test_what_is_in_no_piece_is_what_messages_cost(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_too_short_is_not_measured(tmp_path: Path) -> None:
-    Pieces(str(tmp_path), "worker-0").note(ALL, 1.0)
-    Pieces(str(tmp_path), "server-0")
+    WorkerCost(str(tmp_path), "worker-0").note(ALL, 1.0)
+    ServerCost(str(tmp_path), "server-0")
     with pytest.raises(ValueError, match="made only 1 steps .* with --steps"):
         besides(str(tmp_path))
 
@@ -116,7 +126,7 @@ def test_every_piece_of_a_step_is_timed(strategy: str) -> None:
     stopwatch.measure(steps=8)
     measured = stopwatch.measure(steps=8)  # as often as one likes
     assert 8 <= len(measured.compute_s) <= 12
-    assert all(s > 0 for s in measured.compute_s + measured.push_s + measured.apply_s + measured.take_s)
+    assert all(s > 0 for s in measured.compute_s + measured.push_s + measured.apply_s + measured.read_s)
     assert bool(measured.step_s) == (strategy == "downpour")  # its worker's own step
     # Of the two pushes of a round the second makes the step.
     assert abs(len(measured.gather_s) - len(measured.apply_s)) <= 1 if strategy == "sync" else not measured.gather_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from rainband.cli import replay as replay_command
-from rainband.protocol.messages import Message, Peer, Welcome
+from rainband.protocol.messages import Peer
 from rainband.record.record import LONG, AnyNote, Applied, Began, Leased, Read, Recorder, RefusedPush, read_notes
 from rainband.record.replay import replay, why_bits_may_differ
 from rainband.runtimes.config import RunConfig
@@ -28,9 +27,6 @@ from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
-from rainband.runtimes.simulation.worker import WorkerNode
-from rainband.strategy import Port
-from rainband.worker.client import Client
 from tests.processes import RunLauncher, warmed
 
 
@@ -149,32 +145,20 @@ def test_whatever_the_network_does_a_record_repeats_it(tmp_path: Path, settings:
         NetworkModel(latency_s=0.01, jitter_s=0.3), ComputeModel(kind="exponential", step_s=0.05), NodeModel()
     )
     path = str(tmp_path / "run" / "model.safetensors")
-    runtime = SimulatedCluster(sim.make_play(config), sim.settings_of(config, path), model, Notes())
+    recorders: list[Recorder] = []
+
+    def observe(peer: Peer) -> Recorder:
+        recorders.append(Recorder(config.directory, peer))
+        return recorders[-1]
+
+    runtime = SimulatedCluster(sim.make_play(config), sim.settings_of(config, path), model, Notes(observe=observe))
     runtime.start()
-    recorders = []
-    for node in (*runtime.servers.values(), *runtime.workers.values()):
-        recorders.append(Recorder(config.directory, node.peer))
-        if isinstance(node, WorkerNode):
-            watch(recorders[-1], node)
-        else:
-            recorders[-1].watch_server(node.server)
     runtime.run()
     write_config(tmp_path / "run", config)
     for recorder in recorders:
         recorder.close()
     assert runtime.coordinator.staleness().max >= 3
     assert replay(tmp_path / "run").different == 0
-
-
-def watch(recorder: Recorder, node: WorkerNode) -> None:
-    make_client = node.body.make_client
-
-    def watched(me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
-        client = make_client(me, welcome, ports, tell)
-        recorder.watch_client(client, welcome)
-        return client
-
-    node.body.make_client = watched  # type: ignore[method-assign]
 
 
 def test_a_run_that_was_not_recorded_says_how(tmp_path: Path) -> None:

@@ -13,30 +13,30 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from math import fsum
-from typing import Any
 
 import msgspec
 import torch
 
-from rainband.model.gradient import Gradient
+from rainband.observer import Observer, TimedWork
 from rainband.protocol import events
-from rainband.protocol.messages import Push
+from rainband.protocol.messages import Message, Push
 from rainband.record.message_cost import WARM_UP, MessageCost, besides
 from rainband.record.wakeup_latency import WakeupLatency, measure_waking, read_all
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes.launcher import Launcher
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
+from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
-from rainband.runtimes.simulation.nodes import ServerNode
 from rainband.runtimes.simulation.run import make_play, settings_of
-from rainband.runtimes.simulation.worker import WorkerNode
+from rainband.runtimes.simulation.worker import ComputeBody
 from rainband.server.server import Server
 from rainband.strategy import Batch
-from rainband.worker.client import Client
 from rainband.worker.worker import ModuleWorker
 
 PRELOAD = ("torch", "torch._dynamo", "rainband.record.calibrate")
@@ -54,7 +54,7 @@ class Measurements(msgspec.Struct, frozen=True):
     step_s: list[float]  # its own step, where the strategy has one
     apply_s: list[float]  # a server, per block that it makes a step with
     gather_s: list[float]  # and per block that it only adds to others, where the strategy has such
-    take_s: list[float]  # a worker takes a block over
+    read_s: list[float]  # a worker takes a block over
     model_bytes: int
     num_blocks: int
 
@@ -114,7 +114,7 @@ def short_run(config: RunConfig, num_workers: int, steps: int) -> MessageCost:
 
 def joined(parts: list[Measurements]) -> Measurements:
     """All pieces together."""
-    lists = ("compute_s", "push_s", "step_s", "apply_s", "gather_s", "take_s")
+    lists = ("compute_s", "push_s", "step_s", "apply_s", "gather_s", "read_s")
     pieces: dict[str, list[float]] = {name: [t for part in parts for t in getattr(part, name)] for name in lists}
     return Measurements(**pieces, model_bytes=parts[0].model_bytes, num_blocks=parts[0].num_blocks)
 
@@ -130,7 +130,7 @@ def assemble(
     """From the pieces to a model: one machine with its cores, of which so many were busy together."""
     if not alone.apply_s:  # where the coordinator leads, pushes are gathered, and steps are commands
         alone = msgspec.structs.replace(alone, apply_s=alone.gather_s, gather_s=[])
-    for piece in ("compute_s", "push_s", "apply_s", "take_s"):
+    for piece in ("compute_s", "push_s", "apply_s", "read_s"):
         if not _usual(getattr(alone, piece)):
             raise ValueError(f"too few steps to measure {piece.removesuffix('_s')}: try twice as many with --steps.")
     slower = max(1.0, _usual([t for one in together for t in one.compute_s]) / _usual(alone.compute_s))
@@ -140,9 +140,9 @@ def assemble(
     nodes = NodeModel(
         apply_bytes_per_s=block_bytes / _usual(alone.apply_s),
         gather_bytes_per_s=block_bytes / _usual(alone.gather_s) if _usual(alone.gather_s) else 0.0,
-        read_bytes_per_s=block_bytes / _usual(alone.take_s),
+        read_bytes_per_s=block_bytes / _usual(alone.read_s),
         push_bytes_per_s=alone.model_bytes / (_usual(alone.push_s) + _usual(alone.step_s)),
-        pull_bytes_per_s=block_bytes / _usual(alone.take_s),
+        pull_bytes_per_s=block_bytes / _usual(alone.read_s),
         message_s=pace * besides.server_s,
         worker_message_s=pace * besides.worker_s,
         shared_memory=True,
@@ -213,23 +213,22 @@ def measure_main(job: bytes, fds: list[int]) -> None:
 
 
 class Stopwatch:
-    """Puts clocks around the pieces of a simulated run."""
+    """Times the pieces of a simulated run."""
 
     def __init__(self, config: RunConfig) -> None:
+        self.seconds: dict[str, list[float]] = {}
         self._forget()
         config = msgspec.structs.replace(config, epochs=ENDLESS)
-        self.runtime = runtime = SimulatedCluster(make_play(config), settings_of(config, ""), INSTANT, Notes())
-        runtime.start()
-        for server in runtime.servers.values():
-            assert isinstance(server, ServerNode)
-            server.server.receive = self._timed_server(server.server)  # type: ignore[method-assign]
-        for worker in runtime.workers.values():
-            self._time_worker(worker)
+        scenario = make_play(config)
+        scenario = replace(scenario, body=partial(as_in_a_process, scenario.body))
+        notes = Notes(observe=lambda peer: PieceTimer(self.seconds))
+        self.runtime = SimulatedCluster(scenario, settings_of(config, ""), INSTANT, notes)
+        self.runtime.start()
         self._run(WARM_UP)
 
     def _forget(self) -> None:
-        names = ("compute", "push", "step", "apply", "gather", "take")
-        self.seconds: dict[str, list[float]] = {name: [] for name in names}
+        for name in ("compute", "push", "step", "apply", "gather", "read"):
+            self.seconds[name] = []
 
     def _run(self, steps: int) -> None:
         while len(self.seconds["compute"]) < steps:
@@ -243,45 +242,53 @@ class Stopwatch:
         pieces = {f"{name}_s": seconds for name, seconds in self.seconds.items()}
         return Measurements(**pieces, model_bytes=sum(blocks), num_blocks=len(blocks))
 
-    def _time_worker(self, node: WorkerNode) -> None:
-        node.body.gradient = self._timed(as_it_is, "compute")  # type: ignore[method-assign]
-        make_worker = node.body.worker
 
-        def watched(index: int, client: Client) -> ModuleWorker:
-            worker: ModuleWorker = make_worker(index, client)
-            client.take = self._timed(client.take, "take")  # type: ignore[method-assign]
-            client._push = self._timed(client._push, "push")  # type: ignore[method-assign]
-            worker.params.step = self._timed(worker.params.step, "step")  # type: ignore[method-assign]
-            return worker
-
-        node.body.worker = watched  # type: ignore[method-assign]
-
-    def _timed_server(self, server: Server) -> Callable[..., Any]:
-        receive = server.receive
-
-        def timed(sender: Any, message: Any, *rest: Any, **named: Any) -> Any:
-            updates, began = server.updates, time.process_time()
-            outs = receive(sender, message, *rest, **named)
-            if isinstance(message, Push):
-                seconds = self.seconds["apply" if server.updates > updates else "gather"]
-                seconds.append(time.process_time() - began)
-            return outs
-
-        return timed
-
-    def _timed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def timed(*args: Any, **named: Any) -> Any:
-            began = time.process_time()
-            result = work(*args, **named)
-            self.seconds[name].append(time.process_time() - began)
-            return result
-
-        return timed
+def as_in_a_process(make_body: Callable[[], ComputeBody]) -> ComputeBody:
+    """Make a body whose gradients are written block by block: that is measured with the push."""
+    body = make_body()
+    assert isinstance(body, GradientCompute)
+    body.writes_once = False
+    return body
 
 
-def as_it_is(worker: ModuleWorker, batch: Batch) -> Gradient:
-    """As a real worker has it: what is done for the push is measured with the push."""
-    return worker.compute(batch)
+class PieceTimer(Observer):
+    """Adds the processor time of each piece of one node's work to `seconds`."""
+
+    def __init__(self, seconds: dict[str, list[float]]) -> None:
+        self.seconds = seconds
+        self.began_s: list[float] = []  # of each piece that has not ended; they nest
+        self.server: Server | None = None
+        self.updates = 0  # of the server, before the message that it handles now
+
+    def _begin(self) -> None:
+        self.began_s.append(time.process_time())
+
+    def _end(self, piece: str) -> None:
+        self.seconds[piece].append(time.process_time() - self.began_s.pop())
+
+    def computing(self, worker: ModuleWorker, batch: Batch) -> None:
+        self._begin()
+
+    def computed(self, worker: ModuleWorker, batch: Batch) -> None:
+        self._end("compute")
+
+    def began(self, work: TimedWork) -> None:
+        self._begin()
+
+    def ended(self, work: TimedWork) -> None:
+        self._end(work)
+
+    def assigned(self, server: Server) -> None:
+        self.server = server
+
+    def receiving(self, message: Message) -> None:
+        if self.server is not None and isinstance(message, Push):
+            self.updates = self.server.updates
+            self._begin()
+
+    def received(self, message: Message) -> None:
+        if self.server is not None and isinstance(message, Push):
+            self._end("apply" if self.server.updates > self.updates else "gather")
 
 
 def describe(config: RunConfig, model: ClusterModel) -> str:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from rainband.observer import Observer, TimedWork
 from rainband.protocol.messages import Push
-from rainband.server.server import Server
-from rainband.worker.worker import ModuleWorker
+
+if TYPE_CHECKING:
+    from rainband.protocol.messages import Message
+    from rainband.strategy import Batch
+    from rainband.worker.worker import ModuleWorker
 
 COMPUTE, PIECE, MESSAGE, ALL = range(4)
 WARM_UP = 5  # steps that are not counted: allocators, caches
@@ -23,54 +27,56 @@ Note = tuple[int, float]  # what it is, seconds
 _NOTE = struct.Struct("<Bd")
 
 
-class Pieces:
-    """Written at once: a process may end at any moment."""
+class CostRecorder(Observer):
+    """Writes the processor time of one process's work; each note at once, because a process may end at any moment."""
 
     def __init__(self, directory: str, name: str) -> None:
         self.fd = os.open(Path(directory) / f"{name}.pieces", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        self.began_s: list[float] = []  # of each piece of work that has not ended; they nest
 
     def note(self, kind: int, seconds: float) -> None:
         os.write(self.fd, _NOTE.pack(kind, seconds))
 
-    def timed(self, work: Callable[..., Any], kind: int) -> Callable[..., Any]:
-        def timed(*args: Any, **named: Any) -> Any:
-            if kind == COMPUTE:
-                self.note(ALL, time.process_time())
-            began = time.thread_time()
-            result = work(*args, **named)
-            self.note(kind, time.thread_time() - began)
-            return result
+    def _end(self, kind: int) -> None:
+        self.note(kind, time.thread_time() - self.began_s.pop())
 
-        return timed
+    def sent(self, message: Message) -> None:
+        self.note(MESSAGE, 0.0)
 
-    def counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **named: Any) -> Any:
-            self.note(MESSAGE, 0.0)
-            return work(*args, **named)
+    def receiving(self, message: Message) -> None:
+        self.note(MESSAGE, 0.0)
 
-        return counted
 
-    def watch_worker(self, worker: ModuleWorker) -> None:
-        client = worker.client
-        worker.compute = self.timed(worker.compute, COMPUTE)  # type: ignore[method-assign]
-        client.take = self.timed(client.take, PIECE)  # type: ignore[method-assign]
-        client._push = self.timed(client._push, PIECE)  # type: ignore[method-assign]
-        worker.params.step = self.timed(worker.params.step, PIECE)  # type: ignore[method-assign]
-        client.receive = self.counted(client.receive)  # type: ignore[method-assign]
-        for port in client.ports:
-            port.send = self.counted(port.send)  # type: ignore[method-assign]
-            port.push = self.counted(port.push)  # type: ignore[method-assign]
+class WorkerCost(CostRecorder):
+    """Of a worker: gradients, and what it does besides."""
 
-    def watch_server(self, server: Server) -> None:
-        receive = server.receive
-        apply = self.timed(receive, PIECE)
+    def computing(self, worker: ModuleWorker, batch: Batch) -> None:
+        self.note(ALL, time.process_time())
+        self.began_s.append(time.thread_time())
 
-        def watched(sender: Any, message: Any, *rest: Any) -> Any:
-            self.note(MESSAGE, 0.0)
-            self.note(ALL, time.process_time())
-            return (apply if isinstance(message, Push) else receive)(sender, message, *rest)
+    def computed(self, worker: ModuleWorker, batch: Batch) -> None:
+        self._end(COMPUTE)
 
-        server.receive = watched  # type: ignore[method-assign,assignment]
+    def began(self, work: TimedWork) -> None:
+        self.began_s.append(time.thread_time())
+
+    def ended(self, work: TimedWork) -> None:
+        self._end(PIECE)
+
+
+class ServerCost(CostRecorder):
+    """Of a server: pushes."""
+
+    def receiving(self, message: Message) -> None:
+        super().receiving(message)
+        self.note(ALL, time.process_time())
+        self.began_s.append(time.thread_time())
+
+    def received(self, message: Message) -> None:
+        if isinstance(message, Push):
+            self._end(PIECE)
+        else:
+            self.began_s.pop()
 
 
 class MessageCost(NamedTuple):

@@ -10,14 +10,16 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from rainband.protocol.messages import Ack, Assign, Lease, Message, Params, Peer, Push, PushResult, Welcome
-from rainband.server.server import Server
-from rainband.worker.client import Client
+from rainband.observer import Observer
+from rainband.protocol.messages import Assign, Lease, Message, Params, Peer, Push, PushResult, Welcome
+
+if TYPE_CHECKING:
+    from rainband.worker.client import Client
 
 LENGTH_BYTES = 2
 LONG = (1 << 8 * LENGTH_BYTES) - 1  # the length of a longer note follows in eight bytes
@@ -86,7 +88,7 @@ def here() -> Began:
     return Began(str(torch.__version__), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
 
 
-class Recorder:
+class Recorder(Observer):
     """Writes the notes of one process."""
 
     def __init__(self, directory: str, peer: Peer) -> None:
@@ -104,38 +106,24 @@ class Recorder:
     def close(self) -> None:
         self.file.close()
 
-    def watch_client(self, client: Client, welcome: Welcome) -> None:
+    def joined(self, client: Client, welcome: Welcome) -> None:
         self.write(Welcomed(welcome))
-        receive = client.receive
 
-        def noted(message: Message, *rest: Any) -> None:
-            match message:
-                case Lease():
-                    self.write(Leased(message.portion, message.lease, message.groups))
-                case Params() if not message.round_over:
-                    self.write(Read(message.sequence, message.block, message.version))
-            receive(message, *rest)
-
-        client.receive = noted  # type: ignore[method-assign, assignment]
-
-    def watch_server(self, server: Server) -> None:
-        receive = server.receive
-
-        def noted(sender: Peer, message: Message, *rest: Any, **named: Any) -> Any:
-            outs = receive(sender, message, *rest, **named)
-            if isinstance(message, Push):
-                [ack] = [out.message for out in outs if isinstance(out.message, Ack)]
-                assert isinstance(ack, Ack)
-                self.write(
-                    Applied(message.block, message.worker, message.sequence)
-                    if ack.result == PushResult.ACCEPTED
-                    else RefusedPush(message.worker, ack.result.name.lower())
-                )
-            elif isinstance(message, Assign):
+    def received(self, message: Message) -> None:
+        match message:
+            case Lease():
+                self.write(Leased(message.portion, message.lease, message.groups))
+            case Params() if not message.round_over:
+                self.write(Read(message.sequence, message.block, message.version))
+            case Assign():
                 self.write(Assigned(message))
-            return outs
 
-        server.receive = noted  # type: ignore[method-assign]
+    def answered(self, push: Push, result: PushResult) -> None:
+        self.write(
+            Applied(push.block, push.worker, push.sequence)
+            if result == PushResult.ACCEPTED
+            else RefusedPush(push.worker, result.name.lower())
+        )
 
 
 def read_notes(path: Path) -> Iterator[AnyNote]:

@@ -1,4 +1,4 @@
-"""Who did what from when to when: recorded in real and in virtual time, read by `rainband timeline`."""
+"""The spans of a run: what each node did from when to when. `rainband timeline` draws them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rainband.worker.client import Client, PullHandle, PushHandle
+from rainband.observer import Activity, Observer
+from rainband.worker.client import PullHandle, PushHandle
 
 if TYPE_CHECKING:
-    from rainband.model.gradient import Gradient
-    from rainband.worker.worker import ModuleWorker, ServerSide
+    from rainband.protocol.messages import Message
 
 FILES = "spans*.jsonl"  # in a run's directory; real workers write one each
 
@@ -30,79 +30,42 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 Emit = Callable[[Span], None]
 
 
-class SpanRecorder:
-    """Notes how long a worker's pushes and pulls are on their way."""
+class SpanRecorder(Observer):
+    """Records the spans of one node: what it computes and waits for, and how long pushes and pulls are under way."""
 
     def __init__(self, node: str, now: Callable[[], float], emit: Emit) -> None:
         self.node = node
         self.now = now
         self.emit = emit
-        self.client: Client | None = None
         self.last_pull: PullHandle | None = None
         self.under_way: list[tuple[float, PushHandle | PullHandle]] = []
 
-    def follow(self, worker: ModuleWorker) -> None:
-        self.client = worker.client
-        worker.servers = WatchedServers(worker.servers, self)  # type: ignore[assignment]
+    def spent(self, activity: Activity, from_s: float, to_s: float, label: str = "") -> None:
+        self.emit(Span(self.node, activity, from_s, to_s, label))
 
-    def span(self, what: str, from_s: float, label: str = "") -> None:
-        """It has done something since then."""
-        self.emit(Span(self.node, what, from_s, self.now(), label))
+    def pushed(self, handle: PushHandle) -> None:
+        self._began(handle)
 
-    def looking(self, wait: Callable[..., object]) -> Callable[..., object]:
-        """The same waiting, with a look at what has come."""
-
-        def wait_and_look(*timeout_s: float) -> object:
-            result = wait(*timeout_s)
-            self.look()
-            return result
-
-        return wait_and_look
-
-    def began(self, handle: PushHandle | PullHandle) -> None:
-        if handle is self.last_pull:
-            return
-        if isinstance(handle, PullHandle):
+    def pulled(self, handle: PullHandle) -> None:
+        if handle is not self.last_pull:  # it may be requested twice
             self.last_pull = handle
-        if not self._is_there(handle):
+            self._began(handle)
+
+    def received(self, message: Message) -> None:
+        """Emit a span for each push and pull that is complete. (Asking a pull for `ready()` would copy its blocks.)"""
+        for began_s, handle in [way for way in self.under_way if _is_complete(way[1])]:
+            self.spent("push" if isinstance(handle, PushHandle) else "pull", began_s, self.now())
+            self.under_way.remove((began_s, handle))
+
+    def _began(self, handle: PushHandle | PullHandle) -> None:
+        if not _is_complete(handle):
             self.under_way.append((self.now(), handle))
 
-    def look(self) -> None:
-        """Something has happened: what is complete now? (To ask a pull whether it is ready would take it over.)"""
-        if self.client is not None and self.client.pulling is not None:
-            self.began(self.client.pulling)  # a client asks for a round by itself
-        for began, handle in [way for way in self.under_way if self._is_there(way[1])]:
-            what = "push" if isinstance(handle, PushHandle) else "pull"
-            self.emit(Span(self.node, what, began, self.now()))
-            self.under_way.remove((began, handle))
 
-    def _is_there(self, handle: PushHandle | PullHandle) -> bool:
-        if isinstance(handle, PushHandle):
-            return handle.left == 0
-        return handle.late or handle.has_every()
-
-
-class WatchedServers:
-    """The servers, as a strategy sees them; every push and pull is noted."""
-
-    def __init__(self, side: ServerSide, watch: SpanRecorder) -> None:
-        self.side = side
-        self.watch = watch
-
-    def push(self, gradient: Gradient) -> PushHandle:
-        handle = self.side.push(gradient)
-        self.watch.began(handle)
-        return handle
-
-    def exchange(self, gradient: Gradient) -> PullHandle:
-        handle = self.side.exchange(gradient)
-        self.watch.began(handle)
-        return handle
-
-    def pull(self, round: int | None = None, ahead: int = 0) -> PullHandle:
-        handle = self.side.pull(round, ahead)
-        self.watch.began(handle)
-        return handle
+def _is_complete(handle: PushHandle | PullHandle) -> bool:
+    if isinstance(handle, PushHandle):
+        return handle.left == 0
+    return handle.late or handle.has_every()
 
 
 class SpanFile:

@@ -21,6 +21,7 @@ from rainband.protocol.vectors import Vectors
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rainband.observer import Observer
     from rainband.protocol.layout import BlockSpec
     from rainband.protocol.messages import InitBlock, Peer, Pull, Push, StalenessLimit
     from rainband.protocol.vectors import Operation
@@ -39,8 +40,10 @@ class Block:
         plan: DataPlan,
         server_part: ServerPart,
         groups: Sequence[dict[str, object]],
+        observer: Observer | None = None,
     ) -> None:
         self.spec = spec
+        self.observer = observer
         self.index, self.part, self.numel, self.num_bytes = spec.index, spec.part, spec.numel, spec.num_bytes
         self.buffer = buffer
         self.plan = plan
@@ -114,6 +117,8 @@ class Block:
         return ""
 
     def apply(self, gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
+        if self.observer is not None:
+            self.observer.applying(self, gradient, pushes)
         self._count(pushes)
         if self.groups_of:
             self._use_groups_of(pushes[0].worker)
@@ -142,6 +147,8 @@ class Block:
 
     def compute(self, operations: Sequence[Operation], renewed: bool) -> list[float]:
         """Do a command's operations; `renewed`: with them the parameters are a new version, at once for all readers."""
+        if renewed and self.observer is not None:
+            self.observer.applying(self, None, ())
         in_place = self.values is self.buffer.tensors[0]
         if renewed and in_place:
             self.buffer.begin_write()

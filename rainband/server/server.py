@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -52,6 +52,9 @@ from rainband.server.block import Block
 from rainband.server.commands import CommandExecutor
 from rainband.strategy import ServerPart
 
+if TYPE_CHECKING:
+    from rainband.observer import Observer
+
 DONE_WITH = frozenset(r for r in PushResult if r <= PushResult.LATE)  # whatever the answer, the sender goes on
 REPORTS = 50  # about completed portions in a whole run, besides those that the coordinator asks for
 Publish = Callable[[Sequence[BlockSpec], int], list[ParameterBuffer]]  # makes room for blocks in so many buffers each
@@ -73,8 +76,11 @@ def _word(result: PushResult) -> str:
 class Server:
     """Owns its blocks; knows its term, and the lowest valid lease number of each portion."""
 
-    def __init__(self, server_part: Callable[[int], ServerPart], publish: Publish) -> None:
+    def __init__(
+        self, server_part: Callable[[int], ServerPart], publish: Publish, observer: Observer | None = None
+    ) -> None:
         self.server_part = server_part
+        self.observer = observer
         self.publish = publish
         self.term = 1
         self.assigned = False
@@ -103,20 +109,30 @@ class Server:
 
     def receive(self, sender: Peer, message: Message, payload: Tensor | None = None) -> list[ServerOutput]:
         """Take one message; returns what to send."""
+        if self.observer is not None:
+            self.observer.receiving(message)
         match message:
             case Push():
-                return self._push(sender, message, payload)
+                outs = self._push(sender, message, payload)
             case Pull():
-                return self._pull(sender, message)
+                outs = self._pull(sender, message)
             case InitBlock():
-                return self._load(sender, message, payload)
+                outs = self._load(sender, message, payload)
             case FetchState():
-                return self._fetch_state(sender)
+                outs = self._fetch_state(sender)
             case Idle() if sender.role == "worker":
-                return self._rest(sender)
-        if sender.role != "coordinator":
-            self.refused[f"{type(message).__name__} from a {sender.role}"] += 1
-            return []
+                outs = self._rest(sender)
+            case _ if sender.role == "coordinator":
+                outs = self._obey(message)
+            case _:
+                self.refused[f"{type(message).__name__} from a {sender.role}"] += 1
+                outs = []
+        if self.observer is not None:
+            self.observer.received(message)
+        return outs
+
+    def _obey(self, message: Message) -> list[ServerOutput]:
+        """Take a message of the coordinator."""
         match message:
             case Assign():
                 return self._assign(message)
@@ -146,6 +162,8 @@ class Server:
         block = self.blocks.get(push.block)
         if block is None:
             self.refused[_word(PushResult.WRONG_SERVER)] += 1
+            if self.observer is not None:
+                self.observer.answered(push, PushResult.WRONG_SERVER)
             return [
                 ServerOutput(
                     sender,
@@ -155,6 +173,8 @@ class Server:
         result, reason = self._accept(sender, block, push, payload)
         if result > PushResult.DUPLICATE:
             self.refused[_word(result)] += 1
+        if self.observer is not None:
+            self.observer.answered(push, result)
         ack = Ack(push.block, push.sequence, result, self.term, block.version, push.slot, reason)
         outs = [ServerOutput(sender, ack)]
         if block.clocked and result in DONE_WITH and self.incarnations.get(push.worker) == sender.incarnation:
@@ -396,10 +416,12 @@ class Server:
         buffers = 2 if reads == "round" else 1
         parameter_buffers = self.publish(assign.blocks, buffers)
         self.blocks = {
-            spec.index: Block(spec, buffer, assign.plan, server_part, assign.groups)
+            spec.index: Block(spec, buffer, assign.plan, server_part, assign.groups, self.observer)
             for spec, buffer in zip(assign.blocks, parameter_buffers, strict=True)
         }
         self.assigned = True
+        if self.observer is not None:
+            self.observer.assigned(self)
         self._follow(assign.plan)
         loads, self.loads = self.loads, []
         outs = [out for load in loads for out in self._load(*load)]

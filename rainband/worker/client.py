@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -49,6 +49,9 @@ from rainband.protocol.steps import Handle
 from rainband.protocol.worker_stats import Stats
 from rainband.strategy import Batch, BorrowingPort, Port, WorkItem
 from rainband.worker.work_items import ItemsInHand
+
+if TYPE_CHECKING:
+    from rainband.observer import Observer
 
 
 @dataclass(eq=False, slots=True)
@@ -204,6 +207,7 @@ class Client:
             "leases",
             "me",
             "num_bytes",
+            "observer",
             "others_have_opened",
             "own_ports",
             "part",
@@ -265,10 +269,13 @@ class Client:
         self.waiting_for_change: list[StateChanged] = []
         self.others_have_opened: Callable[[int], bool] | None = None  # of those who compute one model with us
         self.stats = Stats()
+        self.observer: Observer | None = None
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
     def receive(self, message: Message, payload: Tensor | None = None) -> None:
+        if self.observer is not None:
+            self.observer.receiving(message)
         match message:
             case Ack():
                 self._acked(message)
@@ -298,6 +305,8 @@ class Client:
             for state_changed in self.waiting_for_change:
                 state_changed.come = True
             self.waiting_for_change.clear()
+        if self.observer is not None:
+            self.observer.received(message)
 
     def state_changed(self) -> StateChanged:
         state_changed = StateChanged()
@@ -357,7 +366,7 @@ class Client:
     def rest(self) -> None:
         self.entered = False
         for port in self.own_ports:
-            port.send(Idle())
+            self._send(port, Idle())
 
     def _work_item(self, lease: HeldLease, ks: tuple[int, ...], more: bool) -> WorkItem:
         round_ = self.plan.round_of(lease.portion, ks[0]) if self.plan.items_per_round else -1
@@ -415,7 +424,10 @@ class Client:
 
     def push(self, gradient: Gradient) -> PushHandle:
         """Send a gradient to every block; it may be overwritten when this returns."""
-        return self._push(gradient, want=False)
+        handle = self._push(gradient, want=False)
+        if self.observer is not None:
+            self.observer.pushed(handle)
+        return handle
 
     def exchange(self, gradient: Gradient) -> PullHandle:
         """Push, and pull what comes of it, block by block: a block is read while the next ones are on their way.
@@ -432,11 +444,16 @@ class Client:
         self._push(gradient, want=True)
         for port in self.borrowers:
             port.settle(pull)
+        if self.observer is not None:
+            self.observer.pulled(pull)
         return pull
 
     def _push(self, gradient: Gradient, want: bool) -> PushHandle:
         if not gradient.is_finite:  # before the first byte leaves: otherwise some blocks would have it
             return self.skip(gradient, "not finite", want)
+        observer = self.observer
+        if observer is not None:
+            observer.began("push")
         handle = self._begin(gradient)
         absent = self.flat.absent(gradient.tensors)
         read = self.versions if gradient.read is None else gradient.read
@@ -462,7 +479,11 @@ class Client:
             self.unanswered[block.index].append(handle.sequence)
             self.port_of[block.index].push(message, self._filler(block, gradient))
             self.stats.pushed_bytes += self.num_bytes[block.index]
+            if observer is not None:
+                observer.sent(message)
         self.groups = ()
+        if observer is not None:
+            observer.ended("push")
         return handle
 
     def _filler(self, block: BlockSpec, gradient: Gradient) -> Callable[[Tensor], None]:
@@ -493,7 +514,8 @@ class Client:
 
     def _skip_block(self, block: BlockSpec, handle: PushHandle, reason: str, want: bool = False) -> None:
         self.unanswered[block.index].append(handle.sequence)
-        self.port_of[block.index].send(
+        self._send(
+            self.port_of[block.index],
             Push(
                 block.index,
                 self.me.index,
@@ -509,7 +531,7 @@ class Client:
                 skip=reason,
                 want=want and self._must_ask(block.index),
                 began=handle.began,
-            )
+            ),
         )
 
     def _acked(self, ack: Ack) -> None:
@@ -585,10 +607,17 @@ class Client:
         self.pulling, self.stats.held_by = pull, None
         for port in self.own_ports:
             if not port.direct or self.asks is not False:
-                port.send(pull.asked)
+                self._send(port, pull.asked)
         if self.direct_blocks:
             self._read_in_place(pull)
+        if self.observer is not None:
+            self.observer.pulled(pull)
         return pull
+
+    def _send(self, port: Port, message: Message) -> None:
+        port.send(message)
+        if self.observer is not None:
+            self.observer.sent(message)
 
     def _learn(self, asks: bool, pull: PullHandle) -> None:
         """The first answer says whether the rule must be asked; if not, shared memory can be read without."""
@@ -612,7 +641,9 @@ class Client:
         asked = Pull(self.sequence, self.clock, round_, part=self.part)
         self.pulling = PullHandle(self, self.sequence, round_, len(self.blocks), asked=asked)
         for port in self.own_ports:
-            port.send(asked)
+            self._send(port, asked)
+        if self.observer is not None:
+            self.observer.pulled(self.pulling)
 
     def _is_open(self, round_: int) -> bool:
         """Have all blocks the version of this round? Asks them, if they have not been asked."""
@@ -654,11 +685,15 @@ class Client:
 
     def take(self, pull: PullHandle, block: int, values: Tensor | None, version: int) -> None:
         """A block becomes the worker's parameters. Only ever called while the strategy awaits, between two steps."""
+        if self.observer is not None:
+            self.observer.began("read")
         out = self.views[block]
         if values is None:
             read = self.port_of[block].read(self.specs[block], pull.at_version, out)
             if read is None:
                 self._round_is_over(pull)
+                if self.observer is not None:
+                    self.observer.ended("read")
                 return
             version = read
         elif values is not out and values.data_ptr() != out.data_ptr():  # otherwise it was received where it belongs
@@ -666,6 +701,8 @@ class Client:
         self.versions[block] = version
         pull.left -= 1
         self.stats.pulled_bytes += self.num_bytes[block]
+        if self.observer is not None:
+            self.observer.ended("read")
 
     def _round_is_over(self, pull: PullHandle) -> None:
         """Others have done this round's cells and gone on: nothing of it is ours to do any more."""
@@ -701,7 +738,7 @@ class Client:
         """Ask for the state of the servers' optimizers."""
         self.fetching = StateHandle(Gathered(self.flat.parameters), len(self.blocks))
         for port in self.own_ports:
-            port.send(FetchState())
+            self._send(port, FetchState())
         return self.fetching
 
     def _state_part(self, message: StatePart, payload: Tensor | None) -> None:

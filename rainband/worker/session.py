@@ -30,7 +30,7 @@ from rainband.worker.worker_model import Buffers, RunningWorker, WorkerModel
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.record.spans import SpanRecorder
+    from rainband.observer import Observer
 
 FOR_THE_SESSION = frozenset((Shutdown, Welcome, Go, Conclude, BlockReady, Opened))  # the client gets the others
 
@@ -49,7 +49,7 @@ class WorkerRuntime(Protocol):
         """Open the links to the servers, and to the others of a team."""
 
     def before_training(self, worker: Any) -> None:
-        """The strategy begins now: attach whatever watches the worker."""
+        """Prepare the worker; its strategy begins when this returns."""
 
     def flush_output(self) -> None:
         """What the user's code has printed is out when this returns."""
@@ -88,8 +88,8 @@ class Session:
     """One worker of one run. Messages come in through `receive`; the life in `lifecycle.py` waits on what they say."""
 
     __slots__ = (
-        *("before_step", "client", "conclusion", "early", "go", "is_welcome", "join", "me", "model", "perform"),
-        *("runtime", "stats", "stopped", "strategy", "training", "watch", "welcome", "worker"),
+        *("before_step", "client", "conclusion", "early", "go", "is_welcome", "join", "me", "model", "observer"),
+        *("perform", "runtime", "stats", "stopped", "strategy", "training", "welcome", "worker"),
     )
 
     strategy: Strategy  # these are known when they are loaded: a process connects before, so that its errors are heard
@@ -98,9 +98,10 @@ class Session:
     welcome: Welcome  # the last that came, if any
     worker: RunningWorker  # once it has entered the run
 
-    def __init__(self, me: Peer, runtime: WorkerRuntime) -> None:
+    def __init__(self, me: Peer, runtime: WorkerRuntime, observer: Observer | None = None) -> None:
         self.me = me
         self.runtime = runtime
+        self.observer = observer
         self.stats = Stats()
         self.client: Client | None = None
         self.is_welcome = False
@@ -109,7 +110,6 @@ class Session:
         self.early: list[Message] = []  # messages for the client that came before there was one
         self.training = False  # the strategy runs: only then is it told to stop, and its waiting counted
         self.stopped = False  # it was told
-        self.watch: SpanRecorder | None = None
         self.before_step: Callable[[], None] | None = None
         self.perform: Callable[[Work], None] | None = None  # in place of the work's own `perform`
 
@@ -140,7 +140,9 @@ class Session:
     def open(self, welcome: Welcome, ports: Sequence[Port]) -> Client:
         """Make the client, and give it what came before."""
         self.client = client = self.model.make_client(self.me, welcome, list(ports), self.runtime.tell)
-        client.stats = self.stats
+        client.stats, client.observer = self.stats, self.observer
+        if self.observer is not None:
+            self.observer.joined(client, welcome)
         for message in self.early:  # the run may be at its end before we have entered it
             client.receive(message)
         return client

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
+    from rainband.observer import Observer
     from rainband.protocol.optimizer_spec import OptimizerSpec
     from rainband.strategy import PipelineStage, StageVersions
     from rainband.tasks.task import Data, Task
@@ -39,7 +40,12 @@ class Compute(Work):
         self.began, self.read = worker.client.clock, tuple(worker.client.versions)
 
     def perform(self) -> None:
+        observer = self.worker.client.observer
+        if observer is not None:
+            observer.computing(self.worker, self.batch)
         self.result = self.worker.compute(self.batch)
+        if observer is not None:
+            observer.computed(self.worker, self.batch)
 
     def __await__(self) -> Generator[Compute, None, Gradient]:
         while self.result is None:
@@ -82,12 +88,17 @@ class ServerSide:
 class WorkerParameters:
     """The worker's own copy of the parameters."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: Flat, observer: Observer | None = None) -> None:
         self.flat = flat
+        self.observer = observer
 
     def step(self, gradient: Gradient, lr: float) -> None:
+        if self.observer is not None:
+            self.observer.began("step")
         if gradient.is_finite:  # or every gradient after it would not be, either
             self.flat.add_(gradient.tensors, -lr)
+        if self.observer is not None:
+            self.observer.ended("step")
 
 
 class ModuleWorker:
@@ -102,7 +113,7 @@ class ModuleWorker:
         self.client = client
         self.plan = client.plan
         self.flat = client.flat
-        self.params = WorkerParameters(self.flat)
+        self.params = WorkerParameters(self.flat, client.observer)
         self.servers = ServerSide(client)
         self.sampler = Sampler(self.plan)
         self.work_item: WorkItem | None = None

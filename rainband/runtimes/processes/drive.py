@@ -57,21 +57,20 @@ def _perform(work: Work, session: Session | None) -> None:
     began = time.monotonic()
     perform()
     session.stats.computed_s += time.monotonic() - began
-    if session.watch is not None:
-        session.watch.span("compute", started, work.label)
+    if session.observer is not None:
+        session.observer.spent("compute", started, time.monotonic(), work.label)
 
 
 def _wait_for(wanted: object, wait: Wait, session: Session) -> bool:
     """Wait for what a strategy awaits. False: the run stops, and what others would have to do may never come."""
     assert isinstance(wanted, Handle), f"a strategy may only await what its worker gave, not {wanted!r}"
-    started, watch, stats = time.monotonic(), session.watch, session.stats
+    started, stats = time.monotonic(), session.stats
     while not (ready := wanted.ready()) and not session.must_stop(wanted):
         stats.waiting = True
         wait()
-        if watch is not None:
-            watch.look()
     stats.waiting = False
-    stats.waited(time.monotonic() - started)
-    if ready and watch is not None:
-        watch.span("wait", started)
+    ended = time.monotonic()
+    stats.waited(ended - started)
+    if ready and session.observer is not None:
+        session.observer.spent("wait", started, ended)
     return ready

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rainband.errors import PeerLost
+from rainband.observer import Observer, join_observers
 from rainband.plugins import load_strategy
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import (
@@ -64,6 +65,20 @@ def leave_out_the_compiler() -> None:
             setattr(method, "__dynamo_disable", method)  # where torch looks for what it made the first time
 
 
+def _observers(job: Job) -> list[Observer]:
+    """Return the observers of a server that its configuration asks for; importing them costs memory, so only then."""
+    observers: list[Observer] = []
+    if job.config.record:
+        from rainband.record.record import Recorder
+
+        observers.append(Recorder(job.config.directory, Peer("server", job.index)))
+    if job.config.pieces:
+        from rainband.record.message_cost import ServerCost
+
+        observers.append(ServerCost(job.config.directory, f"server-{job.index}"))
+    return observers
+
+
 class ServerProcess:
     """Hands messages from the hub to the server and its answers back."""
 
@@ -72,15 +87,7 @@ class ServerProcess:
         self.job = job
         self.me = Peer("server", job.index)
         self.strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
-        self.server = Server(self._server_part, self._publish)
-        if config.record:
-            from rainband.record.record import Recorder  # it knows the workers' side too, which servers never need
-
-            Recorder(config.directory, self.me).watch_server(self.server)
-        if config.pieces:
-            from rainband.record.message_cost import Pieces
-
-            Pieces(config.directory, f"server-{job.index}").watch_server(self.server)
+        self.server = Server(self._server_part, self._publish, join_observers(_observers(job)))
         self.published: Published | None = None
         self.over = False
         self.hub = Hub(self.me, job.secret, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from rainband.errors import CoordinatorLost, RainbandError, ServerLost
+from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Address, Failed, InitBlock, Message, Peer, Push, Welcome
 from rainband.runtimes.config import Job
@@ -47,7 +48,7 @@ class NullPort:
 class WorkerLink:
     """One worker of a run. Messages are dealt with on the thread that waits."""
 
-    def __init__(self, job: Job, strategy: Strategy | None = None) -> None:
+    def __init__(self, job: Job, strategy: Strategy | None = None, observer: Observer | None = None) -> None:
         self.job = job
         self.config = job.config
         self.me = Peer("worker", job.index)
@@ -56,7 +57,7 @@ class WorkerLink:
         self.strategy = strategy
         self.optimizers = job.config.optimizers
         self.event_loop = EventLoop()
-        self.session = Session(self.me, self)
+        self.session = Session(self.me, self, observer)
         self.stats = self.session.stats
         self.control: CoordinatorLink | None = None
         self.joined = False  # a user's own loop has taken this place
@@ -96,7 +97,7 @@ class WorkerLink:
         ]
 
     def before_training(self, worker: ModuleWorker) -> None:
-        """A process says what watches its worker."""
+        """A process prepares its worker here."""
 
     def flush_output(self) -> None:
         flush_output()

@@ -11,9 +11,10 @@ import torch
 
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
+from rainband.observer import Observer, join_observers
 from rainband.plugins import load_strategy
-from rainband.protocol.messages import Address, Dataset
-from rainband.record.message_cost import Pieces
+from rainband.protocol.messages import Address, Dataset, Peer
+from rainband.record.message_cost import WorkerCost
 from rainband.record.record import Recorder
 from rainband.record.spans import SpanFile, SpanRecorder
 from rainband.runtimes.config import Job
@@ -35,7 +36,7 @@ class WorkerProcess(WorkerLink):
     """One worker of a run, as a process."""
 
     def __init__(self, job: Job, task: Task | None, strategy: Strategy | None, memory: int | None = None) -> None:
-        super().__init__(job, strategy)
+        super().__init__(job, strategy, join_observers(_observers(job)))
         self.memory = memory
         self.task = task
 
@@ -68,17 +69,9 @@ class WorkerProcess(WorkerLink):
         return None
 
     def before_training(self, worker: ModuleWorker) -> None:
-        config, session = self.config, self.session
-        if config.record and self.memory is None and config.stage_plan is None:
-            Recorder(config.directory, self.me).watch_client(worker.client, session.welcome)
-        session.perform = min_step_time(config, self.index)
+        self.session.perform = min_step_time(self.config, self.index)
         worker.prefetch = prefetched(worker)
-        if config.pieces:
-            Pieces(config.directory, f"worker-{self.index}").watch_worker(worker)
-        session.watch = self._watch()
-        if session.watch is not None:
-            session.watch.follow(worker)
-        session.before_step = self._before_step(worker)
+        self.session.before_step = self._before_step(worker)
 
     def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
         measuring = self._measuring(worker)
@@ -89,8 +82,16 @@ class WorkerProcess(WorkerLink):
             return None
         return PeriodicEval(worker.task, worker.module, self.stats, self.config.eval_every_s).before_step
 
-    def _watch(self) -> SpanRecorder | None:
-        if not self.config.timeline:
-            return None
-        file = SpanFile(Path(self.config.directory) / f"spans-worker-{self.index}.jsonl")
-        return SpanRecorder(f"worker {self.index}", time.monotonic, file.write)
+
+def _observers(job: Job) -> list[Observer]:
+    """Return the observers of a worker that its configuration asks for."""
+    config, name = job.config, f"worker-{job.index}"
+    observers: list[Observer] = []
+    if config.record and not job.memory and config.stage_plan is None:
+        observers.append(Recorder(config.directory, Peer("worker", job.index)))
+    if config.pieces:
+        observers.append(WorkerCost(config.directory, name))
+    if config.timeline:
+        file = SpanFile(Path(config.directory) / f"spans-{name}.jsonl")
+        observers.append(SpanRecorder(f"worker {job.index}", time.monotonic, file.write))
+    return observers

@@ -14,6 +14,7 @@ import msgspec
 
 from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.errors import Deadlock
+from rainband.observer import Observer, join_observers
 from rainband.protocol import events
 from rainband.protocol.messages import COORDINATOR, Address, Join, Peer, ServerJoin
 from rainband.protocol.steps import Handle, Until
@@ -45,6 +46,10 @@ def shown_to_nobody(event: events.AnyEvent) -> None:
     """What happens is of no interest."""
 
 
+def observed_by_nobody(peer: Peer) -> None:
+    """Nodes have no observer but the one for spans."""
+
+
 def all_of_it(in_flight: InFlight) -> bool:
     return True
 
@@ -56,6 +61,7 @@ class Notes:
     trace: Trace = field(default_factory=Trace)
     spans: list[Span] | None = None  # none: nobody draws it
     show: Show = shown_to_nobody
+    observe: Callable[[Peer], Observer | None] = observed_by_nobody  # of a worker or server, when it is made
 
 
 @dataclass
@@ -98,6 +104,7 @@ class SimulatedCluster:
         self.measure_s = model.compute.measure_s
         self.trace = notes.trace
         self.spans = notes.spans
+        self.observe = notes.observe
         self.tick_s = tick_s
         # With every tick; of thousands of workers just often enough that none is given up.
         self.heartbeat_s = max(tick_s, 0.8 * settings.failure_timeout_s) if play.bulk else tick_s
@@ -155,7 +162,7 @@ class SimulatedCluster:
             self.costs,
             self.cores,
             self.block_bytes,
-            self.span,
+            self._observer(Peer("server", index)),
         )
         self.servers[index] = self.bus.nodes[node.peer] = node
         node.join(COORDINATOR)
@@ -174,18 +181,23 @@ class SimulatedCluster:
     def add_worker(self, index: int, incarnation: int = 0) -> WorkerNode:
         pace = ComputePace(self.model.compute, self.seed, index + 1_000_003 * incarnation)
         peer = Peer("worker", index, incarnation)
+        observer = self._observer(peer)
         node = (
-            WorkerNode(self, peer, self._machine(), self.play.body(), pace)
+            WorkerNode(self, peer, self._machine(), self.play.body(), pace, observer)
             if self.play.stage_compute is None
-            else StageNode(self, peer, self._machine(), self.play.stage_compute(index), pace)
+            else StageNode(self, peer, self._machine(), self.play.stage_compute(index), pace, observer)
         )
-        if self.spans is not None:
-            node.watch = SpanRecorder(node.name, self.clock.now_s, self.spans.append)
         if index == 0 and self.play.real and self.play.stage_compute is None:
             node.eval_every_s = self.play.eval_every_s
         self.workers[index] = self.bus.nodes[node.peer] = node
         node.start()
         return node
+
+    def _observer(self, peer: Peer) -> Observer | None:
+        observers = [self.observe(peer)]
+        if self.spans is not None:
+            observers.append(SpanRecorder(f"{peer.role} {peer.index}", self.clock.now_s, self.spans.append))
+        return join_observers(filter(None, observers))
 
     def port(self, worker: WorkerNode, server: int) -> Port:
         node = self.servers.get(server)  # a memory's keeper is none of them
@@ -277,10 +289,6 @@ class SimulatedCluster:
             node.paused_until = max(node.paused_until, self.clock.now + for_s)
 
     # ---- driving it ------------------------------------------------------------------------------------------------
-
-    def span(self, node: str, what: str, from_s: float, to_s: float, label: str = "") -> None:
-        if self.spans is not None:
-            self.spans.append(Span(node, what, from_s, to_s, label))
 
     def run(self, until_s: float | None = None) -> None:
         """Until the run is over, or a moment; raises Deadlock when nothing can happen any more."""

@@ -22,6 +22,8 @@ from rainband.worker.worker_model import ModuleModel, pull_final
 class GradientCompute(ModuleModel, ComputeBody):
     """Computes true gradients at the worker's own parameters."""
 
+    writes_once = True  # gradients are written once, for all blocks, where they are sent from
+
     def __init__(self, shared_module: SharedModule, task: Task, data: Data, num_workers: int) -> None:
         self.shared_module = shared_module
         self.memory = shared_module.memory()
@@ -39,7 +41,8 @@ class GradientCompute(ModuleModel, ComputeBody):
         self.shared_module.seat(self.memory)
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
-        return WrittenGradient(worker.compute(batch), self.memory.flat, self.shared_module.wholes)
+        gradient = worker.compute(batch)
+        return WrittenGradient(gradient, self.memory.flat, self.shared_module.wholes) if self.writes_once else gradient
 
     def evaluate(self, worker: ModuleWorker) -> dict[str, float]:
         """The module is that of all workers: it gets its mode back."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rainband.coordinator.coordinator import Coordinator
 from rainband.coordinator.coordinator import CoordinatorOutput as CoordinatorOut
+from rainband.observer import Observer
 from rainband.protocol import events
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import (
@@ -146,10 +147,11 @@ class ServerNode(Node):
         costs: NodeModel,
         cores: Processor,
         block_bytes: Callable[[int], int],
-        span: Callable[[str, str, float, float], None],
+        observer: Observer | None,
     ) -> None:
         super().__init__(bus, peer, machine)
-        self.server = Server(half, publish)
+        self.observer = observer
+        self.server = Server(half, publish, observer)
         self.costs = costs
         self.cores = cores
         # On one machine messages come at once: then answers to several leave together, as a hub sends them.
@@ -159,11 +161,9 @@ class ServerNode(Node):
         self.unsent_for = 0  # messages
         self.gather_bytes_per_s = costs.gather_bytes_per_s or costs.apply_bytes_per_s
         self.block_bytes = block_bytes
-        self.span = span
         self.queue: deque[tuple[Peer, Message | None, Payload]] = deque()  # None: its connection has closed
         self.busy = False
         self.began_at = 0.0
-        self.assigned: Callable[[Server], None] | None = None  # who wants to know when it has its blocks
         self.owed_s = 0.0  # work for replies that were just sent; the next message waits for it
 
     def join(self, coordinator: Peer) -> None:
@@ -196,8 +196,6 @@ class ServerNode(Node):
             return
         updates = self.server.updates
         outs = [] if isinstance(message, Shutdown) else self.server.receive(sender, message, payload)
-        if isinstance(message, Assign) and self.assigned is not None:
-            self.assigned(self.server)
         if not isinstance(message, Push):
             self._answer(outs)
             return
@@ -214,7 +212,8 @@ class ServerNode(Node):
         return max(0.0, num_bytes / self.costs.apply_bytes_per_s - num_bytes / self.gather_bytes_per_s)
 
     def _pushed(self, outs: list[ServerOutput]) -> None:
-        self.span(self.name, "apply", self.began_at, self.clock.now)
+        if self.observer is not None:
+            self.observer.spent("apply", self.began_at, self.clock.now)
         self._answer(outs)
 
     def _answer(self, outs: list[ServerOutput]) -> None:

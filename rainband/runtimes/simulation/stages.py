@@ -14,6 +14,7 @@ from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import ShareWorker
 from rainband.model_parallel.graph.split_loss import build_model
+from rainband.observer import Observer
 from rainband.protocol.messages import Message, Peer, PeerValue
 from rainband.protocol.peer_inbox import Inbox
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Payload
@@ -64,9 +65,15 @@ class StageNode(WorkerNode):
     __slots__ = ("incoming", "place", "workers_per_replica")
 
     def __init__(
-        self, cluster: WorkerContext, peer: Peer, machine: Machine, body: StageCompute, pace: ComputePace
+        self,
+        cluster: WorkerContext,
+        peer: Peer,
+        machine: Machine,
+        body: StageCompute,
+        pace: ComputePace,
+        observer: Observer | None = None,
     ) -> None:
-        super().__init__(cluster, peer, machine, body, pace)
+        super().__init__(cluster, peer, machine, body, pace, observer)
         self.place = body.share.place
         self.workers_per_replica = body.share.plan.size
         self.incoming = Inbox()

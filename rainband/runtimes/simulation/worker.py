@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rainband.errors import RainbandError, Stop
 from rainband.model.gradient import Gradient
+from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import COORDINATOR, Ack, Failed, InitBlock, Join, Message, Params, Peer, Push, Welcome
 from rainband.protocol.steps import Handle, Steps, Until, Work
-from rainband.record.spans import SpanRecorder
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, MessageBus, Node, Payload
 from rainband.runtimes.simulation.models.cluster_model import NodeModel
 from rainband.runtimes.simulation.models.compute import ComputePace
@@ -67,9 +67,6 @@ class WorkerContext(Protocol):
 
     def kill(self, node: Node) -> None: ...
 
-    def span(self, node: str, what: str, from_s: float, to_s: float, label: str = "") -> None:
-        """For the picture of a run."""
-
 
 class WorkerNode(Node):
     """Drives one worker's life by events of the clock: see lifecycle.py for what it does."""
@@ -77,11 +74,17 @@ class WorkerNode(Node):
     # There may be ten thousand: plain objects of so many attributes are large and slow.
     __slots__ = (
         *("block_bytes", "body", "busy_until", "computes_until", "copied_s", "costs", "eval_every_s", "inbox", "later"),
-        *("life", "measuring", "over", "pace", "session", "stats", "waiting", "waiting_since", "watch", "cluster"),
+        *("life", "measuring", "over", "pace", "session", "stats", "waiting", "waiting_since", "observer", "cluster"),
     )
 
     def __init__(
-        self, cluster: WorkerContext, peer: Peer, machine: Machine, body: ComputeBody, pace: ComputePace
+        self,
+        cluster: WorkerContext,
+        peer: Peer,
+        machine: Machine,
+        body: ComputeBody,
+        pace: ComputePace,
+        observer: Observer | None = None,
     ) -> None:
         super().__init__(cluster.bus, peer, machine)
         self.cluster = cluster
@@ -89,10 +92,10 @@ class WorkerNode(Node):
         self.costs = cluster.costs
         self.body = body
         self.pace = pace
-        self.session = Session(peer, self)
+        self.observer = observer
+        self.session = Session(peer, self, observer)
         self.session.prepare(cluster.strategy, cluster.join, body)
         self.stats = self.session.stats
-        self.watch: SpanRecorder | None = None
         self.eval_every_s = 0.0  # it measures so often; 0: not it, or only at the end
         self.measuring: PeriodicEval | None = None
         self.inbox: list[tuple[Message, Payload]] = []
@@ -135,8 +138,6 @@ class WorkerNode(Node):
         return [self.cluster.port(self, server) for server in range(len(welcome.servers))]
 
     def before_training(self, worker: ModuleWorker) -> None:
-        if self.watch is not None:
-            self.watch.follow(worker)
         if self.eval_every_s:
             self.measuring = PeriodicEval(worker.task, worker.module, self.stats, self.eval_every_s, self.clock.now_s)
 
@@ -218,8 +219,8 @@ class WorkerNode(Node):
         until, since = self.busy_until, self.waiting_since  # taking parameters over counts: so it does really
         if until < self.clock.now:
             until = self.clock.now
-        if until > since and self.watch is not None:
-            self.cluster.span(self.name, "wait", since, until)
+        if until > since and self.observer is not None:
+            self.observer.spent("wait", since, until)
         if until > since or self.copied_s:
             self.stats.waited((until - since if until > since else 0.0) + self.copied_s)
             self.copied_s = 0.0
@@ -244,8 +245,6 @@ class WorkerNode(Node):
             self.session.receive(message)
         else:  # at once: nothing here happens more often
             client.receive(message, payload)
-        if self.watch is not None:
-            self.watch.look()
 
     def spend(self, amount_s: float) -> float:
         """Its thread works for so long, or longer where others want its core; returns how long that takes."""
@@ -274,8 +273,6 @@ class WorkerNode(Node):
         except Exception as raised:
             self._fail(raised)
             return
-        if self.watch is not None:
-            self.watch.look()
         if isinstance(wanted, Work):
             self._compute(wanted)
         else:
@@ -324,12 +321,16 @@ class WorkerNode(Node):
         if self.over or not self.alive:
             return
         self.stats.computed_s += self.free_at() - started
-        if self.watch is not None:
-            self.cluster.span(self.name, "compute", started, self.clock.now, wanted.label)
+        if self.observer is not None:
+            self.observer.spent("compute", started, self.clock.now, wanted.label)
         self.body.sit_down()
         try:
             if isinstance(wanted, Compute):
+                if self.observer is not None:
+                    self.observer.computing(wanted.worker, wanted.batch)
                 wanted.result = self.body.gradient(wanted.worker, wanted.batch)
+                if self.observer is not None:
+                    self.observer.computed(wanted.worker, wanted.batch)
             else:
                 wanted.perform()
         except Exception as raised:

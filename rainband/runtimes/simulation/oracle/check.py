@@ -26,7 +26,6 @@ from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.faults import shrink
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.models.trace import Trace
-from rainband.runtimes.simulation.nodes import ServerNode
 from rainband.runtimes.simulation.oracle.ledger import Ledger
 from rainband.runtimes.simulation.oracle.scenarios import LR, TASK, TIMEOUT_S, Case, stage_of
 
@@ -76,14 +75,13 @@ def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[OracleVerdi
         failure_timeout_s=TIMEOUT_S,
     )
     ledger = Ledger(stage_of(case.strategy))
-    play = ledger.stage.play(ledger, case.num_workers)
+    play = ledger.stage.play(case.num_workers)
     shuffle = Random(f"shuffle {case.seed}")
-    cluster = SimulatedCluster(play, settings, MODEL, Notes(verdict.trace), TIMEOUT_S / 5, shuffle, case.seed)
+    cluster = SimulatedCluster(
+        play, settings, MODEL, Notes(verdict.trace, observe=lambda peer: ledger), TIMEOUT_S / 5, shuffle, case.seed
+    )
     fault_injector = FaultInjector(cluster, case.script, case.seed)
     cluster.start()
-    for node in cluster.servers.values():
-        assert isinstance(node, ServerNode)
-        node.assigned = ledger.watch
     try:
         cluster.run(until_s=LIMIT_S)
     except Deadlock as deadlock:

@@ -6,20 +6,20 @@ It is kept apart from marks and books, which are the run's own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from rainband.protocol.messages import Push
+from rainband.observer import Observer
 from rainband.rules import Compensated
 from rainband.runtimes.simulation.oracle.scenarios import STRENGTH, ScenarioStage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.protocol.vectors import Operation
+    from rainband.protocol.messages import Push
     from rainband.server.block import Block
     from rainband.server.server import Server
     from rainband.strategy import Batch
@@ -34,7 +34,7 @@ class LedgerUpdate:
     divisor: int  # of the sum of their gradients
 
 
-class Ledger:
+class Ledger(Observer):
     """Counts what reaches the optimizer of each block, and keeps all its versions."""
 
     def __init__(self, stage: ScenarioStage) -> None:
@@ -45,37 +45,20 @@ class Ledger:
         self.applied: dict[int, Counter[tuple[int, int]]] = {}  # block -> batch -> times
         self.updates: dict[int, list[LedgerUpdate]] = {}  # by block
 
-    def watch(self, server: Server) -> None:
+    def assigned(self, server: Server) -> None:
         self.blocks |= server.blocks
         for block in server.blocks.values():
             self.applied[block.index], self.updates[block.index] = Counter(), []
-            block.apply = self._counted(block)  # type: ignore[method-assign, assignment]
-            block.compute = self._kept(block)  # type: ignore[method-assign, assignment]
 
-    def _counted(self, block: Block) -> Callable[[Tensor, Sequence[Push], Collection[int]], None]:
-        apply, number = block.apply, block.index
-
-        def counted(gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
+    def applying(self, block: Block, gradient: Tensor | None, pushes: Sequence[Push]) -> None:
+        if gradient is not None:
             batches = [(r.portion, k) for p in pushes if not p.skip for r in p.push_id for k in range(r.first, r.last)]
-            self.applied[number].update(batches)
+            self.applied[block.index].update(batches)
             divisor = block.rule.gradients_per_update or len(batches)  # of a mean over so many that come
-            self.updates[number].append(LedgerUpdate(frozenset(batches), divisor))
+            self.updates[block.index].append(LedgerUpdate(frozenset(batches), divisor))
             if isinstance(block.rule, Compensated):
                 self._look_at_correction(block, block.rule, gradient, pushes[0])
-            self._keep(block)
-            apply(gradient, pushes, absent)
-
-        return counted
-
-    def _kept(self, block: Block) -> Callable[[Sequence[Operation], bool], list[float]]:
-        compute = block.compute
-
-        def kept(operations: Sequence[Operation], renewed: bool) -> list[float]:
-            if renewed:
-                self._keep(block)
-            return compute(operations, renewed)
-
-        return kept
+        self._keep(block)
 
     def _keep(self, block: Block) -> None:
         """It becomes another version now."""
@@ -98,7 +81,7 @@ class Ledger:
         if not torch.allclose(gradient[:size], expected, rtol=1e-5, atol=1e-3):
             self.wrong.append(f"block {block.index}: a gradient at version {push.version} is wrongly corrected")
 
-    def look_at(self, worker: ModuleWorker, batch: Batch) -> None:
+    def computing(self, worker: ModuleWorker, batch: Batch) -> None:
         """A gradient is about to be computed: are the parameters what they are said to be?"""
         client, plan, exactly = worker.client, worker.plan, -1
         if plan.items_per_round:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from operator import add
 from random import Random
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
@@ -26,7 +26,6 @@ from rainband.worker.worker import ModuleWorker
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.runtimes.simulation.oracle.ledger import Ledger
 
 LR = 0.25  # a power of two: every sum of updates is exact
 TIMEOUT_S = 1.0
@@ -143,9 +142,11 @@ class ScenarioStage:
         )
         self.gradients: dict[int, Tensor] = {}  # by the number of the batch, where they are the same at any parameters
 
-    def play(self, ledger: Ledger, num_workers: int) -> Scenario:
-        body = LookingBody if self.task is BOWL else CountingBody
-        return Scenario(self.strategy, self.join, lambda: body(self, ledger, num_workers), real=True)
+    def play(self, num_workers: int) -> Scenario:
+        body = GradientCompute if self.task is BOWL else partial(CountingBody, self)
+        return Scenario(
+            self.strategy, self.join, lambda: body(self.shared_module, self.task, self.data, num_workers), real=True
+        )
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Tensor:
         """Of the task that counts: each is computed once for all runs, which have one plan."""
@@ -159,24 +160,14 @@ class ScenarioStage:
 stage_of = lru_cache(maxsize=32)(ScenarioStage)  # building one takes as long as a run
 
 
-class LookingBody(GradientCompute):
-    """Computes true gradients; the ledger looks at what they are computed at."""
-
-    def __init__(self, stage: ScenarioStage, ledger: Ledger, num_workers: int) -> None:
-        super().__init__(stage.shared_module, stage.task, stage.data, num_workers)
-        self.stage = stage
-        self.ledger = ledger
-
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
-        self.ledger.look_at(worker, batch)
-        return super().gradient(worker, batch)
-
-
-class CountingBody(LookingBody):
+class CountingBody(GradientCompute):
     """Gradients of this task do not depend on the parameters."""
 
+    def __init__(self, stage: ScenarioStage, *args: Any) -> None:
+        super().__init__(*args)
+        self.stage = stage
+
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
-        self.ledger.look_at(worker, batch)
         samples, stats = worker.plan.samples_in(batch.portion, batch.k), worker.client.stats
         stats.steps += 1
         stats.loss_sum += samples

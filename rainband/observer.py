@@ -1,0 +1,144 @@
+"""Observers see what a run does and never change it: recording, spans, calibration, the checks of `rainband fuzz`.
+
+An object that can be observed takes an observer when it is made; `None` costs one comparison per message. Methods are
+called in the process where the thing happens, so an observer has its own files and its own clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.protocol.messages import Message, Push, PushResult, Welcome
+    from rainband.server.block import Block
+    from rainband.server.server import Server
+    from rainband.strategy import Batch
+    from rainband.worker.client import Client, PullHandle, PushHandle
+    from rainband.worker.worker import ModuleWorker
+
+TimedWork = Literal["push", "read", "step"]  # a worker writes a gradient, copies a block, makes its own step
+Activity = Literal["compute", "wait", "apply", "push", "pull"]
+
+
+class Observer:
+    """The base class does nothing: override what you need."""
+
+    # ---- on any node -----------------------------------------------------------------------------------------------
+
+    def receiving(self, message: Message) -> None:
+        """A message has arrived, and has changed nothing yet."""
+
+    def received(self, message: Message) -> None:
+        """A message has been handled."""
+
+    def sent(self, message: Message) -> None:
+        """A message was handed to a link."""
+
+    def spent(self, activity: Activity, from_s: float, to_s: float, label: str = "") -> None:
+        """The node has computed, waited or applied a push between two moments of its runtime's clock."""
+
+    # ---- on a worker -----------------------------------------------------------------------------------------------
+
+    def joined(self, client: Client, welcome: Welcome) -> None:
+        """The worker has its client; messages follow."""
+
+    def computing(self, worker: ModuleWorker, batch: Batch) -> None:
+        """A gradient is about to be computed, at the worker's current parameters."""
+
+    def computed(self, worker: ModuleWorker, batch: Batch) -> None:
+        """The gradient is computed."""
+
+    def began(self, work: TimedWork) -> None:
+        """Work besides the gradient begins; `ended` follows on the same thread."""
+
+    def ended(self, work: TimedWork) -> None:
+        """The work that began last is done."""
+
+    def pushed(self, handle: PushHandle) -> None:
+        """A gradient was handed to all links."""
+
+    def pulled(self, handle: PullHandle) -> None:
+        """Parameters were requested."""
+
+    # ---- on a server -----------------------------------------------------------------------------------------------
+
+    def assigned(self, server: Server) -> None:
+        """The server has its blocks."""
+
+    def answered(self, push: Push, result: PushResult) -> None:
+        """A push was accepted or refused; the answer is not sent yet."""
+
+    def applying(self, block: Block, gradient: Tensor | None, pushes: Sequence[Push]) -> None:
+        """A block is about to get another version; without a gradient: by a command of the coordinator."""
+
+
+class Observers(Observer):
+    """Several observers as one."""
+
+    def __init__(self, observers: Iterable[Observer]) -> None:
+        self.observers = tuple(observers)
+
+    def receiving(self, message: Message) -> None:
+        for observer in self.observers:
+            observer.receiving(message)
+
+    def received(self, message: Message) -> None:
+        for observer in self.observers:
+            observer.received(message)
+
+    def sent(self, message: Message) -> None:
+        for observer in self.observers:
+            observer.sent(message)
+
+    def spent(self, activity: Activity, from_s: float, to_s: float, label: str = "") -> None:
+        for observer in self.observers:
+            observer.spent(activity, from_s, to_s, label)
+
+    def joined(self, client: Client, welcome: Welcome) -> None:
+        for observer in self.observers:
+            observer.joined(client, welcome)
+
+    def computing(self, worker: ModuleWorker, batch: Batch) -> None:
+        for observer in self.observers:
+            observer.computing(worker, batch)
+
+    def computed(self, worker: ModuleWorker, batch: Batch) -> None:
+        for observer in self.observers:
+            observer.computed(worker, batch)
+
+    def began(self, work: TimedWork) -> None:
+        for observer in self.observers:
+            observer.began(work)
+
+    def ended(self, work: TimedWork) -> None:
+        for observer in self.observers:
+            observer.ended(work)
+
+    def pushed(self, handle: PushHandle) -> None:
+        for observer in self.observers:
+            observer.pushed(handle)
+
+    def pulled(self, handle: PullHandle) -> None:
+        for observer in self.observers:
+            observer.pulled(handle)
+
+    def assigned(self, server: Server) -> None:
+        for observer in self.observers:
+            observer.assigned(server)
+
+    def answered(self, push: Push, result: PushResult) -> None:
+        for observer in self.observers:
+            observer.answered(push, result)
+
+    def applying(self, block: Block, gradient: Tensor | None, pushes: Sequence[Push]) -> None:
+        for observer in self.observers:
+            observer.applying(block, gradient, pushes)
+
+
+def join_observers(observers: Iterable[Observer]) -> Observer | None:
+    """Return one observer for all of them, or None if there are none."""
+    several = tuple(observers)
+    return Observers(several) if len(several) > 1 else next(iter(several), None)
