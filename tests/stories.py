@@ -10,7 +10,7 @@ import msgspec
 
 from rainband.protocol import events
 
-BOOKS = {
+ACCOUNTING = {
     "batches": 900,
     "applied": 898,
     "skipped": {"not finite": 2},
@@ -18,7 +18,7 @@ BOOKS = {
     "applied_twice": 0,
     "not_processed": 0,
     "reassigned": 3,
-    "refused": {"fenced": 5, "wrong_server": 1},
+    "refused": {"revoked": 5, "wrong_server": 1},
     "updates": 1796,
 }
 STALENESS = {"mean": 0.5, "max": 2, "histogram": {"0": 6, "1": 3, "2": 1}, "per_worker_mean": {"0": 0.5}}
@@ -80,7 +80,7 @@ def ended(outcome: str = "finished", reason: str = "", **metrics: float | None) 
         seconds=20.0,
         samples=2000,
         metrics=metrics or {"accuracy": 0.975},
-        accounting=dict(BOOKS),
+        accounting=dict(ACCOUNTING),
         staleness=dict(STALENESS),
         training_s=20.0,
     )

@@ -476,7 +476,7 @@ def test_a_killed_run_is_shown_as_far_as_it_came() -> None:
     write_run(Path("runs/one"), whole_run()[:-1], tail=b'{"event":"Prog')
     said = Said("runs", "show", "one")
     assert said.exit_code == 0
-    assert "it was killed, or its machine stopped" in said.out and "1,700 of 2,000 samples" in said.out
+    assert "The run was killed, or its machine stopped" in said.out and "1,700 of 2,000 samples" in said.out
     assert "1 lines of events.jsonl could not be read" in said.out
 
 
@@ -507,14 +507,14 @@ def test_two_runs_are_compared_by_what_was_set_otherwise_and_what_came_of_it() -
     lines = Said("runs", "compare", "a", "b").out.splitlines()
     assert [line.split() for line in lines if line.startswith("accuracy")] == [["accuracy", "0.5", "0.75", "1.50"]]
     assert lines[:2] == ["first   a", "second  b"]
-    assert lines[-3:] == ["What was set otherwise:", "        first  second", "  seed  1      2"]
-    assert Said("runs", "compare", "a", "a").out.splitlines()[-1] == "Both were set alike."
+    assert lines[-3:] == ["Settings that differ:", "        first  second", "  seed  1      2"]
+    assert Said("runs", "compare", "a", "a").out.splitlines()[-1] == "All settings are equal."
 
 
 def test_a_run_that_does_not_exist_is_told() -> None:
     write_run(Path("runs/one"), whole_run())
     said = Said("runs", "show", "two")
-    assert said.exit_code == 2 and "no run named two in runs: there are one." in said.err
+    assert said.exit_code == 2 and "no run named two in runs: choose from one, or type last." in said.err
 
 
 # ---- export ----

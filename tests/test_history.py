@@ -19,12 +19,12 @@ from rainband.protocol import events
 from rainband.protocol.events import AnyEvent
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.run_directory import EventLog, OutputLog, new_directory, read_config, write_config
-from rainband.views.history import RunSoFar, _middle_without, find_run, list_runs, loss_curve, read_run, told_by
+from rainband.views.history import RunSoFar, _middle_without, find_run, list_runs, loss_curve, read_run
 from tests.stories import a_config, ended, planned, progress, started, whole_run, write_run
 
 
 def running(*story: AnyEvent) -> RunSoFar:
-    return told_by([started(), planned(), events.PhaseChanged(at_s=1.0, phase="running"), *story])
+    return RunSoFar.from_events([started(), planned(), events.PhaseChanged(at_s=1.0, phase="running"), *story])
 
 
 # ---- what is known so far ----
@@ -50,16 +50,18 @@ def test_two_looks_that_follow_at_once_make_no_absurd_rate() -> None:
 
 def test_a_run_trains_from_its_first_step_to_its_last() -> None:
     phases = [(2.0, "running"), (17.0, "flushing"), (19.0, "concluding")]
-    so_far = told_by([started(), *(events.PhaseChanged(at_s=t, phase=phase) for t, phase in phases), ended()])
+    so_far = RunSoFar.from_events(
+        [started(), *(events.PhaseChanged(at_s=t, phase=phase) for t, phase in phases), ended()]
+    )
     assert (so_far.training.seconds, so_far.at_s) == (15.0, 20.0)
     assert running().training.seconds == 0.0
 
 
 def test_loops_with_loaders_of_their_own_count_steps() -> None:
     own = [msgspec.structs.replace(progress(t, 0, samples=0), batches_done=30 * t) for t in (4, 5, 6)]
-    so_far = told_by([started(), events.PhaseChanged(at_s=1.0, phase="running"), *own])
+    so_far = RunSoFar.from_events([started(), events.PhaseChanged(at_s=1.0, phase="running"), *own])
     assert (so_far.unit, so_far.done, so_far.per_s) == ("step", 180, 30.0)
-    assert (told_by(whole_run()).unit, told_by(whole_run()).done) == ("sample", 2000)
+    assert (RunSoFar.from_events(whole_run()).unit, RunSoFar.from_events(whole_run()).done) == ("sample", 2000)
 
 
 def test_only_the_last_six_progress_events_make_the_rate() -> None:
@@ -99,11 +101,11 @@ def test_nobody_is_slow_in_the_first_two_looks_or_alone() -> None:
     assert not any(w.slow for w in running(*(progress(s, s, rates=(9.0,)) for s in (2, 3, 4))).workers())
 
 
-def test_a_lost_worker_is_gone_until_it_returns() -> None:
+def test_a_lost_worker_counts_as_lost_until_it_returns() -> None:
     lost = running(progress(2, 100), events.Lost(at_s=3.0, node="worker 1", why="killed by signal 9"))
-    assert [worker.gone for worker in lost.workers()] == ["", "killed by signal 9"]
+    assert [worker.lost for worker in lost.workers()] == ["", "killed by signal 9"]
     lost.absorb(events.Returned(at_s=4.0, node="worker 1"))
-    assert [worker.gone for worker in lost.workers()] == ["", ""]
+    assert [worker.lost for worker in lost.workers()] == ["", ""]
 
 
 def test_the_first_error_of_the_users_code_is_the_one_that_counts() -> None:
@@ -199,14 +201,14 @@ def test_a_run_is_found_by_its_directory_wherever_it_is(tmp_path: Path) -> None:
 def test_a_beginning_that_two_runs_share_is_told_with_their_names(tmp_path: Path) -> None:
     for name in ("ab1", "ab2"):
         write_run(tmp_path / name, [started()])
-    with pytest.raises(ValueError, match="ab is the beginning of ab2, ab1: type more of it."):
+    with pytest.raises(ValueError, match=r"ab is the beginning of 2 runs \(ab2, ab1\): type more of it."):
         find_run(tmp_path, "ab")
-    with pytest.raises(ValueError, match="no run named x in .*: there are ab2, ab1."):
+    with pytest.raises(ValueError, match="no run named x in .*: choose from ab2, ab1, or type last."):
         find_run(tmp_path, "x")
 
 
 def test_where_there_are_no_runs_it_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there are no runs in .*rainband train"):
+    with pytest.raises(ValueError, match="no runs in .*rainband train"):
         find_run(tmp_path / "runs", "last")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rainband.protocol.worker_stats import Stats
-from rainband.views.event_text import how_far
+from rainband.views.event_text import progress_line
 from rainband.views.history import RunSoFar
 from rainband.worker.periodic_eval import PeriodicEval
 from tests.stories import planned, progress, started
@@ -101,4 +101,4 @@ def test_the_line_of_progress_has_the_metric_beside_the_loss() -> None:
     told = msgspec.structs.replace(progress(2.0, 100), metrics={"accuracy": 0.875, "loss": 9.0})
     for event in (started(), planned(), told):
         so_far.absorb(event)
-    assert "accuracy 0.875" in how_far(so_far) and "loss 9" not in how_far(so_far)
+    assert "accuracy 0.875" in progress_line(so_far) and "loss 9" not in progress_line(so_far)

@@ -1,4 +1,4 @@
-"""What people see of a run while it runs and when it ends: lines, frames, charts, sentences."""
+"""The output of a run while it runs and when it ends: lines, frames, charts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ import rainband
 from rainband.protocol import events
 from rainband.protocol.events import AnyEvent
 from rainband.views.charts import ASCII, BLOCKS, bar, curve, histogram, ink_for, progress_bar, spark
-from rainband.views.event_text import lasting, user_error, waiting_for
+from rainband.views.event_text import lasting_lines, user_error, waiting_for
 from rainband.views.formatting import assignment, count, cut, duration, percent, short, size, table
-from rainband.views.history import RunSoFar, told_by
-from rainband.views.live_display import RunWatch, is_terminal
-from rainband.views.plain_progress import PlainView
+from rainband.views.history import RunSoFar
+from rainband.views.live_display import PlainView, RunWatch, is_terminal
 from rainband.views.progress import LiveView, frame
 from rainband.views.summary import accounting, headline, summary
 from rainband.views.warnings import warnings
-from tests.stories import BOOKS, ended, planned, progress, started, whole_run
+from tests.stories import ACCOUNTING, ended, planned, progress, started, whole_run
 
 TRACEBACK = "Traceback (most recent call last):\n"
 
 
 def running(*story: AnyEvent, workers: int = 2) -> RunSoFar:
-    return told_by([started(workers), planned(), events.PhaseChanged(at_s=1.0, phase="running"), *story])
+    return RunSoFar.from_events([started(workers), planned(), events.PhaseChanged(at_s=1.0, phase="running"), *story])
 
 
 def drawn(so_far: RunSoFar, width: int = 80, height: int = 24) -> list[str]:
@@ -165,16 +164,18 @@ def test_where_blocks_cannot_be_written_ascii_is() -> None:
     )
 
 
-# ---- sentences ----
+# ---- lines ----
 
 
 def test_the_quiet_start_says_what_it_waits_for() -> None:
     story: list[AnyEvent] = [started(workers=4, servers=2)]
-    assert waiting_for(told_by(story)) == "starting 4 workers and 2 servers ..."
+    assert waiting_for(RunSoFar.from_events(story)) == "starting 4 workers and 2 servers ..."
     story += [events.Joined(at_s=1.0, node=node) for node in ("server 0", "worker 1", "worker 2")]
-    assert waiting_for(told_by(story)) == "3 of 6 are there, waiting for server 1, worker 0, worker 3 ..."
+    assert (
+        waiting_for(RunSoFar.from_events(story)) == "3 of 6 have joined, waiting for server 1, worker 0, worker 3 ..."
+    )
     story += [events.Joined(at_s=1.0, node=node) for node in ("server 1", "worker 0", "worker 3")]
-    assert waiting_for(told_by(story)) == "waiting for the first steps ..."
+    assert waiting_for(RunSoFar.from_events(story)) == "waiting for the first steps ..."
 
 
 def in_the_users_file(error: str = "RuntimeError: bad") -> events.UserError:
@@ -208,20 +209,20 @@ def test_a_value_error_in_the_users_own_code_keeps_its_traceback() -> None:
 def test_who_is_lost_and_who_is_back_is_said() -> None:
     so_far = running(progress(2, 100))
     lost = events.Lost(at_s=3.0, node="worker 1", why="killed by signal 9")
-    assert lasting(lost, so_far) == ["lost worker 1 (killed by signal 9); the others go on with its data"]
-    assert lasting(events.Returned(at_s=4.0, node="worker 1"), so_far) == ["worker 1 works again"]
+    assert lasting_lines(lost, so_far) == ["lost worker 1 (killed by signal 9); its batches are reassigned"]
+    assert lasting_lines(events.Returned(at_s=4.0, node="worker 1"), so_far) == ["worker 1 is active again"]
 
 
 def test_what_processes_print_is_marked_and_a_flood_is_counted() -> None:
     printed = events.ProcessOutput(at_s=1.0, lines=("hello", "world"), left_out=1500)
-    assert lasting(printed, running()) == ["| ... 1,500 lines before this in output.log", "| hello", "| world"]
-    assert lasting(printed, running(in_the_users_file())) == []
+    assert lasting_lines(printed, running()) == ["| ... 1,500 lines before this in output.log", "| hello", "| world"]
+    assert lasting_lines(printed, running(in_the_users_file())) == []
 
 
 def test_details_are_for_those_who_ask() -> None:
     again = events.BatchesReassigned(at_s=1.0, portion=3, batches=5, from_worker=1)
-    assert lasting(again, running()) == []
-    assert lasting(again, running(), verbose=True) == ["portion 3 of worker 1: 5 batches to be done again"]
+    assert lasting_lines(again, running()) == []
+    assert lasting_lines(again, running(), verbose=True) == ["portion 3 of worker 1: 5 batches reassigned"]
 
 
 # ---- where there is no terminal ----
@@ -236,12 +237,12 @@ def plain_lines(story: list[AnyEvent], verbose: bool = False) -> list[str]:
 
 
 def test_a_whole_run_is_a_handful_of_readable_lines() -> None:
-    pace = "100 samples/s  staleness 0.5, at most 2"
+    pace = "100 samples/s  staleness mean 0.5, max 2"
     assert plain_lines(whole_run()) == [
         "digits with downpour: 2 workers and 1 server",
         "starting 2 workers and 1 server ...",
         "38,282 parameters in 2 blocks, 2 epochs of 1,000 samples, 900 batches of 32",
-        "    2.0 s    0 %  0 of 2,000 samples  loss 2  staleness 0.5, at most 2",
+        "    2.0 s    0 %  0 of 2,000 samples  loss 2  staleness mean 0.5, max 2",
         f"    7.0 s   25 %  500 of 2,000 samples  loss 0.333  {pace}  15 s left",
         f"     12 s   50 %  1,000 of 2,000 samples  loss 0.182  {pace}  10 s left",
         f"     17 s   75 %  1,500 of 2,000 samples  loss 0.125  {pace}  5.0 s left",
@@ -254,12 +255,12 @@ def test_an_hour_of_progress_is_no_wall_of_lines() -> None:
     assert len(plain_lines([started(), planned(10**6, 1), *hour])) < 3600 / 5 + 5
 
 
-def test_the_slow_and_the_gone_are_in_the_line() -> None:
+def test_slow_and_lost_workers_are_in_the_line() -> None:
     story = [progress(5.0 * s, 100 * s, rates=(100.0, 100.0, 10.0, 0.0)) for s in range(1, 5)]
     lost = events.Lost(at_s=4.0, node="worker 3", why="killed")
     running_now = events.PhaseChanged(at_s=0.0, phase="running")
     assert plain_lines([started(4), planned(), running_now, lost, *story])[-1].endswith(
-        "slow: worker 2  gone: worker 3"
+        "slow: worker 2  lost: worker 3"
     )
 
 
@@ -275,7 +276,7 @@ def test_the_frame_shows_how_far_how_fast_how_stale_and_each_worker() -> None:
     assert drawn(running(*story)) == [
         "digits with downpour: 2 workers and 1 server                               12 s",
         "█████████░░░░░░░░░░░░░░░░░░░░░░  30 %    600 of 2,000 samples  14 s left       ",
-        "100 samples/s   staleness 0.5, at most 2   loss 0.5 █▃▁",
+        "100 samples/s   staleness mean 0.5, max 2   loss 0.5 █▃▁",
         "",
         "worker  samples/s                                     waiting      in all",
         "     0         80  █████████████████████████████████     25 %       0.5 s",
@@ -302,15 +303,15 @@ def test_the_frame_fits_into_any_terminal(width: int, height: int, workers: int)
 
 def test_of_thirty_workers_those_worth_looking_at_are_shown() -> None:
     lines = drawn(many(30), 80, 12)
-    assert [line.split()[:2] for line in lines if line.endswith("slow") or " gone " in line] == [
-        ["7", "gone"],
+    assert [line.split()[:2] for line in lines if line.endswith("slow") or " lost " in line] == [
+        ["7", "lost"],
         ["29", "5"],
     ]
-    assert lines[-1] == "   and 25 more, 100 samples/s each in the mean"
+    assert lines[-1] == "   and 25 more, 100 samples/s each on average"
 
 
 def test_before_the_first_step_the_frame_says_what_it_waits_for() -> None:
-    assert drawn(told_by([started()]))[1] == "starting 2 workers and 1 server ..."
+    assert drawn(RunSoFar.from_events([started()]))[1] == "starting 2 workers and 1 server ..."
 
 
 def test_at_the_end_the_frame_says_that_the_model_is_saved() -> None:
@@ -422,16 +423,16 @@ def test_the_terminal_is_restored_when_the_run_raises(a_terminal: Terminal) -> N
 # ---- the end ----
 
 
-def test_the_summary_has_the_books_the_staleness_and_where_the_model_lies(tmp_path: Path) -> None:
+def test_the_summary_has_the_accounting_the_staleness_and_where_the_model_lies(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     lost = events.Lost(at_s=9.0, node="worker 1", why="killed")
-    assert summary(told_by([*whole_run()[:-1], lost, ended()]), tmp_path) == [
+    assert summary(RunSoFar.from_events([*whole_run()[:-1], lost, ended()]), tmp_path) == [
         "finished after 20 s: 2,000 samples, 118 samples/s in 17 s of training",
         "  result     accuracy 0.975",
         "  batches    898 of 900 applied, 0 lost, 0 applied twice",
         "             2 skipped: 2 not finite",
-        "             3 portions leased again, after a worker was lost or late",
-        "             6 pushes refused: 5 fenced, 1 wrong_server",
+        "             3 leases reassigned, because a worker was lost or inactive",
+        "             6 pushes refused: 5 from revoked leases, 1 sent to another server",
         "  staleness  mean 0.5, max 2 updates",
         f"  model      {tmp_path}/model.safetensors",
     ]
@@ -439,41 +440,43 @@ def test_the_summary_has_the_books_the_staleness_and_where_the_model_lies(tmp_pa
 
 def test_the_summary_says_what_went_through_the_servers(tmp_path: Path) -> None:
     moved = msgspec.structs.replace(progress(5.0, 1000), pushed_bytes=1_500_000, pulled_bytes=3_000_000_000)
-    lines = summary(told_by([started(), moved, ended()]), tmp_path)
-    assert "  traffic    1.5 MB of gradients to the servers, 3 GB of parameters from them" in lines
-    assert not any("traffic" in line for line in summary(told_by([started(), progress(5.0, 1000), ended()]), tmp_path))
+    lines = summary(RunSoFar.from_events([started(), moved, ended()]), tmp_path)
+    assert "  traffic    1.5 MB of gradients pushed, 3 GB of parameters pulled" in lines
+    assert not any(
+        "traffic" in line for line in summary(RunSoFar.from_events([started(), progress(5.0, 1000), ended()]), tmp_path)
+    )
 
 
 def test_a_failed_run_says_why_unless_that_was_shown(tmp_path: Path) -> None:
-    failed = told_by([ended("failed", "server 0 was lost")])
+    failed = RunSoFar.from_events([ended("failed", "server 0 was lost")])
     nowhere = Path("runs/nowhere")  # short: long lines are folded
-    assert "  why        server 0 was lost" in summary(failed, nowhere)
+    assert "  reason     server 0 was lost" in summary(failed, nowhere)
     assert summary(failed, nowhere)[-1] == f"  run        {nowhere} (no model was saved)"
-    told = told_by([in_the_users_file(), ended("failed", "server 0 was lost")])
+    told = RunSoFar.from_events([in_the_users_file(), ended("failed", "server 0 was lost")])
     assert not any("server 0" in line for line in summary(told, tmp_path))
 
 
 def test_a_measure_that_is_not_finite_is_said_to_be_so(tmp_path: Path) -> None:
-    lines = summary(told_by([ended(loss=None)]), tmp_path)
+    lines = summary(RunSoFar.from_events([ended(loss=None)]), tmp_path)
     assert lines[1] == "  result     loss not finite"
-    assert lines[-2].startswith("WARNING: the model is of no use: its loss is not finite. Try a smaller learning rate")
+    assert lines[-2].startswith("WARNING: the model is of no use: loss is not finite. Try a smaller learning rate")
 
 
 def diverged(skipped: int, **settings: object) -> list[str]:
     """What is said of a run of 900 batches, so many of them skipped."""
-    accounting = {**BOOKS, "applied": 900 - skipped, "skipped": {"not finite": skipped}}
+    accounting = {**ACCOUNTING, "applied": 900 - skipped, "skipped": {"not finite": skipped}}
     start = msgspec.structs.replace(started(), settings=settings)
-    return warnings(told_by([start, msgspec.structs.replace(ended(), accounting=accounting)]))
+    return warnings(RunSoFar.from_events([start, msgspec.structs.replace(ended(), accounting=accounting)]))
 
 
 def test_a_run_that_diverged_says_so_loudly_and_what_to_try() -> None:
     assert diverged(450, lr=0.02, momentum=0.9) == [
-        "WARNING: the training diverged: 450 of 900 batches (50 %) were skipped, because their gradients were",
-        "         not finite. Try a smaller learning rate, such as lr=0.002 instead of 0.02, or momentum=0;",
-        "         and see whether there is NaN in the data.",
+        "WARNING: training diverged: 450 of 900 batches (50 %) were skipped, because their gradients were not",
+        "         finite. Try a smaller learning rate, such as lr=0.002 instead of 0.02, or momentum=0; and",
+        "         check the data for NaN.",
     ]
     of_a_script = " ".join(" ".join(diverged(450)).split())
-    assert "Try a smaller learning rate; and see" in of_a_script  # its own rate is not known here
+    assert "Try a smaller learning rate; and check" in of_a_script  # its own rate is not known here
 
 
 def test_a_few_batches_skipped_are_no_divergence() -> None:
@@ -481,36 +484,36 @@ def test_a_few_batches_skipped_are_no_divergence() -> None:
 
 
 def test_portions_that_loops_give_back_at_their_end_are_no_news(tmp_path: Path) -> None:
-    assert not any("leased again" in line for line in summary(told_by(whole_run()), tmp_path))
+    assert not any("reassigned" in line for line in summary(RunSoFar.from_events(whole_run()), tmp_path))
 
 
-def test_the_steps_of_loaders_of_ones_own_are_counted_at_the_end() -> None:
-    own = {**BOOKS, "batches": 0, "applied": 0, "skipped": {}, "untracked_pushes": 600}
+def test_the_steps_of_a_custom_loader_are_counted_at_the_end() -> None:
+    own = {**ACCOUNTING, "batches": 0, "applied": 0, "skipped": {}, "untracked_pushes": 600}
     end = msgspec.structs.replace(ended(), samples=0, accounting=own)
     assert headline(end, training_s=12.0) == "finished after 20 s: 600 steps, 50 steps/s in 12 s of training"
 
 
-def test_virtual_time_is_said_to_be_virtual(tmp_path: Path) -> None:
+def test_simulated_time_is_marked_as_simulated(tmp_path: Path) -> None:
     start = msgspec.structs.replace(started(), started_at="")
     story = [start, *whole_run()[1:]]
-    so_far = told_by(story)
-    assert drawn(told_by(story[:-2]))[0].endswith(" virtual") and "in virtual time" in drawn(so_far)[0]
-    assert summary(so_far, tmp_path)[0].startswith("finished after 20 s of virtual time: ")
-    assert plain_lines(story)[0] == "digits with downpour: 2 workers and 1 server, in virtual time"
+    so_far = RunSoFar.from_events(story)
+    assert drawn(RunSoFar.from_events(story[:-2]))[0].endswith(" simulated") and ", simulated" in drawn(so_far)[0]
+    assert summary(so_far, tmp_path)[0].startswith("finished after 20 s of simulated time: ")
+    assert plain_lines(story)[0] == "digits with downpour: 2 workers and 1 server, simulated"
 
 
 def test_a_bound_on_staleness_is_shown_in_its_own_unit() -> None:
     bounded = msgspec.structs.replace(progress(12, 600), staleness_bound=3.0, staleness_unit="clocks")
-    assert "staleness 0.5, at most 2 (bound 3 clocks)" in drawn(running(bounded))[2]
+    assert "staleness mean 0.5, max 2 (bound 3 clocks)" in drawn(running(bounded))[2]
     assert "bound" not in drawn(running(progress(12, 600)))[2]
 
 
-def test_books_that_balance_in_silence_are_one_line() -> None:
-    quiet = {**BOOKS, "applied": 900, "skipped": {}, "reassigned": 0, "refused": {}}
+def test_accounting_that_balances_is_one_line() -> None:
+    quiet = {**ACCOUNTING, "applied": 900, "skipped": {}, "reassigned": 0, "refused": {}}
     assert accounting(quiet) == ["900 of 900 applied, 0 lost, 0 applied twice"]
     assert accounting({}) == []
 
 
-def test_what_a_stopped_run_did_not_come_to_is_in_its_books() -> None:
-    stopped = {**BOOKS, "applied": 600, "not_processed": 298}
-    assert accounting(stopped)[1] == "298 not done: the run ended before their turn"
+def test_batches_that_a_stopped_run_did_not_process_are_in_its_accounting() -> None:
+    stopped = {**ACCOUNTING, "applied": 600, "not_processed": 298}
+    assert accounting(stopped)[1] == "298 not processed before the run ended"

@@ -22,7 +22,7 @@ from rainband.runtimes.simulation.models.faults import Chances, random_script
 from rainband.strategies.conjugate_gradient import ConjugateGradient
 from rainband.strategies.sandblaster import Sandblaster
 from rainband.strategy import CoordinatorApi
-from rainband.views import event_text as sentences
+from rainband.views import event_text
 from rainband.views.formatting import short
 from rainband.views.history import RunSoFar
 from tests.led_runs import (
@@ -484,9 +484,9 @@ def test_the_screen_tells_iteration_loss_gradient_step_evaluations_cells_and_cop
         so_far.absorb(event)
     now = ran.iterated[-1]
 
-    assert sentences.iteration(so_far) == (
+    assert event_text.iteration(so_far) == (
         f"iteration 2  loss {short(now.loss)}  |gradient| {short(now.gradient_norm)}  step {short(now.step)}"
     )
-    assert f"{now.evaluations} evaluations, {15 * now.evaluations} cells" in sentences.evaluations(so_far)
+    assert f"{now.evaluations} evaluations, {15 * now.evaluations} work items" in event_text.evaluations(so_far)
     assert so_far.loss == now.loss
-    assert sentences.lasting(now, so_far) == ["done at iteration 2: 2 iterations are done"]
+    assert event_text.lasting_lines(now, so_far) == ["done at iteration 2: 2 iterations are done"]

@@ -92,7 +92,7 @@ def test_a_sink_that_fails_is_told_of_once_and_left_out() -> None:
         guarded.write(event)
     guarded.close()
     assert sink.tried == 1
-    assert told == ["Failing is no longer written (OSError: no space left); the run goes on."]
+    assert told == ["Failing stopped writing (OSError: no space left); the run continues."]
 
 
 def test_a_sink_that_cannot_be_opened_is_told_of_once() -> None:
@@ -105,7 +105,7 @@ def test_a_sink_that_cannot_be_opened_is_told_of_once() -> None:
     guarded.write(started())
     guarded.write(ended())
     guarded.close()
-    assert told == ["a sink is no longer written (PermissionError: not allowed); the run goes on."]
+    assert told == ["a sink stopped writing (PermissionError: not allowed); the run continues."]
 
 
 def test_where_tensorboard_is_missing_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

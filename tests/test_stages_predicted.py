@@ -26,7 +26,7 @@ from rainband.runtimes.stage_forecast import forecast_of, predicted_of
 from rainband.strategies.pipedream import Pipedream
 from rainband.strategies.single import Single
 from rainband.views import predicted_stages as predicted
-from rainband.views.history import RunSoFar, read_run, told_by
+from rainband.views.history import RunSoFar, read_run
 from rainband.views.schedule_chart import WAIT, _typical, excerpt
 from tests.stage_tasks import Shaped, dealt, planned
 
@@ -67,7 +67,7 @@ def simulated(
         stage_plan=stage_plan,
     )
     assert run(config, seen.append).outcome == "finished"
-    return told_by(seen)
+    return RunSoFar.from_events(seen)
 
 
 CHAIN = Shaped("chain", samples=48)

@@ -183,7 +183,7 @@ def train(
     from rainband.cli.stage_options import with_stages
     from rainband.runtimes.run_directory import new_directory
     from rainband.runtimes.stage_options import PipelineOptions, read_plan, workers_per_replica
-    from rainband.views.warnings import before
+    from rainband.views.warnings import before_run
 
     typed = [word for word in (task, strategy, *(settings or [])) if word is not None]
     words, compute = ([word for word in typed if word.startswith(COMPUTE) is own] for own in (False, True))
@@ -209,7 +209,7 @@ def train(
         run_config = with_stages(run_config, stages, cut, PipelineOptions(microbatches, schedule, stages_per_worker))
         run_config = in_virtual_time(run_config, network, time_only, steps, compute, faults)
         kinds = _sinks(csv, tensorboard)
-        for line in before(run_config, runs):
+        for line in before_run(run_config, runs):
             typer.echo(line, err=True)
         directory = new_directory(runs, run_config.task, run_config.strategy)
         run_config = msgspec.structs.replace(run_config, directory=str(directory))

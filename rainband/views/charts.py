@@ -1,4 +1,4 @@
-"""Small pictures made of text: bars, a curve, a line of blocks."""
+"""Charts made of characters: bars, histograms, curves, spark lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Ink:
 
     eighths: str  # a bar's last character, from nearly nothing to full
     levels: str  # of a spark line, from low to high
-    track: str  # what is left of a progress bar
+    track: str  # the empty part of a progress bar
     dot: str
     wall: str
     floor: str
@@ -27,7 +27,7 @@ ASCII = Ink(eighths="#", levels="_.-=*#", track=".", dot="*", wall="|", floor="-
 
 
 def ink_for(encoding: str | None) -> Ink:
-    """Blocks where they can be written, otherwise ASCII."""
+    """Return block characters if the encoding has them, otherwise ASCII."""
     try:
         "".join(vars(BLOCKS).values()).encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -36,7 +36,7 @@ def ink_for(encoding: str | None) -> Ink:
 
 
 def bar(share: float, width: int, ink: Ink = BLOCKS) -> str:
-    """A bar that fills `share` of `width` characters; anything above 0 shows."""
+    """Draw a bar over a fraction of `width` characters; any share above 0 is visible."""
     steps = len(ink.eighths)
     parts = round(min(1.0, max(0.0, share)) * width * steps)
     if share > 0:
@@ -46,13 +46,13 @@ def bar(share: float, width: int, ink: Ink = BLOCKS) -> str:
 
 
 def progress_bar(share: float, width: int, ink: Ink = BLOCKS) -> str:
-    """A bar of always `width` characters; it is full only when all is done."""
+    """Draw a bar of `width` characters, full only at share 1."""
     done = min(width, int(min(1.0, max(0.0, share)) * width))
     return ink.eighths[-1] * done + ink.track * (width - done)
 
 
 def spark(values: Sequence[float], width: int, ink: Ink = BLOCKS) -> str:
-    """A curve one line high."""
+    """Plot values as a curve that is one line high."""
     if not values or width < 1:
         return ""
     columns = _columns(values, width)
@@ -61,12 +61,12 @@ def spark(values: Sequence[float], width: int, ink: Ink = BLOCKS) -> str:
     return "".join(ink.levels[round((v - low) / (high - low) * top) if high > low else 0] for v in columns)
 
 
-def histogram(counts: Mapping[int, int], width: int, ink: Ink = BLOCKS, most_rows: int = 16) -> list[str]:
-    """One bar for each value, or for each range of values where there are many."""
+def histogram(counts: Mapping[int, int], width: int, ink: Ink = BLOCKS, max_rows: int = 16) -> list[str]:
+    """Draw one bar for each value, or for each range of values where there are many."""
     if not counts:
         return []
     last = max(counts)
-    step = -(-(last + 1) // most_rows)
+    step = -(-(last + 1) // max_rows)
     rows = [
         (low, low + step - 1, sum(n for value, n in counts.items() if low <= value < low + step))
         for low in range(0, last + 1, step)
@@ -75,15 +75,15 @@ def histogram(counts: Mapping[int, int], width: int, ink: Ink = BLOCKS, most_row
     numbers = [whole(n) for _, _, n in rows]
     left, right = max(map(len, names)), max(map(len, numbers))
     room = max(4, width - left - right - 3)
-    most = max(n for _, _, n in rows)
+    highest = max(n for _, _, n in rows)
     return [
-        f"{name:>{left}} {ink.wall}{bar(n / most, room, ink):<{room}} {number:>{right}}".rstrip()
+        f"{name:>{left}} {ink.wall}{bar(n / highest, room, ink):<{room}} {number:>{right}}".rstrip()
         for name, number, (_, _, n) in zip(names, numbers, rows, strict=True)
     ]
 
 
 def curve(points: Sequence[tuple[float, float]], width: int, height: int = 10, ink: Ink = BLOCKS) -> list[str]:
-    """A small plot of (x, y), x from left to right."""
+    """Plot points (x, y), with x from left to right."""
     if len(points) < 2:
         return []
     low, high = min(y for _, y in points), max(y for _, y in points)
@@ -110,7 +110,7 @@ def curve(points: Sequence[tuple[float, float]], width: int, height: int = 10, i
 
 
 def _columns(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values, each the mean of those it stands for."""
+    """Reduce values to at most `width` means of neighbors."""
     number = min(width, len(values))
     edges = [len(values) * k // number for k in range(number + 1)]
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

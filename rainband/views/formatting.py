@@ -1,4 +1,4 @@
-"""Numbers, times and tables as people read them."""
+"""Format numbers, durations, counts and tables for people."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 
 def whole(number: float) -> str:
-    """28740 is 28,740."""
+    """Format an integer with separators: 28,740."""
     return f"{number:,.0f}"
 
 
 def short(number: float) -> str:
-    """Three figures that matter: 0.0325, 1.07, 412, 28,740, 1.2e-07."""
+    """Format a number with three significant digits: 0.0325, 1.07, 412, 28,740, 1.2e-07."""
     if number != 0 and abs(number) < 1e-4:
         return f"{number:.1e}"
     if abs(number) >= 1000:
@@ -21,12 +21,12 @@ def short(number: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Rounded down, so that 100 % is all."""
+    """Format a fraction, rounded down, so that 100 % means all."""
     return f"{int(share * 100)} %"
 
 
 def duration(seconds: float) -> str:
-    """44 ms, 0.4 s, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    """Format seconds in at most two units: 44 ms, 0.4 s, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     if 0 < seconds < 0.095:
         return f"{max(0.001, seconds) * 1000:.0f} ms"
     if seconds < 10:
@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """1.5 GB, in powers of 1000."""
+    """Format bytes in powers of 1000: 1.5 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(num_bytes) < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -52,25 +52,25 @@ def size(num_bytes: float) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """1 worker, 4 workers; 1 epoch, 3 epochs; 1 batch, 2 batches; 1 push, 2 pushes."""
+    """Format a number of things with the plural: 1 batch, 2 batches, 4 workers."""
     plural = thing + ("es" if thing.endswith(("tch", "sh")) else "s")
     return f"{whole(number)} {thing if number == 1 else plural}"
 
 
 def assignment(name: str, value: object) -> str:
-    """As it would be typed: overlap=true, local_lr=none, betas=0.9,0.99."""
+    """Format a setting as it would be typed: overlap=true, local_lr=none, betas=0.9,0.99."""
     if isinstance(value, tuple | list):
         return f"{name}={','.join(map(str, value))}"
     return f"{name}={str(value).lower() if value is None or isinstance(value, bool) else value}"
 
 
 def cut(text: str, width: int) -> str:
-    """At most `width` characters; … says that there was more."""
+    """Shorten a text to `width` characters, ending in … if it was longer."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "", gap: str = "  ", width: int = 0) -> list[str]:
-    """Columns as wide as they need to be; with a width, the last one is wrapped to fit."""
+    """Align rows in columns; with a width, wrap the last column to fit."""
     rows = [list(row) for row in rows]
     if not rows:
         return []

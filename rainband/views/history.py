@@ -1,4 +1,4 @@
-"""A run as its events tell it: so far, while it runs, or read back from its directory, crashed or not."""
+"""The state of a run, computed from its events: of one that runs, or of one read back from its directory."""
 
 from __future__ import annotations
 
@@ -32,46 +32,54 @@ from rainband.protocol.events import (
 )
 from rainband.views.training_time import TrainingTime
 
-WINDOW = 6  # rates are those of the last so many Progress events
-SLOW = 0.6  # of what the others do
-LOCK_STEP = 0.9  # rates that differ by less are those of workers who wait for each other
-MUCH_WAITING = 0.2  # of the time
+WINDOW = 6  # Progress events over which rates are averaged
+SLOW = 0.6  # of the others' median rate; a worker below is slow
+LOCK_STEP = 0.9  # lowest rate / highest rate; above, the workers wait for each other
+MUCH_WAITING = 0.2  # of the time; others that wait more are held up by somebody
 
 
 @dataclass(frozen=True)
 class WorkerNow:
-    """One worker, as people want to see it."""
+    """One worker's rate and waiting time over the last seconds."""
 
     index: int
     per_s: float  # samples, or steps where only those are known
     waited_s: float
-    waiting: float  # the share of the last seconds it spent waiting, 0 to 1
+    waiting: float  # the fraction of the last seconds that it spent waiting
     slow: bool
-    gone: str  # why it is not waited for; "": it is there
+    lost: str  # why it counts as lost or inactive; "" while it is active
 
 
 @dataclass
 class RunSoFar:
-    """All that is known of a run after some of its events."""
+    """The state of a run after some of its events."""
 
     at_s: float = 0.0
     phase: str = "forming"
     stopping: str = ""  # why it ends early
     started: RunStarted | None = None
     plan: PlanMade | None = None
-    predicted: PipelinePredicted | None = None  # where several workers compute one model together
+    predicted: PipelinePredicted | None = None  # of a model-parallel run
     joined: set[str] = field(default_factory=set)
-    gone: dict[str, str] = field(default_factory=dict)  # node -> why
-    losses: int = 0  # how often a node was lost or late
+    lost: dict[str, str] = field(default_factory=dict)  # node that is lost or inactive -> why
+    num_lost: int = 0  # events of that kind so far
     reassigned: int = 0
     training: TrainingTime = field(default_factory=TrainingTime)
     progress: list[Progress] = field(default_factory=list)
-    iterated: IterationDone | None = None  # the last iteration of a run that the coordinator leads
+    last_iteration: IterationDone | None = None  # of a full-batch strategy
     error: UserError | None = None
     ended: RunEnded | None = None
 
+    @classmethod
+    def from_events(cls, events: Iterable[AnyEvent]) -> RunSoFar:
+        """Return the state after these events, which begin with the run's first."""
+        so_far = cls()
+        for event in events:
+            so_far.absorb(event)
+        return so_far
+
     def absorb(self, event: AnyEvent) -> None:
-        """Take one event, in the order of the run."""
+        """Update the state by the next event."""
         self.at_s = max(self.at_s, event.at_s)
         self.training.absorb(event)
         match event:
@@ -85,18 +93,18 @@ class RunSoFar:
                 self.phase, self.stopping = event.phase, event.reason
             case Joined():
                 self.joined.add(event.node)
-                self.gone.pop(event.node, None)
+                self.lost.pop(event.node, None)
             case Lost():
-                self.gone[event.node] = event.why
-                self.losses += 1
+                self.lost[event.node] = event.why
+                self.num_lost += 1
             case Returned():
-                self.gone.pop(event.node, None)
+                self.lost.pop(event.node, None)
             case BatchesReassigned():
                 self.reassigned += 1
             case Progress():
                 self.progress.append(event)
             case IterationDone():
-                self.iterated = event
+                self.last_iteration = event
             case UserError():
                 self.error = self.error or event
             case RunEnded():
@@ -110,7 +118,7 @@ class RunSoFar:
 
     @property
     def samples(self) -> int:
-        """In the whole run; 0 while that is not known."""
+        """Return the number of samples in the whole run, or 0 while it is unknown."""
         if self.plan is not None:
             return self.plan.num_samples * self.plan.epochs
         return self.last.samples if self.last else 0
@@ -123,25 +131,25 @@ class RunSoFar:
 
     @property
     def loss(self) -> float | None:
-        """The newest that is known."""
-        if self.iterated is not None:
-            return self.iterated.loss
+        """Return the last known training loss."""
+        if self.last_iteration is not None:
+            return self.last_iteration.loss
         return next((p.loss for p in reversed(self.progress) if p.loss is not None), None)
 
     @property
     def is_virtual(self) -> bool:
-        """Are its seconds those of a simulation?"""
-        return self.started is not None and not self.started.started_at  # it began at no time of the calendar
+        """Return True if its seconds are those of a simulation, which has no calendar time."""
+        return self.started is not None and not self.started.started_at
 
     @property
     def unit(self) -> str:
-        """What is counted: loops with loaders of their own tell only their steps."""
+        """Return what is counted: "step" for custom training loops with their own data loaders, else "sample"."""
         steps = self.plan is None and self.last is not None and self.last.batches_done and not self.last.samples_done
         return "step" if steps else "sample"
 
     @property
     def done(self) -> int:
-        """Samples, or steps where only those are known."""
+        """Return the number of samples done, or of steps where only those are known."""
         if self.unit == "sample" or self.last is None:
             return self.samples_done
         accounting: Mapping[str, Any] = self.ended.accounting if self.ended else {}
@@ -149,11 +157,11 @@ class RunSoFar:
 
     @property
     def per_s(self) -> float:
-        """Samples, or steps where only those are known, done by all together over the last few seconds."""
+        """Return the samples or steps per second of all workers together, over the last few seconds."""
         steps = self.unit == "step"
         points = [(p.at_s, p.batches_done if steps else p.samples_done) for p in self.progress[-WINDOW:]]
         if len(points) < 3 and self.training.began_s is not None:
-            points.insert(0, (self.training.began_s, 0))  # one look alone, or two that follow at once, say nothing
+            points.insert(0, (self.training.began_s, 0))  # one or two reports alone do not give a rate
         if len(points) < 2:
             return 0.0
         (first_s, before), (last_s, now) = points[0], points[-1]
@@ -161,12 +169,12 @@ class RunSoFar:
 
     @property
     def left_s(self) -> float | None:
-        """What is left to do, at the pace of the last few seconds."""
+        """Return the seconds left at the rate of the last few seconds; None while the rate is unknown."""
         rate = self.per_s
         return (self.samples - self.samples_done) / rate if rate > 0 and self.samples else None
 
     def workers(self) -> list[WorkerNow]:
-        """Every worker that has been there, by number."""
+        """Return every worker that has joined so far, by number."""
         if self.last is None:
             return []
         rates = self.last.steps_per_s if self.unit == "step" else self.last.samples_per_s
@@ -180,7 +188,7 @@ class RunSoFar:
                 waited_s=self.last.waited_s.get(i, 0.0),
                 waiting=shares.get(i, 0.0),
                 slow=i in slow,
-                gone=self.gone.get(f"worker {i}", ""),
+                lost=self.lost.get(f"worker {i}", ""),
             )
             for i in sorted(known)
         ]
@@ -194,14 +202,14 @@ class RunSoFar:
         return {i: min(1.0, max(0.0, waited_s / span_s)) for i, waited_s in waited.items()}
 
     def _slow(self, rates: dict[int, float], shares: dict[int, float]) -> set[int]:
-        """Who holds the others up, or does much less than they do. The first seconds say nothing yet."""
-        here = {i: rate for i, rate in rates.items() if f"worker {i}" not in self.gone}
-        if len(here) < 2 or len(self.progress) < 3 or self.phase != "running":
+        """Return the workers that hold the others up or are much slower; none in the first seconds."""
+        active = {i: rate for i, rate in rates.items() if f"worker {i}" not in self.lost}
+        if len(active) < 2 or len(self.progress) < 3 or self.phase != "running":
             return set()
-        in_step = min(here.values()) > LOCK_STEP * max(here.values())
-        all_rates, all_shares = sorted(here.values()), sorted(shares.get(i, 0.0) for i in here)
+        in_step = min(active.values()) > LOCK_STEP * max(active.values())
+        all_rates, all_shares = sorted(active.values()), sorted(shares.get(i, 0.0) for i in active)
         slow = set()
-        for i, rate in here.items():
+        for i, rate in active.items():
             share = shares.get(i, 0.0)
             others_wait = _middle_without(share, all_shares)
             waited_for = in_step and others_wait > MUCH_WAITING and share < others_wait / 3
@@ -211,18 +219,10 @@ class RunSoFar:
 
 
 def _middle_without(value: float, ordered: list[float]) -> float:
-    """The median of all the others; at least one other is there."""
-    place, others = bisect_left(ordered, value), len(ordered) - 1
+    """Return the median of the other values, of which there is at least one."""
+    index, others = bisect_left(ordered, value), len(ordered) - 1
     low, high = (others - 1) // 2, others // 2
-    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
-
-
-def told_by(events: Iterable[AnyEvent]) -> RunSoFar:
-    """What these events tell, from the first on."""
-    so_far = RunSoFar()
-    for event in events:
-        so_far.absorb(event)
-    return so_far
+    return (ordered[low + (low >= index)] + ordered[high + (high >= index)]) / 2
 
 
 # ---- a run's directory ----
@@ -230,12 +230,12 @@ def told_by(events: Iterable[AnyEvent]) -> RunSoFar:
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run's directory, as it is now; a killed run has no end, and perhaps a line that was cut."""
+    """The contents of a run's directory; a killed run has no end, and its last line may be truncated."""
 
     directory: Path
     config: dict[str, Any]  # {} where it cannot be read
     events: list[AnyEvent]
-    unreadable: int  # lines of events.jsonl that were cut, or come from another version
+    unreadable: int  # lines of events.jsonl that are truncated or of another version
     alive: bool  # its launcher still runs
 
     @property
@@ -244,11 +244,11 @@ class PastRun:
 
     @cached_property
     def so_far(self) -> RunSoFar:
-        return told_by(self.events)
+        return RunSoFar.from_events(self.events)
 
     @property
     def state(self) -> str:
-        """running, finished, stopped or failed; killed: it ended without saying so."""
+        """Return running, finished, stopped or failed; killed if it ended without its last event."""
         if self.so_far.ended is not None:
             return self.so_far.ended.outcome
         return "running" if self.alive else "killed"
@@ -260,7 +260,7 @@ class PastRun:
 
 
 def read_run(directory: Path) -> PastRun:
-    """Read what is there, whatever happened to the run."""
+    """Read a run's directory, complete or not."""
     events, unreadable = _read_events(directory / "events.jsonl")
     return PastRun(
         directory=directory,
@@ -272,7 +272,7 @@ def read_run(directory: Path) -> PastRun:
 
 
 def list_runs(root: Path) -> list[Path]:
-    """The directories of runs under `root`, newest first."""
+    """Return the directories of runs under `root`, newest first."""
     if not root.is_dir():
         return []
     runs = [path for path in root.iterdir() if is_run(path)]
@@ -284,7 +284,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_run(root: Path, word: str) -> Path:
-    """A run by its directory, its name, the beginning of its name, or `last`."""
+    """Find a run by its directory, its name, the beginning of its name, or `last`."""
     runs = list_runs(root)
     names = [path.name for path in runs]
     if word in names:
@@ -293,8 +293,7 @@ def find_run(root: Path, word: str) -> Path:
         return Path(word)
     if not runs:
         raise ValueError(
-            f"there are no runs in {root}: train something (rainband train digits downpour), "
-            "or say where they are with --runs."
+            f"no runs in {root}: train something (rainband train digits downpour), or give their directory with --runs."
         )
     if word == "last":
         return runs[0]
@@ -302,13 +301,13 @@ def find_run(root: Path, word: str) -> Path:
     if len(matching) == 1:
         return root / matching[0]
     if matching:
-        raise ValueError(f"{word} is the beginning of {_some(matching)}: type more of it.")
-    raise ValueError(f"no run named {word} in {root}: there are {_some(names)}. Or type last.")
+        raise ValueError(f"{word} is the beginning of {len(matching)} runs ({_some(matching)}): type more of it.")
+    raise ValueError(f"no run named {word} in {root}: choose from {_some(names)}, or type last.")
 
 
-def _some(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -340,7 +339,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _started_at(directory: Path) -> str:
-    """As its first event says; where that says nothing, as old as its oldest file seems to be."""
+    """Return the start time in its first event, or else the time of its oldest file."""
     for line in _lines(directory / "events.jsonl"):
         try:
             event = _decoder.decode(line)
@@ -355,7 +354,7 @@ def _started_at(directory: Path) -> str:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether the run's launcher lives: it holds a lock, which the kernel takes away when it ends."""
+    """Return True while the run's launcher lives: it holds a lock, which the kernel releases when it ends."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -367,6 +366,6 @@ def _is_locked(path: Path) -> bool:
 
 
 def loss_curve(progress: Iterable[Progress], over_time: bool = False) -> list[tuple[float, float]]:
-    """(samples done, or seconds; loss), where the loss is known and finite."""
+    """Return pairs of samples done (or seconds) and loss, where the loss is known and finite."""
     known = [(p, p.loss) for p in progress if p.loss is not None and math.isfinite(p.loss)]
     return [(p.at_s if over_time else p.samples_done, loss) for p, loss in known]

@@ -1,4 +1,4 @@
-"""Watch a run: its events go to the view that fits the place, and to sinks."""
+"""Show a run while it runs: in place on a terminal, otherwise as lines; and pass its events to sinks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, TextIO
 
-from rainband.protocol.events import AnyEvent
+from rainband.protocol.events import AnyEvent, PhaseChanged, PlanMade, Progress, RunStarted
+from rainband.views import event_text
 from rainband.views.history import RunSoFar
 from rainband.views.sinks import SafeSink, Sink
 
+LINE_EVERY_S = 5.0  # in a log file
+
 
 class View(Protocol):
-    """Shows events to people."""
+    """A view shows the events of one run."""
 
     so_far: RunSoFar
 
@@ -25,16 +28,53 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
+class PlainView:
+    """Writes a line every few seconds of the events' own time, so that a stored run gives the same lines."""
+
+    def __init__(self, stream: TextIO, verbose: bool = False) -> None:
+        self.stream = stream
+        self.verbose = verbose
+        self.so_far = RunSoFar()
+        self.next_line_s = 0.0
+
+    def __call__(self, event: AnyEvent) -> None:
+        self.so_far.absorb(event)
+        for line in [*self._new_lines(event), *event_text.lasting_lines(event, self.so_far, self.verbose)]:
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        self.stream.write(line + "\n")
+        self.stream.flush()
+
+    def close(self) -> None:
+        """Nothing to restore."""
+
+    def _new_lines(self, event: AnyEvent) -> list[str]:
+        match event:
+            case RunStarted():
+                return [event_text.headline(self.so_far), event_text.waiting_for(self.so_far)]
+            case PlanMade() if not self.verbose:
+                return [event_text.plan_made(event)]
+            case PhaseChanged(phase="concluding"):
+                return ["evaluating and saving the model ..."]
+            case Progress() if event.at_s >= self.next_line_s and (
+                event.samples_done < event.samples or (event.batches_done and not event.samples)
+            ):
+                self.next_line_s = event.at_s + LINE_EVERY_S
+                return [event_text.progress_line(self.so_far)]
+        return []
+
+
 class RunWatch:
-    """Used with `with`; whatever happens inside, the terminal is as it was afterwards."""
+    """A context manager that shows events and log records, and restores the terminal and the logger."""
 
     def __init__(self, stream: TextIO, verbose: bool = False, sinks: Sequence[Callable[[], Sink]] = ()) -> None:
         self.stream = stream
         self.verbose = verbose
         self.sinks = [SafeSink(open_sink, self.say) for open_sink in sinks]
         self.view: View | None = None
-        self.blind = False
-        self.handler = _Records(self.say)
+        self.closed = False
+        self.handler = LogLines(self.say)
 
     def __enter__(self) -> RunWatch:
         logger = logging.getLogger("rainband")
@@ -69,15 +109,15 @@ class RunWatch:
         logger.setLevel(level)
 
     def _show(self, do: Callable[[View], None]) -> None:
-        """A terminal that was closed, or a pipe that nobody reads, must not end the training."""
-        if self.blind:
+        """Show something, unless the terminal or pipe was closed, which must not end the training."""
+        if self.closed:
             return
         try:
             if self.view is None:
                 self.view = open_view(self.stream, self.verbose)
             do(self.view)
         except OSError:
-            self.blind = True
+            self.closed = True
 
 
 def open_view(stream: TextIO, verbose: bool) -> View:
@@ -85,18 +125,16 @@ def open_view(stream: TextIO, verbose: bool) -> View:
         from rainband.views.progress import LiveView
 
         return LiveView(stream, verbose)
-    from rainband.views.plain_progress import PlainView
-
     return PlainView(stream, verbose)
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether lines can be drawn anew in place."""
+    """Return True if the stream can redraw lines in place."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
-class _Records(logging.Handler):
-    """Log records become lines of the view."""
+class LogLines(logging.Handler):
+    """A logging handler that passes records to a view as lines."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()

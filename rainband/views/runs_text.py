@@ -1,4 +1,4 @@
-"""Runs that were, as text: a list of them, one in full, two side by side."""
+"""Text of past runs: a list of them, one in full, two compared."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import typer
 
 from rainband.views import predicted_stages as predicted
 from rainband.views.charts import curve, histogram, ink_for
-from rainband.views.event_text import crew, how_far, plan_made, user_error
+from rainband.views.event_text import num_nodes, plan_made, progress_line, user_error
 from rainband.views.formatting import assignment, count, duration, short, table, whole
 from rainband.views.history import PastRun, loss_curve
 from rainband.views.summary import results, summary
 
 CHART_WIDTH = 72
-MEASURES = {  # as people read them -> as programs do
+MEASURES = {  # as people read them -> in the record
     "seconds": "seconds",
-    "of them training": "training_s",
+    "training seconds": "training_s",
     "samples": "samples",
     "samples/s": "samples_per_s",
 }
-OF_THE_TASK = ("batch_size", "epochs")  # what a task has its own of
+TASK_DEFAULTS = ("batch_size", "epochs")  # settings that each task has a default for
 
 
 def to_json(value: object) -> str:
@@ -36,7 +36,7 @@ def to_json(value: object) -> str:
 
 
 def as_record(run: PastRun) -> dict[str, Any]:
-    """What a program would read."""
+    """Return the run as a record for programs."""
     so_far = run.so_far
     ended = so_far.ended
     return {
@@ -62,15 +62,15 @@ def as_record(run: PastRun) -> dict[str, Any]:
 
 
 def _rate(run: PastRun) -> float:
-    """While it trained; of a run that says nothing of it, over all of its time."""
+    """Return samples per second of training time, or of the whole time where the former is unknown."""
     so_far, ended = run.so_far, run.so_far.ended
     seconds = so_far.training.seconds or (ended.seconds if ended else so_far.at_s - (so_far.training.began_s or 0.0))
     return so_far.samples_done / seconds if seconds else 0.0
 
 
 def listed(runs: list[PastRun], width: int = 0) -> list[str]:
-    """A line for each; where the lines would be wider than the terminal, only what matters most."""
-    rows = [("run", "state", "crew", "samples", "time", "result"), *map(_row, runs)]
+    """Return a table of runs, with fewer columns if it would be wider than the terminal."""
+    rows = [("run", "state", "nodes", "samples", "time", "result"), *map(_row, runs)]
     lines = table(rows)
     if not width or max(map(len, lines)) <= width:
         return lines
@@ -85,7 +85,7 @@ def _row(run: PastRun) -> tuple[str, ...]:
         run.state,
         f"{started.num_workers} + {started.num_servers}" if started else "",
         whole(so_far.done) if so_far.unit == "sample" else count(so_far.done, so_far.unit),
-        duration(so_far.at_s) + (" (virtual)" if so_far.is_virtual else ""),
+        duration(so_far.at_s) + (" (simulated)" if so_far.is_virtual else ""),
         _result(run),
     )
 
@@ -98,7 +98,7 @@ def _result(run: PastRun) -> str:
 
 
 def shown(run: PastRun) -> list[str]:
-    """What it was, how it ended, its books, its staleness, its curve."""
+    """Return the run in full: settings, summary, staleness histogram, loss curve."""
     so_far = run.so_far
     width = max(40, min(CHART_WIDTH, shutil.get_terminal_size().columns - 2))
     ink = ink_for(typer.get_text_stream("stdout").encoding)
@@ -111,14 +111,14 @@ def shown(run: PastRun) -> list[str]:
         lines += _without_end(run)
     staleness = _histogram_of(run)
     if staleness:
-        lines += ["", "staleness: updates missed by a gradient, and how many missed so many"]
+        lines += ["", "staleness histogram (updates missed: number of gradients)"]
         lines += [f"  {line}" for line in histogram(staleness, width, ink)]
     plotted = curve(loss_curve(so_far.progress), width, ink=ink)
     if plotted:
-        lines += ["", "training loss, over the samples done", *(f"  {line}" for line in plotted)]
+        lines += ["", "training loss over the samples done", *(f"  {line}" for line in plotted)]
     if plotted and so_far.is_virtual:
         timed = curve(loss_curve(so_far.progress, over_time=True), width, ink=ink)
-        lines += ["", "training loss, over seconds of virtual time", *(f"  {line}" for line in timed)]
+        lines += ["", "training loss over simulated seconds", *(f"  {line}" for line in timed)]
     return lines
 
 
@@ -126,23 +126,22 @@ def _about(run: PastRun) -> list[tuple[str, str]]:
     so_far, rows = run.so_far, []
     if started := so_far.started:
         settings = " ".join(assignment(name, value) for name, value in started.settings.items())
-        rows.append(("what", f"{started.task} with {started.strategy} {settings}".rstrip()))
-        rows.append(("who", crew(started.num_workers, started.num_servers)))
+        rows.append(("task", f"{started.task} with {started.strategy} {settings}".rstrip()))
+        rows.append(("nodes", num_nodes(started.num_workers, started.num_servers)))
         if so_far.is_virtual:
-            rows.append(("time", "virtual: all seconds are those of a simulation (--runtime sim)"))
+            rows.append(("time", "simulated: all seconds are virtual (--runtime sim)"))
         if started.started_at:
-            rows.append(("when", _local_time(started.started_at)))
+            rows.append(("started", _local_time(started.started_at)))
     if so_far.plan:
         rows.append(("plan", plan_made(so_far.plan)))
     if run.unreadable:
         rows.append(("note", f"{run.unreadable} lines of events.jsonl could not be read"))
     if run.config:
-        rows.append(("again", _again(run)))
+        rows.append(("repeat", _command_to_repeat(run)))
     return rows
 
 
-def _again(run: PastRun) -> str:
-    """What to type to do it again."""
+def _command_to_repeat(run: PastRun) -> str:
     if run.config.get("script"):
         return command_of(run.config)
     return f"rainband train --config {run.directory / 'config.json'}"
@@ -150,10 +149,10 @@ def _again(run: PastRun) -> str:
 
 def _without_end(run: PastRun) -> list[str]:
     if run.state == "running":
-        return ["still running; so far:", f"  {how_far(run.so_far).strip()}"]
-    last = how_far(run.so_far).strip() if run.so_far.last else "nothing was done yet"
+        return ["still running:", f"  {progress_line(run.so_far).strip()}"]
+    last = progress_line(run.so_far).strip() if run.so_far.last else "no batch was done"
     return [
-        "it was killed, or its machine stopped: there is no end and no model. The last known:",
+        "The run was killed, or its machine stopped: it has no summary and no model. Its last progress:",
         f"  {last}",
     ]
 
@@ -172,13 +171,13 @@ def _local_time(text: str) -> str:
 
 
 def compared(a: PastRun, b: PastRun) -> list[str]:
-    """What came of each, side by side, and what was set otherwise."""
+    """Return the results of both runs and the settings that differ."""
     settings = [row for row in _settings_rows(a, b) if row[1] != row[2]]
     rows = [("", "first", "second", "second / first"), *_outcome_rows(a, b)]
     lines = [*table([("first", a.name), ("second", b.name)]), "", *table(rows), ""]
     if not settings:
-        return [*lines, "Both were set alike."]
-    return [*lines, "What was set otherwise:", *table([("", "first", "second"), *settings], indent="  ")]
+        return [*lines, "All settings are equal."]
+    return [*lines, "Settings that differ:", *table([("", "first", "second"), *settings], indent="  ")]
 
 
 def _settings_rows(a: PastRun, b: PastRun) -> list[tuple[str, str, str]]:
@@ -188,13 +187,13 @@ def _settings_rows(a: PastRun, b: PastRun) -> list[tuple[str, str, str]]:
 
 
 def _text(name: str, value: object) -> str:
-    if value is None and name in OF_THE_TASK:
-        return "the task's own"
+    if value is None and name in TASK_DEFAULTS:
+        return "the task's default"
     return assignment(name, value).partition("=")[2]
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the strategy by their own name, those of the task as they are typed."""
+    """Return all settings by name: those of the strategy as they are, the others as task.name and sim.name."""
     plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
     of_task = {f"task.{name}": value for name, value in config.get("task_settings", {}).items()}
     of_sim = {f"sim.{name}": value for name, value in config.get("sim", {}).items()}
@@ -226,7 +225,7 @@ def _ratio(name: str, a: float | None, b: float | None) -> tuple[str, str, str, 
 
 
 def command_of(config: Mapping[str, Any]) -> str:
-    """What was typed, or could have been, to run a script; `config` is as read from its config.json."""
+    """Return the command that runs a script with the settings of its config.json."""
     options = {"workers": "num_workers", "servers": "num_servers", "strategy": "strategy", "seed": "seed"}
     words = [f"--{option} {config[field]}" for option, field in options.items() if field in config]
     words += [f"--optimizer {name}" for name in config.get("optimizers", ())]

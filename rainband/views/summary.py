@@ -1,4 +1,4 @@
-"""What a run came to, for people: its end, its results, its books, its staleness, where the model lies."""
+"""The summary of a run that has ended: outcome, results, batch accounting, staleness, path of the model."""
 
 from __future__ import annotations
 
@@ -8,44 +8,54 @@ from pathlib import Path
 from typing import Any
 
 from rainband.protocol.events import Progress, RunEnded
-from rainband.views import event_text as sentences
 from rainband.views import predicted_stages as predicted
+from rainband.views.event_text import bound
 from rainband.views.formatting import count, duration, short, size, table, whole
 from rainband.views.history import RunSoFar
 from rainband.views.warnings import warnings
 
-WIDTH = 100  # of the longest line, where a reason has to be wrapped
+WIDTH = 100  # longer lines are wrapped
+
+# Why servers refused pushes, as the reports name it -> as people read it.
+REFUSALS = {
+    "overlaps": "partly accepted before",
+    "revoked": "from revoked leases",
+    "late": "after their round",
+    "bad": "malformed",
+    "early": "before their round",
+    "wrong_server": "sent to another server",
+}
 
 
 def summary(so_far: RunSoFar, directory: Path) -> list[str]:
-    """The lines printed at the end of `train` and by `runs show`; none of a run that has no end."""
+    """Return the lines that `train` and `runs show` print; none for a run that has not ended."""
     ended = so_far.ended
     if ended is None:
         return []
     model = directory / "model.safetensors"
-    why_was_told = so_far.error is not None
     rows = [
-        ("why", "" if why_was_told or ended.outcome == "finished" else ended.reason),
+        ("reason", "" if so_far.error or ended.outcome == "finished" else ended.reason),
         ("result", results(ended.metrics)),
-        *(
-            ("batches" if n == 0 else "", line)
-            for n, line in enumerate(accounting(ended.accounting, bool(so_far.losses)))
-        ),
-        ("staleness", staleness(ended.staleness, sentences.bound(so_far))),
+        *_rows("batches", accounting(ended.accounting, bool(so_far.num_lost))),
+        ("staleness", staleness(ended.staleness, bound(so_far))),
         ("traffic", traffic(so_far.last)),
-        *(("pipeline" if n == 0 else "", line) for n, line in enumerate(predicted.lines(so_far))),
+        *_rows("pipeline", predicted.lines(so_far)),
         ("model", str(model)) if model.is_file() else ("run", f"{directory} (no model was saved)"),
     ]
     lines = table([row for row in rows if row[1]], indent="  ", width=WIDTH)
     return [headline(ended, so_far.training.seconds, so_far.is_virtual), *lines, *warnings(so_far)]
 
 
+def _rows(title: str, lines: list[str]) -> list[tuple[str, str]]:
+    return [("" if n else title, line) for n, line in enumerate(lines)]
+
+
 def headline(ended: RunEnded, training_s: float, is_virtual: bool = False) -> str:
-    """How long it took, and how fast it was while it trained."""
-    kept: Mapping[str, Any] = ended.accounting
-    steps = kept.get("untracked_pushes", 0)
+    """Return the outcome with duration and throughput; the throughput is that of the training time alone."""
+    counts: Mapping[str, Any] = ended.accounting
+    steps = counts.get("untracked_pushes", 0)
     done = count(steps, "step") if steps and not ended.samples else count(ended.samples, "sample")
-    after = f"{ended.outcome} after {duration(ended.seconds)}{' of virtual time' if is_virtual else ''}: {done}"
+    after = f"{ended.outcome} after {duration(ended.seconds)}{' of simulated time' if is_virtual else ''}: {done}"
     number, unit = (ended.samples, "samples") if ended.samples else (steps, "steps")
     if not number or not training_s:
         return after
@@ -56,48 +66,42 @@ def results(metrics: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'not finite' if v is None else _figure(v)}" for name, v in metrics.items())
 
 
-def accounting(kept: Mapping[str, Any], someone_was_lost: bool = True) -> list[str]:
-    """Every batch was applied, or skipped with a reason; nothing was lost, nothing came twice."""
-    if not kept:
+def accounting(counts: Mapping[str, Any], has_lost_nodes: bool = True) -> list[str]:
+    """Return what became of all batches: applied, skipped, lost, applied twice, not processed."""
+    if not counts:
         return []
-    lines = [
-        f"{whole(kept['applied'])} of {whole(kept['batches'])} applied, {whole(kept['lost'])} lost, "
-        f"{whole(kept['applied_twice'])} applied twice"
-    ]
-    if kept.get("lock_free"):
-        lines = _unlocked(kept)
-    if not kept["batches"] and kept.get("untracked_pushes"):  # a loader of the user's own
+    lines = _lock_free(counts) if counts.get("lock_free") else [_tracked(counts)]
+    untracked, partially = counts.get("untracked_pushes"), counts.get("partially_applied")
+    if untracked and not counts["batches"]:  # a custom training loop with its own data loader
         lines = []
-    if untracked_pushes := kept.get("untracked_pushes"):
-        partially_applied = (
-            f", {whole(kept['partially_applied'])} of them on some blocks only" if kept.get("partially_applied") else ""
-        )
-        lines.append(
-            f"{count(untracked_pushes, 'step')} without a batch of the run, counted by their senders{partially_applied}"
-        )
-    if not_processed := kept.get("not_processed"):
-        lines.append(f"{whole(not_processed)} not done: the run ended before their turn")
-    if skipped := kept.get("skipped"):
+    if untracked:
+        partly = f", {whole(partially)} of them partially applied" if partially else ""
+        lines.append(f"{count(untracked, 'step')} without batch IDs, counted by their senders{partly}")
+    if not_processed := counts.get("not_processed"):
+        lines.append(f"{whole(not_processed)} not processed before the run ended")
+    if skipped := counts.get("skipped"):
         lines.append(f"{whole(sum(skipped.values()))} skipped: {_by_reason(skipped)}")
-    # Loops that end early give portions back, which is no news.
-    if someone_was_lost and (again := kept.get("reassigned")):
-        lines.append(f"{count(again, 'portion')} leased again, after a worker was lost or late")
-    if refused := kept.get("refused"):
-        lines.append(f"{count(sum(refused.values()), 'push')} refused: {_by_reason(refused)}")
+    # Custom training loops return leases when they end early: that is not worth a line.
+    if has_lost_nodes and (reassigned := counts.get("reassigned")):
+        lines.append(f"{count(reassigned, 'lease')} reassigned, because a worker was lost or inactive")
+    if refused := counts.get("refused"):
+        lines.append(f"{count(sum(refused.values()), 'push')} refused: {_by_reason(refused, REFUSALS)}")
     return lines
 
 
-def _unlocked(kept: Mapping[str, Any]) -> list[str]:
-    """Of steps that workers add to one memory themselves."""
-    done = f"{whole(kept['applied'])} of {count(kept['batches'], 'batch')} added to one memory"
-    partially_applied = (
-        f", {whole(kept['partially_applied'])} cut short by the loss of a worker"
-        if kept.get("partially_applied")
-        else ""
-    )
+def _tracked(counts: Mapping[str, Any]) -> str:
+    applied = f"{whole(counts['applied'])} of {whole(counts['batches'])} applied"
+    return f"{applied}, {whole(counts['lost'])} lost, {whole(counts['applied_twice'])} applied twice"
+
+
+def _lock_free(counts: Mapping[str, Any]) -> list[str]:
+    """Return the counts of hogwild, whose workers update shared parameters in place."""
+    applied = f"{whole(counts['applied'])} of {whole(counts['batches'])} applied"
+    partially = counts.get("partially_applied")
+    partly = f", {whole(partially)} partially applied, because their worker was lost" if partially else ""
     return [
-        f"{done}, {whole(kept['applied_twice'])} twice{partially_applied}",
-        "if additions have overwritten each other is not known: there are no locks",
+        f"{applied}, {whole(counts['applied_twice'])} applied twice{partly}",
+        "hogwild takes no locks, so updates that overwrote each other cannot be counted",
     ]
 
 
@@ -108,14 +112,15 @@ def staleness(measured: Mapping[str, Any], bound: str = "") -> str:
 
 
 def traffic(last: Progress | None) -> str:
-    """What went through the servers; nothing where there are none."""
+    """Return the bytes sent to the servers and received from them; "" without servers."""
     if last is None or not last.pushed_bytes:
         return ""
-    return f"{size(last.pushed_bytes)} of gradients to the servers, {size(last.pulled_bytes)} of parameters from them"
+    return f"{size(last.pushed_bytes)} of gradients pushed, {size(last.pulled_bytes)} of parameters pulled"
 
 
-def _by_reason(numbers: Mapping[str, int]) -> str:
-    return ", ".join(f"{whole(n)} {reason}" for reason, n in sorted(numbers.items(), key=lambda x: -x[1]))
+def _by_reason(counts: Mapping[str, int], names: Mapping[str, str] | None = None) -> str:
+    by_count = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{whole(number)} {(names or {}).get(reason, reason)}" for reason, number in by_count)
 
 
 def _figure(value: float) -> str:

@@ -1,4 +1,4 @@
-"""How long a run trained, as its events tell it: starting processes and saving the model are no training."""
+"""The training time of a run: without starting processes and saving the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rainband.protocol.events import AnyEvent, PhaseChanged
 
 @dataclass
 class TrainingTime:
-    """From the beginning of the first step, when all are told to go, to the end of the last."""
+    """The time from the phase `running`, when the first step begins, to the next phase."""
 
     began_s: float | None = None
     ended_s: float | None = None
@@ -24,5 +24,5 @@ class TrainingTime:
 
     @property
     def seconds(self) -> float:
-        """0: it has not come to its end, or there was none."""
+        """Return the training time, or 0 while it has not ended."""
         return 0.0 if self.began_s is None or self.ended_s is None else self.ended_s - self.began_s

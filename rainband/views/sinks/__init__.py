@@ -1,4 +1,4 @@
-"""Where events go besides events.jsonl: one file per kind of reader. A sink reads events and nothing else."""
+"""Sinks write the events of a run in other formats than events.jsonl. A sink reads events and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Sink(Protocol):
 
 
 class SafeSink:
-    """A sink that may fail (a full disk, say) without harming the run: that is told once."""
+    """A sink whose failure, such as a full disk, is reported once and does not end the run."""
 
     def __init__(self, open_sink: Callable[[], Sink], complain: Callable[[str], None]) -> None:
         self.open_sink = open_sink
@@ -42,7 +42,7 @@ class SafeSink:
             return
         try:
             do()
-        except Exception as error:  # whatever its library raises: what it writes is less than the training
+        except Exception as error:  # of any library: the training matters more
             self.failed = True
             name = type(self.sink).__name__ if self.sink is not None else "a sink"
-            self.complain(f"{name} is no longer written ({type(error).__name__}: {error}); the run goes on.")
+            self.complain(f"{name} stopped writing ({type(error).__name__}: {error}); the run continues.")

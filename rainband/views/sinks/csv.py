@@ -1,4 +1,4 @@
-"""How far the run was, as a table that spreadsheets read: progress.csv, one row for each Progress event."""
+"""Write progress.csv, a table for spreadsheets with one row for each Progress event."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = (
 
 
 class Csv:
-    """Each row is whole as soon as it is there."""
+    """A sink that flushes each row, so that readers never see part of one."""
 
     def __init__(self, directory: Path) -> None:
         self.file = (directory / "progress.csv").open("w", newline="", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How far the run was, as tables that can be asked: metrics.sqlite, from Progress and RunEnded events.
+"""Write metrics.sqlite, tables of progress, workers and results for queries.
 
 select at_s, loss from progress
 select worker, avg(samples_per_s), max(waited_s) from workers group by worker
@@ -21,16 +21,16 @@ create table progress (
 create table workers (at_s real, worker integer, samples_per_s real, waited_s real);
 create table results (name text, value real);
 """
-LAST_CHANCE_S = 1.0  # to wait at the end for someone who reads just then
+CLOSE_TIMEOUT_S = 1.0  # to wait at the end for a reader that holds the lock
 
 
 class Sqlite:
-    """Rows wait while someone else has the file locked: a reader must never hold up the run."""
+    """A sink that keeps rows in memory while a reader has locked the file, so that the run never waits for it."""
 
     def __init__(self, directory: Path) -> None:
         self.waiting: list[tuple[str, tuple[object, ...]]] = []
         self.connection = sqlite3.connect(directory / "metrics.sqlite", timeout=0, isolation_level=None)
-        # Without waiting for the disk: a killed process loses nothing by it, and events.jsonl has it all.
+        # No fsync: a killed process loses nothing by that, and events.jsonl has all events.
         self.connection.execute("pragma synchronous = off")
         self.connection.executescript(TABLES)
 
@@ -41,7 +41,7 @@ class Sqlite:
             self._write_waiting()
 
     def close(self) -> None:
-        self.connection.execute(f"pragma busy_timeout = {int(LAST_CHANCE_S * 1000)}")
+        self.connection.execute(f"pragma busy_timeout = {int(CLOSE_TIMEOUT_S * 1000)}")
         self._write_waiting()
         self.connection.close()
 
@@ -49,8 +49,8 @@ class Sqlite:
         try:
             self.connection.execute("begin immediate")
         except sqlite3.OperationalError:
-            return  # locked: with the next rows, or at the end
-        for statement, rows in groupby(self.waiting, key=itemgetter(0)):  # of thousands of workers, at once
+            return  # locked: written with the next rows, or at the end
+        for statement, rows in groupby(self.waiting, key=itemgetter(0)):  # one call for thousands of workers
             self.connection.executemany(statement, [values for _, values in rows])
         try:
             self.connection.execute("commit")

@@ -1,4 +1,4 @@
-"""How far the run was, for TensorBoard: curves over the samples done, in the folder tensorboard/ of the run.
+"""Write curves over the samples done for TensorBoard, in the folder tensorboard/ of the run.
 
 tensorboard --logdir runs
 """
@@ -12,17 +12,17 @@ from typing import Any
 
 from rainband.protocol.events import AnyEvent, Progress, RunEnded, RunStarted
 
-FLUSH_S = 5  # so that a page that is open shows what is new
+FLUSH_S = 5  # an open page shows new values after this time
 
 
 class TensorBoard:
-    """Needs the extra `metrics`."""
+    """A sink for TensorBoard; needs the package tensorboard."""
 
     def __init__(self, directory: Path) -> None:
         check_installed()
         self.library = _Library()
         self.writer = self.library.EventFileWriter(str(directory / "tensorboard"), flush_secs=FLUSH_S)
-        self.began_s = 0.0  # on the calendar
+        self.began_s = 0.0  # Unix time
 
     def write(self, event: AnyEvent) -> None:
         match event:
@@ -57,7 +57,7 @@ def _curves(event: Progress) -> dict[str, float]:
 
 
 class _Library:
-    """What is used of the package tensorboard: its own writer, because torch's would import torch for it."""
+    """The parts of tensorboard that are used: its own writer, because torch's would import torch."""
 
     def __init__(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -70,9 +70,9 @@ class _Library:
 
 
 def check_installed() -> None:
-    """Importing it takes seconds; finding it does not."""
+    """Raise an error if tensorboard is not installed, without importing it, which takes seconds."""
     if find_spec("tensorboard") is None:
         raise ValueError(
-            "--tensorboard needs TensorBoard, which is not installed: type pip install 'rainband[tensorboard]', "
-            "or take --csv, which needs nothing."
+            "--tensorboard requires the package tensorboard: type pip install 'rainband[tensorboard]', "
+            "or use --csv, which requires nothing."
         )
