@@ -458,11 +458,11 @@ def test_runs_are_listed_newest_first_with_how_they_ended() -> None:
     assert [run["state"] for run in Said("runs", "--json").json] == ["finished", "killed", "failed"]
 
 
-def test_a_run_is_shown_with_its_books_its_staleness_and_its_curve() -> None:
+def test_a_run_is_shown_with_its_accounting_its_staleness_and_its_curve() -> None:
     write_run(Path("runs/one"), whole_run())
     lines = Said("runs", "show", "last").out.splitlines()
     assert lines[0] == "one: finished"
-    assert "  what   digits with downpour n_push=4 overlap=true local_lr=none" in lines
+    assert "  task     digits with downpour n_push=4 overlap=true local_lr=none" in lines
     assert "  batches    898 of 900 applied, 0 lost, 0 applied twice" in lines
     assert [line.split()[0] + " " + line.split()[-1] for line in lines if "█" in line] == [
         "0 6",
@@ -498,10 +498,10 @@ def test_what_was_not_set_is_the_tasks_own_only_where_a_task_has_one() -> None:
     write_run(Path("runs/b"), [started()], a_config(epochs=3, strategy_settings={"local_lr": 0.5}))
     lines = [line.split("  ") for line in Said("runs", "compare", "a", "b").out.splitlines()]
     rows = {tuple(filter(None, map(str.strip, line))) for line in lines}
-    assert {("epochs", "the task's own", "3"), ("local_lr", "none", "0.5")} <= rows
+    assert {("epochs", "the task's default", "3"), ("local_lr", "none", "0.5")} <= rows
 
 
-def test_two_runs_are_compared_by_what_was_set_otherwise_and_what_came_of_it() -> None:
+def test_two_runs_are_compared_by_the_settings_that_differ_and_the_results() -> None:
     write_run(Path("runs/a"), [started(), ended(accuracy=0.5)], a_config(seed=1))
     write_run(Path("runs/b"), [started(), ended(accuracy=0.75)], a_config(seed=2))
     lines = Said("runs", "compare", "a", "b").out.splitlines()
@@ -690,7 +690,7 @@ def test_a_real_run_asked_to_stop_ends_in_good_order_with_75(tmp_path: Path) -> 
             break
     rest = process.communicate()[0]
     assert process.returncode == 75, rest
-    assert "stopping (interrupted)" in rest and "0 lost, 0 twice" in rest and "not done" in rest
+    assert "stopping (interrupted)" in rest and "0 lost, 0 applied twice" in rest and "not processed" in rest
 
 
 # ---- optimizers ----

@@ -246,7 +246,7 @@ def test_a_whole_run_is_a_handful_of_readable_lines() -> None:
         f"    7.0 s   25 %  500 of 2,000 samples  loss 0.333  {pace}  15 s left",
         f"     12 s   50 %  1,000 of 2,000 samples  loss 0.182  {pace}  10 s left",
         f"     17 s   75 %  1,500 of 2,000 samples  loss 0.125  {pace}  5.0 s left",
-        "measuring and saving the model ...",
+        "evaluating and saving the model ...",
     ]
 
 
