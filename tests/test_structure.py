@@ -355,11 +355,7 @@ NOT_YET: dict[Law, set[str]] = {
         "model_parallel/drawing/graph_layout.py",
         "model_parallel/graph/tile_regions.py",
         "model_parallel/placement/split_layers.py",
-        "runtimes/processes/min_step_time.py",
-        "runtimes/processes/prefetch.py",
-        "runtimes/processes/titles.py",
         "runtimes/simulation/models/random_times.py",
-        "views/plain_progress.py",
     },
     long_files: {
         "worker/client.py",
