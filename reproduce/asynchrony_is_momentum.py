@@ -11,11 +11,15 @@ hence many runs, with steps long enough to stand out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rainband.coordinator.coordinator import RunSettings
 from rainband.model.flat_parameters import Flat
+from rainband.observer import Observer
 from rainband.protocol.messages import Dataset, Push
 from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
 from rainband.runtimes.simulation.gradients import GradientCompute
@@ -23,6 +27,7 @@ from rainband.runtimes.simulation.models.cluster_model import ClusterModel, Node
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.shared_module import SharedModule
+from rainband.server.block import Block
 from rainband.strategies.soft_sync import SoftSync
 from rainband.tasks.quadratic import Quadratic
 from rainband.worker.session import join_of
@@ -45,25 +50,24 @@ def trajectory(groups: int, seed: int) -> NDArray[np.float64]:
     strategy, shared_module = SoftSync(n=groups, scaling="none", lr=RATE, guard=False), SharedModule(flat)
     join = join_of(strategy, flat.layout, Dataset("", len(data), TASK.batch_size, TASK.epochs))
     play = Scenario(strategy, join, lambda: GradientCompute(shared_module, TASK, data, groups), real=True)
-    runtime = SimulatedCluster(play, RunSettings(num_workers=groups, num_servers=1), MODEL, Notes(), seed=seed)
     path: list[float] = []
+    observer = PathRecorder(path)
+    notes = Notes(observe=lambda peer: observer)
+    runtime = SimulatedCluster(play, RunSettings(num_workers=groups, num_servers=1), MODEL, notes, seed=seed)
     runtime.start()
-    node = runtime.servers[0]
-
-    def watch() -> None:
-        (block,) = node.server.blocks.values()
-        apply = block.apply
-
-        def noted(gradient: object, pushes: list[Push], absent: object) -> None:
-            path.append(float(block.values[0]))
-            apply(gradient, pushes, absent)  # type: ignore[arg-type]
-
-        block.apply = noted  # type: ignore[method-assign, assignment]
-
-    node.assigned = lambda server: watch()  # type: ignore[union-attr]
     runtime.run()
     target = float(data.batch(np.arange(1))[0][0])
     return np.array(path[:UPDATES]) - target
+
+
+class PathRecorder(Observer):
+    """Records the parameter before each update."""
+
+    def __init__(self, path: list[float]) -> None:
+        self.path = path
+
+    def applying(self, block: Block, gradient: Tensor | None, pushes: Sequence[Push]) -> None:
+        self.path.append(float(block.values[0]))
 
 
 def fitted(groups: int, seed: int) -> tuple[float, float]:

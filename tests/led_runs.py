@@ -14,8 +14,9 @@ from torch.nn import functional
 from rainband.coordinator.coordinator import RunSettings
 from rainband.full_batch.line_search import Trial, armijo, strong_wolfe
 from rainband.model.flat_parameters import Flat
+from rainband.observer import Observer
 from rainband.protocol import events
-from rainband.protocol.messages import Dataset
+from rainband.protocol.messages import COORDINATOR, Dataset, Message, Peer
 from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
 from rainband.runtimes.simulation.fault_injector import FaultInjector
 from rainband.runtimes.simulation.gradients import GradientCompute
@@ -24,6 +25,7 @@ from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.faults import parse
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.shared_module import SharedModule
+from rainband.server.server import Server
 from rainband.strategies.sandblaster import Sandblaster
 from rainband.tasks.task import TensorData
 from rainband.worker.session import join_of
@@ -129,9 +131,9 @@ class Rosenbrock(Logistic):
 class Ran:
     """What came of a run."""
 
-    cluster: SimulatedCluster
     iterated: list[events.IterationDone] = field(default_factory=list)
     iterates: list[Tensor] = field(default_factory=list)  # the parameters after each iteration
+    cluster: SimulatedCluster = field(init=False)
     vectors: int = 0  # the most that a block had, its parameters included
 
     @property
@@ -156,6 +158,7 @@ def led(
     faults: str = "",
     seed: int = 0,
     run: bool = True,
+    traffic: Observer | None = None,
 ) -> Ran:
     """Run it to its end in virtual time."""
     flat = Flat(task.model())
@@ -164,32 +167,39 @@ def led(
     play = Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, num_workers), real=True)
     settings = RunSettings(num_workers=num_workers, num_servers=num_servers, failure_timeout_s=TIMEOUT_S)
     shuffle = Random(seed) if seed else None
-    ran: Ran
 
     def show(event: events.AnyEvent) -> None:
         if isinstance(event, events.IterationDone):
             ran.iterated.append(event)
             ran.iterates.append(parameters(ran.cluster))
 
-    ran = Ran(SimulatedCluster(play, settings, model, Notes(show=show), TIMEOUT_S / 5, shuffle, seed))
+    def observe(peer: Peer) -> Observer | None:
+        return VectorCounter(ran) if peer.role == "server" else traffic if peer == COORDINATOR else None
+
+    notes = Notes(show=show, observe=observe)
+    ran = Ran()
+    ran.cluster = SimulatedCluster(play, settings, model, notes, TIMEOUT_S / 5, shuffle, seed)
     FaultInjector(ran.cluster, parse(faults), seed)
     ran.cluster.start()
-    for node in ran.cluster.servers.values():
-        node.assigned = lambda server: [_count_vectors(ran, block) for block in server.blocks.values()]  # type: ignore
     if run:
         ran.cluster.run(until_s=600.0)
     return ran
 
 
-def _count_vectors(ran: Ran, block: Any) -> None:
-    compute = block.compute
+class VectorCounter(Observer):
+    """Counts the vectors that a server's blocks have after each command."""
 
-    def counted(*arguments: Any) -> Any:
-        results = compute(*arguments)
-        ran.vectors = max(ran.vectors, len(block.vectors.named))
-        return results
+    def __init__(self, ran: Ran) -> None:
+        self.ran = ran
+        self.server: Server | None = None
 
-    block.compute = counted
+    def assigned(self, server: Server) -> None:
+        self.server = server
+
+    def received(self, message: Message) -> None:
+        if self.server is not None:
+            sizes = [len(block.vectors.named) for block in self.server.blocks.values()]
+            self.ran.vectors = max([self.ran.vectors, *sizes])
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------

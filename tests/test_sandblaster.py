@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rainband.bench.cases.lbfgs import LbfgsTraffic
+from rainband.bench.cases.lbfgs import FullBatchTraffic
 from rainband.coordinator.full_batch import EvaluationWorkers, FullBatchRun
 from rainband.full_batch.descent import Limits, Sampling, SearchPoint
 from rainband.protocol.events import IterationDone
@@ -347,15 +347,15 @@ def test_memory_is_at_most_2m_plus_4_vectors(history: int) -> None:
 @pytest.mark.parametrize("dimension", [20, 2000])
 def test_an_iteration_takes_less_than_ten_kilobytes_to_and_from_the_coordinator(dimension: int) -> None:
     """With ten pairs and two servers, whatever the model's size."""
-    ran = led(Sandblaster(iterations=14, n_push=1, **EXACT), Logistic(dimension=dimension), run=False)
-    ran.cluster.coordinator.__class__ = LbfgsTraffic
+    traffic = FullBatchTraffic()
+    ran = led(Sandblaster(iterations=14, n_push=1, **EXACT), Logistic(dimension=dimension), run=False, traffic=traffic)
     after: list[int] = []
     note = ran.cluster.coordinator_node.show
 
     def show(event: Any) -> None:
         note(event)
         if isinstance(event, IterationDone):
-            after.append(ran.cluster.coordinator.led_bytes)  # type: ignore[attr-defined]
+            after.append(traffic.num_bytes)
 
     ran.cluster.coordinator_node.show = show
     ran.cluster.run()

@@ -325,7 +325,6 @@ NOT_YET: dict[Law, set[str]] = {
         "cli",
     },
     replaced_methods: {
-        "bench/cases/lbfgs.py: launcher.coordinator.__class__",
         "model/flat_parameters.py: parameter.data",
         "model_parallel/execution/worker.py: client.others_have_opened",
         "runtimes/processes/stage_process.py: model.drive",

@@ -18,7 +18,7 @@ from typing import Any
 from rainband.bench.baselines.lbfgs import PlainOrder
 from rainband.bench.harness.processes import PRELOAD, BenchProcess
 from rainband.bench.harness.rows import Effort, Row, at_least, at_most, median
-from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
+from rainband.observer import Observer
 from rainband.protocol import events
 from rainband.protocol.messages import (
     Answer,
@@ -28,7 +28,6 @@ from rainband.protocol.messages import (
     ItemsDelivered,
     LeaseRequest,
     Message,
-    Peer,
     Return,
     encode,
 )
@@ -45,7 +44,7 @@ FULL_HISTORY = 14  # iterations, until each direction has all its pairs
 SETTINGS = {"gradient_tolerance": 0.0, "loss_tolerance": 0.0}  # it never converges
 N_PUSH = 32
 FASTER, MOST_KB = 1.7, 10.0
-LED = (Command, Answer, Evaluated, AssignItems, ItemsDelivered, LeaseRequest, Return)
+FULL_BATCH = (Command, Answer, Evaluated, AssignItems, ItemsDelivered, LeaseRequest, Return)
 PACED_WORKERS, STEP_S, FACTOR, PACED_N_PUSH = 4, 0.02, 5.0, 2  # one of four workers is five times slower
 
 
@@ -133,29 +132,18 @@ def _mlp(size: str) -> dict[str, Any]:
     return {"parameters": size, "samples": SAMPLES}
 
 
-class LbfgsTraffic(Coordinator):
-    """Counts the bytes of what leading takes, as they are on the wire."""
+class FullBatchTraffic(Observer):
+    """Counts the bytes on the wire of the messages with which the coordinator directs a full-batch strategy."""
 
-    led_bytes = 0
+    def __init__(self) -> None:
+        self.num_bytes = 0
 
-    def receive(self, sender: Peer, message: Message, now: float, body: Any = None) -> list[CoordinatorOutput]:
-        self._weigh(message)
-        return self._weighed(super().receive(sender, message, now, body))
+    def receiving(self, message: Message) -> None:
+        if isinstance(message, FULL_BATCH):
+            self.num_bytes += PREFIX_BYTES + len(encode(message))
 
-    def tick(self, now: float) -> list[CoordinatorOutput]:
-        return self._weighed(super().tick(now))
-
-    def look(self, now: float) -> list[CoordinatorOutput]:
-        return self._weighed(super().look(now))
-
-    def _weighed(self, outs: list[CoordinatorOutput]) -> list[CoordinatorOutput]:
-        for out in outs:
-            self._weigh(out.message)
-        return outs
-
-    def _weigh(self, message: Message) -> None:
-        if isinstance(message, LED):
-            self.led_bytes += PREFIX_BYTES + len(encode(message))
+    def sent(self, message: Message) -> None:
+        self.receiving(message)
 
 
 @dataclass(frozen=True)
@@ -171,6 +159,7 @@ def _sandblaster(
     task: str, task_settings: dict[str, Any], iterations: int, n_push: int, slow_factor: float | None = None
 ) -> LbfgsFound:
     """`slow_factor`: of the last of four workers whose steps take a fixed time; None: two, as fast as they can."""
+    traffic = FullBatchTraffic()
     seen: list[events.IterationDone] = []
     weighed: list[int] = []  # so far, after each iteration
     moved: list[int] = []
@@ -178,8 +167,7 @@ def _sandblaster(
     def view(event: events.AnyEvent) -> None:
         if isinstance(event, events.IterationDone):
             seen.append(event)
-            assert isinstance(launcher.coordinator, LbfgsTraffic)
-            weighed.append(launcher.coordinator.led_bytes)
+            weighed.append(traffic.num_bytes)
         elif isinstance(event, events.Progress):
             moved.append(event.pushed_bytes + event.pulled_bytes)
 
@@ -198,17 +186,15 @@ def _sandblaster(
             directory=str(new_directory(Path(root), task, "sandblaster")),
             sim=SimSettings() if compute is None else SimSettings(compute=compute),
         )
-        launcher = local.Launcher(config, view)
-        launcher.coordinator.__class__ = LbfgsTraffic
+        launcher = local.Launcher(config, view, observer=traffic)
         with launcher.signals():
             result = launcher.run()
     if result.outcome != "finished" or len(seen) < 2:
         raise RuntimeError(f"the run {result.outcome} {result.reason}: there is nothing to measure.")
     first, last = seen[0], seen[-1]
-    assert isinstance(launcher.coordinator, LbfgsTraffic)
     return LbfgsFound(
         evaluation_s=(last.at_s - first.at_s) / (last.evaluations - first.evaluations),
-        led_kb=(launcher.coordinator.led_bytes - weighed[-2]) / 1000,
+        led_kb=(traffic.num_bytes - weighed[-2]) / 1000,
         pass_bytes=moved[-1] / last.evaluations,
     )
 

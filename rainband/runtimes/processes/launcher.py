@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
+from rainband.observer import Observer
 from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.protocol.messages import COORDINATOR, Address, Message, Peer
@@ -81,8 +82,11 @@ class Launcher(Run):
         entries: Mapping[str, str] = ENTRIES,
         fds: Sequence[int] = (),
         strategy: Strategy | None = None,
+        observer: Observer | None = None,
     ) -> None:
+        """`observer` is that of the coordinator."""
         super().__init__(config, view)
+        self.observer = observer
         self.entries = entries
         self.fds = fds
         self.output = OutputLog(self.directory) if capture else None
@@ -212,6 +216,8 @@ class Launcher(Run):
             outs = self.hogwild_server.answered(self.coordinator, outs, self._now())
         for out in outs:
             self.hub.send(out.to, out.message, out.body)
+            if self.observer is not None:
+                self.observer.sent(out.message)
 
     def _show_output(self, to_the_end: bool = False) -> None:
         if self.output is None:
@@ -223,6 +229,8 @@ class Launcher(Run):
     # ---- the hub's handler -----------------------------------------------------------------------------------------
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
+        if self.observer is not None:
+            self.observer.receiving(message)
         if self.hogwild_server is not None and isinstance(message, FROM_WORKERS):
             return self._send([CoordinatorOutput(KEEPER, message)])
         self._send(self.coordinator.receive(connection.peer, message, self._now(), body))

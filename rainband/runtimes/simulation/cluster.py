@@ -61,7 +61,7 @@ class Notes:
     trace: Trace = field(default_factory=Trace)
     spans: list[Span] | None = None  # none: nobody draws it
     show: Show = shown_to_nobody
-    observe: Callable[[Peer], Observer | None] = observed_by_nobody  # of a worker or server, when it is made
+    observe: Callable[[Peer], Observer | None] = observed_by_nobody  # of each node, when it is made
 
 
 @dataclass
@@ -124,7 +124,14 @@ class SimulatedCluster:
         fitting = as_they_are if play.real else as_one_block if play.bulk else without_elements
         machine = self._machine()
         self.coordinator_node = CoordinatorNode(
-            self.bus, COORDINATOR, machine, self.coordinator, notes.show, tick_s, fitting
+            self.bus,
+            COORDINATOR,
+            machine,
+            self.coordinator,
+            notes.show,
+            tick_s,
+            fitting,
+            self.observe(COORDINATOR),
         )
         self.bus.nodes[COORDINATOR] = self.coordinator_node
         self.coordinator_node.hogwild_server = play.hogwild_server
@@ -255,7 +262,14 @@ class SimulatedCluster:
             self.coordinator.state.settings, coordination_of(self.strategy), journal.taken_up()
         )
         self.coordinator_node = CoordinatorNode(
-            self.bus, COORDINATOR, before.machine, self.coordinator, before.show, self.tick_s, before.fitting
+            self.bus,
+            COORDINATOR,
+            before.machine,
+            self.coordinator,
+            before.show,
+            self.tick_s,
+            before.fitting,
+            before.observer,
         )
         self.coordinator_node.block_bytes = before.block_bytes
         self._share_cores(self.coordinator_node)

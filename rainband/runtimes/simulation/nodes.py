@@ -62,8 +62,10 @@ class CoordinatorNode(Node):
         show: Callable[[events.AnyEvent], None],
         tick_s: float,
         fitting: Callable[[Message], Message],
+        observer: Observer | None = None,
     ) -> None:
         super().__init__(bus, peer, machine)
+        self.observer = observer
         self.coordinator = coordinator
         self.show = show
         self.tick_s = tick_s
@@ -77,6 +79,8 @@ class CoordinatorNode(Node):
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
         self.occupy()
+        if self.observer is not None:
+            self.observer.receiving(message)
         if self.hogwild_server is not None and isinstance(message, FROM_WORKERS):
             return self.send([CoordinatorOut(KEEPER, message)])
         self.send(self.coordinator.receive(sender, message, self._now(), payload))
@@ -102,6 +106,8 @@ class CoordinatorNode(Node):
             message = self._fitting(out.message)
             size = HEADER_BYTES + len(out.body or b"")
             self.bus.send(self, out.to, message, out.body, size)
+            if self.observer is not None:
+                self.observer.sent(message)
         if self.coordinator.events or self.coordinator.phase != self.phases.phase:
             self.phases.show()
         due_at = self.coordinator.due_at()
