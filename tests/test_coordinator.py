@@ -137,6 +137,23 @@ def running(num_workers: int = 2, num_servers: int = 2, **join: Any) -> Run:
     return run
 
 
+def test_a_worker_whose_replica_lost_a_worker_before_it_joined_is_dismissed() -> None:
+    run = Run(num_workers=4)
+    run.coordinator = Coordinator(
+        RunSettings(num_workers=4, num_servers=2, failure_timeout_s=TIMEOUT_S, model_path="", workers_per_replica=2)
+    )
+    for server in range(2):
+        run.server_joins(server)
+    for worker in range(2):
+        run.joins(worker, address=Address("here", worker))
+    run.take(run.coordinator.never_comes(Peer("worker", 3), run.now, "killed"))
+    assert any(isinstance(message, Shutdown) for message in run.joins(2, address=Address("here", 2)))
+    lost = {event.node: event.why for event in run.events(events.Lost)}
+    assert lost["worker 3"] == "before it joined: killed"
+    assert lost["worker 2"] == "worker 3, with which it computed one model, was lost"
+    assert run.phase == "loading"  # the other replica goes on
+
+
 # ---- forming ----
 
 

@@ -85,7 +85,7 @@ def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(
         workers=4,
         stage_plan=stage_plan,
         name="chain",
-        samples=2400,
+        samples=6000,  # the run must not be over before the kill
         timeout_s=2.0,
         eval_every_s=0.01,
         **STAGED,
@@ -96,7 +96,7 @@ def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(
         result = run.result()
     assert result.outcome == "finished", result.reason
     assert any(progress.metrics for progress in run.all(events.Progress))  # it was measured on the way, too
-    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (600, 0, 0)
+    assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (1500, 0, 0)
     lost = {event.node: event.why for event in run.all(events.Lost)}
     assert lost.keys() == {"worker 2", "worker 3"}
     assert "worker 3, with which it computed one model, was lost" in lost["worker 2"] or "PeerLost" in lost["worker 2"]

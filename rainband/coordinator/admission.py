@@ -41,6 +41,8 @@ class Admission:
             return [CoordinatorOutput(sender, Shutdown("the run is at its end: there is nothing left to do."))]
         if why := self._cannot_take_part(join):
             return self._turn_away(sender, now, why)
+        if lost := [peer for peer in state.replica_indices(sender.index) if peer in state.missing]:
+            return self._dismiss(sender, now, f"worker {lost[0]}, with which it computed one model, was lost")
         known = state.workers.get(sender.index)
         if known is not None and sender.incarnation < known.peer.incarnation:
             return []  # it has been started again since
@@ -95,6 +97,12 @@ class Admission:
         state.note_loss(sender, now, why)
         ended = self.ending.stop("failed", why) if state.phase == "forming" else self.ending.after_loss()
         return [CoordinatorOutput(sender, Shutdown(why)), *ended]
+
+    def _dismiss(self, sender: Peer, now: float, why: str) -> list[CoordinatorOutput]:
+        """Send a worker away because its replica can never be complete; the other replicas go on."""
+        self.state.missing.add(sender.index)
+        self.state.note_loss(sender, now, why)
+        return [CoordinatorOutput(sender, Shutdown(f"{why}.")), *self.ending.after_loss()]
 
     def _welcome(self, sender: Peer, join: Join, now: float) -> list[CoordinatorOutput]:
         state = self.state

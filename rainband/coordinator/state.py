@@ -118,8 +118,12 @@ class RunState:
         return worker % self.settings.workers_per_replica
 
     def replica_of(self, worker: int) -> list[WorkerState]:
+        return [self.workers[i] for i in self.replica_indices(worker) if i in self.workers]
+
+    def replica_indices(self, worker: int) -> range:
+        """Return the numbers of the workers that compute one model together with this one, itself included."""
         first = worker - self.rank_in_replica(worker)
-        return [self.workers[i] for i in range(first, first + self.settings.workers_per_replica) if i in self.workers]
+        return range(first, first + self.settings.workers_per_replica)
 
     def replica_peers(self, worker: int) -> list[WorkerState]:
         if self.settings.workers_per_replica == 1:
