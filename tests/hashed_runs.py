@@ -77,7 +77,7 @@ def configurations() -> Mapping[str, RunConfig]:
         "worker_late": digits(
             "sync",
             faults="0.01 crash worker 1\n0.05 start worker 1\n"
-            "0.0 disk worker 0 by 4.0\n0.0 repeat worker 0 > server 1 for 9.0",
+            "0.0 disk worker 0 by 4.0\n0.0 duplicate worker 0 > server 1 for 9.0",
         ),
         "server_lost": digits("downpour", faults="0.05 kill server 1"),
         "coordinator_restarted": digits(

@@ -357,7 +357,7 @@ TROUBLE = st.one_of(
     st.builds(lambda w: f"kill worker {w}", st.integers(1, 2)),
     st.builds(lambda w: f"start worker {w}", st.integers(1, 2)),
     st.builds(lambda w, s: f"pause worker {w} for {s:.3f}", st.integers(0, 2), st.floats(0.01, 0.3)),
-    st.builds(lambda w, s: f"cut worker {w} > coordinator for {s:.3f}", st.integers(1, 2), st.floats(0.01, 0.3)),
+    st.builds(lambda w, s: f"netsplit worker {w} > coordinator for {s:.3f}", st.integers(1, 2), st.floats(0.01, 0.3)),
 )
 
 

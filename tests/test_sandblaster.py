@@ -141,13 +141,13 @@ FAULTS = {
     "its machine dies": "0.150 crash worker 1",
     "it dies and comes back": "0.150 kill worker 1\n0.400 start worker 1",
     "it sleeps": "0.150 pause worker 1 for 3.000",
-    "pushes come twice and overtake each other": "0.000 repeat worker 0 > server 1 for 99.000\n"
-    "0.000 mix worker 0 > server 1 for 99.000 by 0.050",
-    "who was thought to be late idles, and the other dies": "0.442 cut worker 1 > server 0 for 1.500\n"
+    "pushes come twice and overtake each other": "0.000 duplicate worker 0 > server 1 for 99.000\n"
+    "0.000 reorder worker 0 > server 1 for 99.000 by 0.050",
+    "who was thought to be late idles, and the other dies": "0.442 netsplit worker 1 > server 0 for 1.500\n"
     "0.759 pause coordinator for 0.900\n1.433 slow worker 2 > server 1 for 0.200 by 0.826\n1.883 kill worker 2",
     "a server sleeps": "0.150 pause server 0 for 0.700",
-    "commands and answers come twice": "0.000 repeat coordinator > server 0 for 99.000\n"
-    "0.000 repeat server 0 > coordinator for 99.000\n0.000 repeat worker 1 > coordinator for 99.000",
+    "commands and answers come twice": "0.000 duplicate coordinator > server 0 for 99.000\n"
+    "0.000 duplicate server 0 > coordinator for 99.000\n0.000 duplicate worker 1 > coordinator for 99.000",
     "answers come late": "0.000 slow server 1 > coordinator for 99.000 by 0.300",
     "the coordinator is started again": "0.150 kill coordinator\n0.200 start coordinator",
     "the coordinator is started again and again": "0.100 kill coordinator\n0.200 start coordinator\n"

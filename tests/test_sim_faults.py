@@ -19,7 +19,7 @@ from rainband.protocol.data_plan import AcceptedSet
 from rainband.protocol.messages import Push, RoundChosen
 from rainband.rules import ApplyEvery, Compensated, FirstArrivalsOfRound, StalenessBound, TaskBound
 from rainband.runtimes.simulation.models.faults import (
-    ON_A_LINE,
+    ON_A_LINK,
     ON_A_NODE,
     Chances,
     Fault,
@@ -65,7 +65,7 @@ def test_every_batch_is_applied_exactly_once_whatever_happens(first: int) -> Non
 def test_the_schedules_do_what_they_are_for() -> None:
     """Workers die in the middle of a push, pauses outlast the timeout, leases are taken back, late pushes refused."""
     faults = [fault for seed in range(SCHEDULES) for fault in random_case(seed).script]
-    assert {fault.what for fault in faults} == {*ON_A_NODE, *ON_A_LINE}
+    assert {fault.what for fault in faults} == {*ON_A_NODE, *ON_A_LINK}
     assert {fault.node.split(" ")[0] for fault in faults if fault.what == "kill"} == {"worker", "server", "coordinator"}
     assert {random_case(seed).strategy for seed in range(100)} == set(KINDS)
     results = [check(random_case(seed, strategy), keep_trace=True) for seed in range(40) for strategy in (None, "sync")]
@@ -108,7 +108,7 @@ def test_a_coordinator_that_does_not_lead_cannot_be_started_again() -> None:
 
 
 def test_a_worker_that_cannot_reach_a_server_leaves_and_its_work_is_done_by_others() -> None:
-    verdict = check(Case(0, "downpour", 2, 2, parse("0.2 lose worker 0 > server 1")), keep_trace=True)
+    verdict = check(Case(0, "downpour", 2, 2, parse("0.2 reset worker 0 > server 1")), keep_trace=True)
     assert (verdict.outcome, verdict.wrong) == ("finished", [])
     assert [line for line in verdict.trace.lines or [] if (line.source, line.what) == ("worker 0", "killed")]
 
@@ -132,7 +132,7 @@ def test_a_slow_disk_is_waited_for() -> None:
 def test_pushes_that_overtake_each_other_count_once() -> None:
     overtaken = 0
     for seed in range(10):
-        script = parse("0 mix worker 0 > server 0 for 9 by 0.9\n0 mix worker 1 > server 1 for 9 by 0.9")
+        script = parse("0 reorder worker 0 > server 0 for 9 by 0.9\n0 reorder worker 1 > server 1 for 9 by 0.9")
         verdict = check(Case(seed, "ragged", 2, 2, script), keep_trace=True)
         assert (verdict.outcome, verdict.wrong) == ("finished", [])
         lines = [line for line in verdict.trace.lines or [] if (line.source, line.target) == ("worker 0", "server 0")]
@@ -170,14 +170,14 @@ def test_a_script_is_text_and_back() -> None:
         0.250 kill worker 1          # a comment
         0.9 start worker 1
         0.4 pause server 0 for 2.5
-        0.1 cut worker 0 > coordinator for 3
+        0.1 netsplit worker 0 > coordinator for 3
         0.1 slow worker 0 > server 1 for 1 by 0.2
         0.3 skew coordinator by 60
-        0.3 lose worker 1 > server 0
+        0.3 reset worker 1 > server 0
         """
     )
-    assert [fault.what for fault in script] == ["kill", "start", "pause", "cut", "slow", "skew", "lose"]
-    assert script[3] == Fault(0.1, "cut", "worker 0", "coordinator", 3.0)
+    assert [fault.what for fault in script] == ["kill", "start", "pause", "netsplit", "slow", "skew", "reset"]
+    assert script[3] == Fault(0.1, "netsplit", "worker 0", "coordinator", 3.0)
     assert parse(text(script)) == script
 
 
@@ -191,12 +191,12 @@ def test_a_random_script_reads_back_the_same(seed: int) -> None:
 @pytest.mark.parametrize(
     "line, told",
     [
-        ("kill worker 1", "is no fault: write for example"),
+        ("kill worker 1", "is not a fault: write for example"),
         ("0.1 hurt worker 1", "no fault named 'hurt': choose from kill, crash"),
-        ("0.1 cut worker 1 for 2", "write  cut worker 0 > server 0"),
-        ("0.1 pause worker 1", "pause, cut, slow, repeat and mix need `for`"),
-        ("0.1 skew coordinator", "slow, mix, skew and disk need `by`"),
-        ("0.1 kill worker 1 by 2", "slow, mix, skew and disk need `by`"),
+        ("0.1 netsplit worker 1 for 2", "write  netsplit worker 0 > server 0"),
+        ("0.1 pause worker 1", "pause, netsplit, slow, duplicate and reorder require `for SECONDS`"),
+        ("0.1 skew coordinator", "slow, reorder, skew and disk require `by SECONDS`"),
+        ("0.1 kill worker 1 by 2", "slow, reorder, skew and disk require `by SECONDS`"),
     ],
 )
 def test_a_wrong_line_says_what_would_be_right(line: str, told: str) -> None:

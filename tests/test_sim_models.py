@@ -21,10 +21,9 @@ from rainband.runtimes.simulation.models.cluster_model import (
     load_model,
     to_toml,
 )
-from rainband.runtimes.simulation.models.compute import ComputeModel, ComputePace
+from rainband.runtimes.simulation.models.compute import ComputeModel, ComputePace, exp, exponential, log, lognormal
 from rainband.runtimes.simulation.models.cores import Cores, EveryNth, OwnCore
 from rainband.runtimes.simulation.models.network import Flow, Machine, Network, NetworkModel, Parcel
-from rainband.runtimes.simulation.models.random_times import exp, exponential, log, lognormal
 
 MB = 1_000_000
 
@@ -171,7 +170,7 @@ def test_racks_share_their_uplink() -> None:
 def test_a_cut_line_delivers_when_it_heals_in_the_order_sent() -> None:
     wire = Wire()
     flow = Flow(wire.machine(), wire.machine())
-    flow.cut_until = 7.0
+    flow.split_until = 7.0
     wire.send("a", flow, 100)
     wire.send("b", flow, 100, at_s=1.0)
     assert wire.run() == {"a": 7.0, "b": 7.0}

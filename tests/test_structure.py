@@ -354,7 +354,6 @@ NOT_YET: dict[Law, set[str]] = {
         "model_parallel/drawing/graph_layout.py",
         "model_parallel/graph/tile_regions.py",
         "model_parallel/placement/split_layers.py",
-        "runtimes/simulation/models/random_times.py",
     },
     long_files: {
         "worker/client.py",

@@ -50,19 +50,19 @@ class FaultInjector:
         other = self._node(fault.to)
         if other is None or not other.alive:
             return
-        if fault.what == "lose":
+        if fault.what == "reset":
             self.cluster.disconnect(node, other)
             self.deaths += 1  # a worker that cannot reach a server ends
             return
         flow = self.cluster.bus.flow(node, other)
         self.cluster.trace.note(now, node.name, NodeEvent.LINK_FAULT, f"{fault.what} > {other.name} for {fault.for_s}")
         match fault.what:
-            case "cut":
-                flow.cut_until = max(flow.cut_until, now + fault.for_s)
-            case "repeat":
-                flow.repeat_until = max(flow.repeat_until, now + fault.for_s)
-            case "mix":
-                flow.mix_until, flow.mix_s = max(flow.mix_until, now + fault.for_s), fault.by_s
+            case "netsplit":
+                flow.split_until = max(flow.split_until, now + fault.for_s)
+            case "duplicate":
+                flow.duplicate_until = max(flow.duplicate_until, now + fault.for_s)
+            case "reorder":
+                flow.reorder_until, flow.reorder_s = max(flow.reorder_until, now + fault.for_s), fault.by_s
             case "slow":
                 flow.extra_s = fault.by_s
                 self.cluster.clock.after(fault.for_s, partial(setattr, flow, "extra_s", 0.0))

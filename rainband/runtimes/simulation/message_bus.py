@@ -167,7 +167,7 @@ class MessageBus:
             in_flight.is_read_late, in_flight.read = True, read
         at_s = self.clock.now if at_s is None else at_s
         self.network.send(in_flight, at_s)
-        if flow.repeat_until > self.clock.now and isinstance(message, MAY_COME_TWICE) and read is None:
+        if flow.duplicate_until > self.clock.now and isinstance(message, MAY_COME_TWICE) and read is None:
             self.network.send(InFlight(flow, source, target, message, payload, num_bytes), at_s)
 
     def flow(self, source: Node, target: Node) -> Flow:

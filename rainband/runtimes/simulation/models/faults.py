@@ -1,16 +1,16 @@
-"""Scripts of faults: one line each, readable, so that a failing run can be written down, replayed and shortened.
+"""Fault scripts: one line per fault, so that a failing run can be written down, replayed and shortened.
 
-0.250 kill worker 1                           its process ends; others see the connection close
-0.250 crash worker 1                          its machine ends; others hear nothing more for a long time
-0.900 start worker 1                          it comes back as a new life, or joins for the first time
-0.400 pause server 0 for 2.500                as by a signal: nothing is lost, nothing goes on
+0.250 kill worker 1                           its process ends; the others see the connection close
+0.250 crash worker 1                          its machine ends; the others notice only after a long silence
+0.900 start worker 1                          a lost node starts again, or a worker joins for the first time
+0.400 pause server 0 for 2.500                as by SIGSTOP: it loses nothing and does nothing
 0.300 skew coordinator by 60.000              its clock jumps ahead
-0.000 disk worker 0 by 4.000                  whatever it saves takes so much longer
-0.100 cut worker 0 > coordinator for 3.000    one direction of a partition; what was sent comes when it heals
-0.100 slow worker 0 > server 1 for 1.000 by 0.200     every message takes so much longer, others overtake them
-0.000 repeat worker 0 > server 1 for 9.000    messages that may come twice do
-0.000 mix worker 0 > server 1 for 9.000 by 0.300      pushes overtake each other: each takes up to so much longer
-0.200 lose worker 0 > server 1                what is under way both ways is lost: the connection breaks
+0.000 disk worker 0 by 4.000                  saving takes 4 s longer
+0.100 netsplit worker 0 > coordinator for 3.000       one direction of a partition; messages arrive when it heals
+0.100 slow worker 0 > server 1 for 1.000 by 0.200     each message takes 0.2 s longer
+0.000 duplicate worker 0 > server 1 for 9.000         messages that may be duplicated arrive twice
+0.000 reorder worker 0 > server 1 for 9.000 by 0.300  pushes overtake each other: each takes up to 0.3 s longer
+0.200 reset worker 0 > server 1               the connection breaks: messages under way in both directions are lost
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from random import Random
 
 ON_A_NODE = ("kill", "crash", "start", "pause", "skew", "disk")
-ON_A_LINE = ("cut", "slow", "repeat", "mix", "lose")
-LASTING = ("pause", "cut", "slow", "repeat", "mix")
-BY_SO_MUCH = ("slow", "mix", "skew", "disk")
+ON_A_LINK = ("netsplit", "slow", "duplicate", "reorder", "reset")
+LASTING = ("pause", "netsplit", "slow", "duplicate", "reorder")
+WITH_AMOUNT = ("slow", "reorder", "skew", "disk")
 LINE = re.compile(
     r"(?P<at_s>[\d.]+) (?P<what>\w+) (?P<node>\w+(?: \d+)?)(?: > (?P<to>\w+(?: \d+)?))?"
     r"(?: for (?P<for_s>[\d.]+))?(?: by (?P<by_s>[\d.]+))?"
@@ -32,24 +32,24 @@ LINE = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault: what happens, when, to which node or link."""
 
     at_s: float
     what: str
     node: str  # "worker 1", "server 0", "coordinator"
-    to: str = ""  # the other end of a line
+    to: str = ""  # the other end of a link
     for_s: float = 0.0
     by_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.what not in ON_A_NODE + ON_A_LINE:
-            raise ValueError(f"no fault named {self.what!r}: choose from {', '.join(ON_A_NODE + ON_A_LINE)}.")
-        if (self.what in ON_A_LINE) != bool(self.to):
-            raise ValueError(f"{self}: write  {self.what} worker 0{' > server 0' * (self.what in ON_A_LINE)}.")
+        if self.what not in ON_A_NODE + ON_A_LINK:
+            raise ValueError(f"no fault named {self.what!r}: choose from {', '.join(ON_A_NODE + ON_A_LINK)}.")
+        if (self.what in ON_A_LINK) != bool(self.to):
+            raise ValueError(f"{self}: write  {self.what} worker 0{' > server 0' * (self.what in ON_A_LINK)}.")
         if (self.what in LASTING) != bool(self.for_s):
-            raise ValueError(f"{self}: a {self.what} lasts some time or none: {_listed(LASTING)} need `for`.")
-        if (self.what in BY_SO_MUCH) != bool(self.by_s):
-            raise ValueError(f"{self}: {_listed(BY_SO_MUCH)} need `by` so many seconds, the others do not.")
+            raise ValueError(f"{self}: {_listed(LASTING)} require `for SECONDS`; the others do not take it.")
+        if (self.what in WITH_AMOUNT) != bool(self.by_s):
+            raise ValueError(f"{self}: {_listed(WITH_AMOUNT)} require `by SECONDS`; the others do not take it.")
 
     def __str__(self) -> str:
         to = f" > {self.to}" if self.to else ""
@@ -67,7 +67,7 @@ FailsWith = Callable[[Script], bool]
 
 
 def parse(text: str) -> Script:
-    """Read a script; empty lines and what follows # do not count."""
+    """Read a script; empty lines and comments after # are ignored."""
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     return tuple(_fault(line) for line in lines if line)
 
@@ -75,7 +75,9 @@ def parse(text: str) -> Script:
 def _fault(line: str) -> Fault:
     match = LINE.fullmatch(line)
     if match is None:
-        raise ValueError(f"{line!r} is no fault: write for example  0.250 kill worker 1  or  0.1 pause server 0 for 2.")
+        raise ValueError(
+            f"{line!r} is not a fault: write for example  0.250 kill worker 1  or  0.1 pause server 0 for 2."
+        )
     words = match.groupdict()
     seconds = {name: float(words[name] or 0) for name in ("at_s", "for_s", "by_s")}
     return Fault(what=words["what"], node=words["node"], to=words["to"] or "", **seconds)
@@ -87,17 +89,17 @@ def text(script: Iterable[Fault]) -> str:
 
 @dataclass(frozen=True)
 class Chances:
-    """What a random script may contain."""
+    """The limits of a random script."""
 
     length_s: float  # faults begin within this time
-    timeout_s: float  # the failure timeout: pauses and partitions are around it
-    most: int = 5  # faults
-    servers_die: bool = False  # and the coordinator; then the run cannot be finished
-    coordinator_returns: bool = False  # it may die, and is started again
+    timeout_s: float  # the failure timeout: pauses and partitions last 0.2 to 4 times as long
+    most: int = 5  # the number of draws; one draw adds one or two faults
+    servers_die: bool = False  # and the coordinator: then the run cannot finish
+    coordinator_returns: bool = False  # the coordinator may die, and is started again
 
 
 def random_script(random: Random, num_workers: int, num_servers: int, chances: Chances) -> Script:
-    """Draw a script. Everything but a death heals, and whoever dies may come back."""
+    """Draw a script. Every fault but a death heals, and a dead node may be started again."""
     faults: list[Fault] = []
     for _ in range(random.randint(1, chances.most)):
         faults += _random_fault(random, num_workers, num_servers, chances)
@@ -113,15 +115,15 @@ def _random_fault(random: Random, num_workers: int, num_servers: int, chances: C
         "kill",
         "crash",
         "pause",
-        "cut",
+        "netsplit",
         "slow",
-        "repeat",
+        "duplicate",
         "join",
         "stall",
-        "lose",
+        "reset",
         "skew",
         "disk",
-        "mix",
+        "reorder",
         "tear",
     ]
     match random.choice(kinds + ["end"] * chances.servers_die + ["replace"] * 3 * chances.coordinator_returns):
@@ -134,7 +136,7 @@ def _random_fault(random: Random, num_workers: int, num_servers: int, chances: C
             return [Fault(at_s, "pause", random.choice((server, "coordinator")), for_s=lasts_s)]
         case "join":
             return [Fault(at_s, "start", f"worker {num_workers}")]
-        case "end":  # one that only falls silent is noticed by nobody yet
+        case "end":  # always a kill: nothing notices yet when a server or coordinator only falls silent
             ended = random.choice((server, server, "coordinator"))
             back = [Fault(at_s + lasts_s, "start", ended)] if ended == server and random.random() < 0.5 else []
             return [Fault(at_s, "kill", ended), *back]
@@ -146,14 +148,14 @@ def _random_fault(random: Random, num_workers: int, num_servers: int, chances: C
             return [Fault(at_s, "skew", whose, by_s=lasts_s * random.choice((1, 10, 1000)))]
         case "disk":
             return [Fault(at_s, "disk", worker, by_s=lasts_s)]
-        case "tear":  # it dies with a push on some blocks only
+        case "tear":  # the worker dies while its push has reached some blocks only
             by_s = chances.timeout_s * random.random()
             dies_s = at_s + by_s * random.random()
             return [Fault(at_s, "slow", worker, server, lasts_s, by_s), Fault(dies_s, "kill", worker)]
-        case "mix":
-            return [Fault(at_s, "mix", worker, server, lasts_s, chances.timeout_s * random.random())]
-        case "lose":
-            return [Fault(at_s, "lose", worker, server)]
+        case "reorder":
+            return [Fault(at_s, "reorder", worker, server, lasts_s, chances.timeout_s * random.random())]
+        case "reset":
+            return [Fault(at_s, "reset", worker, server)]
         case what:
             ends = [worker, random.choice((server, "coordinator"))]
             random.shuffle(ends)
@@ -162,13 +164,13 @@ def _random_fault(random: Random, num_workers: int, num_servers: int, chances: C
 
 
 def _rounded(fault: Fault) -> Fault:
-    """To what the text says, so that a script read back is the same script."""
+    """Round to the precision of the text, so that a script that is read back is the same script."""
     by_s = max(0.001, round(fault.by_s, 3)) if fault.by_s else 0.0
     return replace(fault, at_s=round(fault.at_s, 3), for_s=round(fault.for_s, 3), by_s=by_s)
 
 
 def shrink(script: Script, fails: FailsWith) -> Script:
-    """A short script that still fails: without whatever can be left out, and with what lasts made shorter."""
+    """Return a short script that still fails: leave faults out, then shorten those that last."""
     script = _leave_out(script, fails)
     for i, fault in enumerate(script):
         for part in (0.125, 0.25, 0.5):
@@ -181,7 +183,7 @@ def shrink(script: Script, fails: FailsWith) -> Script:
 
 
 def _leave_out(script: Script, fails: FailsWith) -> Script:
-    """Try to leave out halves, then quarters, down to single faults, until nothing can be."""
+    """Leave out halves, then quarters, down to single faults, as long as the script still fails."""
     size = max(1, len(script) // 2)
     while True:
         shorter = next(

@@ -101,12 +101,12 @@ class Flow:
     __slots__ = (
         "broken",
         "crosses_racks",
-        "cut_until",
+        "duplicate_until",
         "extra_s",
-        "mix_s",
-        "mix_until",
-        "repeat_until",
+        "reorder_s",
+        "reorder_until",
         "source",
+        "split_until",
         "target",
         "under_way",
     )
@@ -117,11 +117,11 @@ class Flow:
         self.crosses_racks = source.rack is not target.rack
         self.under_way: list[Parcel] = []
         self.broken = False  # nothing goes any more
-        self.cut_until = 0.0  # a partition: what would arrive before comes then
+        self.split_until = 0.0  # a partition: what would arrive before comes then
         self.extra_s = 0.0  # a slow line
-        self.mix_until = 0.0  # what may overtake does, until then, and takes up to `mix_s` longer
-        self.mix_s = 0.0
-        self.repeat_until = 0.0  # what may come twice does, until then
+        self.reorder_until = 0.0  # what may overtake does, until then, and takes up to `reorder_s` longer
+        self.reorder_s = 0.0
+        self.duplicate_until = 0.0  # what may come twice does, until then
 
 
 class Network:
@@ -151,8 +151,8 @@ class Network:
             latency += 2 * model.jitter_s * self.random.random()
         if flow.crosses_racks:
             latency += model.uplink_latency_s
-        if parcel.may_overtake and self.clock.now < flow.mix_until:
-            latency += flow.mix_s * self.random.random()
+        if parcel.may_overtake and self.clock.now < flow.reorder_until:
+            latency += flow.reorder_s * self.random.random()
         if num_bytes <= PACKET_BYTES:
             parcel.left_at = at_s + num_bytes / flow.source.out.bytes_per_s
             if parcel.is_read_late:
@@ -180,10 +180,10 @@ class Network:
 
     def _at_the_door(self, parcel: Parcel) -> None:
         flow, now = parcel.flow, self.clock.now
-        if now < flow.cut_until:
-            self.clock.at(flow.cut_until, partial(self._at_the_door, parcel), parcel.idle)
+        if now < flow.split_until:
+            self.clock.at(flow.split_until, partial(self._at_the_door, parcel), parcel.idle)
             return
-        if parcel.may_overtake and now < flow.mix_until:
+        if parcel.may_overtake and now < flow.reorder_until:
             flow.under_way.remove(parcel)
             parcel.deliver()
         parcel.arrived = True
