@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from rainband.server.block import Block
     from rainband.server.server import Server
     from rainband.strategy import Batch
-    from rainband.worker.client import Client, PullHandle, PushHandle
+    from rainband.worker.client import Client
+    from rainband.worker.pulls import PullHandle
+    from rainband.worker.pushes import PushHandle
     from rainband.worker.worker import ModuleWorker
 
 TimedWork = Literal["push", "read", "step"]  # a worker writes a gradient, copies a block, makes its own step

@@ -373,26 +373,39 @@ class WorkItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class Port(Protocol):
-    """A worker's way to one server."""
+    """A worker's link to one server."""
 
-    direct: bool  # the server's parameters can be read in place, without asking
+    direct: bool  # the server's parameters lie in shared memory
 
     def send(self, message: Message) -> None:
         """Send a message without payload."""
 
-    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
-        """Send a message with a payload that `fill` writes; returns when it was written, may wait for room."""
+    def push(self, message: Push | InitBlock, values: BlockValues) -> None:
+        """Send a message with the values of a block; returns when they were copied or sent, may wait for room."""
 
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
-        """Direct only: copy a block's parameters; returns the version, None if that point is gone."""
+        """Direct only: copy a block's parameters; returns the version, or None if that round is over."""
+
+
+class BlockValues(Protocol):
+    """The values of one block that a message carries: part of a gradient, or of the parameters."""
+
+    def write(self, out: Tensor) -> None:
+        """Write them into memory that is sent from, 1-D and as long as the block."""
+
+    def contiguous(self) -> Tensor | None:
+        """Return the memory in which they lie in this order already, if there is one."""
 
 
 @runtime_checkable
 class BorrowingPort(Protocol):
     """A port that, during an exchange, sends from and receives into the worker's own memory, without copies."""
 
-    def lend(self, sequence: int, gradient: Mapping[int, Tensor], views: Mapping[int, Tensor]) -> None:
-        """Until `settle` returns, these blocks of the gradient stay as they are, and nobody computes with the views."""
+    def lend(self, sequence: int, views: Mapping[int, Tensor]) -> None:
+        """Lend the parameters of these blocks for one exchange: until `settle` returns, nobody computes with them.
+
+        Gradients that are pushed meanwhile stay unchanged until then.
+        """
 
     def settle(self, pull: Settling) -> None:
         """Wait until the exchange is over."""

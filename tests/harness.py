@@ -60,10 +60,12 @@ from rainband.protocol.messages import (
     encode,
 )
 from rainband.protocol.parameter_buffers import ParameterBuffer
+from rainband.protocol.steps import Handle
 from rainband.server.block import Block
 from rainband.server.server import Server
-from rainband.strategy import Batch, ServerPart
-from rainband.worker.client import Client, Handle, PullHandle
+from rainband.strategy import Batch, BlockValues, ServerPart
+from rainband.worker.client import Client
+from rainband.worker.pulls import PullHandle
 from rainband.worker.session import join_of
 from rainband.worker.worker import Compute, ModuleWorker, ServerSide
 from tests.ledger import ELEMENTS, Case, CountingOptimizer, Ledger, Memory, Wrong, check_block, number_of
@@ -141,11 +143,11 @@ class LinePort:
     def send(self, message: Message) -> None:
         self._send(InFlight(message))
 
-    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         if self.direct and self.cluster.random.random() < 0.1:  # waiting for room, it takes what has come
             self.cluster.hand_over_some(self.server, self.worker.peer)
         payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
-        fill(payload)
+        values.write(payload)
         self._send(InFlight(message, payload))
 
     def _send(self, in_flight: InFlight) -> None:
@@ -267,8 +269,8 @@ class Node:
             client.load()
             yield lambda: self.go
         yield from self._drive(client)
-        yield lambda: not client.pushes
-        client.give_all_back(LeaseEnd.STOPPED)
+        yield lambda: not client.pushes.in_flight
+        client.leases.give_all_back(LeaseEnd.STOPPED)
         self.tell(client.stats.heartbeat())
         self.tell(Ended(client.stats.samples))
         while True:
@@ -597,8 +599,8 @@ class SimulatedCluster:
         self.random.shuffle(again)
         for in_flight in again:
             self.bus(node.peer, port.server, in_flight)
-        pull = node.client.pulling if node.client else None
-        in_place = port.direct and node.client is not None and node.client.asks is False
+        pull = node.client.pulls.current if node.client else None
+        in_place = port.direct and node.client is not None and node.client.pulls.asks is False
         if pull is not None and pull.asked is not None and not (in_place and pull.at_version < 0):
             self.bus(node.peer, port.server, InFlight(pull.asked))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.runtimes.training_loop.loop import TrainingLoop
 from rainband.server.server import Server
 from rainband.strategies.downpour import Downpour
-from rainband.strategy import ServerPart, Strategy
+from rainband.strategy import BlockValues, ServerPart, Strategy
 from rainband.worker.session import Session
 
 ME = Peer("worker", 0)
@@ -158,9 +158,9 @@ class MemoryPort:
     def send(self, message: Message) -> None:
         self.run.bus(ME, self.server, message)
 
-    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
-        fill(payload)
+        values.write(payload)
         self.run.bus(ME, self.server, message, payload)
 
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:

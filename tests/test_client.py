@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,8 +30,9 @@ from rainband.protocol.messages import (
     Return,
     Revoke,
 )
-from rainband.strategy import Batch, WorkItem
-from rainband.worker.client import Client, PullHandle
+from rainband.strategy import Batch, BlockValues, WorkItem
+from rainband.worker.client import Client
+from rainband.worker.pulls import PullHandle
 from tests.pieces import NUMEL, full, layout_of, make_plan, named, rounds_plan, specs_of
 
 
@@ -48,9 +48,9 @@ class FakePort:
     def send(self, message: Message) -> None:
         self.sent.append(message)
 
-    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         payload = torch.full((message.numel,), math.nan, dtype=getattr(torch, message.dtype))
-        fill(payload)
+        values.write(payload)
         self.sent.append(message)
         self.payloads.append(payload)
 
@@ -165,7 +165,7 @@ def test_a_cell_says_whether_another_one_is_at_hand(items_per_round: int) -> Non
     s.lease(1, (0,))
     work_items = [s.client.next_item()]
     for block in range(2 if items_per_round else 0):  # the round it has asked for begins
-        s.params(block, s.client.sequence, at_version=0)
+        s.params(block, s.client.pushes.sequence, at_version=0)
     work_items += [s.client.next_item(), s.client.next_item()]
     assert [work_item.more for work_item in work_items if work_item is not None] == [True, False]
 
@@ -182,7 +182,7 @@ def test_a_lease_is_given_back_as_done_when_every_block_has_answered_for_every_b
     s.ack(1, 2, PushResult.DUPLICATE)
 
     assert s.returned() == [Return(0, 1, LeaseEnd.DONE)]
-    assert s.client.leases == {} and s.client.pushes == {} and s.client.stats.acked == 2
+    assert s.client.leases.held == {} and s.client.pushes.in_flight == {} and s.client.stats.acked == 2
 
 
 @pytest.mark.parametrize("result", [PushResult.REVOKED, PushResult.OVERLAPS])
@@ -196,7 +196,7 @@ def test_a_worker_that_is_fenced_gives_the_lease_back_and_drops_its_work(result:
     s.ack(0, 1, result)
 
     assert s.returned() == [Return(0, 1, LeaseEnd[result.name])]
-    assert s.next_batches() == [] and s.client.pushes == {}
+    assert s.next_batches() == [] and s.client.pushes.in_flight == {}
 
 
 def test_a_lease_that_is_taken_back_is_left_to_others_without_a_word() -> None:
@@ -221,7 +221,7 @@ def test_answers_under_an_old_lease_do_not_touch_the_new_one() -> None:
     s.ack(0, 2, PushResult.REVOKED)
 
     assert s.returned() == []
-    assert s.next_batches() == [(0, 0)] and s.client.leases[0].unsettled == {0, 1}
+    assert s.next_batches() == [(0, 0)] and s.client.leases.held[0].unsettled == {0, 1}
 
 
 def test_a_lease_that_comes_twice_or_too_late_is_the_one_that_is_held() -> None:
@@ -233,7 +233,7 @@ def test_a_lease_that_comes_twice_or_too_late_is_the_one_that_is_held() -> None:
         s.lease(0, (0, 1, 2, 3), number=number)
 
     assert s.next_batches() == [(0, 1)]
-    assert s.client.leases[0].number == 2
+    assert s.client.leases.held[0].number == 2
 
 
 def test_at_the_end_nothing_more_is_asked_for_and_what_is_left_is_given_back() -> None:
@@ -242,7 +242,7 @@ def test_at_the_end_nothing_more_is_asked_for_and_what_is_left_is_given_back() -
     s.client.receive(Finish())
 
     s.next_batches()
-    s.client.give_all_back(LeaseEnd.STOPPED)
+    s.client.leases.give_all_back(LeaseEnd.STOPPED)
 
     assert s.told == [Return(0, 1, LeaseEnd.STOPPED)]
 
@@ -262,7 +262,7 @@ def test_news_is_whatever_comes() -> None:
 
 def test_a_push_goes_to_every_block_under_one_number_with_its_own_piece() -> None:
     s = Setting()
-    s.client.versions[:] = [5, 6]
+    s.client.pulls.versions[:] = [5, 6]
     s.push(1, 2, 3, number=4)
 
     (first,), (second,) = s.ports[0].sent, s.ports[1].sent
@@ -339,7 +339,7 @@ def test_a_pull_becomes_the_parameters_only_when_it_is_asked_for() -> None:
     assert s.values() == [0.0, 0.0]
 
     assert pull.ready()
-    assert s.values() == [7.0, 8.0] and s.client.versions == [4, 5]
+    assert s.values() == [7.0, 8.0] and s.client.pulls.versions == [4, 5]
 
 
 def test_a_block_that_is_answered_twice_counts_once() -> None:
@@ -368,7 +368,7 @@ def test_answers_to_an_older_pull_are_not_this_ones() -> None:
 
 def test_shared_memory_is_read_without_asking_once_ones_own_pushes_are_in() -> None:
     s = Setting(direct=True)
-    s.client.asks = False  # as the first answer said
+    s.client.pulls.asks = False  # as the first answer said
     s.ports[0].readable[0], s.ports[1].readable[1] = (3, 7.0), (4, 8.0)
     s.push(0, 0)
     s.ack(0, 1)
@@ -377,7 +377,7 @@ def test_shared_memory_is_read_without_asking_once_ones_own_pushes_are_in() -> N
     assert not pull.ready() and s.values() == [7.0, 0.0]
     s.ack(1, 1)
 
-    assert pull.ready() and s.values() == [7.0, 8.0] and s.client.versions == [3, 4]
+    assert pull.ready() and s.values() == [7.0, 8.0] and s.client.pulls.versions == [3, 4]
     assert s.ports[0].all(Pull) == []
 
 
@@ -416,8 +416,8 @@ def in_rounds(direct: bool = False) -> Setting:
 
 
 def pull_of(s: Setting) -> PullHandle:
-    assert s.client.pulling is not None
-    return s.client.pulling
+    assert s.client.pulls.current is not None
+    return s.client.pulls.current
 
 
 def test_a_cell_is_handed_out_when_every_block_has_its_rounds_version() -> None:
@@ -447,7 +447,7 @@ def test_of_several_leases_the_lowest_round_comes_first() -> None:
         s.next_batches()
         s.params(block, pull_of(s).sequence, at_version=0)
     assert s.next_batches() == [(1, 0)]
-    s.client.leases[1].todo.popleft()  # round 1 is done as well
+    s.client.leases.held[1].todo.popleft()  # round 1 is done as well
 
     s.next_batches()
     assert pull_of(s).at_version == 2
@@ -456,7 +456,7 @@ def test_of_several_leases_the_lowest_round_comes_first() -> None:
 def test_a_missing_cell_of_a_lower_round_is_asked_for_though_a_later_one_was() -> None:
     s = in_rounds()
     s.next_batches()
-    s.client.leases[1].todo.popleft()
+    s.client.leases.held[1].todo.popleft()
     s.next_batches()
     assert pull_of(s).at_version == 1
 
@@ -473,7 +473,7 @@ def test_a_round_that_is_over_is_not_ours_to_do_any_more() -> None:
 
     assert not s.returned()
     s.next_batches()
-    assert pull_of(s).at_version == 1 and s.client.leases[1].unsettled == {1, 2, 3}
+    assert pull_of(s).at_version == 1 and s.client.leases.held[1].unsettled == {1, 2, 3}
 
 
 def test_a_lease_whose_rounds_are_all_over_is_given_back() -> None:

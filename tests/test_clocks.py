@@ -331,8 +331,8 @@ class Reader(Node):
         for block, parameter in enumerate(self.memory.parameters):
             first = Ledger(self.case).first(block)
             seen = frozenset((parameter.double() != first).nonzero().flatten().tolist())
-            self.reads.append(Seen(self.rank, client.clock, block, seen))
-        self.pushed[self.rank, client.clock + 1] = number_of(plan, batch.portion, batch.k)
+            self.reads.append(Seen(self.rank, client.pushes.clock, block, seen))
+        self.pushed[self.rank, client.pushes.clock + 1] = number_of(plan, batch.portion, batch.k)
         return super()._compute(client, batch)
 
 

@@ -107,7 +107,7 @@ def reader(data: Any, *work_items: int) -> Any:
     handed, _ = hand()
     handed.take(AssignItems(1, work_items))
     handed.next(PLAN)
-    worker = SimpleNamespace(plan=PLAN, data=data, sampler=Sampler(PLAN), client=SimpleNamespace(handed=handed))
+    worker = SimpleNamespace(plan=PLAN, data=data, sampler=Sampler(PLAN), client=SimpleNamespace(items=handed))
     worker.fetch = prefetched(worker)  # type: ignore[arg-type]
     return worker
 

@@ -21,6 +21,7 @@ import rainband.coordinator.leases
 import rainband.server.server
 from rainband.coordinator.leases import Leases
 from rainband.coordinator.state import RunState
+from rainband.model.flat_parameters import BlockTensors
 from rainband.model.gradient import Gradient
 from rainband.protocol.data_plan import AcceptedSet, PushId
 from rainband.protocol.layout import BlockSpec
@@ -29,6 +30,7 @@ from rainband.rules import ApplyEvery, Clocks, FirstArrivalsOfRound, MeanOfRound
 from rainband.server.block import Block
 from rainband.server.server import Server
 from rainband.worker.client import Client
+from rainband.worker.server_blocks import ServerBlocks
 from tests import test_client, test_clocks, test_coordinator, test_rules, test_server
 from tests.harness import LinePort, replaced
 from tests.ledger import Wrong
@@ -131,19 +133,20 @@ def mean_of_means(patch: pytest.MonkeyPatch) -> None:
 
 
 def block_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    """A block is filled with its neighbour's gradient."""
+    """A block is pushed with its neighbor's gradient."""
+    blocks_of: dict[int, list[BlockSpec]] = {}  # by the id of the parameters
+    true_init = ServerBlocks.__init__
 
-    def filler(client: Client, block: BlockSpec, gradient: Gradient) -> Callable[[Tensor], None]:
-        other = client.blocks[(block.index + 1) % len(client.blocks)]
+    def init(servers: ServerBlocks, flat: Any, *rest: Any) -> None:
+        true_init(servers, flat, *rest)
+        blocks_of[id(flat)] = servers.blocks
 
-        def fill(out: Tensor) -> None:
-            wrong = out.new_empty(other.numel, dtype=client.views[other.index].dtype)
-            client.flat.write(other, gradient.tensors, wrong)
-            out.copy_(wrong)
+    def values_of_neighbor(gradient: Gradient, flat: Any, block: BlockSpec) -> BlockTensors:
+        blocks = blocks_of[id(flat)]
+        return BlockTensors(flat, blocks[(blocks.index(block) + 1) % len(blocks)], gradient.tensors)
 
-        return fill
-
-    patch.setattr(Client, "_filler", filler)
+    patch.setattr(ServerBlocks, "__init__", init)
+    patch.setattr(Gradient, "block_values", values_of_neighbor)
 
 
 def each_server_forgets_the_dead(patch: pytest.MonkeyPatch) -> None:
@@ -199,7 +202,7 @@ def a_refused_push_holds_the_reader(patch: pytest.MonkeyPatch) -> None:
 
 def the_idle_are_waited_for(patch: pytest.MonkeyPatch) -> None:
     """A worker that waits for work is waited for by those who have it."""
-    patch.setattr(Client, "_rest", lambda client: None)
+    patch.setattr(Client, "rest", lambda client: None)
     patch.setattr(Leases, "forget_the_idle", lambda leases: [])
 
 
@@ -211,11 +214,11 @@ def a_push_is_numbered_anew_in_its_middle(patch: pytest.MonkeyPatch) -> None:
     """While a port waits for room, what comes may make the client ask, under the next number."""
     true_push = LinePort.push
 
-    def push(port: LinePort, message: Any, fill: Any) -> None:
+    def push(port: LinePort, message: Any, values: Any) -> None:
         client = port.worker.client
-        if isinstance(message, Push) and client is not None and client.sequence != message.sequence:
-            message = replaced(message, sequence=client.sequence)
-        true_push(port, message, fill)
+        if isinstance(message, Push) and client is not None and client.pushes.sequence != message.sequence:
+            message = replaced(message, sequence=client.pushes.sequence)
+        true_push(port, message, values)
 
     patch.setattr(LinePort, "push", push)
 

@@ -17,8 +17,6 @@ Each step below is one file:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -52,7 +50,7 @@ from rainband.protocol.messages import (
 from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.server.server import Server
 from rainband.strategies.downpour import Downpour
-from rainband.strategy import Batch
+from rainband.strategy import Batch, BlockValues
 from rainband.tasks.task import TensorData
 from rainband.worker.client import Client
 from rainband.worker.worker import ModuleWorker
@@ -95,9 +93,9 @@ class Wire:
     def send(self, message: Message) -> None:
         self.sent.append((message, None))
 
-    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         payload = torch.empty(message.numel)
-        fill(payload)  # the one copy: from where autograd left the gradient to where it is sent from
+        values.write(payload)  # the one copy: from where autograd left the gradient to where it is sent from
         self.sent.append((message, payload))
 
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
@@ -218,4 +216,4 @@ def test_one_gradient() -> None:
 
     assert pull.ready()
     assert next(module.parameters())[0].tolist() == (-0.5 * SAMPLES[sample]).tolist()
-    assert client.versions == [1]
+    assert client.pulls.versions == [1]

@@ -287,7 +287,7 @@ class FakePull:
 
     def __init__(self, is_open: bool) -> None:
         self.is_open = is_open
-        self.client = self
+        self.pulls = self.leases = self
         self.skipped: list[int] = []
 
     def skip_rounds(self, last: int) -> None:

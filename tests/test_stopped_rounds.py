@@ -26,5 +26,5 @@ def test_when_a_worker_dies_with_a_push_on_one_server_only_the_round_before_is_s
     client = cluster.workers[0].client
     assert client is not None and client.me == Peer("worker", 0)
     for block in blocks:
-        assert torch.equal(client.views[block.index], block.buffer.at(2))
+        assert torch.equal(client.servers.views[block.index], block.buffer.at(2))
         assert not torch.equal(block.buffer.at(2), block.buffer.at(1))

@@ -325,14 +325,11 @@ NOT_YET: dict[Law, set[str]] = {
         "cli",
     },
     replaced_methods: {
-        "model/flat_parameters.py: parameter.data",
-        "model_parallel/execution/worker.py: client.others_have_opened",
         "runtimes/processes/stage_process.py: model.drive",
         "runtimes/simulation/cluster.py: coordinator_node.occupy",
     },
     large_classes: {
         "Block",
-        "Client",
         "Coordinator",
         "FragmentRun",
         "FullBatchRun",
@@ -355,9 +352,7 @@ NOT_YET: dict[Law, set[str]] = {
         "model_parallel/graph/tile_regions.py",
         "model_parallel/placement/split_layers.py",
     },
-    long_files: {
-        "worker/client.py",
-    },
+    long_files: set(),
 }
 
 

@@ -150,7 +150,7 @@ class Worker:
 
     def load_zeros(self) -> None:
         for spec in self.server.specs:
-            self.port.push(InitBlock(spec.index, spec.dtype, spec.numel), _zero)
+            self.port.push(InitBlock(spec.index, spec.dtype, spec.numel), Written(Tensor.zero_))
         self.wait(BlockReady, len(self.server.specs))
 
     def push(self, batch: int, fill: Callable[[Tensor, int], object], **changed: Any) -> None:
@@ -161,7 +161,7 @@ class Worker:
                 "block": spec.index,
                 "worker": self.me.index,
                 "sequence": self.sequence,
-                "name": (BatchRange(0, batch, batch + 1, 1),),
+                "push_id": (BatchRange(0, batch, batch + 1, 1),),
                 "samples": 1,
                 "clock": 1,
                 "term": 1,
@@ -173,7 +173,7 @@ class Worker:
             def write(out: Tensor, index: int = spec.index) -> None:
                 fill(out, index)
 
-            self.port.push(Push(**{**fields, **changed}), write)
+            self.port.push(Push(**{**fields, **changed}), Written(write))
 
     def push_ones(self, batch: int) -> str:
         """Push, wait, and say what became of it on the last block."""
@@ -196,8 +196,17 @@ class Worker:
         return [p for _, p in sorted(answers, key=lambda answer: answer[0].block) if p is not None]
 
 
-def _zero(out: Tensor) -> None:
-    out.zero_()
+class Written:
+    """Values that a function writes."""
+
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        self._write = write
+
+    def write(self, out: Tensor) -> None:
+        self._write(out)
+
+    def contiguous(self) -> Tensor | None:
+        return None
 
 
 def connect_raw(server: Served) -> socket.socket:

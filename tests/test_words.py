@@ -411,7 +411,6 @@ NOT_YET: set[str] = {
     "rainband/transports/shared_memory.py",
     "rainband/views/predicted_stages.py",
     "rainband/views/schedule_chart.py",
-    "rainband/worker/client.py",
     "rainband/worker/periodic_eval.py",
     "rainband/worker/session.py",
     "rainband/worker/work_items.py",

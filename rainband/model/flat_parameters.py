@@ -72,8 +72,8 @@ class Flat:
         self._parameter_views = self._make_views()
         self._addresses = [view.data_ptr() for view in self._parameter_views]
         self._stretches: dict[tuple[int, int, int], list[_Stretch]] = {}
-        for parameter, view in zip(self._held(), self._parameter_views, strict=True):
-            _move_into(parameter, view)
+        for parameter, flat_view in zip(self._held(), self._parameter_views, strict=True):
+            _move_into(parameter, flat_view)
 
     def _held(self) -> list[nn.Parameter]:
         return [self.parameters[number] for number in self.own]
@@ -92,8 +92,8 @@ class Flat:
         strays = [(spec.name, p, view) for spec, p, view in everyone if p.data_ptr() != view.data_ptr()]
         for name, parameter, view in strays:
             _refuse_another_kind(name, parameter, view)
-        for _, parameter, view in strays:
-            _move_into(parameter, view)
+        for _, parameter, flat_view in strays:
+            _move_into(parameter, flat_view)
 
     def check_identity(self) -> None:
         """Raise if the module lost one of these Parameter objects. Too dear for every step."""
@@ -182,8 +182,8 @@ class Flat:
 
     def attach(self) -> None:
         """Make this memory the module's parameters, without copying; between a step and the next forward only."""
-        for parameter, view in zip(self._held(), self._parameter_views, strict=True):
-            parameter.data = view
+        for parameter, flat_view in zip(self._held(), self._parameter_views, strict=True):
+            parameter.data = flat_view
 
     def release(self) -> None:
         """Give each parameter private memory of its own again. Afterwards this object is of no use."""
@@ -218,6 +218,21 @@ class Flat:
             at = segment.stop
         if block.numel > at:
             yield _Stretch(block.numel - at, zeros=zeros(block.numel - at))
+
+
+class BlockTensors:
+    """One block's slice of one tensor per parameter, such as a gradient: written when and where a port needs it."""
+
+    __slots__ = ("block", "flat", "tensors")
+
+    def __init__(self, flat: Flat, block: BlockSpec, tensors: Sequence[Tensor | None]) -> None:
+        self.flat, self.block, self.tensors = flat, block, tensors
+
+    def write(self, out: Tensor) -> None:
+        self.flat.write(self.block, self.tensors, out)
+
+    def contiguous(self) -> Tensor | None:
+        return self.flat.contiguous_slice(self.block, self.tensors)
 
 
 @torch.no_grad()
@@ -279,9 +294,9 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense()
 
 
-def _move_into(parameter: nn.Parameter, view: Tensor) -> None:
-    view.copy_(parameter.detach())
-    parameter.data = view
+def _move_into(parameter: nn.Parameter, flat_view: Tensor) -> None:
+    flat_view.copy_(parameter.detach())
+    parameter.data = flat_view
 
 
 class _Member(NamedTuple):

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rainband.model.flat_parameters import is_finite
+from rainband.model.flat_parameters import BlockTensors, is_finite
 from rainband.protocol.data_plan import BatchRange, PushId, ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.strategy import Batch
+    from rainband.model.flat_parameters import Flat
+    from rainband.protocol.layout import BlockSpec
+    from rainband.strategy import Batch, BlockValues
 
 
 class Gradient:
@@ -32,6 +34,10 @@ class Gradient:
     def is_finite(self) -> bool:
         """Looked at once: whoever asks first, the worker's own step or the push, asks for both."""
         return is_finite(self.tensors)
+
+    def block_values(self, flat: Flat, block: BlockSpec) -> BlockValues:
+        """Return what is pushed to one block."""
+        return BlockTensors(flat, block, self.tensors)
 
     def __add__(self, other: Gradient) -> Gradient:
         """The sum. It takes over this gradient's memory: do not use the summands afterwards."""

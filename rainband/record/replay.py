@@ -32,7 +32,7 @@ from rainband.runtimes.simulation.nodes import publish
 from rainband.runtimes.simulation.run import Simulated, make_play, one_thread
 from rainband.runtimes.simulation.worker import ComputeBody
 from rainband.server.server import Server
-from rainband.strategy import Port, ServerPart
+from rainband.strategy import BlockValues, Port, ServerPart
 from rainband.worker.client import Client
 from rainband.worker.worker import Compute, ModuleWorker
 
@@ -188,7 +188,7 @@ class Repetition:
             self.servers.append(server)
             for spec in assigned.assign.blocks:
                 load = InitBlock(spec.index, spec.dtype, spec.numel)
-                server.receive(Peer("worker", 0), load, first.views[spec.index].clone())
+                server.receive(Peer("worker", 0), load, first.servers.views[spec.index].clone())
                 self.owner[spec.index] = server
 
     def _half(self, num_workers: int) -> ServerPart:
@@ -302,10 +302,10 @@ class ReplayPort:
         elif isinstance(message, Push):  # batches that were skipped
             self._push(message, None)
 
-    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         assert isinstance(message, Push)
         payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
-        fill(payload)
+        values.write(payload)
         squares, key = self.repetition.squares, (self.worker, message.sequence)
         if self.repetition.note is not None:
             squares[key] = squares.get(key, 0.0) + float(payload.double().square().sum())

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rainband.observer import Activity, Observer
-from rainband.worker.client import PullHandle, PushHandle
+from rainband.worker.pulls import PullHandle
+from rainband.worker.pushes import PushHandle
 
 if TYPE_CHECKING:
     from rainband.protocol.messages import Message

@@ -31,7 +31,7 @@ from rainband.protocol.messages import (
     encode,
 )
 from rainband.protocol.worker_stats import Stats
-from rainband.strategy import Settling
+from rainband.strategy import BlockValues, Settling
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.frames import (
     PREFIX_BYTES,
@@ -99,11 +99,11 @@ class SharedPort:
     def send(self, message: Message) -> None:
         self._send(message)
 
-    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         if not self.free:
             self._wait_for_room()
         slot = self.free.pop()  # the one used last: it is still in the cache
-        fill(self.mailbox.tensor(slot, message.dtype, message.numel))
+        values.write(self.mailbox.tensor(slot, message.dtype, message.numel))
         self._send(msgspec.structs.replace(message, slot=slot))
 
     def _wait_for_room(self) -> None:
@@ -172,7 +172,6 @@ class TcpPort:
         self.deliver = deliver
         self.inbox = {spec.index: torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) for spec in specs}
         self.pool: list[Tensor] = []
-        self.lent: Mapping[int, Tensor] = {}  # of the gradient, during an exchange
         self.views: Mapping[int, Tensor] = {}  # of the parameters, during an exchange
         self.exchanging = -1  # its sequence
         self.hot: list[Tensor] = []
@@ -187,26 +186,26 @@ class TcpPort:
     def send(self, message: Message) -> None:
         self.outbox.put((message, None, None))
 
-    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         waits = isinstance(message, Push) and message.want
-        if waits and message.block in self.lent:
-            self.outbox.put((message, self.lent[message.block], None))
+        if waits and self.exchanging >= 0 and (payload := values.contiguous()) is not None:
+            self.outbox.put((message, payload, None))
             return
         buffers = self.hot if waits else self.pool
         while waits and not self.room.acquire(timeout=0.5):  # few buffers, which stay in the cache
             self.event_loop.wait(0.0)  # raises when the connection is gone
         payload = buffers.pop() if buffers else torch.empty(self.largest, dtype=torch.uint8)
-        fill(payload[: _num_bytes(message)].view(getattr(torch, message.dtype)))
+        values.write(payload[: _num_bytes(message)].view(getattr(torch, message.dtype)))
         self.outbox.put((message, payload, buffers))
 
-    def lend(self, sequence: int, gradient: Mapping[int, Tensor], views: Mapping[int, Tensor]) -> None:
-        self.exchanging, self.lent, self.views = sequence, gradient, views
+    def lend(self, sequence: int, views: Mapping[int, Tensor]) -> None:
+        self.exchanging, self.views = sequence, views
 
     def settle(self, pull: Settling) -> None:
         """Every block was answered, so every byte has left."""
         while not pull.ready():
             self.event_loop.wait()
-        self.exchanging, self.lent, self.views = -1, {}, {}
+        self.exchanging, self.views = -1, {}
 
     def _send_loop(self) -> None:
         try:

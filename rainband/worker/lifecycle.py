@@ -67,7 +67,7 @@ async def leave(session: Session, worker: RunningWorker) -> None:
     """The strategy has ended: wait for the last answers, return the leases, report the numbers and the buffers."""
     client, runtime = worker.client, session.runtime
     await session.model.ended(worker)
-    await Until("answers to its last pushes", lambda: not client.pushes)
+    await Until("answers to its last pushes", lambda: not client.pushes.in_flight)
     session.model.return_leases(worker)
     runtime.flush_output()
     runtime.tell(session.stats.heartbeat())

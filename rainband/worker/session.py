@@ -140,7 +140,7 @@ class Session:
     def open(self, welcome: Welcome, ports: Sequence[Port]) -> Client:
         """Make the client, and give it what came before."""
         self.client = client = self.model.make_client(self.me, welcome, list(ports), self.runtime.tell)
-        client.stats, client.observer = self.stats, self.observer
+        client.servers.stats, client.servers.observer = self.stats, self.observer
         if self.observer is not None:
             self.observer.joined(client, welcome)
         for message in self.early:  # the run may be at its end before we have entered it

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import AssignItems, ItemsDelivered, LeaseRequest, Message
+from rainband.protocol.steps import Handle
 from rainband.strategy import Batch, WorkItem
 
 
@@ -66,3 +68,19 @@ class ItemsInHand:
     def wants(self, work_item: WorkItem) -> bool:
         """Is it worth going on with a cell that was begun?"""
         return work_item.round == self.at_version and work_item.batches[0].portion not in self.spare
+
+
+@dataclass(eq=False, slots=True)
+class StillNeeded(Handle):
+    """A check, after the messages that have arrived, whether a work item that was begun is still to be delivered."""
+
+    items: ItemsInHand
+    work_item: WorkItem
+    looked: bool = False  # the runtime has delivered what had arrived
+
+    def ready(self) -> bool:
+        return self.looked
+
+    def __await__(self) -> Generator[Handle, None, bool]:
+        yield from self._wait()
+        return self.items.wants(self.work_item)

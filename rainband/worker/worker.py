@@ -17,7 +17,9 @@ from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Report, Skipped, Tally
 from rainband.protocol.steps import Work
 from rainband.strategy import Batch, WorkItem
-from rainband.worker.client import Client, PullHandle, StillNeeded
+from rainband.worker.client import Client
+from rainband.worker.pulls import PullHandle
+from rainband.worker.work_items import StillNeeded
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +39,7 @@ class Compute(Work):
         self.batch = batch
         self.result: Gradient | None = None
         # While it computes, newer parameters may come for the next one.
-        self.began, self.read = worker.client.clock, tuple(worker.client.versions)
+        self.began, self.read = worker.client.pushes.clock, tuple(worker.client.pulls.versions)
 
     def perform(self) -> None:
         observer = self.worker.client.observer
@@ -259,7 +261,7 @@ class LocalAccounting:
             self.untracked_pushes += not name
         if self.accepted_set.add(name):
             self.client.tell(self.report())
-        self.client.settle(name)
+        self.client.leases.settle(name)
 
     def report(self, flushed: bool = False) -> Report:
         full = tuple(p for p in sorted(self.accepted_set.open) if self.accepted_set.is_full(p))

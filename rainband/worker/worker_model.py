@@ -18,7 +18,7 @@ Buffers = bytes | memoryview | None
 
 
 class RunningWorker(Worker, Protocol):
-    """What a strategy uses, and what is reported when the strategy has ended."""
+    """A worker with what is reported when its strategy has ended."""
 
     client: Client
 
@@ -33,7 +33,7 @@ AnyWorker = TypeVar("AnyWorker", bound=RunningWorker)
 
 
 class WorkerModel(Generic[AnyWorker]):
-    """What a worker computes with. Methods without a value may stay as they are."""
+    """The model a worker computes with. Methods that return nothing may be left as they are."""
 
     stays = True  # after saving, until the coordinator ends the process
     part = 0  # of a model that several workers compute together
@@ -57,7 +57,7 @@ class WorkerModel(Generic[AnyWorker]):
 
     def return_leases(self, worker: AnyWorker) -> None:
         """Return the leases whose batches this worker will not process."""
-        worker.client.give_all_back(LeaseEnd.STOPPED)
+        worker.client.leases.give_all_back(LeaseEnd.STOPPED)
 
     def has_order(self, worker: AnyWorker) -> bool:
         """Return True if another worker of the replica waits for this one, whose strategy has ended."""
@@ -99,11 +99,11 @@ class ModuleModel(WorkerModel[ModuleWorker]):
 
 async def pull_final(client: Client) -> None:
     """Copy the parameters that are to be saved into the model."""
-    if client.blocks and client.ports:
+    if client.servers.blocks and client.servers.ports:
         await client.final_parameters()
 
 
 async def pull_latest(client: Client) -> None:
     """Copy the parameters as the servers have them now into the model."""
-    if client.blocks and client.ports:
+    if client.servers.blocks and client.servers.ports:
         await client.pull_latest()

@@ -225,7 +225,7 @@ class BenchWorker:
         me = Peer("worker", order.index)
         ports = [self._port(me, i, address) for i, address in enumerate(order.addresses)]
         self.client = Client(me, PLAN, flat, order.blocks, order.owners, ports, lambda message: None)
-        self.client.stats = self.stats
+        self.client.servers.stats = self.stats
         self.gradient: Tensor = torch.full((order.num_elements,), 1e-3)
         self.batch = order.index << 20
         if order.index == 0:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from rainband.protocol.optimizer_spec import OptimizerSpec
     from rainband.strategy import Arrival, StageVersions, Tag
     from rainband.tasks.task import Data, Task
-    from rainband.worker.client import Client, PullHandle
+    from rainband.worker.client import Client
+    from rainband.worker.pulls import PullHandle
 
 FIRST = 0  # the place of the worker that leads
 
@@ -74,7 +75,7 @@ class PullTogether:
         theirs = [await self.links.receive(other, ("open", round_)) for other in self.links.others]
         if mine and all(theirs):
             return True
-        self.handle.client.skip_rounds(round_)
+        self.handle.pulls.leases.skip_rounds(round_)
         return False
 
 
@@ -86,7 +87,7 @@ class Question:
         self.client = client
 
     def ready(self) -> bool:
-        return self.client.has_opened()
+        return self.client.pulls.has_opened()
 
 
 class ShareWorker(ModuleWorker):
@@ -116,7 +117,7 @@ class ShareWorker(ModuleWorker):
         self.opening: list[Arrival] = []
         self.question: Question | None = None  # what we were asked
         if self.leads and client.plan.items_per_round:
-            client.others_have_opened = self._opened_for_all
+            client.open_rounds_with(self._opened_for_all)
         self.gone_through = 0  # samples
         self.before_item: Callable[[], None] | None = None  # of the first: measures now and then
         self.parts = [share.first]
@@ -174,7 +175,7 @@ class ShareWorker(ModuleWorker):
 
     def idle(self) -> None:
         """There is no cell now. If the servers were told not to wait for us, they must not wait for the others."""
-        if self.leads and not self.client.entered and not self.resting:
+        if self.leads and not self.client.pulls.entered and not self.resting:
             self.resting = True
             self.order("rest", None)
 
@@ -211,11 +212,11 @@ class ShareWorker(ModuleWorker):
             if what == "over":
                 return
             if what == "round":
-                self.client.ask_round(payload)
+                self.client.pulls.round(payload)
                 self.question = Question(self.orders - 1, self.client)
                 continue
             if what == "rest":
-                if self.client.entered:
+                if self.client.pulls.entered:
                     self.client.rest()
             elif what == "answer":
                 await self.answer(payload)
@@ -241,7 +242,7 @@ class ShareWorker(ModuleWorker):
         return self._gradient(batch)
 
     async def _gradient(self, batch: Batch) -> Gradient:
-        began, read = self.client.clock, tuple(self.client.versions)
+        began, read = self.client.pushes.clock, tuple(self.client.pulls.versions)
         tag: Tag = (batch.portion, batch.k, batch.lease)
         for parameter in self.share.model.parameters():
             parameter.grad = None

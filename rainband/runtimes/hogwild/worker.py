@@ -84,8 +84,8 @@ class InPlace:
         index, memory = self.worker.rank, self.memory
         if memory.is_fenced(batch):
             memory.refuse(index)
-            if batch.portion in self.client.leases:
-                self.client.give_back(batch.portion, LeaseEnd.REVOKED)
+            if batch.portion in self.client.leases.held:
+                self.client.leases.give_back(batch.portion, LeaseEnd.REVOKED)
             return
         if gradient.is_finite:
             memory.begin(index, batch)
@@ -96,7 +96,7 @@ class InPlace:
         self.client.stats.acked += 1
         if memory.is_complete(batch.portion):
             self.client.tell(ReportRequest())  # the keeper looks, and tells how far it is
-        self.client.settle(gradient.push_id())
+        self.client.leases.settle(gradient.push_id())
 
     def _position(self, batch: Batch) -> float:
         return self.worker.plan.progress(batch.portion, batch.k)

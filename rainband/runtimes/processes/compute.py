@@ -66,7 +66,7 @@ class Prefetch:
     def __call__(self, batch: Batch) -> Any:
         ahead = self.samples if batch == self.next else None
         samples = self._begin(batch).result() if ahead is None else ahead.result()
-        self.next = self.worker.client.handed.after(batch, self.worker.plan)
+        self.next = self.worker.client.items.after(batch, self.worker.plan)
         self.samples = None if self.next is None else self._begin(self.next)
         return samples
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rainband.errors import Stop
 from rainband.protocol.steps import Handle, Steps, Work
-from rainband.worker.client import StillNeeded
+from rainband.worker.work_items import StillNeeded
 
 if TYPE_CHECKING:
     from rainband.worker.session import Session

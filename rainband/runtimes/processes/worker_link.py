@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Address, Failed, InitBlock, Message, Peer, Push, Welcome
 from rainband.runtimes.config import Job
-from rainband.strategy import Port, Strategy
+from rainband.strategy import BlockValues, Port, Strategy
 from rainband.transports.connect import can_share_memory, connect
 from rainband.transports.coordinator_link import CoordinatorLink
 from rainband.transports.event_loop import EventLoop
@@ -38,7 +37,7 @@ class NullPort:
     def send(self, message: Message) -> None:
         raise AssertionError("there is nothing to say to it")
 
-    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         raise AssertionError("it has none of our blocks")
 
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:

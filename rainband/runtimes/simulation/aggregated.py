@@ -27,7 +27,7 @@ from rainband.runtimes.simulation.nodes import publish
 from rainband.runtimes.simulation.shared_module import NOTHING, hollow
 from rainband.runtimes.simulation.worker import WorkerNode
 from rainband.server.server import Server, ServerOutput
-from rainband.strategy import ServerPart
+from rainband.strategy import BlockValues, ServerPart
 
 ALL = Peer("server", 0)  # the coordinator knows of one server, which is all of them
 Arriving = tuple[float, int, WorkerNode, Message, float]  # (when, a number, whose, it, when its first byte left)
@@ -170,7 +170,7 @@ class AggregatedPort:
             at_s = now
         node.expect(at_s + node.latency_s, worker, message, at_s)
 
-    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         worker, aggregated = self.worker, self.node.aggregated
         # The first share leaves while the next ones are copied: only the copying of the first is waited for.
         now, at_s = worker.clock.now, worker.busy_until

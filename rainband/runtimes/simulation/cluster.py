@@ -34,7 +34,9 @@ from rainband.runtimes.simulation.stages import StageCompute, StageNode
 from rainband.runtimes.simulation.worker import ComputeBody, SimPort, WorkerNode
 from rainband.server.server import Server
 from rainband.strategy import Port, ServerPart, Strategy
-from rainband.worker.client import PullHandle, PushHandle, StateChanged
+from rainband.worker.client import StateChanged
+from rainband.worker.pulls import PullHandle
+from rainband.worker.pushes import PushHandle
 
 SLOTS_PER_TICK = 256  # of the clock, for thousands of workers
 KERNEL_PATIENCE_S = 20.0  # until a connection to a machine that is gone is closed
@@ -353,9 +355,9 @@ class SimulatedCluster:
             case StateChanged():
                 return "the coordinator: a lease, or the end"
             case PushHandle() if client is not None:
-                silent = sorted({client.port_of[b].peer for b, q in enumerate(client.unanswered) if q})  # type: ignore[attr-defined]
+                silent = sorted({client.servers.port_of[b].peer for b, q in enumerate(client.pushes.unanswered) if q})  # type: ignore[attr-defined]
                 return f"{', '.join(map(str, silent))} to answer {handle.left} blocks of a push"
             case PullHandle() if client is not None:
                 what = f"round {handle.at_version}" if handle.at_version >= 0 else "the parameters"
-                return f"the servers: {handle.left} of {len(client.blocks)} blocks of {what}"
+                return f"the servers: {handle.left} of {len(client.servers.blocks)} blocks of {what}"
         return repr(handle)

@@ -10,7 +10,7 @@ from torch import nn
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
-from rainband.runtimes.simulation.shared_module import SharedModule, SharedModuleClient, WrittenGradient, hollow_flat
+from rainband.runtimes.simulation.shared_module import SharedModule, WrittenGradient, hollow_flat
 from rainband.runtimes.simulation.worker import ComputeBody
 from rainband.strategy import Batch, Port
 from rainband.tasks.task import Data, Task
@@ -28,9 +28,6 @@ class GradientCompute(ModuleModel, ComputeBody):
         self.shared_module = shared_module
         self.memory = shared_module.memory()
         super().__init__(num_workers, task, data, self.memory.flat)
-
-    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
-        return SharedModuleClient(me, welcome.plan, self.flat, welcome.blocks, welcome.owners, ports, tell)
 
     def worker(self, index: int, client: Client) -> ModuleWorker:
         worker = super().worker(index, client)

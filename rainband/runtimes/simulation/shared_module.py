@@ -5,7 +5,7 @@ Forward and backward happen in one event, so nobody else's parameters come betwe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from math import isfinite
 from typing import TYPE_CHECKING, cast
@@ -18,7 +18,6 @@ from rainband.model.gradient import Gradient
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import BlockSpec, cut
 from rainband.strategy import Batch
-from rainband.worker.client import Client
 from rainband.worker.worker import Sampler
 
 if TYPE_CHECKING:
@@ -81,28 +80,25 @@ class WrittenGradient(Gradient):
             self.flat.write(whole, self.tensors, vector)
         return vectors
 
+    def block_values(self, flat: Flat, block: BlockSpec) -> WrittenValues:
+        return WrittenValues(self.vectors[block.vector][block.start : block.stop])
+
     @cached_property
     def is_finite(self) -> bool:
         return all(isfinite(vector.sum().item()) for vector in self.vectors) or is_finite(self.tensors)
 
 
-class SharedModuleClient(Client):
-    """A client whose gradients may be written already."""
-
-    def _filler(self, block: BlockSpec, gradient: Gradient) -> Callable[[Tensor], None]:
-        if isinstance(gradient, WrittenGradient):
-            return WrittenValues(gradient.vectors[block.vector][block.start : block.stop])
-        return super()._filler(block, gradient)
-
-
 class WrittenValues:
-    """Fills memory with what is written elsewhere; who can do without a copy takes that."""
+    """Values that nobody writes to any more: a port need not copy them."""
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
-    def __call__(self, out: Tensor) -> None:
-        out.copy_(self.values)
+    def write(self, out: Tensor) -> None:
+        out.copy_(self.tensor)
+
+    def contiguous(self) -> Tensor | None:
+        return self.tensor
 
 
 class SharedSampler(Sampler):

@@ -22,11 +22,13 @@ from rainband.runtimes.simulation.models.compute import ComputePace
 from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, WrittenValues
 from rainband.server.server import Server
-from rainband.strategy import Batch, Port, Strategy
-from rainband.worker.client import Client, PullHandle, StillNeeded
+from rainband.strategy import Batch, BlockValues, Port, Strategy
+from rainband.worker.client import Client
 from rainband.worker.lifecycle import run_worker
 from rainband.worker.periodic_eval import PeriodicEval
+from rainband.worker.pulls import PullHandle
 from rainband.worker.session import FOR_THE_SESSION, Dismissed, Session
+from rainband.worker.work_items import StillNeeded
 from rainband.worker.worker import Compute, ModuleWorker
 from rainband.worker.worker_model import WorkerModel
 
@@ -156,7 +158,7 @@ class WorkerNode(Node):
         """The coordinator was started again, and knows nobody."""
         self.tell(self.cluster.join)
         if self.session.client is not None:
-            self.session.client.ask_again()
+            self.session.client.request_again()
         self._look_if_waiting()
 
     def lost(self, peer: Peer) -> None:
@@ -185,7 +187,7 @@ class WorkerNode(Node):
         client = self.session.client
         if client is None or not (self.waiting is None or isinstance(self.waiting, PullHandle)):
             return False
-        return not client.settles_lease(ack)
+        return not client.pushes.may_end_lease(ack)
 
     def _look(self) -> None:
         """Take what has come, and go on if that was it. Only ever called while it waits."""
@@ -362,13 +364,13 @@ class SimPort:
             worker.spend(worker.costs.worker_message_s)
         worker.bus.send(worker, self.peer, message, at_s=worker.free_at())
 
-    def push(self, message: Push | InitBlock, fill: Callable[[Tensor], None]) -> None:
+    def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         payload = NOTHING
-        if isinstance(fill, WrittenValues):
-            payload = fill.values
+        if isinstance(values, WrittenValues):
+            payload = values.tensor
         elif self.real:
             payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
-            fill(payload)
+            values.write(payload)
         worker = self.worker
         num_bytes = worker.block_bytes(message.block)
         worker.spend(worker.costs.worker_message_s + num_bytes / worker.costs.push_bytes_per_s)

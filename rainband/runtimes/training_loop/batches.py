@@ -80,11 +80,11 @@ class LoopBatches:
 
     def forget(self) -> None:
         """The leases were given up; what the loader has fetched by them is left out when it comes."""
-        self.client.leases.clear()
-        self.client.asked = False
+        self.client.leases.held.clear()
+        self.client.leases.request_again()
 
     def _is_ours(self, batch: Batch) -> bool:
-        lease = self.client.leases.get(batch.portion)
+        lease = self.client.leases.held.get(batch.portion)
         return lease is not None and lease.number == batch.lease
 
     def _next(self, may_wait: bool) -> Batch | None:
@@ -96,7 +96,7 @@ class LoopBatches:
                 self.queue.extend(work_item.batches)
                 if work_item.batches[-1].lease > 1:
                     self.item_ends.add(work_item.batches[-1])
-            elif client.finished or client.stopping or (client.no_work and self.unstepped):
+            elif client.finished or client.stopping or (client.leases.no_work and self.unstepped):
                 self.pass_is_over = True
                 return None
             elif not may_wait:
@@ -110,7 +110,7 @@ class LoopBatches:
 
     def _wait_for_more(self) -> None:
         """Wait for a lease. Others may wait for what we have stepped on; if nobody pushed, nobody would get more."""
-        if self.client.no_work and self.push_what_is_owed():
+        if self.client.leases.no_work and self.push_what_is_owed():
             return  # a lease may have come meanwhile
         stats, started = self.client.stats, time.monotonic()
         stats.waiting = True

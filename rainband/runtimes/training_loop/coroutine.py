@@ -9,8 +9,11 @@ from rainband.model.gradient import Gradient
 from rainband.protocol.steps import Steps
 from rainband.runtimes.processes.drive import drive_until
 from rainband.strategy import Batch, Strategy, WorkItem
-from rainband.worker.client import Client, PullHandle, PushHandle, StillNeeded
+from rainband.worker.client import Client
 from rainband.worker.lifecycle import run_worker
+from rainband.worker.pulls import PullHandle
+from rainband.worker.pushes import PushHandle
+from rainband.worker.work_items import StillNeeded
 from rainband.worker.worker import LocalAccounting, buffers_of
 
 if TYPE_CHECKING:
@@ -69,7 +72,7 @@ class LoopWorker:
         self.params = params
         self.servers = LoopServers(client)
         self.step_now = step_now
-        self.accounting = None if client.ports else LocalAccounting(client)
+        self.accounting = None if client.servers.ports else LocalAccounting(client)
         self.given = 0  # gradients of the cell at hand
         # In rounds a cell is a batch of the plan, given when it is drawn; otherwise it is so many steps of the user.
         self.rounds = strategy.requires.waits == "rounds"
@@ -114,7 +117,7 @@ class LoopWorker:
         if self.accounting is not None:
             self.accounting.add(nothing.push_id(), reason)
         elif batches:
-            self.client.skip(nothing, reason)
+            self.client.pushes.skip(nothing, reason)
 
 
 class LoopServers:
@@ -206,7 +209,7 @@ class LoopCoroutine:
             return  # the run was stopped
         assert isinstance(self.wanted, NextGradient), "in rounds a step needs a batch"
         self.worker.given += 1
-        gradient.began, gradient.read = self.worker.client.clock, tuple(self.worker.client.versions)
+        gradient.began, gradient.read = self.worker.client.pushes.clock, tuple(self.worker.client.pulls.versions)
         self.wanted.give(gradient)
         self._go_on()
 

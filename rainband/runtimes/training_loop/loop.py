@@ -227,7 +227,7 @@ class TrainingLoop:
         if self.draws.unstepped:
             raise ValueError("run.paused() while a batch is open: step on it, or call run.skip(), before.")
         self.suspended.end_item()
-        while self.client.pushes:
+        while self.client.pushes.in_flight:
             self._wait()
         self.draws.forget()
         self.member.tell(Paused())
@@ -306,7 +306,7 @@ class TrainingLoop:
             kind = type(self.optimizers[0]).__name__
             for number, (old, new) in enumerate(zip(self.settings, now, strict=True)):
                 changed_numbers(kind, number, plain(old), new)
-            self.client.groups = tuple(now)
+            self.client.pushes.groups = tuple(now)
         self.settings = now
 
     def _see_through(self, batches: tuple[Batch, ...]) -> None:
@@ -383,9 +383,9 @@ class LoopModel(WorkerModel[LoopWorker]):
 
     def return_leases(self, worker: LoopWorker) -> None:
         client = worker.client
-        for portion, lease in list(client.leases.items()):
+        for portion, lease in list(client.leases.held.items()):
             untouched = len(lease.unsettled) == client.plan.batches_in(portion)
-            client.give_back(portion, LeaseEnd.UNUSED if untouched else LeaseEnd.STOPPED)
+            client.leases.give_back(portion, LeaseEnd.UNUSED if untouched else LeaseEnd.STOPPED)
         if worker.accounting is not None:
             client.tell(worker.accounting.report())
 

@@ -88,10 +88,10 @@ class Ledger(Observer):
             exactly = plan.round_of(batch.portion, batch.k)
         elif plan.coordinated:
             exactly = batch.lease  # the evaluation for which its cell was handed out
-        for index, version in enumerate(client.versions):
+        for index, version in enumerate(client.pulls.versions):
             block = self.blocks[index]
             true = block.buffer.at(version) if version == block.version else self.versions.get((index, version))
-            if true is None or not torch.equal(client.views[index], true):
+            if true is None or not torch.equal(client.servers.views[index], true):
                 self.wrong.append(f"worker {worker.rank} has other parameters than version {version} of {index}")
             if exactly not in (-1, version):
                 self.wrong.append(f"worker {worker.rank} computes at version {version} of {index}, not {exactly}")

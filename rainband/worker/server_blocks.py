@@ -1,0 +1,58 @@
+"""The blocks of a worker's parameters, and the port to the server of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from rainband.model.flat_parameters import Flat
+from rainband.protocol.layout import BlockSpec
+from rainband.protocol.messages import Message
+from rainband.protocol.worker_stats import Stats
+from rainband.strategy import BorrowingPort, Port
+
+if TYPE_CHECKING:
+    from rainband.observer import Observer
+
+
+@cache
+def _borrows(port: type) -> bool:
+    """Return True if this type may be a BorrowingPort. Cached: isinstance with a protocol is slow."""
+    return hasattr(port, "lend")
+
+
+class ServerBlocks:
+    """Parameters in `flat`, the blocks they are divided into, and one port for each server."""
+
+    def __init__(
+        self, flat: Flat, specs: Sequence[BlockSpec], owners: Sequence[int], ports: Sequence[Port], part: int = 0
+    ) -> None:
+        """`owners`: the server of each block. `part`: the submodel that this worker holds; only its blocks are used."""
+        self.flat = flat
+        self.part = part
+        self.specs = specs  # of all parts, by index
+        self.num_bytes = [block.num_bytes for block in specs]
+        self.blocks = [block for block in specs if block.part == part]
+        self.ports = ports
+        self.port_of = [ports[owner] for owner in owners]
+        self.own_ports = tuple(dict.fromkeys(self.port_of[block.index] for block in self.blocks)) if owners else ()
+        self.direct_blocks = [block for block in self.blocks if self.port_of[block.index].direct] if owners else []
+        self.views = [flat.view(block) for block in specs] if owners else []
+        self.borrowers = [
+            (port, {b.index: self.views[b.index] for b in self.blocks if self.port_of[b.index] is port})
+            for port in dict.fromkeys(ports)
+            if _borrows(type(port)) and isinstance(port, BorrowingPort)
+        ]  # each with the parameters of its blocks
+        self.stats = Stats()
+        self.observer: Observer | None = None
+
+    def send(self, port: Port, message: Message) -> None:
+        port.send(message)
+        if self.observer is not None:
+            self.observer.sent(message)
+
+    def send_all(self, message: Message) -> None:
+        """Send a message to every server that has a block of this worker."""
+        for port in self.own_ports:
+            self.send(port, message)

@@ -1,0 +1,76 @@
+"""Transfer of first values and optimizer state between a worker and the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rainband.model.flat_parameters import BlockTensors
+from rainband.model.optimizer_state import Gathered, State
+from rainband.protocol.messages import FetchState, InitBlock, StatePart
+from rainband.protocol.steps import Handle
+from rainband.worker.server_blocks import ServerBlocks
+
+
+@dataclass(eq=False)
+class StateHandle(Handle):
+    """The requested state of the servers' optimizers."""
+
+    gathered: Gathered
+    left: int  # blocks whose state is not complete
+
+    def ready(self) -> bool:
+        return self.left == 0
+
+    def __await__(self) -> Generator[Handle, None, None]:
+        return self._wait()
+
+
+class StateTransfer:
+    """Sends the first values of a run, and collects the servers' optimizer state."""
+
+    def __init__(self, servers: ServerBlocks) -> None:
+        self.servers = servers
+        self.fetching: StateHandle | None = None
+
+    def load(self, state: State) -> None:
+        """Send this worker's parameters and optimizer state: the first values of the run."""
+        servers, flat = self.servers, self.servers.flat
+        for block in servers.blocks:
+            port = servers.port_of[block.index]
+            for part, tensors in state.tensors.items():
+                message = InitBlock(block.index, block.dtype, block.numel, part=part, absent=flat.absent(tensors))
+                port.push(message, BlockTensors(flat, block, tensors))
+            message = InitBlock(block.index, block.dtype, block.numel, numbers=state.numbers)
+            port.push(message, ParameterValues(servers.views[block.index]))
+
+    def fetch(self) -> StateHandle:
+        """Request the state of the servers' optimizers."""
+        self.fetching = StateHandle(Gathered(self.servers.flat.parameters), len(self.servers.blocks))
+        self.servers.send_all(FetchState())
+        return self.fetching
+
+    def received(self, message: StatePart, payload: Tensor | None) -> None:
+        assert self.fetching is not None, "no state was requested"
+        block, gathered = self.servers.specs[message.block], self.fetching.gathered
+        if message.part:
+            assert payload is not None, "a part with a name has values"
+            gathered.add(block, message.part, message.absent, payload.view(self.servers.views[message.block].dtype))
+            return
+        gathered.add_numbers(message.numbers)
+        self.fetching.left -= 1
+
+
+class ParameterValues:
+    """The parameters of one block, as a source for a port."""
+
+    def __init__(self, view: Tensor) -> None:
+        self.view = view
+
+    def write(self, out: Tensor) -> None:
+        out.copy_(self.view)
+
+    def contiguous(self) -> Tensor | None:
+        return None  # the worker goes on to change them
