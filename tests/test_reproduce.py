@@ -13,7 +13,7 @@ import pytest
 from reproduce.runs import Done, mean_and_spread
 
 ROOT = Path(__file__).parent.parent
-TABLE = (ROOT / "docs" / "consistency.md").read_text(encoding="utf-8").split("| script | claim |")[1]
+TABLE = (ROOT / "docs" / "guides" / "strategies.md").read_text(encoding="utf-8").split("| script | claim |")[1]
 SCRIPTS = [ROOT / "reproduce" / f"{name}.py" for name in re.findall(r"^\| `(\w+)`", TABLE, re.MULTILINE)]
 
 

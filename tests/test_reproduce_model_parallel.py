@@ -24,7 +24,7 @@ from reproduce.weight_stashing import apart
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 
 ROOT = Path(__file__).parent.parent
-TABLE = (ROOT / "docs" / "model_parallel.md").read_text(encoding="utf-8").split("| script | claim |")[1]
+TABLE = (ROOT / "docs" / "guides" / "model_parallel.md").read_text(encoding="utf-8").split("| script | claim |")[1]
 SCRIPTS = [ROOT / "reproduce" / f"{name}.py" for name in re.findall(r"^\| `(\w+)`", TABLE, re.MULTILINE)]
 
 
