@@ -91,6 +91,8 @@ class OneProcess:
 
     async def saved(self) -> None: ...
 
+    async def failure_is_known(self) -> None: ...
+
     # ---- the post ----
 
     def bus(self, sender: Peer, to: Peer, message: Message, payload: Any = None) -> None:

@@ -34,8 +34,8 @@ PLUGIN_FOLDERS = (
     "bench/baselines",
     "views/sinks",
 )
-# Modules that users import by name.
-PUBLIC_MODULES = ("errors.py", "join.py", "fit.py", "minimize.py", "adapters/")
+# Modules that users import by name, or that a new process starts with.
+PUBLIC_MODULES = ("errors.py", "join.py", "fit.py", "minimize.py", "adapters/", "runtimes/processes/worker_main.py")
 
 # What a strategy hands out: nobody may probe these for what their class does not declare.
 STRATEGY_TYPES = {"Strategy", "ServerPart", "Rule", "Requirements", "CoordinatorApi"}

@@ -75,6 +75,9 @@ class Steps(Generic[Result]):
             self.result = end.value
         except Stop:
             pass
+        except BaseException:
+            self.over = True
+            raise
         self.over = True
         return None
 

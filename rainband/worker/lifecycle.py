@@ -1,24 +1,44 @@
-"""A worker's life, from its join to the last goodbye: one coroutine for all runtimes.
+"""The life of a worker in every runtime: join, train, leave, save.
 
-It awaits handles, and its runtime waits: a process blocks, the simulator plans an event. It has no end of its own:
-the coordinator says goodbye (`Dismissed`), and then nobody goes on with it.
+It is one coroutine that awaits handles; the runtime does the waiting: a process blocks, the simulator plans an event.
+It has no end of its own: when the coordinator ends the worker (`Dismissed`), the runtime stops advancing it.
 """
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
-from rainband.errors import Stop
-from rainband.protocol.messages import Concluded, Ended, Welcome
+from rainband.errors import CoordinatorLost, RainbandError, ServerLost, Stop
+from rainband.protocol.messages import Concluded, Ended, Failed, Welcome
 from rainband.protocol.steps import Until
 from rainband.worker.client import Client
-from rainband.worker.session import Session
+from rainband.worker.session import Dismissed, Session
 from rainband.worker.worker_model import RunningWorker
 
+PACKAGE = Path(__file__).parents[1]  # rainband itself
 
-async def run_worker(session: Session) -> None:
-    """Join the run, train, report the end; then save when asked to, until the coordinator says goodbye."""
+
+async def run_worker(session: Session, prepare: Callable[[], None] | None = None) -> None:
+    """Run one worker, and report to the coordinator if it fails.
+
+    `prepare` loads what the session needs; its errors are reported like those of the training.
+    """
+    try:
+        if prepare is not None:
+            prepare()
+        await live(session)
+    except (Dismissed, CoordinatorLost):
+        raise
+    except Exception as error:
+        await report_failure(session, error)
+
+
+async def live(session: Session) -> None:
+    """Join the run, train and report the end; then save on request, until the coordinator ends the worker."""
     client = await enter(session)
     worker = session.worker = session.model.worker(session.me.index, client)
     session.runtime.before_training(worker)
@@ -26,7 +46,7 @@ async def run_worker(session: Session) -> None:
     await leave(session, worker)
     concluded = False
     while session.model.stays or not concluded:
-        await Until("the others to end", partial(_is_called, session, worker))
+        await Until("the others to end", partial(_is_needed, session, worker))
         if session.conclusion is None:
             await session.model.follow_order(worker)
         else:
@@ -35,7 +55,7 @@ async def run_worker(session: Session) -> None:
 
 
 async def enter(session: Session) -> Client:
-    """Join, connect to the servers, and send them their first values if asked to; returns when all are ready."""
+    """Join, connect to the servers, and send their first values if asked to; return when all servers are ready."""
     session.runtime.tell(session.join)
     await Until("the coordinator to welcome it", lambda: session.is_welcome)
     welcome = session.welcome
@@ -46,17 +66,17 @@ async def enter(session: Session) -> Client:
         if welcome.load and not loaded:
             loaded = True
             session.model.load(client)
-        await Until("the servers to be loaded", partial(_is_told_more, session, welcome))
+        await Until("the servers to be loaded", partial(_has_news, session, welcome))
     await session.model.started(client)
     return client
 
 
-def _is_told_more(session: Session, welcome: Welcome) -> bool:
+def _has_news(session: Session, welcome: Welcome) -> bool:
     return session.go or session.welcome is not welcome
 
 
 async def train(session: Session, worker: RunningWorker) -> None:
-    """Run the strategy to its end, or until it is told to stop."""
+    """Run the strategy until it returns or is told to stop."""
     session.training = True
     with suppress(Stop):
         await session.strategy.run(worker)
@@ -64,7 +84,7 @@ async def train(session: Session, worker: RunningWorker) -> None:
 
 
 async def leave(session: Session, worker: RunningWorker) -> None:
-    """The strategy has ended: wait for the last answers, return the leases, report the numbers and the buffers."""
+    """After the strategy: wait for the last answers, return the leases, report statistics and buffers."""
     client, runtime = worker.client, session.runtime
     await session.model.ended(worker)
     await Until("answers to its last pushes", lambda: not client.pushes.in_flight)
@@ -74,7 +94,7 @@ async def leave(session: Session, worker: RunningWorker) -> None:
     runtime.tell(Ended(worker.seen), worker.buffers())
 
 
-def _is_called(session: Session, worker: RunningWorker) -> bool:
+def _is_needed(session: Session, worker: RunningWorker) -> bool:
     return session.conclusion is not None or session.model.has_order(worker)
 
 
@@ -87,3 +107,28 @@ async def conclude(session: Session, worker: RunningWorker) -> None:
     session.runtime.flush_output()
     if metrics is not None:
         session.runtime.tell(Concluded(metrics))
+
+
+async def report_failure(session: Session, error: Exception) -> None:
+    """Report an error of the user's code, with its traceback, and wait for the end; or one between the nodes."""
+    runtime = session.runtime
+    session.training, session.failed = False, True
+    runtime.flush_output()
+    of_user = not isinstance(error, RainbandError)
+    if not of_user:  # when a server is lost, the coordinator notices it too, and knows more
+        await runtime.failure_is_known()
+    step = 0 if session.client is None else session.stats.steps + 1  # the one that failed
+    trace = users_traceback(error) if of_user else ""
+    runtime.tell(Failed(step, f"{type(error).__name__}: {error}", trace))
+    while of_user:
+        with suppress(ServerLost):  # the coordinator ends the run
+            await Until("the end of the run", lambda: False)
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the traceback from the first frame outside this package on; all of it if there is none."""
+    trace = error.__traceback__
+    users = trace
+    while users is not None and Path(users.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
+        users = users.tb_next
+    return "".join(traceback.format_exception(type(error), error, users or trace))

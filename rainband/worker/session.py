@@ -57,6 +57,9 @@ class WorkerRuntime(Protocol):
     async def saved(self) -> None:
         """Return when the files that were written are on disk."""
 
+    async def failure_is_known(self) -> None:
+        """Return when the coordinator should have noticed a lost server by itself."""
+
 
 def join_of(
     strategy: Strategy,
@@ -88,8 +91,8 @@ class Session:
     """One worker of one run. Messages come in through `receive`; the life in `lifecycle.py` waits on what they say."""
 
     __slots__ = (
-        *("before_step", "client", "conclusion", "early", "go", "is_welcome", "join", "me", "model", "observer"),
-        *("perform", "runtime", "stats", "stopped", "strategy", "training", "welcome", "worker"),
+        *("before_step", "client", "conclusion", "early", "failed", "go", "is_welcome", "join", "me", "model"),
+        *("observer", "perform", "runtime", "stats", "stopped", "strategy", "training", "welcome", "worker"),
     )
 
     strategy: Strategy  # these are known when they are loaded: a process connects before, so that its errors are heard
@@ -110,6 +113,7 @@ class Session:
         self.early: list[Message] = []  # messages for the client that came before there was one
         self.training = False  # the strategy runs: only then is it told to stop, and its waiting counted
         self.stopped = False  # it was told
+        self.failed = False  # an error ended it
         self.before_step: Callable[[], None] | None = None
         self.perform: Callable[[Work], None] | None = None  # in place of the work's own `perform`
 

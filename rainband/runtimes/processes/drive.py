@@ -1,49 +1,79 @@
-"""Drive a coroutine in a process of its own: compute what it wants computed, block while it waits."""
+"""Drive a coroutine in a process: perform its work, block while it waits."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rainband.errors import Stop
+from rainband.errors import CoordinatorLost, Stop
 from rainband.protocol.steps import Handle, Steps, Work
+from rainband.worker.session import Dismissed
 from rainband.worker.work_items import StillNeeded
 
 if TYPE_CHECKING:
     from rainband.worker.session import Session
 
-OracleTask = TypeVar("OracleTask")
-Wait = Callable[..., object]  # blocks until messages came, or for so many seconds, and delivers them
+Result = TypeVar("Result")
+Wait = Callable[..., object]  # blocks until messages have arrived, or for some seconds, and delivers them
 
 
-def drive(coroutine: Coroutine[Any, None, OracleTask], wait: Wait, session: Session | None = None) -> OracleTask:
-    """Run a coroutine to its end; returns its result. With a session: a worker's life, whose training is measured."""
+class Deadline(Handle):
+    """Ready after some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.at_s = time.monotonic() + seconds
+
+    def left_s(self) -> float:
+        return max(0.0, self.at_s - time.monotonic())
+
+    def ready(self) -> bool:
+        return self.left_s() == 0.0
+
+    def __await__(self) -> Generator[Handle, None, None]:
+        return self._wait()
+
+
+def drive(coroutine: Coroutine[Any, None, Result], wait: Wait, session: Session | None = None) -> Result:
+    """Run a coroutine to its end and return its result. With a session, measure computing and waiting in training."""
     steps = Steps(coroutine)
     drive_until(steps, wait, session)
     return steps.result  # type: ignore[return-value]
 
 
 def drive_until(steps: Steps[Any], wait: Wait, session: Session | None = None, until: tuple[type, ...] = ()) -> Any:
-    """Go on until the coroutine wants something that only the owner has, and return that; None: it is over."""
-    wanted = steps.go_on()
-    while not steps.over and not isinstance(wanted, until):
-        training = session if session is not None and session.training else None
-        if isinstance(wanted, Work):
-            _perform(wanted, training)
-        elif isinstance(wanted, StillNeeded):
-            wait(0.0)
-            wanted.looked = True
-        elif training is None:
-            while not wanted.ready():
-                wait()
-        elif not _wait_for(wanted, wait, training):
-            training.stopped = True
-            wanted = steps.go_on(Stop())
-            continue
-        wanted = steps.go_on()
-    return wanted
+    """Advance a coroutine until it needs something of these types, and return that; None if it has ended.
+
+    Errors of its work, and of messages that arrive while it waits, are raised inside it.
+    """
+    needed = steps.go_on()
+    while not steps.over and not isinstance(needed, until):
+        error: Exception | None
+        try:
+            error = _provide(needed, wait, session if session is not None and session.training else None)
+        except (Dismissed, CoordinatorLost):
+            raise
+        except Exception as raised:
+            error = raised
+        needed = steps.go_on(error)
+    return needed
+
+
+def _provide(needed: object, wait: Wait, training: Session | None) -> Stop | None:
+    """Perform the work, or wait until the handle is ready; Stop if the run stops and it may never be."""
+    if isinstance(needed, Work):
+        _perform(needed, training)
+    elif isinstance(needed, StillNeeded):
+        wait(0.0)
+        needed.looked = True
+    elif training is not None:
+        return _wait_in_training(needed, wait, training)
+    else:
+        assert isinstance(needed, Handle)
+        while not needed.ready():
+            wait(needed.left_s() if isinstance(needed, Deadline) else None)
+    return None
 
 
 def _perform(work: Work, session: Session | None) -> None:
@@ -61,16 +91,18 @@ def _perform(work: Work, session: Session | None) -> None:
         session.observer.spent("compute", started, time.monotonic(), work.label)
 
 
-def _wait_for(wanted: object, wait: Wait, session: Session) -> bool:
-    """Wait for what a strategy awaits. False: the run stops, and what others would have to do may never come."""
-    assert isinstance(wanted, Handle), f"a strategy may only await what its worker gave, not {wanted!r}"
+def _wait_in_training(needed: object, wait: Wait, session: Session) -> Stop | None:
+    assert isinstance(needed, Handle), f"a strategy may only await what its worker returned, not {needed!r}"
     started, stats = time.monotonic(), session.stats
-    while not (ready := wanted.ready()) and not session.must_stop(wanted):
+    while not (ready := needed.ready()) and not session.must_stop(needed):
         stats.waiting = True
         wait()
     stats.waiting = False
     ended = time.monotonic()
     stats.waited(ended - started)
-    if ready and session.observer is not None:
+    if not ready:
+        session.stopped = True
+        return Stop()
+    if session.observer is not None:
         session.observer.spent("wait", started, ended)
-    return ready
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import suppress
 
 from torch import Tensor
@@ -11,13 +10,15 @@ from torch import Tensor
 from rainband.errors import CoordinatorLost, RainbandError, ServerLost
 from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import Address, Failed, InitBlock, Message, Peer, Push, Welcome
+from rainband.protocol.messages import Address, InitBlock, Message, Peer, Push, Welcome
 from rainband.runtimes.config import Job
+from rainband.runtimes.processes.drive import Deadline, drive
 from rainband.strategy import BlockValues, Port, Strategy
 from rainband.transports.connect import can_share_memory, connect
 from rainband.transports.coordinator_link import CoordinatorLink
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.server_links import SharedPort, TcpPort
+from rainband.worker.lifecycle import report_failure
 from rainband.worker.session import Session
 from rainband.worker.worker import ModuleWorker
 
@@ -104,28 +105,17 @@ class WorkerLink:
     async def saved(self) -> None:
         """Saving returns when the file is there."""
 
-    # ---- when it fails ---------------------------------------------------------------------------------------------
+    async def failure_is_known(self) -> None:
+        deadline = Deadline(self.config.failure_timeout_s)
+        while not deadline.ready():
+            with suppress(ServerLost):  # the same one, or another
+                await deadline
 
-    def fail(self, error: BaseException, trace: str) -> None:
-        """Tell the coordinator what went wrong in the user's code (with a trace) or between the nodes, and leave."""
-        flush_output()
-        step = 0 if self.session.client is None else self.stats.steps + 1  # the one it was at
-        failed = Failed(step, f"{type(error).__name__}: {error}", trace)
-        try:
+    def report(self, error: Exception) -> None:
+        """Report an error that was raised outside the worker's coroutine: by a user's script."""
+        with suppress(RainbandError):  # when the run ends
             self.connect()
-            if not trace:  # when a server is gone, the coordinator hears of it by itself, and says more
-                self._wait_for_goodbye(self.config.failure_timeout_s)
-            self.tell(failed)
-            if trace:
-                self._wait_for_goodbye(None)
-        except RainbandError:
-            return
-
-    def _wait_for_goodbye(self, timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while deadline is None or time.monotonic() < deadline:
-            with suppress(ServerLost):  # one that we know of, or one more
-                self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            drive(report_failure(self.session, error), self.wait)
 
     def _port(self, index: int, address: Address, welcome: Welcome) -> Port:
         peer = Peer("server", index)

@@ -41,7 +41,10 @@ class WorkerProcess(WorkerLink):
         self.task = task
 
     def run(self) -> None:
-        self.connect()  # first: it is heard of while the task loads
+        self.connect()  # first, so that heartbeats and errors are sent while the task loads
+        drive(run_worker(self.session, self._prepare), self.wait, self.session)
+
+    def _prepare(self) -> None:
         strategy = self.strategy or load_strategy(self.config.strategy, self.config.strategy_settings)
         task = self.task or load_task(self.config.task, self.config.task_settings)
         torch.manual_seed(self.config.seed)
@@ -53,7 +56,6 @@ class WorkerProcess(WorkerLink):
         dataset = Dataset(fingerprint(data), len(data), batch_size, epochs)
         join = join_of(strategy, flat.layout, dataset, address=self._address())
         self.session.prepare(strategy, join, model)
-        drive(run_worker(self.session), self.wait, self.session)
 
     def _build(self, task: Task) -> tuple[Data, WorkerModel[Any], Flat]:
         module = task.model()

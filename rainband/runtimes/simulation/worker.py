@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from rainband.errors import RainbandError, Stop
+from rainband.errors import ServerLost, Stop
 from rainband.model.gradient import Gradient
 from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import COORDINATOR, Ack, Failed, InitBlock, Join, Message, Params, Peer, Push, Welcome
+from rainband.protocol.messages import COORDINATOR, Ack, InitBlock, Join, Message, Params, Peer, Push, Welcome
 from rainband.protocol.steps import Handle, Steps, Until, Work
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, MessageBus, Node, Payload
 from rainband.runtimes.simulation.models.cluster_model import NodeModel
@@ -146,6 +145,9 @@ class WorkerNode(Node):
     def flush_output(self) -> None:
         """It prints where the simulator does."""
 
+    async def failure_is_known(self) -> None:
+        """A lost server is noticed by `lost`, after the failure timeout."""
+
     async def saved(self) -> None:
         if self.disk_s:
             saved_at = self.clock.now + self.disk_s
@@ -172,7 +174,7 @@ class WorkerNode(Node):
 
     def _give_up(self, server: Peer) -> None:
         if not self.over:
-            self.tell(Failed(self.stats.steps, f"ServerLost: {server} was lost.", ""))
+            self._go_through(ServerLost(str(server), "waiting for its answers"))
             self.cluster.kill(self)
 
     # ---- being driven ----------------------------------------------------------------------------------------------
@@ -267,13 +269,12 @@ class WorkerNode(Node):
         """Let the coroutine run until it wants time to pass."""
         self.clock.progress_at = self.clock.now
         self.body.sit_down()
-        try:
-            wanted = self.life.go_on(error)
-            # A pull is only waited for when it is not ready.
-            while type(wanted) not in TAKES_TIME and isinstance(wanted, Handle) and self._is_ready(wanted):
-                wanted = self.life.go_on()
-        except Exception as raised:
-            self._fail(raised)
+        wanted = self.life.go_on(error)
+        # A pull is only waited for when it is not ready.
+        while type(wanted) not in TAKES_TIME and isinstance(wanted, Handle) and self._is_ready(wanted):
+            wanted = self.life.go_on()
+        if self.life.over:  # it has failed, and reported that
+            self.waiting, self.waiting_since = Until("the end of the run", lambda: False), self.clock.now
             return
         if isinstance(wanted, Work):
             self._compute(wanted)
@@ -335,17 +336,10 @@ class WorkerNode(Node):
                     self.observer.computed(wanted.worker, wanted.batch)
             else:
                 wanted.perform()
-        except Exception as raised:
-            self._fail(raised)
+        except Exception as error:
+            self._go_through(error)
             return
         self._go_through()
-
-    def _fail(self, error: Exception) -> None:
-        """The strategy or the user's code raised: tell the coordinator, which ends the run."""
-        ours = isinstance(error, RainbandError)
-        trace = "" if ours else "".join(traceback.format_exception(error))
-        self.tell(Failed(self.stats.steps, f"{type(error).__name__}: {error}", trace))
-        self.waiting, self.waiting_since = Until("the end of the run", lambda: False), self.clock.now
 
 
 class SimPort:

@@ -10,7 +10,7 @@ from rainband.protocol.steps import Steps
 from rainband.runtimes.processes.drive import drive_until
 from rainband.strategy import Batch, Strategy, WorkItem
 from rainband.worker.client import Client
-from rainband.worker.lifecycle import run_worker
+from rainband.worker.lifecycle import live
 from rainband.worker.pulls import PullHandle
 from rainband.worker.pushes import PushHandle
 from rainband.worker.work_items import StillNeeded
@@ -185,7 +185,7 @@ class LoopCoroutine:
     def __init__(self, session: Session, wait: Callable[..., object]) -> None:
         self.session = session
         self.wait = wait
-        self.life = Steps(run_worker(session))
+        self.life = Steps(live(session))
         self.wanted: UsersTurn | None = None
         self._go_on()
 

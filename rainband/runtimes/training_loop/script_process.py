@@ -11,7 +11,6 @@ from rainband.errors import RainbandError
 from rainband.plugins import load_strategy
 from rainband.runtimes.config import decode_job
 from rainband.runtimes.processes.worker_link import WorkerLink
-from rainband.runtimes.processes.worker_main import users_traceback
 from rainband.runtimes.training_loop import loop as custom_loop  # noqa: F401  imported in the zygote, for all scripts at once
 from rainband.runtimes.training_loop.script_random import same_random_numbers
 from rainband.worker.session import Dismissed
@@ -29,13 +28,10 @@ def main(job: bytes, fds: list[int]) -> None:
         sys.exit(1)  # the launcher knows why, and tells it once
     except KeyboardInterrupt:
         sys.exit(130)
-    except RainbandError as error:
-        member.fail(error, "")
-        sys.exit(1)
     except Exception as error:
-        if member.left:
+        if member.left and not isinstance(error, RainbandError):
             raise  # the run is over, so nobody else would show it
-        member.fail(error, users_traceback(error))
+        member.report(error)
         sys.exit(1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rainband.runtimes.processes.worker_main import PACKAGE, users_traceback
+from rainband.worker.lifecycle import PACKAGE, users_traceback
 
 
 def error_raised_by(*files: str) -> BaseException:
