@@ -7,15 +7,16 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3
 BIN := .venv/bin
 READY := .venv/.ready
 TESTABLE := .venv/.testable
+SITE_TOOLS := .venv/.site_tools
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all check format bench clean
+.PHONY: help setup train test test-all check format docs bench clean
 
-help:  ## list what can be made
+help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' Makefile | expand -t 18
 
-setup: $(READY)  ## create .venv and install rainband with its tools (the others do it when needed)
+setup: $(READY)  ## create .venv and install Rainband and its tools (other commands do it when needed)
 
 train: $(READY)  ## train the digits with Downpour: four workers, two servers
 	@echo "train: digits, downpour, 4 workers, 2 servers"
@@ -27,11 +28,11 @@ test: $(TESTABLE)  ## run the quick tests
 	@echo "test: with processes"
 	@$(BIN)/python -m pytest -q -m "processes and not slow and not gpu"
 
-test-all: $(TESTABLE)  ## run every test, and let hypothesis search for longer
+test-all: $(TESTABLE)  ## run all tests, with longer hypothesis searches
 	@echo "test: all"
 	@$(BIN)/python -m pytest -q --hypothesis-profile=search
 
-check: $(READY)  ## look at format, lint, types and the direction of imports
+check: $(READY)  ## check format, lint, types and the direction of imports
 	@echo "check: format"
 	@$(BIN)/ruff format --check --quiet . || { echo "some files are not formatted: type make format"; exit 1; }
 	@echo "check: lint"
@@ -45,12 +46,19 @@ format: $(READY)  ## format the code and repair what lint can repair
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --fix --quiet .
 
-bench: $(READY)  ## measure every claim of speed on this machine
+docs: $(SITE_TOOLS)  ## write the generated pages, and build the documentation site into site/
+	@echo "docs: generated pages"
+	@$(BIN)/python docs/strategy_table.py --write
+	@$(BIN)/python docs/cli_page.py --write
+	@echo "docs: site"
+	@$(BIN)/zensical build --strict
+
+bench: $(READY)  ## run all benchmarks on this machine
 	@echo "bench: all"
 	@$(BIN)/rainband bench all
 
 clean:  ## remove .venv and caches; runs stay
-	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build dist site
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -64,7 +72,12 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 # The frameworks that adapters are for: minutes to install, and only their tests need them.
-$(TESTABLE): $(READY)
+$(TESTABLE): $(SITE_TOOLS)
 	@echo "set-up: installing Lightning, Transformers, Accelerate and TensorBoard for their tests"
 	@$(INSTALL) -e '.[lightning,hf,tensorboard]'
+	@touch $@
+
+$(SITE_TOOLS): $(READY)
+	@echo "set-up: installing the tools for the documentation site"
+	@$(INSTALL) -e '.[docs]'
 	@touch $@

@@ -1,4 +1,4 @@
-"""Make the table of strategies in README.md from the strategies' own files: `python docs/strategy_table.py --write`."""
+"""Write the table of strategies in docs/guides/strategies.md: `python docs/strategy_table.py --write`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "rainband" / "strategies"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "guides" / "strategies.md"
 BEGIN, END = "<!-- strategies: made by docs/strategy_table.py -->", "<!-- end of strategies -->"
-HEAD = ["| strategy | what it does | use it | not |", "|---|---|---|---|"]
+HEAD = ["| strategy | what it does | use it | avoid it |", "|---|---|---|---|"]
 
 
 def table(folder: Path = FOLDER) -> str:
-    """One row per file, by name; nothing is imported for it."""
-    files = sorted(path for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    """Return one row per file, sorted by name; nothing is imported for it."""
+    files = sorted(path for path in folder.rglob("*.py") if not path.stem.startswith("_"))
     return "\n".join([*HEAD, *(row(path) for path in files)])
 
 
 def row(path: Path) -> str:
     paragraphs = _paragraphs(path)
-    advice = next((text for text in paragraphs if text.startswith("Use it ")), None)
-    if advice is None or ". Not " not in advice:
+    advice = next((text for text in paragraphs if text.startswith("Use it ")), "")
+    parts = re.split(r"\. (?:Not|Avoid(?: it)?) ", advice.removeprefix("Use it "), maxsplit=1)
+    if len(parts) < 2:
         raise ValueError(f"{path}: its docstring should have a paragraph 'Use it when ... . Not when ... .'")
-    use, avoid = advice.removeprefix("Use it ").split(". Not ", 1)
-    work_items = [f"[`{path.stem}`](rainband/strategies/{path.name})", paragraphs[0], use, avoid]
-    return "| " + " | ".join(work_item.rstrip(".").replace("|", "\\|") for work_item in work_items) + " |"
+    columns = [f"`{path.stem}`", paragraphs[0], *parts]
+    return "| " + " | ".join(column.rstrip(".").replace("|", "\\|") for column in columns) + " |"
 
 
 def _paragraphs(path: Path) -> list[str]:
@@ -35,9 +35,9 @@ def _paragraphs(path: Path) -> list[str]:
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text)]
 
 
-def with_table(readme: str, made: str) -> str:
-    """The README with this table between the two marks."""
-    before, rest = readme.split(BEGIN, 1)
+def with_table(page: str, made: str) -> str:
+    """Return the page with this table between the two marks."""
+    before, rest = page.split(BEGIN, 1)
     return f"{before}{BEGIN}\n{made}\n{END}{rest.split(END, 1)[1]}"
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     if "--write" not in sys.argv[1:]:
         print(made)
         return
-    README.write_text(with_table(README.read_text(encoding="utf-8"), made), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
 
 
 if __name__ == "__main__":

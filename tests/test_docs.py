@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT).with_suffix("")))
@@ -71,7 +72,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = set(re.findall(r"\]\((docs/[\w/]+\.md)", PAGES[0].read_text(encoding="utf-8")))
-    assert linked == {str(page.relative_to(ROOT)) for page in PAGES[1:]}
+    assert linked == {str(page.relative_to(ROOT)) for page in PAGES if page.is_relative_to(ROOT / "docs")}
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
@@ -115,7 +116,7 @@ def file_of(name: str) -> Path | None:
 
 
 def wrong_references(text: str) -> list[str]:
-    """Of `client.py` and `client.py:Client.push`: those whose file or name does not exist."""
+    """Return those of `fit.py` and `fit.py:FitResult.module` whose file or name does not exist."""
     wrong = []
     for file, name in re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", text):
         path = None if file in THEIR_FILES else file_of(file)
@@ -124,7 +125,14 @@ def wrong_references(text: str) -> list[str]:
     return wrong
 
 
-THEIR_FILES = {"ideas.py", "train.py"}  # what the reader writes
+# Files that the reader writes.
+THEIR_FILES = {
+    "rainband/cli/howmany.py",
+    "ideas.py",
+    "mylab.py",
+    "staleness_aware.py",
+    "train.py",
+}  # what the reader writes
 
 
 @each_page
@@ -155,13 +163,13 @@ def test_the_way_of_one_gradient_goes_through_the_files_in_their_order() -> None
 def test_the_page_about_events_lists_every_event() -> None:
     from rainband.protocol import events
 
-    text = (ROOT / "docs" / "reference" / "run_directory.md").read_text(encoding="utf-8")
-    table = text.split("| event | means |")[1].split("\n\n")[0]
+    text = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8")
+    table = text.split("| event | meaning |")[1].split("\n\n")[0]
     listed = re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:]))
     assert sorted(listed) == sorted(kind.__name__ for kind in events.AnyEvent.__args__)
 
 
-def test_the_page_about_books_lists_every_entry() -> None:
+def test_the_page_about_the_run_directory_lists_every_entry_of_the_accounting() -> None:
     from rainband.protocol.accounting import BatchAccounting
 
     text = (ROOT / "docs" / "reference" / "run_directory.md").read_text(encoding="utf-8")
@@ -182,28 +190,75 @@ def test_the_protocol_lists_every_answer_a_server_gives() -> None:
 
 
 @cache
-def strategy_table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("strategy_table", ROOT / "docs" / "strategy_table.py")
+def load(name: str) -> ModuleType:
+    """Import a script of docs/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+def strategy_table() -> ModuleType:
+    return load("strategy_table")
+
+
 def test_the_strategy_table_is_what_the_files_say() -> None:
     module = strategy_table()
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme == module.with_table(readme, module.table()), "type  python docs/strategy_table.py --write"
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert page == module.with_table(page, module.table()), "type  make docs"
 
 
-def test_a_row_of_the_table_is_the_first_paragraph_and_the_advice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("avoid", ["Not when a|b.", "Avoid when a|b.", "Avoid it when a|b."])
+def test_a_row_of_the_table_is_the_first_paragraph_and_the_advice(tmp_path: Path, avoid: str) -> None:
     (tmp_path / "gossip.py").write_text(
-        '"""Talk to a neighbour.\n\n    w = (w + v) / 2\n\nUse it when there is\nno server. Not when a|b.\n"""\n'
+        f'"""Talk to a neighbor.\n\n    w = (w + v) / 2\n\nUse it when there is\nno server. {avoid}\n"""\n'
     )
     (row,) = strategy_table().table(tmp_path).splitlines()[2:]
-    assert row == (
-        "| [`gossip`](rainband/strategies/gossip.py) | Talk to a neighbour | when there is no server | when a\\|b |"
-    )
+    assert row == "| `gossip` | Talk to a neighbor | when there is no server | when a\\|b |"
+
+
+def test_the_readme_has_every_strategy_in_a_family_and_counts_them() -> None:
+    from rainband.plugins import strategy_names
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    families = readme.split("## Choose a strategy")[1].split("\n## ")[0]
+    rows = "\n".join(line.split("|")[2] for line in families.splitlines() if line.startswith("| "))
+    named = set(re.findall(r"`(\w+)`", rows))
+    assert named | {"single"} == set(strategy_names())
+    assert f"**{len(strategy_names())} algorithms by name.**" in readme
+
+
+@each_page
+def test_a_setting_that_is_written_exists(page: Path) -> None:
+    """`lr=0.1` in a sentence is a setting of a strategy or a task, or a parameter of a public function."""
+    written = set(re.findall(r"`(?:\w+ )?(\w+)=[^`]*`", prose(page)))
+    assert written - known_settings() - THEIR_SETTINGS == set()
+
+
+@cache
+def known_settings() -> frozenset[str]:
+    import dataclasses
+    import inspect
+
+    import rainband
+    from rainband.model_parallel.schedules import builders
+    from rainband.plugins import find_strategy, strategy_names
+
+    functions = [rainband.fit, rainband.join, rainband.minimize, *vars(builders).values()]
+    found = {field.name for name in strategy_names() for field in dataclasses.fields(find_strategy(name))}
+    for function in filter(inspect.isfunction, functions):
+        found |= set(inspect.signature(function).parameters)
+    return frozenset(found)
+
+
+THEIR_SETTINGS = {
+    *("set_to_none", "requires_grad", "shuffle", "assign"),  # torch's
+    *("callbacks", "sparse", "batch_size"),  # of others, or of run.batches
+    *("step_s", "slow_workers", "measure_s"),  # of the simulated machines: compute.step_s=0.05
+    *("fc1", "mlp", "conv"),  # layers
+    *("deferred", "prefetch"),  # attributes of tasks and data
+}
 
 
 def test_a_strategy_without_advice_is_told_what_is_missing(tmp_path: Path) -> None:
@@ -283,7 +338,7 @@ def test_both_sides_of_a_diff_can_be_compiled(page: Path) -> None:
             compile("\n".join(lines), page.name, "exec")
 
 
-def test_the_change_of_ones_own_loop_is_three_lines() -> None:
+def test_the_change_of_a_training_loop_is_three_lines() -> None:
     for page in ("README.md", "docs/guides/training_loop.md"):
         (diff,) = blocks(ROOT / page, "diff")
         old = [line[1:].strip() for line in diff.splitlines() if line.startswith("-")]
@@ -304,7 +359,7 @@ def app() -> Any:
 
 
 def commands() -> dict[str, Any]:
-    """Every command with its full name: "train", "runs", "runs show"."""
+    """Return every command by its full name: "train", "runs", "runs show"."""
     found = {}
     for name, command in app().commands.items():
         found[name] = command
@@ -312,40 +367,18 @@ def commands() -> dict[str, Any]:
     return found
 
 
-def sections() -> dict[str, str]:
-    """Of the page about the command line: command -> what is said about it."""
-    text = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
-    parts = re.split(r"^## rainband (.*)$", text.split("## Exit codes")[0], flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+def test_the_page_about_the_command_line_is_what_the_commands_print() -> None:
+    module = load("cli_page")
+    assert module.PAGE.read_text(encoding="utf-8") == module.page(), "type  make docs"
+    sections = re.findall(r"^## rainband ?(.*)$", module.page(), re.MULTILINE)
+    assert sorted(filter(None, sections)) == sorted(commands())
 
 
-def test_the_page_about_the_command_line_has_every_command_and_no_other() -> None:
-    assert sorted(sections()) == sorted(commands())
-
-
-def test_every_option_is_told_in_the_section_of_its_command() -> None:
-    untold = [
-        f"{name} {option}"
-        for name, command in commands().items()
-        for parameter in command.params
-        for option in parameter.opts
-        if option.startswith("--") and option != "--help" and option not in sections()[name]
-    ]
-    assert untold == []
-
-
-def test_no_option_is_told_that_a_command_does_not_have() -> None:
+@each_page
+def test_no_option_is_named_that_no_command_has(page: Path) -> None:
     known = {option for command in commands().values() for parameter in command.params for option in parameter.opts}
-    told = {option for text in sections().values() for option in re.findall(r"`(--[\w-]+)", text)}
-    assert told <= known
-
-
-def test_exit_codes_are_those_of_the_help() -> None:
-    from rainband.cli.report_errors import EXIT_CODES
-
-    text = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8").split("## Exit codes")[1]
-    told = {code: meaning.strip() for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)}
-    assert told == dict(re.findall(r"^  (\d+)\s+(.*)$", EXIT_CODES, re.MULTILINE))
+    named = set(re.findall(r"`(--[\w-]+)", prose(page)))
+    assert named - known - {"--help", "--version", "--write", "--install-completion"} == set()
 
 
 @pytest.mark.parametrize("where, words", shown_commands("rainband"), ids=str)
@@ -361,7 +394,8 @@ def test_a_command_that_is_shown_can_be_typed(where: str, words: list[str]) -> N
 def test_the_built_in_tasks_are_those_on_the_page() -> None:
     from rainband.tasks.load import task_names
 
-    (told,) = re.findall(r"is a built-in one \((.*?)\)", sections()["train"])
+    text = (ROOT / "docs" / "guides" / "quickstart.md").read_text(encoding="utf-8")
+    (told,) = re.findall(r"The built-in tasks are (.*?);", text)
     assert re.findall(r"`(\w+)`", told) == task_names()
 
 
@@ -369,3 +403,124 @@ def test_what_the_readme_says_make_does_is_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^\$ make (\w+)$", "\n".join(blocks(ROOT / "README.md", "console")), re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+# ---- names in Python ----
+
+
+@each_page
+def test_what_a_page_imports_and_calls_exists(page: Path) -> None:
+    import rainband
+
+    wrong = [f"rainband.{name}" for name in re.findall(r"`rainband\.(\w+)", prose(page)) if not is_public(name)]
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rainband":
+                wrong += [] if hasattr(rainband, node.attr) else [f"rainband.{node.attr}"]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rainband."):
+                wrong += [
+                    f"{node.module}.{alias.name}" for alias in node.names if not is_defined(node.module, alias.name)
+                ]
+    assert wrong == []
+
+
+def is_public(name: str) -> bool:
+    """Return True if `rainband.name` is an attribute or a package."""
+    import rainband
+
+    return hasattr(rainband, name) or importlib.util.find_spec(f"rainband.{name}") is not None
+
+
+def is_defined(module: str | None, name: str) -> bool:
+    path = ROOT.joinpath(*(module or "").split("."))
+    file = next(file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file())
+    return name in names_in(file) or bool(re.search(rf"^(from|import) .*\b{name}\b", file.read_text(), re.MULTILINE))
+
+
+def test_the_fault_lines_on_the_page_are_faults() -> None:
+    from rainband.runtimes.simulation.models import faults
+
+    text = (ROOT / "docs" / "guides" / "simulation.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| `([\d.]+ [^`]+)` \|", text, re.MULTILINE)
+    assert len(lines) > 5
+    assert {fault.what for fault in faults.parse("\n".join(lines))} == {*faults.ON_A_NODE, *faults.ON_A_LINK}
+
+
+# ---- the architecture ----
+
+
+def architecture() -> str:
+    return (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+
+
+def rows_under(head: str, text: str) -> list[list[str]]:
+    """Return the entries of a Markdown table, row by row, without its head."""
+    table = text.split(head)[1].split("\n\n")[0]
+    return [[entry.strip() for entry in line.strip("|").split("|")] for line in table.strip().splitlines()[1:]]
+
+
+def test_the_table_of_packages_is_that_of_the_layers() -> None:
+    from tests.test_layers import LAYERS
+
+    table = [
+        [name, set(re.findall(r"`([\w.]+)`", modules)), "" if imports == "nothing" else imports.replace(",", "")]
+        for name, modules, _, imports in rows_under("| layer | modules | responsibility | may import |", architecture())
+    ]
+    assert table == [[name, set(layer.modules.split()), layer.may_import] for name, layer in LAYERS.items()]
+
+
+def test_every_new_path_in_the_table_of_old_paths_exists() -> None:
+    rows = rows_under("| old | new |", architecture())
+    assert len(rows) > 150
+    missing = [new for _, new in rows if new != "(removed)" and not (ROOT / new).is_file()]
+    assert missing == []
+
+
+def test_the_example_rule_limits_a_gradient() -> None:
+    import torch
+
+    example: dict[str, Any] = {}
+    exec(blocks(ROOT / "ARCHITECTURE.md", "python")[0], example)
+    block, applied = Recorder(version=0), []
+    block.apply = lambda gradient, pushes, absent: applied.append(gradient.tolist())  # type: ignore[method-assign]
+    for gradient in (torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.5]), None):
+        example["ClipOnArrival"]().absorb(block, FakePush(version=0), gradient)
+    assert [[round(value, 6) for value in values] for values in applied] == [[0.6, 0.8], [0.0, 0.5]]
+
+
+def test_the_example_command_counts_runs(tmp_path: Path) -> None:
+    import typer
+    from typer.testing import CliRunner
+
+    example: dict[str, Any] = {}
+    exec(blocks(ROOT / "ARCHITECTURE.md", "python")[1], example)
+    command = typer.Typer()
+    example["register"](command)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "events.jsonl").touch()
+    (tmp_path / "no_run").mkdir()
+    assert CliRunner().invoke(command, ["--runs", str(tmp_path)]).output == "1\n"
+
+
+# ---- the site ----
+
+
+def test_the_navigation_of_the_site_has_every_page() -> None:
+    configuration = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r": ([\w/]+\.md)$", configuration, re.MULTILINE)
+    assert sorted(listed) == sorted(
+        str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")
+    )
+
+
+def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
+    if importlib.util.find_spec("zensical") is None:
+        pytest.skip("zensical is not installed: make docs")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (tmp_path / "rainband").symlink_to(ROOT / "rainband")
+    (tmp_path / "mkdocs.yml").write_bytes((ROOT / "mkdocs.yml").read_bytes())
+    program = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No issues found" in done.stdout + done.stderr
+    assert 'id="rainband.fit.fit"' in (tmp_path / "site" / "reference" / "api" / "index.html").read_text()
