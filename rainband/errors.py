@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class RainbandError(Exception):
     """Something went wrong between the nodes of a run."""
@@ -49,3 +51,11 @@ class Stop(Exception):
     It is no RainbandError, so that a retry after a lost peer does not swallow it. It is an Exception, not a
     BaseException, so that one that escapes is reported like any failure and does not end the whole process.
     """
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint for a name that was mistyped, " (did you mean downpour?)", or ""."""
+    import difflib
+
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -1,7 +1,7 @@
 """Train a task with one call, from a script, a notebook or a prompt: `rainband.fit(task, workers=4, servers=2)`.
 
-A task or strategy that can be imported goes to the processes by its name and settings. Any other (defined at a prompt,
-say) goes through memory that only this run's own processes inherit; that is the one use of pickle in this package.
+A task or strategy that can be imported is sent to the processes as its name and settings. Any other (defined at a
+prompt, say) is pickled into memory that only this run's own processes inherit: the one use of pickle in this package.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
+
+from rainband.options import FitOptions, RunOptions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,145 +28,132 @@ if TYPE_CHECKING:
     from rainband.runtimes.processes.launcher import RunResult
     from rainband.strategy import Strategy
     from rainband.tasks.task import Task
+    from rainband.views.sinks import Sink
 
+TASKS, STRATEGIES = "rainband.tasks", "rainband.strategies"
 ENTRIES = {"worker": "rainband.fit:be_worker", "server": "rainband.fit:be_server"}
 
 
 @dataclasses.dataclass(frozen=True)
 class FitResult:
-    """What came of a training."""
+    """The result of `fit`."""
 
     module: nn.Module  # trained, in evaluation mode
-    metrics: dict[str, float]  # of the task's `evaluate`
-    history: list[Progress]  # how it went: samples done, loss, staleness, ...
-    accounting: BatchAccounting  # what became of every batch
+    metrics: dict[str, float]  # from the task's `evaluate`
+    history: list[Progress]  # progress events: samples done, loss, staleness, ...
+    accounting: BatchAccounting  # batches applied, skipped, lost and applied twice
     staleness: Staleness
     directory: Path  # events, metrics and model.safetensors
     outcome: str  # finished, or stopped (by Ctrl-C)
 
 
 def fit(
-    task: Task | str,
-    strategy: Strategy | str = "downpour",
-    workers: int = 4,
-    servers: int = 2,
+    task: Task | str | None = None,
+    strategy: Strategy | str | None = None,
+    workers: int | None = None,
+    servers: int | None = None,
     *,
-    stages: int | None = None,
-    plan: str | Path | None = None,
-    microbatches: int | None = None,
-    schedule: str | None = None,
-    stages_per_worker: int | None = None,
-    epochs: int | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
-    threads: int = 1,
-    transport: str = "auto",
-    failure_timeout_s: float = 5.0,
-    runs: str | Path = "runs",
     on_event: Callable[[AnyEvent], None] | None = None,
-    runtime: str = "processes",
-    network: str = "lan",
+    **options: Unpack[FitOptions],
 ) -> FitResult:
-    """Train `task` with `workers` processes and `servers` parameter servers; returns when it is done.
+    """Train `task` with `workers` worker processes and `servers` server processes; return when it is trained.
 
     `task` is any object with model(), data(), loss(), evaluate(), batch_size and epochs, or the name of a built-in
-    one; rainband.ModuleTask makes one of a module and a dataset. `strategy` is one of rainband's, such as
-    rainband.Downpour(n_push=4), or one of your own. `on_event` is called with every event of the run.
+    task; rainband.ModuleTask makes one of a module and a dataset. `strategy` (by default downpour) is one of
+    rainband's, such as rainband.Downpour(n_push=4), one of your own, or a name. `on_event` is called with every event.
 
-    With stages=2 the model is cut in two, and every two workers compute one copy of it together; a batch is cut into
-    `microbatches`, so that both have something to do. `schedule` says in which order: one_f_one_b, gpipe, or
-    interleaved, where each worker has several stages (`stages_per_worker`, 2 by default) and is idle for a shorter
-    time. `plan` is a file of `rainband placement`, which says how to cut the model.
+    `options` are those of `rainband train`, which rainband.options describes: epochs=3, batch_size=64, seed=1,
+    threads=2, transport="tcp", csv=True, ... Among them:
 
-    With world="sim" the run is simulated, in virtual time and in this process, over a `network` (lan, 1gbit, wan,
-    datacentre, or a TOML file); its seconds are virtual, its gradients true.
+        stages=2               split the model into two stages, one worker each; workers is a multiple of stages
+        placement="plan.json"  split it according to a file of `rainband placement`
+        runtime="sim"          simulate the run in this process: its gradients are real, its seconds are virtual
+        config="runs/NAME"     repeat an earlier run; omit the task and the strategy
     """
-    import msgspec
-
     from rainband.errors import RainbandError
     from rainband.runtimes.advice import foreseen
-    from rainband.runtimes.config import RunConfig, SimSettings, check_epochs, is_one_memory
-    from rainband.runtimes.stage_options import (
-        PipelineOptions,
-        check_flow,
-        check_plan,
-        check_versions,
-        read_plan,
-        workers_per_replica,
-    )
-    from rainband.runtimes.stage_plan import check_num_workers, make_stage_plan
+    from rainband.runtimes.configure import configure
+    from rainband.views.sinks import chosen_sinks
 
-    task_name, task_settings = _named(task, "rainband.tasks")
-    strategy_name, strategy_settings = _named(strategy, "rainband.strategies")
-    made: Strategy = _object(strategy, strategy_name, strategy_settings)
-    called = strategy_name or type(strategy).__name__
-    check_epochs(made, called, epochs)
-    cut, flow = (
-        read_plan(Path(plan) if plan else None, stages),
-        PipelineOptions(microbatches, schedule, stages_per_worker),
-    )
-    size = workers_per_replica(cut, stages) or 1
-    if is_one_memory(made):
-        servers = 0
-    elif made.requires.max_replicas == 1:
-        workers, servers = size, 0
-    check_num_workers(made, called, workers, size)
-    if size > 1:
-        if cut is not None:
-            check_plan(made, called, cut)
-        check_flow(made, called, flow, size, cut)
-        check_versions(made, cut.replicas() if cut is not None else [1] * size)
-    elif any(flow):
-        raise ValueError(
-            "microbatches, schedule and stages_per_worker are for a model in several stages: give stages=2, too."
-        )
-    if runtime not in ("processes", "sim"):
-        raise ValueError(f"no world named {runtime!r}: choose local (processes on this machine) or sim (virtual time).")
-    if workers < 1 or servers < 0:
-        raise ValueError(f"workers={workers}, servers={servers}: there must be at least one worker.")
-    config = RunConfig(
-        task=task_name or type(task).__name__,
-        task_settings=task_settings,
-        strategy=called,
-        strategy_settings=strategy_settings,
-        num_workers=workers,
-        num_servers=servers,
-        batch_size=batch_size,
-        epochs=epochs,
-        seed=seed,
-        threads=threads,
-        transport=transport,
-        failure_timeout_s=failure_timeout_s,
-        runtime=runtime,
-        sim=SimSettings(model=network),
-    )
-    if size > 1:
-        whole: Task = _object(task, task_name, task_settings)
-        stage_plan = make_stage_plan(
-            whole, config.task, size, plan=cut, batch_size=batch_size, flow=flow, seed=seed, threads=threads
-        )
-        config = msgspec.structs.replace(config, stage_plan=stage_plan)
-    for text in foreseen(made, workers // size, called="copies of the model" if size > 1 else "workers"):
+    chosen: RunOptions = {"workers": workers, "servers": servers, **options}
+    base, task, made = _repeated(options["config"], task, strategy) if options.get("config") else _new(task, strategy)
+    config = configure(base, made, chosen, lambda: _task(task, base))
+    sinks = chosen_sinks(chosen)
+    for text in foreseen(made, config.num_replicas, called="copies of the model" if config.stage_plan else "workers"):
         warnings.warn(text, stacklevel=2)
-    notes = _Notes(on_event)
-    carried = {"task": None if task_name else task, "strategy": None if strategy_name else strategy}
-    with _inherited(carried if runtime == "processes" else {}) as fds:
-        config = _in_directory(config, Path(runs))
-        result = _train(config, task, made, notes, fds)
+    carried = {
+        "task": None if _named(task, TASKS)[0] else task,
+        "strategy": None if _named(made, STRATEGIES)[0] else made,
+    }
+    with _inherited(carried if config.runtime == "processes" else {}) as fds:
+        config = _in_directory(config, Path(options.get("runs") or "runs"))
+        notes = _Notes(on_event, sinks, Path(config.directory))
+        try:
+            result = _train(config, task, made, notes, fds)
+        finally:
+            notes.close()
     if result.outcome == "failed":
         raise RainbandError(f"{result.reason}{notes.traceback} (its directory is {config.directory})")
     _warn_if_diverged(result)
     return _fitted(task, config, result, notes)
 
 
+def _new(task: Task | str | None, strategy: Strategy | str | None) -> tuple[RunConfig, Task | str, Strategy]:
+    """Return a configuration with this task and strategy, and both."""
+    from rainband.plugins import load_strategy
+    from rainband.runtimes.config import RunConfig
+    from rainband.runtimes.configure import SERVERS, WORKERS, check_task
+
+    if task is None:
+        raise TypeError("fit() requires a task, or config=, an earlier run.")
+    if isinstance(task, str):
+        check_task(task, {})
+    strategy = "downpour" if strategy is None else strategy
+    made = load_strategy(strategy, {}) if isinstance(strategy, str) else strategy
+    task_name, task_settings = _named(task, TASKS)
+    strategy_name, strategy_settings = _named(made, STRATEGIES)
+    config = RunConfig(
+        task=task_name or type(task).__name__,
+        task_settings=task_settings,
+        strategy=strategy_name or type(made).__name__,
+        strategy_settings=strategy_settings,
+        num_workers=WORKERS,
+        num_servers=SERVERS,
+    )
+    return config, task, made
+
+
+def _repeated(
+    file: str | Path | None, task: Task | str | None, strategy: Strategy | str | None
+) -> tuple[RunConfig, str, Strategy]:
+    """Return the configuration of an earlier run, its task and its strategy."""
+    from rainband.plugins import load_strategy
+    from rainband.runtimes.configure import check_task
+    from rainband.runtimes.run_directory import read_config
+
+    if task is not None or strategy is not None:
+        raise ValueError(f"{file} already has a task and a strategy: omit them, or config.")
+    config = read_config(Path(file or ""))
+    if config.script:
+        raise ValueError(f"{file} is that of a script: repeat it with rainband run.")
+    check_task(config.task, config.task_settings)
+    return config, config.task, load_strategy(config.strategy, config.strategy_settings)
+
+
+def _task(task: Task | str, config: RunConfig) -> Task:
+    """Return the task itself; `config` has its settings, if it is given by name."""
+    from rainband.tasks.load import load_task
+
+    return load_task(config.task, config.task_settings) if isinstance(task, str) else task
+
+
 def _train(config: RunConfig, task: Task | str, strategy: Strategy, notes: _Notes, fds: list[int]) -> RunResult:
-    from rainband.runtimes.processes import launcher as local
-    from rainband.runtimes.simulation import run as sim
+    from rainband.runtimes.processes import launcher
+    from rainband.runtimes.simulation import run as simulation
 
     if config.runtime == "sim":
-        made: Task = _object(task, config.task, config.task_settings)
-        return sim.run(config, notes, task=made, strategy=strategy)
-    return local.run(config, notes, capture=True, entries=ENTRIES, fds=fds, strategy=strategy)
+        return simulation.run(config, notes, task=_task(task, config), strategy=strategy)
+    return launcher.run(config, notes, capture=True, entries=ENTRIES, fds=fds, strategy=strategy)
 
 
 def _warn_if_diverged(result: RunResult) -> None:
@@ -178,10 +168,15 @@ def _warn_if_diverged(result: RunResult) -> None:
 
 
 class _Notes:
-    """Keeps what a fit returns of the events; shows what the processes print."""
+    """Stores the events that a `FitResult` has, prints the output of the processes, and passes all events on."""
 
-    def __init__(self, on_event: Callable[[AnyEvent], None] | None) -> None:
+    def __init__(
+        self, on_event: Callable[[AnyEvent], None] | None, sinks: Sequence[Callable[[Path], Sink]], directory: Path
+    ) -> None:
+        from rainband.views.sinks import SafeSink
+
         self.on_event = on_event
+        self.sinks = [SafeSink(partial(sink, directory), warnings.warn) for sink in sinks]
         self.history: list[Progress] = []
         self.traceback = ""
 
@@ -195,8 +190,14 @@ class _Notes:
                 print(*event.lines, sep="\n")
             case UserError():
                 self.traceback = f"\n\n{event.traceback}"
+        for sink in self.sinks:
+            sink.write(event)
         if self.on_event is not None:
             self.on_event(event)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
 
 
 def _in_directory(config: RunConfig, runs: Path) -> RunConfig:
@@ -216,7 +217,7 @@ def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Note
 
     directory = Path(config.directory)
     with torch.random.fork_rng(devices=[]):
-        module = _object(task, config.task, config.task_settings).model()
+        module = _task(task, config).model()
     saved = directory / "model.safetensors"
     if saved.exists():  # a run that was interrupted before it began has none
         safetensors.torch.load_model(module, str(saved))
@@ -235,16 +236,16 @@ def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Note
 
 
 def _named(thing: Any, family: str) -> tuple[str, dict[str, Any]]:
-    """The name and settings from which another process makes an equal object; no name where that cannot be."""
-    from rainband.settings import as_dict
+    """Return the name and settings from which another process makes an equal object; "" if there is no such name."""
+    from rainband.settings import as_dict, as_plain
 
     if isinstance(thing, str):
         return thing, {}
     kind = type(thing)
     if kind.__module__ == "__main__" or not dataclasses.is_dataclass(kind) or not _can_be_imported(kind):
         return "", {}
-    settings = as_dict(thing)
-    if not all(_is_plain(value) for value in settings.values()):
+    settings = as_plain(thing)
+    if len(settings) < len(as_dict(thing)):
         return "", {}
     inside, _, name = kind.__module__.rpartition(".")
     return (name if inside == family else f"{kind.__module__}:{kind.__name__}"), settings
@@ -256,22 +257,6 @@ def _can_be_imported(kind: type) -> bool:
     except ImportError:
         return False
     return getattr(module, kind.__name__, None) is kind and bool(inspect.getsourcefile(kind))
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def _object(thing: Any, name: str, settings: dict[str, Any]) -> Any:
-    """The object itself, where a name was given for it."""
-    from rainband.plugins import load_strategy, strategy_names
-    from rainband.tasks.load import load_task
-
-    if not isinstance(thing, str):
-        return thing
-    return load_strategy(name, settings) if name in strategy_names() else load_task(name, settings)
 
 
 # ---- through inherited memory, where it is not ----

@@ -1,7 +1,7 @@
-"""Full-batch minimisation over many processes, called as scientific code calls it: `rainband.minimize(task)`.
+"""Full-batch minimization over many processes: `rainband.minimize(task)`, in the style of `scipy.optimize.minimize`.
 
-The loss of all samples is the function, the parameters of the task's model are its point. What comes back has the names
-that scipy.optimize.OptimizeResult has.
+The function is the mean loss over all samples, its argument the parameters of the task's model. The result has the
+names of scipy.optimize.OptimizeResult.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rainband.fit import fit
+from rainband.errors import did_you_mean
+from rainband.fit import FitResult, fit
+from rainband.options import FitOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,10 +31,10 @@ STATUS = {"iterations are done": 1, "no lower loss": 2, "not finite": 3, "stoppe
 
 @dataclass(frozen=True)
 class MinimizeResult:
-    """What was found."""
+    """The result of `minimize`."""
 
     x: NDArray[Any]  # all parameters of the model as one vector, in the order of module.parameters()
-    fun: float  # the loss there
+    fun: float  # the loss at x
     gradient_norm: float
     success: bool  # it ended because a tolerance was reached
     status: int  # 0 converged, 1 out of iterations, 2 no lower loss was found, 3 not finite, 4 stopped
@@ -41,34 +43,36 @@ class MinimizeResult:
     nfev: int  # evaluations of the loss, each with its gradient
     njev: int
     history: list[IterationDone]  # each iteration: loss, gradient norm, step, evaluations, ...
-    module: nn.Module  # with these parameters
-    metrics: dict[str, float]  # of the task's `evaluate`
-    accounting: BatchAccounting  # what became of every batch
+    module: nn.Module  # with the parameters x
+    metrics: dict[str, float]  # from the task's `evaluate`
+    accounting: BatchAccounting  # batches applied, skipped, lost and applied twice
     directory: Path
 
 
 def minimize(
     task: Task | str,
     method: str = "lbfgs",
-    workers: int = 4,
-    servers: int = 2,
+    workers: int | None = None,
+    servers: int | None = None,
     *,
     tol: float | None = None,
     callback: Callable[[IterationDone], None] | None = None,
-    run: dict[str, Any] | None = None,
+    run: FitOptions | None = None,
     **settings: Any,
 ) -> MinimizeResult:
-    """Minimise the loss of `task` over all its samples, by "lbfgs" or "cg"; returns when it is done.
+    """Minimize the loss of `task` over all its samples with "lbfgs" or "cg"; return when a tolerance is reached.
 
-    `tol` is the norm of the gradient at which to stop. `callback` is called with every iteration. `settings` are those
-    of the strategy: iterations, history, line_search, weight_decay, ...; see `rainband explain sandblaster`. In `run`
-    is what rainband.fit takes besides: batch_size, seed, threads, transport, ...
+    `tol` is the gradient norm at which to stop. `callback` is called with every iteration. `settings` are those of the
+    strategy (iterations, history, line_search, weight_decay, ...), which `rainband explain sandblaster` describes.
+    `run` has the options of rainband.fit: {"batch_size": 64, "seed": 1, "threads": 2, ...}.
     """
     from rainband.plugins import load_strategy
     from rainband.protocol.events import IterationDone
 
     if method not in METHODS:
-        raise ValueError(f"no method named {method!r}: choose from {', '.join(METHODS)}.")
+        raise ValueError(
+            f"no method named {method!r}{did_you_mean(method, METHODS)}: choose from {', '.join(METHODS)}."
+        )
     if tol is not None:
         settings = {"loss_tolerance": 0.0, **settings, "gradient_tolerance": tol}
     history: list[IterationDone] = []
@@ -81,10 +85,10 @@ def minimize(
 
     strategy = load_strategy(METHODS[method], settings)
     fitted = fit(task, strategy, workers, servers, on_event=note, **(run or {}))
-    return _minimum(fitted, history)
+    return _result(fitted, history)
 
 
-def _minimum(fitted: Any, history: list[IterationDone]) -> MinimizeResult:
+def _result(fitted: FitResult, history: list[IterationDone]) -> MinimizeResult:
     from torch.nn.utils import parameters_to_vector
 
     if not history:

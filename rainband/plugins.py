@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
@@ -10,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from rainband.errors import did_you_mean
 from rainband.settings import build
 from rainband.strategy import Strategy
 
@@ -25,10 +25,10 @@ def find_strategy(name: str) -> type[Strategy]:
     if ":" in name:
         return _from_outside(name)
     if name not in strategy_names():
-        near = difflib.get_close_matches(name, strategy_names(), n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        names = strategy_names()
         raise ValueError(
-            f"no strategy named {name!r}{hint}: choose from {', '.join(strategy_names())}, or give module:Class."
+            f"no strategy named {name!r}{did_you_mean(name, names)}: choose from {', '.join(names)}, or give "
+            "module:Class."
         )
     module = importlib.import_module(f"rainband.strategies.{name}")
     [cls] = [

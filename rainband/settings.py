@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import math
 import textwrap
@@ -20,6 +19,8 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass
+
+from rainband.errors import did_you_mean
 
 T = typing.TypeVar("T")
 
@@ -73,6 +74,21 @@ def as_dict(instance: object) -> dict[str, object]:
     return {field.name: getattr(instance, field.name) for field in _settable(type(instance))}
 
 
+def as_plain(instance: object) -> dict[str, object]:
+    """Return the settings of `instance` without those that JSON cannot express; an infinite number becomes text."""
+    return {name: _without_infinity(value) for name, value in as_dict(instance).items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _without_infinity(value: object) -> object:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def fields_of(cls: type) -> list[Setting]:
     """Describe the settings of `cls`, in the order of its fields."""
     kinds, docs = _kinds_of(cls), _docs_of(cls)
@@ -92,9 +108,7 @@ def _default_of(field: dataclasses.Field[object]) -> object:
 
 
 def _no_such_setting(owner: str, name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    return f"{owner} has no setting '{name}'{hint}: it has {', '.join(known) or 'none'}."
+    return f"{owner} has no setting '{name}'{did_you_mean(name, known)}: it has {', '.join(known) or 'none'}."
 
 
 # ---- from an annotation to a way of reading a value ----

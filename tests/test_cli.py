@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 from rainband.bench.harness.rows import Row, at_most
 from rainband.cli import doctor as doctor_file
 from rainband.cli.bench import shown
-from rainband.cli.configure import configured
 from rainband.cli.doctor import Finding
 from rainband.cli.main import COMMANDS, build_app
+from rainband.cli.options.words import configured
+from rainband.options import RunOptions
 from rainband.plugins import strategy_names
 from rainband.protocol import events
 from rainband.protocol.optimizer_spec import BUILT_IN, TAKERS
@@ -141,7 +142,7 @@ def test_the_shell_completes_names(words: str, offered: list[str], tmp_path: Pat
 
 
 def config_of(*words: str, config: Path | None = None, **given: object) -> RunConfig:
-    return configured(words, config, given)
+    return configured(words, RunOptions(config=config, **given))  # type: ignore[typeddict-item]
 
 
 def test_settings_of_the_strategy_and_of_the_task_are_told_apart() -> None:
@@ -158,16 +159,16 @@ def test_every_setting_is_written_down_so_that_later_defaults_do_not_matter() ->
 def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_servers_is_alone() -> None:
     pairs = [config_of("digits", strategy) for strategy in ("downpour", "sync", "single")]
     assert [(made.num_workers, made.num_servers) for made in pairs] == [(4, 2), (4, 2), (1, 0)]
-    asked = config_of("digits", "sync", num_workers=3, num_servers=1, seed=7)
+    asked = config_of("digits", "sync", workers=3, servers=1, seed=7)
     assert (asked.num_workers, asked.num_servers, asked.seed) == (3, 1, 7)
 
 
 @pytest.mark.parametrize(
     ("words", "given", "complaint"),
     [
-        ((), {}, "say what to train and how, such as rainband train digits downpour"),
+        ((), {}, "a task and a strategy are required, such as rainband train digits downpour"),
         (("digits",), {}, "Strategies: .*downpour"),
-        (("digits", "lr=3"), {}, "say what to train"),
+        (("digits", "lr=3"), {}, "a task and a strategy are required"),
         (("downpour", "digits"), {}, "the task comes first: type rainband train digits downpour."),
         (("digits", "quadratic"), {}, "quadratic is a task, not a strategy"),
         (("digitz", "sync"), {}, r"no task named 'digitz' \(did you mean digits\?\)"),
@@ -188,21 +189,21 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
             r"the task digits has no setting 'epoch' \(did you mean epochs\?\)",
         ),
         (("nowhere.at_all:Task", "sync"), {}, "no module named 'nowhere.at_all', neither installed nor in"),
-        (("mine.py:Task", "sync"), {}, "Leave out the ending: mine:Task."),
+        (("mine.py:Task", "sync"), {}, "Omit the ending: mine:Task."),
         (("digits", "json:JSONDecoder"), {}, "no strategy"),
         (
             ("digits", "sync"),
-            {"num_servers": 0},
-            "keeps the parameters on servers, and --servers 0 leaves it none",
+            {"servers": 0},
+            "servers=0: sync requires servers, which hold the parameters. Use servers=1 or more",
         ),
         (
             ("digits", "single"),
-            {"num_workers": 2},
-            "so --workers 2 cannot be: leave --workers out, or choose .*downpour",
+            {"workers": 2},
+            "workers=2: single is one process. Use workers=1 or omit it, or choose .*downpour",
         ),
-        (("digits", "single"), {"num_servers": 1}, "leave --servers out"),
-        (("digits", "sync"), {"num_workers": 100_000}, "would only wait for each other. Choose at most"),
-        (("digits", "sync"), {"transport": "pigeon"}, "--transport pigeon: choose from auto, tcp, shm"),
+        (("digits", "single"), {"servers": 1}, "servers=1: single has no servers. Omit it"),
+        (("digits", "sync"), {"workers": 100_000}, "would only wait for each other. Use at most"),
+        (("digits", "sync"), {"transport": "pigeon"}, 'transport="pigeon": choose from auto, tcp, shm'),
     ],
 )
 def test_a_mistake_is_told_with_what_would_be_right(
@@ -238,7 +239,7 @@ def test_the_configuration_of_a_script_is_for_rainband_run(tmp_path: Path) -> No
 
 def test_a_configuration_and_a_task_together_are_a_mistake(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", [])
-    with pytest.raises(ValueError, match="says already what to train and how: leave out digits"):
+    with pytest.raises(ValueError, match="already has a task and a strategy: omit digits"):
         config_of("digits", config=run)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -13,10 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import rainband
+from rainband.cli.main import build_app
 from rainband.errors import RainbandError
 from rainband.fit import _carried, _inherited, _named, _warn_if_diverged
+from rainband.options import FitOptions, OptionError, declared
+from rainband.runtimes.config import RunConfig
+from rainband.runtimes.configure import PLAIN_FIELDS
 from rainband.tasks.linear import Linear
 from rainband.tasks.task import ModuleTask
 
@@ -82,6 +88,86 @@ def test_what_cannot_be_handed_over_is_told() -> None:
 def test_there_must_be_a_worker() -> None:
     with pytest.raises(ValueError, match="workers=0"):
         rainband.fit("linear", workers=0)
+
+
+# ---- options ----
+
+
+REFUSED = [
+    ("downpour", {"servers": 0}, "servers", "0", "downpour requires servers, which hold the parameters"),
+    ("downpour", {"transport": "quic"}, "transport", "quic", "choose from auto, tcp, shm"),
+    ("downpour", {"transport": "tpc"}, "transport", "tpc", "(did you mean tcp?)"),
+    ("downpour", {"batch_size": 0}, "batch-size", "0", "must be at least 1"),
+    ("downpour", {"epochs": 0}, "epochs", "0", "must be at least 1"),
+    ("downpour", {"seed": -1}, "seed", "-1", "must be at least 0"),
+    ("downpour", {"threads": 0}, "threads", "0", "must be at least 1"),
+    ("downpour", {"failure_timeout_s": 0.0}, "failure-timeout", "0.0", "must be at least 0.1"),
+    ("single", {"workers": 5}, "workers", "5", "single is one process"),
+    ("hogwild", {"servers": 3}, "servers", "3", "hogwild has no servers"),
+    ("downpour", {"workers": 100_000}, "workers", "100000", "would only wait for each other"),
+]
+
+
+@pytest.mark.parametrize("strategy, options, name, value, says", REFUSED)
+def test_python_and_the_command_line_refuse_the_same_each_in_its_words(
+    strategy: str, options: dict[str, Any], name: str, value: str, says: str
+) -> None:
+    [python_name] = options
+    typed = f'"{value}"' if python_name == "transport" else value
+    with pytest.raises(OptionError) as raised:
+        rainband.fit("linear", strategy, **options)
+    assert says in str(raised.value) and f"{python_name}={typed}" in str(raised.value)
+    result = CliRunner().invoke(build_app(), ["train", "linear", strategy, f"--{name}", value])
+    assert result.exit_code == 2
+    assert says in result.output and f"--{name} {value}" in result.output and python_name + "=" not in result.output
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"network": "wan"}, 'network requires runtime="sim"'),
+        ({"time_only": True}, 'time_only requires runtime="sim"'),
+        ({"runtime": "sim", "steps": 3}, "steps requires time_only=True"),
+        ({"runtime": "sim", "record": True}, "a simulated run needs no record"),
+        ({"record": True, "transport": "shm"}, 'omit transport="shm"'),
+        ({"epochs": "3"}, "epochs=3: must be a whole number"),
+        ({"seed": True}, "seed=True: must be a whole number"),
+        ({"epoch": 3}, "there is no option epoch (did you mean epochs?)"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        rainband.fit("linear", **options)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "task, strategy, says",
+    [
+        ("linear", "dwnpour", r"no strategy named 'dwnpour' \(did you mean downpour\?\)"),
+        ("liner", "downpour", r"no task named 'liner' \(did you mean linear\?\)"),
+    ],
+)
+def test_names_that_are_mistyped_are_told(task: str, strategy: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        rainband.fit(task, strategy)
+
+
+def test_a_task_is_required() -> None:
+    with pytest.raises(TypeError, match="requires a task"):
+        rainband.fit()
+
+
+def test_what_help_says_of_defaults_is_so() -> None:
+    plain = RunConfig(task="", strategy="", num_workers=0, num_servers=0)
+    shown = {
+        name: one.option.default for name, one in declared().items() if name in PLAIN_FIELDS and one.option.default
+    }
+    for name, default in shown.items():
+        value = getattr(plain, name)
+        assert default == (
+            "the task's own" if value is None else f"{value:g}" if name != "runtime" and name != "transport" else value
+        )
 
 
 # ---- real runs ----
@@ -204,6 +290,29 @@ def test_a_fit_in_virtual_time_trains_what_a_prompt_defines(tmp_path: Path) -> N
     assert result.accounting.applied == 16 and result.history[-1].at_s > 0.03  # a wan's latency
 
 
-def test_another_world_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no world named 'moon': choose local"):
+def test_a_simulated_fit_writes_what_it_is_asked_for_and_can_be_repeated(tmp_path: Path) -> None:
+    (tmp_path / "faults.txt").write_text("0.02 pause worker 1 for 0.01\n")
+    asked: FitOptions = {"runtime": "sim", "runs": tmp_path / "runs", "csv": True, "eval_every_s": 0.0}
+    first = rainband.fit(
+        "linear", "downpour", 2, 1, batch_size=16, epochs=1, seed=3, faults=tmp_path / "faults.txt",
+        compute={"step_s": 0.01}, **asked,
+    )  # fmt: skip
+    again = rainband.fit(config=first.directory, **asked)
+    assert (first.directory / "progress.csv").read_text() == (again.directory / "progress.csv").read_text()
+    assert first.accounting == again.accounting and first.directory != again.directory
+    configs = [json.loads((result.directory / "config.json").read_text()) for result in (first, again)]
+    assert [config.pop("directory") for config in configs] == [str(first.directory), str(again.directory)]
+    assert configs[0] == configs[1] and "pause worker 1" in configs[0]["sim"]["faults"]
+    assert configs[0]["strategy_settings"]["n_push"] == 1
+    with pytest.raises(ValueError, match="already has a task and a strategy: omit them, or config"):
+        rainband.fit("linear", config=first.directory)
+
+
+def test_message_timing_alone_can_be_simulated(tmp_path: Path) -> None:
+    result = rainband.fit("linear", "downpour", 3, 1, runtime="sim", time_only=True, steps=5, runs=tmp_path)
+    assert result.outcome == "finished" and result.accounting.applied == 15
+
+
+def test_another_runtime_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='runtime="moon": choose from processes, sim'):
         rainband.fit("digits", runtime="moon", runs=tmp_path)

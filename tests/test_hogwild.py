@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rainband.cli.configure import configured
+from rainband.cli.options.words import configured
 from rainband.model.flat_parameters import Flat
 from rainband.plugins import load_strategy
 from rainband.protocol import events
@@ -36,7 +36,8 @@ from rainband.protocol.messages import (
     Revoke,
     Skipped,
 )
-from rainband.runtimes.config import RunConfig, SimSettings, refuse_coordinated
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.configure import check_custom_loop
 from rainband.runtimes.hogwild.memory import STALEST, SharedParameters, places_of
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.hogwild.worker import _rate, add_in_place
@@ -252,15 +253,15 @@ def test_an_optimizer_that_remembers_is_refused_with_the_reason(optimizer: str) 
 
 
 def test_it_needs_no_servers_and_takes_none() -> None:
-    config = configured(["digits", "hogwild"], None, {"num_workers": 2})
+    config = configured(["digits", "hogwild"], {"workers": 2})
     assert (config.num_workers, config.num_servers) == (2, 0)
-    with pytest.raises(ValueError, match="hogwild has no servers: leave out --servers 2"):
-        configured(["digits", "hogwild"], None, {"num_servers": 2})
+    with pytest.raises(ValueError, match="servers=2: hogwild has no servers. Omit it"):
+        configured(["digits", "hogwild"], {"servers": 2})
 
 
 def test_it_has_no_place_in_a_loop_of_ones_own() -> None:
     with pytest.raises(ValueError, match="in memory that all workers share"):
-        refuse_coordinated(load_strategy("hogwild", {}), "hogwild")
+        check_custom_loop("hogwild", load_strategy("hogwild", {}).requires)
 
 
 # ---- in virtual time ----

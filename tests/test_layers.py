@@ -25,7 +25,7 @@ class Layer(NamedTuple):
 # Imports point up this table only: a layer may import itself and the layers it names, which are above it.
 # A new module needs a place here. Imports under `if TYPE_CHECKING:` are free, and so is rainband.__version__.
 LAYERS = {
-    "contracts": Layer("strategy errors settings advice observer protocol", may_import=""),
+    "contracts": Layer("strategy errors options settings advice observer protocol", may_import=""),
     # Computing without communicating: tensors in, tensors out.
     "model": Layer("model", may_import="contracts"),
     "rules": Layer("rules", may_import="contracts"),

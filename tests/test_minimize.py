@@ -11,13 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 import rainband
-from rainband.cli.configure import configured
 from rainband.cli.main import build_app
-from rainband.minimize import STATUS, _minimum
+from rainband.cli.options.words import configured
+from rainband.minimize import STATUS, _result
 from rainband.plugins import load_strategy
 from rainband.protocol.accounting import BatchAccounting
 from rainband.protocol.events import IterationDone
-from rainband.runtimes.config import RunConfig, SimSettings, refuse_coordinated
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.configure import check_custom_loop
 from rainband.runtimes.simulation.run import make_play
 from rainband.tasks.quadratic import Quadratic
 
@@ -69,7 +70,7 @@ def test_each_end_has_a_number(message: str, status: int) -> None:
         backups=0,
         end=message,
     )
-    assert _minimum(FitResult(), [last]).status == status and status in STATUS.values()
+    assert _result(FitResult(), [last]).status == status and status in STATUS.values()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_each_end_has_a_number(message: str, status: int) -> None:
     [
         ({"method": "newton"}, "no method named 'newton': choose from lbfgs, cg"),
         ({"histroy": 3}, "histroy"),
-        ({"run": {"epochs": 3}}, "give it iterations=3 instead of epochs"),
+        ({"run": {"epochs": 3}}, "set iterations=3 instead of epochs"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(arguments: dict[str, Any], says: str) -> None:
@@ -135,22 +136,22 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_ones_own_cannot_be_led() -> None:
-    with pytest.raises(ValueError, match=r"no place in a loop of your own: use rainband.minimize\(task\)"):
-        refuse_coordinated(load_strategy("sandblaster", {}), "sandblaster")
-    refuse_coordinated(load_strategy("downpour", {}), "downpour")
+    with pytest.raises(ValueError, match=r"does not work in a custom training loop: use rainband.minimize\(task\)"):
+        check_custom_loop("sandblaster", load_strategy("sandblaster", {}).requires)
+    check_custom_loop("downpour", load_strategy("downpour", {}).requires)
 
 
 def test_epochs_are_for_strategies_that_count_them() -> None:
     with pytest.raises(ValueError, match="sandblaster counts iterations"):
-        configured(["digits", "sandblaster"], None, {"epochs": 3})
-    assert configured(["digits", "downpour"], None, {"epochs": 3}).epochs == 3
+        configured(["digits", "sandblaster"], {"epochs": 3})
+    assert configured(["digits", "downpour"], {"epochs": 3}).epochs == 3
 
 
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["--runtime", "sim", "--time-only"], "what sandblaster does next depends on the loss: leave out --time-only."),
-        (["--record"], "--record is for asynchronous runs, and sandblaster goes by iterations: run it in virtual time"),
+        (["--runtime", "sim", "--time-only"], "what sandblaster does next depends on the loss: omit --time-only."),
+        (["--record"], "--record is for asynchronous runs, and sandblaster goes by iterations: simulate it"),
     ],
 )
 def test_what_has_no_meaning_for_it_is_told_on_the_command_line(options: list[str], says: str) -> None:

@@ -156,8 +156,8 @@ def test_a_script_that_never_joins_is_told_what_it_needs(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "say which script"),
-        (["n_push=2"], "say which script"),
+        ([], "a script is required"),
+        (["n_push=2"], "a script is required"),
         (["nowhere.py"], "there is no script nowhere.py"),
         (["--lr"], "Options come before the script"),
     ],
@@ -181,10 +181,15 @@ def test_what_follows_the_script_is_its_own(tmp_path: Path, monkeypatch: pytest.
     ("words", "said"),
     [
         (["lr=0.1", "SCRIPT"], "the script's own optimizer"),
-        (["--servers", "0", "SCRIPT"], "--servers 1 or more"),
-        (["--strategy", "single", "SCRIPT"], "--workers 1"),
+        (["--servers", "0", "SCRIPT"], "Use --servers 1 or more"),
+        (["--strategy", "single", "--workers", "2", "SCRIPT"], "Use --workers 1 or omit it"),
         (["--strategy", "downpuor", "SCRIPT"], "did you mean downpour"),
         (["n_pusch=2", "SCRIPT"], "n_push"),
+        (["--strategy", "pipedream", "SCRIPT"], "pipedream does not work in a custom training loop"),
+        (["--strategy", "sandblaster", "SCRIPT"], "rainband train TASK sandblaster"),
+        (["--strategy", "hogwild", "SCRIPT"], "memory that all workers share"),
+        (["--transport", "quic", "SCRIPT"], "--transport quic: choose from auto, tcp, shm"),
+        (["--seed", "-1", "SCRIPT"], "--seed -1: must be at least 0"),
     ],
 )
 def test_what_was_typed_wrong_is_told_before_anything_starts(tmp_path: Path, words: list[str], said: str) -> None:

@@ -521,13 +521,13 @@ def typed(*words: str) -> Any:
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["--time-only"], "--time-only is for virtual time: add --runtime sim."),
-        (["--faults", "x"], "--faults is for virtual time"),
+        (["--time-only"], "--time-only requires --runtime sim."),
+        (["--faults", "x"], "--faults requires --runtime sim."),
         (["--runtime", "sim", "--network", "moon"], "no network named 'moon': choose from lan, 1gbit, wan, datacentre"),
         (["--runtime", "sim", "compute.stepp=1"], "ComputeModel has no setting 'stepp'"),
-        (["--runtime", "sim", "--steps", "3"], "--steps is for --time-only"),
+        (["--runtime", "sim", "--steps", "3"], "--steps requires --time-only"),
         (["--runtime", "sim", "--record"], "needs no --record"),
-        (["--record", "--transport", "shm"], "leave out --transport shm"),
+        (["--record", "--transport", "shm"], "omit --transport shm"),
     ],
 )
 def test_what_cannot_be_is_said_before_a_directory_is_made(tmp_path: Path, words: list[str], told: str) -> None:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rainband
-from rainband.cli.configure import configured
-from rainband.cli.stage_options import with_stages
+from rainband.cli.options.words import configured
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.placement.placement import save
 from rainband.model_parallel.placement.stage_plan import StagePlan
@@ -22,7 +21,6 @@ from rainband.model_parallel.schedules.builders import interleaved
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation.run import SimulatedResult, run
-from rainband.runtimes.stage_options import PipelineOptions, read_plan
 from rainband.strategy import Batch
 from tests.pipeline_models import floats, one_thread  # noqa: F401 (a fixture for all)
 from tests.stage_tasks import Room, Shaped, dealt, planned, together, whole_gradient, worker_of
@@ -354,19 +352,18 @@ def test_a_plan_that_was_saved_is_trained_as_it_says(tmp_path: Path) -> None:
     graph, args, kwargs = cut_task(task, task.model(), task.data(), 8)
     made = make_plan(partitioner, measure(graph, args, kwargs, repeats=1), Resources(num_machines=2))
     save(made, tmp_path / "plan.toml")
-    plan = read_plan(tmp_path / "plan.toml", 2)
-    assert plan is not None and plan.stages == made.stages
-    config = with_stages(configured(["digits", "sync"], None, {}, "sim", 2), None, plan, PipelineOptions())
-    assert config.stage_plan is not None
+    config = configured(["digits", "sync"], {"placement": tmp_path / "plan.toml", "stages": 2, "runtime": "sim"})
+    assert config.stage_plan is not None and config.stage_plan.plan.stages == made.stages
     assert (config.num_workers, config.stage_plan.size, config.stage_plan.stages_per_worker) == (4, 2, 2)
     assert (config.stage_plan.schedule, config.stage_plan.microbatches) == ("interleaved", 4)
 
 
 @pytest.mark.parametrize("batch_size, stages, microbatches", [(None, 2, 4), (5, 3, 3), (2, 3, 3), (7, 2, 4)])
 def test_the_usual_microbatches_can_be_dealt(batch_size: int | None, stages: int, microbatches: int) -> None:
-    given = {} if batch_size is None else {"batch_size": batch_size}
-    config = configured(["tests.test_stages_interleaved:Weaving", "single"], None, given, "sim", stages)
-    stage_plan = with_stages(config, stages, None, PipelineOptions(stages_per_worker=2)).stage_plan
+    words = ["tests.test_stages_interleaved:Weaving", "single"]
+    stage_plan = configured(
+        words, {"batch_size": batch_size, "stages": stages, "stages_per_worker": 2, "runtime": "sim"}
+    ).stage_plan
     assert stage_plan is not None
     assert (stage_plan.microbatches, stage_plan.schedule, stage_plan.size, stage_plan.stages_per_worker) == (
         microbatches,
@@ -399,7 +396,7 @@ def test_a_batch_smaller_than_a_round_of_microbatches_is_trained(tmp_path: Path)
 def test_fit_takes_a_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     save(dealt(Weaving(), 2, 3, 2).plan, file)
-    fitted = rainband.fit(Weaving(), "single", plan=file, microbatches=2, runs=tmp_path, runtime="sim")
+    fitted = rainband.fit(Weaving(), "single", placement=file, microbatches=2, runs=tmp_path, runtime="sim")
     assert fitted.accounting.applied == 4
     stage_plan = msgspec.json.decode((fitted.directory / "config.json").read_bytes())["stage_plan"]
     assert (len(stage_plan["plan"]["stages"]), stage_plan["microbatches"]) == (6, 2)

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 from rainband.bench.baselines.data_parallel import PacedOrder
 from rainband.bench.cases.stragglers import CONTENDERS, StragglerFound, _times_sooner, found_in
 from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
-from rainband.cli.configure import configured
 from rainband.cli.main import build_app
-from rainband.cli.sim_options import in_virtual_time
+from rainband.cli.options.words import configured
 from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.runtimes.processes.compute import MinStepTime
@@ -68,9 +67,7 @@ def test_a_step_that_takes_longer_by_itself_is_not_made_longer() -> None:
 
 
 def test_a_pace_can_be_typed_for_real_workers_and_what_is_wrong_with_it_is_told() -> None:
-    config = configured(["digits", "downpour"], None, {})
-    words = ["compute.step_s=0.02", "compute.slow_workers=3"]
-    paced_config = in_virtual_time(config, None, False, None, words, None)
+    paced_config = configured(["digits", "downpour", "compute.step_s=0.02", "compute.slow_workers=3"], {})
     assert paced_config.sim.compute == {"step_s": "0.02", "slow_workers": "3"}
 
     told = CliRunner().invoke(build_app(), ["train", "digits", "downpour", "compute.speed=2"])

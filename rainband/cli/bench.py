@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli.report_errors import give_up, mistakes_told
+from rainband.cli.report_errors import give_up, report_errors
 from rainband.views.formatting import short, table
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def bench(
     """Measure speed against the physical limit and against what users have (gloo, DDP, bare sockets)."""
     import msgspec
 
-    with mistakes_told():
+    with report_errors():
         chosen = names() if name == "all" else [name]
         if name not in names() and name != "all":
             give_up(f"no benchmark named {name!r}: choose from {', '.join(names())}, or all.", 2)

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from rainband.cli import complete
-from rainband.cli.report_errors import mistakes_told
+from rainband.cli.options import completion
+from rainband.cli.report_errors import report_errors
+from rainband.options import RunOptions
 
 
 def register(app: typer.Typer) -> None:
@@ -17,10 +18,10 @@ def register(app: typer.Typer) -> None:
 
 def command(
     task: Annotated[
-        str, typer.Argument(metavar="TASK", help="What is computed.", autocompletion=complete.tasks)
+        str, typer.Argument(metavar="TASK", help="What is computed.", autocompletion=completion.tasks)
     ] = "digits",
     strategy: Annotated[
-        str, typer.Argument(metavar="STRATEGY", help="What servers do with it.", autocompletion=complete.strategies)
+        str, typer.Argument(metavar="STRATEGY", help="What servers do with it.", autocompletion=completion.strategies)
     ] = "downpour",
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as of rainband train.")
@@ -30,13 +31,13 @@ def command(
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Workers of the runs to be simulated.")] = 2,
 ) -> None:
     """Measure what a run takes on this machine; then  rainband train TASK STRATEGY --runtime sim --network FILE."""
-    from rainband.cli.configure import configured
+    from rainband.cli.options.words import configured
     from rainband.record.calibrate import calibrate, describe
     from rainband.runtimes.simulation.models.cluster_model import to_toml
 
-    with mistakes_told():
-        given = {"num_workers": workers, "num_servers": 1}
-        config = configured([task, strategy, *(settings or [])], None, given, "sim")
+    with report_errors():
+        options: RunOptions = {"workers": workers, "servers": 1, "runtime": "sim"}
+        config = configured([task, strategy, *(settings or [])], options)
         typer.echo(f"measuring {steps} gradients of {task}, alone and beside others ...", err=True)
         model = calibrate(config, steps)
         about = describe(config, model)

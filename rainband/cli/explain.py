@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rainband.cli import complete
-from rainband.cli.report_errors import mistakes_told
+from rainband.cli.options import completion
+from rainband.cli.report_errors import report_errors
 from rainband.views.formatting import assignment, table
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def explain(
         typer.Argument(
             metavar="NAME",
             help="A strategy or a task; none: a line about each.",
-            autocompletion=complete.strategies_and_tasks,
+            autocompletion=completion.strategies_and_tasks,
         ),
     ] = None,
     settings: Annotated[
@@ -46,7 +46,7 @@ def explain(
     from rainband.plugins import strategy_names
     from rainband.tasks.load import task_names
 
-    with mistakes_told():
+    with report_errors():
         state = [facts_of(one) for one in ([name] if name else [*strategy_names(), *task_names()])]
         if name and state[0]["kind"] == "strategy":
             state[0]["expected"] = _expected(name, settings or [], workers)

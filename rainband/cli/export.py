@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli import complete
-from rainband.cli.report_errors import mistakes_told
+from rainband.cli.options import completion
+from rainband.cli.report_errors import report_errors
 from rainband.views.formatting import count, size
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def export(
         typer.Argument(
             metavar="RUN",
             help="A directory, a name, the beginning of a name, or last.",
-            autocompletion=complete.runs,
+            autocompletion=completion.runs,
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as model.safetensors.")],
@@ -37,7 +37,7 @@ def export(
     """Copy the model of a run to a file that plain PyTorch loads."""
     from rainband.views.history import find_run, read_run
 
-    with mistakes_told():
+    with report_errors():
         model = _model_of(read_run(find_run(runs, run)))
         _check_target(out, force)
         tensors, numbers = _look_inside(model)

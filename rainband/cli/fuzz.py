@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli.report_errors import FAILED, mistakes_told
+from rainband.cli.report_errors import FAILED, report_errors
 
 if TYPE_CHECKING:
     from rainband.runtimes.simulation.oracle.check import OracleVerdict
@@ -55,7 +55,7 @@ def command(
     from rainband.runtimes.simulation.oracle.check import check, shortest
 
     failed = 0
-    with mistakes_told():
+    with report_errors():
         for case in _cases(seeds, strategy, faults):
             verdict = check(case, keep_trace=trace)
             if verdict.wrong and shrink:

@@ -35,10 +35,10 @@ def main() -> None:
     try:
         build_app()(prog_name="rainband")
     finally:
-        _forget_what_nobody_reads()
+        _flush_stdout()
 
 
-def _forget_what_nobody_reads() -> None:
+def _flush_stdout() -> None:
     """Output that cannot be written (to `| head`, to a closed terminal) is no reason for another exit code."""
     try:
         sys.stdout.flush()

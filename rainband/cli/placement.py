@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli import complete
-from rainband.cli.report_errors import mistakes_told
+from rainband.cli.options import completion
+from rainband.cli.report_errors import report_errors
 
 if TYPE_CHECKING:
     from rainband.model_parallel.placement.partitioners import Partitioner
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 def command(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="Whose model.", autocompletion=complete.tasks)],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Whose model.", autocompletion=completion.tasks)],
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of the task: task.key=value.")
     ] = None,
@@ -80,7 +80,7 @@ def command(
         typer.Option(
             metavar="NAME",
             help="Play it: gpipe, one_f_one_b, interleaved, pipedream or pipedream_2bw; all: compare them.",
-            autocompletion=complete.pipeline_schedules,
+            autocompletion=completion.pipeline_schedules,
         ),
     ] = None,
     microbatches: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch, for --schedule.")] = 8,
@@ -105,7 +105,7 @@ def command(
     from rainband.model_parallel.placement.placement import check_file_name, load, save
     from rainband.model_parallel.schedules.rates import check_schedule, every_schedule, played
 
-    with mistakes_told():  # what can be wrong is looked at before anything is measured
+    with report_errors():  # what can be wrong is looked at before anything is measured
         _import_from_here()
         edited = load(plan_file) if plan_file else None
         if schedule is not None and schedule != ALL:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli import complete
-from rainband.cli.report_errors import FAILED, mistakes_told
+from rainband.cli.options import completion
+from rainband.cli.report_errors import FAILED, report_errors
 from rainband.views import formatting as words
 from rainband.views.formatting import count
 
@@ -27,7 +27,7 @@ def command(
         typer.Argument(
             metavar="RUN",
             help="A directory, a name, the beginning of a name, or last.",
-            autocompletion=complete.runs,
+            autocompletion=completion.runs,
         ),
     ] = "last",
     runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")] = Path("runs"),
@@ -51,7 +51,7 @@ def command(
     from rainband.views.history import find_run
 
     updates: list[ReplayedUpdate] = []
-    with mistakes_told():
+    with report_errors():
         directory = find_run(runs, run)
         if (directory / "simulation.json").exists():
             if until is not None or model is not None:

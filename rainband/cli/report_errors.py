@@ -1,4 +1,4 @@
-"""What is said and which exit code is given when something is wrong."""
+"""Error messages and exit codes of the command line."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from typing import NoReturn
 
 import typer
 
+from rainband.options import OptionError, on_command_line
+
 FAILED, USAGE = 1, 2
 
 # The mark keeps the lines apart in the help.
 EXIT_CODES = """\b
 Exit codes:
-  0    done
-  1    failed: the run, or what was asked for
-  2    something typed was wrong; nothing was started
-  75   asked to stop (SIGTERM or SIGHUP); the run ended in good order
-  130  Ctrl-C: once ends in good order, twice ends now"""
+  0    success
+  1    the run or command failed
+  2    usage error; nothing was started
+  75   stopped by SIGTERM or SIGHUP; clean shutdown
+  130  stopped by Ctrl-C; a second Ctrl-C ends it at once"""
 
 
 @contextmanager
-def mistakes_told() -> Iterator[None]:
-    """Inside, a ValueError is the user's mistake and an OSError the machine's: one line, no traceback."""
+def report_errors() -> Iterator[None]:
+    """Report a ValueError (the user's mistake) or an OSError (the machine's) in one line, without a traceback."""
     try:
         yield
+    except OptionError as error:
+        give_up(error.written(on_command_line), USAGE)
     except ValueError as error:
         give_up(str(error), USAGE)
     except OSError as error:

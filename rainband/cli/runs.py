@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from rainband.cli import complete
-from rainband.cli.report_errors import mistakes_told
+from rainband.cli.options import completion
+from rainband.cli.report_errors import report_errors
 
 Root = Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
@@ -56,7 +56,7 @@ def list_them(
 
 
 def show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=complete.runs)],
+    run: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=completion.runs)],
     runs: Root = Path("runs"),
     as_json: Json = False,
 ) -> None:
@@ -64,7 +64,7 @@ def show(
     from rainband.views.history import find_run, read_run
     from rainband.views.runs_text import as_record, shown, to_json
 
-    with mistakes_told():
+    with report_errors():
         found = read_run(find_run(runs, run))
     if as_json:
         typer.echo(to_json({**as_record(found), "progress": found.so_far.progress}))
@@ -73,8 +73,8 @@ def show(
 
 
 def compare(
-    first: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=complete.runs)],
-    second: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=complete.runs)],
+    first: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=completion.runs)],
+    second: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=completion.runs)],
     runs: Root = Path("runs"),
     as_json: Json = False,
 ) -> None:
@@ -82,7 +82,7 @@ def compare(
     from rainband.views.history import find_run, read_run
     from rainband.views.runs_text import as_record, compared, to_json
 
-    with mistakes_told():
+    with report_errors():
         pair = [read_run(find_run(runs, word)) for word in (first, second)]
     if as_json:
         typer.echo(to_json([as_record(run) for run in pair]))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from rainband.cli import complete
-from rainband.cli.report_errors import mistakes_told
+from rainband.cli.options import completion
+from rainband.cli.report_errors import report_errors
 from rainband.views.formatting import count
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def command(
         typer.Argument(
             metavar="RUN",
             help="A directory, a name, the beginning of a name, or last.",
-            autocompletion=complete.runs,
+            autocompletion=completion.runs,
         ),
     ] = "last",
     runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")] = Path("runs"),
@@ -69,7 +69,7 @@ def command(
     from rainband.views.history import find_run, read_run
     from rainband.views.schedule_chart import draw_schedules, excerpt, predicted_spans
 
-    with mistakes_told():
+    with report_errors():
         directory = find_run(runs, run)
         every = read_spans(directory)
         if not every:

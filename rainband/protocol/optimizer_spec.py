@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
+
+from rainband.errors import did_you_mean
 
 Settings = dict[str, Any]  # by name: a number, a bool, a string, None or a tuple of numbers
 
@@ -53,7 +54,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
         if self.name in BUILT_IN or (module and class_name):
             return
         raise ValueError(
-            f"no optimizer named '{self.name}'{_did_you_mean(self.name.lower(), BUILT_IN)}: "
+            f"no optimizer named '{self.name}'{did_you_mean(self.name.lower(), BUILT_IN)}: "
             f"choose from {', '.join(sorted(BUILT_IN))}, or give module:Class, such as torch.optim:Adafactor."
         )
 
@@ -68,7 +69,7 @@ def own_settings(owner: str, given: Mapping[str, object], known: Collection[str]
     own = {name: value for name, value in given.items() if name in known or name not in NOT_THE_UPDATE}
     for name in own:
         if name not in known:
-            near = _did_you_mean(name, known)
+            near = did_you_mean(name, known)
             raise ValueError(f"{owner} has no setting '{name}'{near}: it has {', '.join(known)}.")
     return plain(own)
 
@@ -95,11 +96,6 @@ def _can_become(value: object, old: object) -> bool:
     if isinstance(value, bool) or isinstance(old, bool) or not isinstance(old, int | float):
         return False
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _did_you_mean(wrong: str, right: Iterable[str]) -> str:
-    near = difflib.get_close_matches(wrong, list(right), n=1)
-    return f", did you mean '{near[0]}'?" if near else ""
 
 
 def element_wise(name: str, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:

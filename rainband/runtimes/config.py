@@ -87,26 +87,3 @@ def coordination_of(strategy: Strategy) -> Coordinate | None:
 def is_one_memory(strategy: Strategy) -> bool:
     """Are the parameters of all workers one memory, in which each makes its own steps?"""
     return strategy.requires.shared_memory
-
-
-def check_epochs(strategy: Strategy, name: str, epochs: int | None) -> None:
-    """What the coordinator leads goes over the data as often as it needs."""
-    if epochs is not None and coordination_of(strategy) is not None:
-        raise ValueError(
-            f"{name} counts iterations, and goes over the data as often as these need: give it iterations={epochs} "
-            "instead of epochs."
-        )
-
-
-def refuse_coordinated(strategy: Strategy, name: str) -> None:
-    """A loop of the user's own goes over the data as it likes, and its optimizer steps: some strategies do that."""
-    if coordination_of(strategy) is not None:
-        raise ValueError(
-            f"{name} goes over the data as often as it needs, so it has no place in a loop of your own: use "
-            f"rainband.minimize(task), or rainband train TASK {name}."
-        )
-    if is_one_memory(strategy):
-        raise ValueError(
-            f"{name} makes its steps itself, in memory that all workers share, so it has no place in a loop of your "
-            f"own: use rainband train TASK {name}, or choose downpour."
-        )

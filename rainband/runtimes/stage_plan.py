@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from rainband.model_parallel.placement.placement import is_interleaved
 from rainband.model_parallel.placement.stage_plan import Flushing, StagePlan, workers_of
@@ -12,11 +12,28 @@ if TYPE_CHECKING:
     from rainband.model_parallel.placement.partitioners import Partitioner
     from rainband.model_parallel.placement.placement import Placement
     from rainband.model_parallel.placement.profile import Profile
-    from rainband.runtimes.stage_options import PipelineOptions
     from rainband.strategy import Strategy
     from rainband.tasks.task import Task
 
 MICROS_PER_STAGE = 2  # where none are asked for: then a third to a half of the time of the first stages is not idle
+STAGES_PER_WORKER = 2  # of the schedule interleaved, where no number is given
+
+
+class PipelineOptions(NamedTuple):
+    """How batches go through the stages; None: not given."""
+
+    microbatches: int | None = None
+    schedule: str | None = None
+    stages_per_worker: int | None = None
+
+    @property
+    def interleaves(self) -> bool:
+        return self.schedule == "interleaved" or bool(self.stages_per_worker)
+
+    @property
+    def stages_on_each(self) -> int:
+        """Stages of each worker."""
+        return (self.stages_per_worker or STAGES_PER_WORKER) if self.interleaves else 1
 
 
 def make_stage_plan(
@@ -91,22 +108,3 @@ def usual_microbatches(plan: Placement, batch_size: int) -> int:
 def is_pipeline(strategy: Strategy) -> bool:
     """Is it made of stages that are never flushed?"""
     return strategy.requires.stages is not None
-
-
-def check_num_workers(strategy: Strategy, name: str, workers: int, size: int) -> None:
-    """Can this strategy train so many workers in teams of this size?"""
-    if size == 1:
-        if is_pipeline(strategy):
-            raise ValueError(f"{name} is a pipeline of stages: say how many, for example --stages 2.")
-        return
-
-    if workers % size:
-        right = max(1, workers // size) * size
-        raise ValueError(
-            f"--workers {workers} are no whole number of models of {size} stages each: type --workers {right} or "
-            f"{right + size}."
-        )
-    if strategy.requires.whole_model:
-        raise ValueError(
-            f"{name} needs the whole model in each worker: leave out --stages, or choose downpour or sync."
-        )

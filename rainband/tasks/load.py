@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from rainband.errors import did_you_mean
 from rainband.settings import as_dict, build
 from rainband.tasks.task import Task
 
@@ -60,7 +60,7 @@ def _find(spec: str) -> Any:
         return _find_in_module(*spec.split(":", 1))
     if spec not in (names := task_names()):
         raise ValueError(
-            f"no task named '{spec}'{_did_you_mean(spec, names)}: choose from {', '.join(names)}, "
+            f"no task named '{spec}'{did_you_mean(spec, names)}: choose from {', '.join(names)}, "
             "or give module:name of your own."
         )
     module = importlib.import_module(f"rainband.tasks.{spec}")
@@ -80,7 +80,7 @@ def _find_in_module(module_name: str, name: str) -> object:
     module = _import_users_module(module_name)
     if not hasattr(module, name):
         names = [known for known in vars(module) if not known.startswith("_")]
-        raise ValueError(f"{module_name} has no '{name}'{_did_you_mean(name, names)}: it has {', '.join(names)}.")
+        raise ValueError(f"{module_name} has no '{name}'{did_you_mean(name, names)}: it has {', '.join(names)}.")
     return getattr(module, name)
 
 
@@ -97,11 +97,6 @@ def _import_users_module(name: str) -> ModuleType:
             raise  # the module is there, but one that it imports is not
         hint = f" Leave out the ending: {name.removesuffix('.py')}." if name.endswith(".py") else ""
         raise ValueError(f"no module named '{name}', neither installed nor in {here}.{hint}") from error
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _contract() -> str:

@@ -13,7 +13,7 @@ from rainband.model.block_optimizer import blockwise_obstacle
 from rainband.model.optimizer_state import settings_of, spec_of
 from rainband.plugins import find_strategy, strategy_names
 from rainband.protocol.optimizer_spec import OptimizerSpec
-from rainband.runtimes.config import refuse_coordinated
+from rainband.runtimes.configure import check_custom_loop
 from rainband.strategy import Strategy
 
 
@@ -41,7 +41,7 @@ def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy,
             "not shared. If another optimizer trains them, join both: rainband.join(model, [first, second]).",
             stacklevel=5,
         )
-    refuse_coordinated(strategy, type(strategy).__name__.lower())
+    check_custom_loop(type(strategy).__name__.lower(), strategy.requires)
     if not takes_any_optimizer(strategy):
         _check_optimizer(spec_of(optimizers), optimizers, strategy, importable)
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from rainband.protocol.events import AnyEvent
+
+if TYPE_CHECKING:
+    from rainband.options import RunOptions
 
 
 class Sink(Protocol):
@@ -46,3 +50,18 @@ class SafeSink:
             self.failed = True
             name = type(self.sink).__name__ if self.sink is not None else "a sink"
             self.complain(f"{name} stopped writing ({type(error).__name__}: {error}); the run continues.")
+
+
+def chosen_sinks(options: RunOptions) -> list[Callable[[Path], Sink]]:
+    """Return the sinks that were asked for; raise if the library of one is not installed."""
+    sinks: list[Callable[[Path], Sink]] = []
+    if options.get("csv"):
+        from rainband.views.sinks.csv import Csv
+
+        sinks.append(Csv)
+    if options.get("tensorboard"):
+        from rainband.views.sinks.tensorboard import TensorBoard, check_installed
+
+        check_installed()
+        sinks.append(TensorBoard)
+    return sinks

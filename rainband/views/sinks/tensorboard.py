@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rainband.options import OptionError, opt
 from rainband.protocol.events import AnyEvent, Progress, RunEnded, RunStarted
 
 FLUSH_S = 5  # an open page shows new values after this time
@@ -72,7 +73,7 @@ class _Library:
 def check_installed() -> None:
     """Raise an error if tensorboard is not installed, without importing it, which takes seconds."""
     if find_spec("tensorboard") is None:
-        raise ValueError(
-            "--tensorboard requires the package tensorboard: type pip install 'rainband[tensorboard]', "
-            "or use --csv, which requires nothing."
+        raise OptionError(
+            f"{opt('tensorboard', True)} requires the package tensorboard: type pip install 'rainband[tensorboard]', "
+            f"or use {opt('csv', True)}, which requires nothing."
         )

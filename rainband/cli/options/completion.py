@@ -1,4 +1,4 @@
-"""What the shell offers when Tab is pressed. Imports wait until then: --help reads this file, too."""
+"""Shell completion. Imports wait until Tab is pressed, because --help reads this file, too."""
 
 from __future__ import annotations
 

@@ -1,0 +1,225 @@
+"""The options of a run, declared once for `rainband train`, `rainband run`, `rainband.fit` and `rainband.minimize`.
+
+Each interface collects what was given into a `RunOptions`: a mapping in which an absent key, or None, was not given.
+`rainband.runtimes.configure.resolve` checks it. A mistake is an `OptionError`; each interface writes the options that
+its text names in its own way:
+
+    OptionError(f"{opt('workers', 5)} is not a multiple of {opt('stages', 2)}: use {opt('workers', 4)}.")
+    command line     --workers 5 is not a multiple of --stages 2: use --workers 4.
+    Python           workers=5 is not a multiple of stages=2: use workers=4.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
+
+
+class Option(NamedTuple):
+    """The description of an option. Its type is that of the key."""
+
+    help: str
+    metavar: str = ""
+    default: str = ""  # in words, for --help
+    min: float | None = None
+    choices: tuple[str, ...] = ()
+    flag: str = ""  # on the command line, if it is not --the-name; "-": not on the command line
+
+
+class NodeOptions(TypedDict, total=False):
+    """Workers and servers"""
+
+    workers: Annotated[
+        int | None, Option("Number of worker processes, which compute gradients.", "N", "4; 1 for single", min=1)
+    ]
+    servers: Annotated[
+        int | None,
+        Option("Number of server processes, which hold the parameters.", "N", "2 if the strategy has servers", min=0),
+    ]
+
+
+class ProcessOptions(TypedDict, total=False):
+    """Workers and servers"""
+
+    threads: Annotated[int | None, Option("Torch threads of each worker.", "N", "1", min=1)]
+    transport: Annotated[
+        str | None,
+        Option(
+            "How gradients and parameters travel: shm (shared memory), tcp, or auto (shm where it is possible).",
+            "NAME",
+            "auto",
+            choices=("auto", "tcp", "shm"),
+        ),
+    ]
+    failure_timeout_s: Annotated[
+        float | None,
+        Option(
+            "Seconds without a heartbeat before a worker is declared lost and its batches are reassigned.",
+            "SECONDS",
+            "5",
+            min=0.1,
+            flag="--failure-timeout",
+        ),
+    ]
+
+
+class TrainingOptions(TypedDict, total=False):
+    """Training"""
+
+    epochs: Annotated[int | None, Option("Passes over the data.", "N", "the task's own", min=1)]
+    batch_size: Annotated[int | None, Option("Samples per gradient.", "N", "the task's own", min=1)]
+    seed: Annotated[int | None, Option("Seed of all random numbers.", "N", "0", min=0)]
+    eval_every_s: Annotated[
+        float | None,
+        Option(
+            "Evaluate every SECONDS on one worker; 0: only at the end. With --runtime sim, virtual seconds.",
+            "SECONDS",
+            "10",
+            min=0,
+            flag="--eval-every",
+        ),
+    ]
+    config: Annotated[
+        str | Path | None,
+        Option("Repeat an earlier run: its config.json, or its directory. Other options override it.", "FILE"),
+    ]
+
+
+class StageOptions(TypedDict, total=False):
+    """Model parallelism"""
+
+    stages: Annotated[
+        int | None,
+        Option(
+            "Split the model into N pipeline stages, one worker each; --workers must be a multiple of N.",
+            "N",
+            "1",
+            min=1,
+        ),
+    ]
+    placement: Annotated[
+        str | Path | None, Option("Split the model according to this file of rainband placement.", "FILE")
+    ]
+    microbatches: Annotated[
+        int | None, Option("With --stages: microbatches per batch.", "N", "2 for each stage", min=1)
+    ]
+    schedule: Annotated[
+        str | None,
+        Option("With --stages: one_f_one_b, gpipe or interleaved.", "NAME", "one_f_one_b"),
+    ]
+    stages_per_worker: Annotated[int | None, Option("With --schedule interleaved: stages per worker.", "N", "2", min=2)]
+
+
+class SimulationOptions(TypedDict, total=False):
+    """Simulation"""
+
+    runtime: Annotated[
+        str | None,
+        Option(
+            "Where the run executes: processes (on this machine) or sim (simulation in virtual time).",
+            "NAME",
+            "processes",
+            choices=("processes", "sim"),
+        ),
+    ]
+    network: Annotated[
+        str | None,
+        Option("Simulated network: lan, 1gbit, wan, datacentre, or a file of rainband calibrate.", "NAME", "lan"),
+    ]
+    time_only: Annotated[
+        bool | None, Option("Simulate message timing only, without gradients (for thousands of workers).")
+    ]
+    steps: Annotated[int | None, Option("With --time-only: steps per worker.", "N", "as many as the data has", min=1)]
+    faults: Annotated[
+        str | Path | None, Option("File of faults to inject, one per line, such as  0.25 kill worker 1.", "FILE")
+    ]
+    compute: Annotated[Mapping[str, Any] | None, Option("How long gradients take, such as {'step_s': 0.05}.", flag="-")]
+
+
+class OutputOptions(TypedDict, total=False):
+    """Output"""
+
+    runs: Annotated[str | Path | None, Option("Create the run's directory in DIR.", "DIR", "runs")]
+    record: Annotated[
+        bool | None,
+        Option(
+            "Record the order of pushes and pulls, so that rainband replay can repeat the run bit for bit (forces TCP)."
+        ),
+    ]
+    timeline: Annotated[
+        bool | None,
+        Option("Record when each process computes and waits, for rainband timeline (simulations always do)."),
+    ]
+    csv: Annotated[bool | None, Option("Also write progress.csv.")]
+    tensorboard: Annotated[bool | None, Option("Also write files for TensorBoard.")]
+
+
+class FitOptions(ProcessOptions, TrainingOptions, StageOptions, SimulationOptions, OutputOptions, total=False):
+    """The options of a run without its numbers of workers and servers, which are parameters of `rainband.fit`."""
+
+
+class RunOptions(NodeOptions, FitOptions, total=False):
+    """The options of a run, besides its task and its strategy."""
+
+
+GROUPS = (NodeOptions, ProcessOptions, TrainingOptions, StageOptions, SimulationOptions, OutputOptions)
+
+
+class DeclaredOption(NamedTuple):
+    """One key of `RunOptions`."""
+
+    name: str
+    group: str  # the heading in --help
+    kind: type  # int, float, bool, str or Path, or Mapping
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        return self.option.flag or "--" + self.name.replace("_", "-")
+
+
+@cache
+def declared() -> dict[str, DeclaredOption]:
+    """Return every option by its name, in the order of declaration."""
+    found = {}
+    for group in GROUPS:
+        for name, hint in get_type_hints(group, include_extras=True).items():
+            union, option = get_args(hint)
+            *_, kind, _ = get_args(union)  # the widest of the union, before None
+            found[name] = DeclaredOption(name, (group.__doc__ or "").strip(), kind, option)
+    return found
+
+
+# ---- mistakes ----
+
+
+def opt(name: str, value: object = None) -> str:
+    """Return an option, with its value, as the text of an `OptionError` names it."""
+    return f"{{{name}}}" if value is None else f"{{{name}={re.sub('[{}]', '', str(value))}}}"
+
+
+class OptionError(ValueError):
+    """A mistake in the options of a run; `str()` names them as Python does."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        super().__init__(self.written(in_python))
+
+    def written(self, name: Callable[[str, str | None], str]) -> str:
+        """Return the text with each option as `name(option, value)` writes it."""
+        return re.sub(r"\{(\w+)(?:=([^}]*))?\}", lambda found: name(found[1], found[2]), self.text)
+
+
+def in_python(name: str, value: str | None) -> str:
+    if value is None:
+        return name
+    plain = re.fullmatch(r"-?[\d.]+(e-?\d+)?|True|False", value)
+    return f"{name}={value}" if plain else f'{name}="{value}"'
+
+
+def on_command_line(name: str, value: str | None) -> str:
+    flag = declared()[name].flag
+    return flag if value in (None, "True") else f"{flag} {value}"

@@ -1,0 +1,448 @@
+"""From the options that were given to the configuration of a run; mistakes are reported here, before anything starts.
+
+Torch is not imported for this, except to split a model into stages.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import msgspec
+
+from rainband.errors import did_you_mean
+from rainband.model_parallel.placement.placement import Placement, is_interleaved
+from rainband.model_parallel.placement.placement import load as load_placement
+from rainband.model_parallel.placement.stage_plan import Flushing, StagePlan, workers_of
+from rainband.options import OptionError, RunOptions, declared, opt
+from rainband.plugins import find_strategy, strategy_names
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation.models.cluster_model import load_model
+from rainband.runtimes.simulation.models.compute import ComputeModel
+from rainband.runtimes.simulation.models.faults import parse as parse_faults
+from rainband.runtimes.stage_plan import PipelineOptions, make_stage_plan
+from rainband.settings import build
+from rainband.strategy import Requirements, Strategy
+from rainband.tasks.load import task_names
+from rainband.tasks.source import check_values as check_task_values
+from rainband.tasks.source import read_task
+
+if TYPE_CHECKING:
+    from rainband.tasks.task import Task
+
+WORKERS, SERVERS = 4, 2  # unless the options say otherwise
+MOST_PER_CORE = 32  # processes; more would only wait for each other
+
+# Options that are fields of RunConfig or of SimSettings, under these names.
+PLAIN_FIELDS = (
+    *("threads", "transport", "failure_timeout_s", "epochs", "batch_size", "seed", "eval_every_s", "runtime"),
+    *("record", "timeline"),
+)
+SIM_FIELDS = {"network": "model", "time_only": "time_only", "steps": "steps", "compute": "compute"}
+PIPELINE_OPTIONS = ("microbatches", "schedule", "stages_per_worker")
+
+
+def configure(
+    base: RunConfig,
+    strategy: Strategy,
+    options: RunOptions,
+    make_task: Callable[[], Task] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> RunConfig:
+    """Return `base` with these options; a model that is to be split is measured here."""
+    given = given_options(options)
+    merged: RunOptions = {**_options_of(base, given), **given}  # type: ignore[typeddict-item]
+    placement = _placement(base, merged)
+    resolved = resolve(merged, base.strategy, strategy.requires, placement, base)
+    config = msgspec.structs.replace(
+        base,
+        num_workers=resolved["workers"],
+        num_servers=resolved["servers"],
+        sim=_sim_settings(base, resolved),
+        **{name: value for name, value in resolved.items() if name in PLAIN_FIELDS},
+    )
+    size = replica_size(resolved, placement)
+    if (
+        make_task is None
+        or size == 1
+        or (base.stage_plan is not None and not _any(given, "stages", "placement", *PIPELINE_OPTIONS))
+    ):
+        return config
+    say(f"measuring {config.task} to split it into stages for {size} workers ...")
+    stage_plan = make_stage_plan(
+        make_task(),
+        config.task,
+        size,
+        plan=placement,
+        batch_size=config.batch_size,
+        flow=PipelineOptions(*(resolved.get(name) for name in PIPELINE_OPTIONS)),  # type: ignore[arg-type]
+        seed=config.seed,
+        threads=config.threads,
+    )
+    for line in _stage_lines(stage_plan):
+        say(line)
+    return msgspec.structs.replace(config, stage_plan=stage_plan)
+
+
+def given_options(options: RunOptions) -> RunOptions:
+    """Return the options without those that are None, each checked by itself."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name not in declared():
+            raise OptionError(f"there is no option {name}{did_you_mean(name, declared())}.")
+        _check_value(name, value)
+    return given  # type: ignore[return-value]
+
+
+def _check_value(name: str, value: object) -> None:
+    option, kind = declared()[name].option, declared()[name].kind
+    number = {int: Integral, float: Real}.get(kind)
+    if number is not None and (isinstance(value, bool) or not isinstance(value, number)):
+        raise OptionError(f"{opt(name, value)}: must be {'a whole number' if kind is int else 'a number'}.")
+    if option.min is not None and not value >= option.min:  # type: ignore[operator]
+        raise OptionError(f"{opt(name, value)}: must be at least {option.min:g}.")
+    if option.choices and value not in option.choices:
+        near = did_you_mean(str(value), option.choices)
+        raise OptionError(f"{opt(name, value)}: choose from {', '.join(option.choices)}{near}.")
+
+
+def _options_of(base: RunConfig, given: RunOptions) -> dict[str, Any]:
+    """Return the options of an earlier run that are not the defaults, except its numbers of workers and servers."""
+    plain, sim = RunConfig(task="", strategy="", num_workers=0, num_servers=0), SimSettings()
+    options = {name: getattr(base, name) for name in PLAIN_FIELDS if getattr(base, name) != getattr(plain, name)}
+    if given.get("runtime", base.runtime) == "sim":
+        options |= {
+            name: getattr(base.sim, field)
+            for name, field in SIM_FIELDS.items()
+            if getattr(base.sim, field) != getattr(sim, field)
+        }
+    return options
+
+
+def _any(options: RunOptions, *names: str) -> bool:
+    return any(name in options for name in names)
+
+
+def _sim_settings(base: RunConfig, options: RunOptions) -> SimSettings:
+    changed = {field: options[name] for name, field in SIM_FIELDS.items() if name in options}  # type: ignore[literal-required]
+    if "compute" in changed:
+        changed["compute"] = {**base.sim.compute, **changed["compute"]}
+    if "faults" in options:
+        changed["faults"] = Path(options["faults"] or "").read_text(encoding="utf-8")
+    settings = msgspec.structs.replace(base.sim, **changed)
+    if options.get("runtime") == "sim":
+        load_model(settings.model, settings.compute)  # raises if it cannot be read
+        if parse_faults(settings.faults) and settings.time_only:
+            raise OptionError(f"{opt('faults')} requires gradients: omit {opt('time_only', True)}.")
+    elif settings.compute:
+        build(ComputeModel, settings.compute)  # raises if a setting is wrong
+    return settings
+
+
+# ---- the one check ----
+
+
+def resolve(
+    options: RunOptions,
+    name: str,
+    requires: Requirements,
+    placement: Placement | None = None,
+    base: RunConfig | None = None,
+) -> RunOptions:
+    """Return the options with the numbers of workers and servers; raise OptionError if they do not fit the strategy.
+
+    `base` has the numbers to use where none are given, and whether a script is run.
+    """
+    if base is not None and base.script:
+        check_custom_loop(name, requires)
+    if "epochs" in options and requires.coordinated:
+        raise OptionError(
+            f"{name} counts iterations, and uses the data as often as they need: "
+            f"set iterations={options['epochs']} instead of {opt('epochs')}."
+        )
+    _check_stages(options, name, requires, placement)
+    size = replica_size(options, placement)
+    usual = (WORKERS, SERVERS) if base is None else (base.num_workers, base.num_servers)
+    workers = _workers(options, name, requires, size, usual[0])
+    servers = _servers(options, name, requires, usual[1])
+    _check_simulation(options, name, requires, size)
+    _check_record(options, name, requires, size)
+    if options.get("runtime", "processes") == "processes":
+        _check_cores(workers=workers, servers=servers)
+    return {**options, "workers": workers, "servers": servers}
+
+
+def replica_size(options: RunOptions, placement: Placement | None) -> int:
+    """Return how many workers hold one copy of the model."""
+    return sum(workers_of(placement)) if placement is not None else options.get("stages") or 1
+
+
+def check_custom_loop(name: str, requires: Requirements) -> None:
+    """Raise if the strategy cannot be used in a custom training loop."""
+    if requires.coordinated:
+        raise OptionError(
+            f"{name} uses the data as often as it needs, so it does not work in a custom training loop: use "
+            f"rainband.minimize(task), or rainband train TASK {name}."
+        )
+    if requires.shared_memory:
+        raise OptionError(
+            f"{name} updates parameters in memory that all workers share, so it does not work in a custom training "
+            f"loop: use rainband train TASK {name}, or choose downpour."
+        )
+    if requires.stages is not None or not requires.custom_loop:
+        what = "is a pipeline of stages" if requires.stages is not None else "does not support it"
+        raise OptionError(
+            f"{name} does not work in a custom training loop, because it {what}: use rainband train TASK {name}, or "
+            "choose downpour."
+        )
+
+
+def _workers(options: RunOptions, name: str, requires: Requirements, size: int, usual: int) -> int:
+    most = None if requires.max_replicas is None else requires.max_replicas * size
+    workers = options.get("workers") or min(most or usual, max(1, usual // size) * size)
+    if most is not None and workers != most:
+        one = "one process" if size == 1 else f"one copy of the model, on {size} workers"
+        raise OptionError(
+            f"{opt('workers', workers)}: {name} is {one}. Use {opt('workers', most)} or omit it, or choose "
+            f"{_with_servers()}."
+        )
+    if workers % size:
+        right = max(1, workers // size) * size
+        raise OptionError(
+            f"{opt('workers', workers)} is not a multiple of {opt('stages', size)}: use {opt('workers', right)} or "
+            f"{opt('workers', right + size)}."
+        )
+    return workers
+
+
+def _servers(options: RunOptions, name: str, requires: Requirements, usual: int) -> int:
+    given = options.get("servers")
+    if not requires.servers:
+        if given:
+            raise OptionError(f"{opt('servers', given)}: {name} has no servers. Omit it, or choose {_with_servers()}.")
+        return 0
+    servers = usual if given is None else given
+    if servers < 1:
+        raise OptionError(
+            f"{opt('servers', servers)}: {name} requires servers, which hold the parameters. Use {opt('servers', 1)} "
+            "or more, or choose single, which needs none."
+        )
+    return servers
+
+
+def _with_servers() -> str:
+    return " or ".join(name for name in strategy_names() if find_strategy(name)().requires.servers)
+
+
+def _check_cores(**numbers: int) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for name, number in numbers.items():
+        if number > MOST_PER_CORE * cores:
+            raise OptionError(
+                f"{opt(name, number)}: this machine has {cores} cores, so they would only wait for each other. Use at "
+                f"most {MOST_PER_CORE * cores}; about {cores} is fastest."
+            )
+
+
+def _check_simulation(options: RunOptions, name: str, requires: Requirements, size: int) -> None:
+    if options.get("runtime") != "sim":
+        for simulated in ("network", "time_only", "steps", "faults"):
+            if options.get(simulated):
+                raise OptionError(f"{opt(simulated)} requires {opt('runtime', 'sim')}.")
+        return
+    if not options.get("time_only"):
+        if "steps" in options:
+            raise OptionError(
+                f"{opt('steps')} requires {opt('time_only', True)}: with gradients, {opt('epochs')} says how many "
+                "steps there are."
+            )
+        return
+    time_only = opt("time_only", True)
+    if not requires.servers:
+        raise OptionError(f"{name} has no servers, so there are no messages to simulate: omit {time_only}.")
+    if requires.coordinated:
+        raise OptionError(f"what {name} does next depends on the loss: omit {time_only}.")
+    if size > 1:
+        raise OptionError(f"{time_only} does not work with stages: use rainband placement TASK with a schedule.")
+
+
+def _check_record(options: RunOptions, name: str, requires: Requirements, size: int) -> None:
+    if not options.get("record"):
+        return
+    record = opt("record", True)
+    if not requires.servers:
+        raise OptionError(f"{name} has no servers, and the order of their updates is what is recorded: omit {record}.")
+    if options.get("runtime") == "sim":
+        raise OptionError(f"a simulated run needs no {opt('record')}: rainband replay repeats it from its seed.")
+    if requires.coordinated:
+        raise OptionError(
+            f"{record} is for asynchronous runs, and {name} goes by iterations: simulate it "
+            f"({opt('runtime', 'sim')}), and rainband replay repeats it bit for bit."
+        )
+    if size > 1:
+        raise OptionError(f"{record} is for workers with the whole model: omit it, or {opt('stages')}.")
+    if options.get("transport") == "shm":
+        raise OptionError(
+            f"{record} requires reads of one version, and shared memory may change while it is read: "
+            f"omit {opt('transport', 'shm')}."
+        )
+
+
+# ---- models in stages ----
+
+
+def _placement(base: RunConfig, options: RunOptions) -> Placement | None:
+    """Return the placement that was given, or that of the earlier run; None: the model is yet to be placed."""
+    if file := options.get("placement"):
+        return load_placement(Path(file))
+    return base.stage_plan.plan if base.stage_plan is not None and "stages" not in options else None
+
+
+def _check_stages(options: RunOptions, name: str, requires: Requirements, placement: Placement | None) -> None:
+    """Raise if the model cannot be split, or its batches scheduled, in this way."""
+    stages, size = options.get("stages"), replica_size(options, placement)
+    if placement is not None and stages is not None and stages != (number := len(workers_of(placement))):
+        raise OptionError(f"{options.get('placement')} has {number} stages, not {stages}: omit {opt('stages')}.")
+    if size == 1:
+        if requires.stages is not None:
+            raise OptionError(f"{name} is a pipeline of stages: use {opt('stages', 2)}, for example.")
+        for given in PIPELINE_OPTIONS:
+            if given in options:
+                raise OptionError(f"{opt(given)} is for a model in several stages: also use {opt('stages', 2)}.")
+        return
+    if requires.whole_model:
+        raise OptionError(
+            f"{name} requires the whole model on each worker: omit {opt('stages')}, or choose downpour or sync."
+        )
+    if placement is not None:
+        _check_placement(name, requires, placement)
+    _check_schedule(options, name, requires)
+    if placement is not None:
+        _check_schedule_of_placement(options, placement)
+    microbatches = options.get("microbatches")
+    if microbatches and microbatches % size and (_interleaves(options) or (placement and is_interleaved(placement))):
+        raise OptionError(
+            f"{opt('microbatches', microbatches)}: with interleaved it must be a multiple of {size}, the number of "
+            f"workers of one copy of the model. Use {opt('microbatches', -(-microbatches // size) * size)}."
+        )
+    if requires.stages is not None:
+        from rainband.model_parallel.execution.version_counter import check_stashes
+
+        check_stashes(requires.stages, placement.replicas() if placement is not None else [1] * size)
+
+
+def _interleaves(options: RunOptions) -> bool:
+    return options.get("schedule") == "interleaved" or "stages_per_worker" in options
+
+
+def _check_placement(name: str, requires: Requirements, placement: Placement) -> None:
+    if requires.stages is not None:
+        if placement.kind != "pipeline":
+            raise OptionError(
+                f"{name} is a pipeline, and the placement is a partition: place the model with --partitioner pipedream."
+            )
+        if is_interleaved(placement):
+            raise OptionError(
+                f"the placement has several stages on a machine, and {name} has one on each: place the model with "
+                "--partitioner pipedream, or train with sync."
+            )
+    elif max(placement.replicas()) > 1:
+        raise OptionError(
+            f"the placement has stages on several machines {placement.replicas()}, which only pipedream supports: "
+            "place the model with --partitioner one_machine_per_stage, and use more "
+            f"{opt('workers')} for more copies of the whole model."
+        )
+
+
+def _check_schedule(options: RunOptions, name: str, requires: Requirements) -> None:
+    schedule = options.get("schedule")
+    if schedule == "pipedream_2bw":
+        raise OptionError(
+            f"pipedream_2bw is never flushed: use pipedream pipedream_2bw=yes, and omit {opt('schedule')}."
+        )
+    if requires.stages is not None and _any(options, *PIPELINE_OPTIONS):
+        raise OptionError(
+            f"{name} has its own schedule: omit {opt('microbatches')}, {opt('schedule')} and "
+            f"{opt('stages_per_worker')}."
+        )
+    if schedule not in (None, *(known := get_args(Flushing))):
+        raise OptionError(
+            f"no schedule named '{schedule}'{did_you_mean(schedule or '', known)}: choose from {', '.join(known)}."
+        )
+    if "stages_per_worker" in options and schedule not in (None, "interleaved"):
+        raise OptionError(
+            f"{opt('stages_per_worker')} requires {opt('schedule', 'interleaved')}, and the schedule is {schedule}: "
+            "omit one of them."
+        )
+
+
+def _check_schedule_of_placement(options: RunOptions, placement: Placement) -> None:
+    schedule, each = options.get("schedule"), options.get("stages_per_worker")
+    if placement.kind == "partition" and (schedule or each):
+        raise OptionError(f"a schedule is for a pipeline, and the placement is a partition: omit {opt('schedule')}.")
+    if not is_interleaved(placement):
+        if _interleaves(options):
+            raise OptionError(
+                f"the placement has one stage on each machine, and interleaved needs several: omit "
+                f"{opt('placement')}, or place the model with --schedule interleaved."
+            )
+        return
+    if schedule not in (None, "interleaved"):
+        raise OptionError(
+            f"the placement has several stages on a machine, which only interleaved supports, not {schedule}: omit "
+            f"{opt('schedule')}."
+        )
+    number = len(placement.stages) // len(workers_of(placement))
+    if each not in (None, number):
+        raise OptionError(
+            f"the placement has {number} stages on each machine, not {each}: omit {opt('stages_per_worker')}."
+        )
+
+
+def _stage_lines(stage_plan: StagePlan) -> Iterator[str]:
+    for number, stage in enumerate(stage_plan.plan.stages):
+        units = ", ".join(stage.units[:6]) + (f" and {len(stage.units) - 6} more" if len(stage.units) > 6 else "")
+        where = f" (replicated on {len(stage.machines)} workers)" if len(stage.machines) > 1 else ""
+        if stage_plan.stages_per_worker > 1:
+            where = f" (on worker {number % len(stage_plan.workers)})"
+        yield f"  stage {number}{where}: {units}"
+
+
+# ---- the task ----
+
+
+def check_task(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise if there is no task of this name, or if it does not have these settings."""
+    if ":" in name:
+        return _check_module(name)
+    if name not in task_names():
+        raise ValueError(
+            f"no task named '{name}'{did_you_mean(name, task_names())}: "
+            f"choose from {', '.join(task_names())}, or give module:name of your own."
+        )
+    task = read_task(name)
+    known = [setting.name for setting in task.settings]
+    for setting in settings:
+        if setting not in known:
+            raise ValueError(
+                f"the task {name} has no setting '{setting}'{did_you_mean(setting, known)}: it has {', '.join(known)}."
+            )
+    return check_task_values(task, settings)
+
+
+def _check_module(name: str) -> None:
+    module, _, _ = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as the workers do
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        hint = f" Omit the ending: {name.replace('.py:', ':')}." if module.endswith(".py") else ""
+        raise ValueError(f"no module named '{module}', neither installed nor in {os.getcwd()}.{hint}")
