@@ -175,7 +175,7 @@ def test_what_help_says_of_defaults_is_so() -> None:
 AT_A_PROMPT = """
 import dataclasses, threading, torch, rainband
 from rainband.tasks.linear import Linear
-from rainband.types import Requirements, Strategy
+from rainband.strategy import Requirements, Strategy
 
 SCALE = 2.0
 
@@ -207,7 +207,7 @@ total = task.data().tensors[0].sum(0) / 4
 for key, lr in (("prompt", 0.25), ("thread", 0.5)):
     result = results[key]
     assert torch.equal(result.module.weight[0], -lr * SCALE * total), (key, result.module.weight, total)
-    assert (result.books.applied, result.books.batches, result.books.balanced) == (16, 16, True)
+    assert (result.accounting.applied, result.accounting.batches, result.accounting.balanced) == (16, 16, True)
     assert result.history[-1].samples_done == 64 and result.outcome == "finished"
     assert not result.module.training and result.staleness.max >= 0
     assert (result.directory / "model.safetensors").exists() and "loss" in result.metrics
