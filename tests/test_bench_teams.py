@@ -1,4 +1,4 @@
-"""The benchmarks of cut models: that both sides of a comparison compute the same, and what the figures come to."""
+"""The benchmarks of split models: both sides of a comparison compute the same, and the figures are right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from rainband.bench.cases import partition, pipeline
 from rainband.bench.harness.models import Branches, Chain
 from rainband.bench.harness.rows import Effort, Row
-from rainband.bench.harness.stage_runs import in_halves
+from rainband.bench.harness.stage_runs import two_stage_placement
 from rainband.model_parallel.execution.partitioned import Partitioned
 from rainband.model_parallel.graph.split_loss import cut_task
 from rainband.model_parallel.placement.profile import CutValue, Profile, Unit
@@ -23,18 +23,18 @@ def test_torchs_stages_are_those_of_our_plan() -> None:
     torch.manual_seed(0)
     model = task.model()
     torch.manual_seed(0)
-    first, second = task.halves()
+    first, second = task.stages()
     inputs, _ = task.data().batch(range(4))
     assert second(first(inputs)).equal(model(inputs))
     cut, _, _ = cut_task(task, model, task.data(), 4)
-    for stage, half in zip(in_halves(task).stages, (first, second), strict=True):
+    for stage, module in zip(two_stage_placement(task).stages, (first, second), strict=True):
         ours = cut.parameters_of(stage.units).values()
-        assert [p.shape for p in ours] == [p.shape for p in half.parameters()]
+        assert [p.shape for p in ours] == [p.shape for p in module.parameters()]
 
 
 def test_each_half_of_a_chain_has_half_of_its_layers() -> None:
-    """Four layers and what comes after each, four of them for each machine; and the last one for the classes."""
-    plan = in_halves(Chain(**SMALL))
+    """Four layers with their activations, two of each pair on each machine; and the last layer for the classes."""
+    plan = two_stage_placement(Chain(**SMALL))
     assert (plan.kind, [len(stage.units) for stage in plan.stages]) == ("pipeline", [4, 5])
 
 
@@ -42,7 +42,7 @@ def test_of_two_branches_one_value_crosses_and_its_gradient_comes_back() -> None
     task = Branches(**SMALL)
     model = task.model()
     cut, args, _ = cut_task(task, model, task.data(), 4)
-    plan = in_halves(task)
+    plan = two_stage_placement(task)
     parts = Partitioned(cut, plan.stage_of())
     parts.loss_and_gradients(lambda answer: answer.sum(), args)
     assert plan.kind == "partition"
@@ -57,7 +57,7 @@ def test_rates_are_predicted_from_what_a_microbatch_takes(monkeypatch: pytest.Mo
     task = Chain(**SMALL)
 
     def layers(task: Chain, samples: int) -> Profile:
-        names = [unit for stage in in_halves(task).stages for unit in stage.units]
+        names = [unit for stage in two_stage_placement(task).stages for unit in stage.units]
         values = tuple(CutValue(a, a, (b,), 64, 64) for a, b in pairwise(names))
         return Profile("", samples, tuple(Unit(name, 1.0, 2.0) for name in names), values)
 
@@ -69,14 +69,14 @@ def test_rates_are_predicted_from_what_a_microbatch_takes(monkeypatch: pytest.Mo
 
 
 def shown(rows: list[Row]) -> list[tuple[str, float, float | None, bool | None]]:
-    return [(row.against, row.value, row.bar, row.met) for row in rows if row.against]
+    return [(row.against, row.value, row.target, row.met) for row in rows if row.against]
 
 
 def test_each_schedule_is_held_against_one_process_and_against_torchs_own() -> None:
     """Ratios are taken within each turn: 2 and 3 and 2 times give 2, however fast the machine was."""
     rates = {
-        "alone": [10.0, 100.0, 10.0],
-        "alone, small": [10.0, 100.0, 10.0],
+        "plain": [10.0, 100.0, 10.0],
+        "plain, small": [10.0, 100.0, 10.0],
         "pipedream": [20.0, 300.0, 20.0],
         "gpipe": [13.0, 130.0, 13.0],
         "ScheduleGPipe": [10.0, 100.0, 10.0],
@@ -89,13 +89,13 @@ def test_each_schedule_is_held_against_one_process_and_against_torchs_own() -> N
     assert shown(pipeline._rows(rates, Chain())) == [
         ("one plain process", 2.0, 1.6, True),
         ("one plain process, batches of 1024", 2.0, None, None),
-        ("what its plan predicts", 0.5, None, None),
+        ("the prediction", 0.5, None, None),
         ("one plain process", 1.3, 1.4, False),
         ("torch.distributed.pipelining", 1.3, 1.0, True),
-        ("what its plan predicts", 1.0, None, None),
+        ("the prediction", 1.0, None, None),
         ("one plain process", 0.9, None, None),
         ("torch.distributed.pipelining", 0.9, 1.0, False),
-        ("what its plan predicts", 0.9, None, None),
+        ("the prediction", 0.9, None, None),
     ]
 
 

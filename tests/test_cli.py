@@ -714,11 +714,11 @@ def test_a_benchmarks_table_fits_80_columns_with_its_numbers_in_line() -> None:
     ]
     assert shown("ps", rows, 80) == [
         "bench ps",
-        "  value  unit  bar  met  what",
-        "   95.2  ms              64 MB over TCP",
-        "   1.55  x     1.3  NO   64 MB over TCP, against a bare socket loop, same work,",
-        "                         same bytes, and much more of it",
-        "  2,352  GB/s            64 MB, 2 workers, 1 servers, pushed, applied and pulled",
+        "  value  unit  target  met  what",
+        "   95.2  ms                 64 MB over TCP",
+        "   1.55  x     1.3     NO   64 MB over TCP, against a bare socket loop, same",
+        "                            work, same bytes, and much more of it",
+        "  2,352  GB/s               64 MB, 2 workers, 1 servers, pushed, applied and pulled",
         "",
     ]
 
@@ -737,9 +737,9 @@ def test_a_benchmark_that_is_broken_off_shows_what_it_has_measured(
     monkeypatch.setattr("rainband.bench.cases.startup.run", broken_off)
     told = Said("bench", "startup")
     assert told.exit_code == 1 and said in told.err
-    assert "  start-up: 4 s (bar 5, met: yes)\n" in told.err  # at once, before the table
+    assert "  start-up: 4 s (target 5, met: yes)\n" in told.err  # at once, before the table
     assert told.out.splitlines()[:3] == [
         "bench startup",
-        "  value  unit  bar  met  what",
-        "      4  s     5    yes  start-up",
+        "  value  unit  target  met  what",
+        "      4  s     5       yes  start-up",
     ]

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rainband.bench.baselines.data_parallel import PacedOrder
-from rainband.bench.cases.stragglers import CONTENDERS, StragglerFound, _times_sooner, found_in
+from rainband.bench.cases.stragglers import CONTENDERS, StragglerResult, _speedup, result_of
 from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
 from rainband.cli.main import build_app
 from rainband.cli.options.words import configured
@@ -102,12 +102,12 @@ def test_the_rate_leaves_out_the_start_and_the_end_and_the_time_counts_from_when
         progress(5.0, 700, 0.96),
         progress(9.0, 1000, 0.97),  # the slow one had the last batch
     ]
-    assert found_in(seen) == StragglerFound(samples_per_s=300.0, reached_s=3.0)
+    assert result_of(seen) == StragglerResult(samples_per_s=300.0, reached_s=3.0)
 
 
 def test_what_never_reached_the_accuracy_is_not_sooner() -> None:
-    assert _times_sooner(StragglerFound(1.0, 12.0), StragglerFound(1.0, 4.0)) == 3.0
-    assert _times_sooner(StragglerFound(1.0, 12.0), StragglerFound(1.0, None)) == 0.0
+    assert _speedup(StragglerResult(1.0, 12.0), StragglerResult(1.0, 4.0)) == 3.0
+    assert _speedup(StragglerResult(1.0, 12.0), StragglerResult(1.0, None)) == 0.0
 
 
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
@@ -124,7 +124,7 @@ def test_ddp_ends_when_its_first_rank_has_seen_the_accuracy_and_at_its_last_step
     """Not one rank waits for a step that another one does not make."""
     zygote, port = Zygote.start(PRELOAD), free_port()
     try:
-        orders = [PacedOrder(rank, 2, port, 0.0, lr=0.2, accuracy=accuracy, most_steps=60) for rank in range(2)]
+        orders = [PacedOrder(rank, 2, port, 0.0, lr=0.2, accuracy=accuracy, max_steps=60) for rank in range(2)]
         ranks = [
             BenchProcess(zygote, "rainband.bench.baselines.data_parallel:paced_main", order, "DDP") for order in orders
         ]

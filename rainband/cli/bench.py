@@ -76,7 +76,7 @@ def shown(name: str, rows: list[Row], width: int) -> list[str]:
     """Numbers first, then what they are, wrapped: readable in 80 columns."""
     texts = [_texts(row) for row in rows]
     room = max([len("value"), *(len(value) for value, *_ in texts)])
-    head = ("value".rjust(room), "unit", "bar", "met", "what")
+    head = ("value".rjust(room), "unit", "target", "met", "what")
     return [
         f"bench {name}",
         *table([head, *((c[0].rjust(room), *c[1:]) for c in texts)], indent="  ", width=width),
@@ -85,12 +85,12 @@ def shown(name: str, rows: list[Row], width: int) -> list[str]:
 
 
 def in_a_line(row: Row) -> str:
-    value, unit, bar, met, what = _texts(row)
-    return f"{what}: {value} {unit}" + (f" (bar {bar}, met: {met})" if bar else "")
+    value, unit, target, met, what = _texts(row)
+    return f"{what}: {value} {unit}" + (f" (target {target}, met: {met})" if target else "")
 
 
 def _texts(row: Row) -> tuple[str, str, str, str, str]:
     unit, _, of_what = row.unit.partition(" ")  # "GB/s pushed and pulled" would take half of the line
     what = ", ".join(filter(None, [row.name, of_what, row.against and f"against {row.against}"]))
-    bar = "" if row.bar is None else f"{row.bar:g}"
-    return short(row.value), unit, bar, {None: "", True: "yes", False: "NO"}[row.met], what
+    target = "" if row.target is None else f"{row.target:g}"
+    return short(row.value), unit, target, {None: "", True: "yes", False: "NO"}[row.met], what

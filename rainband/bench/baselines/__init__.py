@@ -1,1 +1,1 @@
-"""What benchmarks compare with: plain PyTorch, DDP, gloo, sockets."""
+"""Baselines of the benchmarks: plain PyTorch, DDP, gloo, bare sockets."""

@@ -1,4 +1,4 @@
-"""What users have today, measured beside us: gloo's all-reduce, a bare socket loop, plain PyTorch, DDP.
+"""Baselines of data-parallel training: gloo's all-reduce, a bare socket loop, plain PyTorch, DDP.
 
 All run in processes from the same zygote, with one torch thread each and the same allocator settings as our workers.
 """
@@ -20,11 +20,11 @@ from torch import nn
 from rainband.bench.baselines.limit import timed
 from rainband.transports.connect import SOCKET_BUFFER_BYTES, listen_tcp
 
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 
 
 class GlooOrder(msgspec.Struct, frozen=True):
-    """Two ranks that all-reduce one vector."""
+    """The order for one of two ranks that all-reduce one vector."""
 
     rank: int
     port: int
@@ -51,7 +51,7 @@ def _join_gloo(rank: int, port: int, num_ranks: int = 2) -> None:
 
 
 class SocketOrder(msgspec.Struct, frozen=True):
-    """A bare socket loop that does what a push, an apply and a pull do, on the same bytes."""
+    """The order for a bare socket loop with the same bytes and the same work as a push, an apply and a pull."""
 
     port: int
     num_elements: int
@@ -60,24 +60,24 @@ class SocketOrder(msgspec.Struct, frozen=True):
 
 
 def socket_server_main(job: bytes, fds: list[int]) -> None:
-    """Receive a piece, apply it, send the parameters back; until the other side closes."""
+    """Receive a chunk, apply it, send the parameters back; until the other side closes."""
     order = msgspec.msgpack.decode(job, type=SocketOrder)
     values = torch.zeros(order.num_elements)
-    pieces = [values[at : at + PIECE_BYTES // 4] for at in range(0, order.num_elements, PIECE_BYTES // 4)]
-    optimizers = [torch.optim.SGD([piece], lr=0.1, fused=True) for piece in pieces]
-    received = torch.empty(PIECE_BYTES // 4)
+    chunks = [values[at : at + CHUNK_BYTES // 4] for at in range(0, order.num_elements, CHUNK_BYTES // 4)]
+    optimizers = [torch.optim.SGD([chunk], lr=0.1, fused=True) for chunk in chunks]
+    received = torch.empty(CHUNK_BYTES // 4)
     listener = listen_tcp("127.0.0.1", order.port)
     os.write(fds[0], b"l")
     sock, _ = listener.accept()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while True:
-        for piece, optimizer in zip(pieces, optimizers, strict=True):
-            memory = _bytes(received)[: piece.nbytes]
+        for chunk, optimizer in zip(chunks, optimizers, strict=True):
+            memory = _bytes(received)[: chunk.nbytes]
             if not _receive(sock, memory):
                 return
-            piece.grad = received[: piece.numel()]
+            chunk.grad = received[: chunk.numel()]
             optimizer.step()
-            sock.sendall(_bytes(piece))
+            sock.sendall(_bytes(chunk))
 
 
 def socket_client_main(job: bytes, fds: list[int]) -> None:
@@ -110,16 +110,16 @@ def _receive(sock: socket.socket, memory: memoryview) -> bool:
 
 
 class TrainOrder(msgspec.Struct, frozen=True):
-    """Plain training of the bench's MLP for some seconds; with DDP when there are two ranks."""
+    """The order to train the MLP for some seconds in plain PyTorch, or with DDP on two ranks."""
 
     parameters: str
     seconds: float
     rank: int = 0
-    port: int = 0  # of the other ranks; 0: alone
+    port: int = 0  # of DDP's process group; 0: plain PyTorch
 
 
 def train_main(job: bytes, fds: list[int]) -> None:
-    """Samples per second of a plain PyTorch loop, or of DDP over gloo."""
+    """Report the samples per second of a plain PyTorch loop, or of DDP over gloo."""
     from rainband.tasks.mlp import Mlp
 
     order = msgspec.msgpack.decode(job, type=TrainOrder)
@@ -137,7 +137,7 @@ def train_main(job: bytes, fds: list[int]) -> None:
     for number in range(1_000_000):
         if number == 3:
             started = time.perf_counter()
-        if number > 3 and number % 4 == 0 and _all_say_enough(order, time.perf_counter() - started):
+        if number > 3 and number % 4 == 0 and _all_stop(order, time.perf_counter() - started):
             break
         optimizer.zero_grad()
         task.loss(model, batches[number % steps]).backward()  # type: ignore[no-untyped-call]
@@ -146,15 +146,15 @@ def train_main(job: bytes, fds: list[int]) -> None:
     _report(fds[0], [samples / (time.perf_counter() - started)])
 
 
-def _all_say_enough(order: TrainOrder, seconds: float) -> bool:
-    enough = torch.tensor(float(seconds > order.seconds))
+def _all_stop(order: TrainOrder, seconds: float) -> bool:
+    stop = torch.tensor(float(seconds > order.seconds))
     if order.port:
-        dist.broadcast(enough, 0)  # a tiny message: the ranks must stop at the same step
-    return bool(enough)
+        dist.broadcast(stop, 0)  # the ranks must stop at the same step
+    return bool(stop)
 
 
 class PacedOrder(msgspec.Struct, frozen=True):
-    """DDP on the digits, each step on a device that takes so long, until the accuracy is there."""
+    """The order to train digits with DDP up to an accuracy, each step taking a fixed time as on a device of its own."""
 
     rank: int
     num_ranks: int
@@ -162,14 +162,14 @@ class PacedOrder(msgspec.Struct, frozen=True):
     step_s: float  # of this rank
     lr: float
     accuracy: float
-    most_steps: int = 400
+    max_steps: int = 400
 
 
 def paced_main(job: bytes, fds: list[int]) -> None:
-    """Reports samples per second of all ranks together, and the seconds to the accuracy (0: it was not reached).
+    """Report the samples per second of all ranks, and the seconds to the accuracy (0: not reached).
 
-    The parameters begin as ours do, and the batches are those of our rounds, so that only the way of training differs.
-    The first rank measures after every step, while the others compute the next one: nobody waits for that.
+    Initial parameters and batches are those of Rainband's rounds, so that only the way of training differs. The first
+    rank evaluates after every step, while the others compute the next one, so that nobody waits for that.
     """
     from rainband.tasks.digits import Digits
 
@@ -181,33 +181,35 @@ def paced_main(job: bytes, fds: list[int]) -> None:
     model = nn.parallel.DistributedDataParallel(plain)
     data, optimizer = task.data(), torch.optim.SGD(model.parameters(), lr=order.lr)
     steps_per_epoch = len(data) // (task.batch_size * size)
-    with model.no_sync():  # how long a backward takes by itself: it is a part of the step
+    with model.no_sync():  # the time of a backward pass alone, which is part of the step
         losses = [task.loss(model, data.batch(range(task.batch_size))) for _ in range(5)]  # type: ignore[arg-type]
         backward_s = min(timed(loss.backward) for loss in losses)
     dist.barrier()
     started = time.perf_counter()
     reached_s, step, enough = 0.0, 0, False
-    while step < order.most_steps and not enough:
+    while step < order.max_steps and not enough:
         done_at = time.perf_counter() + order.step_s
         epoch, inside = divmod(step, steps_per_epoch)
         shuffled = np.random.Generator(np.random.PCG64([0, epoch])).permutation(len(data))
         first = (inside * size + order.rank) * task.batch_size
         optimizer.zero_grad()
         loss = task.loss(model, data.batch(shuffled[first : first + task.batch_size]))  # type: ignore[arg-type]
-        time.sleep(max(0.0, done_at - backward_s - time.perf_counter()))  # before backward, when the ranks meet
+        time.sleep(
+            max(0.0, done_at - backward_s - time.perf_counter())
+        )  # before the backward pass, in which the ranks synchronize
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         step += 1
-        enough = _first_rank_says(reached_s > 0)  # of what it measured before this step
+        enough = _decided_by_first_rank(reached_s > 0)  # from its evaluation before this step
         if order.rank == 0 and not enough and task.evaluate(plain)["accuracy"] >= order.accuracy:
             reached_s = time.perf_counter() - started
     _report(fds[0], [step * task.batch_size * size / (time.perf_counter() - started), reached_s])
 
 
-def _first_rank_says(so: bool) -> bool:
-    told = torch.tensor(float(so))
-    dist.broadcast(told, 0)
-    return bool(told)
+def _decided_by_first_rank(decision: bool) -> bool:
+    value = torch.tensor(float(decision))
+    dist.broadcast(value, 0)
+    return bool(value)
 
 
 def _report(fd: int, seconds: list[float]) -> None:

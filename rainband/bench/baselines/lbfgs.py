@@ -1,4 +1,4 @@
-"""What users have instead of Sandblaster: torch.optim.LBFGS in one process, with a closure over all the data."""
+"""Baseline of Sandblaster: torch.optim.LBFGS in one process, with a closure over all the data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rainband.tasks.mlp import Mlp
 
 
 class PlainOrder(msgspec.Struct, frozen=True):
-    """So many iterations over so many samples."""
+    """The order to run L-BFGS for some iterations."""
 
     parameters: str
     samples: int
@@ -21,7 +21,7 @@ class PlainOrder(msgspec.Struct, frozen=True):
 
 
 def plain_main(job: bytes, fds: list[int]) -> None:
-    """Reports the seconds of one evaluation, the optimizer's own work included."""
+    """Report the seconds of one evaluation, including the optimizer's own work."""
     order = msgspec.msgpack.decode(job, type=PlainOrder)
     torch.set_num_threads(order.threads)
     task = Mlp(parameters=order.parameters, samples=order.samples)
@@ -42,7 +42,7 @@ def plain_main(job: bytes, fds: list[int]) -> None:
             total += loss.item()
         return total
 
-    closure()  # the first is slower
+    closure()  # the first evaluation is slower
     evaluations, started = 0, time.perf_counter()
     optimizer.step(closure)  # type: ignore[no-untyped-call]
     os.write(fds[0], msgspec.msgpack.encode([(time.perf_counter() - started) / evaluations]))

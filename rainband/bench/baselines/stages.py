@@ -1,4 +1,4 @@
-"""A model that is cut, measured against what users have: one plain process, and torch.distributed.pipelining.
+"""Baselines of model-parallel training: one plain process, and torch.distributed.pipelining.
 
 All run in processes from the same zygote, with one torch thread each and the same allocator settings as our workers.
 """
@@ -16,24 +16,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-WARM_UP = 2  # batches that do not count
+WARM_UP = 2  # batches that are not measured
+CLOCK_EVERY = 4  # batches between two readings of the clock
 
-BLOCK = 4  # batches between two looks at the clock
 
-
-class AloneOrder(msgspec.Struct, frozen=True):
-    """Plain training of a task in one process, for some seconds."""
+class PlainProcessOrder(msgspec.Struct, frozen=True):
+    """The order to train a task in one process for some seconds."""
 
     task: str
     seconds: float
     batch_size: int
 
 
-def alone_main(job: bytes, fds: list[int]) -> None:
-    """Samples per second of a plain PyTorch loop."""
+def plain_main(job: bytes, fds: list[int]) -> None:
+    """Report the samples per second of a plain PyTorch loop."""
     from rainband.tasks.load import load_task
 
-    order = msgspec.msgpack.decode(job, type=AloneOrder)
+    order = msgspec.msgpack.decode(job, type=PlainProcessOrder)
     task = load_task(order.task, {})
     torch.manual_seed(0)
     model: nn.Module = task.model()
@@ -46,11 +45,11 @@ def alone_main(job: bytes, fds: list[int]) -> None:
         task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    _report(fds[0], [order.batch_size * _rate(step, order.seconds, lambda enough: enough)])
+    _report(fds[0], [order.batch_size * _rate(step, order.seconds, lambda stop: stop)])
 
 
 class PipeliningOrder(msgspec.Struct, frozen=True):
-    """One of two ranks of torch.distributed.pipelining, each with half of the bench's chain."""
+    """The order for one of two ranks of torch.distributed.pipelining, each with half of the chain's layers."""
 
     rank: int
     port: int
@@ -60,7 +59,7 @@ class PipeliningOrder(msgspec.Struct, frozen=True):
 
 
 def pipelining_main(job: bytes, fds: list[int]) -> None:
-    """Samples per second of two ranks together."""
+    """Report the samples per second of two ranks together."""
     from torch.distributed import pipelining
 
     from rainband.bench.harness.models import Chain
@@ -69,10 +68,10 @@ def pipelining_main(job: bytes, fds: list[int]) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{order.port}", rank=order.rank, world_size=2)
     task = Chain()
     torch.manual_seed(0)
-    half = task.halves()[order.rank]
-    stage = pipelining.PipelineStage(half, order.rank, 2, torch.device("cpu"))
+    module = task.stages()[order.rank]
+    stage = pipelining.PipelineStage(module, order.rank, 2, torch.device("cpu"))
     schedule = getattr(pipelining, order.schedule)(stage, order.microbatches, loss_fn=functional.cross_entropy)
-    optimizer = torch.optim.SGD(half.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, fused=True)
     draw = _drawing(task.data(), task.batch_size)
 
     def step() -> None:
@@ -87,19 +86,19 @@ def pipelining_main(job: bytes, fds: list[int]) -> None:
     _report(fds[0], [task.batch_size * _rate(step, order.seconds, _first_decides)])
 
 
-def _first_decides(enough: bool) -> bool:
-    word = torch.tensor(float(enough))
-    dist.broadcast(word, 0)  # a tiny message: the ranks must stop at the same step
-    return bool(word)
+def _first_decides(stop: bool) -> bool:
+    value = torch.tensor(float(stop))
+    dist.broadcast(value, 0)  # the ranks must stop at the same step
+    return bool(value)
 
 
 def _rate(step: Callable[[], None], seconds: float, agreed: Callable[[bool], bool]) -> float:
-    """Steps per second."""
+    """Return the steps per second, measured for some seconds."""
     for _ in range(WARM_UP):
         step()
     started, done = time.perf_counter(), 0
     while True:
-        for _ in range(BLOCK):
+        for _ in range(CLOCK_EVERY):
             step()
             done += 1
         if agreed(time.perf_counter() - started > seconds):
@@ -107,7 +106,7 @@ def _rate(step: Callable[[], None], seconds: float, agreed: Callable[[bool], boo
 
 
 def _drawing(data: Any, size: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Draws batches in a random order, the same in every process; our workers, too, gather their samples anew."""
+    """Return a function that draws batches in a random order, gathering the samples as Rainband's workers do."""
     generator = torch.Generator().manual_seed(0)
     left: list[Tensor] = []
 

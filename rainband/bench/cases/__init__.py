@@ -1,1 +1,1 @@
-"""One benchmark per file, each a ratio measured in one run."""
+"""One benchmark per file; each measures both sides of a ratio in one run."""

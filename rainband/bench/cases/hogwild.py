@@ -1,7 +1,7 @@
-"""Additions to one shared memory without locks: how many are lost, and how much faster they are than with a lock.
+"""Additions to shared memory without locks: the fraction lost, and the speed against additions with a lock.
 
-Processes add whole numbers, as many as float32 counts exactly, with the code that hogwild's workers add with. Where
-they touch the same components at the same moment some additions are lost; where rows are disjoint none can be.
+Two processes add ones with the code of hogwild's workers, few enough for float32 to count exactly. Additions to the
+same component at the same moment may be lost; none can be lost where rows are disjoint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rainband.runtimes.processes.zygote import Zygote
 from rainband.transports.shared_memory import SharedSegment
 
 NUM_PROCESSES = 2
-ROWS, WIDTH, TOUCHED = 100_000, 16, 20  # of a table; and how many rows one addition touches
+ROWS, WIDTH, TOUCHED = 100_000, 16, 20  # of a table; TOUCHED rows per addition
 
 
 class AddOrder(msgspec.Struct, frozen=True):
-    """One process: so many additions to the memory it inherits."""
+    """The order for one process that adds to the memory it inherits."""
 
     index: int
     kind: str  # dense, sparse, disjoint
@@ -38,10 +38,10 @@ class AddOrder(msgspec.Struct, frozen=True):
 
 
 class Added(msgspec.Struct, frozen=True):
-    """What one process did."""
+    """The result of one process."""
 
     seconds: float
-    total: float  # the sum of all it has added
+    total: float  # the sum of all additions
 
 
 def run(effort: Effort) -> list[Row]:
@@ -51,8 +51,8 @@ def run(effort: Effort) -> list[Row]:
         small, _ = _measure(zygote, "dense", 1, 1024, times * 20_000)
         large, _ = _measure(zygote, "dense", 1, 1 << 20, times * 200)
         disjoint, _ = _measure(zygote, "disjoint", ROWS, WIDTH, times * 20_000)
-        locked_share, _ = _measure(zygote, "dense", 1, 1 << 20, times * 100, locked=True)
-        turns = [  # one after the other, so that a slow minute of the machine hits both
+        with_lock, _ = _measure(zygote, "dense", 1, 1 << 20, times * 100, locked=True)
+        turns = [  # alternating, so that a slow minute of the machine hits both
             [_measure(zygote, "sparse", ROWS, WIDTH, times * 20_000, locked) for locked in (False, True)]
             for _ in range(3)
         ]
@@ -61,11 +61,11 @@ def run(effort: Effort) -> list[Row]:
     sparse, free = (median([turn[0][i] for turn in turns]) for i in (0, 1))
     against_lock = median([turn[0][1] / turn[1][1] for turn in turns])
     return [
-        Row("lost of 1,024 components that both add to all the time", small, "%"),
-        Row("lost of 1,048,576 components that both add to all the time", large, "%"),
-        Row(f"lost of {TOUCHED} random rows of {ROWS:,}", sparse, "%"),
-        at_most(f"lost of {TOUCHED} rows of one's own", disjoint, 0.0, "", "%"),
-        at_most("lost with a lock", locked_share, 0.0, "", "%"),
+        Row("lost of additions by both to the same 1,024 components", small, "%"),
+        Row("lost of additions by both to the same 1,048,576 components", large, "%"),
+        Row(f"lost of additions to {TOUCHED} random rows of {ROWS:,}", sparse, "%"),
+        at_most(f"lost of additions to {TOUCHED} disjoint rows", disjoint, 0.0, "", "%"),
+        at_most("lost of additions with a lock", with_lock, 0.0, "", "%"),
         Row("additions of sparse rows without a lock", free, "additions/s"),
         at_least("additions of sparse rows without a lock", against_lock, 1.0, "the same with a lock"),
     ]
@@ -74,7 +74,7 @@ def run(effort: Effort) -> list[Row]:
 def _measure(
     zygote: Zygote, kind: str, rows: int, width: int, additions: int, locked: bool = False
 ) -> tuple[float, float]:
-    """The share of what was added that is not there, in percent, and additions per second of all together."""
+    """Return the percentage of additions that were lost, and the additions per second of both processes."""
     fd = SharedSegment.reserve("rainband bench")
     table = _table(SharedSegment.settle(fd, rows * width * 4), rows, width)
     pipes = [os.pipe() for _ in range(NUM_PROCESSES)]
@@ -101,10 +101,10 @@ def _table(segment: SharedSegment, rows: int, width: int) -> Tensor:
 
 
 def add_main(job: bytes, fds: list[int]) -> None:
-    """Add ones to shared memory, again and again."""
+    """Add ones to shared memory, repeatedly."""
     order = msgspec.msgpack.decode(job, type=AddOrder)
     result_fd, memory_fd, go_fd = fds
-    lock_fd = os.open(f"/proc/self/fd/{memory_fd}", os.O_RDWR)  # its own: locks are those of who opened it
+    lock_fd = os.open(f"/proc/self/fd/{memory_fd}", os.O_RDWR)  # opened again: a lock belongs to an open file
     table = _table(SharedSegment.open(memory_fd, order.rows * order.width * 4, True), order.rows, order.width)
     gradients = _gradients(order)
     os.write(result_fd, b"r")
@@ -121,7 +121,7 @@ def add_main(job: bytes, fds: list[int]) -> None:
 
 
 def _gradients(order: AddOrder) -> list[Tensor]:
-    """Ones: everywhere, or in some rows, which may be this process's own."""
+    """Return gradients of ones: everywhere, or in random rows, which may be disjoint from the other process's."""
     if order.kind == "dense":
         return [torch.ones(order.rows, order.width)]
     random = torch.Generator().manual_seed(order.index)
@@ -138,9 +138,9 @@ def _gradients(order: AddOrder) -> list[Tensor]:
 
 
 @contextmanager
-def _locked(fd: int, wanted: bool) -> Iterator[None]:
-    """A lock of the kernel's, which all processes share."""
-    if not wanted:
+def _locked(fd: int, enabled: bool) -> Iterator[None]:
+    """Hold a lock of the kernel that all processes share."""
+    if not enabled:
         yield
         return
     fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,10 +1,9 @@
-"""Sandblaster with two workers on two cores: against L-BFGS in one process, and what it sends.
+"""Sandblaster with two workers on two cores: speed against L-BFGS in one process, and traffic.
 
-Compute-bound: the mlp with 0.7 million parameters on 16,384 samples. The opponent is torch.optim.LBFGS with a closure
-over the same samples in the same batches: on one thread, as each of our workers has, and on two, as many as we have
-cores. Two such processes at once, who have nothing to do with each other, are as fast as two cores can be: where they
-are far from twice as fast as one, so are we. Seconds are per evaluation of the loss, because two searches need not look
-at the same points. With a slow worker every step takes a fixed time, as on a device of its own.
+The model is compute-bound: an MLP with 0.7 million parameters and 16,384 samples. The baseline is torch.optim.LBFGS
+with a closure over the same batches, on one thread, as each worker has, and on two. Two independent such processes at
+once show the limit of two cores. Seconds are per evaluation of the loss, because two line searches need not evaluate
+the same steps. In the rows with a slow worker, every step takes a fixed time, as on a device of its own.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from rainband.transports.frames import PREFIX_BYTES
 
 SIZES = ("0.1M", "0.7M")
 SAMPLES = 16384
-FULL_HISTORY = 14  # iterations, until each direction has all its pairs
-SETTINGS = {"gradient_tolerance": 0.0, "loss_tolerance": 0.0}  # it never converges
+FULL_HISTORY = 14  # iterations until each direction uses all its pairs
+SETTINGS = {"gradient_tolerance": 0.0, "loss_tolerance": 0.0}  # it must not stop early
 N_PUSH = 32
-FASTER, MOST_KB = 1.7, 10.0
+MIN_SPEEDUP, MAX_KB = 1.7, 10.0
 FULL_BATCH = (Command, Answer, Evaluated, AssignItems, ItemsDelivered, LeaseRequest, Return)
 PACED_WORKERS, STEP_S, FACTOR, PACED_N_PUSH = 4, 0.02, 5.0, 2  # one of four workers is five times slower
 
@@ -72,9 +71,9 @@ def _speed(repeats: int, iterations: int) -> list[Row]:
     return [
         Row("torch.optim.LBFGS, one process, one thread", 1000 * median(plain[1]), "ms/evaluation"),
         Row("torch.optim.LBFGS, one process, two threads", 1000 * median(plain[2]), "ms/evaluation"),
-        Row("two such processes at once: the limit", 1000 * median(at_once), "ms/evaluation"),
+        Row("two such processes at once, the limit", 1000 * median(at_once), "ms/evaluation"),
         Row(name, 1000 * median(ours), "ms/evaluation"),
-        at_least(name, one, FASTER, "one process, one thread"),
+        at_least(name, one, MIN_SPEEDUP, "one process, one thread"),
         Row("two such processes at once", median(_ratios(plain[1], at_once)), "x", "one of them alone"),
         Row(name, median(_ratios(at_once, ours)), "x", "two such processes at once"),
         Row(name, two, "x", "one process, two threads"),
@@ -86,7 +85,7 @@ def _ratios(theirs: list[float], ours: list[float]) -> list[float]:
 
 
 def _plain(zygote: Zygote, iterations: int, threads: int, processes: int = 1) -> list[float]:
-    """Seconds of one evaluation in each of several processes, which run at the same time."""
+    """Return the seconds of one evaluation in each of several processes that run at the same time."""
     order = PlainOrder(SIZES[-1], SAMPLES, iterations, threads)
     started = [
         BenchProcess(zygote, "rainband.bench.baselines.lbfgs:plain_main", order, "L-BFGS") for _ in range(processes)
@@ -95,18 +94,24 @@ def _plain(zygote: Zygote, iterations: int, threads: int, processes: int = 1) ->
 
 
 def _traffic() -> list[Row]:
-    """What an iteration sends to and from the coordinator, and a pass over the data to and from the servers."""
+    """Measure the traffic of an iteration with the coordinator, and of a pass over the data with the servers."""
     found = {size: _sandblaster("mlp", _mlp(size), FULL_HISTORY, N_PUSH) for size in SIZES}
     downpour = _downpour_bytes(SIZES[0])
     return [
         *(
-            at_most(f"to and from the coordinator, 2 servers, {size} parameters", f.led_kb, MOST_KB, "", "KB/iteration")
+            at_most(
+                f"traffic of the coordinator, 2 servers, {size} parameters",
+                f.coordination_kb,
+                MAX_KB,
+                "",
+                "KB/iteration",
+            )
             for size, f in found.items()
         ),
-        Row("a pass over the data, Downpour, 0.1M parameters", downpour / 1e6, "MB"),
-        Row("a pass over the data, Sandblaster, 0.1M parameters", found[SIZES[0]].pass_bytes / 1e6, "MB"),
+        Row("traffic of a pass over the data, Downpour, 0.1M parameters", downpour / 1e6, "MB"),
+        Row("traffic of a pass over the data, Sandblaster, 0.1M parameters", found[SIZES[0]].pass_bytes / 1e6, "MB"),
         Row(
-            f"bytes of a pass, Downpour, {N_PUSH} batches to a push of Sandblaster",
+            f"traffic of a pass, Downpour, with {N_PUSH} batches per push of Sandblaster",
             downpour / found[SIZES[0]].pass_bytes,
             "x",
             "Sandblaster",
@@ -115,7 +120,7 @@ def _traffic() -> list[Row]:
 
 
 def _slow_worker(iterations: int) -> list[Row]:
-    """An evaluation while one worker is slow, against what it would take if each had its share of the data."""
+    """Measure an evaluation with a slow worker, against the ideal of dividing the data equally beforehand."""
     even = _sandblaster("digits", {}, iterations, PACED_N_PUSH, slow_factor=1.0).evaluation_s
     ours = _sandblaster("digits", {}, iterations, PACED_N_PUSH, slow_factor=FACTOR).evaluation_s
     batches = -(-len(Digits().data()) // Digits().batch_size)
@@ -123,8 +128,8 @@ def _slow_worker(iterations: int) -> list[Row]:
     return [
         Row("4 equal workers, on demand", 1000 * even, "ms/evaluation"),
         Row("one of 4 workers 5 times slower, on demand", 1000 * ours, "ms/evaluation"),
-        Row("one of 4 workers 5 times slower, each a quarter, at best", 1000 * static, "ms/evaluation"),
-        at_least("one of 4 workers 5 times slower, on demand, times sooner", static / ours, 1.0, "each a quarter"),
+        Row("one of 4 workers 5 times slower, a quarter each, ideal", 1000 * static, "ms/evaluation"),
+        at_least("one of 4 workers 5 times slower, on demand, speedup", static / ours, 1.0, "a quarter each"),
     ]
 
 
@@ -147,29 +152,29 @@ class FullBatchTraffic(Observer):
 
 
 @dataclass(frozen=True)
-class LbfgsFound:
-    """What came of a run."""
+class LbfgsResult:
+    """The result of a run."""
 
-    evaluation_s: float  # everything between two evaluations included
-    led_kb: float  # of the last iteration
-    pass_bytes: float  # of one evaluation, which is a pass over the data; to and from the servers
+    evaluation_s: float  # including all work between two evaluations
+    coordination_kb: float  # of the last iteration, to and from the coordinator
+    pass_bytes: float  # of one evaluation, to and from the servers
 
 
 def _sandblaster(
     task: str, task_settings: dict[str, Any], iterations: int, n_push: int, slow_factor: float | None = None
-) -> LbfgsFound:
-    """`slow_factor`: of the last of four workers whose steps take a fixed time; None: two, as fast as they can."""
+) -> LbfgsResult:
+    """Run two workers at full speed, or with `slow_factor` four whose steps take a fixed time, the last one slower."""
     traffic = FullBatchTraffic()
-    seen: list[events.IterationDone] = []
-    weighed: list[int] = []  # so far, after each iteration
-    moved: list[int] = []
+    reports: list[events.IterationDone] = []
+    coordination_bytes: list[int] = []  # so far, after each iteration
+    moved_bytes: list[int] = []
 
     def view(event: events.AnyEvent) -> None:
         if isinstance(event, events.IterationDone):
-            seen.append(event)
-            weighed.append(traffic.num_bytes)
+            reports.append(event)
+            coordination_bytes.append(traffic.num_bytes)
         elif isinstance(event, events.Progress):
-            moved.append(event.pushed_bytes + event.pulled_bytes)
+            moved_bytes.append(event.pushed_bytes + event.pulled_bytes)
 
     workers, compute = 2, None
     if slow_factor is not None:
@@ -189,23 +194,23 @@ def _sandblaster(
         launcher = local.Launcher(config, view, observer=traffic)
         with launcher.signals():
             result = launcher.run()
-    if result.outcome != "finished" or len(seen) < 2:
-        raise RuntimeError(f"the run {result.outcome} {result.reason}: there is nothing to measure.")
-    first, last = seen[0], seen[-1]
-    return LbfgsFound(
+    if result.outcome != "finished" or len(reports) < 2:
+        raise RuntimeError(f"the run {result.outcome}, nothing to measure: {result.reason}")
+    first, last = reports[0], reports[-1]
+    return LbfgsResult(
         evaluation_s=(last.at_s - first.at_s) / (last.evaluations - first.evaluations),
-        led_kb=(traffic.num_bytes - weighed[-2]) / 1000,
-        pass_bytes=moved[-1] / last.evaluations,
+        coordination_kb=(traffic.num_bytes - coordination_bytes[-2]) / 1000,
+        pass_bytes=moved_bytes[-1] / last.evaluations,
     )
 
 
 def _downpour_bytes(size: str) -> float:
-    """To and from the servers in one epoch."""
-    seen: list[events.Progress] = []
+    """Return the bytes to and from the servers in one epoch."""
+    reports: list[events.Progress] = []
 
     def view(event: events.AnyEvent) -> None:
         if isinstance(event, events.Progress):
-            seen.append(event)
+            reports.append(event)
 
     with tempfile.TemporaryDirectory() as root:
         config = RunConfig(
@@ -219,5 +224,5 @@ def _downpour_bytes(size: str) -> float:
         )
         result = local.run(config, view)
     if result.outcome != "finished":
-        raise RuntimeError(f"the run {result.outcome} {result.reason}: there is nothing to measure.")
-    return seen[-1].pushed_bytes + seen[-1].pulled_bytes
+        raise RuntimeError(f"the run {result.outcome}, nothing to measure: {result.reason}")
+    return reports[-1].pushed_bytes + reports[-1].pulled_bytes

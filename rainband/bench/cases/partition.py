@@ -1,11 +1,11 @@
-"""A net of two branches on two workers, one torch thread in each, against one plain process: one batch at a time."""
+"""A model of two branches on two workers with one torch thread each, against one plain process."""
 
 from __future__ import annotations
 
 from rainband.bench.harness.models import Branches
 from rainband.bench.harness.processes import PRELOAD
 from rainband.bench.harness.rows import Effort, Row, at_least, median
-from rainband.bench.harness.stage_runs import alone, in_halves, together
+from rainband.bench.harness.stage_runs import plain_process, two_stage_placement, two_workers
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.runtimes.processes.zygote import Zygote
 
@@ -13,13 +13,13 @@ from rainband.runtimes.processes.zygote import Zygote
 def run(effort: Effort) -> list[Row]:
     repeats, seconds = (3, 6.0) if effort == "full" else (1, 4.0)
     task = Branches()
-    stage_plan = StagePlan(plan=in_halves(task), microbatches=1)
+    stage_plan = StagePlan(plan=two_stage_placement(task), microbatches=1)
     one, two = [], []
     zygote = Zygote.start(PRELOAD)
     try:
         for _ in range(repeats):  # in turns, so that a slow minute of the machine hits both
-            one.append(alone(zygote, task, task.batch_size, seconds))
-            two.append(together(task, stage_plan, seconds))
+            one.append(plain_process(zygote, task, task.batch_size, seconds))
+            two.append(two_workers(task, stage_plan, seconds))
     finally:
         zygote.close(1.0)
     name = "two branches on two workers"

@@ -1,6 +1,6 @@
-"""One tensor from worker to worker, against copying it in one process and against gloo's send and recv.
+"""Send one tensor between two workers, against copying it in one process and against gloo's send and recv.
 
-Each time is half of a round trip: there and back, in turns with nothing else.
+Each time is half of a round trip.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP = 3
 
 
 class PeersOrder(msgspec.Struct, frozen=True):
-    """One of two who send a tensor to and fro."""
+    """The order for one of two processes that send a tensor back and forth."""
 
     index: int
     secret: bytes
@@ -56,14 +56,14 @@ def _size(zygote: Zygote, size: str, num_bytes: int, rounds: int) -> list[Row]:
     rows = [Row(f"{name}, shared memory", shm * 1000, "ms"), Row(f"{name}, TCP", tcp * 1000, "ms")]
     rows += [Row(f"{name}, gloo", gloo * 1000, "ms"), Row(f"{size} copied in one process", copy * 1000, "ms")]
     rows.append(Row(f"{name}, shared memory", shm / copy, "x", "one copy"))
-    for way, seconds in (("shared memory", shm), ("TCP", tcp)):
-        rows.append(Row(f"{name} sooner, {way}", gloo / seconds, "x", "gloo"))
+    for transport, seconds in (("shared memory", shm), ("TCP", tcp)):
+        rows.append(Row(f"time of gloo, {name}", gloo / seconds, "x", transport))
     return rows
 
 
 def _pair(zygote: Zygote, entry: str, transport: str, num_bytes: int, rounds: int) -> float:
     secret, run_id, port = new_secret(), new_run_id(), free_port()
-    ends = socket.socketpair()  # through which each tells the other where it listens
+    ends = socket.socketpair()  # to exchange the addresses
     processes = []
     for index in range(2):
         order = PeersOrder(index, secret, run_id, transport, num_bytes, rounds, port)
@@ -85,14 +85,14 @@ def _copy_s(num_bytes: int, rounds: int) -> float:
 
 
 def links_main(job: bytes, fds: list[int]) -> None:
-    """One end of our links."""
+    """Send and receive through Rainband's peer links."""
     order = msgspec.msgpack.decode(job, type=PeersOrder)
     links = PeerLinks(Peer("worker", order.index), order.secret, order.run_id, EventLoop(), order.transport, 30.0)
-    here, other = links.listen(), 1 - order.index
+    address, other = links.listen(), 1 - order.index
     with socket.socket(fileno=fds[1]) as end:
-        end.sendall(msgspec.msgpack.encode(here))
-        there = msgspec.msgpack.decode(end.recv(4096), type=Address)
-    links.connect({order.index: here, other: there})
+        end.sendall(msgspec.msgpack.encode(address))
+        other_address = msgspec.msgpack.decode(end.recv(4096), type=Address)
+    links.connect({order.index: address, other: other_address})
     value = [torch.ones(order.num_bytes // 4)]
 
     def receive() -> None:
@@ -101,23 +101,23 @@ def links_main(job: bytes, fds: list[int]) -> None:
             links.event_loop.wait()
         received.result()
 
-    _to_and_fro(order, fds[0], lambda: links.send(other, ("value",), value), receive)
+    _report_round_trips(order, fds[0], lambda: links.send(other, ("value",), value), receive)
     links.close()
 
 
 def gloo_main(job: bytes, fds: list[int]) -> None:
-    """One of gloo's ranks."""
+    """Send and receive through gloo."""
     order = msgspec.msgpack.decode(job, type=PeersOrder)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{order.port}", rank=order.index, world_size=2)
     value, other = torch.ones(order.num_bytes // 4), 1 - order.index
-    _to_and_fro(order, fds[0], lambda: dist.send(value, other), lambda: dist.recv(value, other))
+    _report_round_trips(order, fds[0], lambda: dist.send(value, other), lambda: dist.recv(value, other))
 
 
-def _to_and_fro(order: PeersOrder, fd: int, send: Callable[[], object], receive: Callable[[], object]) -> None:
-    def turn() -> None:
+def _report_round_trips(order: PeersOrder, fd: int, send: Callable[[], object], receive: Callable[[], object]) -> None:
+    def round_trip() -> None:
         for action in (send, receive) if order.index == 0 else (receive, send):
             action()
 
-    seconds = [timed(turn) for _ in range(WARM_UP + order.rounds)]
+    seconds = [timed(round_trip) for _ in range(WARM_UP + order.rounds)]
     os.write(fd, msgspec.msgpack.encode(seconds[WARM_UP:]))
     os.close(fd)

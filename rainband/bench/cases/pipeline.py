@@ -1,11 +1,10 @@
-"""Two stages on two cores, one torch thread in each process: GPipe, 1F1B and PipeDream against one plain process, and
-against torch.distributed.pipelining (gloo) with the same stages, microbatches and schedule.
+"""Two stages on two cores, against one plain process and against torch.distributed.pipelining over gloo.
 
-The model is a chain of equal layers, cut in the middle. Ours and torch's both keep the optimizer in the stage.
-PipeDream updates after every microbatch, so it is held against one process that does; a process with large batches is
-faster, and that ratio is shown, too. Each rate is also held against what the plan predicts for it, from layers that are
-measured alone, with one thread, in the same turn. Stages need large products of matrices: with half the batch, GPipe
-misses its bar.
+Schedules are GPipe, 1F1B and PipeDream, with one torch thread in each process. The model is a chain of equal layers,
+split in the middle; the optimizer runs in the stages. PipeDream updates after every microbatch, so its target is
+relative to one process that does so, too; the ratio to one process with large batches is another row. Each throughput
+is also compared with the prediction from the measured times of single layers. Stages need large matrix products: with
+half the batch size, GPipe misses its target.
 """
 
 from __future__ import annotations
@@ -15,7 +14,13 @@ from typing import NamedTuple
 from rainband.bench.harness.models import Chain
 from rainband.bench.harness.processes import PRELOAD
 from rainband.bench.harness.rows import Effort, Row, at_least, median
-from rainband.bench.harness.stage_runs import alone, in_halves, profile_of, together, torch_pipelining
+from rainband.bench.harness.stage_runs import (
+    plain_process,
+    profile_of,
+    torch_pipelining,
+    two_stage_placement,
+    two_workers,
+)
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, Forecast, as_batch
 from rainband.runtimes.processes.zygote import Zygote
@@ -23,15 +28,15 @@ from rainband.runtimes.stage_forecast import ONE_MACHINE
 
 MICROS = 8
 TORCH = "torch.distributed.pipelining"
-PLAN = "what its plan predicts"
+PREDICTION = "the prediction"
 
 
 class Flushing(NamedTuple):
-    """A schedule that flushes, as we and as torch call it; and what it is to reach, against one process."""
+    """A schedule that flushes the pipeline: its names here and in torch, and its target against one process."""
 
     name: str
     torch_name: str
-    bar: float | None
+    target: float | None
 
 
 SCHEDULES = (Flushing("gpipe", "ScheduleGPipe", 1.4), Flushing("one_f_one_b", "Schedule1F1B", None))
@@ -52,8 +57,8 @@ def run(effort: Effort) -> list[Row]:
 
 
 def predicted(task: Chain) -> dict[str, float]:
-    """Samples a second of each schedule, from what a microbatch takes here, layer by layer."""
-    plan, small = in_halves(task), task.batch_size // MICROS
+    """Predict the samples per second of each schedule from the measured times of single layers."""
+    plan, small = two_stage_placement(task), task.batch_size // MICROS
     microbatch = profile_of(task, small)
     batch = as_batch(microbatch, task.batch_size)
     forecasts = {name: Forecast(plan, batch, name, MICROS, ONE_MACHINE) for name, _, _ in SCHEDULES}
@@ -62,14 +67,14 @@ def predicted(task: Chain) -> dict[str, float]:
 
 
 def _once(zygote: Zygote, task: Chain, seconds: float) -> dict[str, float]:
-    plan = in_halves(task)
+    plan = two_stage_placement(task)
     small = task.batch_size // MICROS
-    rates = predicted(task) | {"alone": alone(zygote, task, task.batch_size, seconds)}
-    rates["alone, small"] = alone(zygote, task, small, seconds)
-    rates["pipedream"] = together(task, StagePlan(plan=plan), seconds, "pipedream", small)
+    rates = predicted(task) | {"plain": plain_process(zygote, task, task.batch_size, seconds)}
+    rates["plain, small"] = plain_process(zygote, task, small, seconds)
+    rates["pipedream"] = two_workers(task, StagePlan(plan=plan), seconds, "pipedream", small)
     for schedule in SCHEDULES:
         stage_plan = StagePlan(plan=plan, microbatches=MICROS, schedule=schedule.name)  # type: ignore[arg-type]
-        rates[schedule.name] = together(task, stage_plan, seconds)
+        rates[schedule.name] = two_workers(task, stage_plan, seconds)
         rates[schedule.torch_name] = torch_pipelining(zygote, schedule.torch_name, MICROS, seconds)
     return rates
 
@@ -80,24 +85,24 @@ def _rows(rates: dict[str, list[float]], task: Chain) -> list[Row]:
 
     small = task.batch_size // MICROS
     rows = [
-        Row(f"one plain process, batches of {small}", median(rates["alone, small"]), "samples/s"),
+        Row(f"one plain process, batches of {small}", median(rates["plain, small"]), "samples/s"),
         Row(f"pipedream, 2 stages, batches of {small}", median(rates["pipedream"]), "samples/s"),
-        at_least("pipedream, 2 stages", ratio("pipedream", "alone, small"), 1.6, "one plain process"),
-        Row(f"one plain process, batches of {task.batch_size}", median(rates["alone"]), "samples/s"),
+        at_least("pipedream, 2 stages", ratio("pipedream", "plain, small"), 1.6, "one plain process"),
+        Row(f"one plain process, batches of {task.batch_size}", median(rates["plain"]), "samples/s"),
         Row(
-            "pipedream, 2 stages", ratio("pipedream", "alone"), "x", f"one plain process, batches of {task.batch_size}"
+            "pipedream, 2 stages", ratio("pipedream", "plain"), "x", f"one plain process, batches of {task.batch_size}"
         ),
-        Row("pipedream, 2 stages", ratio("pipedream", "pipedream, predicted"), "x", PLAN),
+        Row("pipedream, 2 stages", ratio("pipedream", "pipedream, predicted"), "x", PREDICTION),
     ]
     for schedule in SCHEDULES:
         name = f"{schedule.name}, 2 stages, {MICROS} microbatches"
         rows.append(Row(f"{TORCH}, {schedule.torch_name}", median(rates[schedule.torch_name]), "samples/s"))
         rows.append(Row(name, median(rates[schedule.name]), "samples/s"))
-        against_one = ratio(schedule.name, "alone")
-        if schedule.bar is None:
+        against_one = ratio(schedule.name, "plain")
+        if schedule.target is None:
             rows.append(Row(name, against_one, "x", "one plain process"))
         else:
-            rows.append(at_least(name, against_one, schedule.bar, "one plain process"))
+            rows.append(at_least(name, against_one, schedule.target, "one plain process"))
         rows.append(at_least(name, ratio(schedule.name, schedule.torch_name), 1.0, TORCH))
-        rows.append(Row(name, ratio(schedule.name, f"{schedule.name}, predicted"), "x", PLAN))
+        rows.append(Row(name, ratio(schedule.name, f"{schedule.name}, predicted"), "x", PREDICTION))
     return rows

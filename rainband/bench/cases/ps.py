@@ -1,9 +1,9 @@
-"""Push + apply + pull through the servers, against one process doing the same, gloo's all-reduce and a bare socket."""
+"""Push + apply + pull through the servers, against the same in one process, gloo's all-reduce and a bare socket."""
 
 from __future__ import annotations
 
 from rainband.bench.baselines.data_parallel import GlooOrder, SocketOrder
-from rainband.bench.harness.cluster import Rig, Seconds
+from rainband.bench.harness.cluster import ExchangeCluster, Seconds
 from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
 from rainband.bench.harness.rows import Effort, Row, at_least, at_most, median
 from rainband.runtimes.processes.zygote import Zygote
@@ -29,8 +29,8 @@ def _shared_memory(zygote: Zygote, rounds: int) -> list[Row]:
         Row("64 MB through shared memory", seconds * 1e3, "ms"),
         at_most("64 MB through shared memory", _ratio(ours), 1.5, "the same apply + copy inside one process"),
         Row("64 MB gloo all-reduce, two ranks", gloo * 1e3, "ms"),
-        at_least("gloo all-reduce takes so many times longer", gloo / seconds, 4.0, "64 MB through shared memory"),
-        Row("gloo all-reduce takes so many times longer", gloo / limit, "x", "apply + copy inside one process"),
+        at_least("time of gloo all-reduce", gloo / seconds, 4.0, "64 MB through shared memory"),
+        Row("time of gloo all-reduce", gloo / limit, "x", "the same apply + copy inside one process"),
     ]
 
 
@@ -75,11 +75,11 @@ def _exchange(
     rounds: int,
     limit: bool = True,
 ) -> list[Seconds]:
-    rig = Rig(zygote, elements, servers, optimizer, transport)
+    cluster = ExchangeCluster(zygote, elements, servers, optimizer, transport)
     try:
-        return rig.measure(workers, max(5, rounds), limit)
+        return cluster.measure(workers, max(5, rounds), limit)
     finally:
-        rig.close()
+        cluster.close()
 
 
 def _ratio(seconds: Seconds) -> float:

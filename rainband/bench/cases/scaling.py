@@ -1,4 +1,4 @@
-"""Samples per second of Downpour with two workers on two cores, against one plain process and against DDP/gloo."""
+"""Throughput of Downpour with two workers on two cores, against one plain process and against DDP/gloo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rainband.runtimes.processes.zygote import Zygote
 from rainband.runtimes.run_directory import new_directory
 
 SIZES = ("0.7M", "5.8M", "20M")
-BARS = {"5.8M": (1.5, 1.3)}  # against one process, against DDP
+TARGETS = {"5.8M": (1.5, 1.3)}  # against one process, against DDP
 
 
 def run(effort: Effort) -> Iterator[Row]:
@@ -43,8 +43,8 @@ def _size(size: str, repeats: int, seconds: float) -> list[Row]:
         Row(f"DDP/gloo, 2 ranks, {size}", median(ddp), "samples/s"),
         Row(name, median(ours), "samples/s"),
     ]
-    if size in BARS:
-        one, two = BARS[size]
+    if size in TARGETS:
+        one, two = TARGETS[size]
         rows.append(at_least(name, against_one, one, "one plain process"))
         return [*rows, at_least(name, against_ddp, two, "DDP/gloo")]
     return [*rows, Row(name, against_one, "x", "one plain process"), Row(name, against_ddp, "x", "DDP/gloo")]
@@ -69,14 +69,13 @@ def _ddp(zygote: Zygote, size: str, seconds: float) -> float:
 
 
 def _downpour(size: str, seconds: float) -> float:
-    """The rate between the first and the last progress report: no start-up, no evaluation."""
-    seen: list[events.Progress] = []
+    """Return the samples per second between the first and the last progress report."""
+    reports: list[events.Progress] = []
 
     def view(event: events.AnyEvent) -> None:
         if isinstance(event, events.Progress) and event.samples_done:
-            seen.append(event)
+            reports.append(event)
 
-    # Long enough; stopped by the clock below through the number of epochs.
     epochs = {"0.7M": 8, "5.8M": 1, "20M": 1}[size] * max(1, round(seconds / 3))
     with tempfile.TemporaryDirectory() as root:
         config = RunConfig(
@@ -91,7 +90,9 @@ def _downpour(size: str, seconds: float) -> float:
             directory=str(new_directory(Path(root), "mlp", "downpour")),
         )
         result = local.run(config, view)
-    if result.outcome != "finished" or len(seen) < 2:
-        raise RuntimeError(f"the run {result.outcome} {result.reason} with {len(seen)} reports: nothing to measure.")
-    first, last = seen[0], seen[-1]
+    if result.outcome != "finished" or len(reports) < 2:
+        raise RuntimeError(
+            f"the run {result.outcome} with {len(reports)} progress reports, too few to measure. {result.reason}"
+        )
+    first, last = reports[0], reports[-1]
     return (last.samples_done - first.samples_done) / (last.at_s - first.at_s)

@@ -1,7 +1,7 @@
-"""Is virtual time true, and is it fast?
+"""Accuracy and speed of the simulation.
 
-True: the same runs really and simulated after calibration; the error of the predicted rate and of the waiting. Fast:
-gradients per second of thirty simulated workers, and the seconds that ten thousand take.
+Accuracy: the error of the predicted throughput and waiting time, against the same runs in real processes, after
+calibration. Speed: gradients per second of 30 simulated workers, and the seconds that 10,000 take.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from rainband.runtimes.simulation import run as sim
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, to_toml
 from rainband.tasks.load import load_task
 
-SimulatedCluster = Callable[[RunConfig, View], local.RunResult]
+Runtime = Callable[[RunConfig, View], local.RunResult]
 SIZES = ("0.7M", "5.8M", "20M")
 STRATEGIES = ("downpour", "sync")
-BAR = 0.15
+MAX_ERROR = 0.15
 SAMPLES = {"0.7M": 16384, "5.8M": 4096, "20M": 2048}
-EPOCHS = {"0.7M": 4, "5.8M": 3, "20M": 2}  # some seconds: a rate over one second is that of its beginning
-STEPS = {"0.7M": 300, "5.8M": 60, "20M": 20}  # for a calibration: some seconds, too
-MANY = 30
+EPOCHS = {"0.7M": 4, "5.8M": 3, "20M": 2}  # some seconds, because the first second is not typical
+STEPS = {"0.7M": 300, "5.8M": 60, "20M": 20}  # of a calibration: some seconds
+NUM_SIMULATED = 30
 
 
 def run(effort: Effort) -> Iterator[Row]:
-    sizes, repeats, crews = (SIZES, 3, (2, 4)) if effort == "full" else (SIZES[:2], 1, (2,))
-    for size, strategy, num_workers in itertools.product(sizes, STRATEGIES, crews):
+    sizes, repeats, workers = (SIZES, 3, (2, 4)) if effort == "full" else (SIZES[:2], 1, (2,))
+    for size, strategy, num_workers in itertools.product(sizes, STRATEGIES, workers):
         yield from _compare(size, strategy, num_workers, repeats)
     yield from _throughput(repeats)
     if effort == "full":
         yield _scale()
 
 
-# ---- is it true? ----
+# ---- accuracy ----
 
 
 def _compare(size: str, strategy: str, num_workers: int, repeats: int) -> list[Row]:
-    """Calibrate and run in turns, so that a slow minute of the machine hits both; each run lies between two models."""
+    """Calibrate and run in turns, so that a slow minute hits both; predict from the calibrations before and after."""
     real, predicted = [], []
     with tempfile.TemporaryDirectory() as folder:
         config = _config(size, strategy, num_workers, Path(folder, "calibrating"))
@@ -70,17 +70,17 @@ def _compare(size: str, strategy: str, num_workers: int, repeats: int) -> list[R
     of_rate = median([abs(p.rate / r.rate - 1) for p, r in zip(predicted, real, strict=True)])
     of_wait = median([abs(p.waited - r.waited) for p, r in zip(predicted, real, strict=True)])
     return [
-        Row(f"{name}: really", median([r.rate for r in real]), "samples/s"),
+        Row(f"{name}: measured", median([r.rate for r in real]), "samples/s"),
         Row(f"{name}: predicted", median([p.rate for p in predicted]), "samples/s"),
-        at_most(f"{name}: error of the rate", of_rate, BAR, "the real run", unit=""),
-        Row(f"{name}: part of the time spent waiting, really", median([r.waited for r in real]), ""),
-        Row(f"{name}: part of the time spent waiting, predicted", median([p.waited for p in predicted]), ""),
-        at_most(f"{name}: error of the waiting, as a part of the time", of_wait, BAR, "the real run", unit=""),
+        at_most(f"{name}: relative error of the throughput", of_rate, MAX_ERROR, "the real run", unit=""),
+        Row(f"{name}: fraction of time spent waiting, measured", median([r.waited for r in real]), ""),
+        Row(f"{name}: fraction of time spent waiting, predicted", median([p.waited for p in predicted]), ""),
+        at_most(f"{name}: error of that fraction", of_wait, MAX_ERROR, "the real run", unit=""),
     ]
 
 
 def _between(before: ClusterModel, after: ClusterModel) -> ClusterModel:
-    """The machine as it was between two calibrations."""
+    """Return the mean of two calibrations."""
     compute = replace(
         before.compute,
         trace_s=before.compute.trace_s + after.compute.trace_s,
@@ -113,40 +113,41 @@ def _config(size: str, strategy: str, num_workers: int, directory: Path) -> RunC
 
 class SimMeasurement(NamedTuple):
     rate: float  # samples per second, between the first and the last report
-    waited: float  # the part of that time
+    waited: float  # the fraction of that time
 
 
-def _measured(config: RunConfig, runtime: SimulatedCluster) -> SimMeasurement:
-    seen: list[events.Progress] = []
+def _measured(config: RunConfig, runtime: Runtime) -> SimMeasurement:
+    reports: list[events.Progress] = []
 
     def view(event: events.AnyEvent) -> None:
         if isinstance(event, events.Progress) and event.samples_done:
-            seen.append(event)
+            reports.append(event)
 
     result = runtime(config, view)
-    if result.outcome != "finished" or len(seen) < 2:
-        raise RuntimeError(f"the run {result.outcome} {result.reason} with {len(seen)} reports: nothing to measure.")
-    first, last = seen[0], seen[-1]
+    if result.outcome != "finished" or len(reports) < 2:
+        raise RuntimeError(
+            f"the run {result.outcome} with {len(reports)} progress reports, too few to measure. {result.reason}"
+        )
+    first, last = reports[0], reports[-1]
     seconds = last.at_s - first.at_s
     waited = [last.waited_s[worker] - first.waited_s.get(worker, 0.0) for worker in last.waited_s]
     return SimMeasurement((last.samples_done - first.samples_done) / seconds, sum(waited) / len(waited) / seconds)
 
 
-# ---- is it fast? ----
+# ---- speed ----
 
 
 def _throughput(repeats: int) -> list[Row]:
-    """Gradients per second of thirty simulated workers, and of one plain process, in turns.
+    """Compare the gradients per second of CPU time of 30 simulated workers and of one plain process, in turns.
 
-    The plain process computes nothing but gradients, or trains: the simulated run does the servers' steps as well.
-    By the processor's time: what else runs on the machine takes none of it.
+    The plain process either computes gradients only, or trains, as the simulated servers do.
     """
-    against: dict[str, list[float]] = {"one plain process, gradients alone": [], "one plain process that trains": []}
+    against: dict[str, list[float]] = {"one plain process, gradients only": [], "one plain process that trains": []}
     for _ in range(3 * repeats):
         simulated = _simulated()
         for name, ratios in against.items():
             ratios.append(simulated / _plain(trains="trains" in name))
-    what = f"{MANY} simulated workers on digits: gradients per second"
+    what = f"{NUM_SIMULATED} simulated workers on digits: gradients per second"
     alone, trains = against.items()
     return [Row(what, median(alone[1]), "x", alone[0]), at_least(what, median(trains[1]), 0.8, trains[0])]
 
@@ -154,7 +155,7 @@ def _throughput(repeats: int) -> list[Row]:
 def _plain(trains: bool) -> float:
     task = load_task("digits", {})
     data, module = task.data(), task.model()
-    optimizer = torch.optim.Adagrad(module.parameters(), lr=0.02)  # as the simulated servers have it
+    optimizer = torch.optim.Adagrad(module.parameters(), lr=0.02)  # as on the simulated servers
     batches = [torch.arange(at, at + task.batch_size) for at in range(0, len(data) - task.batch_size, task.batch_size)]
     with sim.one_thread():
         began = time.process_time()
@@ -175,13 +176,15 @@ def _simulated() -> float:
             moments[event.phase] = time.process_time()
 
     with tempfile.TemporaryDirectory() as folder:
-        config = RunConfig(task="digits", strategy="downpour", num_workers=MANY, num_servers=2, directory=folder)
+        config = RunConfig(
+            task="digits", strategy="downpour", num_workers=NUM_SIMULATED, num_servers=2, directory=folder
+        )
         result = sim.run(config, view)
     return float(result.accounting["applied"]) / (moments["concluding"] - moments["running"])
 
 
 def _scale() -> Row:
-    """Ten thousand workers, a hundred servers, twenty steps each, on one core."""
+    """Simulate 10,000 workers and 100 servers for 20 steps on one core."""
     settings = SimSettings(time_only=True, steps=20)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

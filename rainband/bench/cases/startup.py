@@ -42,4 +42,4 @@ def _to_first_step() -> float:
         finally:
             process.terminate()
             process.wait()
-    raise RuntimeError("the run ended before its first step: try the command by hand.")
+    raise RuntimeError("the run ended before its first step: run the command by hand to see why.")

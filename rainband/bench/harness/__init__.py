@@ -1,1 +1,1 @@
-"""What benchmarks share: processes, clusters, models and rows."""
+"""The harness of the benchmarks: processes, clusters, models and result rows."""

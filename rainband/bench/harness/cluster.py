@@ -1,4 +1,4 @@
-"""Real servers and workers for measurements: processes from a zygote, led by a minimal coordinator."""
+"""Server and worker processes for measurements, forked from a zygote, with a minimal coordinator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLAN = DataPlan(fingerprint="", layout="", num_samples=1 << 24, batch_size=1, ep
 
 
 class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a measuring worker needs to know."""
+    """The order for one measuring worker."""
 
     index: int
     num_elements: int
@@ -48,14 +48,14 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     run_id: bytes
     secret: bytes
-    limit: OptimizerSpec | None  # measured in turns with the exchange
+    limit: OptimizerSpec | None  # of the physical limit, measured in turns with the exchange; None: not measured
 
 
 Seconds = list[tuple[float, float]]  # of each exchange, and of the limit just after it
 
 
-class Rig:
-    """Some servers that hold one vector, and workers that push to and pull from them."""
+class ExchangeCluster:
+    """Servers that hold one vector, and workers that push gradients to them and pull parameters."""
 
     def __init__(self, zygote: Zygote, num_elements: int, num_servers: int, optimizer: str, transport: str) -> None:
         self.zygote = zygote
@@ -78,19 +78,19 @@ class Rig:
         self.owners = tuple(owner[block.index] for block in self.blocks)
         while len(self.addresses) < num_servers:
             self.hub.run_once(1.0)
-            self._see_servers_live()
+            self._check_servers()
         for index, mine in enumerate(dealt):
             specs = tuple(self.blocks[b] for b in mine)
             self.hub.send(Peer("server", index), Assign(PLAN, specs, layout.groups, NUM_WORKERS))
         self.hub.flush()
 
-    def _see_servers_live(self) -> None:
-        """Nothing is to be measured without them; what a server printed above says why it ended."""
+    def _check_servers(self) -> None:
+        """Raise an error if a server has ended; the server has printed why."""
         for event in self.zygote.events():
             if isinstance(event, Started) and event.token in self.tokens:
                 self.started[event.token] = event.pid
             elif isinstance(event, SpawnFailed) or (isinstance(event, Exited) and event.token in self.tokens):
-                raise RuntimeError(f"a server ended while it was measured: {event}.")
+                raise RuntimeError(f"a server ended during the measurement: {event}.")
 
     def _start_server(self, index: int) -> int:
         config = RunConfig(
@@ -119,10 +119,10 @@ class Rig:
                 self.ready.add(connection.peer.index)
 
     def lost(self, peer: Peer) -> None:
-        """A lost server shows in the measurement."""
+        """Do nothing: `_check_servers` notices a lost server."""
 
     def measure(self, num_workers: int, rounds: int, limit: bool = True) -> list[Seconds]:
-        """Seconds of each push + apply + pull, per worker; all work at the same time."""
+        """Return, for each worker, the seconds of each push + apply + pull; all work at the same time."""
         goes, processes = [], []
         for index in range(num_workers):
             go_read, go_write = os.pipe()
@@ -152,11 +152,11 @@ class Rig:
 
     def _idle(self) -> None:
         self.hub.run_once(0.0)
-        self._see_servers_live()
+        self._check_servers()
 
     def close(self) -> list[tuple[int, int]]:
-        """End the servers; returns their peak resident sizes, and what they share with other processes, in bytes."""
-        self._see_servers_live()
+        """Stop the servers; return for each the bytes of its peak resident size, and those shared with others."""
+        self._check_servers()
         peaks = [(_peak_bytes(pid), _shared_bytes(pid)) for pid in self.started.values()]
         for index in range(self.num_servers):
             self.hub.send(Peer("server", index), Shutdown())
@@ -175,27 +175,27 @@ def _peak_bytes(pid: int) -> int:
 
 
 def _shared_bytes(pid: int) -> int:
-    """Anonymous memory that another process maps too: torch's own objects, as the zygote imported them."""
-    shared = here = 0
+    """Return the anonymous memory shared with other processes: torch's objects, imported by the zygote."""
+    shared = dirty = 0
     with open(f"/proc/{pid}/smaps") as mappings:
         for line in mappings:
             name, _, rest = line.partition(":")
             if name == "Shared_Dirty":
-                here = int(rest.split()[0])
-            elif name == "Anonymous" and int(rest.split()[0]):  # comes after it; a mailbox has none
-                shared += here
+                dirty = int(rest.split()[0])
+            elif name == "Anonymous" and int(rest.split()[0]):  # follows Shared_Dirty; mailboxes have none
+                shared += dirty
     return shared * 1024
 
 
 def vector_module(num_elements: int) -> nn.Module:
-    """A module that is nothing but one long parameter."""
+    """Return a module with one long parameter and nothing else."""
     module = nn.Module()
     module.vector = nn.Parameter(torch.zeros(num_elements))
     return module
 
 
 def worker_main(job: bytes, fds: list[int]) -> None:
-    """A worker that pushes one gradient again and again, and takes the parameters over."""
+    """Push the same gradient and pull the parameters, repeatedly; report the seconds."""
     order = msgspec.msgpack.decode(job, type=WorkerOrder)
     result_fd, go_fd = fds
     bench = BenchWorker(order)
@@ -207,14 +207,14 @@ def worker_main(job: bytes, fds: list[int]) -> None:
         if limit:
             limit.apply_and_copy()
     seconds: Any = []
-    for _ in range(order.rounds):  # in turns, so that what disturbs one disturbs the other
+    for _ in range(order.rounds):  # in turns, so that a disturbance hits both
         seconds.append((timed(bench.exchange), timed(limit.apply_and_copy) if limit else 0.0))
     os.write(result_fd, msgspec.msgpack.encode(seconds))
     os.close(result_fd)
 
 
 class BenchWorker:
-    """A client with real ports."""
+    """A client with real ports to the servers."""
 
     def __init__(self, order: WorkerOrder) -> None:
         self.event_loop = EventLoop()
@@ -247,7 +247,7 @@ class BenchWorker:
             self.client.receive(message, payload)
 
     def exchange(self) -> None:
-        """One push, its apply, and the pull of what came of it."""
+        """Push a gradient, wait until it is applied, and pull the new parameters."""
         assert self.client is not None
         batch = Batch(self.batch // 64, self.batch % 64, 1)
         self.batch += 1

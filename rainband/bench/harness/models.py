@@ -1,4 +1,4 @@
-"""Models to cut, for measuring: one that is a chain of equal layers, and one of two equal branches."""
+"""Models to split in benchmarks: a chain of equal layers, and two equal branches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def layers(number: int, width: int) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers one after the other, all alike: two stages of half of them have equal work."""
+    """A chain of equal layers, so that two stages of half of them have equal work."""
 
     layers: int = 8
     width: int = 1024
@@ -37,8 +37,8 @@ class Chain:
     def model(self) -> nn.Module:
         return nn.Sequential(*layers(self.layers, self.width), nn.Linear(self.width, CLASSES))
 
-    def halves(self) -> tuple[nn.Module, nn.Module]:
-        """The two stages, as modules."""
+    def stages(self) -> tuple[nn.Module, nn.Module]:
+        """Return the two stages as modules."""
         model = self.model()
         assert isinstance(model, nn.Sequential)
         return model[: self.layers], model[self.layers :]  # a layer is two modules
@@ -70,7 +70,7 @@ class TwoBranches(nn.Module):
 
 @dataclass(frozen=True)
 class Branches(Chain):
-    """Half of the layers in each of two branches."""
+    """A task with half of the layers in each of two branches."""
 
     def model(self) -> nn.Module:
         return TwoBranches(self.layers // 2, self.width)

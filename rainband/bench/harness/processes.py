@@ -22,7 +22,7 @@ PRELOAD = (
 
 
 class BenchProcess:
-    """One process with a pipe back."""
+    """A process that reports through a pipe."""
 
     def __init__(self, zygote: Zygote, entry: str, order: msgspec.Struct, title: str, fds: Sequence[int] = ()) -> None:
         self.reader, writer = os.pipe()
@@ -35,7 +35,7 @@ class BenchProcess:
         return os.read(self.reader, 1)
 
     def result(self, type_: Any = list[float], idle: Callable[[], object] | None = None) -> Any:
-        """What it reports at its end. `idle` is called again and again while waiting."""
+        """Return what the process reports at its end; call `idle` repeatedly while waiting."""
         parts = []
         while True:
             self._wait(idle)
@@ -45,7 +45,7 @@ class BenchProcess:
             parts.append(part)
         os.close(self.reader)
         if not parts:
-            raise RuntimeError("a measuring process ended without a result; what it printed above says why.")
+            raise RuntimeError("a measuring process ended without a result: see its output above.")
         return msgspec.msgpack.decode(b"".join(parts), type=type_)
 
     def _wait(self, idle: Callable[[], object] | None) -> None:

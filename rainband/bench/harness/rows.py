@@ -1,4 +1,4 @@
-"""What a benchmark says: one row per claim, a ratio measured in one run."""
+"""Rows of results: one for each measured value or ratio, some with a target."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import msgspec
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One measured value; where there is a bar, whether it was met."""
+    """One measured value, and whether it met its target."""
 
     name: str
     value: float
     unit: str
     against: str = ""
-    bar: float | None = None
+    target: float | None = None
     met: bool | None = None
 
 
-def at_most(name: str, value: float, bar: float, against: str, unit: str = "x") -> Row:
-    return Row(name, value, unit, against, bar, value <= bar)
+def at_most(name: str, value: float, target: float, against: str, unit: str = "x") -> Row:
+    return Row(name, value, unit, against, target, value <= target)
 
 
-def at_least(name: str, value: float, bar: float, against: str, unit: str = "x") -> Row:
-    return Row(name, value, unit, against, bar, value >= bar)
+def at_least(name: str, value: float, target: float, against: str, unit: str = "x") -> Row:
+    return Row(name, value, unit, against, target, value >= target)
 
 
 def median(values: Sequence[float]) -> float:

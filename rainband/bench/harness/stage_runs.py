@@ -1,4 +1,4 @@
-"""Runs in which two workers compute one model together, as their samples per second."""
+"""Throughput of runs in which two workers compute one model together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rainband.bench.baselines.stages import AloneOrder, PipeliningOrder
+from rainband.bench.baselines.stages import PipeliningOrder, PlainProcessOrder
 from rainband.bench.harness.models import Branches, Chain
 from rainband.bench.harness.processes import BenchProcess, free_port
 from rainband.model_parallel.graph.split_loss import cut_task, measure_samples
@@ -21,23 +21,23 @@ from rainband.runtimes.run_directory import new_directory
 from rainband.views.training_time import TrainingTime
 
 MODELS = "rainband.bench.harness.models:"
-OPPONENTS = "rainband.bench.baselines.stages:"
-SAMPLES_PER_S = 2500  # about: only to choose how long a run is
+BASELINES = "rainband.bench.baselines.stages:"
+SAMPLES_PER_S = 2500  # roughly, to choose the length of a run
 
 
-def alone(zygote: Zygote, task: Chain, batch_size: int, seconds: float) -> float:
-    """One plain process with this batch size."""
-    order = AloneOrder(_name(task), seconds, batch_size)
-    return float(BenchProcess(zygote, f"{OPPONENTS}alone_main", order, "alone").result()[0])
+def plain_process(zygote: Zygote, task: Chain, batch_size: int, seconds: float) -> float:
+    """Return the samples per second of one plain PyTorch process."""
+    order = PlainProcessOrder(_name(task), seconds, batch_size)
+    return float(BenchProcess(zygote, f"{BASELINES}plain_main", order, "plain").result()[0])
 
 
 def torch_pipelining(zygote: Zygote, schedule: str, microbatches: int, seconds: float) -> float:
-    """torch.distributed.pipelining over gloo, with the same two stages."""
+    """Return the samples per second of torch.distributed.pipelining over gloo, with the same two stages."""
     port = free_port()
     ranks = [
         BenchProcess(
             zygote,
-            f"{OPPONENTS}pipelining_main",
+            f"{BASELINES}pipelining_main",
             PipeliningOrder(rank, port, schedule, microbatches, seconds),
             f"rank {rank}",
         )
@@ -46,8 +46,8 @@ def torch_pipelining(zygote: Zygote, schedule: str, microbatches: int, seconds: 
     return min(float(rank.result()[0]) for rank in ranks)
 
 
-def in_halves(task: Chain) -> Placement:
-    """Half of the chain's layers for each of two machines; of the branches one each."""
+def two_stage_placement(task: Chain) -> Placement:
+    """Place half of a chain's layers, or one of two branches, on each of two machines."""
     cut, _, _ = cut_task(task, task.model(), task.data(), 2)
     if isinstance(task, Branches):
         right = {unit for unit in cut.units if unit.startswith("right")}
@@ -57,23 +57,23 @@ def in_halves(task: Chain) -> Placement:
     return Placement(
         model=_name(task),
         kind="partition" if isinstance(task, Branches) else "pipeline",
-        partitioner="halves",
+        partitioner="two_stages",
         num_machines=2,
         stages=tuple(PlacedStage((machine,), tuple(units)) for machine, units in enumerate(parts)),
     )
 
 
 def profile_of(task: Chain, samples: int) -> Profile:
-    """What so many samples cost, layer by layer, on one core."""
+    """Measure the cost of this number of samples on one core, layer by layer."""
     data = task.data()
     cut, _, _ = cut_task(task, task.model(), data, samples)
     return measure_samples(task, cut, data, samples, _name(task))
 
 
-def together(
+def two_workers(
     task: Chain, stage_plan: StagePlan, seconds: float, strategy: str = "single", batch_size: int | None = None
 ) -> float:
-    """Two workers, a share each: from the end of the first step, which warms up, to the end of the last."""
+    """Return the samples per second of two workers with a stage each, without the first step, which warms up."""
     training, first_s, first_samples = TrainingTime(), [], batch_size or task.batch_size
 
     def view(event: events.AnyEvent) -> None:
