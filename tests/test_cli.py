@@ -718,7 +718,8 @@ def test_a_benchmarks_table_fits_80_columns_with_its_numbers_in_line() -> None:
         "   95.2  ms                 64 MB over TCP",
         "   1.55  x     1.3     NO   64 MB over TCP, against a bare socket loop, same",
         "                            work, same bytes, and much more of it",
-        "  2,352  GB/s               64 MB, 2 workers, 1 servers, pushed, applied and pulled",
+        "  2,352  GB/s               64 MB, 2 workers, 1 servers, pushed, applied and",
+        "                            pulled",
         "",
     ]
 
