@@ -22,7 +22,7 @@ from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.run_directory import EventLog, new_directory, write_config
 from rainband.runtimes.simulation import run as sim
 from rainband.strategy import Straggler
-from rainband.views.warnings import before, last_straggler
+from rainband.views.warnings import before_run, last_straggler
 
 SLOW = Straggler("worker 3", 5.0)
 NOW_AND_THEN = Straggler("one step in 20", 10.0, always=False)
@@ -147,7 +147,7 @@ def test_where_several_workers_compute_one_model_its_copies_count(tmp_path: Path
         num_servers=1,
         stage_plan=StagePlan(plan=plan),
     )
-    assert "n=3 does not divide 4 copies of the model" in " ".join(line.strip() for line in before(config, tmp_path))
+    assert "n=3 does not divide 4 copies of the model" in " ".join(line.strip() for line in before_run(config, tmp_path))
 
 
 def test_linear_scaling_without_a_warm_up_is_told_the_rate_of_its_first_step() -> None:
@@ -277,7 +277,7 @@ def test_a_worker_that_was_slow_the_last_time_is_remembered(tmp_path: Path) -> N
 
     assert last_straggler(config, tmp_path) == Straggler(f"worker 1 (in the run {name})", 5.0)
     assert f"worker 1 (in the run {name}) is 5 times slower" in " ".join(
-        line.strip() for line in before(config, tmp_path)
+        line.strip() for line in before_run(config, tmp_path)
     )
     for other in ({"task": "fashion"}, {"num_workers": 4}):
         assert last_straggler(msgspec.structs.replace(config, **other), tmp_path) is None
