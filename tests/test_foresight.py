@@ -147,7 +147,9 @@ def test_where_several_workers_compute_one_model_its_copies_count(tmp_path: Path
         num_servers=1,
         stage_plan=StagePlan(plan=plan),
     )
-    assert "n=3 does not divide 4 copies of the model" in " ".join(line.strip() for line in before_run(config, tmp_path))
+    assert "n=3 does not divide 4 copies of the model" in " ".join(
+        line.strip() for line in before_run(config, tmp_path)
+    )
 
 
 def test_linear_scaling_without_a_warm_up_is_told_the_rate_of_its_first_step() -> None:
