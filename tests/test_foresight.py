@@ -147,7 +147,7 @@ def test_where_several_workers_compute_one_model_its_copies_count(tmp_path: Path
         num_servers=1,
         stage_plan=StagePlan(plan=plan),
     )
-    assert "n=3 does not divide 4 copies of the model" in " ".join(
+    assert "n=3 does not divide 4 replicas of the model" in " ".join(
         line.strip() for line in before_run(config, tmp_path)
     )
 
