@@ -21,13 +21,20 @@ def _say_alone() -> None:
     print("rainband: training alone; rainband run --workers 4 SCRIPT trains with others.", file=sys.stderr)
 
 
-def place() -> tuple[int, int]:
-    """Which worker this script is, from 0, and of how many: to share out what a loader of your own brings."""
+def rank() -> int:
+    """Return the number of this worker, from 0: to divide the data of your own loader among the workers."""
     member = getattr(sys.modules["__main__"], MEMBERSHIP, None)
     if member is None:
-        return 0, 1
-    member.knows_its_place = True
-    return member.index, member.num_workers
+        return 0
+    member.asked_rank = True
+    index: int = member.index
+    return index
+
+
+def num_workers() -> int:
+    """Return the number of workers of the run; 1 in a script that trains alone."""
+    member = getattr(sys.modules["__main__"], MEMBERSHIP, None)
+    return 1 if member is None else int(member.num_workers)
 
 
 def join(model: nn.Module, optimizer: Any) -> TrainingLoop | SingleProcessLoop:

@@ -48,7 +48,7 @@ class OneProcess:
     def __init__(self, strategy: Strategy = PLAIN, num_servers: int = 2, seed: int = 0) -> None:
         self.strategy = strategy
         self.optimizers: Sequence[str] = ()
-        self.left = self.joined = self.knows_its_place = False
+        self.left = self.joined = self.asked_rank = False
         self.mail: deque[tuple[Peer, Peer, bytes, Any]] = deque()  # from, to, message, payload
         self.pushes: list[Push] = []  # that reached the first block
         self.sent: Counter[str] = Counter()

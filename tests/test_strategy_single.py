@@ -52,7 +52,7 @@ def test_what_an_optimizer_does_not_take_is_refused_with_what_it_takes() -> None
         element_wise("adagrad", 0.1, momentum=0.9)
 
 
-def test_a_script_can_ask_for_its_place_whatever_was_imported() -> None:
+def test_a_script_can_ask_for_its_rank_whatever_was_imported() -> None:
     import rainband.runtimes.processes.server_process  # all that a run imports
 
-    assert rainband.place() == (0, 1)
+    assert (rainband.rank(), rainband.num_workers()) == (0, 1)

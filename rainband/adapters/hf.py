@@ -4,7 +4,7 @@
     trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[RainbandTrainerCallback()])
 
 in a script started by `rainband run`. Each worker goes through the whole dataset, and in the same order if it has the
-same seed; to share it out give each its part, dataset.shard(number, index), where `index, number = rainband.place()`.
+same seed; to share it out give each its part, dataset.shard(rainband.num_workers(), rainband.rank()).
 """
 
 from __future__ import annotations

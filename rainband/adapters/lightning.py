@@ -5,7 +5,7 @@
 
 in a script started by `rainband run`. Each worker goes through the whole dataloader, in an order of its own if it
 shuffles; to share the data out give each its part, say Subset(data, range(index, len(data), number)), where
-`index, number = rainband.place()`.
+`rainband.rank()` and `rainband.num_workers()`.
 """
 
 from __future__ import annotations

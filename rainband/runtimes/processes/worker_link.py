@@ -62,7 +62,7 @@ class WorkerLink:
         self.control: CoordinatorLink | None = None
         self.joined = False  # a user's own loop has taken this place
         self.left = False  # and has come to its end
-        self.knows_its_place = False  # the user has asked which part of the data is this worker's
+        self.asked_rank = False  # the user has asked which part of the data is this worker's
 
     def connect(self) -> None:
         """Call the coordinator; from then on it hears our heartbeats."""

@@ -49,7 +49,7 @@ class Membership(Protocol):
     optimizers: Sequence[str]  # module:Class of those that servers may import besides torch's own
     session: Session
     left: bool
-    knows_its_place: bool
+    asked_rank: bool
 
     def connect(self) -> None: ...
 
@@ -265,11 +265,10 @@ class TrainingLoop:
         """Said once, by one of them: each may be going over the same data."""
         if self.planned or self.client.stats.steps or self.index or self.num_workers == 1:
             return
-        if not self.member.knows_its_place:
+        if not self.member.asked_rank:
             print(
-                "rainband: this loop draws from a loader of its own, so every worker sees all of the data. To share it "
-                "out use run.batches(...), or rainband.place(), which says which worker this is "
-                "and of how many.",
+                "rainband: this loop uses its own data loader, so every worker iterates over all of the data. To "
+                "divide it among the workers, use run.batches(...), or rainband.rank() and rainband.num_workers().",
                 file=sys.stderr,
             )
 
