@@ -242,11 +242,13 @@ def known_settings() -> frozenset[str]:
     import inspect
 
     import rainband
+    from rainband import options
     from rainband.model_parallel.schedules import builders
     from rainband.plugins import find_strategy, strategy_names
 
     functions = [rainband.fit, rainband.join, rainband.minimize, *vars(builders).values()]
-    found = {field.name for name in strategy_names() for field in dataclasses.fields(find_strategy(name))}
+    found = {*options.declared()}
+    found |= {field.name for name in strategy_names() for field in dataclasses.fields(find_strategy(name))}
     for function in filter(inspect.isfunction, functions):
         found |= set(inspect.signature(function).parameters)
     return frozenset(found)
@@ -319,6 +321,26 @@ def test_the_strategy_on_the_page_runs_from_outside_the_package(tmp_path: Path) 
 def rainband(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-c", "from rainband.cli.main import main; main()"]
     return subprocess.run([*program, *words], cwd=cwd, capture_output=True, text=True, timeout=50)
+
+
+# ---- output ----
+
+
+@pytest.mark.processes
+def test_the_output_on_the_pages_is_what_a_run_prints(tmp_path: Path) -> None:
+    """Whatever the numbers: with them masked, the lines are the same."""
+    done = rainband("train", "digits", "downpour", "--workers", "4", "--servers", "2", "--epochs", "1", cwd=tmp_path)
+    printed = {masked(line) for line in done.stdout.splitlines()}
+    for page in (ROOT / "README.md", ROOT / "docs" / "guides" / "quickstart.md"):
+        (shown,) = (block for block in blocks(page, "text") if "finished after" in block)
+        shown = shown.replace("image_classifier", "digits")
+        lines = [masked(line) for line in shown.splitlines() if " samples  loss " not in line]
+        assert [line for line in lines if line not in printed] == []
+
+
+def masked(line: str) -> str:
+    line = re.sub(r"\d[\d.,]*(?: (?:m?s|[kMG]?B))?", "#", line)
+    return re.sub(r"\bepochs?\b", "epochs", re.sub(r" +", " ", line))
 
 
 # ---- code ----
