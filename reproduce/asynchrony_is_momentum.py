@@ -49,11 +49,11 @@ def trajectory(groups: int, seed: int) -> NDArray[np.float64]:
     flat, data = Flat(TASK.model()), TASK.data()
     strategy, shared_module = SoftSync(n=groups, scaling="none", lr=RATE, guard=False), SharedModule(flat)
     join = join_of(strategy, flat.layout, Dataset("", len(data), TASK.batch_size, TASK.epochs))
-    play = Scenario(strategy, join, lambda: GradientCompute(shared_module, TASK, data, groups), real=True)
+    scenario = Scenario(strategy, join, lambda: GradientCompute(shared_module, TASK, data, groups), real=True)
     path: list[float] = []
     observer = PathRecorder(path)
     notes = Notes(observe=lambda peer: observer)
-    runtime = SimulatedCluster(play, RunSettings(num_workers=groups, num_servers=1), MODEL, notes, seed=seed)
+    runtime = SimulatedCluster(scenario, RunSettings(num_workers=groups, num_servers=1), MODEL, notes, seed=seed)
     runtime.start()
     runtime.run()
     target = float(data.batch(np.arange(1))[0][0])

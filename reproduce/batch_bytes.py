@@ -29,14 +29,14 @@ def bytes_per_pass(strategy: Strategy, seed: int) -> float:
     flat, data = Flat(task.model()), task.data()
     shared_module = SharedModule(flat)
     join = join_of(strategy, flat.layout, Dataset("", len(data), BATCH_SIZE, 1))
-    play = Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, WORKERS), real=True)
+    scenario = Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, WORKERS), real=True)
 
     def show(event: AnyEvent) -> None:
         if isinstance(event, IterationDone):
             passes[0] = event.evaluations
 
     settings = RunSettings(num_workers=WORKERS, num_servers=1, seed=seed)
-    runtime = SimulatedCluster(play, settings, load_model("lan", {"step_s": 0.01}), Notes(show=show), seed=seed)
+    runtime = SimulatedCluster(scenario, settings, load_model("lan", {"step_s": 0.01}), Notes(show=show), seed=seed)
     runtime.start()
     runtime.run()
     stats = [worker.stats for worker in runtime.workers.values()]

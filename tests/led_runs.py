@@ -164,7 +164,7 @@ def led(
     flat = Flat(task.model())
     data, shared_module = task.data(), SharedModule(flat)
     join = join_of(strategy, flat.layout, Dataset("", len(data), task.batch_size, task.epochs))
-    play = Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, num_workers), real=True)
+    scenario = Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, num_workers), real=True)
     settings = RunSettings(num_workers=num_workers, num_servers=num_servers, failure_timeout_s=TIMEOUT_S)
     shuffle = Random(seed) if seed else None
 
@@ -178,7 +178,7 @@ def led(
 
     notes = Notes(show=show, observe=observe)
     ran = Ran()
-    ran.cluster = SimulatedCluster(play, settings, model, notes, TIMEOUT_S / 5, shuffle, seed)
+    ran.cluster = SimulatedCluster(scenario, settings, model, notes, TIMEOUT_S / 5, shuffle, seed)
     FaultInjector(ran.cluster, parse(faults), seed)
     ran.cluster.start()
     if run:

@@ -19,7 +19,7 @@ from rainband.protocol.accounting import BatchAccounting
 from rainband.protocol.events import IterationDone
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.configure import check_custom_loop
-from rainband.runtimes.simulation.run import make_play
+from rainband.runtimes.simulation.run import make_scenario
 from rainband.tasks.quadratic import Quadratic
 
 TASK = Quadratic(dimension=40, samples=96, condition=3.0, batch_size=8)
@@ -165,4 +165,4 @@ def test_time_alone_says_nothing_about_a_loss() -> None:
         sim=SimSettings(time_only=True),
     )  # fmt: skip
     with pytest.raises(ValueError, match="depends on the loss: leave --time-only out"):
-        make_play(config)
+        make_scenario(config)

@@ -18,6 +18,7 @@ from rainband.full_batch.descent import Limits, Sampling, SearchPoint
 from rainband.protocol.events import IterationDone
 from rainband.protocol.messages import Answer, AssignItems, Command, Peer
 from rainband.protocol.vectors import PARAMS, norm, scale
+from rainband.runtimes.simulation.cluster import who_waits
 from rainband.runtimes.simulation.models.faults import Chances, random_script
 from rainband.strategies.conjugate_gradient import ConjugateGradient
 from rainband.strategies.sandblaster import Sandblaster
@@ -248,7 +249,7 @@ def test_in_a_storm_it_is_the_same_result_or_there_is_a_reason(seed: int) -> Non
     ran = led(strategy, Logistic(), num_workers=3, faults="\n".join(map(str, script)), seed=seed + 1)
     coordinator = ran.cluster.coordinator
 
-    assert coordinator.phase == "over", ran.cluster.who_waits()
+    assert coordinator.phase == "over", who_waits(ran.cluster)
     same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(Logistic()))[: len(ran.iterates)])
     if coordinator.outcome != "finished":
         assert any(why in coordinator.reason for why in ("no worker is left", "ended 3 workers", "was lost"))

@@ -151,7 +151,7 @@ def test_whatever_the_network_does_a_record_repeats_it(tmp_path: Path, settings:
         recorders.append(Recorder(config.directory, peer))
         return recorders[-1]
 
-    runtime = SimulatedCluster(sim.make_play(config), sim.settings_of(config, path), model, Notes(observe=observe))
+    runtime = SimulatedCluster(sim.make_scenario(config), sim.settings_of(config, path), model, Notes(observe=observe))
     runtime.start()
     runtime.run()
     write_config(tmp_path / "run", config)

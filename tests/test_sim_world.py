@@ -69,8 +69,8 @@ def world_of(
     )
     settings = RunSettings(num_workers=num_workers, num_servers=num_servers)
     spans: list[Span] = []
-    play = Scenario(strategy, join, body, real)  # type: ignore[arg-type]
-    return SimulatedCluster(play, settings, model, Notes(spans=spans))
+    scenario = Scenario(strategy, join, body, real)  # type: ignore[arg-type]
+    return SimulatedCluster(scenario, settings, model, Notes(spans=spans))
 
 
 def parameters(cluster: SimulatedCluster, dimension: int = TASK.dimension) -> torch.Tensor:
@@ -289,7 +289,7 @@ def test_every_worker_has_its_own_batchnorm_statistics() -> None:
     cluster = world_of(Downpour(), 2, task=task)
     cluster.start()
     cluster.run()
-    first, second = (cluster.workers[i].body.memory.buffers for i in (0, 1))  # type: ignore[attr-defined]
+    first, second = (cluster.workers[i].compute.memory.buffers for i in (0, 1))  # type: ignore[attr-defined]
     assert not torch.equal(first[0], second[0])
     assert (first[2].item(), second[2].item()) == (8, 8)  # batches each has seen
 
@@ -306,7 +306,7 @@ def run_twice(tmp_path: Path, **given: Any) -> list[sim.Simulated]:
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"time_only": True}, {"time_only": True, "bulk": True}])
+@pytest.mark.parametrize("settings", [{}, {"time_only": True}, {"time_only": True, "aggregated": True}])
 def test_the_same_seed_gives_the_same_hash(tmp_path: Path, settings: dict[str, Any]) -> None:
     a, b = run_twice(tmp_path, sim=SimSettings(**settings), epochs=1)
     assert a.trace_hash == b.trace_hash
@@ -380,7 +380,7 @@ def test_a_deadlock_names_who_waits_for_whom_and_since_when() -> None:
         cluster.run()
     told = str(caught.value)
     assert "worker 0 waits for the servers: 2 of 2 blocks of the parameters, since 0.000 s" in told
-    assert "server 0 holds back replies to worker 0, worker 1" in told
+    assert "server 0 delays replies to worker 0, worker 1" in told
     assert "coordinator: running, 0 of 16 batches done" in told
 
 
@@ -440,14 +440,14 @@ def test_servers_as_vectors_take_about_as_long_as_servers_one_by_one(
     tmp_path: Path, strategy: str, network: str
 ) -> None:
     seconds = {}
-    for bulk in (False, True):
-        settings = SimSettings(time_only=True, bulk=bulk, steps=10, model=network, compute={"step_s": 0.02})
+    for aggregated in (False, True):
+        settings = SimSettings(time_only=True, aggregated=aggregated, steps=10, model=network, compute={"step_s": 0.02})
         config = config_of(
-            tmp_path / str(bulk), strategy, 8, task="mlp", task_settings={"parameters": "0.7M"}, sim=settings
+            tmp_path / str(aggregated), strategy, 8, task="mlp", task_settings={"parameters": "0.7M"}, sim=settings
         )
         result = sim.run(msgspec.structs.replace(config, num_servers=4), lambda event: None)
         assert result.accounting["applied"] == 80 and result.outcome == "finished"
-        seconds[bulk] = result.seconds
+        seconds[aggregated] = result.seconds
     assert seconds[True] == pytest.approx(seconds[False], rel=0.06)
 
 
@@ -459,7 +459,7 @@ def test_in_bulk_what_would_not_count_is_refused(setting: dict[str, Any]) -> Non
 
 
 def test_in_bulk_the_books_are_those_of_every_server(tmp_path: Path) -> None:
-    settings = SimSettings(time_only=True, bulk=True, steps=3)
+    settings = SimSettings(time_only=True, aggregated=True, steps=3)
     config = config_of(tmp_path / "run", "downpour", 200, sim=settings)
     result = sim.run(config, lambda event: None)
     assert (result.accounting["applied"], result.accounting["not_processed"], result.accounting["updates"]) == (
@@ -471,7 +471,7 @@ def test_in_bulk_the_books_are_those_of_every_server(tmp_path: Path) -> None:
 
 def bulk_run(directory: Path, strategy: str) -> tuple[list[Line], dict[str, Any]]:
     """Every message with its moment, and what was measured."""
-    settings = SimSettings(time_only=True, bulk=True, steps=7, trace=True)
+    settings = SimSettings(time_only=True, aggregated=True, steps=7, trace=True)
     told: list[events.Progress] = []
     result = sim.run(
         config_of(directory, strategy, 30, task="digits", sim=settings),
@@ -590,4 +590,4 @@ def test_a_deadlock_is_told_without_a_traceback_and_written_down(tmp_path: Path)
     assert result.exit_code == 1 and "the run cannot go on" in result.output, result.output
     assert "worker 0 waits for the servers" in result.output and "Traceback" not in result.output
     [directory] = tmp_path.iterdir()
-    assert "everyone waits" in (directory / "events.jsonl").read_text().splitlines()[-1]
+    assert "every node waits" in (directory / "events.jsonl").read_text().splitlines()[-1]

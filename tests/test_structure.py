@@ -323,7 +323,6 @@ LAWS: list[Law] = [
 NOT_YET: dict[Law, set[str]] = {
     replaced_methods: {
         "runtimes/processes/stage_process.py: model.drive",
-        "runtimes/simulation/cluster.py: coordinator_node.occupy",
     },
     large_classes: {
         "Block",
@@ -332,9 +331,7 @@ NOT_YET: dict[Law, set[str]] = {
         "FullBatchRun",
         "Server",
         "ShareWorker",
-        "SimulatedCluster",
         "TrainingLoop",
-        "WorkerNode",
     },
     long_signatures: {
         "cli/placement.py: command",

@@ -33,8 +33,8 @@ from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
-from rainband.runtimes.simulation.run import make_play, settings_of
-from rainband.runtimes.simulation.worker import ComputeBody
+from rainband.runtimes.simulation.run import make_scenario, settings_of
+from rainband.runtimes.simulation.worker import SimulatedCompute
 from rainband.server.server import Server
 from rainband.strategy import Batch
 from rainband.worker.worker import ModuleWorker
@@ -181,7 +181,7 @@ class Meter:
         os.write(self.asks, steps.to_bytes(4, "little"))
 
     def close(self) -> None:
-        """It ends when nobody can ask it any more."""
+        """It ends when nocompute can ask it any more."""
         os.close(self.asks)
         os.close(self.answers)
 
@@ -219,8 +219,8 @@ class Stopwatch:
         self.seconds: dict[str, list[float]] = {}
         self._forget()
         config = msgspec.structs.replace(config, epochs=ENDLESS)
-        scenario = make_play(config)
-        scenario = replace(scenario, body=partial(as_in_a_process, scenario.body))
+        scenario = make_scenario(config)
+        scenario = replace(scenario, make_compute=partial(computing_as_in_a_process, scenario.make_compute))
         notes = Notes(observe=lambda peer: PieceTimer(self.seconds))
         self.runtime = SimulatedCluster(scenario, settings_of(config, ""), INSTANT, notes)
         self.runtime.start()
@@ -243,12 +243,12 @@ class Stopwatch:
         return Measurements(**pieces, model_bytes=sum(blocks), num_blocks=len(blocks))
 
 
-def as_in_a_process(make_body: Callable[[], ComputeBody]) -> ComputeBody:
-    """Make a body whose gradients are written block by block: that is measured with the push."""
-    body = make_body()
-    assert isinstance(body, GradientCompute)
-    body.writes_once = False
-    return body
+def computing_as_in_a_process(make_compute: Callable[[], SimulatedCompute]) -> SimulatedCompute:
+    """Make a worker's compute write gradients block by block, as a process does: that is timed with the push."""
+    compute = make_compute()
+    assert isinstance(compute, GradientCompute)
+    compute.writes_once = False
+    return compute
 
 
 class PieceTimer(Observer):

@@ -29,8 +29,8 @@ from rainband.runtimes.simulation import run as sim
 from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.trace import name_of
 from rainband.runtimes.simulation.nodes import publish
-from rainband.runtimes.simulation.run import Simulated, make_play, one_thread
-from rainband.runtimes.simulation.worker import ComputeBody
+from rainband.runtimes.simulation.run import Simulated, make_scenario, one_thread
+from rainband.runtimes.simulation.worker import SimulatedCompute
 from rainband.server.server import Server
 from rainband.strategy import BlockValues, Port, ServerPart
 from rainband.worker.client import Client
@@ -138,7 +138,7 @@ class Actor:
     """One worker of the repetition."""
 
     index: int
-    body: ComputeBody
+    compute: SimulatedCompute
     client: Client
     worker: ModuleWorker
     steps: Steps[None]
@@ -157,8 +157,8 @@ class Repetition:
         self.until = inf if until is None else until
         self.losses: dict[tuple[int, int], float] = {}  # (portion, batch) -> of its gradient
         self.squares: dict[tuple[int, int], float] = {}  # (worker, sequence) -> of its gradient's norm
-        self.play = make_play(config)
-        half = self.play.strategy.server(config.num_workers)
+        self.scenario = make_scenario(config)
+        half = self.scenario.strategy.server(config.num_workers)
         if half is None or half.rule().reads != "any":
             raise ValueError(f"{config.strategy} reads by rounds or rules: only asynchronous runs are repeated.")
         self.pushes = 0
@@ -170,14 +170,14 @@ class Repetition:
         self.unread = Counter((block, version) for (_, _, block), version in record.reads.items())
 
     def _actor(self, index: int) -> Actor:
-        welcome, body = self.record.welcome, self.play.body()
+        welcome, compute = self.record.welcome, self.scenario.make_compute()
         ports: list[Port] = [ReplayPort(self, index) for _ in welcome.servers]
-        client = body.make_client(Peer("worker", index), welcome, ports, lambda message: None)
+        client = compute.make_client(Peer("worker", index), welcome, ports, lambda message: None)
         for lease in self.record.leases[index]:
             client.receive(Lease(lease.portion, lease.lease, lease.groups))
-        worker = body.worker(index, client)
-        strategy = self.play.strategy
-        return Actor(index, body, client, worker, Steps(strategy.run(worker)))
+        worker = compute.worker(index, client)
+        strategy = self.scenario.strategy
+        return Actor(index, compute, client, worker, Steps(strategy.run(worker)))
 
     def _load(self) -> None:
         """Servers with their first values: those of the seed, as any worker has them."""
@@ -192,7 +192,7 @@ class Repetition:
                 self.owner[spec.index] = server
 
     def _half(self, num_workers: int) -> ServerPart:
-        half = self.play.strategy.server(num_workers)
+        half = self.scenario.strategy.server(num_workers)
         assert half is not None
         return half
 
@@ -211,14 +211,14 @@ class Repetition:
     def _go_on(self, actor: Actor) -> bool:
         moved = self._answer(actor)
         while not actor.steps.over and (actor.waiting is None or actor.waiting.ready()):
-            actor.body.sit_down()
+            actor.compute.attach()
             moved = True
             wanted = actor.steps.go_on()
             if actor.steps.over:
                 break
             actor.waiting = None
             if isinstance(wanted, Compute):
-                wanted.result = actor.body.gradient(actor.worker, wanted.batch)
+                wanted.result = actor.compute.gradient(actor.worker, wanted.batch)
                 self.losses[wanted.batch.portion, wanted.batch.k] = wanted.result.loss
             else:
                 assert isinstance(wanted, Handle)
@@ -276,15 +276,15 @@ class Repetition:
 
     def parameters(self) -> dict[str, Tensor]:
         """As they are now, by name."""
-        body = next(iter(self.actors.values())).body
-        assert isinstance(body, GradientCompute)
-        flat = body.memory.flat
+        compute = next(iter(self.actors.values())).compute
+        assert isinstance(compute, GradientCompute)
+        flat = compute.memory.flat
         for block, server in self.owner.items():
             at = server.blocks[block]
             flat.view(at.spec).copy_(at.buffer.at(at.version))
-        body.shared_module.owner = None
-        body.sit_down()
-        return {name: value.detach().clone() for name, value in body.memory.module.named_parameters()}
+        compute.shared_module.owner = None
+        compute.attach()
+        return {name: value.detach().clone() for name, value in compute.memory.module.named_parameters()}
 
 
 class ReplayPort:

@@ -19,10 +19,10 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str = "lan"  # a network by name, or a TOML file with all models
     compute: dict[str, Any] = {}  # settings of the compute model, on top of the file's
-    time_only: bool = False  # no gradients, only messages and clocks: for scale
-    steps: int | None = None  # of each worker, time only; None: as the task's data has it
-    bulk: bool | None = None  # time only: what goes to all servers is one message; None: where there are very many
-    faults: str = ""  # a script: what goes wrong when; see sim/faults.py
+    time_only: bool = False  # simulate timing without gradients
+    steps: int | None = None  # of each worker, time only; None: by the task's data
+    aggregated: bool | None = None  # time only: simulate all servers as one; None: if there are very many
+    faults: str = ""  # a fault script: see runtimes/simulation/models/faults.py
     trace: bool = False  # keep every message, as trace.jsonl in the run's directory
 
 

@@ -1,4 +1,4 @@
-"""A simulated run: nodes, network and clock put together, driven to its end or to the proof that it has none."""
+"""A simulated cluster: nodes, network and clock put together, and driven to the run's end or to a deadlock."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from rainband.runtimes.simulation.models.compute import ComputePace
 from rainband.runtimes.simulation.models.cores import Cores, OwnCore, nothing
 from rainband.runtimes.simulation.models.network import Machine, Network
 from rainband.runtimes.simulation.models.trace import NodeEvent, Trace
-from rainband.runtimes.simulation.nodes import CoordinatorNode, Processor, ServerNode, as_they_are, without_elements
+from rainband.runtimes.simulation.nodes import CoordinatorNode, Processor, ServerNode, unchanged, without_elements
 from rainband.runtimes.simulation.stages import StageCompute, StageNode
-from rainband.runtimes.simulation.worker import ComputeBody, SimPort, WorkerNode
+from rainband.runtimes.simulation.worker import SimPort, SimulatedCompute, WorkerNode
 from rainband.server.server import Server
 from rainband.strategy import Port, ServerPart, Strategy
 from rainband.worker.client import StateChanged
@@ -39,47 +39,46 @@ from rainband.worker.pulls import PullHandle
 from rainband.worker.pushes import PushHandle
 
 SLOTS_PER_TICK = 256  # of the clock, for thousands of workers
-KERNEL_PATIENCE_S = 20.0  # until a connection to a machine that is gone is closed
+KERNEL_PATIENCE_S = 20.0  # until the kernel closes a connection to a machine that crashed
 
 Show = Callable[[events.AnyEvent], None]
 
 
-def shown_to_nobody(event: events.AnyEvent) -> None:
-    """What happens is of no interest."""
+def show_nothing(event: events.AnyEvent) -> None:
+    """Ignore the events of a run."""
 
 
-def observed_by_nobody(peer: Peer) -> None:
-    """Nodes have no observer but the one for spans."""
+def observe_nothing(peer: Peer) -> None:
+    """Give a node no observer but the one for spans."""
 
 
-def all_of_it(in_flight: InFlight) -> bool:
+def survives(in_flight: InFlight) -> bool:
+    """Let everything that is under way arrive."""
     return True
 
 
 @dataclass
 class Notes:
-    """What is kept of a run."""
+    """What is recorded of a run."""
 
     trace: Trace = field(default_factory=Trace)
-    spans: list[Span] | None = None  # none: nobody draws it
-    show: Show = shown_to_nobody
-    observe: Callable[[Peer], Observer | None] = observed_by_nobody  # of each node, when it is made
+    spans: list[Span] | None = None  # None: no spans
+    show: Show = show_nothing
+    observe: Callable[[Peer], Observer | None] = observe_nothing  # called for each node when it is made
 
 
 @dataclass
 class Scenario:
-    """What is simulated: the same for every schedule of it."""
+    """What is simulated, without its schedule of times and faults."""
 
     strategy: Strategy
     join: Join
-    body: Callable[[], ComputeBody]
-    real: bool  # with gradients, not only times
-    bulk: bool = False  # all servers as one: for thousands of workers
-    eval_every_s: float = 0.0  # one worker measures so often, where there are gradients; 0: only at the end
-    hogwild_server: HogwildServer | None = None  # of the one memory that all workers share, if they do
-    stage_compute: Callable[[int], StageCompute] | None = (
-        None  # the share of a worker, where several compute one model together
-    )
+    make_compute: Callable[[], SimulatedCompute]
+    real: bool  # with gradients, not only timing
+    aggregated: bool = False  # simulate all servers as one, for thousands of workers
+    eval_every_s: float = 0.0  # between two evaluations by worker 0; 0: only at the end
+    hogwild_server: HogwildServer | None = None  # if all workers share one memory
+    stage_compute: Callable[[int], StageCompute] | None = None  # by worker, if several compute one model together
 
 
 class SimulatedCluster:
@@ -87,7 +86,7 @@ class SimulatedCluster:
 
     def __init__(
         self,
-        play: Scenario,
+        scenario: Scenario,
         settings: RunSettings,
         model: ClusterModel,
         notes: Notes,
@@ -95,66 +94,47 @@ class SimulatedCluster:
         shuffle: Random | None = None,
         seed: int | None = None,
     ) -> None:
-        """`seed` is that of times and faults; None: the plan's."""
-        self.play = play
-        self.strategy, self.join = play.strategy, play.join
+        """`seed` seeds times and faults; None: the seed of the data plan."""
+        self.scenario = scenario
         self.settings = settings
-        self.failure_timeout_s = settings.failure_timeout_s
         self.model = model
-        self.costs = model.nodes
-        self.goes_ahead = play.bulk
-        self.measure_s = model.compute.measure_s
-        self.trace = notes.trace
-        self.spans = notes.spans
-        self.observe = notes.observe
+        self.notes = notes
         self.tick_s = tick_s
-        # With every tick; of thousands of workers just often enough that none is given up.
-        self.heartbeat_s = max(tick_s, 0.8 * settings.failure_timeout_s) if play.bulk else tick_s
-        self.clock = VirtualClock(shuffle, SLOTS_PER_TICK / tick_s if play.bulk else 0.0)
+        # At every tick; with thousands of workers just often enough that none is declared lost.
+        self.heartbeat_s = max(tick_s, 0.8 * settings.failure_timeout_s) if scenario.aggregated else tick_s
+        self.clock = VirtualClock(shuffle, SLOTS_PER_TICK / tick_s if scenario.aggregated else 0.0)
         self.seed = settings.seed if seed is None else seed
         self.network = Network(model.network, self.clock, self.seed)
-        self.bus = MessageBus(self.clock, self.network, self.trace)
-        alone = play.bulk or play.hogwild_server is not None
-        known = msgspec.structs.replace(settings, num_servers=1) if alone else settings
-        self.coordinator = Coordinator(known, coordination_of(play.strategy))
-        costs = self.costs
+        self.bus = MessageBus(self.clock, self.network, notes.trace)
+        nodes = model.nodes
         self.cores: Processor = (
-            Cores(self.clock, costs.cores, costs.crowding, costs.wake_s, costs.moves)
-            if costs.cores
+            Cores(self.clock, nodes.cores, nodes.crowding, nodes.wake_s, nodes.moves)
+            if nodes.cores
             else OwnCore(self.clock)
         )
-        fitting = as_they_are if play.real else as_one_block if play.bulk else without_elements
-        machine = self._machine()
-        self.coordinator_node = CoordinatorNode(
-            self.bus,
-            COORDINATOR,
-            machine,
-            self.coordinator,
-            notes.show,
-            tick_s,
-            fitting,
-            self.observe(COORDINATOR),
-        )
-        self.bus.nodes[COORDINATOR] = self.coordinator_node
-        self.coordinator_node.hogwild_server = play.hogwild_server
-        self._share_cores(self.coordinator_node)
-        if play.hogwild_server is not None:
-            play.hogwild_server.join(self.coordinator)
+        one_server = scenario.aggregated or scenario.hogwild_server is not None
+        known = msgspec.structs.replace(settings, num_servers=1) if one_server else settings
+        self.coordinator = Coordinator(known, coordination_of(scenario.strategy))
+        self.coordinator_node = self._add_coordinator(self.network.machine())
+        self.coordinator_node.hogwild_server = scenario.hogwild_server
+        if scenario.hogwild_server is not None:
+            scenario.hogwild_server.join(self.coordinator)
         self.servers: dict[int, ServerNode | AggregatedServersNode] = {}
         self.workers: dict[int, WorkerNode] = {}
-        self.comebacks = 0  # of the coordinator, that are still to come
+        self.restarts = 0  # of the coordinator, that are still to come
 
-    def _machine(self) -> Machine:
-        return self.network.machine()
+    @property
+    def trace(self) -> Trace:
+        return self.notes.trace
 
-    def _share_cores(self, coordinator_node: CoordinatorNode) -> None:
-        if self.costs.cores:
-            coordinator_node.occupy = partial(self.cores.work, self.costs.message_s, nothing, COORDINATOR)
+    @property
+    def spans(self) -> list[Span] | None:
+        return self.notes.spans
 
-    # ---- who is there ----------------------------------------------------------------------------------------------
+    # ---- nodes -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        if self.play.bulk:
+        if self.scenario.aggregated:
             self._add_aggregated()
         else:
             for index in range(self.settings.num_servers):
@@ -162,71 +142,74 @@ class SimulatedCluster:
         for index in range(self.settings.num_workers):
             self.add_worker(index)
 
+    def _add_coordinator(self, machine: Machine) -> CoordinatorNode:
+        scenario, nodes = self.scenario, self.model.nodes
+        adapt = unchanged if scenario.real else as_one_block if scenario.aggregated else without_elements
+        occupy = partial(self.cores.work, nodes.message_s, nothing, COORDINATOR) if nodes.cores else nothing
+        observer = self.notes.observe(COORDINATOR)
+        node = CoordinatorNode(self, machine, self.coordinator, self.notes.show, adapt, occupy, observer)
+        self.bus.nodes[COORDINATOR] = node
+        return node
+
     def add_server(self, index: int) -> None:
-        node = ServerNode(
-            self.bus,
-            Peer("server", index),
-            self._machine(),
-            self._half,
-            self.costs,
-            self.cores,
-            self.block_bytes,
-            self._observer(Peer("server", index)),
-        )
+        peer = Peer("server", index)
+        node = ServerNode(self, peer, self.network.machine(), self._observer(peer))
         self.servers[index] = self.bus.nodes[node.peer] = node
         node.join(COORDINATOR)
 
     def _add_aggregated(self) -> None:
-        aggregated = make_aggregated(self.model, self.play.join.layout, self.settings.num_servers)
-        node = AggregatedServersNode(self.bus, self._machine(), self._half, aggregated)
+        aggregated = make_aggregated(self.model, self.scenario.join.layout, self.settings.num_servers)
+        node = AggregatedServersNode(self.bus, self.network.machine(), self.server_part, aggregated)
         self.servers[0] = self.bus.nodes[node.peer] = node
         self.bus.send(node, COORDINATOR, ServerJoin(Address("", 0, node.name)))
 
-    def _half(self, num_workers: int) -> ServerPart:
-        half = self.strategy.server(num_workers)
-        assert half is not None, "a strategy without servers was given one"
-        return half
+    def server_part(self, num_workers: int) -> ServerPart:
+        part = self.scenario.strategy.server(num_workers)
+        assert part is not None, "a strategy without servers was given one"
+        return part
 
     def add_worker(self, index: int, incarnation: int = 0) -> WorkerNode:
+        scenario = self.scenario
         pace = ComputePace(self.model.compute, self.seed, index + 1_000_003 * incarnation)
         peer = Peer("worker", index, incarnation)
-        observer = self._observer(peer)
+        observer, machine = self._observer(peer), self.network.machine()
         node = (
-            WorkerNode(self, peer, self._machine(), self.play.body(), pace, observer)
-            if self.play.stage_compute is None
-            else StageNode(self, peer, self._machine(), self.play.stage_compute(index), pace, observer)
+            WorkerNode(self, peer, machine, scenario.make_compute(), pace, observer)
+            if scenario.stage_compute is None
+            else StageNode(self, peer, machine, scenario.stage_compute(index), pace, observer)
         )
-        if index == 0 and self.play.real and self.play.stage_compute is None:
-            node.eval_every_s = self.play.eval_every_s
+        if index == 0 and scenario.real and scenario.stage_compute is None:
+            node.eval_every_s = scenario.eval_every_s
         self.workers[index] = self.bus.nodes[node.peer] = node
         node.start()
         return node
 
     def _observer(self, peer: Peer) -> Observer | None:
-        observers = [self.observe(peer)]
-        if self.spans is not None:
-            observers.append(SpanRecorder(f"{peer.role} {peer.index}", self.clock.now_s, self.spans.append))
+        observers = [self.notes.observe(peer)]
+        if self.notes.spans is not None:
+            observers.append(SpanRecorder(f"{peer.role} {peer.index}", self.clock.now_s, self.notes.spans.append))
         return join_observers(filter(None, observers))
 
     def port(self, worker: WorkerNode, server: int) -> Port:
-        node = self.servers.get(server)  # a memory's keeper is none of them
+        """Return a worker's port to a server."""
+        node = self.servers.get(server)  # a hogwild server is not among them
         if isinstance(node, AggregatedServersNode):
             return AggregatedPort(worker, node)
-        return SimPort(worker, server, lambda: self._server(server), self.play.real)
+        return SimPort(worker, server, lambda: self._server(server), self.scenario.real)
 
     def _server(self, index: int) -> Server:
         return self.servers[index].server
 
     def block_bytes(self, block: int) -> int:
-        """The true size of a block, also where nodes were given hollow ones."""
+        """Return the true size of a block, also where the nodes' blocks are hollow."""
         return self.coordinator_node.block_bytes[block]
 
-    # ---- what happens to nodes -------------------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------------------------
 
-    def kill(self, node: Node, keep: Callable[[InFlight], bool] = all_of_it, silent: bool = False) -> None:
-        """End a node at this moment. What it has not sent is gone; of what is under way, what `keep` keeps arrives.
+    def kill(self, node: Node, keep: Callable[[InFlight], bool] = survives, silent: bool = False) -> None:
+        """End a node now. Messages that have not left are lost; of those under way, those that `keep` returns arrive.
 
-        The others see its connections close; if `silent`, only when their kernels give the machine up.
+        The others see its connections close: at once, or if `silent`, when their kernels give the machine up.
         """
         if not node.alive:
             return
@@ -235,47 +218,35 @@ class SimulatedCluster:
         node.alive, node.killed_at = False, self.clock.now
         self.bus.nodes.pop(node.peer)
         for flow in node.flows.values():
-            gone = False
-            for in_flight in flow.under_way:  # a connection breaks off: nothing comes after what was lost
+            lost = False
+            for in_flight in flow.under_way:  # a connection breaks: nothing arrives after the first lost message
                 assert isinstance(in_flight, InFlight)
-                gone = gone or not keep(in_flight)
-                in_flight.lost = gone
-        if node is self.coordinator_node and self.coordinator.journal is not None and self.comebacks:
+                lost = lost or not keep(in_flight)
+                in_flight.lost = lost
+        if node is self.coordinator_node and self.coordinator.journal is not None and self.restarts:
             self.coordinator_node.show(events.Lost(at_s=self.clock.now, node=node.name, why="killed"))
-            return  # the others wait for the next one
+            return  # the others wait for the next coordinator
         if node is self.coordinator_node:
             self.coordinator.failed("the coordinator was lost, and with it the run.")
             self.coordinator.state.phase = "over"
         if isinstance(node, WorkerNode):
             node.waiting = None
-            with suppress(RuntimeError):  # a strategy that would not end is simply dropped
+            with suppress(RuntimeError):  # the strategy refuses to end
                 node.life.close()
         self.clock.after(KERNEL_PATIENCE_S if silent else 0.0, lambda: self._close(node))
 
     def start_coordinator(self) -> None:
-        """Start the coordinator again, with the journal of the one before; the others call it."""
-        before, self.comebacks = self.coordinator_node, self.comebacks - 1
+        """Start the coordinator again with the journal of the one before; the workers join again."""
+        before, self.restarts = self.coordinator_node, self.restarts - 1
         journal = self.coordinator.journal
         if before.alive or journal is None:
             return
         self.trace.note(self.clock.now, before.name, NodeEvent.STARTED, "started again")
         self.coordinator.state.phase = "replaced"
-        self.coordinator = Coordinator(
-            self.coordinator.state.settings, coordination_of(self.strategy), journal.taken_up()
-        )
-        self.coordinator_node = CoordinatorNode(
-            self.bus,
-            COORDINATOR,
-            before.machine,
-            self.coordinator,
-            before.show,
-            self.tick_s,
-            before.fitting,
-            before.observer,
-        )
+        settings = self.coordinator.state.settings
+        self.coordinator = Coordinator(settings, coordination_of(self.scenario.strategy), journal.taken_up())
+        self.coordinator_node = self._add_coordinator(before.machine)
         self.coordinator_node.block_bytes = before.block_bytes
-        self._share_cores(self.coordinator_node)
-        self.bus.nodes[COORDINATOR] = self.coordinator_node
         self.coordinator_node.send(self.coordinator.take_up(self.clock.now))
         for node in [*self.servers.values(), *self.workers.values()]:
             if not node.alive:
@@ -288,8 +259,9 @@ class SimulatedCluster:
             self.bus.send(node, other.peer, None)
 
     def disconnect(self, one: Node, other: Node) -> None:
-        """Break the connection of two nodes: what is under way is lost, and both see it close."""
-        self.trace.note(self.clock.now, one.name, NodeEvent.DISCONNECTED, f"lost its connection with {other.name}")
+        """Break the connection of two nodes: messages under way are lost, and both see it close."""
+        what = f"lost its connection with {other.name}"
+        self.trace.note(self.clock.now, one.name, NodeEvent.DISCONNECTED, what)
         for flow in (self.bus.flow(one, other), self.bus.flow(other, one)):
             flow.broken = True
             for in_flight in flow.under_way:
@@ -299,7 +271,7 @@ class SimulatedCluster:
         self.bus.send(other, one.peer, None)
 
     def pause(self, node: Node, for_s: float) -> None:
-        """Stop a node for a while, as by a signal: nothing is lost, nothing goes on."""
+        """Stop a node for a while, as by SIGSTOP: it loses nothing and does nothing."""
         if node.alive:
             self.trace.note(self.clock.now, node.name, NodeEvent.PAUSED, f"paused for {for_s}")
             node.paused_until = max(node.paused_until, self.clock.now + for_s)
@@ -307,57 +279,60 @@ class SimulatedCluster:
     # ---- driving it ------------------------------------------------------------------------------------------------
 
     def run(self, until_s: float | None = None) -> None:
-        """Until the run is over, or a moment; raises Deadlock when nothing can happen any more."""
+        """Run until the run is over, or until a moment; raises Deadlock when nothing can happen any more."""
         clock, state, planned = self.clock, self.coordinator.state, self.clock.planned
         look_at, until_s, phase = clock.now + self.tick_s, inf if until_s is None else until_s, state.phase
         while phase != "over" and clock.now < until_s:
             if not planned and not clock.go_on():
-                raise Deadlock(self.who_waits())
-            clock.now, _, do = heappop(planned)  # clock.step(), written out: nothing here happens more often
+                raise Deadlock(who_waits(self))
+            clock.now, _, do = heappop(planned)  # clock.step(), inlined: this is the hottest loop
             do()
             if state.phase != phase:
-                state = self.coordinator.state  # another one's, if it was started again
+                state = self.coordinator.state  # of another coordinator, if it was started again
                 phase = state.phase
                 clock.progress_at = clock.now
             if clock.now > look_at and len(planned) + clock.num_later == clock.idle:
                 look_at = clock.now + self.tick_s
                 if clock.now - clock.progress_at > self._patience_s():
-                    raise Deadlock(self.who_waits())
+                    raise Deadlock(who_waits(self))
 
     def _patience_s(self) -> float:
-        """Longer than any deadline of the coordinator: it may yet give someone up."""
+        """Return a time longer than any deadline of the coordinator, which may yet declare a node lost."""
         slowest = max((w.slowest_s for w in self.coordinator.workers.values()), default=0.0)
         return 10 * self.settings.failure_timeout_s + 20 * slowest + 10 * self.tick_s
 
-    # ---- who waits for whom ----------------------------------------------------------------------------------------
 
-    def who_waits(self) -> str:
-        """One line for each node that waits: for whom, for what, since when."""
-        lines = [f"at {self.clock.now:.3f} s everyone waits and nothing is under way."]
-        lines.append(f"  coordinator: {self.coordinator.waits_for()}")
-        for node in self.workers.values():
-            if node.alive and node.waiting is not None:
-                what = self._worker_waits(node, node.waiting)
-                lines.append(f"  {node.name} waits for {what}, since {node.waiting_since:.3f} s")
-        for server in self.servers.values():
-            readers = sorted({str(to) for b in server.server.blocks.values() for to in b.waiting})
-            if readers:
-                versions = sorted({b.version for b in server.server.blocks.values()})
-                at = f"its blocks are at version {', '.join(map(str, versions))}"
-                lines.append(f"  {server.name} holds back replies to {', '.join(readers)}: {at}")
-        return "\n".join(lines)
+# ---- deadlocks -------------------------------------------------------------------------------------------------------
 
-    def _worker_waits(self, node: WorkerNode, handle: Handle) -> str:
-        client = node.client
-        match handle:
-            case Until():
-                return handle.what
-            case StateChanged():
-                return "the coordinator: a lease, or the end"
-            case PushHandle() if client is not None:
-                silent = sorted({client.servers.port_of[b].peer for b, q in enumerate(client.pushes.unanswered) if q})  # type: ignore[attr-defined]
-                return f"{', '.join(map(str, silent))} to answer {handle.left} blocks of a push"
-            case PullHandle() if client is not None:
-                what = f"round {handle.at_version}" if handle.at_version >= 0 else "the parameters"
-                return f"the servers: {handle.left} of {len(client.servers.blocks)} blocks of {what}"
-        return repr(handle)
+
+def who_waits(cluster: SimulatedCluster) -> str:
+    """Return one line for each node that waits: for which node, for what, since when."""
+    lines = [f"at {cluster.clock.now:.3f} s every node waits and no message is under way."]
+    lines.append(f"  coordinator: {cluster.coordinator.waits_for()}")
+    for node in cluster.workers.values():
+        if node.alive and node.waiting is not None:
+            what = _awaited_by(node, node.waiting)
+            lines.append(f"  {node.name} waits for {what}, since {node.waiting_since:.3f} s")
+    for server in cluster.servers.values():
+        readers = sorted({str(to) for b in server.server.blocks.values() for to in b.waiting})
+        if readers:
+            versions = sorted({b.version for b in server.server.blocks.values()})
+            at = f"its blocks are at version {', '.join(map(str, versions))}"
+            lines.append(f"  {server.name} delays replies to {', '.join(readers)}: {at}")
+    return "\n".join(lines)
+
+
+def _awaited_by(node: WorkerNode, handle: Handle) -> str:
+    client = node.client
+    match handle:
+        case Until():
+            return handle.what
+        case StateChanged():
+            return "the coordinator: a lease, or the end"
+        case PushHandle() if client is not None:
+            silent = sorted({client.servers.port_of[b].peer for b, q in enumerate(client.pushes.unanswered) if q})  # type: ignore[attr-defined]
+            return f"{', '.join(map(str, silent))} to answer {handle.left} blocks of a push"
+        case PullHandle() if client is not None:
+            what = f"round {handle.at_version}" if handle.at_version >= 0 else "the parameters"
+            return f"the servers: {handle.left} of {len(client.servers.blocks)} blocks of {what}"
+    return repr(handle)

@@ -19,7 +19,7 @@ class FaultInjector:
         self.cluster = cluster
         self.random = Random(f"trouble {seed}")
         self.deaths = 0
-        self._count_comebacks(script)
+        self._count_restarts(script)
         for fault in script:
             cluster.clock.at(fault.at_s, partial(self._strike, fault))
 
@@ -83,15 +83,15 @@ class FaultInjector:
         elif not known.alive:
             self.cluster.add_worker(index, known.peer.incarnation + 1)
 
-    def _count_comebacks(self, script: Script) -> None:
+    def _count_restarts(self, script: Script) -> None:
         """Only where the coordinator leads it keeps a journal, and can be started again."""
-        comebacks = [fault for fault in script if fault.what == "start" and fault.node == "coordinator"]
-        if comebacks and coordination_of(self.cluster.strategy) is None:
+        restarts = [fault for fault in script if fault.what == "start" and fault.node == "coordinator"]
+        if restarts and coordination_of(self.cluster.scenario.strategy) is None:
             raise ValueError(
-                f"{comebacks[0]}: this run does not outlive its coordinator. Only one that its coordinator leads "
+                f"{restarts[0]}: this run does not outlive its coordinator. Only one that its coordinator leads "
                 "does: choose sandblaster or conjugate_gradient."
             )
-        self.cluster.comebacks = len(comebacks)
+        self.cluster.restarts = len(restarts)
 
     def _survives(self, in_flight: InFlight) -> bool:
         """Of what a dying node had sent, a part may be lost with it."""

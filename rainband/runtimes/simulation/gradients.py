@@ -11,7 +11,7 @@ from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
 from rainband.runtimes.simulation.shared_module import SharedModule, WrittenGradient, hollow_flat
-from rainband.runtimes.simulation.worker import ComputeBody
+from rainband.runtimes.simulation.worker import SimulatedCompute
 from rainband.strategy import Batch, Port
 from rainband.tasks.task import Data, Task
 from rainband.worker.client import Client
@@ -19,7 +19,7 @@ from rainband.worker.worker import ModuleWorker
 from rainband.worker.worker_model import ModuleModel, pull_final
 
 
-class GradientCompute(ModuleModel, ComputeBody):
+class GradientCompute(ModuleModel, SimulatedCompute):
     """Computes true gradients at the worker's own parameters."""
 
     writes_once = True  # gradients are written once, for all blocks, where they are sent from
@@ -34,8 +34,8 @@ class GradientCompute(ModuleModel, ComputeBody):
         worker.sampler = self.shared_module.sampler(worker.plan)
         return worker
 
-    def sit_down(self) -> None:
-        self.shared_module.seat(self.memory)
+    def attach(self) -> None:
+        self.shared_module.attach(self.memory)
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
         gradient = worker.compute(batch)
@@ -56,7 +56,7 @@ class NoGradient(Gradient):
     is_finite = True
 
 
-class TimingOnly(ComputeBody):
+class TimingOnly(SimulatedCompute):
     """Computes nothing: a gradient is its name."""
 
     def __init__(self, num_workers: int) -> None:

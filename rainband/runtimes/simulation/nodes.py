@@ -1,22 +1,22 @@
-"""The simulated coordinator and servers: the same state machines as everywhere, behind virtual mailboxes."""
+"""The simulated coordinator and servers: the state machines of real runs, with queues in virtual time."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
-from rainband.coordinator.coordinator import Coordinator
-from rainband.coordinator.coordinator import CoordinatorOutput as CoordinatorOut
+from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput, RunSettings
 from rainband.observer import Observer
 from rainband.protocol import events
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import (
+    COORDINATOR,
     Address,
     Assign,
     InitBlock,
@@ -32,57 +32,83 @@ from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, HogwildServer
 from rainband.runtimes.run import Phases
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, MessageBus, Node, Payload
-from rainband.runtimes.simulation.models.cluster_model import NodeModel
-from rainband.runtimes.simulation.models.cores import nothing
+from rainband.runtimes.simulation.models.cluster_model import ClusterModel
 from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, hollow
 from rainband.server.server import Server, ServerOutput
-from rainband.strategy import ServerPart
+from rainband.strategy import Port, ServerPart
 from rainband.transports.hub import FRAMES_BEFORE_FLUSH
+
+if TYPE_CHECKING:
+    from rainband.runtimes.simulation.cluster import Scenario
+    from rainband.runtimes.simulation.worker import WorkerNode
 
 
 class Processor(Protocol):
-    """Whoever does work that takes a processor's time."""
+    """Something that performs work in a node's time: a core of its own, or cores shared with others."""
 
-    def work(self, amount_s: float, then: Callable[[], None], who: Hashable) -> None: ...
+    def work(self, amount_s: float, then: Callable[[], None], who: Hashable) -> None:
+        """Call `then` when a node's work of so many seconds is done."""
 
     def alongside(self, start_s: float, amount_s: float, who: Hashable) -> float:
-        """Work of one's own from a moment on; returns how long it takes."""
+        """Add work that a node does by itself from a moment on; returns how long it takes."""
+
+
+class ClusterContext(Protocol):
+    """A simulated cluster, as its nodes see it."""
+
+    bus: MessageBus
+    scenario: Scenario
+    settings: RunSettings
+    model: ClusterModel
+    cores: Processor
+    tick_s: float
+    heartbeat_s: float
+
+    def port(self, worker: WorkerNode, server: int) -> Port:
+        """Return a worker's port to a server."""
+
+    def server_part(self, num_workers: int) -> ServerPart: ...
+
+    def block_bytes(self, block: int) -> int:
+        """Return the true size of a block, also where the nodes' blocks are hollow."""
+
+    def kill(self, node: Node) -> None: ...
 
 
 class CoordinatorNode(Node):
-    """Leads the run; nobody waits for its own work, but where it shares cores with others, they feel it."""
+    """Hosts the coordinator. Its work takes no time, but occupies the cores where it shares them."""
 
     def __init__(
         self,
-        bus: MessageBus,
-        peer: Peer,
+        cluster: ClusterContext,
         machine: Machine,
         coordinator: Coordinator,
         show: Callable[[events.AnyEvent], None],
-        tick_s: float,
-        fitting: Callable[[Message], Message],
+        adapt: Callable[[Message], Message],
+        occupy: Callable[[], None],
         observer: Observer | None = None,
     ) -> None:
-        super().__init__(bus, peer, machine)
+        """`adapt` changes the blocks that nodes are told of; `occupy` is called for each message."""
+        super().__init__(cluster.bus, COORDINATOR, machine)
         self.observer = observer
         self.coordinator = coordinator
         self.show = show
-        self.tick_s = tick_s
-        self.fitting = fitting  # what nodes are told of their blocks: where only time counts, these are hollow
-        self.block_bytes: list[int] = []  # as they really are
-        self.looks_at: float | None = None  # at that moment someone may be overdue
+        self.tick_s = cluster.tick_s
+        self.adapt = adapt
+        self.occupy = occupy
+        self.block_bytes: list[int] = []  # the true sizes
+        self.looks_at: float | None = None  # when a node may be overdue
         self.phases = Phases(coordinator, lambda event: self.show(event), self.clock.now_s)
-        self.hogwild_server: HogwildServer | None = None  # of a memory that all workers share
-        self.occupy: Callable[[], None] = nothing  # a message takes its process time, where it shares cores with others
-        self.clock.after(tick_s, self._tick, idle=True)
+        self.hogwild_server: HogwildServer | None = None  # if all workers share one memory
+        self.clock.after(self.tick_s, self._tick, idle=True)
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
         self.occupy()
         if self.observer is not None:
             self.observer.receiving(message)
         if self.hogwild_server is not None and isinstance(message, FROM_WORKERS):
-            return self.send([CoordinatorOut(KEEPER, message)])
+            return self.send([CoordinatorOutput(KEEPER, message)])
         self.send(self.coordinator.receive(sender, message, self._now(), payload))
 
     def lost(self, peer: Peer) -> None:
@@ -92,18 +118,18 @@ class CoordinatorNode(Node):
         self.send(self.coordinator.lost(peer, self._now(), why))
 
     def _now(self) -> float:
-        """As its own clock has it."""
+        """Return the time on its own clock."""
         return self.clock.now + self.skew_s
 
     def _tick(self) -> None:
         self.clock.after(self.tick_s, self._tick, idle=True)
         self.wake(lambda: self.send(self.coordinator.tick(self._now())))
 
-    def send(self, outs: list[CoordinatorOut]) -> None:
+    def send(self, outs: list[CoordinatorOutput]) -> None:
         if self.hogwild_server is not None:
             outs = self.hogwild_server.answered(self.coordinator, outs, self._now())
         for out in outs:
-            message = self._fitting(out.message)
+            message = self._adapted(out.message)
             size = HEADER_BYTES + len(out.body or b"")
             self.bus.send(self, out.to, message, out.body, size)
             if self.observer is not None:
@@ -116,61 +142,51 @@ class CoordinatorNode(Node):
             self.clock.at(max(self.clock.now, due_at - self.skew_s), lambda: self.wake(self._look))
 
     def _look(self) -> None:
-        """Somebody may be overdue by now."""
+        """Let the coordinator check for overdue nodes."""
         self.looks_at = None
         self.send(self.coordinator.look(self._now()))
 
-    def _fitting(self, message: Message) -> Message:
+    def _adapted(self, message: Message) -> Message:
         if not isinstance(message, (Welcome, Assign)):
             return message
-        fitted = self.fitting(message)
+        adapted = self.adapt(message)
         if isinstance(message, Welcome) and not self.block_bytes:
             sizes = [block.num_bytes for block in message.blocks]
-            assert isinstance(fitted, Welcome)
-            self.block_bytes = sizes if len(fitted.blocks) == len(sizes) else [sum(sizes)]  # one for all of them
-        return fitted
+            assert isinstance(adapted, Welcome)
+            self.block_bytes = sizes if len(adapted.blocks) == len(sizes) else [sum(sizes)]  # one stands for all
+        return adapted
 
 
-def as_they_are(message: Message) -> Message:
+def unchanged(message: Message) -> Message:
     return message
 
 
 def without_elements(message: Message) -> Message:
-    """Nodes are told of hollow blocks."""
+    """Replace the blocks that nodes are told of by hollow ones."""
     assert isinstance(message, (Welcome, Assign))
     return msgspec.structs.replace(message, blocks=tuple(map(hollow, message.blocks)))
 
 
 class ServerNode(Node):
-    """One thread that takes messages one after the other; applying a gradient takes time."""
+    """Hosts a server: one thread that handles messages one after the other; applying a gradient takes time."""
 
-    def __init__(
-        self,
-        bus: MessageBus,
-        peer: Peer,
-        machine: Machine,
-        half: Callable[[int], ServerPart],
-        costs: NodeModel,
-        cores: Processor,
-        block_bytes: Callable[[int], int],
-        observer: Observer | None,
-    ) -> None:
-        super().__init__(bus, peer, machine)
+    def __init__(self, cluster: ClusterContext, peer: Peer, machine: Machine, observer: Observer | None = None) -> None:
+        super().__init__(cluster.bus, peer, machine)
         self.observer = observer
-        self.server = Server(half, publish, observer)
-        self.costs = costs
-        self.cores = cores
-        # On one machine messages come at once: then answers to several leave together, as a hub sends them.
+        self.server = Server(cluster.server_part, publish, observer)
+        self.costs = costs = cluster.model.nodes
+        self.cores = cluster.cores
+        self.block_bytes = cluster.block_bytes
+        # On one machine several messages wait at once: then their answers leave together, as a hub sends them.
         self.flushes_after = FRAMES_BEFORE_FLUSH if costs.cores else 1
-        self.found = 0  # messages that were there when it last looked and are not handled yet
+        self.found = 0  # messages that were waiting when it last looked and are not handled yet
         self.unsent: list[ServerOutput] = []
         self.unsent_for = 0  # messages
         self.gather_bytes_per_s = costs.gather_bytes_per_s or costs.apply_bytes_per_s
-        self.block_bytes = block_bytes
         self.queue: deque[tuple[Peer, Message | None, Payload]] = deque()  # None: its connection has closed
         self.busy = False
         self.began_at = 0.0
-        self.owed_s = 0.0  # work for replies that were just sent; the next message waits for it
+        self.owed_s = 0.0  # work for replies that were just sent; it comes before the next message
 
     def join(self, coordinator: Peer) -> None:
         self.bus.send(self, coordinator, ServerJoin(Address("", 0, self.name)))
@@ -213,7 +229,7 @@ class ServerNode(Node):
             done()
 
     def _step_s(self, push: Push) -> float:
-        """What a step takes longer than adding a gradient to others."""
+        """Return how much longer an optimizer step takes than adding a gradient to others."""
         num_bytes = self.block_bytes(push.block)
         return max(0.0, num_bytes / self.costs.apply_bytes_per_s - num_bytes / self.gather_bytes_per_s)
 
@@ -252,16 +268,16 @@ class ServerNode(Node):
         self.bus.send(self, out.to, params, num_bytes=HEADER_BYTES + num_bytes, read=lambda: self._read(params))
 
     def _read(self, params: Params) -> tuple[Message, Tensor | None]:
-        """The reply to a pull at the moment it leaves: a private copy, as the block changes on."""
+        """Read the reply to a pull when it leaves; a private copy, because the block keeps changing."""
         message, values = self.server.read(params)
         return message, None if values is None else values.clone() if values.numel() else NOTHING
 
     def lost(self, peer: Peer) -> None:
-        self.receive(peer, None, None)  # in its turn, after what came before
+        self.receive(peer, None, None)  # in its turn, after earlier messages
 
 
 def publish(specs: Sequence[BlockSpec], buffers: int) -> list[ParameterBuffer]:
-    """Room for blocks in this process's own memory."""
+    """Allocate buffers for blocks in this process's own memory."""
     return [
         ParameterBuffer([0], 0, [torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype)) for _ in range(buffers)])
         for spec in specs

@@ -42,8 +42,8 @@ from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
 from rainband.worker.session import join_of
 
 PROGRESS_POINTS = 30  # as many events tell of the progress of a run; heartbeats come as often
-POINTS_IN_BULK = 8
-BULK_FROM = 10_000  # connections between workers and servers
+AGGREGATED_POINTS = 8
+AGGREGATE_FROM = 10_000  # connections between workers and servers
 
 
 class SimulatedResult(RunResult, frozen=True, kw_only=True):
@@ -78,9 +78,9 @@ def run(
     There are no other processes, so there is nothing to `capture`. A `model` comes before the one of the
     configuration, whose file may have changed; so do a task and a strategy that have no name to be found by.
     """
-    with one_thread(), little_garbage(none_at_all=in_bulk(config)):
+    with one_thread(), little_garbage(none_at_all=is_aggregated(config)):
         model = model or load_model(config.sim.model, config.sim.compute)
-        return Simulation(config, view, model, make_play(config, task, strategy)).run()
+        return Simulation(config, view, model, make_scenario(config, task, strategy)).run()
 
 
 @contextmanager
@@ -114,21 +114,23 @@ def little_garbage(none_at_all: bool) -> Iterator[None]:
 class Simulation(Run):
     """One run and its directory."""
 
-    def __init__(self, config: RunConfig, view: View, model: ClusterModel, play: Scenario) -> None:
+    def __init__(self, config: RunConfig, view: View, model: ClusterModel, scenario: Scenario) -> None:
         super().__init__(config, view)
         self.model = model
         self.trace = Trace(keep=config.sim.trace)
         self.spans: list[Span] = []
         self.started_at = time.monotonic()
         self.interrupted = False
-        play.eval_every_s = config.eval_every_s
-        self.expected_s = self._expected_s(play.join)
+        scenario.eval_every_s = config.eval_every_s
+        self.expected_s = self._expected_s(scenario.join)
         settings = self.settings
-        if in_bulk(config):  # nothing fails there, and with thousands of workers nobody is asked often how he is
+        if is_aggregated(config):  # nothing fails there, and with thousands of workers nobody is asked often how he is
             patient_s = max(config.failure_timeout_s, self.expected_s)
             settings = msgspec.structs.replace(settings, failure_timeout_s=patient_s)
-        spans = None if in_bulk(config) else self.spans
-        self.cluster = SimulatedCluster(play, settings, self.model, Notes(self.trace, spans, self.emit), self._tick_s())
+        spans = None if is_aggregated(config) else self.spans
+        self.cluster = SimulatedCluster(
+            scenario, settings, self.model, Notes(self.trace, spans, self.emit), self._tick_s()
+        )
 
     def _expected_s(self, join: Join) -> float:
         """The time that computing takes, or the servers, if that is more; roughly."""
@@ -142,13 +144,13 @@ class Simulation(Run):
 
     def _tick_s(self) -> float:
         """A fifth of the failure timeout, as everywhere; less where the run would be over before."""
-        points = POINTS_IN_BULK if in_bulk(self.config) else PROGRESS_POINTS
+        points = AGGREGATED_POINTS if is_aggregated(self.config) else PROGRESS_POINTS
         between_s = max(self.expected_s / points, 1e-6)
-        return between_s if in_bulk(self.config) else min(self.config.failure_timeout_s / 5, between_s)
+        return between_s if is_aggregated(self.config) else min(self.config.failure_timeout_s / 5, between_s)
 
     def run(self) -> SimulatedResult:
         self.begin()
-        if (predicted := predicted_of(self.config, self.cluster.strategy, self.model)) is not None:
+        if (predicted := predicted_of(self.config, self.cluster.scenario.strategy, self.model)) is not None:
             self.emit(predicted)
         FaultInjector(self.cluster, parse(self.config.sim.faults), self.config.seed)
         self.cluster.start()
@@ -209,14 +211,14 @@ class Simulation(Run):
         (self.directory / "simulation.json").write_bytes(data + b"\n")
 
 
-def in_bulk(config: RunConfig) -> bool:
+def is_aggregated(config: RunConfig) -> bool:
     """Is what goes to all servers one message?"""
-    if config.sim.bulk is not None:
-        return config.sim.bulk and config.sim.time_only
-    return config.sim.time_only and config.num_workers * config.num_servers >= BULK_FROM
+    if config.sim.aggregated is not None:
+        return config.sim.aggregated and config.sim.time_only
+    return config.sim.time_only and config.num_workers * config.num_servers >= AGGREGATE_FROM
 
 
-def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | None = None) -> Scenario:
+def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strategy | None = None) -> Scenario:
     """Build the strategy, the task and its one module; an object that is given comes before its name."""
     strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
     task = task or load_task(config.task, config.task_settings)
@@ -249,12 +251,12 @@ def make_play(config: RunConfig, task: Task | None = None, strategy: Strategy | 
 
 
 def _in_stages(config: RunConfig, plan: StagePlan, strategy: Strategy, task: Task, data: Data) -> Scenario:
-    def body(index: int) -> StageCompute:
+    def stage_compute(index: int) -> StageCompute:
         return StageCompute(task, data, plan, index % plan.size, config.num_replicas, config.seed)
 
     dataset = Dataset(fingerprint(data), len(data), *_sizes(config, task))
-    join = join_of(strategy, body(0).flat.layout, dataset, address=Address("", 0))
-    return Scenario(strategy, join, lambda: body(0), real=True, stage_compute=body)
+    join = join_of(strategy, stage_compute(0).flat.layout, dataset, address=Address("", 0))
+    return Scenario(strategy, join, lambda: stage_compute(0), real=True, stage_compute=stage_compute)
 
 
 def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Scenario:
@@ -268,8 +270,8 @@ def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) ->
     else:
         num_samples, epochs = config.sim.steps * config.num_workers * batch_size, 1
     join = join_of(strategy, flat.layout, Dataset("", num_samples, batch_size, epochs))
-    body = TimingOnly(config.num_workers)
-    return Scenario(strategy, join, lambda: body, real=False, bulk=in_bulk(config))
+    timing = TimingOnly(config.num_workers)
+    return Scenario(strategy, join, lambda: timing, real=False, aggregated=is_aggregated(config))
 
 
 def _sizes(config: RunConfig, task: Task) -> tuple[int, int]:

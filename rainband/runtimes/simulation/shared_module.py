@@ -52,7 +52,7 @@ class SharedModule:
         """Memory for one more worker, with the first values."""
         return WorkerMemory(self.flat.twin(), self.first_buffers)
 
-    def seat(self, memory: WorkerMemory) -> None:
+    def attach(self, memory: WorkerMemory) -> None:
         """Make a worker's parameters and buffers the module's."""
         if self.owner is memory:
             return

@@ -18,7 +18,7 @@ from rainband.observer import Observer
 from rainband.protocol.messages import Message, Peer, PeerValue
 from rainband.protocol.peer_inbox import Inbox
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Payload
-from rainband.runtimes.simulation.worker import ComputeBody, WorkerNode
+from rainband.runtimes.simulation.worker import SimulatedCompute, WorkerNode
 from rainband.runtimes.stage_model import StageModel
 from rainband.strategy import Batch, Tag
 from rainband.tasks.task import Data, Task
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from rainband.model_parallel.placement.stage_plan import StagePlan
     from rainband.runtimes.simulation.models.compute import ComputePace
     from rainband.runtimes.simulation.models.network import Machine
-    from rainband.runtimes.simulation.worker import WorkerContext
+    from rainband.runtimes.simulation.nodes import ClusterContext
     from rainband.strategy import Arrival
 
 
-class StageCompute(StageModel, ComputeBody):
+class StageCompute(StageModel, SimulatedCompute):
     """A share of the model, with a module of its own: forward and backward are apart, and others compute between."""
 
     def __init__(self, task: Task, data: Data, plan: StagePlan, place: int, num_replicas: int, seed: int) -> None:
@@ -66,20 +66,20 @@ class StageNode(WorkerNode):
 
     def __init__(
         self,
-        cluster: WorkerContext,
+        cluster: ClusterContext,
         peer: Peer,
         machine: Machine,
-        body: StageCompute,
+        compute: StageCompute,
         pace: ComputePace,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__(cluster, peer, machine, body, pace, observer)
-        self.place = body.share.place
-        self.workers_per_replica = body.share.plan.size
+        super().__init__(cluster, peer, machine, compute, pace, observer)
+        self.place = compute.share.place
+        self.workers_per_replica = compute.share.plan.size
         self.incoming = Inbox()
         for other in range(self.workers_per_replica):
             self.incoming.opened(other)
-        body.links = ReplicaLinks(self, self.place, self.workers_per_replica)
+        compute.links = ReplicaLinks(self, self.place, self.workers_per_replica)
 
     # ---- the links to the others: what Team needs --------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
-"""A simulated worker: its strategy's coroutine, driven by virtual time; the same client, the same protocol."""
+"""A simulated worker: the lifecycle, strategy and client of a real one, driven by virtual time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,14 @@ from rainband.errors import ServerLost, Stop
 from rainband.model.gradient import Gradient
 from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import COORDINATOR, Ack, InitBlock, Join, Message, Params, Peer, Push, Welcome
+from rainband.protocol.messages import COORDINATOR, Ack, InitBlock, Message, Params, Peer, Push, Welcome
 from rainband.protocol.steps import Handle, Steps, Until, Work
-from rainband.runtimes.simulation.message_bus import HEADER_BYTES, MessageBus, Node, Payload
-from rainband.runtimes.simulation.models.cluster_model import NodeModel
+from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload
 from rainband.runtimes.simulation.models.compute import ComputePace
 from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, WrittenValues
 from rainband.server.server import Server
-from rainband.strategy import Batch, BlockValues, Port, Strategy
+from rainband.strategy import Batch, BlockValues, Port
 from rainband.worker.client import Client
 from rainband.worker.lifecycle import run_worker
 from rainband.worker.periodic_eval import PeriodicEval
@@ -32,80 +31,63 @@ from rainband.worker.worker import Compute, ModuleWorker
 from rainband.worker.worker_model import WorkerModel
 
 if TYPE_CHECKING:
-    from rainband.runtimes.simulation.nodes import Processor
+    from rainband.runtimes.simulation.nodes import ClusterContext
 
 TAKES_TIME = frozenset((Compute, PullHandle))
 
 
-class ComputeBody(WorkerModel[Any]):
-    """What a simulated worker computes with: a module, or nothing where only time counts."""
+class SimulatedCompute(WorkerModel[Any]):
+    """How a simulated worker computes gradients: with a module, or not at all if only timing is simulated."""
 
-    def sit_down(self) -> None:
-        """The worker goes on: its parameters must be the module's."""
+    def attach(self) -> None:
+        """Attach the worker's parameters to the module, because the worker continues."""
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
+        """Compute the gradient of a batch."""
         raise NotImplementedError
 
 
-class WorkerContext(Protocol):
-    """Where a worker lives: what is the same for all of them."""
-
-    bus: MessageBus
-    strategy: Strategy
-    join: Join
-    costs: NodeModel
-    cores: Processor
-    heartbeat_s: float
-    failure_timeout_s: float
-    measure_s: float  # that one worker takes to measure
-    goes_ahead: bool  # nothing fails and nobody shares a core: see WorkerNode._compute
-
-    def port(self, worker: WorkerNode, server: int) -> Port:
-        """Its way to a server."""
-
-    def block_bytes(self, block: int) -> int:
-        """The true size of a block."""
-
-    def kill(self, node: Node) -> None: ...
-
-
+# size: one node's thread, messages and waiting; a simulation has up to ten thousand, and each call counts
 class WorkerNode(Node):
-    """Drives one worker's life by events of the clock: see lifecycle.py for what it does."""
+    """Drives one worker's lifecycle (worker/lifecycle.py) by events of the clock."""
 
-    # There may be ten thousand: plain objects of so many attributes are large and slow.
+    # There may be ten thousand workers: plain objects with this many attributes are large and slow.
     __slots__ = (
-        *("block_bytes", "body", "busy_until", "computes_until", "copied_s", "costs", "eval_every_s", "inbox", "later"),
-        *("life", "measuring", "over", "pace", "session", "stats", "waiting", "waiting_since", "observer", "cluster"),
+        *("block_bytes", "busy_until", "cluster", "compute", "computes_until", "copied_s", "costs", "eval_every_s"),
+        *("inbox", "later", "life", "measuring", "observer", "over", "pace", "session", "stats", "waiting"),
+        "waiting_since",
     )
 
     def __init__(
         self,
-        cluster: WorkerContext,
+        cluster: ClusterContext,
         peer: Peer,
         machine: Machine,
-        body: ComputeBody,
+        compute: SimulatedCompute,
         pace: ComputePace,
         observer: Observer | None = None,
     ) -> None:
         super().__init__(cluster.bus, peer, machine)
         self.cluster = cluster
         self.block_bytes = cluster.block_bytes
-        self.costs = cluster.costs
-        self.body = body
+        self.costs = cluster.model.nodes
+        self.compute = compute
         self.pace = pace
         self.observer = observer
         self.session = Session(peer, self, observer)
-        self.session.prepare(cluster.strategy, cluster.join, body)
+        self.session.prepare(cluster.scenario.strategy, cluster.scenario.join, compute)
         self.stats = self.session.stats
-        self.eval_every_s = 0.0  # it measures so often; 0: not it, or only at the end
+        self.eval_every_s = 0.0  # seconds between two evaluations; 0: none before the end
         self.measuring: PeriodicEval | None = None
         self.inbox: list[tuple[Message, Payload]] = []
-        self.later: list[tuple[float, Message]] = []  # comes then; looked at with the next message: see below
+        self.later: list[
+            tuple[float, Message]
+        ] = []  # (arrives at, message): handled with the next one, see `can_wait_with`
         self.life = Steps(run_worker(self.session))
         self.waiting: Handle | None = None
         self.waiting_since = 0.0
         self.busy_until = 0.0  # its thread copies until then
-        self.copied_s = 0.0  # so long has it taken parameters over, since it waited last
+        self.copied_s = 0.0  # seconds of copying parameters since its last wait
         self.computes_until = 0.0  # if it has a core of its own
         self.over = False
 
@@ -118,11 +100,12 @@ class WorkerNode(Node):
         self.wake(self._go_through)
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
-        """Tell the coordinator."""
+        """Send a message to the coordinator."""
         size = HEADER_BYTES + len(body or b"")
         self.bus.send(self, COORDINATOR, message, body, size, self.free_at())
 
     def free_at(self) -> float:
+        """Return when its thread is free."""
         now = self.clock.now
         return now if now > self.busy_until else self.busy_until
 
@@ -133,7 +116,7 @@ class WorkerNode(Node):
         if self.clock.now >= self.paused_until:
             self.bus.send(self, COORDINATOR, self.stats.heartbeat())
 
-    # ---- what its life needs ---------------------------------------------------------------------------------------
+    # ---- what its lifecycle needs ----------------------------------------------------------------------------------
 
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
         return [self.cluster.port(self, server) for server in range(len(welcome.servers))]
@@ -143,7 +126,7 @@ class WorkerNode(Node):
             self.measuring = PeriodicEval(worker.task, worker.module, self.stats, self.eval_every_s, self.clock.now_s)
 
     def flush_output(self) -> None:
-        """It prints where the simulator does."""
+        """Do nothing: the output is that of the simulator."""
 
     async def failure_is_known(self) -> None:
         """A lost server is noticed by `lost`, after the failure timeout."""
@@ -154,23 +137,23 @@ class WorkerNode(Node):
             self.clock.at(saved_at, lambda: self.wake(self._look_if_waiting))
             await Until("its disk", lambda: self.clock.now >= saved_at)
 
-    # ---- what happens to it ----------------------------------------------------------------------------------------
+    # ---- lost peers ---------------------------------------------------------------------------------------------
 
     def join_again(self) -> None:
-        """The coordinator was started again, and knows nobody."""
-        self.tell(self.cluster.join)
+        """Join a coordinator that was started again and knows no worker."""
+        self.tell(self.cluster.scenario.join)
         if self.session.client is not None:
             self.session.client.request_again()
         self._look_if_waiting()
 
     def lost(self, peer: Peer) -> None:
-        """Without its coordinator it ends. Without a server, too, unless it soon hears that this is known."""
+        """End without a coordinator; without a server fail after a while, unless the run is over first."""
         if self.over or not self.alive:
             return
         if peer.role == "coordinator":
             self.cluster.kill(self)
         elif peer.role == "server":
-            self.clock.after(self.cluster.failure_timeout_s, lambda: self.wake(partial(self._give_up, peer)))
+            self.clock.after(self.cluster.settings.failure_timeout_s, lambda: self.wake(partial(self._give_up, peer)))
 
     def _give_up(self, server: Peer) -> None:
         if not self.over:
@@ -185,14 +168,14 @@ class WorkerNode(Node):
             self._look()
 
     def can_wait_with(self, ack: Ack) -> bool:
-        """Would nothing come of an answer if it were looked at right when it comes? Not even a message."""
+        """Return True if handling this answer would neither wake the worker nor send a message, so that it may wait."""
         client = self.session.client
         if client is None or not (self.waiting is None or isinstance(self.waiting, PullHandle)):
             return False
         return not client.pushes.may_end_lease(ack)
 
     def _look(self) -> None:
-        """Take what has come, and go on if that was it. Only ever called while it waits."""
+        """Handle the messages that have arrived, and continue if the wait is over. Only called while it waits."""
         if self.clock.now < self.busy_until:
             self.clock.at(self.busy_until, lambda: self.wake(self._look_if_waiting))
             return
@@ -220,7 +203,7 @@ class WorkerNode(Node):
             self._look()
 
     def _waited(self) -> None:
-        until, since = self.busy_until, self.waiting_since  # taking parameters over counts: so it does really
+        until, since = self.busy_until, self.waiting_since  # copying parameters counts, as in a real run
         if until < self.clock.now:
             until = self.clock.now
         if until > since and self.observer is not None:
@@ -247,11 +230,11 @@ class WorkerNode(Node):
         client = self.session.client
         if client is None:
             self.session.receive(message)
-        else:  # at once: nothing here happens more often
+        else:  # not through the session: this is the hottest call
             client.receive(message, payload)
 
     def spend(self, amount_s: float) -> float:
-        """Its thread works for so long, or longer where others want its core; returns how long that takes."""
+        """Occupy its thread with work, which takes longer on shared cores; returns how long it takes."""
         start = self.busy_until
         if start < self.clock.now:
             start = self.clock.now
@@ -260,17 +243,17 @@ class WorkerNode(Node):
         return took_s
 
     def copies(self, block: int) -> None:
-        """It takes a block over, which takes time."""
+        """Occupy its thread with copying a block."""
         copying_s = self.spend(self.block_bytes(block) / self.costs.pull_bytes_per_s)
-        if self.waiting is None:  # they were there when it asked
+        if self.waiting is None:  # the parameters were there when it asked
             self.copied_s += copying_s
 
     def _go_through(self, error: BaseException | None = None) -> None:
-        """Let the coroutine run until it wants time to pass."""
+        """Let the coroutine run until it needs time to pass."""
         self.clock.progress_at = self.clock.now
-        self.body.sit_down()
+        self.compute.attach()
         wanted = self.life.go_on(error)
-        # A pull is only waited for when it is not ready.
+        # A pull takes time even if it is ready: its blocks are copied.
         while type(wanted) not in TAKES_TIME and isinstance(wanted, Handle) and self._is_ready(wanted):
             wanted = self.life.go_on()
         if self.life.over:  # it has failed, and reported that
@@ -279,8 +262,8 @@ class WorkerNode(Node):
         if isinstance(wanted, Work):
             self._compute(wanted)
         else:
-            assert isinstance(wanted, Handle), f"a strategy may only await what its worker gave, not {wanted!r}"
-            if self.over:  # it has looked, and found a goodbye
+            assert isinstance(wanted, Handle), f"a strategy may only await what its worker returns, not {wanted!r}"
+            if self.over:  # it has handled messages, and the coordinator dismissed it
                 return
             self.waiting, self.waiting_since = wanted, self.free_at()
             self.stats.waiting = True
@@ -304,17 +287,17 @@ class WorkerNode(Node):
         if self.measuring is not None:
             before = self.stats.metrics
             self.measuring.before_step()
-            amount_s += 0.0 if self.stats.metrics is before else self.cluster.measure_s
-        if self.cluster.goes_ahead and self.computes_until <= now:
-            # What comes while it computes is looked at when it next waits. So until then it can go on at once, and
-            # what it sends leaves when it has computed.
+            amount_s += 0.0 if self.stats.metrics is before else self.cluster.model.compute.measure_s
+        if self.cluster.scenario.aggregated and self.computes_until <= now:
+            # Without faults and shared cores: messages that arrive while it computes are handled when it next waits.
+            # So it can continue at once, and its messages leave when it has computed.
             self.computes_until = self.busy_until = now + amount_s
             self._computed(wanted, started)
             return
         self.computes_until = now + amount_s
         computed = partial(self._computed, wanted, started)
         if self.costs.cores:
-            amount_s -= started - now  # of work that is waiting for its core already
+            amount_s -= started - now  # the rest of its work is in the queue of its core already
         self.cluster.cores.work(amount_s, computed, self.peer)
 
     def _computed(self, wanted: Work, started: float) -> None:
@@ -326,12 +309,12 @@ class WorkerNode(Node):
         self.stats.computed_s += self.free_at() - started
         if self.observer is not None:
             self.observer.spent("compute", started, self.clock.now, wanted.label)
-        self.body.sit_down()
+        self.compute.attach()
         try:
             if isinstance(wanted, Compute):
                 if self.observer is not None:
                     self.observer.computing(wanted.worker, wanted.batch)
-                wanted.result = self.body.gradient(wanted.worker, wanted.batch)
+                wanted.result = self.compute.gradient(wanted.worker, wanted.batch)
                 if self.observer is not None:
                     self.observer.computed(wanted.worker, wanted.batch)
             else:
@@ -343,13 +326,13 @@ class WorkerNode(Node):
 
 
 class SimPort:
-    """A worker's way to one simulated server."""
+    """A worker's port to one simulated server."""
 
     def __init__(self, worker: WorkerNode, index: int, server: Callable[[], Server], real: bool) -> None:
         self.worker = worker
         self.peer = Peer("server", index)
         self.server = server  # to read in place, in shared memory
-        self.real = real  # there are values, not only times
+        self.real = real  # with values, not only timing
         self.direct = worker.costs.shared_memory
 
     def send(self, message: Message) -> None:

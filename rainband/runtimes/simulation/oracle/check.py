@@ -19,7 +19,7 @@ from rainband.coordinator.coordinator import RunSettings
 from rainband.errors import Deadlock
 from rainband.protocol.data_plan import bits
 from rainband.rules.rounds import TOO_LATE
-from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
+from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster, who_waits
 from rainband.runtimes.simulation.fault_injector import FaultInjector
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
@@ -75,10 +75,10 @@ def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[OracleVerdi
         failure_timeout_s=TIMEOUT_S,
     )
     ledger = Ledger(stage_of(case.strategy))
-    play = ledger.stage.play(case.num_workers)
+    scenario = ledger.stage.scenario(case.num_workers)
     shuffle = Random(f"shuffle {case.seed}")
     cluster = SimulatedCluster(
-        play, settings, MODEL, Notes(verdict.trace, observe=lambda peer: ledger), TIMEOUT_S / 5, shuffle, case.seed
+        scenario, settings, MODEL, Notes(verdict.trace, observe=lambda peer: ledger), TIMEOUT_S / 5, shuffle, case.seed
     )
     fault_injector = FaultInjector(cluster, case.script, case.seed)
     cluster.start()
@@ -112,7 +112,7 @@ class RunChecker:
     def complaints(self) -> list[str]:
         wrong = self.ledger.wrong[:1] + self._twice() + self._accounting() + self._bound()
         if self.cluster.coordinator.phase != "over":
-            return [*wrong, f"not over after {self.cluster.clock.now:.1f} s: {self.cluster.who_waits()}"]
+            return [*wrong, f"not over after {self.cluster.clock.now:.1f} s: {who_waits(self.cluster)}"]
         if self.cluster.coordinator.outcome != "finished":
             return wrong + self._excuses()
         if self.case.known == "led":

@@ -142,10 +142,10 @@ class ScenarioStage:
         )
         self.gradients: dict[int, Tensor] = {}  # by the number of the batch, where they are the same at any parameters
 
-    def play(self, num_workers: int) -> Scenario:
-        body = GradientCompute if self.task is BOWL else partial(CountingBody, self)
+    def scenario(self, num_workers: int) -> Scenario:
+        compute = GradientCompute if self.task is BOWL else partial(CountingCompute, self)
         return Scenario(
-            self.strategy, self.join, lambda: body(self.shared_module, self.task, self.data, num_workers), real=True
+            self.strategy, self.join, lambda: compute(self.shared_module, self.task, self.data, num_workers), real=True
         )
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Tensor:
@@ -160,7 +160,7 @@ class ScenarioStage:
 stage_of = lru_cache(maxsize=32)(ScenarioStage)  # building one takes as long as a run
 
 
-class CountingBody(GradientCompute):
+class CountingCompute(GradientCompute):
     """Gradients of this task do not depend on the parameters."""
 
     def __init__(self, stage: ScenarioStage, *args: Any) -> None:
