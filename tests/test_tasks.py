@@ -215,10 +215,10 @@ def test_the_samples_of_linear_are_whole_numbers_from_1_to_8() -> None:
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"batch_size": 3}, "batch_size=3 would round the gradients: choose a power of two"),
+        ({"batch_size": 3}, "batch_size=3 would round gradients: choose a power of two"),
         ({"batch_size": 0}, "choose a power of two"),
-        ({"samples": 6}, "6 samples leave a short last batch.*multiple of batch_size=4"),
-        ({"samples": 2**20, "epochs": 3}, "choose at most 2097152 in all"),
+        ({"samples": 6}, "samples=6 leaves a short last batch.*multiple of batch_size=4"),
+        ({"samples": 2**20, "epochs": 3}, "choose at most 2097152 in total"),
     ],
 )
 def test_linear_refuses_what_would_be_rounded(wrong: dict[str, int], message: str) -> None:
@@ -316,14 +316,14 @@ def test_an_idx_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content, message",
     [
-        (gzip.compress(idx(np.zeros(5))[:-1]), "its head promises 5 bytes, 4 follow"),
-        (gzip.compress(idx(np.zeros(5)) + b"!"), "its head promises 5 bytes, 6 follow"),
-        (gzip.compress(idx(np.zeros(5)))[:-9], "cut short"),
-        (gzip.compress(idx(np.zeros((5, 1)))), "no idx file of bytes in 1 dimensions"),
-        (gzip.compress(b"\0\0\x0d\1\0\0\0\1abcd"), "no idx file of bytes"),  # 0x0d: floats
-        (gzip.compress(b"\0\0\x08\1\0\0"), "no idx file of bytes"),
-        (gzip.compress(b""), "no idx file of bytes"),
-        (b"", "cut short"),
+        (gzip.compress(idx(np.zeros(5))[:-1]), "its header announces 5 bytes, but it has 4"),
+        (gzip.compress(idx(np.zeros(5)) + b"!"), "its header announces 5 bytes, but it has 6"),
+        (gzip.compress(idx(np.zeros(5)))[:-9], "truncated"),
+        (gzip.compress(idx(np.zeros((5, 1)))), "not an idx file of bytes in 1 dimensions"),
+        (gzip.compress(b"\0\0\x0d\1\0\0\0\1abcd"), "not an idx file of bytes"),  # 0x0d: floats
+        (gzip.compress(b"\0\0\x08\1\0\0"), "not an idx file of bytes"),
+        (gzip.compress(b""), "not an idx file of bytes"),
+        (b"", "truncated"),
         (b"not packed", "damaged"),
     ],
     ids=["short", "long", "cut", "dimensions", "floats", "no_size", "no_head", "empty", "plain"],
@@ -335,7 +335,7 @@ def test_a_damaged_idx_file_is_refused(content: bytes, message: str, tmp_path: P
 
 
 def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fashion, "MOST_BYTES", 1000)
+    monkeypatch.setattr(fashion, "MAX_BYTES", 1000)
     (tmp_path / "f.gz").write_bytes(gzip.compress(idx(np.zeros(2000))))
     with pytest.raises(ValueError, match="too large"):
         read_idx(tmp_path / "f.gz", 1)
@@ -644,7 +644,7 @@ def test_random_transforms_do_not_change_a_fingerprint_nor_it_the_random_numbers
 
 @pytest.mark.parametrize("sample", [object(), np.array([object()])])
 def test_a_batch_that_cannot_be_hashed_says_what_can(sample: Any) -> None:
-    with pytest.raises(ValueError, match="holds a .*tensors, arrays, numbers and strings"):
+    with pytest.raises(ValueError, match="contains a value of type .*tensors, arrays, numbers and strings"):
         of_one(sample)
 
 
@@ -740,17 +740,17 @@ def test_a_task_of_ones_own_is_a_class_an_instance_or_a_function_in_the_current_
         ("task", {}, "no task named 'task'"),
         ("digits", {"batch": "8"}, r"Digits has no setting 'batch' \(did you mean batch_size\?\)"),
         ("digits", {"epochs": "x"}, "epochs=x: expected a whole number"),
-        ("digits", {"epochs": "0"}, "epochs=0: a task needs epochs of 1 or more"),
+        ("digits", {"epochs": "0"}, "epochs=0: epochs must be at least 1"),
         ("nowhere_at_all:mine", {}, "no module named 'nowhere_at_all', neither installed nor in /"),
-        ("mylab_for_tasks.py:mine", {}, "Leave out the ending: mylab_for_tasks"),
-        ("./mylab:mine", {}, "write module:name, such as mylab:mine"),
-        (":mine", {}, "write module:name"),
+        ("mylab_for_tasks.py:mine", {}, "Omit the ending: mylab_for_tasks"),
+        ("./mylab:mine", {}, "type module:name, such as mylab:mine"),
+        (":mine", {}, "type module:name"),
         ("mylab_for_tasks:mime", {}, r"has no 'mime' \(did you mean mine\?\)"),
         ("mylab_for_tasks:Needs", {}, "Needs needs size"),
-        ("mylab_for_tasks:Plain", {"epochs": "1"}, "epochs cannot be set: make Plain a dataclass"),
-        ("mylab_for_tasks:Sizeless", {}, "batch_size, epochs should be whole numbers"),
-        ("mylab_for_tasks:number", {}, "is no task: it has no model, data, loss, evaluate"),
-        ("mylab_for_tasks:Net", {}, "is no task: it has no model, data, loss, evaluate"),
+        ("mylab_for_tasks:Plain", {"epochs": "1"}, "no settings, so omit epochs, or make Plain a dataclass"),
+        ("mylab_for_tasks:Sizeless", {}, "batch_size, epochs must be whole numbers"),
+        ("mylab_for_tasks:number", {}, "is not a task: it has no model, data, loss, evaluate"),
+        ("mylab_for_tasks:Net", {}, "is not a task: it has no model, data, loss, evaluate"),
     ],
 )
 def test_a_wrong_name_or_setting_says_what_would_be_right(

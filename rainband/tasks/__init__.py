@@ -1,4 +1,4 @@
-"""What can be trained: one file per built-in task, and the pieces to make your own."""
+"""Tasks: a model, its data and its loss. One file per built-in task, and the classes to write your own."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-r"""Will it be clicked? A sparse logistic regression on made-up samples: each has a few of many features.
+r"""Click prediction: sparse logistic regression on synthetic data, where each sample has a few of many features.
 
     p(click | sample) = 1 / (1 + exp(-b - sum of w_f over its features f))
 
-Features are drawn by their rank, feature r as often as 1 / r^skew, as words and clicks are; a hidden w makes the
-labels, with noise. The gradient of a batch has a row for each feature that it holds and no other (nn.EmbeddingBag,
-sparse), so workers seldom write to the same place: the case for hogwild.
+The frequency of feature r is proportional to 1 / r^skew, as for words and clicks; a hidden w with noise determines the
+labels. The gradient of a batch is sparse (nn.EmbeddingBag): it has rows for the features of its samples only, so two
+workers seldom write to the same row. This is the use case of hogwild.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.nn import functional
 from rainband.tasks.task import TensorData, evaluating
 
 HELD_OUT = 4096
-NOISE = 0.5  # of the score that decides a label
+NOISE = 0.5  # of the scores that determine the labels
 
 
 class Weights(nn.Module):
-    """A weight for each feature, and one for all."""
+    """One weight per feature, and a bias."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Weights(nn.Module):
 class Clicks:
     features: int = 100_000
     active: int = 20  # features of one sample
-    skew: float = 0.8  # 0: all features are as frequent
+    skew: float = 0.8  # 0: all features are equally frequent
     samples: int = 32_768
     seed: int = 0  # of the samples
     batch_size: int = 32
@@ -50,9 +50,9 @@ class Clicks:
     def __post_init__(self) -> None:
         for name in ("features", "active", "samples"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: clicks needs 1 or more.")
+                raise ValueError(f"{name}={getattr(self, name)}: {name} must be at least 1.")
         if self.skew < 0:
-            raise ValueError(f"skew={self.skew}: choose 0 (all features as frequent) or more.")
+            raise ValueError(f"skew={self.skew}: skew must be at least 0, where all features are equally frequent.")
 
     @cached_property
     def _samples(self) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
-"""Handwritten digits: the 1,797 images of 8 x 8 pixels that come with scikit-learn, and a small net.
+"""Handwritten digits: the 1,797 images of 8 x 8 pixels that come with scikit-learn, and a small
+convolutional model.
 
-The pixels are read from scikit-learn's own file, because importing scikit-learn takes a second.
+The pixels are read from scikit-learn's file, because importing scikit-learn takes a second.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class Digits:
 
     @cached_property
     def _samples(self) -> tuple[Tensor, Tensor]:
-        """Images and labels in the order of the split: the training samples first."""
+        """Return images and labels in the order of the split, the training samples first."""
         table = np.loadtxt(_csv_file(), delimiter=",", dtype=np.float32)
         table = table[np.random.default_rng(SPLIT_SEED).permutation(len(table))]
         images = torch.from_numpy((table[:, :64] - MEAN) / SPREAD).reshape(-1, 1, 8, 8)
         return images, torch.from_numpy(table[:, 64].astype(np.int64))
 
     def model(self) -> nn.Sequential:
-        """38,282 parameters."""
+        """Build a convolutional model with 38,282 parameters."""
         return nn.Sequential(
             nn.Conv2d(1, 16, 3, padding=1),
             nn.ReLU(),
@@ -68,4 +69,4 @@ def _csv_file() -> Path:
         file = Path(folder, "datasets", "data", "digits.csv.gz")
         if file.is_file():
             return file
-    raise ValueError("the digits come with scikit-learn, which is not installed: type  pip install 'rainband[data]'")
+    raise ValueError("digits requires scikit-learn, which contains the images: type pip install 'rainband[data]'.")

@@ -1,4 +1,4 @@
-"""Fashion-MNIST (Xiao et al. 2017): 70,000 images of clothes, 28 x 28 pixels, ten kinds, and a small net."""
+"""Fashion-MNIST (Xiao et al. 2017): 70,000 images of clothes, 28 x 28 pixels, ten classes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torch.nn import functional
 from rainband.tasks.task import TensorData, accuracy_and_loss
 
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-PUBLIC_HOME = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
-MOST_BYTES = 64 * 2**20  # of one file, packed or not; the largest has 47,040,016
+PUBLIC_URL = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
+MAX_BYTES = 64 * 2**20  # of one file, compressed or not; the largest has 47,040,016
 
 
 class ImagePair(NamedTuple):
-    """The two files of one half of the data."""
+    """The two files of the training data or of the test data."""
 
     images: str
     labels: str
@@ -34,7 +34,7 @@ class ImagePair(NamedTuple):
 
 TRAIN = ImagePair("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
 TEST = ImagePair("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
-SHA256 = {  # of the unpacked bytes: packers differ
+SHA256 = {  # of the uncompressed bytes, because compressors differ
     TRAIN.images: "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     TRAIN.labels: "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
     TEST.images: "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
@@ -43,7 +43,7 @@ SHA256 = {  # of the unpacked bytes: packers differ
 
 
 class Standardize(nn.Module):
-    """Bytes to floats of mean 0 and variance 1: in the model, so that the data stay four times smaller."""
+    """Converts bytes to floats of mean 0 and variance 1; in the model, so that data takes a quarter of the memory."""
 
     def forward(self, images: Tensor) -> Tensor:
         return (images.unsqueeze(1).float() / 255 - 0.2860) / 0.3530
@@ -52,12 +52,12 @@ class Standardize(nn.Module):
 @dataclass(frozen=True)
 class Fashion:
     folder: str | None = None  # with the four .gz files; None looks in the cache folder, then in Debian's
-    download: bool = False  # fetch files that are not there
+    download: bool = False  # download missing files
     batch_size: int = 64
     epochs: int = 3
 
     def model(self) -> nn.Sequential:
-        """105,866 parameters."""
+        """Build a convolutional model with 105,866 parameters."""
         return nn.Sequential(
             Standardize(),
             nn.Conv2d(1, 16, 3, padding=1),
@@ -92,46 +92,46 @@ class Fashion:
 
 
 def find_folder(folder: str | None, download: bool) -> Path:
-    """Return the first folder that has all four files, after fetching them where that is wanted."""
+    """Return the first folder that has all four files, downloading them if requested."""
     cache = Path.home() / ".cache" / "rainband" / "fashion"
-    places = [Path(folder).expanduser()] if folder else [cache, DEBIAN_FOLDER]
-    for place in places:
-        if all((place / name).is_file() for name in SHA256):
-            return place
+    folders = [Path(folder).expanduser()] if folder else [cache, DEBIAN_FOLDER]
+    for candidate in folders:
+        if all((candidate / name).is_file() for name in SHA256):
+            return candidate
     if download:
-        fetch(places[0])
-        return places[0]
+        fetch(folders[0])
+        return folders[0]
     raise ValueError(
-        f"Fashion-MNIST is not in {' or '.join(map(str, places))} (wanted: {', '.join(SHA256)}). "
-        "Type  apt-get install dataset-fashion-mnist , or give task.folder=PATH of a copy, or task.download=true."
+        f"Fashion-MNIST is not in {' or '.join(map(str, folders))} (files: {', '.join(SHA256)}). "
+        "Type apt-get install dataset-fashion-mnist, or set task.folder=PATH of a copy, or task.download=true."
     )
 
 
-def fetch(folder: Path, home: str = PUBLIC_HOME) -> None:
-    """Bring the files that are missing from the data's public home; only right ones get their names."""
+def fetch(folder: Path, url: str = PUBLIC_URL) -> None:
+    """Download the missing files; only files with the known hash are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, sha256 in SHA256.items():
         if not (folder / name).is_file():
-            _write_whole(folder / name, _checked(f"{home}/{name}", sha256))
+            _write_whole(folder / name, _checked(f"{url}/{name}", sha256))
 
 
 def _checked(address: str, sha256: str) -> bytes:
     try:
         with urllib.request.urlopen(address, timeout=30) as reply:
-            packed: bytes = reply.read(MOST_BYTES)
+            compressed: bytes = reply.read(MAX_BYTES)
     except OSError as error:  # no internet, no such address, time-out
         raise ValueError(
             f"could not download {address}: {error}. "
-            "Type  apt-get install dataset-fashion-mnist , or give task.folder=PATH of a copy."
+            "Type apt-get install dataset-fashion-mnist, or set task.folder=PATH of a copy."
         ) from error
-    found = hashlib.sha256(_unpack(packed, address)).hexdigest()
+    found = hashlib.sha256(_unpack(compressed, address)).hexdigest()
     if found != sha256:
         raise ValueError(f"{address} is not the known file: sha256 {found} instead of {sha256}. Nothing was kept.")
-    return packed
+    return compressed
 
 
 def _write_whole(file: Path, content: bytes) -> None:
-    """Write beside the file, then rename: other workers see all of it or nothing."""
+    """Write to a temporary file and rename it, so that other workers never see an incomplete file."""
     handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.name)
     try:
         with os.fdopen(handle, "wb") as out:
@@ -147,33 +147,35 @@ def _read_pair(folder: Path, pair: ImagePair) -> tuple[Tensor, Tensor]:
     if images.shape != (len(labels), 28, 28) or np.any(labels > 9):
         raise ValueError(
             f"{folder} does not hold Fashion-MNIST: {pair.images} has shape {images.shape} and {pair.labels} "
-            f"{len(labels)} labels up to {max(labels, default=0)}; there should be as many images of 28 x 28 "
-            "as labels of 0 to 9."
+            f"{len(labels)} labels up to {max(labels, default=0)}; it must have an image of 28 x 28 for each "
+            "label, and labels of 0 to 9."
         )
     return torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64))
 
 
 def read_idx(file: Path, dimensions: int) -> np.ndarray:
-    """Read packed unsigned bytes: the magic number 0, 0, 8, dimensions; each size as 4 bytes; the values."""
+    """Read a compressed idx file: the magic bytes 0, 0, 8, dimensions; each size as 4 bytes; the values as bytes."""
     content, start = _unpack(file.read_bytes(), str(file)), 4 + 4 * dimensions
     if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) < start:
-        raise ValueError(f"{file} is no idx file of bytes in {dimensions} dimensions: it begins {content[:4]!r}.")
+        raise ValueError(
+            f"{file} is not an idx file of bytes in {dimensions} dimensions: it begins with {content[:4]!r}."
+        )
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
     if len(content) - start != math.prod(shape):
         raise ValueError(
-            f"{file} is damaged: its head promises {math.prod(shape)} bytes, {len(content) - start} follow. "
-            "Delete it and get it again."
+            f"{file} is damaged: its header announces {math.prod(shape)} bytes, but it has {len(content) - start}. "
+            "Delete it and download it again."
         )
-    # A writable copy, because torch warns of read-only memory.
+    # A writable copy, because torch warns about read-only memory.
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
 
 
-def _unpack(packed: bytes, name: str) -> bytes:
+def _unpack(compressed: bytes, name: str) -> bytes:
     try:
-        unpacker = zlib.decompressobj(wbits=31)  # 31: with a gzip head
-        content = unpacker.decompress(packed, MOST_BYTES)
+        unpacker = zlib.decompressobj(wbits=31)  # 31: with a gzip header
+        content = unpacker.decompress(compressed, MAX_BYTES)
     except zlib.error as error:
-        raise ValueError(f"{name} is damaged: {error}. Delete it and get it again.") from error
+        raise ValueError(f"{name} is damaged: {error}. Delete it and download it again.") from error
     if not unpacker.eof:
-        raise ValueError(f"{name} is cut short or too large. Delete it and get it again.")
+        raise ValueError(f"{name} is truncated or too large. Delete it and download it again.")
     return content

@@ -1,11 +1,11 @@
-r"""A slope of whole numbers: after any order of updates the parameters are known to the last bit.
+r"""A linear loss with whole numbers: after updates in any order, the parameters are known exactly.
 
     f(w) = mean_i  w . x_i          x_ij in {1, ..., 8}
 
-The gradient of a batch, the mean of its x_i, does not depend on w. Batch sizes are powers of two, so it is
-exact in float32; with plain SGD and a learning rate that is a power of two so is every sum of updates. One
-batch lost or applied twice then shows as a wrong bit. (A mean over workers stays exact when their number is a
-power of two.) There is no lowest point: this task is for counting, not for learning.
+The gradient of a batch, the mean of its x_i, does not depend on w. Batch sizes are powers of two, so it is exact in
+float32; with plain SGD and a learning rate that is a power of two, so is every sum of updates. A batch that is lost or
+applied twice then changes the result. (A mean over workers is exact if their number is a power of two.) The loss has
+no minimum: this task is for counting updates, not for learning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rainband.tasks.task import TensorData
 
 LARGEST = 8
-EXACT_INTEGERS = 2**24  # float32 holds every whole number up to here
+EXACT_INTEGERS = 2**24  # float32 represents every whole number up to here
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Linear:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size & (self.batch_size - 1):
-            raise ValueError(f"batch_size={self.batch_size} would round the gradients: choose a power of two.")
+            raise ValueError(f"batch_size={self.batch_size} would round gradients: choose a power of two.")
         if self.samples < 1 or self.samples % self.batch_size:
             raise ValueError(
-                f"{self.samples} samples leave a short last batch, which would round its gradient: "
+                f"samples={self.samples} leaves a short last batch, whose gradient would be rounded: "
                 f"choose a multiple of batch_size={self.batch_size}."
             )
         if LARGEST * self.samples * self.epochs > EXACT_INTEGERS:
             raise ValueError(
-                f"{self.samples} samples x {self.epochs} epochs outgrow what float32 holds exactly: "
-                f"choose at most {EXACT_INTEGERS // LARGEST} in all."
+                f"{self.samples} samples x {self.epochs} epochs exceed the exact range of float32: "
+                f"choose at most {EXACT_INTEGERS // LARGEST} in total."
             )
 
     @cached_property
@@ -64,7 +64,7 @@ class Linear:
         return dots.mean()
 
     def after(self, lr: float, epochs: int | None = None) -> Tensor:
-        """Return the weights when SGD has applied every batch once per epoch, from the start at 0."""
+        """Return the weights after SGD has applied every batch once per epoch, starting at 0."""
         total = self._x.sum(0, dtype=torch.float64) * (self.epochs if epochs is None else epochs)
         return (-lr * total / self.batch_size).float()
 

@@ -1,4 +1,4 @@
-"""Find a task by its name: a file in this folder, or module:name of the user's own."""
+"""Find a task by its name: a built-in task, which is a file in this folder, or the user's own module:name."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from rainband.errors import did_you_mean
 from rainband.settings import as_dict, build
 from rainband.tasks.task import Task
 
-NOT_TASKS = {"__init__", "load", "source", "task"}  # every other file in this folder is one task
+NOT_TASKS = {"__init__", "load", "source", "task"}  # every other file in this folder is a task
 METHODS = ("model", "data", "loss", "evaluate")
 NUMBERS = ("batch_size", "epochs")
 
 
 def task_names() -> list[str]:
-    """Return the names of the built-in tasks; nothing is imported for it."""
+    """Return the names of the built-in tasks, without importing them."""
     return sorted({file.stem for file in Path(__file__).parent.glob("*.py")} - NOT_TASKS)
 
 
 def load_task(spec: str, settings: Mapping[str, object]) -> Task:
-    """Build the task called `spec`, with settings that are text, as typed, or values."""
+    """Build the task named `spec`; settings may be text, as typed, or values."""
     found = _find(spec)
     if not inspect.isclass(found) and callable(found) and not _is_task(found):
         found = found()
     if missing := [name for name in METHODS if not callable(getattr(found, name, None))]:
-        raise ValueError(f"{spec} is no task: it has no {', '.join(missing)}. A task has {_contract()}.")
+        raise ValueError(f"{spec} is not a task: it has no {', '.join(missing)}. A task has {_contract()}.")
     task = _configured(spec, found, settings)
     if missing := [name for name in NUMBERS if not isinstance(getattr(task, name, None), int)]:
-        raise ValueError(f"{spec} is no task: {', '.join(missing)} should be whole numbers, 1 or more.")
+        raise ValueError(f"{spec} is not a task: {', '.join(missing)} must be whole numbers of at least 1.")
     for name in NUMBERS:
         if getattr(task, name) < 1:
-            raise ValueError(f"{name}={getattr(task, name)}: a task needs {name} of 1 or more.")
+            raise ValueError(f"{name}={getattr(task, name)}: {name} must be at least 1.")
     return cast(Task, task)
 
 
@@ -47,7 +47,7 @@ def _configured(spec: str, found: Any, settings: Mapping[str, object]) -> object
     if not dataclasses.is_dataclass(cls):
         if settings:
             raise ValueError(
-                f"{spec} has no settings, so {', '.join(settings)} cannot be set: make {cls.__name__} a dataclass."
+                f"{spec} has no settings, so omit {', '.join(settings)}, or make {cls.__name__} a dataclass."
             )
         return found() if found is cls else found
     if found is cls:
@@ -61,7 +61,7 @@ def _find(spec: str) -> Any:
     if spec not in (names := task_names()):
         raise ValueError(
             f"no task named '{spec}'{did_you_mean(spec, names)}: choose from {', '.join(names)}, "
-            "or give module:name of your own."
+            "or type module:name for your own task."
         )
     module = importlib.import_module(f"rainband.tasks.{spec}")
     (found,) = [value for value in vars(module).values() if _is_task_class_of(module, value)]
@@ -85,18 +85,18 @@ def _find_in_module(module_name: str, name: str) -> object:
 
 
 def _import_users_module(name: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # for good: the module may import its neighbours later
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)  # permanently, because the module may import others later
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"'{name}' is not the name of a module: write module:name, such as mylab:mine.")
+        raise ValueError(f"'{name}' is not the name of a module: type module:name, such as mylab:mine.")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, but one that it imports is not
-        hint = f" Leave out the ending: {name.removesuffix('.py')}." if name.endswith(".py") else ""
-        raise ValueError(f"no module named '{name}', neither installed nor in {here}.{hint}") from error
+            raise  # the module exists, but one that it imports does not
+        hint = f" Omit the ending: {name.removesuffix('.py')}." if name.endswith(".py") else ""
+        raise ValueError(f"no module named '{name}', neither installed nor in {folder}.{hint}") from error
 
 
 def _contract() -> str:

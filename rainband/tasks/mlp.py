@@ -1,4 +1,4 @@
-"""A multi-layer perceptron on made-up data, for measuring speed: 784 inputs, hidden layers, 10 classes.
+"""A multi-layer perceptron on synthetic data, for measuring speed: 784 inputs, hidden layers, 10 classes.
 
     parameters   hidden layers    exactly
     0.1M         128                 101,770
@@ -6,7 +6,7 @@
     5.8M         2048, 2048        5,824,522
     20M          4096, 4096       20,037,642
 
-Inputs are random; a label is the largest output of a fixed random linear map, so there is something to learn.
+Inputs are random; a label is the largest output of a fixed random linear map, so the model can learn it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Mlp:
 
     def __post_init__(self) -> None:
         if self.parameters not in HIDDEN:
-            raise ValueError(f"no mlp of parameters={self.parameters}: choose from {', '.join(HIDDEN)}.")
+            raise ValueError(f"parameters={self.parameters}: choose from {', '.join(HIDDEN)}.")
         if self.samples < 1:
-            raise ValueError(f"an mlp needs at least one sample, not samples={self.samples}.")
+            raise ValueError(f"samples={self.samples}: samples must be at least 1.")
 
     @cached_property
     def _samples(self) -> tuple[Tensor, Tensor]:

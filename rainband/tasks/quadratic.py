@@ -1,9 +1,9 @@
-r"""A bowl whose lowest point is known: any error in a strategy's arithmetic shows as distance from it.
+r"""A quadratic loss with a known minimum, which shows errors in a strategy's arithmetic as a distance from it.
 
     f(w) = mean_i  1/2 sum_j h_j (w_j - x_ij)^2          so   w* = mean_i x_i
 
-with curvatures h_j evenly spaced on a log scale from 1 down to 1 / condition. The search starts at w = 0.
-Nothing is held out: distance and loss are those of all the training samples.
+with curvatures h_j evenly spaced on a log scale from 1 down to 1 / condition. Training starts at w = 0. There is no
+held-out data: distance and loss are those of all training samples.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from rainband.tasks.task import TensorData
 
 
-class Point(nn.Module):
-    """A point w; the model's output is how far it is from each sample."""
+class Offset(nn.Module):
+    """The parameters w; the output is their difference from each sample."""
 
     def __init__(self, dimension: int) -> None:
         super().__init__()
@@ -34,36 +34,33 @@ class Point(nn.Module):
 class Quadratic:
     dimension: int = 32
     samples: int = 1024
-    condition: float = 10.0  # largest curvature over smallest; 1 makes the gradient w - mean(batch)
-    noise: float = 1.0  # spread of the samples around their centre; 0 makes all batches alike
+    condition: float = 10.0  # largest / smallest curvature; with 1, the gradient is w - mean(batch)
+    noise: float = 1.0  # spread of the samples around their center; 0: all batches are equal
     seed: int = 0  # of the samples
     batch_size: int = 32
     epochs: int = 10
 
     def __post_init__(self) -> None:
         if self.dimension < 1 or self.samples < 1:
-            raise ValueError(
-                f"a quadratic needs at least one dimension and one sample, not dimension={self.dimension} "
-                f"samples={self.samples}."
-            )
+            raise ValueError(f"dimension={self.dimension} samples={self.samples}: both must be at least 1.")
         if self.condition < 1 or self.noise < 0:
             raise ValueError(
-                f"a quadratic needs condition >= 1 and noise >= 0, not condition={self.condition} noise={self.noise}."
+                f"condition={self.condition} noise={self.noise}: condition must be at least 1, noise at least 0."
             )
 
     @cached_property
     def _x(self) -> Tensor:
         random = np.random.default_rng(self.seed)
-        centre = random.standard_normal(self.dimension, dtype=np.float32)
+        center = random.standard_normal(self.dimension, dtype=np.float32)
         spread = random.standard_normal((self.samples, self.dimension), dtype=np.float32)
-        return torch.from_numpy(centre + np.float32(self.noise) * spread)
+        return torch.from_numpy(center + np.float32(self.noise) * spread)
 
     @cached_property
     def _curvature(self) -> Tensor:
         return torch.logspace(0.0, -log10(self.condition), self.dimension)
 
-    def model(self) -> Point:
-        return Point(self.dimension)
+    def model(self) -> Offset:
+        return Offset(self.dimension)
 
     def data(self) -> TensorData:
         return TensorData(self._x)

@@ -1,4 +1,4 @@
-"""What the file of a built-in task says about it: read and not imported, because importing it imports torch."""
+"""Read the settings and docstring of a built-in task from its source, because importing it would import torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PLAIN = {"int": int, "float": float, "bool": bool, "str": str}
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A built-in task, as `rainband explain` tells of it."""
+    """The description of a built-in task that `rainband explain` prints."""
 
     name: str
     class_name: str
     text: str  # the docstring of the file
     file: Path
     settings: list[Setting]
-    twin: type  # a dataclass with the same fields, and nothing else
+    twin: type  # a dataclass with the same fields and nothing else
 
 
 def read_task(name: str) -> TaskFile:
@@ -38,7 +38,7 @@ def read_task(name: str) -> TaskFile:
 
 
 def check_values(task: TaskFile, settings: Mapping[str, Any]) -> None:
-    """Say what is wrong with a value, by the name under which it was typed."""
+    """Raise an error for a wrong value, with the name under which it was typed."""
     for name, value in settings.items():
         check_value(task.twin, name, value, f"task.{name}")
 
@@ -62,4 +62,4 @@ def _type(annotation: ast.expr) -> Any:
             return type(None)
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return _type(left) | _type(right)
-    raise AssertionError(f"a built-in task has plain settings, and not {ast.unparse(annotation)}")
+    raise AssertionError(f"the settings of a built-in task must have plain types, not {ast.unparse(annotation)}")

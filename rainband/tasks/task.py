@@ -1,4 +1,4 @@
-"""What a task is: a model, its data and its loss, ready to train; and the pieces to make one of your own.
+"""The interface of a task (a model, its data and its loss), and classes to build one.
 
 Importing this file imports neither torch nor numpy: the command line must start fast.
 """
@@ -21,8 +21,8 @@ CHUNK = 1000  # samples evaluated at once
 class Data(Protocol):
     """The training samples, numbered from 0.
 
-    With `prefetch = True` a full-batch method calls `batch` ahead, on a thread of its own: for data that is read from
-    files, say. Then `batch` must not draw random numbers from torch's global generator, which other threads use.
+    With `prefetch = True`, for example for data read from files, full-batch strategies call `batch` ahead, on another
+    thread. Then `batch` must not draw random numbers from torch's global generator, which other threads use.
     """
 
     def __len__(self) -> int: ...
@@ -32,7 +32,7 @@ class Data(Protocol):
 
 
 class Task(Protocol):
-    """A small class, best a frozen dataclass: its fields are its settings.
+    """A task is a class, usually a frozen dataclass, whose fields are its settings.
 
     A task may also have `groups(model) -> list[dict]`: parameter groups with their own lr or weight_decay, as
     torch.optim takes them.
@@ -45,16 +45,16 @@ class Task(Protocol):
     def epochs(self) -> int: ...
 
     def model(self) -> nn.Module:
-        """Build the model from torch's global random numbers: the run seeds them, so workers start alike."""
+        """Build the model, drawing from torch's global generator, which the run seeds: all workers start equal."""
 
     def data(self) -> Data:
-        """Return the training samples: the same ones, in the same order, on every worker."""
+        """Return the training samples, the same and in the same order on every worker."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss over the batch."""
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Measure the model on held-out data, say {"accuracy": 0.97, "loss": 0.1}."""
+        """Return metrics of the model on held-out data, such as {"accuracy": 0.97, "loss": 0.1}."""
 
 
 def parameter_groups(task: Task, model: nn.Module) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ class TensorData:
     def __init__(self, *tensors: Tensor) -> None:
         lengths = [len(tensor) for tensor in tensors]
         if len(set(lengths)) != 1:
-            raise ValueError(f"TensorData takes one or more tensors of equal length, not of lengths {lengths}.")
+            raise ValueError(f"TensorData got tensors of lengths {lengths}: it requires one or more of equal length.")
         self.tensors = tensors
 
     def __len__(self) -> int:
@@ -92,13 +92,13 @@ class MapDataset(Protocol):
 
 
 class DatasetData:
-    """Any map-style torch Dataset; a batch is what a DataLoader would collate."""
+    """A map-style torch Dataset, with batches collated as by a DataLoader."""
 
     def __init__(self, dataset: MapDataset, collate: Callable[[list[Any]], Any] | None = None) -> None:
         if not hasattr(dataset, "__len__"):
             raise ValueError(
-                f"{type(dataset).__name__} has no length, so its samples cannot be shared out: "
-                "give a map-style dataset (with __len__ and __getitem__)."
+                f"{type(dataset).__name__} has no length, so its samples cannot be divided among workers: "
+                "use a map-style dataset, with __len__ and __getitem__."
             )
         self.dataset = dataset
         self.collate = collate
@@ -117,24 +117,24 @@ class DatasetData:
         return (self.collate or default_collate)(samples)
 
     def _samples(self, indices: list[int]) -> list[Any]:
-        many = getattr(self.dataset, "__getitems__", None)  # a DataLoader, too, prefers it
+        many = getattr(self.dataset, "__getitems__", None)  # as a DataLoader does
         return list(many(indices)) if many else [self.dataset[i] for i in indices]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleTask:
-    """A task from what a torch program already has: batches are (inputs, targets).
+    """A task made of a module, a dataset and a loss function; batches are (inputs, targets).
 
         def mine() -> ModuleTask:
             return ModuleTask(Net, train_set, functional.cross_entropy, epochs=3)
 
-    in mylab.py is started by `rainband train mylab:mine downpour`.
+    If this is in mylab.py, `rainband train mylab:mine downpour` trains it.
     """
 
-    module: Callable[[], Any]  # () -> nn.Module; Any, because settings are read without importing torch
+    module: Callable[[], Any]  # () -> nn.Module; Any, so that settings can be read without importing torch
     dataset: MapDataset
     loss_fn: Callable[[Any, Any], Any]  # (outputs, targets) -> mean loss, as in torch.nn.functional
-    evaluate_fn: Callable[[Any], dict[str, float]] | None = None  # (model) -> measures on held-out data
+    evaluate_fn: Callable[[Any], dict[str, float]] | None = None  # (model) -> metrics on held-out data
     collate: Callable[[list[Any]], Any] | None = None
     batch_size: int = 32
     epochs: int = 10
@@ -160,7 +160,7 @@ class ModuleTask:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside: evaluation mode and no gradients; afterwards every submodule is in the mode it had."""
+    """Set evaluation mode and no gradients; afterwards restore the mode of every submodule."""
     import torch
 
     modes = [(module, module.training) for module in model.modules()]
@@ -174,7 +174,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def accuracy_and_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, float]:
-    """Evaluate a classifier, a chunk at a time so that memory stays small."""
+    """Evaluate a classifier in chunks, to limit memory."""
     import torch
     from torch.nn import functional
 
@@ -190,26 +190,25 @@ def accuracy_and_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[
 
 
 def fingerprint(data: Data) -> str:
-    """Return a short hash of the number of samples and of a few from the beginning, middle and end.
+    """Return a short hash of the number of samples and of a few of them, to check that workers have the same data.
 
-    Two workers with equal fingerprints most likely hold the same data. Random transforms give the same sample
-    every time here, as long as they draw from torch's, numpy's or Python's global random numbers.
+    Random transforms give the same samples here if they draw from torch's, numpy's or Python's global generator.
     """
     import xxhash
 
     length = len(data)
-    around = [*range(3), *range(length // 2 - 1, length // 2 + 2), *range(length - 3, length)]
+    chosen = [*range(3), *range(length // 2 - 1, length // 2 + 2), *range(length - 3, length)]
     hasher = xxhash.xxh3_64()
     hasher.update(f"{length} samples".encode())
     with _fixed_random_numbers():
-        for index in sorted({i for i in around if 0 <= i < length}):
+        for index in sorted({i for i in chosen if 0 <= i < length}):
             _absorb(hasher, data.batch([index]))
     return hasher.hexdigest()
 
 
 @contextmanager
 def _fixed_random_numbers() -> Iterator[None]:
-    """Inside: all global generators start from 0; afterwards they go on where they were."""
+    """Seed all global generators with 0; afterwards restore their states."""
     import random
 
     import numpy as np
@@ -218,7 +217,7 @@ def _fixed_random_numbers() -> Iterator[None]:
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(0)
     np.random.seed(0)
-    torch.default_generator.manual_seed(0)  # not torch.manual_seed: that reseeds the accelerators, too
+    torch.default_generator.manual_seed(0)  # not torch.manual_seed, which also seeds accelerators
     try:
         yield
     finally:
@@ -228,7 +227,7 @@ def _fixed_random_numbers() -> Iterator[None]:
 
 
 def _absorb(hasher: xxhash.xxh3_64, value: Any) -> None:
-    """Hash a nest of tensors, arrays and plain values, with their kinds and shapes, so that no two mix up."""
+    """Hash a pytree of tensors, arrays and plain values, with their types and shapes."""
     import numpy as np
     import torch
 
@@ -254,6 +253,6 @@ def _absorb(hasher: xxhash.xxh3_64, value: Any) -> None:
                 _absorb(hasher, item)
         case _:
             raise ValueError(
-                f"cannot take the fingerprint of a batch that holds a {type(value).__name__}: let Data.batch "
-                "return tensors, arrays, numbers and strings, in tuples, lists or dicts (collate can do it)."
+                f"a batch contains a value of type {type(value).__name__}, which cannot be compared among workers: return tensors, "
+                "arrays, numbers and strings, in tuples, lists or dicts (a collate function can convert)."
             )
