@@ -13,12 +13,12 @@ from rainband.rules import FirstArrivalsOfRound
 from rainband.rules.rounds import TOO_LATE
 from rainband.strategies.sync import Sync
 from rainband.tasks.linear import Linear
+from tests.builders import cell_push, rounds_plan
 from tests.harness import Faults, run
 from tests.ledger import LR, Case, number_of
-from tests.pieces import cell_push, rounds_plan
-from tests.storms import run_seed
+from tests.random_runs import run_seed
 from tests.test_rules import Recorder, number
-from tests.test_sim_world import INSTANT, world_of
+from tests.test_simulation import INSTANT, world_of
 
 Dropped = list[tuple[int, int]]
 

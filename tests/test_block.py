@@ -15,7 +15,7 @@ from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.rules import MeanOfRound
 from rainband.server.block import Block
-from tests.pieces import (
+from tests.builders import (
     NUMEL,
     cell_push,
     full,

@@ -33,7 +33,7 @@ from rainband.tasks.load import load_task, task_names
 from rainband.tasks.source import read_task
 from rainband.views.history import read_run
 from rainband.views.runs_text import listed
-from tests.stories import a_config, ended, started, whole_run, write_run
+from tests.synthetic_runs import a_config, ended, started, whole_run, write_run
 
 ROOT = Path(__file__).parent.parent
 

@@ -33,7 +33,7 @@ from rainband.protocol.messages import (
 from rainband.strategy import Batch, BlockValues, WorkItem
 from rainband.worker.client import Client
 from rainband.worker.pulls import PullHandle
-from tests.pieces import NUMEL, full, layout_of, make_plan, named, rounds_plan, specs_of
+from tests.builders import NUMEL, full, layout_of, make_plan, named, rounds_plan, specs_of
 
 
 class FakePort:

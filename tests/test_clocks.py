@@ -29,10 +29,10 @@ from rainband.protocol.messages import (
 from rainband.rules import Clocks, StalenessBound, TaskBound
 from rainband.server.server import Server
 from rainband.strategies.stale_sync import StaleSync
+from tests.builders import WORKERS, full, make_buffer, make_plan, make_push, make_server_part, named, specs_of
 from tests.harness import Faults, Node, SimulatedCluster, run
 from tests.ledger import LR, Case, Ledger, number_of
-from tests.pieces import WORKERS, full, make_buffer, make_plan, make_push, make_server_part, named, specs_of
-from tests.storms import run_seed
+from tests.random_runs import run_seed
 from tests.test_rules import Recorder, number
 
 # ---- clocks by themselves ----

@@ -13,9 +13,7 @@ from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategy import Rule, Strategy
-from tests.harness import Faults, SimulatedCluster
-from tests.ledger import Case
-from tests.pieces import (
+from tests.builders import (
     WORKERS,
     full,
     make_buffer,
@@ -27,7 +25,9 @@ from tests.pieces import (
     specs_of,
     value_of,
 )
-from tests.test_sim_world import INSTANT, world_of
+from tests.harness import Faults, SimulatedCluster
+from tests.ledger import Case
+from tests.test_simulation import INSTANT, world_of
 
 STRATEGIES: list[Strategy] = [
     Downpour(lr=0.05, optimizer="sgd", compensation=0.5),

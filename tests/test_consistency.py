@@ -14,7 +14,7 @@ from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.stale_sync import StaleSync
 from rainband.tasks.linear import Linear
-from tests.test_sim_world import INSTANT, world_of
+from tests.test_simulation import INSTANT, world_of
 
 # Worker 1 takes 4 s for a step, worker 0 takes 1 s; nothing else takes time.
 ONE_IS_SLOW = replace(INSTANT, compute=replace(INSTANT.compute, slow_workers=(1,), slow_factor=4.0))

@@ -39,7 +39,7 @@ from rainband.protocol.messages import (
     Tally,
     Welcome,
 )
-from tests.pieces import layout_of
+from tests.builders import layout_of
 
 TIMEOUT_S = 5.0
 

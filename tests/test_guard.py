@@ -21,7 +21,7 @@ from rainband.rules import StalenessBound
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation import run as sim
 from rainband.strategies.adaptive_bound import AdaptiveBound
-from tests.pieces import make_push, make_server, named, send, value_of
+from tests.builders import make_push, make_server, named, send, value_of
 from tests.test_clocks import make_server as make_bounded_server
 
 WELL = GuardReading(loss=1.0, batches=10, not_finite=0, staleness_mean=1.0, num_workers=4)

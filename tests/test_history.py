@@ -20,7 +20,7 @@ from rainband.protocol.events import AnyEvent
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.run_directory import EventLog, OutputLog, new_directory, read_config, write_config
 from rainband.views.history import RunSoFar, _middle_without, find_run, list_runs, loss_curve, read_run
-from tests.stories import a_config, ended, planned, progress, started, whole_run, write_run
+from tests.synthetic_runs import a_config, ended, planned, progress, started, whole_run, write_run
 
 
 def running(*story: AnyEvent) -> RunSoFar:

@@ -49,7 +49,7 @@ from rainband.tasks.quadratic import Quadratic
 from rainband.tasks.task import TensorData
 from rainband.views.summary import accounting as told
 from rainband.worker.worker import Sampler
-from tests.pieces import make_plan
+from tests.builders import make_plan
 from tests.processes import LR, RunLauncher, exact
 
 WORKERS = 3

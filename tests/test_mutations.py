@@ -34,7 +34,7 @@ from rainband.worker.server_blocks import ServerBlocks
 from tests import test_client, test_clocks, test_coordinator, test_rules, test_server
 from tests.harness import LinePort, replaced
 from tests.ledger import Wrong
-from tests.storms import run_seed
+from tests.random_runs import run_seed
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 

@@ -22,7 +22,7 @@ from rainband.views.live_display import PlainView, RunWatch, is_terminal
 from rainband.views.progress import LiveView, frame
 from rainband.views.summary import accounting, headline, summary
 from rainband.views.warnings import warnings
-from tests.stories import ACCOUNTING, ended, planned, progress, started, whole_run
+from tests.synthetic_runs import ACCOUNTING, ended, planned, progress, started, whole_run
 
 TRACEBACK = "Traceback (most recent call last):\n"
 

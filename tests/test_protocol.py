@@ -1,6 +1,6 @@
 """Random schedules with faults: every batch once on every block, to the last bit, and every run ends.
 
-What is promised is in `tests.harness.check`; a failing seed is run again with `tests.storms.run_seed(seed, kind)`.
+What is promised is in `tests.harness.check`; a failing seed is run again with `tests.random_runs.run_seed(seed, kind)`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rainband.strategies.sync import Sync
 from rainband.strategy import Strategy
 from tests.harness import Faults, SimulatedCluster, run
 from tests.ledger import LR, Case
-from tests.storms import Ragged, Softly, draw, run_seed
+from tests.random_runs import Ragged, Softly, draw, run_seed
 
 KINDS = ("downpour", "ragged", "sync", "stale_sync", "soft_sync", "bounded_delay", "backup")
 FEW, MANY, CHUNK = 50, 2_000, 200

@@ -1,4 +1,4 @@
-"""The scripts about model parallelism: small forms of what they claim, and numbers one can check in the head."""
+"""The scripts about model parallelism: small forms of their claims, with numbers that are easy to check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from reproduce.weight_stashing import apart
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 
 ROOT = Path(__file__).parent.parent
-TABLE = (ROOT / "docs" / "guides" / "model_parallel.md").read_text(encoding="utf-8").split("| script | claim |")[1]
+PAGE = (ROOT / "docs" / "results" / "reproductions.md").read_text(encoding="utf-8")
+TABLE = PAGE.partition("## Model parallelism")[2]
 SCRIPTS = [ROOT / "reproduce" / f"{name}.py" for name in re.findall(r"^\| `(\w+)`", TABLE, re.MULTILINE)]
 
 

@@ -16,7 +16,7 @@ from rainband.protocol.messages import Pull, Push
 from rainband.rules import ApplyOnArrival, MeanOfRound
 from rainband.rules.around import Around
 from rainband.strategy import Rule
-from tests.pieces import cell_push, make_plan, make_push, named, rounds_plan
+from tests.builders import cell_push, make_plan, make_push, named, rounds_plan
 
 
 class Recorder:

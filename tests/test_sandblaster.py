@@ -26,7 +26,8 @@ from rainband.strategy import CoordinatorApi
 from rainband.views import event_text
 from rainband.views.formatting import short
 from rainband.views.history import RunSoFar
-from tests.led_runs import (
+from tests.builders import make_plan
+from tests.full_batch_runs import (
     EXACT,
     MODEL,
     TIMEOUT_S,
@@ -39,7 +40,6 @@ from tests.led_runs import (
     plain_lbfgs,
     with_compute,
 )
-from tests.pieces import make_plan
 
 TASKS = [pytest.param(Logistic(), id="logistic"), pytest.param(SmallNet(), id="net")]
 IN_TWO_CELLS = [pytest.param(Logistic(batch_size=30), id="logistic"), pytest.param(SmallNet(batch_size=30), id="net")]

@@ -33,8 +33,7 @@ from rainband.protocol.messages import (
 )
 from rainband.server.block import Block
 from rainband.server.server import Server, ServerOutput
-from tests.harness import replaced
-from tests.pieces import (
+from tests.builders import (
     NUMEL,
     WORKERS,
     answer,
@@ -50,7 +49,8 @@ from tests.pieces import (
     specs_of,
     value_of,
 )
-from tests.pieces import make_server as new_server
+from tests.builders import make_server as new_server
+from tests.harness import replaced
 
 
 def messages(outs: list[ServerOutput], kind: type) -> list[Any]:

@@ -14,7 +14,7 @@ from rainband.views.sinks import SafeSink
 from rainband.views.sinks.csv import COLUMNS, Csv
 from rainband.views.sinks.sqlite import Sqlite
 from rainband.views.sinks.tensorboard import TensorBoard, check_installed
-from tests.stories import ended, progress, started, whole_run
+from tests.synthetic_runs import ended, progress, started, whole_run
 
 
 def ask(directory: Path, question: str) -> list[tuple[object, ...]]:

@@ -13,9 +13,9 @@ from rainband.protocol import events
 from rainband.rules import ApplyEvery
 from rainband.strategies.soft_sync import SoftSync
 from rainband.tasks.linear import Linear
-from tests.pieces import make_plan, make_push, named
+from tests.builders import make_plan, make_push, named
 from tests.test_rules import Recorder, number
-from tests.test_sim_world import INSTANT, world_of
+from tests.test_simulation import INSTANT, world_of
 
 
 def test_1_2_and_6_give_3_whoever_they_are_from() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.rules import ApplyEvery
-from tests.pieces import make_block, make_plan, make_push, make_server_part, named
+from tests.builders import make_block, make_plan, make_push, make_server_part, named
 
 DELAYS = (0, 1, 2, 5, 15)
 

@@ -8,7 +8,7 @@ from rainband.protocol.messages import Peer
 from rainband.runtimes.simulation.fault_injector import FaultInjector
 from rainband.runtimes.simulation.models.faults import parse
 from rainband.strategies.sync import Sync
-from tests.test_sim_world import world_of
+from tests.test_simulation import world_of
 
 
 def test_when_a_worker_dies_with_a_push_on_one_server_only_the_round_before_is_saved() -> None:

@@ -253,6 +253,6 @@ def _absorb(hasher: xxhash.xxh3_64, value: Any) -> None:
                 _absorb(hasher, item)
         case _:
             raise ValueError(
-                f"a batch contains a value of type {type(value).__name__}, which cannot be compared among workers: return tensors, "
-                "arrays, numbers and strings, in tuples, lists or dicts (a collate function can convert)."
+                f"a batch contains a value of type {type(value).__name__}, which workers cannot compare: "
+                "return tensors, arrays, numbers and strings, in tuples, lists or dicts."
             )

@@ -28,10 +28,10 @@ from rainband.strategy import Batch, Rule, ServerPart, Strategy
 from rainband.tasks.quadratic import Quadratic
 from rainband.worker.client import Client
 from rainband.worker.worker import ModuleWorker, Sampler
+from tests.builders import make_plan
 from tests.harness import Faults, Node, Outcome, SimulatedCluster, run
 from tests.ledger import ELEMENTS, LR, Case
-from tests.pieces import make_plan
-from tests.storms import Softly
+from tests.random_runs import Softly
 
 every_strategy = pytest.mark.parametrize("name", strategy_names())
 # What a coordinator leads goes over the data as often as it needs, without an optimizer: test_sandblaster has its laws.

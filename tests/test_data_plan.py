@@ -22,7 +22,7 @@ from rainband.protocol.data_plan import (
     validate_push_id,
     work_items,
 )
-from tests.pieces import make_plan, named, rounds_plan
+from tests.builders import make_plan, named, rounds_plan
 
 # ---- the plan, free-running ----
 

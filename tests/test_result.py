@@ -72,11 +72,11 @@ def test_a_strategy_may_not_return_early_but_a_loop_of_ones_own_may() -> None:
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm")
 def test_a_strategy_that_returns_before_the_data_is_done_ends_the_run_with_a_message(tmp_path: Path) -> None:
-    hasty = msgspec.structs.replace(config("tests.test_verdict:Hasty"), directory=str(tmp_path))
+    hasty = msgspec.structs.replace(config("tests.test_result:Hasty"), directory=str(tmp_path))
     result = local.run(hasty, lambda event: None)
     assert (result.outcome, result.exit_code) == ("failed", 1)
     done = result.accounting["applied"]
-    assert f"tests.test_verdict:Hasty returned with {done} of 16 batches done" in result.reason
+    assert f"tests.test_result:Hasty returned with {done} of 16 batches done" in result.reason
     assert 0 < done < 16 and (result.accounting["lost"], result.accounting["applied_twice"]) == (0, 0)
     assert 0 < result.training_s < result.seconds
     assert result.samples_per_s == pytest.approx(result.samples / result.training_s)

@@ -163,5 +163,5 @@ def run_seed(seed: int, kind: str, max_steps: int = 20_000) -> Outcome:
     try:
         return run(seed, case, faults, max_steps)
     except Exception as error:
-        error.add_note(f"to see it again: tests.storms.run_seed({seed}, {kind!r})\n{case}\n{faults}")
+        error.add_note(f"to see it again: tests.random_runs.run_seed({seed}, {kind!r})\n{case}\n{faults}")
         raise

@@ -15,7 +15,7 @@ from rainband.protocol.worker_stats import Stats
 from rainband.views.event_text import progress_line
 from rainband.views.history import RunSoFar
 from rainband.worker.periodic_eval import PeriodicEval
-from tests.stories import planned, progress, started
+from tests.synthetic_runs import planned, progress, started
 
 
 @dataclass

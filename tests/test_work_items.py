@@ -15,7 +15,7 @@ from rainband.strategy import Batch
 from rainband.tasks.task import DatasetData
 from rainband.worker.work_items import ItemsInHand
 from rainband.worker.worker import Sampler
-from tests.pieces import make_plan
+from tests.builders import make_plan
 
 PLAN = make_plan(portion_batches=2, batches_per_item=2, coordinated=True)  # four cells of two batches
 

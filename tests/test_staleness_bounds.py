@@ -17,11 +17,11 @@ import rainband
 from rainband.cli.main import build_app
 from rainband.errors import RainbandError
 from rainband.strategies.stale_sync import StaleSync
+from tests.broken_bound import Boundless
 from tests.processes import Run, RunLauncher
-from tests.promises import Boundless
 from tests.test_consistency import ONE_IS_SLOW, TASK
 from tests.test_run_script import Told
-from tests.test_sim_world import world_of
+from tests.test_simulation import world_of
 
 SAMPLES = 64
 PROMISED = "the strategy did not keep its promise: readers may miss 0 clocks, and"
@@ -47,7 +47,7 @@ def test_it_does_break_its_promise() -> None:
 def test_in_virtual_time_the_command_fails_and_says_by_how_much(tmp_path: Path) -> None:
     where = ["--runtime", "sim", "--workers", "2", "compute.slow_workers=1", "--runs", str(tmp_path)]
     settings = ["lr=0.0625", "task.samples=64", "task.epochs=1"]
-    told = CliRunner().invoke(build_app(), ["train", "linear", "tests.promises:Boundless", *settings, *where])
+    told = CliRunner().invoke(build_app(), ["train", "linear", "tests.broken_bound:Boundless", *settings, *where])
     assert told.exit_code == 1 and PROMISED in " ".join(told.output.split())
 
 
@@ -66,7 +66,7 @@ def one_stands_still(launcher: RunLauncher, path: Path, strategy: str) -> Abstra
 
 @pytest.mark.processes
 def test_processes_whose_bound_was_exceeded_end_with_an_error(launcher: RunLauncher, tmp_path: Path) -> None:
-    with one_stands_still(launcher, tmp_path, "tests.promises:Boundless") as run:
+    with one_stands_still(launcher, tmp_path, "tests.broken_bound:Boundless") as run:
         run.under_way()
         run.gate.open()
         run.done(2)  # the other's second one was read at clock 1, and the first one's clock is 0
@@ -100,7 +100,7 @@ def test_loops_of_ones_own_whose_bound_was_exceeded_end_with_an_error(tmp_path: 
     os.mkfifo(tmp_path / "steps")
     told = Told(
         tmp_path,
-        ["--workers", "2", "--servers", "1", "--strategy", "tests.promises:Boundless", "train.py"],
-        inside="__import__('tests.promises').promises.stand_still(run, 'steps')",
+        ["--workers", "2", "--servers", "1", "--strategy", "tests.broken_bound:Boundless", "train.py"],
+        inside="__import__('tests.broken_bound').promises.stand_still(run, 'steps')",
     )
     assert told.exit_code == 1 and PROMISED in " ".join(told.err.split()), told.err

@@ -11,7 +11,7 @@ from rainband.protocol.accounting import BatchAccounting, balance, staleness_of,
 from rainband.protocol.messages import COORDINATOR, Missed, Report, ReportRequest, Skipped, Tally
 from rainband.server.block import Block
 from rainband.server.server import Server
-from tests.pieces import full, make_plan, make_push, make_server, named, send
+from tests.builders import full, make_plan, make_push, make_server, named, send
 
 
 def report(*blocks: Tally, **others: Any) -> Report:
