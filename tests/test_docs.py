@@ -491,6 +491,15 @@ def test_the_table_of_packages_is_that_of_the_layers() -> None:
     assert table == [[name, set(layer.modules.split()), layer.may_import] for name, layer in LAYERS.items()]
 
 
+def test_the_messages_in_the_picture_are_messages() -> None:
+    from rainband.protocol import messages
+
+    rows = rows_under("| from, to | messages | answers |", architecture())
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", " ".join(row))}
+    assert len(named) > 10
+    assert [name for name in named if not hasattr(messages, name)] == []
+
+
 def test_every_new_path_in_the_table_of_old_paths_exists() -> None:
     rows = rows_under("| old | new |", architecture())
     assert len(rows) > 150

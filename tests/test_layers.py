@@ -29,8 +29,6 @@ LAYERS = {
     # Computing without communicating: tensors in, tensors out.
     "model": Layer("model", may_import="contracts"),
     "rules": Layer("rules", may_import="contracts"),
-    "codecs": Layer("codecs", may_import="contracts"),
-    "collectives": Layer("collectives", may_import="contracts"),
     "tasks": Layer("tasks", may_import="contracts model"),
     "graphs": Layer(
         "model_parallel model_parallel.graph model_parallel.placement model_parallel.schedules model_parallel.drawing",
@@ -38,9 +36,9 @@ LAYERS = {
     ),
     "full_batch": Layer("full_batch", may_import="contracts"),
     # The algorithms: they know what to send, never how it travels.
-    "strategies": Layer("strategies plugins", may_import="contracts rules codecs collectives full_batch"),
+    "strategies": Layer("strategies plugins", may_import="contracts rules full_batch"),
     # State machines without I/O.
-    "nodes": Layer("server worker coordinator checkpoint", may_import="contracts model rules codecs tasks"),
+    "nodes": Layer("server worker coordinator", may_import="contracts model rules tasks"),
     "execution": Layer("model_parallel.execution", may_import="contracts model graphs nodes"),
     "transports": Layer("transports", may_import="contracts"),
     # What reads a run's events and nothing else.
