@@ -22,8 +22,8 @@ def table(folder: Path = FOLDER) -> str:
 
 def row(path: Path) -> str:
     paragraphs = _paragraphs(path)
-    advice = next((text for text in paragraphs if text.startswith("Use it ")), "")
-    parts = re.split(r"\. (?:Not|Avoid(?: it)?) ", advice.removeprefix("Use it "), maxsplit=1)
+    advice = next((text for text in paragraphs if text.startswith("Use ")), "")
+    parts = re.split(r"\. (?:Not|Avoid(?: it)?) ", re.sub("^Use (it )?", "", advice), maxsplit=1)
     if len(parts) < 2:
         raise ValueError(f"{path}: its docstring should have a paragraph 'Use it when ... . Not when ... .'")
     columns = [f"`{path.stem}`", paragraphs[0], *parts]

@@ -29,8 +29,8 @@ def error(workers: int, warmup: float, seed: int) -> float:
         lr=LR,
         momentum=MOMENTUM,
         scaling="linear",
-        schedule="cosine",
-        warmup=warmup,
+        lr_schedule="cosine",
+        warmup_fraction=warmup,
     )
     return done.error
 

@@ -25,8 +25,8 @@ class Boundless(StaleSync):
 
     bound: int = 0
 
-    def server(self, num_workers: int) -> ServerPart:
-        return replace(super().server(num_workers), rule=partial(AdmitsAnyone, self.bound))
+    def server(self, num_replicas: int) -> ServerPart:
+        return replace(super().server(num_replicas), rule=partial(AdmitsAnyone, self.bound))
 
 
 def stand_still(run: Any, pipe: str) -> None:

@@ -15,9 +15,10 @@ from rainband.protocol.messages import COORDINATOR, Ack, Assign, InitBlock, Peer
 from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.rules import ApplyOnArrival, MeanOfRound
+from rainband.rules.rule import Rule
 from rainband.server.block import Block
 from rainband.server.server import Server, ServerOutput
-from rainband.strategy import Rule, ServerPart
+from rainband.strategy import ServerPart
 
 NUMEL = 32
 WORKERS = [Peer("worker", i) for i in range(4)]

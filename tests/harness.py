@@ -60,10 +60,11 @@ from rainband.protocol.messages import (
     encode,
 )
 from rainband.protocol.parameter_buffers import ParameterBuffer
+from rainband.protocol.ports import BlockValues
 from rainband.protocol.steps import Handle
 from rainband.server.block import Block
 from rainband.server.server import Server
-from rainband.strategy import Batch, BlockValues, ServerPart
+from rainband.strategy import Batch, ServerPart
 from rainband.worker.client import Client
 from rainband.worker.pulls import PullHandle
 from rainband.worker.session import join_of
@@ -411,7 +412,8 @@ class SimulatedCluster:
         self.pace = self.random.choice((0.3, 1.0, 5.0))  # how fast computing is, beside the lines
         self.time_passes = 0.015  # at so many of the steps; 0: never
         self.coordinator = Coordinator(
-            RunSettings(num_workers=case.num_workers, num_servers=case.num_servers, failure_timeout_s=TIMEOUT_S)
+            RunSettings(num_workers=case.num_workers, num_servers=case.num_servers, failure_timeout_s=TIMEOUT_S),
+            case.strategy,
         )
         self.servers = {Peer("server", i): Server(self._half, self._publish) for i in range(case.num_servers)}
         for peer in self.servers:

@@ -29,10 +29,11 @@ from rainband.protocol.messages import (
     encode,
 )
 from rainband.protocol.parameter_buffers import ParameterBuffer
+from rainband.protocol.ports import BlockValues
 from rainband.runtimes.training_loop.loop import TrainingLoop
 from rainband.server.server import Server
 from rainband.strategies.downpour import Downpour
-from rainband.strategy import BlockValues, ServerPart, Strategy
+from rainband.strategy import ServerPart, Strategy
 from rainband.worker.session import Session
 
 ME = Peer("worker", 0)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rainband.rules import ApplyEvery
+from rainband.rules.rule import RuleBlock
 from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
 from rainband.strategies.sync import Sync
-from rainband.strategy import Requirements, RuleBlock, ServerPart, Strategy, Worker
+from rainband.strategy import Requirements, ServerPart, Strategy, Worker
 from tests.harness import Faults, Outcome, run
 from tests.ledger import LR, Case
 
@@ -38,8 +39,8 @@ class Ragged(Strategy):
                 gradients = [await worker.gradient(batch) for batch in work_item.batches[at : at + cut]]
                 worker.servers.push(functools.reduce(operator.add, gradients))
 
-    def server(self, num_workers: int) -> ServerPart:
-        return Downpour(lr=LR, optimizer="sgd", guard=False).server(num_workers)
+    def server(self, num_replicas: int) -> ServerPart:
+        return Downpour(lr=LR, optimizer="sgd", guard=False).server(num_replicas)
 
 
 def draw(seed: int, kind: str) -> tuple[Case, Faults]:
@@ -108,7 +109,7 @@ def _draw_stale_sync(r: random.Random) -> StaleSync:
 
 
 def _draw_bounded_delay(r: random.Random) -> BoundedDelay:
-    return BoundedDelay(tau=r.choice((0, 1, 1, 3)), tau_last=r.choice((None, None, 0, 4)), lr=LR, guard=False)
+    return BoundedDelay(tau=r.choice((0, 1, 1, 3)), tau_end=r.choice((None, None, 0, 4)), lr=LR, guard=False)
 
 
 class SumOfArrivals(ApplyEvery):
@@ -129,10 +130,12 @@ class Softly(Strategy):
     async def run(self, worker: Worker) -> None:
         await SoftSync().run(worker)
 
-    def server(self, num_workers: int) -> ServerPart:
+    def server(self, num_replicas: int) -> ServerPart:
         soft = SoftSync(n=self.n, lr=LR, scaling="none", guard=False)
-        rule = partial(SumOfArrivals, soft.count(num_workers), False, num_workers, soft.count)
-        return replace(soft.server(num_workers), rule=rule)
+        rule = partial(
+            SumOfArrivals, soft.gradients_per_update(num_replicas), False, num_replicas, soft.gradients_per_update
+        )
+        return replace(soft.server(num_replicas), rule=rule)
 
 
 def _draw_soft_sync(r: random.Random) -> Softly:

@@ -24,8 +24,8 @@ from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.protocol.data_plan import DataPlan as DataPlan
 from rainband.protocol.messages import Finish, Lease, Message, Peer, Report
-from rainband.protocol.peer_inbox import Inbox
-from rainband.strategy import Batch, Tag
+from rainband.protocol.peer_inbox import Inbox, Tag
+from rainband.strategy import Batch
 from rainband.tasks.task import TensorData, parameter_groups
 from rainband.worker.client import Client
 from rainband.worker.worker import ModuleWorker, Work

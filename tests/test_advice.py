@@ -78,7 +78,7 @@ def test_a_small_momentum_or_one_worker_or_lock_step_is_no_reason_to_warn() -> N
         ("stale_sync", {"bound": 3}, "with a bound of 3 after 3 steps everyone"),
         ("stale_sync", {"bound": 0, "compensation": 0.1}, "with a bound of 0 everyone"),
         ("bounded_delay", {"tau": 0}, "with a bound of 0 everyone"),
-        ("adaptive_bound", {"high": 4}, "with a bound of 4 after 4 steps everyone"),
+        ("adaptive_bound", {"max_bound": 4}, "with a bound of 4 after 4 steps everyone"),
     ],
 )
 def test_who_waits_for_a_worker_that_is_always_slow_is_told_for_how_long(
@@ -131,8 +131,8 @@ def test_an_n_that_does_not_divide_the_workers_is_told_with_what_it_makes_of_the
 
 
 def test_an_n_larger_than_the_workers_is_told_also_what_it_does_to_the_rate() -> None:
-    assert "so n is 4 in truth. Choose n from 1 to 4." in told("soft_sync", 4, n=8)
-    assert "so n is 4 in truth and the learning rate is divided by 8" in told("soft_sync", 4, n=8, scaling="n")
+    assert "so n acts as 4. Choose n from 1 to 4." in told("soft_sync", 4, n=8)
+    assert "so n acts as 4 and the learning rate is divided by 8" in told("soft_sync", 4, n=8, scaling="n")
 
 
 def test_where_several_workers_compute_one_model_its_copies_count(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_where_several_workers_compute_one_model_its_copies_count(tmp_path: Path
 
 def test_linear_scaling_without_a_warm_up_is_told_the_rate_of_its_first_step() -> None:
     assert "a learning rate of 0.8, 8 times that of one worker" in told("sync", 8, scaling="linear", lr=0.1)
-    assert told("sync", 8, scaling="linear", lr=0.1, warmup=0.1) == ""
+    assert told("sync", 8, scaling="linear", lr=0.1, warmup_fraction=0.1) == ""
     assert told("sync", 8, scaling="sqrt") == told("sync", 1, scaling="linear") == ""
     assert "0.6, 6 times" in told("sync", 8, scaling="linear", backup_workers=2)
 

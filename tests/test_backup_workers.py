@@ -128,7 +128,7 @@ def test_nobody_waits_for_the_slow_one() -> None:
 
 @pytest.mark.parametrize("scaling, factor", [("none", 1.0), ("linear", 9.0), ("sqrt", 3.0)])
 def test_the_learning_rate_scales_with_the_cells_of_a_round(scaling: str, factor: float) -> None:
-    half = Sync(lr=0.1, scaling=scaling, backup_workers=2).server(num_workers=11)  # type: ignore[arg-type]
+    half = Sync(lr=0.1, scaling=scaling, backup_workers=2).server(num_replicas=11)  # type: ignore[arg-type]
     assert half.optimizer.settings["lr"] == pytest.approx(0.1 * factor)
 
 

@@ -252,7 +252,7 @@ def test_an_infinite_setting_survives_the_file(tmp_path: Path) -> None:
         "    bound: float = float('inf')\n"
         "    hook: object = print\n"
         "    async def run(self, worker): ...\n"
-        "    def server(self, num_workers): return object()\n"
+        "    def server(self, num_replicas): return object()\n"
     )
     made = config_of("digits", "endless:Endless")
     assert made.strategy_settings == {"bound": "inf"}

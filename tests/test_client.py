@@ -30,7 +30,8 @@ from rainband.protocol.messages import (
     Return,
     Revoke,
 )
-from rainband.strategy import Batch, BlockValues, WorkItem
+from rainband.protocol.ports import BlockValues
+from rainband.strategy import Batch, WorkItem
 from rainband.worker.client import Client
 from rainband.worker.pulls import PullHandle
 from tests.builders import NUMEL, full, layout_of, make_plan, named, rounds_plan, specs_of

@@ -344,7 +344,7 @@ def test_every_read_has_what_the_paper_promises_on_every_block(bound: int, direc
     for seed in range(6):
         Reader.reads, Reader.pushed = [], {}
         cluster = SimulatedCluster(
-            seed, Case(StaleSync(bound, lr=LR), 3, num_servers=2, num_samples=60, direct=direct), node=Reader
+            seed, Case(StaleSync(bound=bound, lr=LR), 3, num_servers=2, num_samples=60, direct=direct), node=Reader
         )
         cluster.time_passes = 0.0  # so nobody is given up
         cluster.run()

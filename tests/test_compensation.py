@@ -7,12 +7,13 @@ import torch
 
 from rainband.protocol.messages import COORDINATOR, Assign, Forget, InitBlock, Params, Pull
 from rainband.rules import ApplyEvery, ApplyOnArrival, Compensated, StalenessBound, compensated
+from rainband.rules.rule import Rule
 from rainband.server.server import Server
 from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.soft_sync import SoftSync
 from rainband.strategies.stale_sync import StaleSync
-from rainband.strategy import Rule, Strategy
+from rainband.strategy import Strategy
 from tests.builders import (
     WORKERS,
     full,
@@ -35,7 +36,7 @@ STRATEGIES: list[Strategy] = [
     SoftSync(n=2, lr=0.05, compensation=0.5),
     StaleSync(bound=1, lr=0.05, compensation=0.5),
     BoundedDelay(tau=2, lr=0.05, compensation=0.5),
-    Downpour(lr=0.05, optimizer="sgd", compensation=2.0, compensation_memory=0.95),
+    Downpour(lr=0.05, optimizer="sgd", compensation=2.0, compensation_decay=0.95),
 ]
 
 
@@ -102,8 +103,8 @@ def test_each_block_remembers_for_itself() -> None:
 @pytest.mark.parametrize(
     "settings, told",
     [
-        ({"compensation": 1.0, "compensation_memory": 1.0}, "compensation_memory=1.0: choose 0 .* below 1"),
-        ({"compensation_memory": 0.95}, "there is none: add one, such as compensation=2"),
+        ({"compensation": 1.0, "compensation_decay": 1.0}, "compensation_decay=1.0: choose 0 .* below 1"),
+        ({"compensation_decay": 0.95}, "there is none: add one, such as compensation=2"),
     ],
 )
 def test_a_memory_of_nothing_or_for_ever_is_refused(settings: dict[str, float], told: str) -> None:

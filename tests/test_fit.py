@@ -190,8 +190,8 @@ class Slowly(Strategy):
     requires = Requirements(batches_per_item=2)
     async def run(self, worker):
         await self.inner.run(worker)
-    def server(self, num_workers):
-        return self.inner.server(num_workers)
+    def server(self, num_replicas):
+        return self.inner.server(num_replicas)
 
 task = Mine(dimension=4, samples=64, batch_size=4, epochs=1)
 results = {}

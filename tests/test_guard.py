@@ -154,11 +154,11 @@ def test_a_run_that_is_well_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_adaptive_bound_begins_tight_and_loosens(tmp_path: Path) -> None:
-    result, told = simulated(tmp_path, "adaptive_bound", lr=0.05, high=3)
+    result, told = simulated(tmp_path, "adaptive_bound", lr=0.05, max_bound=3)
     assert result.outcome == "finished" and result.staleness["exceeded"] == 0
     assert [event.bound for event in told] == [1, 2, 3] and all(event.lr_factor == 1 for event in told)
 
 
 def test_wrong_settings_are_told_at_once() -> None:
-    with pytest.raises(ValueError, match="low=3 high=2: choose 0 <= low <= high"):
-        AdaptiveBound(low=3, high=2)
+    with pytest.raises(ValueError, match="min_bound=3 max_bound=2: choose 0 <= min_bound <= max_bound"):
+        AdaptiveBound(min_bound=3, max_bound=2)

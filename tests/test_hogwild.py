@@ -62,7 +62,7 @@ def assign(plan: DataPlan = PLAN) -> Assign:
 
 
 def kept() -> tuple[HogwildServer, SharedParameters]:
-    hogwild_server = HogwildServer(bytearray, guard=True)
+    hogwild_server = HogwildServer(bytearray)
     assert hogwild_server.receive(assign()) == []
     assert hogwild_server.memory is not None
     return hogwild_server, hogwild_server.memory
@@ -195,7 +195,7 @@ def test_a_report_says_what_is_complete_what_is_skipped_and_what_was_missed() ->
 
     assert (report.first_open, report.full, report.accepted, report.updates) == (1, (2,), 12, 11)
     assert report.skipped == (Skipped(2, 0b1000, "not finite"),)
-    assert report.refused == {"revoked": 1} and report.flushed and report.guard
+    assert report.refused == {"revoked": 1} and report.flushed
     (missed,) = report.missed
     assert (missed.pushes, missed.total, missed.most) == (11, 16, 2)
 
@@ -248,7 +248,9 @@ def test_parameter_groups_may_have_a_rate_of_their_own_and_nothing_else() -> Non
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
 def test_an_optimizer_that_remembers_is_refused_with_the_reason(optimizer: str) -> None:
-    with pytest.raises(ValueError, match="each process would remember only its own: leave it at sgd"):
+    with pytest.raises(
+        ValueError, match="each process would keep the state of its own gradients only: leave it at sgd"
+    ):
         load_strategy("hogwild", {"optimizer": optimizer})
 
 

@@ -132,7 +132,7 @@ def test_what_it_chooses_keeps_the_wolfe_conditions_and_is_where_it_looked_last(
     start = start_of(curve)
     if start.slope >= -1e-3:
         return
-    chosen, looked = follow(strong_wolfe(start, step, c1=1e-4, c2=0.9, most=60), curve)
+    chosen, looked = follow(strong_wolfe(start, step, c1=1e-4, c2=0.9, max_trials=60), curve)
     assert chosen == Trial(looked[-1], *curve(looked[-1]))
     assert chosen.loss <= start.loss + 1e-4 * chosen.step * start.slope + 1e-9
     assert abs(chosen.slope) <= 0.9 * abs(start.slope) + 1e-9

@@ -92,9 +92,9 @@ def test_a_strategy_of_ones_own_can_lead_too(tmp_path: Path) -> None:
     """It is handed to the coordinator, the servers and the workers, without a name."""
     from dataclasses import dataclass
 
+    from rainband.coordinator_api import CoordinatorApi
     from rainband.protocol.vectors import GRADIENT, PARAMS, axpy
     from rainband.strategies.sandblaster import Sandblaster
-    from rainband.strategy import CoordinatorApi
 
     @dataclass(frozen=True)
     class ThreeSteps(Sandblaster):
@@ -102,7 +102,7 @@ def test_a_strategy_of_ones_own_can_lead_too(tmp_path: Path) -> None:
             for iteration in range(3):
                 found = await coordinator.evaluate()
                 await coordinator.compute(axpy(PARAMS, -1.0 / found.samples, GRADIENT))
-                coordinator.note(iteration, found.loss, 0.0, 1.0, "enough" if iteration == 2 else "")
+                coordinator.report(iteration, found.loss, 0.0, 1.0, "enough" if iteration == 2 else "")
 
     bowl = Quadratic(dimension=4, samples=16, condition=1.0, batch_size=8)  # a step of 1 goes to its lowest point
     fitted = rainband.fit(bowl, ThreeSteps(), workers=1, servers=1, runs=tmp_path)

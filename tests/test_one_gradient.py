@@ -48,9 +48,10 @@ from rainband.protocol.messages import (
     Welcome,
 )
 from rainband.protocol.parameter_buffers import ParameterBuffer
+from rainband.protocol.ports import BlockValues
 from rainband.server.server import Server
 from rainband.strategies.downpour import Downpour
-from rainband.strategy import Batch, BlockValues
+from rainband.strategy import Batch
 from rainband.tasks.task import TensorData
 from rainband.worker.client import Client
 from rainband.worker.worker import ModuleWorker

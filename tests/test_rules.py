@@ -15,7 +15,7 @@ from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Pull, Push
 from rainband.rules import ApplyOnArrival, MeanOfRound
 from rainband.rules.around import Around
-from rainband.strategy import Rule
+from rainband.rules.rule import Rule
 from tests.builders import cell_push, make_plan, make_push, named, rounds_plan
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rainband.bench.cases.lbfgs import FullBatchTraffic
 from rainband.coordinator.full_batch import EvaluationWorkers, FullBatchRun
+from rainband.coordinator_api import CoordinatorApi
 from rainband.full_batch.descent import Limits, Sampling, SearchPoint
 from rainband.protocol.events import IterationDone
 from rainband.protocol.messages import Answer, AssignItems, Command, Peer
@@ -22,7 +23,6 @@ from rainband.runtimes.simulation.cluster import who_waits
 from rainband.runtimes.simulation.models.faults import Chances, random_script
 from rainband.strategies.conjugate_gradient import ConjugateGradient
 from rainband.strategies.sandblaster import Sandblaster
-from rainband.strategy import CoordinatorApi
 from rainband.views import event_text
 from rainband.views.formatting import short
 from rainband.views.history import RunSoFar
@@ -415,14 +415,14 @@ def test_a_pair_counts_only_if_the_curvature_is_positive(start: float, kept: boo
 def test_a_part_of_the_data_lowers_the_loss_of_all_of_it() -> None:
     task = Logistic(samples=200, batch_size=20)
     f, w = objective(task, weight_decay=0.01)
-    ran = led(Sandblaster(iterations=12, batch=0.6, n_push=1, weight_decay=0.01, **EXACT), task)
+    ran = led(Sandblaster(iterations=12, data_fraction=0.6, n_push=1, weight_decay=0.01, **EXACT), task)
     best = f(plain_lbfgs(Sandblaster(iterations=30), *objective(task, weight_decay=0.01))[-1])[0]
     assert f(parameters(ran.cluster))[0] - best < 0.2 * (f(w)[0] - best)
     assert ran.iterated[-1].work_items == 6 * ran.iterated[-1].evaluations
 
 
 def test_a_part_keeps_half_of_the_one_before() -> None:
-    sampling = Sampling(part=0.4, overlap=0.5)
+    sampling = Sampling(fraction=0.4, overlap=0.5)
     first = sampling.draw(0, 7, 50, ())
     second = sampling.draw(1, 7, 50, first)
     assert len(first) == len(second) == 20
@@ -438,7 +438,7 @@ def test_a_part_keeps_half_of_the_one_before() -> None:
     [
         (3, 2.0, SearchPoint(1.0, 0.5), ""),
         (3, 2.0, SearchPoint(1.0, 0.1), "the gradient norm is at most 0.1"),
-        (3, 2.0, SearchPoint(1.99, 0.5), "the loss changed by at most 0.01 of itself"),
+        (3, 2.0, SearchPoint(1.99, 0.5), "the loss changed by at most a fraction of 0.01"),
         (3, 2e-6, SearchPoint(1e-6, 0.5), ""),  # half of it, however small it is
         (9, 2.0, SearchPoint(1.0, 0.5), "9 iterations are done"),
         (0, float("inf"), SearchPoint(1.0, 0.5), ""),
@@ -455,7 +455,7 @@ def test_when_it_stops(iteration: int, before: float, now: SearchPoint, why: str
         ({"n_push": 65}, "n_push=65: choose from 1 to 64"),
         ({"history": 0}, "choose at least 1"),
         ({"c1": 0.9, "c2": 0.1}, "0 < c1 < c2 < 1"),
-        ({"batch": 0.0}, "both are parts, from 0 to 1"),
+        ({"data_fraction": 0.0}, "both must be from 0 to 1"),
         ({"weight_decay": -1.0}, "at least 0"),
     ],
 )

@@ -386,8 +386,8 @@ def test_a_deadlock_names_who_waits_for_whom_and_since_when() -> None:
 
 @dataclass(frozen=True)
 class Stuck(Downpour):
-    def server(self, num_workers: int) -> ServerPart:
-        half = super().server(num_workers)
+    def server(self, num_replicas: int) -> ServerPart:
+        half = super().server(num_replicas)
         return ServerPart(Stubborn, half.optimizer, half.schedule)
 
 

@@ -74,7 +74,7 @@ def test_a_gradient_is_only_lent() -> None:
 def test_thirty_workers_and_n_3_make_updates_of_10(
     scaling: Literal["none", "n", "staleness"], lr: float, by_staleness: bool
 ) -> None:
-    server_part = SoftSync(n=3, lr=0.6, scaling=scaling).server(num_workers=30)
+    server_part = SoftSync(n=3, lr=0.6, scaling=scaling).server(num_replicas=30)
     rule = server_part.rule()
     assert isinstance(rule, ApplyEvery)
     assert (rule.gradients_per_update, rule.by_staleness) == (10, by_staleness)
@@ -82,14 +82,14 @@ def test_thirty_workers_and_n_3_make_updates_of_10(
 
 
 def test_with_fewer_workers_than_n_every_gradient_is_an_update() -> None:
-    assert SoftSync(n=8).count(num_workers=5) == 1
+    assert SoftSync(n=8).gradients_per_update(5) == 1
 
 
 # ---- workers come and go ----
 
 
 def four_workers_two_updates() -> tuple[ApplyEvery, Recorder]:
-    rule = SoftSync(n=2, scaling="none").server(num_workers=4).rule()
+    rule = SoftSync(n=2, scaling="none").server(num_replicas=4).rule()
     assert isinstance(rule, ApplyEvery)
     return rule, Recorder(make_plan())
 
@@ -129,7 +129,7 @@ def test_every_update_is_of_so_many_gradients_as_the_workers_at_its_beginning_sa
     story: list[tuple[int, bool]], n: int
 ) -> None:
     strategy, block = SoftSync(n=n, scaling="none"), Recorder(make_plan())
-    rule = strategy.server(num_workers=5).rule()
+    rule = strategy.server(num_replicas=5).rule()
     there, left = set(range(5)), 0  # of the update at hand, none: it has not begun
     for worker, pushes in story:
         if not pushes:
@@ -137,7 +137,7 @@ def test_every_update_is_of_so_many_gradients_as_the_workers_at_its_beginning_sa
             there.discard(worker)
             continue
         there.add(worker)
-        left = (left or strategy.count(len(there))) - 1
+        left = (left or strategy.gradients_per_update(len(there))) - 1
         before = block.version
         rule.absorb(block, make_push(named(0, 0), worker=worker), number(1.0))
         assert (block.version > before) is (left == 0)
@@ -167,7 +167,7 @@ def test_in_a_run_with_a_kill_c_follows_and_an_event_says_so() -> None:
 def test_wrong_settings_are_told_at_once() -> None:
     with pytest.raises(ValueError, match="n=0: choose from 1"):
         SoftSync(n=0)
-    with pytest.raises(ValueError, match="adagrad does not mind how long a gradient is: type scaling=n"):
+    with pytest.raises(ValueError, match="adagrad normalizes that away: use scaling=n"):
         SoftSync(optimizer="adagrad")
 
 

@@ -21,8 +21,9 @@ from rainband.model_parallel.schedules.table import Table
 from rainband.protocol.data_plan import DataPlan as DataPlan
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.run import run
+from rainband.stage import StageVersions
 from rainband.strategies.pipedream import Pipedream
-from rainband.strategy import Batch, StageVersions
+from rainband.strategy import Batch
 from rainband.worker.worker import Sampler
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.stage_tasks import Shaped, data_plan, planned, trained_stages

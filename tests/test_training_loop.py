@@ -941,7 +941,7 @@ class Averaging(Strategy):
                 optimizer.step(gradient)
                 await worker.servers.push(gradient)
 
-    def server(self, num_workers: int) -> ServerPart:
+    def server(self, num_replicas: int) -> ServerPart:
         return ServerPart(ApplyOnArrival, OptimizerSpec("sgd", {"lr": 0.0}), Schedule())
 
 
@@ -958,7 +958,7 @@ class Doubling(Strategy):
                 gradient = await worker.gradient(batch)
                 optimizer.step(gradient + gradient)
 
-    def server(self, num_workers: int) -> ServerPart | None:
+    def server(self, num_replicas: int) -> ServerPart | None:
         return None
 
 

@@ -117,7 +117,6 @@ def _expected(name: str, pairs: list[str], workers: int) -> list[str]:
 
     from rainband.plugins import find_strategy, load_strategy
     from rainband.runtimes.advice import foreseen, waits_for_nobody
-    from rainband.runtimes.config import coordination_of
     from rainband.settings import fields_of, parse_pairs
 
     needed = [field.name for field in fields_of(find_strategy(name)) if field.default is MISSING]
@@ -125,7 +124,7 @@ def _expected(name: str, pairs: list[str], workers: int) -> list[str]:
     if not given and needed:
         return []
     strategy = load_strategy(name, given)
-    if coordination_of(strategy) is not None:
+    if strategy.requires.coordinated:
         return []
     missed = waits_for_nobody(strategy, workers)
     known = [] if missed is None else [f"with {workers} workers a gradient misses {missed:.3g} updates in the mean."]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +11,11 @@ import typer
 
 from rainband.cli.options import GroupedCommand, Json, Verbose, completion, with_run_options
 from rainband.cli.report_errors import EXIT_CODES, report_errors
+from rainband.optimizer_settings import OptimizerSettings
 from rainband.options import RunOptions, SimulationOptions, StageOptions
 
 # Settings that the script's own optimizer brings.
-OF_THE_SCRIPT = ("lr", "optimizer", "momentum", "weight_decay", "schedule", "warmup")
+OF_THE_SCRIPT = tuple(field.name for field in fields(OptimizerSettings))
 # Options of a run for which a script has its own code, or which it cannot have.
 LEFT_OUT = {
     *StageOptions.__annotations__,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from rainband.coordinator.admission import Admission
-from rainband.coordinator.full_batch import Coordinate, FullBatchRun
+from rainband.coordinator.full_batch import FullBatchRun
 from rainband.coordinator.full_batch_duty import FullBatchDuty
 from rainband.coordinator.guard_actions import GuardActions
 from rainband.coordinator.journal import Journal
@@ -46,6 +46,7 @@ from rainband.protocol.messages import (
     RoundChosen,
     ServerJoin,
 )
+from rainband.strategy import Requirements, Strategy
 
 __all__ = ["Coordinator", "CoordinatorOutput", "RunSettings"]
 
@@ -55,22 +56,21 @@ FROM_WORKERS_OFTEN = frozenset((Heartbeat, LeaseRequest, Return, Ended))  # who 
 class Coordinator:
     """Brings what comes in to the duty that it concerns."""
 
-    def __init__(
-        self, settings: RunSettings, coordinate: Coordinate | None = None, journal: Journal | None = None
-    ) -> None:
-        """`lead` is the third half of a strategy that has one; `journal` is that of a coordinator that came before."""
+    def __init__(self, settings: RunSettings, strategy: Strategy | None = None, journal: Journal | None = None) -> None:
+        """`journal` is that of a coordinator whose place this one takes."""
+        requires = Requirements() if strategy is None else strategy.requires
         self.state = state = RunState(settings)
         self.accounts = Reporting(state)
         self.ending = RunEnd(state, self.accounts)
         self.leading: FullBatchDuty | None = None
-        if coordinate is not None:
-            state.full_batch = FullBatchRun(coordinate, state.events, journal)
+        if strategy is not None and requires.coordinated:
+            state.full_batch = FullBatchRun(strategy.coordinate, state.events, journal)
             self.leading = FullBatchDuty(state, state.full_batch, self.ending)
         self.leases = Leases(state, self.ending)
         self.presence = Liveness(state, self.ending, self.leases, self.leading)
         self.planning = Planning(state)
         self.forming = Admission(state, self.ending, self.planning, self.presence, self.leading)
-        self.guarding = GuardActions(state, self.accounts)
+        self.guarding = GuardActions(state, self.accounts, requires)
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from rainband.coordinator.journal import Journal, digest
 from rainband.coordinator.pending_command import Computed, Evaluating, PendingCommand
 from rainband.coordinator.work_queue import WorkerPace, WorkQueue
+from rainband.coordinator_api import CoordinatorApi, Evaluation
 from rainband.errors import RainbandError, Stop
 from rainband.protocol import events
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Answer, AssignItems, Command, Evaluated, ItemsDelivered, Message, Peer
 from rainband.protocol.steps import Steps
 from rainband.protocol.vectors import Operation
-from rainband.strategy import CoordinatorApi, Evaluation
 
 FATAL_DEATHS = 3  # a cell that cost so many workers their lives ends the run
 MOST_AFTER_STOP = 100  # commands of a strategy that was told to stop
@@ -94,7 +94,7 @@ class FullBatchRun:
         self.batches += sum(map(self.crew.plan.batches_in, chosen))
         return Evaluating(self._command(operations, chosen))
 
-    def note(self, iteration: int, loss: float, gradient_norm: float, step: float, end: str = "") -> None:
+    def report(self, iteration: int, loss: float, gradient_norm: float, step: float, end: str = "") -> None:
         if self.number <= self.found:
             return  # it was told by the coordinator that came before
         self.notes.append(

@@ -8,13 +8,15 @@ from rainband.coordinator.state import CoordinatorOutput, RunState
 from rainband.protocol import events
 from rainband.protocol.accounting import staleness_so_far
 from rainband.protocol.messages import AdjustRule
+from rainband.strategy import Requirements
 
 
 class GuardActions:
     """Against divergence: smaller steps, a tighter bound."""
 
-    def __init__(self, state: RunState, accounts: Reporting) -> None:
+    def __init__(self, state: RunState, accounts: Reporting, requires: Requirements) -> None:
         self.state = state
+        self.requires = requires
         self.accounts = accounts
         self.guard = DivergenceGuard()
         self.decisions = 0
@@ -24,7 +26,8 @@ class GuardActions:
     def look(self, now: float) -> list[CoordinatorOutput]:
         """At what has come since the last look."""
         state, reports = self.state, self.state.reports()
-        if state.phase != "running" or not any(report.guard for report in reports):
+        custom_optimizer = state.join is not None and state.join.optimizer is not None
+        if state.phase != "running" or not reports or not self.requires.guard or custom_optimizer:
             return []
         done, not_finite = state.batches_done(), self.accounts.not_finite()
         look = GuardReading(
@@ -36,7 +39,7 @@ class GuardActions:
         )
         self.seen = done, not_finite
         bounds = [report.bound for report in reports if report.bound is not None]
-        decision = self.guard.look(look, min(bounds, default=None), reports[0].adapt)
+        decision = self.guard.look(look, min(bounds, default=None), self.requires.bound_range)
         return [] if decision is None else self._tune(decision, min(bounds, default=None), now)
 
     def _tune(self, decision: Decision, bound: int | None, now: float) -> list[CoordinatorOutput]:

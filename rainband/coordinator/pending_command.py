@@ -7,10 +7,10 @@ from collections.abc import Generator, Sequence
 
 from rainband.coordinator.journal import JournalEntry, digest
 from rainband.coordinator.work_queue import WorkQueue
+from rainband.coordinator_api import Evaluation
 from rainband.errors import RainbandError
 from rainband.protocol.messages import Answer, Command, Evaluated, Peer
 from rainband.protocol.vectors import ANSWERED
-from rainband.strategy import Evaluation
 
 
 class CommandRefused(RainbandError):

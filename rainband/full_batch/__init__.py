@@ -1,1 +1,1 @@
-"""What full-batch strategies share: descent directions and line searches."""
+"""Parts that full-batch strategies share: descent directions and line searches."""

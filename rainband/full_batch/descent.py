@@ -1,8 +1,8 @@
-r"""What full-batch methods share: the loss with its decay, the search along a direction, and when to stop.
+r"""Shared parts of full-batch methods: the loss with weight decay, the search along a direction, stopping criteria.
 
-    f(w) = mean over the samples of the batch of  loss(w)  +  weight_decay / 2 |w|^2
+    f(w) = mean over the samples of  loss(w)  +  weight_decay / 2 |w|^2
 
-Everything with as many elements as the model stays on the servers; here are only names and numbers.
+Vectors with as many elements as the model stay on the servers; only their names and numbers appear here.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from rainband.protocol.vectors import GRADIENT, PARAMS, Operation, axpy, copy, d
 from rainband.strategy import Requirements, Strategy
 
 if TYPE_CHECKING:
-    from rainband.strategy import CoordinatorApi, Evaluation, Gradient, Worker
+    from rainband.coordinator_api import CoordinatorApi, Evaluation
+    from rainband.strategy import Gradient, Worker
 
 START = "start"  # the parameters where the iteration began
 
 
 class SearchPoint(NamedTuple):
-    """Where the search is: the loss and the length of its gradient, which is in the vector `gradient`."""
+    """The loss at the current parameters and the norm of its gradient, which is in the vector `gradient`."""
 
     loss: float
     gradient_norm: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FullBatch(Strategy):
-    """What can be set of every full-batch method."""
+    """The settings of every full-batch method."""
 
-    iterations: int = 100  # at most
-    c1: float = 1e-4  # how much the loss must go down
-    c2: float = 0.9  # how much of the slope may be left
-    first_step: float = 1.0  # length of the first trial, where nothing is known of the curvature
-    weight_decay: float = 0.0
-    gradient_tolerance: float = 1e-5  # stop when the gradient's norm is so small
-    loss_tolerance: float = 1e-7  # stop when the loss changes by no more than this part of itself
-    n_push: int = 4  # portions of the data, each one batch, that are summed into one push
+    iterations: int = 100  # maximum number of iterations
+    c1: float = 1e-4  # sufficient decrease: the loss must fall by at least c1 x step x slope
+    c2: float = 0.9  # curvature condition: the slope must shrink to at most c2 times its initial size
+    first_step: float = 1.0  # length of the first trial step, before any curvature is known
+    weight_decay: float = 0.0  # adds weight_decay / 2 |w|^2 to the loss
+    gradient_tolerance: float = 1e-5  # stop when the norm of the gradient is at most this
+    loss_tolerance: float = 1e-7  # stop when the loss changes by at most this fraction of itself
+    n_push: int = 4  # batches of one work item, whose gradients are summed into one push
 
     def __post_init__(self) -> None:
         if not 1 <= self.n_push <= 64:
@@ -50,7 +51,7 @@ class FullBatch(Strategy):
         if self.iterations < 1 or self.first_step <= 0:
             raise ValueError(f"iterations={self.iterations}, first_step={self.first_step}: both must be positive.")
         if not 0 < self.c1 < self.c2 < 1:
-            raise ValueError(f"c1={self.c1}, c2={self.c2}: a line search needs 0 < c1 < c2 < 1, such as 1e-4 and 0.9.")
+            raise ValueError(f"c1={self.c1}, c2={self.c2}: choose 0 < c1 < c2 < 1, such as 1e-4 and 0.9.")
         if min(self.weight_decay, self.gradient_tolerance, self.loss_tolerance) < 0:
             raise ValueError("weight_decay and both tolerances must be at least 0.")
 
@@ -70,38 +71,38 @@ class FullBatch(Strategy):
 
 
 async def deliver_items(worker: Worker) -> None:
-    """The workers' half of every full-batch method: sum each cell's gradients, and push the sum once."""
+    """Run the worker part of every full-batch method: sum the gradients of each work item, and push the sum once."""
     async for work_item in worker.work_items():
-        if not await worker.servers.pull(round=work_item.round):  # once in an evaluation
-            continue  # which is over
-        owed: Gradient | None = None
+        if not await worker.servers.pull(round=work_item.round):  # copied once in an evaluation
+            continue  # that evaluation is over
+        total: Gradient | None = None
         for batch in work_item.batches:
             if not await worker.still_needed(work_item):
                 break
             gradient = await worker.gradient(batch)
             times = gradient.samples
-            owed = gradient * times if owed is None else owed.plus(gradient, times)
+            total = gradient * times if total is None else total.plus(gradient, times)
         else:
-            assert owed is not None, "a cell has at least one batch"
-            worker.servers.push(owed)
+            assert total is not None, "a work item has at least one batch"
+            worker.servers.push(total)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop."""
+    """The stopping criteria."""
 
     iterations: int
     gradient_tolerance: float
     loss_tolerance: float
 
     def reached(self, iteration: int, before: float, now: SearchPoint) -> str:
-        """Why this iteration is the last; "" if it is not."""
+        """Return why this iteration is the last; "" if it is not."""
         if not math.isfinite(now.loss):
             return "the loss is not finite"
         if now.gradient_norm <= self.gradient_tolerance:
             return f"the gradient norm is at most {self.gradient_tolerance:g}"
         if iteration and before - now.loss <= self.loss_tolerance * max(abs(before), abs(now.loss)):
-            return f"the loss changed by at most {self.loss_tolerance:g} of itself"
+            return f"the loss changed by at most a fraction of {self.loss_tolerance:g}"
         if iteration >= self.iterations:
             return f"{self.iterations} iterations are done"
         return ""
@@ -109,17 +110,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which cells make the batch of an iteration: all, or a part of them that keeps a part of the one before."""
+    """The work items used by an iteration: all of them, or a fraction that keeps some of the previous iteration's."""
 
-    part: float
+    fraction: float
     overlap: float
 
     @property
     def is_whole(self) -> bool:
-        return self.part >= 1.0
+        return self.fraction >= 1.0
 
     def draw(self, iteration: int, seed: int, num_items: int, before: tuple[int, ...]) -> tuple[int, ...]:
-        wanted = max(1, round(self.part * num_items))
+        wanted = max(1, round(self.fraction * num_items))
         if wanted >= num_items:
             return tuple(range(num_items))
         random = Random(f"batch {seed} {iteration}")
@@ -129,22 +130,22 @@ class Sampling:
 
 
 class Descent:
-    """The loss along the way, as the servers and workers find it."""
+    """Evaluates the loss and searches along directions, by commands to the servers."""
 
     def __init__(self, coordinator: CoordinatorApi, weight_decay: float) -> None:
         self.coordinator = coordinator
         self.weight_decay = weight_decay
-        self.work_items: tuple[int, ...] = ()  # the batch at hand
+        self.work_items: tuple[int, ...] = ()  # used by the current iteration
 
     async def evaluate(self, *first: Operation) -> SearchPoint:
-        """Do some operations, then find the loss and the mean gradient at the parameters."""
+        """Do some operations, then evaluate the loss and the mean gradient at the parameters."""
         loss, gradient_norm, _ = await self._found(self.coordinator.evaluate(*first, work_items=self.work_items))
         return SearchPoint(loss, gradient_norm)
 
     async def _found(
         self, evaluating: Awaitable[Evaluation], *then: Operation
     ) -> tuple[float, float, tuple[float, ...]]:
-        """What comes of an evaluation: the loss, the gradient's norm, and what is asked for besides."""
+        """Return the loss of an evaluation, the norm of its gradient, and the results of `then`."""
         found = await evaluating
         mean = scale(GRADIENT, 1.0 / max(1, found.samples))
         if not self.weight_decay:
@@ -157,10 +158,10 @@ class Descent:
     async def search(
         self, direction: str, begin: Callable[[], Search], setup: tuple[Operation, ...] = ()
     ) -> tuple[Trial, SearchPoint]:
-        """Follow a line search along a direction, from `start`; afterwards parameters and gradient are those it chose.
+        """Run a line search along a direction, from `start`; parameters and gradient are then those at the chosen step.
 
-        `setup` makes the vector `start`, if it is not there yet: with the first trial, in one command. If the run is
-        stopped meanwhile, the parameters are again those of the start: an iteration is done or it is not.
+        `setup` creates the vector `start`, if it does not exist yet, in the same command as the first trial. If the run
+        is stopped meanwhile, the parameters return to the start: an iteration is complete or has no effect.
         """
         search = begin()
         step = next(search)
@@ -176,7 +177,7 @@ class Descent:
                     step = search.send(trial)
                 except StopIteration as done:
                     chosen: Trial = done.value
-                    assert chosen.step == trial.step, "a search ends where it looked last"
+                    assert chosen.step == trial.step, "a search returns its last trial"
                     return chosen, SearchPoint(loss, length)
         except Stop:
             if has_start:

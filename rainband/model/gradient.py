@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from rainband.model.flat_parameters import Flat
     from rainband.protocol.layout import BlockSpec
-    from rainband.strategy import Batch, BlockValues
+    from rainband.protocol.ports import BlockValues
+    from rainband.strategy import Batch
 
 
 class Gradient:

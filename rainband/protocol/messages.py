@@ -371,8 +371,6 @@ class Report(Message, frozen=True, tag=73):
     measured: bool = True  # no: the staleness is left out, the last one told holds
     missed: tuple[Missed, ...] = ()  # by each block
     limit: StalenessLimit | None = None  # of the worst block
-    guard: bool = False  # the strategy wants the run to be guarded against divergence
-    adapt: tuple[int, int] | None = None  # from where to where its bound may be moved
     bound: int | None = None  # that holds now
     gradients_per_update: int | None = None  # gradients that make one update now; none: each rule has its own way
     lock_free: bool = False  # workers add in place: whether two additions overwrote each other is not known

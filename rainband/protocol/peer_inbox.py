@@ -1,27 +1,46 @@
-"""What came from other workers: kept until it is asked for, or handed to whoever waits for it."""
+"""Messages between the workers of a replica: the contract of a link to peers, and the inbox that sorts by tag."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Protocol
 
 from rainband.errors import PeerLost
-from rainband.strategy import Tag
+
+Tag = tuple[int | str, ...]  # names a message between workers, such as ("forward", 3)
+
+
+class Peers(Protocol):
+    """The other workers of this replica, by their rank in it."""
+
+    def send(self, to: int, tag: Tag, payload: Any) -> None:
+        """Send a pytree of tensors and plain values; they may be overwritten when this returns."""
+
+    def recv(self, source: int, tag: Tag) -> Arrival:
+        """Return a handle for what that worker sends under this tag, whether it has arrived or not."""
+
+
+class Arrival(Protocol):
+    """A message that will arrive, or has. Awaiting it returns the payload; raises PeerLost if it cannot arrive."""
+
+    def ready(self) -> bool: ...
+
+    def __await__(self) -> Generator[Any, None, Any]: ...
 
 
 class Received:
-    """A message that is asked for. Awaiting it waits; its result is the payload."""
+    """A message that was asked for. Awaiting it returns the payload."""
 
     def __init__(self, source: int, tag: Tag) -> None:
         self.source = source
         self.tag = tag
-        self.come = False
+        self.arrived = False
         self.payload: Any = None
-        self.lost = ""  # why it will never come
+        self.lost = ""  # why it will never arrive
 
     def ready(self) -> bool:
-        return self.come or bool(self.lost)
+        return self.arrived or bool(self.lost)
 
     def __await__(self) -> Generator[Received, None, Any]:
         while not self.ready():
@@ -29,20 +48,20 @@ class Received:
         return self.result()
 
     def result(self) -> Any:
-        """The payload of a message that has come."""
-        assert self.ready(), f"{self.tag} of worker {self.source} has not come yet"
-        if self.come:
+        """Return the payload of a message that has arrived."""
+        assert self.ready(), f"{self.tag} of worker {self.source} has not arrived yet"
+        if self.arrived:
             return self.payload
         name = " ".join(map(str, self.tag))
         raise PeerLost(f"worker {self.source}", f"waiting for its message '{name}' ({self.lost})")
 
 
 class Inbox:
-    """Messages by sender and tag; those of one tag in the order in which they came."""
+    """Messages by sender and tag; those of one tag in the order in which they arrived."""
 
     def __init__(self, on_lost: Callable[[int], None] | None = None) -> None:
-        self.linked: set[int] = set()  # workers that can be talked to
-        self.lost: dict[int, str] = {}  # those that could, and why no more
+        self.linked: set[int] = set()  # connected workers
+        self.lost: dict[int, str] = {}  # those that were connected -> why they no longer are
         self._on_lost = on_lost
         self._kept: dict[tuple[int, Tag], deque[Any]] = {}
         self._asked: dict[tuple[int, Tag], deque[Received]] = {}
@@ -52,7 +71,7 @@ class Inbox:
         self.lost.pop(source, None)
 
     def closed(self, source: int, why: str) -> None:
-        """Nothing more will come: whoever waits for it is told; what has come stays."""
+        """Fail everything that waits for a message of this worker; what has arrived stays."""
         if source not in self.linked:
             return
         self.linked.discard(source)
@@ -69,16 +88,16 @@ class Inbox:
             self._kept.setdefault((source, tag), deque()).append(payload)
             return
         received = asked.popleft()
-        received.come, received.payload = True, payload
+        received.arrived, received.payload = True, payload
         if not asked:
             del self._asked[source, tag]
 
     def ask(self, source: int, tag: Tag) -> Received:
-        """One message of this tag is the asker's."""
+        """Return the next message of this tag, which nobody else receives."""
         received = Received(source, tag)
         kept = self._kept.get((source, tag))
         if kept:
-            received.come, received.payload = True, kept.popleft()
+            received.arrived, received.payload = True, kept.popleft()
             if not kept:
                 del self._kept[source, tag]
         elif source not in self.linked:

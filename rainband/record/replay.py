@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Ack, Finish, InitBlock, Lease, Message, Params, Peer, Pull, Push
+from rainband.protocol.ports import BlockValues, Port
 from rainband.protocol.steps import Handle, Steps
 from rainband.record.record import Began, Record, here, read_record
 from rainband.runtimes.config import RunConfig
@@ -32,7 +33,7 @@ from rainband.runtimes.simulation.nodes import publish
 from rainband.runtimes.simulation.run import Simulated, make_scenario, one_thread
 from rainband.runtimes.simulation.worker import SimulatedCompute
 from rainband.server.server import Server
-from rainband.strategy import BlockValues, Port, ServerPart
+from rainband.strategy import ServerPart
 from rainband.worker.client import Client
 from rainband.worker.worker import Compute, ModuleWorker
 

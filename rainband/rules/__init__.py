@@ -12,6 +12,7 @@ from rainband.rules.bounded import StalenessBound, TaskBound
 from rainband.rules.clocks import Clocks
 from rainband.rules.compensated import Compensated, compensated
 from rainband.rules.rounds import FirstArrivalsOfRound, MeanOfRound
+from rainband.rules.rule import Rule, RuleBlock
 from rainband.rules.sum_gradients import SumGradients
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "Compensated",
     "FirstArrivalsOfRound",
     "MeanOfRound",
+    "Rule",
+    "RuleBlock",
     "StalenessBound",
     "SumGradients",
     "TaskBound",

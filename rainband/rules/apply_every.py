@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rainband.protocol.data_plan import num_batches
-from rainband.strategy import Rule
+from rainband.rules.rule import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.protocol.messages import Push
-    from rainband.strategy import RuleBlock
+    from rainband.rules.rule import RuleBlock
 
 
 class ApplyEvery(Rule):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Literal
 from rainband.protocol.data_plan import num_batches
 from rainband.protocol.messages import StalenessLimit
 from rainband.rules.clocks import Clocks
-from rainband.strategy import Rule
+from rainband.rules.rule import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.protocol.messages import Pull, Push
-    from rainband.strategy import RuleBlock
+    from rainband.rules.rule import RuleBlock
 
 
 class Bounded(Rule):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.protocol.messages import Push
-    from rainband.strategy import Rule, RuleBlock
+    from rainband.rules.rule import Rule, RuleBlock
 
 
 TINY = 1e-7  # added to a mean of squares before its root is divided by
@@ -85,9 +85,9 @@ def compensated(rule: Callable[[], Rule], strength: float, memory: float = 0.0) 
     if strength < 0:
         raise ValueError(f"compensation={strength}: choose 0 (none) or more, such as 0.04.")
     if not 0 <= memory < 1:
-        raise ValueError(f"compensation_memory={memory}: choose 0 (always as strong) or more, below 1, such as 0.95.")
+        raise ValueError(f"compensation_decay={memory}: choose 0 (always as strong) or more, below 1, such as 0.95.")
     if memory and not strength:
         raise ValueError(
-            f"compensation_memory={memory} is for a compensation, and there is none: add one, such as compensation=2."
+            f"compensation_decay={memory} is for a compensation, and there is none: add one, such as compensation=2."
         )
     return rule if not strength else lambda: Compensated(rule(), strength, memory)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Literal
 
 from rainband.protocol.data_plan import BatchRange, num_batches
 from rainband.protocol.messages import RoundChosen
-from rainband.strategy import Rule
+from rainband.rules.rule import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.protocol.data_plan import DataPlan, PushId
     from rainband.protocol.messages import Pull, Push
-    from rainband.strategy import RuleBlock
+    from rainband.rules.rule import RuleBlock
 
 TOO_LATE = "too late for its round"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from rainband.strategy import Rule
+from rainband.rules.rule import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.protocol.messages import Pull, Push
-    from rainband.strategy import RuleBlock
+    from rainband.rules.rule import RuleBlock
 
 
 class SumGradients(Rule):

@@ -10,7 +10,6 @@ from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.protocol.messages import Address
 
 if TYPE_CHECKING:
-    from rainband.coordinator.full_batch import Coordinate
     from rainband.strategy import Strategy
 
 
@@ -77,11 +76,6 @@ def decode_job(data: bytes) -> Job:
 
 def encode_job(job: Job) -> bytes:
     return msgspec.msgpack.encode(job)
-
-
-def coordination_of(strategy: Strategy) -> Coordinate | None:
-    """The third half of a strategy that the coordinator leads; none: it does not lead this one."""
-    return strategy.coordinate if strategy.requires.coordinated else None
 
 
 def is_one_memory(strategy: Strategy) -> bool:

@@ -10,7 +10,8 @@ from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import ShareWorker
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
-from rainband.strategy import Port, Tag
+from rainband.protocol.peer_inbox import Tag
+from rainband.protocol.ports import Port
 from rainband.tasks.task import Data, Task, parameter_groups
 from rainband.worker.client import Client
 from rainband.worker.worker_model import Buffers, WorkerModel, pull_latest

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from rainband.protocol.layout import BlockSpec
     from rainband.protocol.messages import InitBlock, Peer, Pull, Push, StalenessLimit
     from rainband.protocol.vectors import Operation
-    from rainband.strategy import Rule, ServerPart
+    from rainband.rules.rule import Rule
+    from rainband.strategy import ServerPart
 
 FULL_PRECISION = (torch.float32, torch.float64)
 

@@ -95,8 +95,6 @@ class Server:
         self.refused: Counter[str] = Counter()
         self.updates = 0
         self.asks = False  # readers must ask the rule, also where they could read in place
-        self.guard = False
-        self.adapt: tuple[int, int] | None = None
         self.tuned = 0  # the last decision that was taken
         self.chooses_rounds = False  # block 0 chooses the cells of a round
         self.commands: CommandExecutor | None = None  # what the coordinator's commands have come to
@@ -411,7 +409,6 @@ class Server:
         reads = rule.reads
         self.asks = reads == "admitted"
         self.chooses_rounds = rule.chooses
-        self.guard, self.adapt = server_part.guard and assign.optimizer is None, server_part.adapt
         self.commands = CommandExecutor(server_part.vectors) if server_part.vectors else None
         buffers = 2 if reads == "round" else 1
         parameter_buffers = self.publish(assign.blocks, buffers)
@@ -527,8 +524,6 @@ class Server:
             flushed=flushed,
             measured=measured,
             missed=tuple(block.missed() for block in blocks) if measured else (),
-            guard=self.guard,
-            adapt=self.adapt,
             bound=next((b.rule.bound for b in blocks), None),
             gradients_per_update=next((b.rule.gradients_per_update for b in blocks), None),
             limit=worst_limit(block.limit() for block in blocks) if measured else None,

@@ -1,15 +1,16 @@
-r"""Non-linear conjugate gradient: full-batch, four vectors beside the parameters, no history (Polak & Ribiere 1969).
+r"""Nonlinear conjugate gradient: full-batch, four vectors beside the parameters, no history (Polak & Ribiere 1969).
 
-Each iteration goes down the gradient g, bent by the direction of the one before:
+Each iteration searches along the negative gradient g, combined with the previous direction:
 
-    beta = max(0, g.(g - g_before) / g_before.g_before)          0 begins anew
+    beta = max(0, g.(g - g_before) / g_before.g_before)          0 restarts
     d    = -g + beta d
     w   <- w + t d                                               t by a strong Wolfe line search with a small c2
 
-The vectors stay on the servers and the loss is evaluated as by sandblaster: cells on demand, each counted once.
+The vectors stay on the servers. The loss is evaluated as by sandblaster: workers request work items, and each item
+counts once.
 
-Use it where a model is so large that the pairs of sandblaster do not fit. Not otherwise: sandblaster needs fewer
-evaluations of the loss.
+Use when a model is so large that the curvature pairs of sandblaster do not fit. Avoid otherwise: sandblaster needs
+fewer evaluations of the loss.
 """
 
 from __future__ import annotations
@@ -17,28 +18,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from rainband.coordinator_api import CoordinatorApi
 from rainband.full_batch.descent import START, Descent, FullBatch, SearchPoint, deliver_items
 from rainband.full_batch.line_search import Trial, strong_wolfe
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.optimizer_spec import element_wise
 from rainband.protocol.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
 from rainband.rules import SumGradients
-from rainband.strategy import CoordinatorApi, ServerPart, Worker
+from rainband.strategy import ServerPart, Worker
 
-DIRECTION, BEFORE = "direction", "before"  # the latter is the gradient of the iteration before
+DIRECTION, BEFORE = "direction", "before"  # BEFORE: the gradient of the previous iteration
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConjugateGradient(FullBatch):
-    """Polak-Ribiere conjugate gradient over all the data, led by commands."""
+    """Polak-Ribiere conjugate gradient over all the data."""
 
-    iterations: int = 200  # at most
-    c2: float = 0.1  # how much of the slope may be left: directions are conjugate only after a good search
+    iterations: int = 200  # maximum number of iterations
+    c2: float = 0.1  # curvature condition: the slope must shrink to at most c2 times its initial size
 
     async def run(self, worker: Worker) -> None:
         await deliver_items(worker)
 
-    def server(self, num_workers: int) -> ServerPart:
+    def server(self, num_replicas: int) -> ServerPart:
         return ServerPart(SumGradients, element_wise("sgd", 1.0), Schedule(), vectors=4)
 
     async def coordinate(self, coordinator: CoordinatorApi) -> None:
@@ -50,19 +52,19 @@ class ConjugateGradient(FullBatch):
         step = min(1.0, self.first_step / here.gradient_norm) if here.gradient_norm else 1.0
         slope, restarted = -(here.gradient_norm**2), True
         iteration, end = 0, limits.reached(0, float("inf"), here)
-        coordinator.note(0, here.loss, here.gradient_norm, 0.0, end)
+        coordinator.report(0, here.loss, here.gradient_norm, 0.0, end)
         while not end:
             iteration += 1
             chosen, there = await self._search(descent, here, slope, step)
             moved = there.loss < here.loss and chosen.step > 0
             end = limits.reached(iteration, here.loss, there) if moved else ""
             if not moved and restarted:
-                end = "no lower loss was found down the gradient"
+                end = "no lower loss was found along the negative gradient"
             before, here = slope, there
             if not end:
-                slope, restarted = await self._turn(coordinator, anew=not moved)
+                slope, restarted = await self._turn(coordinator, restart=not moved)
                 step = chosen.step * before / slope if moved else self.first_step / here.gradient_norm
-            coordinator.note(iteration, here.loss, here.gradient_norm, chosen.step, end)
+            coordinator.report(iteration, here.loss, here.gradient_norm, chosen.step, end)
 
     async def _search(
         self, descent: Descent, here: SearchPoint, slope: float, step: float
@@ -75,14 +77,14 @@ class ConjugateGradient(FullBatch):
         await compute(drop(START))
         return chosen
 
-    async def _turn(self, coordinator: CoordinatorApi, anew: bool) -> tuple[float, bool]:
-        """The next direction; returns the slope along it, and whether it is that of the gradient alone."""
+    async def _turn(self, coordinator: CoordinatorApi, restart: bool) -> tuple[float, bool]:
+        """Make the next direction; return the slope along it, and whether it is the negative gradient alone."""
         gg, gb, bb = await coordinator.compute(dot(GRADIENT, GRADIENT), dot(GRADIENT, BEFORE), dot(BEFORE, BEFORE))
-        beta = 0.0 if anew or not bb else max(0.0, (gg - gb) / bb)
+        beta = 0.0 if restart or not bb else max(0.0, (gg - gb) / bb)
         turned = scale(DIRECTION, beta), axpy(DIRECTION, -1.0, GRADIENT)
         (slope,) = await coordinator.compute(*turned, dot(GRADIENT, DIRECTION))
         if slope < 0:
             return slope, beta == 0.0
-        down = copy(DIRECTION, GRADIENT), scale(DIRECTION, -1.0)  # bent too far: it would go up
+        down = copy(DIRECTION, GRADIENT), scale(DIRECTION, -1.0)  # the combined direction would go up
         (slope,) = await coordinator.compute(*down, dot(GRADIENT, DIRECTION))
         return slope, True

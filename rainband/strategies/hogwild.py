@@ -1,25 +1,25 @@
-r"""Hogwild: every process adds its steps to one shared memory, without locks and without servers (Recht et al. 2011).
+r"""Hogwild: workers add their steps to one shared memory, without locks and without servers (Recht et al. 2011).
 
-The parameters w of all workers are one memory of one machine. Each worker, over and over:
+All workers share one copy of the parameters w, in the memory of one machine. Each worker repeats:
 
-    g    = gradient(w, batch)                what it reads, others may be writing
+    g    = gradient(w, batch)                others may write while it reads
     w_v <- w_v - lr * g_v                    for every component v that the batch touches; no lock
 
 An addition is a read and a write. If two workers add to one component at the same moment, one addition can be lost, and
-nobody knows; the smaller the part of the components that a batch touches, the rarer that is. A sparse gradient
-(nn.Embedding and nn.EmbeddingBag with sparse=True) touches its own rows only, and no others are written. The paper
-writes one component at a time, chosen at random, or all that a sample touches: here it is all. It adds one sample's
-gradient; here it is a batch's mean.
+such losses cannot be counted; they are rarer the smaller the fraction of components that a batch touches. A sparse
+gradient (nn.Embedding and nn.EmbeddingBag with sparse=True) touches its own rows only, and no others are written. The
+paper writes one component at a time, chosen at random, or all that a sample touches: here it is all. It adds one
+sample's gradient; here it is a batch's mean.
 
-Only plain SGD: it remembers nothing. A momentum, or Adagrad's sums, would be kept by each process for itself, and none
-of them would be the right one.
+Only plain SGD is supported, because it has no state: each process would keep its own momentum or Adagrad sums, which
+would miss the gradients of the others.
 
-What is known: a batch is marked in the same memory when its addition has been made, so each is done once, and one whose
-worker died is leased again, except that the one addition it was making may be partly in; those are counted (cut short).
-Staleness is the number of updates that others have written since the worker began to compute.
+A batch is marked in the same memory when its addition is complete, so each batch is processed once, and the batches of
+a worker that died are reassigned. The one addition it was making may be partially applied; these are counted. Staleness
+is the number of updates that others wrote since the worker began to compute.
 
-Use it when all workers are on one machine and gradients are sparse, or steps so short that a server would be in the
-way. Not when there is more than one machine, or every update must count.
+Use when all workers run on one machine and gradients are sparse, or steps so short that servers would be the
+bottleneck. Avoid when you need more than one machine, or when no update may be lost.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from rainband.strategy import Cluster, Requirements, Strategy, Worker
 class Hogwild(Strategy):
     """Lock-free SGD in shared memory."""
 
-    lr: float = 0.1  # of one batch's mean gradient
-    optimizer: str = "sgd"  # nothing else: see above
-    schedule: Shape = "constant"
-    warmup: float = 0.0  # the part of the run in which the learning rate rises
-    guard: bool = True  # lower the learning rate when the loss runs away, and say so
+    lr: float = 0.1  # learning rate for a batch's mean gradient
+    optimizer: str = "sgd"  # only sgd is supported
+    lr_schedule: Shape = "constant"  # factor on the learning rate from the start of the run to its end
+    warmup_fraction: float = 0.0  # learning-rate warm-up, as a fraction of the run
+    guard: bool = True  # divergence guard: lower the learning rate when the loss diverges
 
     def __post_init__(self) -> None:
         self.spec()
-        Schedule(self.schedule, self.warmup)
+        Schedule(self.lr_schedule, self.warmup_fraction)
 
     @property
     def requires(self) -> Requirements:
@@ -58,7 +58,7 @@ class Hogwild(Strategy):
         )
 
     async def run(self, worker: Worker) -> None:
-        optimizer = worker.optimizer(self.spec(), Schedule(self.schedule, self.warmup))
+        optimizer = worker.optimizer(self.spec(), Schedule(self.lr_schedule, self.warmup_fraction))
         async for work_item in worker.work_items():
             for batch in work_item.batches:
                 optimizer.step(await worker.gradient(batch))
@@ -67,8 +67,8 @@ class Hogwild(Strategy):
         spec = element_wise(self.optimizer, self.lr)
         if self.optimizer != "sgd":
             raise ValueError(
-                f"optimizer={self.optimizer} remembers past gradients, and in shared memory each process would "
-                "remember only its own: leave it at sgd, or choose downpour, whose servers remember for all."
+                f"optimizer={self.optimizer} is not supported by hogwild: each process would keep the state of its "
+                "own gradients only: leave it at sgd, or choose downpour, whose servers keep one state for all."
             )
         return spec
 

@@ -1,6 +1,6 @@
-r"""Sandblaster L-BFGS: full-batch second-order optimisation whose vectors never leave the servers (Dean et al. 2012).
+r"""Sandblaster L-BFGS: full-batch quasi-Newton optimization whose vectors never leave the servers (Dean et al. 2012).
 
-The coordinator holds no parameters. Each iteration k it makes a direction from the gradient g and the last m pairs
+The coordinator holds no parameters. In each iteration it computes a direction from the gradient g and the last m pairs
 s_i = w_{i+1} - w_i, y_i = g_{i+1} - g_i, kept on the servers, by the two-loop recursion (Nocedal 1980):
 
     d = -g
@@ -8,20 +8,20 @@ s_i = w_{i+1} - w_i, y_i = g_{i+1} - g_i, kept on the servers, by the two-loop r
     d = d * (s.y / y.y  of the newest pair)
     oldest to newest:    b_i = y_i.d / y_i.s_i          d = d + (a_i - b_i) s_i
 
-then looks for a step t along it, each trial one evaluation of the loss over the batch, and goes there:
+then searches for a step t along it, each trial one evaluation of the loss over the data, and takes it:
 
     w <- w + t d          t by a strong Wolfe or an Armijo line search
 
-A pair counts only if the curvature y.s is positive beyond rounding. An evaluation is the sum of cells (n_push portions
-of the data each), which workers take on demand and deliver once; near its end idle workers do copies of what is late.
+A pair is used only if the curvature y.s is positive beyond rounding. An evaluation is the sum over work items (n_push
+batches each), which workers request and deliver once; near its end idle workers compute copies of overdue items.
 
-Where we depart from the paper, which leaves history and line search open: m pairs take 2m + 4 vectors and no more, so
-the oldest pair goes when a search begins; and s_i.y_j are kept, so that the recursion takes three commands whatever m.
-With batch < 1 an iteration looks at a part of the data only, and both
-gradients of a pair are over the same part; the next part keeps `overlap` of it.
+Departures from the paper, which leaves history and line search open: m pairs take at most 2m + 4 vectors, so the oldest
+pair is dropped when a search begins; and the products s_i.y_j are kept, so that the recursion takes three commands for
+any m. With data_fraction < 1 an iteration uses only a part of the data, and both gradients of a pair are over the same
+part; the next part keeps `overlap_fraction` of it.
 
-Use it for small and middle-sized models that must be fitted well: physics, potentials, regression. Not when the data is
-so large that a pass over it is worth a thousand steps of downpour.
+Use for small and medium-sized models that must be fitted well: physics, potentials, regression. Avoid when the data is
+so large that one pass over it costs as much as a thousand steps of downpour.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
+from rainband.coordinator_api import CoordinatorApi
 from rainband.full_batch.descent import START, Descent, FullBatch, Sampling, SearchPoint, deliver_items
 from rainband.full_batch.line_search import Search, Trial, armijo, strong_wolfe
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.optimizer_spec import element_wise
 from rainband.protocol.vectors import GRADIENT, PARAMS, axpy, copy, dot, drop, norm, scale
 from rainband.rules import SumGradients
-from rainband.strategy import CoordinatorApi, ServerPart, Worker
+from rainband.strategy import ServerPart, Worker
 
-ROUNDING = 2.3e-16  # curvature below this part of y.y is noise
+ROUNDING = 2.3e-16  # curvature below this fraction of y.y is noise
 
 
 class CurvaturePair(NamedTuple):
@@ -52,79 +53,76 @@ class CurvaturePair(NamedTuple):
 
 @dataclass
 class History:
-    """The last pairs, oldest first, and s.y of every older s with every newer y: no dot product is asked for twice."""
+    """The last pairs, oldest first, and s.y of every older s with every newer y, which saves dot products."""
 
     pairs: list[CurvaturePair] = field(default_factory=list)
     products: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sandblaster(FullBatch):
-    """L-BFGS over all the data, led by commands."""
+    """L-BFGS over all the data."""
 
-    history: int = 10  # m pairs
+    history: int = 10  # m, the number of pairs kept
     line_search: Literal["strong_wolfe", "armijo"] = "strong_wolfe"
-    batch: float = 1.0  # the part of the data that an iteration looks at
-    overlap: float = 0.5  # the part of it that is kept for the next, if it is not all
+    data_fraction: float = 1.0  # fraction of the data used by an iteration
+    overlap_fraction: float = 0.5  # with data_fraction below 1: fraction of it that the next iteration uses again
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.history < 1:
             raise ValueError(f"history={self.history}: choose at least 1.")
-        if not 0 < self.batch <= 1 or not 0 <= self.overlap <= 1:
-            raise ValueError(f"batch={self.batch}, overlap={self.overlap}: both are parts, from 0 to 1.")
-
-    # ---- the workers' half -----------------------------------------------------------------------------------------
+        if not 0 < self.data_fraction <= 1 or not 0 <= self.overlap_fraction <= 1:
+            raise ValueError(
+                f"data_fraction={self.data_fraction}, overlap_fraction={self.overlap_fraction}: both must be from 0 to "
+                "1, and data_fraction above 0."
+            )
 
     async def run(self, worker: Worker) -> None:
         await deliver_items(worker)
 
-    # ---- the servers' half -----------------------------------------------------------------------------------------
-
-    def server(self, num_workers: int) -> ServerPart:
+    def server(self, num_replicas: int) -> ServerPart:
         return ServerPart(SumGradients, element_wise("sgd", 1.0), Schedule(), vectors=2 * self.history + 3)
-
-    # ---- the coordinator's half ------------------------------------------------------------------------------------
 
     async def coordinate(self, coordinator: CoordinatorApi) -> None:
         descent = Descent(coordinator, self.weight_decay)
         limits = self.limits
-        sampling = Sampling(self.batch, self.overlap)
+        sampling = Sampling(self.data_fraction, self.overlap_fraction)
         descent.work_items = sampling.draw(0, coordinator.seed, coordinator.num_items, ())
         here = await descent.evaluate()
         history = History()
         iteration, end = 0, limits.reached(0, float("inf"), here)
-        coordinator.note(0, here.loss, here.gradient_norm, 0.0, end)
+        coordinator.report(0, here.loss, here.gradient_norm, 0.0, end)
         while not end:
             iteration += 1
             before, had_history = here.loss, bool(history.pairs)
             step, here = await self._iterate(descent, here, history)
             if step:
                 end = limits.reached(iteration, before, here)
-            elif had_history:  # it misleads: forget it, and go down the gradient
+            elif had_history:  # the history misleads: drop it, and use the negative gradient
                 await coordinator.compute(*(drop(name) for pair in history.pairs for name in (pair.s, pair.y)))
                 history = History()
             else:
-                end = "no lower loss was found down the gradient"
+                end = "no lower loss was found along the negative gradient"
             if not end and not sampling.is_whole:
                 descent.work_items = sampling.draw(
                     iteration, coordinator.seed, coordinator.num_items, descent.work_items
                 )
                 here = await descent.evaluate()
-            coordinator.note(iteration, here.loss, here.gradient_norm, step, end)
+            coordinator.report(iteration, here.loss, here.gradient_norm, step, end)
 
     async def _iterate(self, descent: Descent, here: SearchPoint, history: History) -> tuple[float, SearchPoint]:
-        """One direction, one search, one new pair; returns how far it went, and where it is."""
+        """Make one direction, one search and one new pair; return the step taken, and the point it led to."""
         compute, pairs = descent.coordinator.compute, history.pairs
         used = {pair.s for pair in pairs}
         slot = next(n for n in range(self.history + 1) if f"s{n}" not in used)
-        s, y = f"s{slot}", f"y{slot}"  # until they are a pair: the direction, and the gradient before
+        s, y = f"s{slot}", f"y{slot}"  # until they are a pair: the direction, and the previous gradient
         slope, length = await self._direction(descent.coordinator, s, history)
-        if slope >= 0:  # not down: there is more rounding than curvature in the history
+        if slope >= 0:  # not a descent direction: the history has more rounding than curvature
             await compute(drop(s))
             return 0.0, here
         first = 1.0 if pairs else min(1.0, self.first_step / here.gradient_norm)
-        oldest = [pairs.pop(0)] if len(pairs) == self.history else []  # makes room for what a search needs
+        oldest = [pairs.pop(0)] if len(pairs) == self.history else []  # makes room for the vectors of the search
         dropped = (drop(name) for pair in oldest for name in (pair.s, pair.y))
         setup = *dropped, copy(START, PARAMS), copy(y, GRADIENT)
         start = Trial(0.0, here.loss, slope)

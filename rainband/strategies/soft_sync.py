@@ -1,6 +1,6 @@
-r"""Soft synchronisation: one update for every c gradients, whoever they are from (Gupta et al., Zhang et al. 2016).
+r"""n-softsync: the server averages every c gradients, from any workers, into one update (Zhang et al. 2016).
 
-A worker, never waiting for the others:
+A worker never waits for the others (Gupta et al. 2016 describe the same protocol):
 
     w   <- server;   g = gradient(w, batch);   g -> server
 
@@ -10,14 +10,14 @@ The server, with lambda workers, after every c = floor(lambda / n) gradients g_1
                                                         a_l = lr / n                    (scaling=n)
                                                         a_l = lr                        (scaling=none)
 
-where t_l is how many updates g_l has missed. It is (lambda - 1) / c in the mean, about n, whatever the speeds of the
-workers are; for one gradient it has no bound. n = 1 is close to synchronous, with nobody waiting; n = lambda is
-asynchronous, and with scaling=none it is Downpour. Delayed gradient descent is stable only for steps of about 1 / t,
-hence the division. lambda is the number of workers that are there: when one is lost, comes back or is new, c follows
+where t_l is the staleness of g_l: the updates that its worker has missed. Its mean is (lambda - 1) / c, about n,
+whatever the speeds of the workers; a single gradient has no bound. n = 1 is close to synchronous, without waiting;
+n = lambda is asynchronous, and with scaling=none it is Downpour. Delayed gradient descent is stable only for steps of
+about 1 / t, hence the division. lambda is the number of live workers: when one is lost, returns or joins, c follows
 with the next update of each block.
 
-Use it when machines differ and you want fewer, better updates than downpour makes. Not when the learning rate was tuned
-for one process and scaling is none: what is stable there need not be stable here.
+Use when machines differ and you want fewer, better updates than downpour makes. Avoid scaling=none with a learning rate
+that was tuned for one process: it may diverge, because gradients are stale.
 """
 
 from __future__ import annotations
@@ -27,27 +27,18 @@ from functools import partial
 from typing import Literal
 
 from rainband import advice
-from rainband.protocol.lr_schedules import Schedule, Shape
-from rainband.protocol.optimizer_spec import element_wise
-from rainband.rules import ApplyEvery, compensated
+from rainband.optimizer_settings import AsyncSettings
+from rainband.rules import ApplyEvery
 from rainband.strategy import Cluster, Requirements, ServerPart, Strategy, Worker
 
 
-@dataclass(frozen=True)
-class SoftSync(Strategy):
-    """Asynchronous SGD that gathers a few gradients for each update."""
+@dataclass(frozen=True, kw_only=True)
+class SoftSync(AsyncSettings, Strategy):
+    """Asynchronous SGD that averages several gradients into each update."""
 
     n: int = 1  # updates in the time in which every worker pushes once; c = workers / n
     scaling: Literal["staleness", "n", "none"] = "staleness"  # what the learning rate is divided by
-    compensation: float = 0.0  # of what changed since a gradient was read (DC-ASGD, about 0.04 to 2); 0: none
-    compensation_memory: float = 0.0  # 0.95: weaker where gradients have been large (DC-ASGD-a); 0: alike everywhere
-    lr: float = 0.1  # of one process
-    optimizer: str = "sgd"
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    schedule: Shape = "constant"
-    warmup: float = 0.0  # the part of the run in which the learning rate rises
-    guard: bool = True  # lower the learning rate, or tighten the bound, when the loss runs away, and say so
+    lr: float = 0.1  # learning rate of one process
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -55,17 +46,17 @@ class SoftSync(Strategy):
         self.server(1)
         if self.scaling == "staleness" and self.optimizer != "sgd":
             raise ValueError(
-                f"scaling=staleness divides each gradient, and {self.optimizer} does not mind how long a gradient is: "
-                "type scaling=n, which divides the learning rate, or optimizer=sgd."
+                f"scaling=staleness shrinks stale gradients, and {self.optimizer} normalizes that away: "
+                "use scaling=n, which divides the learning rate, or optimizer=sgd."
             )
 
-    def count(self, num_workers: int) -> int:
-        """Gradients of one update."""
-        return max(1, num_workers // self.n)
+    def gradients_per_update(self, num_replicas: int) -> int:
+        """Return c."""
+        return max(1, num_replicas // self.n)
 
     @property
     def requires(self) -> Requirements:
-        return Requirements()
+        return Requirements(guard=self.guard)
 
     async def run(self, worker: Worker) -> None:
         async for work_item in worker.work_items():
@@ -73,20 +64,13 @@ class SoftSync(Strategy):
             for batch in work_item.batches:
                 worker.servers.push(await worker.gradient(batch))
 
-    def server(self, num_workers: int) -> ServerPart:
-        lr = self.lr / self.n if self.scaling == "n" else self.lr
-        optimizer = element_wise(self.optimizer, lr, self.momentum, self.weight_decay)
-        by_staleness = self.scaling == "staleness"
-        rule = partial(ApplyEvery, self.count(num_workers), by_staleness, num_workers, self.count)
-        return ServerPart(
-            compensated(rule, self.compensation, self.compensation_memory),
-            optimizer,
-            Schedule(self.schedule, self.warmup),
-            guard=self.guard,
-        )
+    def server(self, num_replicas: int) -> ServerPart:
+        c, by_staleness = self.gradients_per_update(num_replicas), self.scaling == "staleness"
+        rule = partial(ApplyEvery, c, by_staleness, num_replicas, self.gradients_per_update)
+        return self.compensated_part(rule, self.lr / self.n if self.scaling == "n" else self.lr)
 
     def staleness(self, replicas: int) -> float:
-        return (replicas - 1) / self.count(replicas)
+        return (replicas - 1) / self.gradients_per_update(replicas)
 
     def advice(self, cluster: Cluster) -> list[str]:
         missed = self.staleness(cluster.replicas)
@@ -100,8 +84,8 @@ class SoftSync(Strategy):
         if n > number:
             rate = f" and the learning rate is divided by {n}" if self.scaling == "n" else ""
             return [
-                f"n={n} with {cluster}: an update cannot be of less than one gradient, so n is {number} in truth"
-                f"{rate}. Choose n from 1 to {number}."
+                f"n={n} with {cluster}: an update needs at least one gradient, so n acts as {number}{rate}. "
+                f"Choose n from 1 to {number}."
             ]
         if number % n:
             count = number // n

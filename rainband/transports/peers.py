@@ -13,8 +13,7 @@ from typing import Any
 
 from rainband.errors import HandshakeFailed, PeerLost
 from rainband.protocol.messages import Address, Peer
-from rainband.protocol.peer_inbox import Inbox, Received
-from rainband.strategy import Tag
+from rainband.protocol.peer_inbox import Inbox, Received, Tag
 from rainband.transports.connect import can_share_memory, connect, listen_tcp, listen_unix, this_machine
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.peers_shared import SharedPeerLinks

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from rainband.errors import PeerLost
 from rainband.protocol.messages import GiveBack, Hello, Lend, Message, Peer, PeerValue
-from rainband.protocol.peer_inbox import Inbox
-from rainband.strategy import Tag
+from rainband.protocol.peer_inbox import Inbox, Tag
 from rainband.transports.auth import Identity
 from rainband.transports.connection import Connection
 from rainband.transports.event_loop import EventLoop

@@ -30,8 +30,8 @@ from rainband.protocol.messages import (
     decode,
     encode,
 )
+from rainband.protocol.ports import BlockValues, Settling
 from rainband.protocol.worker_stats import Stats
-from rainband.strategy import BlockValues, Settling
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.frames import (
     PREFIX_BYTES,

@@ -33,9 +33,10 @@ from rainband.protocol.messages import (
     Revoke,
     StatePart,
 )
+from rainband.protocol.ports import Port
 from rainband.protocol.steps import Handle
 from rainband.protocol.worker_stats import Stats
-from rainband.strategy import Port, WorkItem
+from rainband.strategy import WorkItem
 from rainband.worker.leases import HeldLeases
 from rainband.worker.pulls import PullHandle, Pulls
 from rainband.worker.pushes import Pushes, PushHandle

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rainband.model.flat_parameters import Flat
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Message
+from rainband.protocol.ports import BorrowingPort, Port
 from rainband.protocol.worker_stats import Stats
-from rainband.strategy import BorrowingPort, Port
 
 if TYPE_CHECKING:
     from rainband.observer import Observer

@@ -21,9 +21,10 @@ from rainband.protocol.messages import (
     Welcome,
 )
 from rainband.protocol.optimizer_spec import OptimizerSpec
+from rainband.protocol.ports import Port
 from rainband.protocol.steps import Handle, Work
 from rainband.protocol.worker_stats import Stats
-from rainband.strategy import Port, Strategy
+from rainband.strategy import Strategy
 from rainband.worker.client import Client
 from rainband.worker.worker_model import Buffers, RunningWorker, WorkerModel
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from rainband.observer import Observer
     from rainband.protocol.optimizer_spec import OptimizerSpec
-    from rainband.strategy import PipelineStage, StageVersions
+    from rainband.stage import PipelineStage, StageVersions
     from rainband.tasks.task import Data, Task
 
 

@@ -8,7 +8,8 @@ from typing import Generic, Protocol, TypeVar
 from rainband.model.flat_parameters import Flat
 from rainband.model.save import save_model
 from rainband.protocol.messages import Conclude, LeaseEnd, Message, Peer, Welcome
-from rainband.strategy import Port, Worker
+from rainband.protocol.ports import Port
+from rainband.strategy import Worker
 from rainband.tasks.task import Data, Task
 from rainband.worker.client import Client
 from rainband.worker.periodic_eval import measure

@@ -19,12 +19,13 @@ from rainband.model.flat_parameters import Flat
 from rainband.plugins import find_strategy, load_strategy, strategy_names
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Join, Message, Peer, Welcome
+from rainband.rules.rule import Rule
 from rainband.runtimes.processes.drive import drive
 from rainband.settings import as_dict, build
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.single import Single
 from rainband.strategies.sync import Sync
-from rainband.strategy import Batch, Rule, ServerPart, Strategy
+from rainband.strategy import Batch, ServerPart, Strategy
 from rainband.tasks.quadratic import Quadratic
 from rainband.worker.client import Client
 from rainband.worker.worker import ModuleWorker, Sampler
@@ -84,7 +85,7 @@ def test_its_file_begins_with_its_equations_and_ends_them_with_when_to_use_it(na
 
     equations = [line for line in words.splitlines() if re.match(r" {4,}.*(=|<-|->)", line)]
     assert equations, "an algorithm's file opens with its equations, indented by four"
-    assert "Use it " in words and "Not " in words
+    assert "\n\nUse " in words and ". Avoid " in " ".join(words.split())
     assert find_strategy(name).__doc__
 
 
@@ -108,7 +109,7 @@ def test_a_wrong_optimizer_is_told_when_the_strategy_is_made(name: str) -> None:
 
 @every_strategy_with_servers
 def test_each_block_gets_a_rule_of_its_own_that_holds_nothing_yet(name: str) -> None:
-    half = load_strategy(name, {}).server(num_workers=3)
+    half = load_strategy(name, {}).server(num_replicas=3)
     assert isinstance(half, ServerPart)
     first, second = half.rule(), half.rule()
 
@@ -122,7 +123,7 @@ def test_each_block_gets_a_rule_of_its_own_that_holds_nothing_yet(name: str) -> 
 
 @every_strategy_with_servers
 def test_its_optimizer_can_run_block_by_block(name: str) -> None:
-    half = load_strategy(name, {}).server(num_workers=3)
+    half = load_strategy(name, {}).server(num_replicas=3)
     assert half is not None and blockwise_obstacle(half.optimizer) is None
 
 

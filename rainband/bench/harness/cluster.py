@@ -19,10 +19,11 @@ from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import BlockSpec, cut, deal
 from rainband.protocol.messages import COORDINATOR, Address, Assign, Message, Opened, Peer, Ready, ServerJoin, Shutdown
 from rainband.protocol.optimizer_spec import OptimizerSpec
+from rainband.protocol.ports import Port
 from rainband.protocol.worker_stats import Stats
 from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Started, Zygote
-from rainband.strategy import Batch, Port
+from rainband.strategy import Batch
 from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.connect import can_share_memory, connect, listen_unix, this_machine
 from rainband.transports.connection import Connection

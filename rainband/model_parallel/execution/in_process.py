@@ -17,9 +17,8 @@ from rainband.model_parallel.graph.graph import Cut
 from rainband.model_parallel.graph.split_loss import LossMicrobatch
 from rainband.model_parallel.schedules.check import check
 from rainband.model_parallel.schedules.table import Action, Table
-from rainband.protocol.peer_inbox import Inbox
+from rainband.protocol.peer_inbox import Arrival, Inbox, Tag
 from rainband.protocol.steps import Work
-from rainband.strategy import Arrival, Tag
 
 
 class MemoryPeers:

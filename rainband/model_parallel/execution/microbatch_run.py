@@ -16,7 +16,7 @@ from rainband.protocol.steps import Handle, Work
 from rainband.protocol.worker_stats import Stats
 
 if TYPE_CHECKING:
-    from rainband.strategy import Arrival, Peers, Tag
+    from rainband.protocol.peer_inbox import Arrival, Peers, Tag
 
 
 END: Tag = ("end",)

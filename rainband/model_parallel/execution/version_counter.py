@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rainband.strategy import StageVersions
+    from rainband.stage import StageVersions
 
 
 @dataclass(frozen=True)

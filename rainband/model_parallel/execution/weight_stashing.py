@@ -20,7 +20,7 @@ from rainband.model_parallel.execution.stage_replicas import StageReplicas
 from rainband.model_parallel.execution.version_counter import Counting, check_stashes
 from rainband.model_parallel.graph.split_loss import inputs_of, loss_of
 from rainband.protocol.data_plan import ranges
-from rainband.strategy import Turn
+from rainband.stage import Turn
 from rainband.worker.worker import LocalAccounting
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from rainband.model_parallel.execution.worker import ShareWorker
     from rainband.protocol.lr_schedules import Schedule
     from rainband.protocol.optimizer_spec import OptimizerSpec
-    from rainband.strategy import Batch, StageVersions
+    from rainband.stage import StageVersions
+    from rainband.strategy import Batch
 
 
 @dataclass

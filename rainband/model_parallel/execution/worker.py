@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from rainband.protocol.lr_schedules import Schedule
     from rainband.protocol.optimizer_spec import OptimizerSpec
-    from rainband.strategy import Arrival, StageVersions, Tag
+    from rainband.protocol.peer_inbox import Arrival, Tag
+    from rainband.stage import StageVersions
     from rainband.tasks.task import Data, Task
     from rainband.worker.client import Client
     from rainband.worker.pulls import PullHandle

@@ -42,10 +42,9 @@ FROM_WORKERS = (ReportRequest, BlockReady)  # what workers say to it, over their
 class HogwildServer:
     """Makes the memory when its size is known, and says what is in its tables."""
 
-    def __init__(self, make_room: Callable[[int], Any], guard: bool = False) -> None:
+    def __init__(self, make_room: Callable[[int], Any]) -> None:
         """`make_room` gives so many writable bytes, all zero."""
         self.make_room = make_room
-        self.guard = guard
         self.memory: SharedParameters | None = None
         self.tuned = 0  # the last decision that was taken
         self.cut_short: set[int] = set()  # workers that were lost while they wrote
@@ -120,7 +119,6 @@ class HogwildServer:
             staleness={worker: dict(counts) for worker, counts in staleness.items()},
             flushed=flushed,
             missed=(Missed(0, updates, sum(n * times for n, times in total.items()), max(total, default=0)),),
-            guard=self.guard,
             lock_free=True,
             cut_short=len(self.cut_short),
         )

@@ -14,8 +14,9 @@ from rainband.protocol.layout import Settings
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import BlockReady, LeaseEnd, Message, Peer, ReportRequest, Welcome
 from rainband.protocol.optimizer_spec import OptimizerSpec
+from rainband.protocol.ports import Port
 from rainband.runtimes.hogwild.memory import SharedParameters, places_of
-from rainband.strategy import Batch, Port
+from rainband.strategy import Batch
 from rainband.tasks.task import Data, Task
 from rainband.transports.shared_memory import SharedSegment
 from rainband.worker.client import Client

@@ -24,7 +24,7 @@ from rainband.observer import Observer
 from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.protocol.messages import COORDINATOR, Address, Message, Peer
-from rainband.runtimes.config import Job, RunConfig, coordination_of, encode_job, is_one_memory
+from rainband.runtimes.config import Job, RunConfig, encode_job, is_one_memory
 from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, HogwildServer
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
 from rainband.runtimes.run import Phases, Run, View
@@ -98,9 +98,9 @@ class Launcher(Run):
         self.strategy = strategy
         one_memory = is_one_memory(strategy)
         self.memory = SharedSegment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
-        self.hogwild_server = HogwildServer(self._make_room, strategy.requires.guard) if one_memory else None
+        self.hogwild_server = HogwildServer(self._make_room) if one_memory else None
         settings = msgspec.structs.replace(self.settings, num_servers=1) if self.hogwild_server else self.settings
-        self.coordinator = Coordinator(settings, coordination_of(strategy))
+        self.coordinator = Coordinator(settings, strategy)
         if self.hogwild_server is not None:
             self.hogwild_server.join(self.coordinator)
         self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)

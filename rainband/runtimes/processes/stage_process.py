@@ -13,11 +13,13 @@ from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import ShareWorker, WholeModel
 from rainband.model_parallel.graph.split_loss import build_model
 from rainband.protocol.messages import Address, Welcome
+from rainband.protocol.peer_inbox import Arrival, Tag
+from rainband.protocol.ports import Port
 from rainband.runtimes.config import Job
 from rainband.runtimes.processes.drive import drive
 from rainband.runtimes.processes.worker_process import WorkerProcess
 from rainband.runtimes.stage_model import StageModel
-from rainband.strategy import Arrival, Port, Strategy, Tag
+from rainband.strategy import Strategy
 from rainband.tasks.task import Data, Task
 from rainband.transports.peers import PeerLinks
 from rainband.worker.periodic_eval import PeriodicEval, measure

@@ -11,9 +11,10 @@ from rainband.errors import CoordinatorLost, RainbandError, ServerLost
 from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Address, InitBlock, Message, Peer, Push, Welcome
+from rainband.protocol.ports import BlockValues, Port
 from rainband.runtimes.config import Job
 from rainband.runtimes.processes.drive import Deadline, drive
-from rainband.strategy import BlockValues, Port, Strategy
+from rainband.strategy import Strategy
 from rainband.transports.connect import can_share_memory, connect
 from rainband.transports.coordinator_link import CoordinatorLink
 from rainband.transports.event_loop import EventLoop

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rainband.protocol.layout import BlockSpec, Layout, cut, deal
 from rainband.protocol.messages import Ack, Assign, InitBlock, Message, Params, Peer, Push, Welcome
+from rainband.protocol.ports import BlockValues
 from rainband.runtimes.simulation.message_bus import MessageBus, Node, Payload
 from rainband.runtimes.simulation.models.aggregated_servers import AggregatedServers, Times
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel
@@ -27,7 +28,7 @@ from rainband.runtimes.simulation.nodes import publish
 from rainband.runtimes.simulation.shared_module import NOTHING, hollow
 from rainband.runtimes.simulation.worker import WorkerNode
 from rainband.server.server import Server, ServerOutput
-from rainband.strategy import BlockValues, ServerPart
+from rainband.strategy import ServerPart
 
 ALL = Peer("server", 0)  # the coordinator knows of one server, which is all of them
 Arriving = tuple[float, int, WorkerNode, Message, float]  # (when, a number, whose, it, when its first byte left)

@@ -17,9 +17,9 @@ from rainband.errors import Deadlock
 from rainband.observer import Observer, join_observers
 from rainband.protocol import events
 from rainband.protocol.messages import COORDINATOR, Address, Join, Peer, ServerJoin
+from rainband.protocol.ports import Port
 from rainband.protocol.steps import Handle, Until
 from rainband.record.spans import Span, SpanRecorder
-from rainband.runtimes.config import coordination_of
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.simulation.aggregated import AggregatedPort, AggregatedServersNode, as_one_block, make_aggregated
 from rainband.runtimes.simulation.message_bus import InFlight, MessageBus, Node
@@ -33,7 +33,7 @@ from rainband.runtimes.simulation.nodes import CoordinatorNode, Processor, Serve
 from rainband.runtimes.simulation.stages import StageCompute, StageNode
 from rainband.runtimes.simulation.worker import SimPort, SimulatedCompute, WorkerNode
 from rainband.server.server import Server
-from rainband.strategy import Port, ServerPart, Strategy
+from rainband.strategy import ServerPart, Strategy
 from rainband.worker.client import StateChanged
 from rainband.worker.pulls import PullHandle
 from rainband.worker.pushes import PushHandle
@@ -114,7 +114,7 @@ class SimulatedCluster:
         )
         one_server = scenario.aggregated or scenario.hogwild_server is not None
         known = msgspec.structs.replace(settings, num_servers=1) if one_server else settings
-        self.coordinator = Coordinator(known, coordination_of(scenario.strategy))
+        self.coordinator = Coordinator(known, scenario.strategy)
         self.coordinator_node = self._add_coordinator(self.network.machine())
         self.coordinator_node.hogwild_server = scenario.hogwild_server
         if scenario.hogwild_server is not None:
@@ -244,7 +244,7 @@ class SimulatedCluster:
         self.trace.note(self.clock.now, before.name, NodeEvent.STARTED, "started again")
         self.coordinator.state.phase = "replaced"
         settings = self.coordinator.state.settings
-        self.coordinator = Coordinator(settings, coordination_of(self.scenario.strategy), journal.taken_up())
+        self.coordinator = Coordinator(settings, self.scenario.strategy, journal.taken_up())
         self.coordinator_node = self._add_coordinator(before.machine)
         self.coordinator_node.block_bytes = before.block_bytes
         self.coordinator_node.send(self.coordinator.take_up(self.clock.now))

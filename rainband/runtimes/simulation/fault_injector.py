@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from random import Random
 
-from rainband.runtimes.config import coordination_of
 from rainband.runtimes.simulation.cluster import SimulatedCluster
 from rainband.runtimes.simulation.message_bus import InFlight, Node
 from rainband.runtimes.simulation.models.faults import Fault, Script
@@ -86,7 +85,7 @@ class FaultInjector:
     def _count_restarts(self, script: Script) -> None:
         """Only where the coordinator leads it keeps a journal, and can be started again."""
         restarts = [fault for fault in script if fault.what == "start" and fault.node == "coordinator"]
-        if restarts and coordination_of(self.cluster.scenario.strategy) is None:
+        if restarts and not self.cluster.scenario.strategy.requires.coordinated:
             raise ValueError(
                 f"{restarts[0]}: this run does not outlive its coordinator. Only one that its coordinator leads "
                 "does: choose sandblaster or conjugate_gradient."

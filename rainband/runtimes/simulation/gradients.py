@@ -10,9 +10,10 @@ from torch import nn
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
+from rainband.protocol.ports import Port
 from rainband.runtimes.simulation.shared_module import SharedModule, WrittenGradient, hollow_flat
 from rainband.runtimes.simulation.worker import SimulatedCompute
-from rainband.strategy import Batch, Port
+from rainband.strategy import Batch
 from rainband.tasks.task import Data, Task
 from rainband.worker.client import Client
 from rainband.worker.worker import ModuleWorker

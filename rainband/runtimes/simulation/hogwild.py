@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
+from rainband.protocol.ports import Port
 from rainband.runtimes.hogwild.memory import SharedParameters
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.hogwild.worker import MemoryClient, MemoryWorker
 from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.shared_module import SharedModule
-from rainband.strategy import Batch, Port
+from rainband.strategy import Batch
 from rainband.tasks.task import Data, Task
 from rainband.worker.client import Client
 from rainband.worker.worker import Compute, ModuleWorker

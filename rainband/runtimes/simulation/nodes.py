@@ -29,6 +29,7 @@ from rainband.protocol.messages import (
     Welcome,
 )
 from rainband.protocol.parameter_buffers import ParameterBuffer
+from rainband.protocol.ports import Port
 from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, HogwildServer
 from rainband.runtimes.run import Phases
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, MessageBus, Node, Payload
@@ -36,7 +37,7 @@ from rainband.runtimes.simulation.models.cluster_model import ClusterModel
 from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, hollow
 from rainband.server.server import Server, ServerOutput
-from rainband.strategy import Port, ServerPart
+from rainband.strategy import ServerPart
 from rainband.transports.hub import FRAMES_BEFORE_FLUSH
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Dataset, Join
 from rainband.record.spans import Span, write_spans
-from rainband.runtimes.config import RunConfig, coordination_of, is_one_memory
+from rainband.runtimes.config import RunConfig, is_one_memory
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.processes.server_process import leave_out_the_compiler
 from rainband.runtimes.run import Run, RunResult, View
@@ -239,7 +239,7 @@ def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strateg
     shared_module = SharedModule(flat)
     join = join_of(strategy, flat.layout, Dataset(fingerprint(data), len(data), *_sizes(config, task)))
     if is_one_memory(strategy):
-        hogwild_server = HogwildServer(bytearray, strategy.requires.guard)
+        hogwild_server = HogwildServer(bytearray)
         return Scenario(
             strategy,
             join,
@@ -262,7 +262,7 @@ def _in_stages(config: RunConfig, plan: StagePlan, strategy: Strategy, task: Tas
 def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Scenario:
     if not config.num_servers:
         raise ValueError("where only time is simulated there must be servers: use --servers 1.")
-    if coordination_of(strategy) is not None:
+    if strategy.requires.coordinated:
         raise ValueError(f"what {config.strategy} does next depends on the loss: leave --time-only out.")
     batch_size, epochs = _sizes(config, task)
     if config.sim.steps is None:

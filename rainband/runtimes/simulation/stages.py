@@ -16,11 +16,11 @@ from rainband.model_parallel.execution.worker import ShareWorker
 from rainband.model_parallel.graph.split_loss import build_model
 from rainband.observer import Observer
 from rainband.protocol.messages import Message, Peer, PeerValue
-from rainband.protocol.peer_inbox import Inbox
+from rainband.protocol.peer_inbox import Inbox, Tag
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Payload
 from rainband.runtimes.simulation.worker import SimulatedCompute, WorkerNode
 from rainband.runtimes.stage_model import StageModel
-from rainband.strategy import Batch, Tag
+from rainband.strategy import Batch
 from rainband.tasks.task import Data, Task
 from rainband.worker.periodic_eval import measure
 from rainband.worker.worker import ModuleWorker
@@ -28,10 +28,10 @@ from rainband.worker.worker import ModuleWorker
 if TYPE_CHECKING:
     from rainband.model.gradient import Gradient
     from rainband.model_parallel.placement.stage_plan import StagePlan
+    from rainband.protocol.peer_inbox import Arrival
     from rainband.runtimes.simulation.models.compute import ComputePace
     from rainband.runtimes.simulation.models.network import Machine
     from rainband.runtimes.simulation.nodes import ClusterContext
-    from rainband.strategy import Arrival
 
 
 class StageCompute(StageModel, SimulatedCompute):

@@ -14,13 +14,14 @@ from rainband.model.gradient import Gradient
 from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import COORDINATOR, Ack, InitBlock, Message, Params, Peer, Push, Welcome
+from rainband.protocol.ports import BlockValues, Port
 from rainband.protocol.steps import Handle, Steps, Until, Work
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload
 from rainband.runtimes.simulation.models.compute import ComputePace
 from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, WrittenValues
 from rainband.server.server import Server
-from rainband.strategy import Batch, BlockValues, Port
+from rainband.strategy import Batch
 from rainband.worker.client import Client
 from rainband.worker.lifecycle import run_worker
 from rainband.worker.periodic_eval import PeriodicEval

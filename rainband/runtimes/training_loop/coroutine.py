@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rainband.protocol.lr_schedules import Schedule
     from rainband.protocol.optimizer_spec import OptimizerSpec
-    from rainband.strategy import PipelineStage, StageVersions
+    from rainband.stage import PipelineStage, StageVersions
     from rainband.worker.session import Session
 
 SOME_BATCH = Batch(-1, -1, -1)  # in a cell of which nobody knows yet what the user will draw

@@ -26,12 +26,13 @@ from rainband.model.optimizer_state import put_state, settings_of, spec_of, stat
 from rainband.model.save import save_model
 from rainband.protocol.messages import Conclude, Dataset, LeaseEnd, Message, Paused, Peer, Welcome
 from rainband.protocol.optimizer_spec import changed_numbers, plain
+from rainband.protocol.ports import Port
 from rainband.runtimes.training_loop.batches import LoopBatches, described, loader
 from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopEnd, LoopParameters, LoopWorker
 from rainband.runtimes.training_loop.optimizer_checks import check, following, takes_any_optimizer
 from rainband.runtimes.training_loop.script_random import own_random_numbers
 from rainband.runtimes.training_loop.step_hooks import StepHooks, unwrapped
-from rainband.strategy import Batch, Port, Strategy, WorkItem
+from rainband.strategy import Batch, Strategy, WorkItem
 from rainband.worker.client import Client
 from rainband.worker.session import Session, join_of
 from rainband.worker.worker import set_buffers

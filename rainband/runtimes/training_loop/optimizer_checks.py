@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
 
@@ -23,12 +22,9 @@ def takes_any_optimizer(strategy: Strategy) -> bool:
 
 
 def following(strategy: Strategy, optimizers: Sequence[Optimizer]) -> Strategy:
-    """The strategy with the user's optimizer and rate in place of its own, for a worker's own steps."""
-    fields = {field.name for field in dataclasses.fields(strategy)}  # type: ignore[arg-type]
-    user = {"lr": settings_of(optimizers)[0]["lr"], "optimizer": spec_of(optimizers[:1]).name}
-    changes = {name: value for name, value in user.items() if name in fields}
-    followed: Strategy = dataclasses.replace(strategy, **changes)  # type: ignore[type-var]
-    return followed
+    """Return the strategy with the user's optimizer and learning rate, for a worker's own steps."""
+    lr = settings_of(optimizers)[0]["lr"]
+    return strategy.with_optimizer(OptimizerSpec(spec_of(optimizers[:1]).name, {"lr": lr}))
 
 
 def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, importable: Sequence[str]) -> None:

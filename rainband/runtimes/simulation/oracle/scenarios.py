@@ -71,8 +71,8 @@ class Ragged(Strategy):
                 gradients = [await worker.gradient(batch) for batch in work_item.batches[at : at + cut]]
                 worker.servers.push(reduce(add, gradients))
 
-    def server(self, num_workers: int) -> ServerPart | None:
-        return load_strategy("downpour", PLAIN).server(num_workers)
+    def server(self, num_replicas: int) -> ServerPart | None:
+        return load_strategy("downpour", PLAIN).server(num_replicas)
 
 
 def _kind(name: str, known: Known = "sum", **settings: object) -> OracleTask:
@@ -91,8 +91,8 @@ KINDS: dict[str, OracleTask] = {
     "sync": _kind("sync", "rounds"),
     "backup": _kind("sync", "first", backup_workers=1),
     "stale_sync": _kind("stale_sync", bound=1),
-    "adaptive_bound": _kind("adaptive_bound", low=0, high=3),
-    "bounded_delay": _kind("bounded_delay", tau=2, tau_last=1),
+    "adaptive_bound": _kind("adaptive_bound", min_bound=0, max_bound=3),
+    "bounded_delay": _kind("bounded_delay", tau=2, tau_end=1),
     "soft_sync": _kind("soft_sync", "gathered", scaling="none"),
     "sandblaster": _led("sandblaster"),
     "conjugate_gradient": _led("conjugate_gradient"),

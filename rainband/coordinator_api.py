@@ -1,0 +1,39 @@
+"""What the coordinator part of a full-batch strategy (sandblaster, conjugate_gradient) may use."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from rainband.protocol.vectors import Operation
+
+
+class Evaluation(NamedTuple):
+    """The loss over some work items; the vector `gradient` holds the sum of their samples' gradients."""
+
+    loss: float  # mean over the samples; not finite if it is not finite for one of them
+    samples: int
+
+
+class CoordinatorApi(Protocol):
+    """Everything `coordinate` may use. Operations start when called; awaiting the result waits.
+
+    The vectors stay on the servers; only numbers travel.
+    """
+
+    @property
+    def num_items(self) -> int:
+        """The number of work items that the data is divided into."""
+
+    @property
+    def seed(self) -> int: ...
+
+    def compute(self, *operations: Operation) -> Awaitable[tuple[float, ...]]:
+        """Run vector operations on every block of every server; return the values of its dot products and norms."""
+
+    def evaluate(self, *operations: Operation, work_items: Sequence[int] | None = None) -> Awaitable[Evaluation]:
+        """The same, then find the loss and its gradient at the new parameters, over some work items or all."""
+
+    def report(self, iteration: int, loss: float, gradient_norm: float, step: float, end: str = "") -> None:
+        """Report that an iteration is done; `end`: it was the last one, for this reason."""

@@ -1,0 +1,136 @@
+"""The contract of an update rule: decides, per block, when a gradient is applied and which reads must wait.
+
+A rule is pure: no I/O, no clock. Each block has a rule object of its own, which is copied and saved with the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.protocol.data_plan import DataPlan, PushId
+    from rainband.protocol.messages import Pull, Push, RoundChosen, StalenessLimit
+    from rainband.protocol.parameter_buffers import ParameterBuffer
+
+
+class Rule:
+    """When a block applies gradients, and who may read it.
+
+    A new rule overrides `absorb` and whatever else it needs; everything else does nothing. A subclass may replace a
+    property by a class attribute, such as `clocked = True`.
+    """
+
+    @property
+    def reads(self) -> Literal["any", "admitted", "round"]:
+        """Who may read: any worker without asking, those the rule admits, or the round that a worker names."""
+        return "any"
+
+    @property
+    def clocked(self) -> bool:
+        """Whether it counts the pushes of each worker: then enter, tick, clock_of and holder are called."""
+        return False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether block 0 chooses the work items of a round, and all other blocks follow."""
+        return False
+
+    @property
+    def keeps_reads(self) -> bool:
+        """Whether it keeps a copy of what each reader received."""
+        return False
+
+    @property
+    def buffered(self) -> int:
+        """Batches that were accepted and are not in the parameters yet."""
+        return 0
+
+    @property
+    def gradients_per_update(self) -> int | None:
+        """Gradients averaged into the next update, for reports; None: not a fixed number."""
+        return None
+
+    @property
+    def bound(self) -> int | None:
+        """How far a reader may be ahead; None: there is no bound."""
+        return None
+
+    def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
+        """Take an accepted push (no gradient: its batches are skipped). The gradient is lent: copy it to keep it."""
+        raise NotImplementedError
+
+    def admits(self, block: RuleBlock, pull: Pull, reader: int) -> bool:
+        """Return True if this reader may read now."""
+        return True
+
+    def forget(self, block: RuleBlock, worker: int) -> None:
+        """Stop waiting for a worker; what it pushed stays."""
+
+    def flush(self, block: RuleBlock) -> None:
+        """Apply what is buffered: the run ends."""
+
+    # ---- bounded staleness ----
+
+    def retune(self, bound: int) -> None:
+        """Use another bound from now on."""
+
+    def limit(self) -> StalenessLimit | None:
+        """Return the bound and the largest staleness measured; None: this rule has no bound."""
+        return None
+
+    def enter(self, block: RuleBlock, worker: int, base: int) -> None:
+        """Wait for a worker from now on, because it asks to read. It has pushed nothing before clock `base`."""
+
+    def tick(self, block: RuleBlock, worker: int, clock: int) -> None:
+        """A push of this worker was answered, whatever the answer."""
+
+    def clock_of(self, worker: int) -> int:
+        """Return the work items that this worker has pushed, as this block has counted them."""
+        return -1
+
+    def holder(self, block: RuleBlock, pull: Pull, reader: int) -> int | None:
+        """Return the worker for which a reader that is not admitted waits; None: for its own pushes."""
+        return None
+
+    # ---- rounds in which block 0 chooses ----
+
+    def take_chosen(self) -> list[RoundChosen]:
+        """Return what this block, being block 0, has chosen since the last call."""
+        return []
+
+    def choose(self, block: RuleBlock, named: RoundChosen) -> None:
+        """Use the work items that block 0 has chosen for a round."""
+
+    # ---- copies of what readers received ----
+
+    def give(self, block: RuleBlock, reader: int) -> None:
+        """A reader is admitted, and computes with the block as it is now."""
+
+    def copy_of(self, reader: int, version: int) -> Tensor | None:
+        """Return the copy of what this reader received at this version, if the rule keeps one."""
+        return None
+
+
+class RuleBlock(Protocol):
+    """What a rule may use of its block."""
+
+    index: int
+    plan: DataPlan
+    buffer: ParameterBuffer
+    values: Tensor  # the parameters, in the precision in which they are kept
+    version: int
+
+    def apply(self, gradient: Tensor, pushes: Sequence[Push], absent: Collection[int]) -> None:
+        """Make one optimizer step: these pushes are now in the parameters, and the version rises by one."""
+
+    def advance(self, pushes: Sequence[Push]) -> None:
+        """Go to the next version without a step: every work item of the round was skipped."""
+
+    def accumulate(self, gradient: Tensor, push: Push) -> None:
+        """Add to the sum of the current evaluation; the parameters stay as they are."""
+
+    def drop(self, names: Sequence[PushId], reason: str) -> None:
+        """Declare batches skipped, with a reason, whether their gradients have arrived or not."""
