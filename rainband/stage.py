@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from rainband.strategy import Batch
+    from rainband.strategy import WorkItem
 
 
 @dataclass(frozen=True)
@@ -21,23 +21,8 @@ class StageVersions:
     batches_per_update: int = 0  # with pipedream_2bw; 0: one for each stage
 
 
-class Turn:
-    """A batch on its way through a stage."""
-
-
 class PipelineStage(Protocol):
     """A worker's stage of a pipeline that is never flushed."""
 
-    ahead: int  # forward passes before the first backward pass
-
-    def turn(self, batch: Batch) -> Turn | None:
-        """Number the next batch; None: it belongs to another replica of this stage."""
-
-    def forward(self, turn: Turn) -> Awaitable[None]:
-        """Compute with the parameters that `StageVersions` prescribes, and keep them for the backward pass."""
-
-    def backward(self, turn: Turn) -> Awaitable[None]:
-        """Compute the gradient, and make a step if this batch was the last of an update."""
-
-    def settle(self) -> Awaitable[None]:
-        """Wait until no batch is in flight; the last update may average fewer batches."""
+    def train(self, items: AsyncIterator[WorkItem]) -> Awaitable[None]:
+        """Process work items: forward passes, backward passes and updates, with versions as `StageVersions` says."""

@@ -1,10 +1,10 @@
-"""Tasks over models of every shape, and a team of workers inside one process to compute them."""
+"""Tasks over models of every shape, and a replica of stage workers in one process to compute them."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rainband.model.gradient import Gradient
+from rainband.model_parallel.execution.in_process import MemoryNetwork, MemoryPeers, run_together
 from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
-from rainband.model_parallel.execution.worker import ShareWorker
+from rainband.model_parallel.execution.worker import StageWorker
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_loss import build_model
 from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.protocol.data_plan import DataPlan as DataPlan
 from rainband.protocol.messages import Finish, Lease, Message, Peer, Report
-from rainband.protocol.peer_inbox import Inbox, Tag
 from rainband.strategy import Batch
 from rainband.tasks.task import TensorData, parameter_groups
 from rainband.worker.client import Client
-from rainband.worker.worker import ModuleWorker, Work
+from rainband.worker.worker import ModuleWorker
 from tests.pipeline_models import examples
 
 
@@ -97,48 +97,26 @@ def dealt(task: Shaped, machines: int, stages_per_worker: int, microbatches: int
     return StagePlan(plan=plan, microbatches=microbatches, schedule="interleaved", example_size=2)
 
 
-class Room:
-    """Where a team's messages lie until they are asked for."""
-
-    def __init__(self, size: int) -> None:
-        self.inboxes = [Inbox() for _ in range(size)]
-        for inbox in self.inboxes:
-            for machine in range(size):
-                inbox.opened(machine)
-        self.sent: list[tuple[int, int, Tag]] = []
-
-
-class RoomPeers:
-    """One machine's way to the others."""
-
-    def __init__(self, room: Room, machine: int) -> None:
-        self.room, self.machine = room, machine
-
-    def send(self, to: int, tag: Tag, payload: Any) -> None:
-        self.room.sent.append((self.machine, to, tag))
-        copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), payload)
-        self.room.inboxes[to].arrived(self.machine, tag, copied)
-
-    def recv(self, source: int, tag: Tag) -> Any:
-        return self.room.inboxes[self.machine].ask(source, tag)
-
-
 def worker_of(
-    task: Shaped, plan: StagePlan, place: int, room: Room, tell: Callable[[Message], None] = lambda message: None
-) -> ShareWorker:
+    task: Shaped,
+    plan: StagePlan,
+    rank: int,
+    network: MemoryNetwork,
+    tell: Callable[[Message], None] = lambda message: None,
+) -> StageWorker:
     model = build_model(task)
-    share = Submodel(task, model, task.data(), plan, place)
-    flat = share.flat(parameter_groups(task, model))
-    client = Client(Peer("worker", place), data_plan(task), flat, (), (), (), tell, share.machine)
-    links = ReplicaLinks(RoomPeers(room, place), place, plan.size)
-    return ShareWorker(place, 1, task, task.data(), share, client, links)
+    submodel = Submodel(task, model, task.data(), plan, rank)
+    flat = submodel.flat(parameter_groups(task, model))
+    client = Client(Peer("worker", rank), data_plan(task), flat, (), (), (), tell, submodel.machine)
+    links = ReplicaLinks(MemoryPeers(network, rank), rank, plan.size)
+    return StageWorker(rank, 1, task, task.data(), submodel, client, links)
 
 
 def trained_stages(
     task: Shaped, plan: StagePlan, strategy: Any, order: Sequence[int] | None = None, late: bool = False
-) -> list[ShareWorker]:
-    """A team without servers, from the first batch to the last; `late`: a portion comes when all before it are done."""
-    room = Room(plan.size)
+) -> list[StageWorker]:
+    """Train a replica without servers; `late`: a portion is leased when all before it are done."""
+    network = MemoryNetwork(plan.size)
     reports: dict[int, int] = {}
     whole = data_plan(task)
     coming = deque(range(whole.num_portions))
@@ -150,20 +128,20 @@ def trained_stages(
         leased += whole.batches_in(portion)
         workers[0].client.receive(Lease(portion, 1, (tuple(range(whole.batches_in(portion))),)))
 
-    def told(place: int, message: Message) -> None:
+    def told(rank: int, message: Message) -> None:
         if isinstance(message, Report):
-            reports[place] = message.accepted
+            reports[rank] = message.accepted
         if len(reports) == plan.size and min(reports.values()) == leased:
             if coming:
                 lease()
             else:
                 workers[0].client.receive(Finish())
 
-    workers = [worker_of(task, plan, place, room, partial(told, place)) for place in range(plan.size)]
+    workers = [worker_of(task, plan, rank, network, partial(told, rank)) for rank in range(plan.size)]
     lease()
     while coming and not late:
         lease()
-    together([strategy.run(worker) for worker in workers], order)
+    run_together([strategy.run(worker) for worker in workers], order)
     return workers
 
 
@@ -177,40 +155,6 @@ def data_plan(task: Shaped) -> DataPlan:
         seed=0,
         portion_batches=4,
     )
-
-
-def together(coroutines: Sequence[Any], order: Sequence[int] | None = None) -> list[Any]:
-    """Drive several workers in turns, each as far as it can go; returns their results."""
-    lives: list[Generator[Any, None, Any]] = [coroutine.__await__() for coroutine in coroutines]
-    results: dict[int, Any] = {}
-    wanted: dict[int, Any] = {}
-    try:
-        _take_turns(lives, deque(order or range(len(lives))), wanted, results)
-    finally:
-        for life in lives:
-            life.close()
-    return [results[number] for number in range(len(lives))]
-
-
-def _take_turns(lives: list[Any], waiting: deque[int], wanted: dict[int, Any], results: dict[int, Any]) -> None:
-    stuck = 0
-    while waiting:
-        assert stuck <= len(waiting), f"everyone waits: {wanted}"
-        number = waiting.popleft()
-        want = wanted.get(number)
-        if want is not None and not isinstance(want, Work) and not want.ready():
-            waiting.append(number)
-            stuck += 1
-            continue
-        stuck = 0
-        if isinstance(want, Work):
-            want.perform()
-        try:
-            wanted[number] = lives[number].send(None)
-            waiting.append(number)
-        except StopIteration as end:
-            results[number] = end.value
-            wanted.pop(number, None)
 
 
 def whole_gradient(task: Shaped, batch: Batch) -> Gradient:

@@ -11,7 +11,7 @@ from rainband.bench.cases import partition, pipeline
 from rainband.bench.harness.models import Branches, Chain
 from rainband.bench.harness.rows import Effort, Row
 from rainband.bench.harness.stage_runs import two_stage_placement
-from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.execution.in_process import Partitioned
 from rainband.model_parallel.graph.split_loss import cut_task
 from rainband.model_parallel.placement.profile import CutValue, Profile, Unit
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.execution.in_process import Partitioned
 from rainband.model_parallel.graph.cut import CutError, cut
 from rainband.model_parallel.graph.fragments import as_module, by_level
 from rainband.model_parallel.graph.split_marks import whole

@@ -173,7 +173,7 @@ def test_replicas_of_a_stage_apply_the_mean_of_their_round_and_stay_equal() -> N
     pipeline, _ = trained(model, pipedream([2, 1], 8), as_microbatches(batches))
     first, second = pipeline.stages[0, 0].versions, pipeline.stages[1, 0].versions
     assert (first.newest, second.newest, pipeline.stages[2, 1].versions.newest) == (4, 4, 8)
-    for name in first.places:
+    for name in first.specs:
         assert torch.equal(first.leaves(4)[name], second.leaves(4)[name])
         assert first.masters[name].data_ptr() != second.masters[name].data_ptr()
 

@@ -59,7 +59,7 @@ def test_each_worker_computes_its_stage_and_sends_what_others_read() -> None:
 def test_a_value_that_two_machines_read_is_sent_twice_and_comes_back_from_both() -> None:
     profile = Profile("", 8, chain(3).units, (CutValue("u0", "u0", ("u1", "u2"), 20, 20),))
     forecast = Forecast(plan_of(((0,), ("u0",)), ((1,), ("u1",)), ((2,), ("u2",))), profile, "gpipe", 1, FREE)
-    assert [share.sent_bytes for share in forecast.shares] == [40.0, 20.0, 20.0]
+    assert [submodel.sent_bytes for submodel in forecast.shares] == [40.0, 20.0, 20.0]
 
 
 def test_replicas_share_batches_and_exchange_their_gradients() -> None:
@@ -128,7 +128,7 @@ def test_what_is_drawn_is_what_is_predicted(forecast: Forecast, batches: int) ->
     done = forecast.doings(batches)
     assert max(d.to_s for d in done) == pytest.approx(batches * forecast.batch_s)
     computed = [sum(d.to_s - d.from_s for d in done if d.place == p) for p in range(len(forecast.shares))]
-    assert computed == pytest.approx([batches * share.compute_s for share in forecast.shares])
+    assert computed == pytest.approx([batches * submodel.compute_s for submodel in forecast.shares])
     for place in range(len(forecast.shares)):  # a worker does one thing at a time
         own = sorted((d.from_s, d.to_s) for d in done if d.place == place)
         assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in pairwise(own))

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.execution.in_process import MemoryNetwork, Partitioned, run_together
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.eval_graph import cut_for_evaluation, evaluating, placed_alike
 from rainband.model_parallel.graph.fragments import by_stage
 from rainband.strategy import Batch
 from rainband.tasks.task import TensorData
 from tests.pipeline_models import one_thread as one_thread
-from tests.stage_tasks import Room, Shaped, planned, together, worker_of
+from tests.stage_tasks import Shaped, planned, worker_of
 
 
 class Functional(nn.Module):
@@ -132,23 +132,23 @@ def test_it_answers_as_the_model_does_wherever_its_units_are(name: str, kind: st
 def test_a_team_is_evaluated_without_dropout_and_leaves_statistics_alone(name: str, stages: int) -> None:
     """After a batch of training, which must have had its dropout."""
     task = Dropping(name)
-    room = Room(stages)
-    workers = [worker_of(task, planned(task, stages), place, room) for place in range(stages)]
-    together([worker.gradient(Batch(0, 0, 1)) for worker in workers])
+    network = MemoryNetwork(stages)
+    workers = [worker_of(task, planned(task, stages), place, network) for place in range(stages)]
+    run_together([worker.gradient(Batch(0, 0, 1)) for worker in workers])
     whole = task.model()
-    held = {key: value for worker in workers for key, value in worker.share.held().items()}
+    held = {key: value for worker in workers for key, value in worker.submodel.held().items()}
     assert held.keys() == whole.state_dict().keys()
-    assert sum(len(worker.share.held()) for worker in workers) == len(held)  # each is saved by one of them
+    assert sum(len(worker.submodel.held()) for worker in workers) == len(held)  # each is saved by one of them
     whole.load_state_dict(held)
     before = {key: value.clone() for key, value in held.items()}
 
     call: Any = [0, False, [example(6)], {}]
-    answer = together([worker.answer(call) for worker in workers])[0]
+    answer = run_together([worker.answer(call) for worker in workers])[0]
     torch.testing.assert_close(answer, whole.eval()(example(6)), rtol=0, atol=1e-15)
     assert all(torch.equal(before[key], value) for key, value in held.items())
     assert all(module.training for worker in workers for module in worker.module.modules())
     call = [1, True, [example(6)], {}]
-    noisy = together([worker.answer(call) for worker in workers])[0]
+    noisy = run_together([worker.answer(call) for worker in workers])[0]
     assert not torch.allclose(noisy, answer)
 
 

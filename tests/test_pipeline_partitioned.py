@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rainband.model_parallel.execution.fragment_run import FragmentMessage, FragmentRun
-from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.execution.in_process import Partitioned
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.fragment_order import fragment_keys
 from rainband.model_parallel.graph.graph import Cut
@@ -187,17 +187,30 @@ def test_parts_take_messages_in_any_order() -> None:
         dice = random.Random(seed)
         layout = Partitioned(graph, placement).layout
         parts = {machine: FragmentRun(graph, layout, machine) for machine in layout.machines()}
-        carry(parts, [m for part in parts.values() for m in part.begin(graph.bind(args))], dice)
+        for part in parts.values():
+            part.give(graph.bind(args))
+        carry(parts, [message for part in parts.values() for message in computed(part)], dice)
         end = parts[layout.answer_machine]
         loss_of(graph.answer(end.outputs())).backward()
-        carry(parts, end.backward(), dice)
+        carry(parts, end.answered() + computed(end), dice)
         torch.testing.assert_close(gradients(model), expected, rtol=1e-12, atol=1e-12)
 
 
 def carry(parts: Mapping[int, FragmentRun], messages: list[FragmentMessage], dice: random.Random) -> None:
     while messages:
         message = messages.pop(dice.randrange(len(messages)))
-        messages += parts[message.destination].receive(message)
+        parts[message.destination].take(message)
+        messages += computed(parts[message.destination])
+
+
+def computed(part: FragmentRun) -> list[FragmentMessage]:
+    """All that can be computed now."""
+    messages: list[FragmentMessage] = []
+    while (index := part.next_forward()) is not None:
+        messages += part.forward(index)
+    while (index := part.next_backward()) is not None:
+        messages += part.backward(index)
+    return messages
 
 
 def test_gradients_are_added_to_those_that_are_there() -> None:

@@ -67,7 +67,7 @@ def test_what_cannot_be_played_is_told_and_the_others_are_compared() -> None:
     lines = compared_lines(found, chain(3))
     assert isinstance(found["interleaved"], ValueError) and isinstance(found["pipedream_2bw"], ValueError)
     assert "chain has 3 units, and 2 stages on each of 3 machines are 6" in lines[-2]
-    assert lines[-1].startswith("no pipedream_2bw: pipedream_2bw needs at least as many microbatches as stages")
+    assert lines[-1].startswith("no pipedream_2bw: pipedream_2bw requires at least as many microbatches as stages")
     assert lines[1].split() == ["gpipe", "1-1-1", "6000.000", "5", "1.50", "2", "1", "0"]
 
 
@@ -263,7 +263,7 @@ def test_a_model_of_ones_own_is_planned(tmp_path: Path, monkeypatch: pytest.Monk
     [
         (["--draw", "plan.jpg"], "a picture is a file that ends in .png, .svg, .pdf, not plan.jpg"),
         (["--draw", "nowhere/plan.png"], "there is no folder nowhere for the picture"),
-        (["--schedule", "interleaved", "--microbatches", "7"], r"Choose 8 (--microbatches)"),
+        (["--schedule", "interleaved", "--microbatches", "7"], r"use --microbatches 8"),
         (
             ["--schedule", "interleaved", "--stages-per-worker", "7"],
             "use fewer machines (--machines) or stages (--stages-per-worker)",

@@ -187,11 +187,11 @@ def test_without_stash_an_overwritten_version_cannot_be_used() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gpipe(0, 4), "give at least 1 of each"),
-        (lambda: interleaved(4, 2, 6), "6 are not a multiple of 4. Choose 8"),
+        (lambda: gpipe(0, 4), "at least 1 of each is required"),
+        (lambda: interleaved(4, 2, 6), "6 is not a multiple of 4: use --microbatches 8"),
         (lambda: pipedream_2bw(4, 3, 2), "at least as many microbatches as stages, not 3 for 4"),
         (lambda: pipedream([2, 1], 4, vertical_sync=True), "use it without replicas"),
-        (lambda: pipedream([0, 1], 4), "a stage needs at least one machine"),
+        (lambda: pipedream([0, 1], 4), "a stage requires at least one machine"),
     ],
 )
 def test_impossible_schedules_are_told(call: object, message: str) -> None:

@@ -134,7 +134,7 @@ def test_a_parameter_of_two_stages_gets_the_sum_of_both_gradients() -> None:
 
 def test_a_parameter_of_two_stages_needs_a_flush() -> None:
     graph = cut(Tied(), (torch.randn(2, 4),))
-    with pytest.raises(ValueError, match=r"used in stages \[0, 1\].*take a schedule that flushes"):
+    with pytest.raises(ValueError, match=r"used in stages \[0, 1\].*use a schedule that flushes"):
         Pipeline(graph, {"a": 0, "b": 0, "tanh": 1, "c": 1}, pipedream([1, 1], 4), sgd)
 
 
@@ -167,7 +167,7 @@ def test_a_value_that_goes_back_is_refused() -> None:
 
 def test_a_plan_and_a_schedule_of_other_numbers_of_stages_are_refused() -> None:
     graph = cut(chain_net(2), (torch.randn(2, 4).double(),))
-    with pytest.raises(ValueError, match="the plan has 2 stages with units and the schedule gpipe has 3"):
+    with pytest.raises(ValueError, match="the placement has 2 stages with units and the schedule gpipe has 3"):
         Pipeline(graph, by_pairs(graph.units), gpipe(3, 2), sgd)
 
 
@@ -188,5 +188,5 @@ def test_frozen_parameters_stay_as_they_are() -> None:
 
 
 def test_a_wrong_number_of_microbatches_is_refused() -> None:
-    with pytest.raises(ValueError, match="the schedule has 3 microbatches and was given 2"):
+    with pytest.raises(ValueError, match="the schedule has 3 microbatches, and 2 were given"):
         trained(chain_net(2), gpipe(2, 3), as_microbatches(samples(2)))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rainband.cli.main import build_app
 from rainband.model.layers import LocallyConnected2d
-from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.execution.in_process import Partitioned
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split import Columns, How, LayerPair, Rows, Tiles, joined, read_split, split
 from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows

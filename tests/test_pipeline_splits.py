@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rainband.model.layers import LocallyConnected2d
-from rainband.model_parallel.execution.partitioned import Partitioned
+from rainband.model_parallel.execution.in_process import Partitioned
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_linear import AsPair, ByColumns, ByRows
 from rainband.model_parallel.graph.tile_regions import Window, bounds, overlaps

@@ -12,26 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from rainband.model_parallel.execution.in_process import MemoryNetwork, run_together
 from rainband.model_parallel.execution.submodel import Submodel
-from rainband.model_parallel.execution.worker import PullTogether
+from rainband.model_parallel.execution.worker import ReplicaPull
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_loss import build_model
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.strategy import Batch
 from rainband.tasks.task import parameter_groups
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
-from tests.stage_tasks import Room, Shaped, planned, together, whole_gradient, worker_of
+from tests.stage_tasks import Shaped, planned, whole_gradient, worker_of
 
 NAMES = ["chain", "skips", "branches", "tied", "several", "recurrent", "transformer", "on_shapes"]
 BY_SAMPLE = ["chain", "branches", "tied", "several", "transformer"]  # the others mix the samples of a batch
 BATCH = Batch(0, 1, 7)
 
 
-def stage_gradient(task: Shaped, plan: StagePlan, order: list[int] | None = None) -> tuple[list[Any], Room]:
-    room = Room(plan.size)
-    workers = [worker_of(task, plan, machine, room) for machine in range(plan.size)]
-    gradients = together([worker.gradient(BATCH) for worker in workers], order)
-    return gradients, room
+def stage_gradient(task: Shaped, plan: StagePlan, order: list[int] | None = None) -> tuple[list[Any], MemoryNetwork]:
+    network = MemoryNetwork(plan.size)
+    workers = [worker_of(task, plan, machine, network) for machine in range(plan.size)]
+    gradients = run_together([worker.gradient(BATCH) for worker in workers], order)
+    return gradients, network
 
 
 def assert_same(task: Shaped, gradients: list[Any]) -> None:
@@ -83,8 +84,8 @@ def test_a_value_crosses_once_for_each_machine_and_microbatch() -> None:
     units = cut(task.model(), task.data().batch(range(2))).units
     right = {"right", "sigmoid"}
     plan = planned(task, {unit: int(unit in right) for unit in units}, kind="partition", microbatches=2)
-    _, room = stage_gradient(task, plan)
-    crossing = [(to, tag[3:]) for _, to, tag in room.sent if tag[-2] in ("value", "gradient")]
+    _, network = stage_gradient(task, plan)
+    crossing = [(to, tag[3:]) for _, to, tag in network.sent if tag[-2] in ("value", "gradient")]
     there = [(1, (microbatch, "value", "tanh")) for microbatch in range(2)] + [
         (0, (m, "value", "sigmoid")) for m in range(2)
     ]
@@ -95,24 +96,24 @@ def test_a_value_crosses_once_for_each_machine_and_microbatch() -> None:
 def test_parameters_are_held_by_one_worker_each() -> None:
     task = Shaped("chain")
     plan = planned(task, 2)
-    workers = [worker_of(task, plan, machine, Room(2)) for machine in range(2)]
+    workers = [worker_of(task, plan, machine, MemoryNetwork(2)) for machine in range(2)]
     memory = [sum(vector.numel() for vector in worker.flat.vectors) for worker in workers]
-    names = [set(worker.share.held()) for worker in workers]
+    names = [set(worker.submodel.held()) for worker in workers]
     assert names[0] == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert names[1] == {"4.weight", "4.bias"}
     assert memory == [2 * (64 + 16), 32 + 16]  # each parameter begins at a multiple of 16 elements
-    emptied = [p.numel() for worker in workers for p in worker.share.model.parameters()]
+    emptied = [p.numel() for worker in workers for p in worker.submodel.model.parameters()]
     assert emptied == [64, 8, 64, 8, 0, 0, 0, 0, 0, 0, 24, 3]
 
 
 def test_a_tied_weight_is_held_by_the_first_who_uses_it_and_given_to_the_others() -> None:
     task = Shaped("tied")
     plan = planned(task, {"embed": 0, "hidden": 1, "tanh": 1, "out": 2})
-    room = Room(3)
-    workers = [worker_of(task, plan, machine, room) for machine in range(3)]
+    network = MemoryNetwork(3)
+    workers = [worker_of(task, plan, machine, network) for machine in range(3)]
     with torch.no_grad():  # what the others have is not believed
-        workers[2].share.ties[0].parameter.fill_(7)
-    gradients = together([worker.gradient(BATCH) for worker in workers])
+        workers[2].submodel.ties[0].parameter.fill_(7)
+    gradients = run_together([worker.gradient(BATCH) for worker in workers])
     assert_same(task, gradients)
     assert [sum(t is not None for t in gradient.tensors) for gradient in gradients] == [1, 2, 0]
 
@@ -120,12 +121,12 @@ def test_a_tied_weight_is_held_by_the_first_who_uses_it_and_given_to_the_others(
 def test_what_is_not_finite_on_one_worker_is_skipped_by_all() -> None:
     task = Shaped("chain")
     plan = planned(task, 2)
-    room = Room(2)
-    workers = [worker_of(task, plan, machine, room) for machine in range(2)]
-    module = workers[0].share.model.get_submodule("0")
+    network = MemoryNetwork(2)
+    workers = [worker_of(task, plan, machine, network) for machine in range(2)]
+    module = workers[0].submodel.model.get_submodule("0")
     assert isinstance(module, nn.Linear)
     module.weight.register_hook(lambda gradient: gradient * float("nan"))
-    mine, theirs = together([worker.gradient(BATCH) for worker in workers])
+    mine, theirs = run_together([worker.gradient(BATCH) for worker in workers])
     assert mine.is_finite is False
     assert theirs.is_finite is False
     assert all(t is None or bool(t.isfinite().all()) for t in theirs.tensors)  # of itself it would not have known
@@ -134,7 +135,7 @@ def test_what_is_not_finite_on_one_worker_is_skipped_by_all() -> None:
 def test_a_plan_for_another_model_is_refused_with_what_to_do() -> None:
     plan = planned(Shaped("chain"), 2)
     with pytest.raises(ValueError, match="make a new one with rainband placement"):
-        worker_of(Shaped("branches"), plan, 0, Room(2))
+        worker_of(Shaped("branches"), plan, 0, MemoryNetwork(2))
 
 
 # ---- the end ----
@@ -142,8 +143,8 @@ def test_a_plan_for_another_model_is_refused_with_what_to_do() -> None:
 
 def waiting_for_an_order() -> tuple[list[Any], Any, Any]:
     """Three workers, of whom the last has asked for its first cell; and its loop, with what it waits for."""
-    task, room = Shaped("chain"), Room(3)
-    workers = [worker_of(task, planned(task, 3), place, room) for place in range(3)]
+    task, network = Shaped("chain"), MemoryNetwork(3)
+    workers = [worker_of(task, planned(task, 3), place, network) for place in range(3)]
     loop = workers[2].work_items().__anext__().__await__()
     return workers, loop, next(loop)
 
@@ -179,21 +180,21 @@ def built(task: Shaped, places: int) -> list[Any]:
     shares = []
     for place in range(places):
         model = build_model(task)
-        share = Submodel(task, model, task.data(), plan, place)
-        share.flat(parameter_groups(task, model))
-        shares.append(share)
+        submodel = Submodel(task, model, task.data(), plan, place)
+        submodel.flat(parameter_groups(task, model))
+        shares.append(submodel)
     return shares
 
 
 def test_a_deferred_model_has_values_only_where_they_are_used() -> None:
     shares = built(Deferred("chain"), 2)
-    there = [[name for name, p in share.model.named_parameters() if not p.is_meta] for share in shares]
+    there = [[name for name, p in submodel.model.named_parameters() if not p.is_meta] for submodel in shares]
     assert there == [["0.weight", "0.bias", "2.weight", "2.bias"], ["4.weight", "4.bias"]]
 
 
 def test_first_values_are_a_function_of_the_name_and_the_seed() -> None:
     one, other = built(Deferred("chain"), 2), built(Deferred("chain"), 3)
-    values = [{key: v for share in shares for key, v in share.held().items()} for shares in (one, other)]
+    values = [{key: v for submodel in shares for key, v in submodel.held().items()} for shares in (one, other)]
     assert values[0].keys() == values[1].keys() == dict(Shaped("chain").model().named_parameters()).keys()
     for key, value in values[0].items():
         assert torch.equal(value, values[1][key])
@@ -213,9 +214,9 @@ def test_a_deferred_tied_weight_has_one_value_wherever_it_is_used() -> None:
     """The gradient is that of a whole model with the values that the workers made."""
     task = Deferred("tied")
     plan = planned(task, {"embed": 0, "hidden": 1, "tanh": 1, "out": 2})
-    room = Room(3)
-    workers = [worker_of(task, plan, place, room) for place in range(3)]
-    held = {name: value.clone() for worker in workers for name, value in worker.share.held().items()}
+    network = MemoryNetwork(3)
+    workers = [worker_of(task, plan, place, network) for place in range(3)]
+    held = {name: value.clone() for worker in workers for name, value in worker.submodel.held().items()}
     assert held.keys() == {"embed.weight", "hidden.weight", "hidden.bias"}
 
     class WithTheirValues(Shaped):
@@ -224,7 +225,7 @@ def test_a_deferred_tied_weight_has_one_value_wherever_it_is_used() -> None:
             model.load_state_dict(held | {"out.weight": held["embed.weight"]})
             return model
 
-    gradients = together([worker.gradient(BATCH) for worker in workers])
+    gradients = run_together([worker.gradient(BATCH) for worker in workers])
     assert_same(WithTheirValues("tied"), gradients)
 
 
@@ -248,15 +249,15 @@ def test_a_layer_that_cannot_make_its_own_values_is_told() -> None:
 def test_a_tied_weight_is_given_anew_for_an_answer() -> None:
     """Its owner may have made an update since the last batch."""
     task = Shaped("tied")
-    room = Room(2)
-    workers = [worker_of(task, planned(task, 2), place, room) for place in range(2)]
-    together([worker.gradient(BATCH) for worker in workers])
+    network = MemoryNetwork(2)
+    workers = [worker_of(task, planned(task, 2), place, network) for place in range(2)]
+    run_together([worker.gradient(BATCH) for worker in workers])
     whole = task.model()
     words = task.data().batch(range(4))
     with torch.no_grad():
         whole.get_parameter("embed.weight").mul_(2)
-        workers[0].share.model.get_parameter("embed.weight").mul_(2)
-    answer = together([worker.answer([0, False, list(words), {}]) for worker in workers])[0]
+        workers[0].submodel.model.get_parameter("embed.weight").mul_(2)
+    answer = run_together([worker.answer([0, False, list(words), {}]) for worker in workers])[0]
     torch.testing.assert_close(answer, whole.eval()(*words), rtol=0, atol=1e-15)
 
 
@@ -302,7 +303,7 @@ class FakePull:
 def test_a_round_that_is_over_for_one_of_a_team_is_over_for_all_of_it(mine: bool, theirs: bool) -> None:
     pull, links = FakePull(mine), FakeTeam(theirs)
     with pytest.raises(StopIteration) as end:
-        PullTogether(pull, links).__await__().send(None)  # type: ignore[arg-type]
+        ReplicaPull(pull, links).__await__().send(None)  # type: ignore[arg-type]
     assert end.value.value is (mine and theirs)
     assert links.told == [(("open", 3), mine)]  # in any case: the other waits for it
     assert pull.skipped == ([] if mine and theirs else [3])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import rainband
 from rainband.cli.options.words import configured
+from rainband.model_parallel.execution.in_process import MemoryNetwork, run_together
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.placement.placement import save
 from rainband.model_parallel.placement.stage_plan import StagePlan
@@ -23,7 +24,7 @@ from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation.run import SimulatedResult, run
 from rainband.strategy import Batch
 from tests.pipeline_models import floats, one_thread  # noqa: F401 (a fixture for all)
-from tests.stage_tasks import Room, Shaped, dealt, planned, together, whole_gradient, worker_of
+from tests.stage_tasks import Shaped, dealt, planned, whole_gradient, worker_of
 
 NAMES = ["chain", "skips", "branches", "tied", "several", "recurrent", "transformer", "on_shapes"]
 BY_SAMPLE = ["chain", "branches", "tied", "several", "transformer"]  # the others mix the samples of a batch
@@ -60,14 +61,16 @@ class Weaving(Shaped):
         return TensorData(floats(self.samples, 4))
 
 
-def stage_gradient(task: Shaped, plan: StagePlan, order: Any = None) -> tuple[dict[int, Tensor], list[Any], Room]:
+def stage_gradient(
+    task: Shaped, plan: StagePlan, order: Any = None
+) -> tuple[dict[int, Tensor], list[Any], MemoryNetwork]:
     """The gradient of each parameter, from the one worker that holds it."""
-    room = Room(plan.size)
-    workers = [worker_of(task, plan, place, room) for place in range(plan.size)]
-    gradients = together([worker.gradient(BATCH) for worker in workers], order)
+    network = MemoryNetwork(plan.size)
+    workers = [worker_of(task, plan, place, network) for place in range(plan.size)]
+    gradients = run_together([worker.gradient(BATCH) for worker in workers], order)
     held = [(number, t) for gradient in gradients for number, t in enumerate(gradient.tensors) if t is not None]
     assert len({number for number, _ in held}) == len(held)
-    return dict(held), gradients, room
+    return dict(held), gradients, network
 
 
 # ---- the gradient ----
@@ -130,8 +133,8 @@ class Echoing(Weaving):
 def test_a_weight_that_two_stages_of_one_worker_share_is_not_sent() -> None:
     task = Echoing()
     plan = dealt(task, 2, 2, 2)
-    found, _, room = stage_gradient(task, plan)
-    assert not [tag for _, _, tag in room.sent if "tie" in tag or "tied" in tag]
+    found, _, network = stage_gradient(task, plan)
+    assert not [tag for _, _, tag in network.sent if "tie" in tag or "tied" in tag]
     for number, tensor in enumerate(whole_gradient(task, BATCH).tensors):
         torch.testing.assert_close(found[number], tensor, rtol=1e-9, atol=1e-12)
 
@@ -178,31 +181,31 @@ def test_weights_whose_gradients_are_one_memory_sum_their_microbatches_apart(sch
 # ---- what crosses ----
 
 
-def crossing(room: Room) -> list[tuple[int, int, Any]]:
-    return sorted((source, to, tag[3:]) for source, to, tag in room.sent if tag[-2] in ("value", "gradient"))
+def crossing(network: MemoryNetwork) -> list[tuple[int, int, Any]]:
+    return sorted((source, to, tag[3:]) for source, to, tag in network.sent if tag[-2] in ("value", "gradient"))
 
 
 def test_a_chain_crosses_from_each_stage_to_the_next_and_back() -> None:
     task = Shaped("chain")  # five units, of which the first two are stage 0
-    _, _, room = stage_gradient(task, dealt(task, 2, 2, 2))
+    _, _, network = stage_gradient(task, dealt(task, 2, 2, 2))
     forward = [(0, 1, "_1"), (1, 0, "_2"), (0, 1, "_3")]  # the value behind stages 0, 1 and 2
     there = [(a, b, (microbatch, "value", value)) for microbatch in range(2) for a, b, value in forward]
     back = [(b, a, (microbatch, "gradient", value)) for microbatch in range(2) for a, b, value in forward]
-    assert crossing(room) == sorted(there + back)
+    assert crossing(network) == sorted(there + back)
 
 
 @pytest.mark.parametrize("machines, stages_per_worker", [(2, 3), (3, 2), (3, 3)])
 def test_a_value_crosses_once_however_many_stages_of_a_machine_read_it(machines: int, stages_per_worker: int) -> None:
     task = Weaving()
     plan = dealt(task, machines, stages_per_worker, machines)
-    _, _, room = stage_gradient(task, plan)
-    layout = worker_of(task, plan, 0, Room(machines)).share.layout
+    _, _, network = stage_gradient(task, plan)
+    layout = worker_of(task, plan, 0, MemoryNetwork(machines)).submodel.layout
     once = [(layout.fragments[layout.maker[value]].machine, to, value) for value, to in layout.crossings()]
     readers = [len([i for i in layout.readers[v] if layout.fragments[i].machine == to]) for _, to, v in once]
     assert max(readers) > 1  # or this test would say little
     there = [(source, to, (m, "value", value)) for m in range(machines) for source, to, value in once]
     back = [(to, source, (m, "gradient", value)) for m in range(machines) for source, to, value in once]
-    assert crossing(room) == sorted(there + back)
+    assert crossing(network) == sorted(there + back)
 
 
 # ---- nobody waits for ever ----

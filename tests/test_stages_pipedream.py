@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from rainband.model_parallel.execution.in_process import Pipeline
-from rainband.model_parallel.execution.version_counter import Counting
-from rainband.model_parallel.execution.weight_stashing import Stashing
+from rainband.model_parallel.execution.weight_stashing import WeightStashing
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_loss import microbatches_of
 from rainband.model_parallel.schedules.builders import pipedream, pipedream_2bw
-from rainband.model_parallel.schedules.table import Table
+from rainband.model_parallel.schedules.table import Action, Table
+from rainband.model_parallel.schedules.version_rule import VersionRule
 from rainband.protocol.data_plan import DataPlan as DataPlan
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.run import run
@@ -33,7 +33,7 @@ TASK = Shaped("chain", samples=38)  # ten batches; the last has two samples
 
 
 def parameters(workers: list) -> dict[str, Tensor]:  # type: ignore[type-arg]
-    return {name: tensor for worker in workers for name, tensor in worker.share.held().items()}
+    return {name: tensor for worker in workers for name, tensor in worker.submodel.held().items()}
 
 
 def batches_of(plan: DataPlan) -> list[list[int]]:
@@ -75,7 +75,7 @@ def test_replicas_of_a_stage_share_an_update(replicas: list[int]) -> None:
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value.detach(), rtol=1e-12, atol=1e-12)
     for stage in range(2):  # and have the same parameters
-        replicas = [worker for worker in workers if worker.share.machine == stage]
+        replicas = [worker for worker in workers if worker.submodel.machine == stage]
         for one, other in zip(replicas[0].module.parameters(), replicas[-1].module.parameters(), strict=True):
             assert torch.equal(one, other)
 
@@ -104,23 +104,25 @@ def test_recomputing_changes_nothing() -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Stashing]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[WeightStashing]:
     """The stages of a team, as they are made."""
-    found: list[Stashing] = []
-    begin = Stashing.__init__
+    found: list[WeightStashing] = []
+    begin = WeightStashing.__init__
 
-    def note(self: Stashing, *args: object) -> None:
+    def note(self: WeightStashing, *args: object) -> None:
         begin(self, *args)  # type: ignore[arg-type]
         found.append(self)
 
-    monkeypatch.setattr(Stashing, "__init__", note)
+    monkeypatch.setattr(WeightStashing, "__init__", note)
     return found
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
-def test_a_stage_keeps_as_many_versions_as_batches_are_on_their_way(order: list[int], made: list[Stashing]) -> None:
+def test_a_stage_keeps_as_many_versions_as_batches_are_on_their_way(
+    order: list[int], made: list[WeightStashing]
+) -> None:
     trained_stages(TASK, planned(TASK, 3), Pipedream(lr=LR), order)
-    made.sort(key=lambda stage: stage.share.machine)
+    made.sort(key=lambda stage: stage.submodel.machine)
     assert [stage.ahead for stage in made] == [2, 1, 0]
     assert [stage.stage.versions.peak for stage in made] == [3, 2, 1]
     assert [len(stage.stage.versions.live) for stage in made] == [1, 1, 1]
@@ -165,11 +167,11 @@ def assert_same(found: dict[str, Tensor], expected: nn.Module) -> None:
 
 
 def test_a_batch_uses_the_parameters_of_one_update_ago() -> None:
-    counting = Counting(StageVersions(pipedream_2bw=True, batches_per_update=2), (1, 1), 0)
+    counting = VersionRule(StageVersions(pipedream_2bw=True, batches_per_update=2), (1, 1), 0)
     assert [counting.update(batch) for batch in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [counting.version(batch, newest=9) for batch in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
     assert [counting.completes(batch) for batch in range(4)] == [False, True, False, True]
-    assert Counting(StageVersions(pipedream_2bw=True), (1, 1, 1), 0).batches == 3  # one for each stage
+    assert VersionRule(StageVersions(pipedream_2bw=True), (1, 1, 1), 0).batches == 3  # one for each stage
 
 
 @pytest.mark.parametrize("name", ["chain", "branches", "skips", "several", "recurrent", "transformer"])
@@ -217,24 +219,24 @@ def test_recomputing_changes_nothing_with_two_versions() -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("microbatches", [3, 4])
 def test_every_stage_keeps_two_versions_and_no_more(
-    order: list[int], late: bool, microbatches: int, made: list[Stashing], monkeypatch: pytest.MonkeyPatch
+    order: list[int], late: bool, microbatches: int, made: list[WeightStashing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[float] = []  # memory of a stage's versions, in parameters of that stage
-    step = Stashing._step
+    step = WeightStashing._step
 
-    def note(self: Stashing, total: dict[str, Tensor], batch: Batch) -> None:
+    def note(self: WeightStashing, total: dict[str, Tensor], batch: Batch) -> None:
         step(self, total, batch)
         versions = self.stage.versions
         own = sum(vector.numel() * vector.element_size() for vector in versions.live[versions.newest].vectors)
         held.append(versions.num_bytes() / own)
 
-    monkeypatch.setattr(Stashing, "_step", note)
+    monkeypatch.setattr(WeightStashing, "_step", note)
     how = Pipedream(lr=LR, pipedream_2bw=True, batches_per_update=microbatches)
     trained_stages(TASK, planned(TASK, 3), how, order, late)
     assert [stage.stage.versions.peak for stage in made] == [2, 2, 2]
     assert set(held) == {2.0}
     assert [len(stage.stage.versions.live) for stage in made] == [1, 1, 1]
-    assert [stage.stage.totals or stage.stage.kept or stage.in_use for stage in made] == [{}, {}, {}]
+    assert [stage.stage.totals or stage.stage.kept or stage.in_flight for stage in made] == [{}, {}, {}]
 
 
 def test_a_gradient_that_is_not_finite_leaves_out_its_update_alone() -> None:
@@ -254,13 +256,13 @@ def test_a_gradient_that_is_not_finite_leaves_out_its_update_alone() -> None:
 
 def test_in_virtual_time_double_buffering_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty: dict[int, list[int]] = {}  # stage -> batches it had had whenever the pipeline ran empty
-    settle = Stashing.settle
+    settle = WeightStashing._settle
 
-    async def note(self: Stashing) -> None:
-        await settle(self)
-        empty.setdefault(self.share.machine, []).append(self.marked)
+    def note(self: WeightStashing) -> Iterator[Action]:
+        yield from settle(self)
+        empty.setdefault(self.submodel.machine, []).append(self.accepted)
 
-    monkeypatch.setattr(Stashing, "settle", note)
+    monkeypatch.setattr(WeightStashing, "_settle", note)
     task = Shaped("chain", samples=94)  # two epochs of 24 batches, the last of each of two samples, in portions of 12
     config = RunConfig(
         task="tests.stage_tasks:Shaped",
@@ -282,7 +284,7 @@ def test_in_virtual_time_double_buffering_is_the_same(tmp_path: Path, monkeypatc
 
 
 def test_replicas_and_too_few_batches_to_an_update_are_refused() -> None:
-    with pytest.raises(ValueError, match="one worker for each stage"):
+    with pytest.raises(ValueError, match="one worker per stage"):
         trained_stages(TASK, planned(TASK, 2, replicas=[2, 1]), Pipedream(pipedream_2bw=True))
     with pytest.raises(ValueError, match="type batches_per_update=3 or more"):
         trained_stages(TASK, planned(TASK, 3), Pipedream(pipedream_2bw=True, batches_per_update=2))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rainband.model_parallel.execution.in_process import MemoryNetwork, run_together
 from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.split_layers import piece_of
@@ -17,7 +18,7 @@ from rainband.strategies.pipedream import Pipedream
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.processes import RunLauncher
 from tests.split_tasks import MODELS, InPieces
-from tests.stage_tasks import Room, together, trained_stages, whole_gradient, worker_of
+from tests.stage_tasks import trained_stages, whole_gradient, worker_of
 from tests.test_stages import BATCH
 from tests.test_stages_splits import trained_by_one
 
@@ -47,9 +48,9 @@ def in_stages(name: str, microbatches: int, schedule: str) -> StagePlan:
 def test_a_split_layer_inside_a_stage_has_the_gradient_of_one_process(
     name: str, microbatches: int, schedule: str
 ) -> None:
-    task, plan, room = InPieces(name), in_stages(name, microbatches, schedule), Room(3)
-    workers = [worker_of(task, plan, place, room) for place in range(3)]
-    gradients = together([worker.gradient(BATCH) for worker in workers])
+    task, plan, network = InPieces(name), in_stages(name, microbatches, schedule), MemoryNetwork(3)
+    workers = [worker_of(task, plan, place, network) for place in range(3)]
+    gradients = run_together([worker.gradient(BATCH) for worker in workers])
     whole = whole_gradient(task, BATCH)
     assert [gradient.loss for gradient in gradients] == [whole.loss] * 3
     holders = set()
@@ -77,7 +78,7 @@ def test_a_pipeline_that_is_never_flushed_may_have_split_layers(name: str, how: 
         {
             key: value
             for worker in trained_stages(task, StagePlan(plan=plan, example_size=2), strategy)
-            for key, value in worker.share.held().items()
+            for key, value in worker.submodel.held().items()
         }
         for plan in (split.plan, one_machine_per_stage)
     )

@@ -8,20 +8,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rainband.model_parallel.execution.in_process import MemoryNetwork, run_together
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.simulation.run import run as simulate
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)
 from tests.processes import LR, RunLauncher
 from tests.split_tasks import MODELS, InPieces, plan_of
-from tests.stage_tasks import Room, together, whole_gradient, worker_of
+from tests.stage_tasks import whole_gradient, worker_of
 from tests.test_stages import BATCH
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layer_in_pieces_on_two_workers_has_the_gradient_of_one_process(name: str) -> None:
-    task, plan, room = InPieces(name), plan_of(name), Room(2)
-    workers = [worker_of(task, plan, place, room) for place in range(2)]
-    gradients = together([worker.gradient(BATCH) for worker in workers])
+    task, plan, network = InPieces(name), plan_of(name), MemoryNetwork(2)
+    workers = [worker_of(task, plan, place, network) for place in range(2)]
+    gradients = run_together([worker.gradient(BATCH) for worker in workers])
     whole = whole_gradient(task, BATCH)
     assert [gradient.loss for gradient in gradients] == [whole.loss, whole.loss]
     for number, expected in enumerate(whole.tensors):
@@ -34,17 +35,17 @@ def test_a_layer_in_pieces_on_two_workers_has_the_gradient_of_one_process(name: 
 def test_each_worker_holds_only_its_own_pieces(name: str, both: int) -> None:
     """Columns, pairs and places are divided; a convolution's weights are shared by all tiles, so one holds them."""
     task, plan = InPieces(name), plan_of(name)
-    held = [set(worker_of(task, plan, place, Room(2)).share.held()) for place in range(2)]
+    held = [set(worker_of(task, plan, place, MemoryNetwork(2)).submodel.held()) for place in range(2)]
     assert not held[0] & held[1]
     assert sum(bool(names) for names in held) == (2 if both else 1)
 
 
 def test_of_a_pair_only_its_parts_of_the_sum_cross() -> None:
     """The input is every worker's own, so one value crosses, and its gradient comes back."""
-    task, plan, room = InPieces("pair"), plan_of("pair"), Room(2)
-    workers = [worker_of(task, plan, place, room) for place in range(2)]
-    together([worker.gradient(BATCH) for worker in workers])
-    crossing = [(source, to, tag[-2]) for source, to, tag in room.sent if tag[-2] in ("value", "gradient")]
+    task, plan, network = InPieces("pair"), plan_of("pair"), MemoryNetwork(2)
+    workers = [worker_of(task, plan, place, network) for place in range(2)]
+    run_together([worker.gradient(BATCH) for worker in workers])
+    crossing = [(source, to, tag[-2]) for source, to, tag in network.sent if tag[-2] in ("value", "gradient")]
     assert crossing == [(1, 0, "value"), (0, 1, "gradient")]
 
 

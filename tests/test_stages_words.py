@@ -144,9 +144,9 @@ def test_a_plan_has_as_many_workers_as_machines_whatever_its_stages(tmp_path: Pa
 
 
 def test_a_team_plan_whose_schedule_does_not_know_its_stages_is_refused() -> None:
-    with pytest.raises(ValueError, match="only interleaved knows, not one_f_one_b"):
+    with pytest.raises(ValueError, match="requires the schedule interleaved, not one_f_one_b"):
         StagePlan(plan=in_turn([0, 1, 0, 1]), microbatches=2)
-    with pytest.raises(ValueError, match="Choose 2"):
+    with pytest.raises(ValueError, match="use --microbatches 2"):
         StagePlan(plan=in_turn([0, 1, 0, 1]), microbatches=1, schedule="interleaved")
 
 
@@ -182,6 +182,6 @@ def test_replicas_of_stages_are_for_pipedream_and_partitions_are_not(tmp_path: P
     with pytest.raises(TypeError):  # all is well up to measuring
         configured(["digits", "pipedream"], {"runtime": "sim", **placed})
     told = refused(["pipedream", "pipedream_2bw=yes"], placed)
-    assert "one worker for each stage, and the plan has (2, 1): leave it out" in told
+    assert "one worker per stage, and the placement has (2, 1): omit pipedream_2bw" in told
     told = refused(["pipedream"], {"placement": tmp_path / "partition.json"})
     assert "pipedream is a pipeline, and the placement is a partition" in told

@@ -327,10 +327,8 @@ NOT_YET: dict[Law, set[str]] = {
     large_classes: {
         "Block",
         "Coordinator",
-        "FragmentRun",
         "FullBatchRun",
         "Server",
-        "ShareWorker",
         "TrainingLoop",
     },
     long_signatures: {

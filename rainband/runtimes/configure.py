@@ -331,9 +331,9 @@ def _check_stages(options: RunOptions, name: str, requires: Requirements, placem
             f"workers of one copy of the model. Use {opt('microbatches', -(-microbatches // size) * size)}."
         )
     if requires.stages is not None:
-        from rainband.model_parallel.execution.version_counter import check_stashes
+        from rainband.model_parallel.schedules.version_rule import check_stage_versions
 
-        check_stashes(requires.stages, placement.replicas() if placement is not None else [1] * size)
+        check_stage_versions(requires.stages, placement.replicas() if placement is not None else [1] * size)
 
 
 def _interleaves(options: RunOptions) -> bool:

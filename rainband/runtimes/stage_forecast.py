@@ -42,7 +42,7 @@ def predicted_of(
         batch_s=forecast.batch_s,
         schedule=forecast.schedule,
         microbatches=forecast.microbatches,
-        stages=tuple(events.StagePredicted(*share) for share in forecast.shares),
+        stages=tuple(events.StagePredicted(*submodel) for submodel in forecast.shares),
         left_out=tuple(_left_out(config, forecast, model)),
     )
 

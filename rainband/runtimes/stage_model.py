@@ -1,4 +1,4 @@
-"""One worker's share of a model that several compute together: how it is ended and saved, in every runtime."""
+"""One worker's submodel of a model that a replica computes together: its end and how it is saved, in every runtime."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rainband.errors import PeerLost
 from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
-from rainband.model_parallel.execution.worker import ShareWorker
+from rainband.model_parallel.execution.worker import StageWorker
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
 from rainband.protocol.peer_inbox import Tag
 from rainband.protocol.ports import Port
@@ -19,56 +19,56 @@ from rainband.worker.worker_model import Buffers, WorkerModel, pull_latest
 SAVED: Tag = ("saved",)
 
 
-class StageModel(WorkerModel[ShareWorker]):
-    """A share of the model; the first worker of the team says what is to be done after the end."""
+class StageModel(WorkerModel[StageWorker]):
+    """A submodel. After the strategy has ended, the workers of a replica follow the orders of their leader."""
 
     links: ReplicaLinks
 
-    def __init__(self, task: Task, data: Data, share: Submodel, num_replicas: int) -> None:
-        self.task, self.data, self.share = task, data, share
-        self.part = share.machine
+    def __init__(self, task: Task, data: Data, submodel: Submodel, num_replicas: int) -> None:
+        self.task, self.data, self.submodel = task, data, submodel
+        self.part = submodel.machine
         self.num_replicas = num_replicas
-        self.flat = share.flat(parameter_groups(task, share.model))
-        self.first_is_gone = False
+        self.flat = submodel.flat(parameter_groups(task, submodel.model))
+        self.leader_is_lost = False
 
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
         return Client(me, welcome.plan, self.flat, welcome.blocks, welcome.owners, ports, tell, self.part)
 
-    def worker(self, index: int, client: Client) -> ShareWorker:
-        return ShareWorker(index, self.num_replicas, self.task, self.data, self.share, client, self.links)
+    def worker(self, index: int, client: Client) -> StageWorker:
+        return StageWorker(index, self.num_replicas, self.task, self.data, self.submodel, client, self.links)
 
-    async def ended(self, worker: ShareWorker) -> None:
+    async def ended(self, worker: StageWorker) -> None:
         self.links.say_end()
         self.links.forget_ends()
 
-    def has_order(self, worker: ShareWorker) -> bool:
-        return not worker.leads and not self.first_is_gone and worker.next_order().ready()
+    def has_order(self, worker: StageWorker) -> bool:
+        return not worker.leads and not self.leader_is_lost and worker.next_order().ready()
 
-    async def follow_order(self, worker: ShareWorker) -> None:
+    async def follow_order(self, worker: StageWorker) -> None:
         try:
             what, payload = await worker.next_order()
             worker.take_order()
             if what == "answer":
                 await worker.answer(payload)
         except PeerLost:
-            self.first_is_gone = True  # a goodbye is under way
+            self.leader_is_lost = True  # the coordinator ends this process
 
-    async def conclude(self, worker: ShareWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
-        """Each hands over its part of the model; the first puts them together and evaluates."""
+    async def conclude(self, worker: StageWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
+        """Send the leader this worker's part of the model; the leader saves the whole model and evaluates it."""
         await pull_latest(worker.client)
         if buffers is not None:
             worker.set_buffers(buffers)
-        mine = self.handed_over(conclude.path)
+        mine = self.own_part(conclude.path)
         if not worker.leads:
             self.links.send(0, SAVED, mine)
             return None
         parts = [mine, *[await self.links.receive(other, SAVED) for other in self.links.others]]
-        return self.put_together(worker, parts, conclude.path)
+        return self.save_whole(worker, parts, conclude.path)
 
-    def handed_over(self, path: str) -> Any:
-        """What the first of the team gets: tensors, or the name of a file that has them."""
+    def own_part(self, path: str) -> Any:
+        """Return what the leader gets: tensors, or the name of a file that has them."""
         raise NotImplementedError
 
-    def put_together(self, worker: ShareWorker, parts: list[Any], path: str) -> dict[str, float]:
+    def save_whole(self, worker: StageWorker, parts: list[Any], path: str) -> dict[str, float]:
         """Save the whole model, and evaluate it."""
         raise NotImplementedError

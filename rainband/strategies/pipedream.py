@@ -32,11 +32,10 @@ its stage's parameters.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from rainband.optimizer_settings import OptimizerSettings
-from rainband.stage import StageVersions, Turn
+from rainband.stage import StageVersions
 from rainband.strategy import Requirements, Strategy, Worker
 
 
@@ -69,20 +68,7 @@ class Pipedream(OptimizerSettings, Strategy):
 
     async def run(self, worker: Worker) -> None:
         stage = worker.stage(self.spec(), self.schedule(), self.stashes())
-        in_flight: deque[Turn] = deque()
-        async for work_item in worker.work_items():
-            for batch in work_item.batches:
-                turn = stage.turn(batch)
-                if turn is None:
-                    continue  # another replica processes it
-                await stage.forward(turn)
-                in_flight.append(turn)
-                if len(in_flight) > stage.ahead:
-                    await stage.backward(in_flight.popleft())
-            if not work_item.more:  # there may be no next item: empty the pipeline
-                while in_flight:
-                    await stage.backward(in_flight.popleft())
-                await stage.settle()
+        await stage.train(worker.work_items())
 
     def stashes(self) -> StageVersions:
         return StageVersions(

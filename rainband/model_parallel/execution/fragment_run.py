@@ -1,7 +1,7 @@
-"""One machine's half of a cut model: a state machine without I/O that runs fragments as soon as their inputs are there.
+"""One machine's side of one microbatch: a state machine that computes fragments; it does no I/O and never waits.
 
-Each fragment is an island of autograd: what it reads is detached, once per value and machine, and what comes back for
-a value is summed and passed on, once per value and machine. Whoever owns the part carries messages; nothing here waits.
+Each fragment is its own autograd graph: the values it reads are detached, and the gradients of a value are summed and
+sent, both once per value and machine. The owner (`MicrobatchRun`) carries the messages.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch.utils import _pytree as pytree
 from rainband.model_parallel.graph.fragments import FragmentLayout, as_module
 from rainband.model_parallel.graph.graph import Cut, tensors_in
 
-LOSS = -1  # what reads the model's outputs, as if it were a fragment
+LOSS = -1  # stands for the loss, which reads the model's outputs like a fragment
 Gradients = list[Tensor | None]  # of the tensors of one value
 
 
 class FragmentCompute(Protocol):
-    """Computes the fragments of one machine for one microbatch, with weights and saved values of its own choice."""
+    """A policy: computes the fragments of one machine for one microbatch, at weights of its choice."""
 
     def forward(self, index: int, given: Sequence[Any]) -> Sequence[Any]:
-        """Return what the fragment makes; a tensor requires a gradient if one should come back for it."""
+        """Return a fragment's outputs; a tensor requires a gradient if `backward` needs one for it."""
 
     def backward(self, index: int, gradients: Sequence[Gradients]) -> list[Gradients]:
-        """Take the gradients of what it made, return those of what it was given; parameters keep theirs."""
+        """Return the gradients of a fragment's inputs from those of its outputs; accumulate those of parameters."""
 
     def forget(self) -> None:
-        """Release what is kept for backward passes."""
+        """Release what was saved for the backward."""
 
 
 class AtLiveWeights:
-    """At the parameters as they are in the module; their gradients go where autograd puts them."""
+    """Computes at the parameters that the modules have now; their gradients accumulate in `.grad`."""
 
     def __init__(self, modules: Mapping[int, fx.GraphModule]) -> None:
         self.modules = modules
@@ -63,7 +63,10 @@ class AtLiveWeights:
         self.kept.clear()
 
     def _separate(self, index: int, incoming: Sequence[Tensor], given: Sequence[Any]) -> None:
-        """Autograd adds the next microbatch's in place, and gradients of what was stacked and summed are one memory."""
+        """Give each parameter's gradient memory of its own.
+
+        Gradients of stacked or summed values share memory, and autograd adds the next microbatch's in place.
+        """
         found = [tensor.grad for tensor in tensors_in(list(given)) if tensor.grad is not None]
         taken = {gradient.data_ptr() for gradient in (*incoming, *found)}
         for parameter in self.modules[index].parameters():
@@ -75,14 +78,14 @@ class AtLiveWeights:
 
 @dataclass(frozen=True)
 class FragmentMessage:
-    """A value on its way to a machine that reads it, or its gradient on the way back."""
+    """A value for a machine that reads it, or its gradient for the machine that made it."""
 
     kind: Literal["value", "gradient"]
     value: str
     source: int
     destination: int
-    payload: Any  # a nest of tensors and numbers; of a gradient: one tensor or None for each tensor of the value
-    wants_gradient: tuple[bool, ...] = ()  # of a value: which of its tensors expect one
+    payload: Any  # a pytree of tensors and numbers; of a gradient: one tensor or None for each tensor of the value
+    wants_gradient: tuple[bool, ...] = ()  # of a value: which of its tensors require one
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +93,7 @@ class FragmentMessage:
 
 
 class FragmentRun:
-    """What one machine holds and does for one microbatch."""
+    """The values, gradients and progress of one machine for one microbatch."""
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class FragmentRun:
         modules: Mapping[int, fx.GraphModule] | None = None,
         compute: FragmentCompute | None = None,
     ) -> None:
-        """`modules`: of another part of the same machine, for a second microbatch that is on its way."""
+        """`modules`: those of another run of the same machine, for a second microbatch at the same time."""
         self.layout = layout
         self.machine = machine
         self.mine = [index for index, fragment in enumerate(layout.fragments) if fragment.machine == machine]
@@ -112,8 +115,8 @@ class FragmentRun:
         self.compute.forget()
         self.inputs: dict[str, Any] = {}
         self.made: dict[str, Any] = {}  # with their autograd graph
-        self.read: dict[str, Any] = {}  # detached: what fragments of this machine, and the loss, read
-        self.leaves: dict[tuple[str, int], Any] = {}  # (value, reader) -> the same as leaves of the reader's own
+        self.read: dict[str, Any] = {}  # detached: the values that fragments of this machine, and the loss, read
+        self.leaves: dict[tuple[str, int], Any] = {}  # (value, reader) -> the same, as the reader's own leaves
         self.arrived: dict[str, dict[int, Gradients]] = {}  # value -> gradients by machine
         self.found: dict[tuple[str, int], Gradients] = {}  # (value, reader) -> gradients of that reader's leaves
         self.forward_done: set[int] = set()
@@ -121,31 +124,22 @@ class FragmentRun:
 
     # ---- forward ----
 
-    def begin(self, inputs: Mapping[str, Any]) -> list[FragmentMessage]:
-        """A new batch; every machine is given the model's inputs."""
-        self.give(inputs)
-        return self._run_forward()
-
     def give(self, inputs: Mapping[str, Any]) -> None:
-        """A new batch, of which nothing is computed yet."""
+        """Start a new microbatch; every machine gets the model's inputs."""
         self._clear()
         self.inputs = dict(inputs)
 
-    def receive(self, message: FragmentMessage) -> list[FragmentMessage]:
-        self.take(message)
-        return self._run_forward() if message.kind == "value" else self._run_backward()
-
     def take(self, message: FragmentMessage) -> None:
-        """Keep what has come; nothing is computed yet."""
-        assert message.destination == self.machine, f"machine {self.machine} was given {message}"
+        """Store a message; computes nothing."""
+        assert message.destination == self.machine, f"machine {self.machine} got {message}"
         if message.kind == "value":
-            assert message.value not in self.read, f"{message.value} came twice to machine {self.machine}"
+            assert message.value not in self.read, f"{message.value} arrived twice at machine {self.machine}"
             self.read[message.value] = _leaves(message.payload, message.wants_gradient)
         else:
             self.arrived.setdefault(message.value, {})[message.source] = message.payload
 
     def values_to_come(self) -> dict[str, int]:
-        """Values that others send to this machine, each with the machine that makes it."""
+        """Return the values that other machines send here, each with the machine that makes it."""
         needed = [value for index in self.mine for value in self.layout.fragments[index].reads]
         if self.machine == self.layout.answer_machine:
             needed += self.layout.outputs
@@ -153,7 +147,7 @@ class FragmentRun:
         return {value: machine for value, machine in made.items() if machine != self.machine}
 
     def gradients_to_come(self) -> list[tuple[str, int]]:
-        """Values made here whose gradients come back, each with the machine that sends it; known after the forward."""
+        """Return the values made here whose gradients arrive, each with the sending machine; call after the forward."""
         return [
             (value, machine)
             for value, made in self.made.items()
@@ -162,41 +156,29 @@ class FragmentRun:
         ]
 
     def outputs(self) -> dict[str, Any]:
-        """The model's output values, on the machine where they come together, ready for a loss."""
+        """Return the model's output values, ready for a loss; only on the answer machine."""
         assert self.machine == self.layout.answer_machine
         return {value: self._given(value, LOSS) for value in self.layout.outputs}
 
     def _given(self, value: str, reader: int) -> Any:
-        """What a fragment, or the loss, reads.
+        """Return the value that a fragment, or the loss, reads, as leaves of its own.
 
-        Each has leaves of its own, because gradients of two leaves may share memory, and autograd adds to it in place.
+        Gradients of two leaves may share memory, and autograd adds to it in place.
         """
         if value not in self.read:
             return self.inputs.get(value)
         wants = tuple(tensor.requires_grad for tensor in tensors_in(self.read[value]))
         return self.leaves.setdefault((value, reader), _leaves(self.read[value], wants))
 
-    def missing(self) -> list[str]:
-        """Values that this machine still waits for, for an error message."""
-        waiting = [index for index in self.mine if index not in self.forward_done]
-        reads = [value for index in waiting for value in self.layout.fragments[index].reads]
-        return [value for value in reads if value not in self.read and value not in self.inputs]
-
-    def _run_forward(self) -> list[FragmentMessage]:
-        messages: list[FragmentMessage] = []
-        while (index := self.next_forward()) is not None:
-            messages += self.forward(index)
-        return messages
-
     def next_forward(self, among: Sequence[int] | None = None) -> int | None:
-        """A fragment, of all or of some, that can run now."""
+        """Return a fragment, of all or of some, whose inputs are here; None if there is none."""
         for index in self.mine if among is None else among:
             if index not in self.forward_done and self._is_here(self.layout.fragments[index].reads):
                 return index
         return None
 
     def is_forward_done(self, fragments: Sequence[int]) -> bool:
-        """Have these been computed, and is what the loss reads here if it comes after one of them?"""
+        """Return True if these were computed, and the loss's inputs are here if it follows one of them."""
         answers = self.layout.answer_fragment in fragments
         return self.forward_done.issuperset(fragments) and (not answers or self._is_here(self.layout.outputs))
 
@@ -204,7 +186,7 @@ class FragmentRun:
         return all(value in self.read or value in self.inputs for value in values)
 
     def forward(self, index: int) -> list[FragmentMessage]:
-        """Run a fragment; returns what others need of it."""
+        """Compute a fragment; return the messages for other machines."""
         fragment = self.layout.fragments[index]
         results = self.compute.forward(index, [self._given(value, index) for value in fragment.reads])
         self.forward_done.add(index)
@@ -227,26 +209,16 @@ class FragmentRun:
 
     # ---- backward ----
 
-    def backward(self) -> list[FragmentMessage]:
-        """Begin the way back: the loss has put gradients on `outputs()`. Other machines need not be told."""
-        return self.answered() + self._run_backward()
-
     def answered(self) -> list[FragmentMessage]:
-        """The loss has put gradients on `outputs()`: what goes back at once; fragments come later."""
+        """Take the gradients that the loss has put on `outputs()`; return those to send at once."""
         self.backward_done.add(LOSS)
         for value in self.layout.outputs:
             if (value, LOSS) in self.leaves:
                 self.found[value, LOSS] = [tensor.grad for tensor in tensors_in(self.leaves[value, LOSS])]
         return [message for value in self.layout.outputs for message in self._give_back(value)]
 
-    def _run_backward(self) -> list[FragmentMessage]:
-        messages: list[FragmentMessage] = []
-        while (index := self.next_backward()) is not None:
-            messages += self.backward_of(index)
-        return messages
-
     def next_backward(self, among: Sequence[int] | None = None) -> int | None:
-        """A fragment, of all or of some, that can go back now."""
+        """Return a fragment, of all or of some, whose backward can run; None if there is none."""
         for index in reversed(self.mine if among is None else among):
             if index in self.forward_done and index not in self.backward_done and self._has_all_gradients(index):
                 return index
@@ -264,8 +236,8 @@ class FragmentRun:
                 return False
         return True
 
-    def backward_of(self, index: int) -> list[FragmentMessage]:
-        """Go back through a fragment; returns the gradients that others wait for."""
+    def backward(self, index: int) -> list[FragmentMessage]:
+        """Run a fragment's backward; return the gradients for other machines."""
         fragment = self.layout.fragments[index]
         found = self.compute.backward(index, [self._total(value) for value in fragment.makes])
         self.found |= {(value, index): gradients for value, gradients in zip(fragment.reads, found, strict=True)}
@@ -273,7 +245,7 @@ class FragmentRun:
         return [message for value in fragment.reads for message in self._give_back(value)]
 
     def _total(self, value: str) -> list[Tensor | None]:
-        """The sum over this machine and the others, in the order of their numbers, so that bits repeat."""
+        """Return a value's gradient, summed over machines in the order of their numbers, so that bits repeat."""
         by_machine = dict(self.arrived.get(value, {}))
         if value in self.read:
             by_machine[self.machine] = self._found(value)
@@ -281,30 +253,30 @@ class FragmentRun:
         return totals or [None] * len(tensors_in(self.made[value]))
 
     def _found(self, value: str) -> list[Tensor | None]:
-        """The gradient of what is read here: the sum over its readers, in the order in which they went back."""
-        readers = self._local_readers(value)[::-1]  # of which the loss is the last
-        none: Gradients = [None] * len(tensors_in(self.read[value]))  # of a reader that need not go back
+        """Return the gradient of a value that is read here, summed over its readers in the order of their backwards."""
+        readers = self._local_readers(value)[::-1]  # the loss first
+        none: Gradients = [None] * len(tensors_in(self.read[value]))  # of a reader without a backward
         return _sums([self.found.get((value, reader), none) for reader in readers])
 
     def _give_back(self, value: str) -> list[FragmentMessage]:
-        """The gradient of a received value, when the last of its readers here is done."""
+        """Return the gradient of a received value, once the last of its readers here is done."""
         if value in self.inputs or value in self.made or value not in self.read:
             return []
         tensors = tensors_in(self.read[value])
         if not any(t.requires_grad for t in tensors) or not self.backward_done.issuperset(self._local_readers(value)):
             return []
-        home = self.layout.fragments[self.layout.maker[value]].machine
-        return [FragmentMessage("gradient", value, self.machine, home, self._found(value))]
+        maker = self.layout.fragments[self.layout.maker[value]].machine
+        return [FragmentMessage("gradient", value, self.machine, maker, self._found(value))]
 
 
 def _leaves(value: Any, wants_gradient: tuple[bool, ...]) -> Any:
-    """The same nest, cut off from what made it; integers and whatever wants no gradient stay constants."""
+    """Return the same pytree, detached; tensors that want no gradient stay constants."""
     wants = iter(wants_gradient)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(next(wants)), value)
 
 
 def _sums(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """Of the tensors of one value, each summed over the columns that have it."""
+    """Return the sum of each tensor of a value, over the columns that have one."""
     return [_sum([gradient for gradient in row if gradient is not None]) for row in zip(*columns, strict=True)]
 
 

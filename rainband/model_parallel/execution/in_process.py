@@ -1,18 +1,21 @@
-"""Train a cut model by any schedule table in one process: the machines are coroutines with links through memory."""
+"""Train a cut model in one process, by a schedule table or at once: machines are coroutines with links in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from rainband.model_parallel.execution.fragment_run import FragmentRun
-from rainband.model_parallel.execution.microbatch_run import Microbatch as Task
-from rainband.model_parallel.execution.microbatch_run import MicrobatchRun, ReplicaLinks, Shares
+from rainband.model_parallel.execution.engine import run_actions
+from rainband.model_parallel.execution.fragment_run import FragmentMessage, FragmentRun
+from rainband.model_parallel.execution.microbatch_run import Microbatch, MicrobatchRun, ReplicaLinks, TimeShares
 from rainband.model_parallel.execution.stage import AtVersion, Stage
 from rainband.model_parallel.execution.versions import MakeOptimizer
-from rainband.model_parallel.graph.fragments import as_module, by_stage
+from rainband.model_parallel.graph.fragments import FragmentLayout, as_module, by_level, by_stage
 from rainband.model_parallel.graph.graph import Cut
 from rainband.model_parallel.graph.split_loss import LossMicrobatch
 from rainband.model_parallel.schedules.check import check
@@ -21,37 +24,134 @@ from rainband.protocol.peer_inbox import Arrival, Inbox, Tag
 from rainband.protocol.steps import Work
 
 
-class MemoryPeers:
-    """The links of one machine to the others of this process; `sent` counts values and gradients."""
+class MemoryNetwork:
+    """The inboxes of machines in one process; `sent` lists the messages: source, destination, tag."""
 
-    def __init__(self, here: int, inboxes: Sequence[Inbox]) -> None:
-        self.here, self.inboxes, self.sent = here, inboxes, 0
+    def __init__(self, size: int, on_send: Callable[[int, int, Tag, Any], None] | None = None) -> None:
+        self.inboxes = [Inbox() for _ in range(size)]
+        for inbox in self.inboxes:
+            for machine in range(size):
+                inbox.opened(machine)
+        self.sent: list[tuple[int, int, Tag]] = []
+        self.on_send = on_send
+
+    def num_values(self) -> int:
+        """Return how many values and gradients went from one machine to another."""
+        return sum(source != to and tag[-2] in ("value", "gradient") for source, to, tag in self.sent)
+
+
+class MemoryPeers:
+    """The links of one machine to the others of its process."""
+
+    def __init__(self, network: MemoryNetwork, machine: int) -> None:
+        self.network, self.machine = network, machine
 
     def send(self, to: int, tag: Tag, payload: Any) -> None:
-        self.sent += to != self.here and tag[-2] in ("value", "gradient")
-        self.inboxes[to].arrived(self.here, tag, payload)
+        network = self.network
+        network.sent.append((self.machine, to, tag))
+        if network.on_send is not None:
+            network.on_send(self.machine, to, tag, payload)
+        copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), payload)
+        network.inboxes[to].arrived(self.machine, tag, copied)
 
     def recv(self, source: int, tag: Tag) -> Arrival:
-        return self.inboxes[self.here].ask(source, tag)
+        return self.network.inboxes[self.machine].ask(source, tag)
 
 
-def run_together(machines: Sequence[Coroutine[Any, None, None]]) -> None:
-    """Let each machine go on as far as it can, in turn, until all are done; raise if all wait."""
-    waits: dict[int, Any] = dict.fromkeys(range(len(machines)))
-    while waits:
-        stuck = True
-        for number in list(waits):
-            while (wanted := waits[number]) is None or isinstance(wanted, Work) or wanted.ready():
-                if isinstance(wanted, Work):
-                    wanted.perform()
-                stuck = False
-                try:
-                    waits[number] = machines[number].send(None)
-                except StopIteration:
-                    del waits[number]
-                    break
-        if stuck:
-            raise RuntimeError(f"machines {', '.join(map(str, waits))} wait for each other.")
+def run_together(machines: Sequence[Coroutine[Any, Any, Any]], order: Sequence[int] | None = None) -> list[Any]:
+    """Advance coroutines in turn, one step each, until all are done; return their results.
+
+    Raises RuntimeError, which names them, if all wait for each other. `order`: of the first turn.
+    """
+    turns = deque(range(len(machines)) if order is None else order)
+    wanted: dict[int, Any] = {}
+    results: dict[int, Any] = {}
+    waiting = 0  # machines that could not advance since the last that did
+    try:
+        while turns:
+            if waiting > len(turns):
+                numbers = ", ".join(map(str, sorted(turns)))
+                raise RuntimeError(f"machines {numbers} wait for each other: {[wanted[n] for n in sorted(turns)]}.")
+            number = turns.popleft()
+            want = wanted.get(number)
+            if isinstance(want, Work):
+                want.perform()
+            elif want is not None and not want.ready():
+                waiting += 1
+                turns.append(number)
+                continue
+            waiting = 0
+            try:
+                wanted[number] = machines[number].send(None)
+                turns.append(number)
+            except StopIteration as end:
+                results[number] = end.value
+    finally:
+        for machine in machines:
+            machine.close()
+    return [results[number] for number in range(len(machines))]
+
+
+class Partitioned:
+    """A cut model on several machines, which computes what the whole module computes, one batch at a time.
+
+    `messages` are those of the last pass.
+    """
+
+    def __init__(self, cut: Cut, placement: Mapping[str, int]) -> None:
+        self.cut = cut
+        self.layout = by_level(cut, placement)
+        machines = sorted({self.layout.answer_machine, *self.layout.machines()})
+        self.runs = {machine: FragmentRun(cut, self.layout, machine) for machine in machines}
+        self.messages: list[FragmentMessage] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's answer, without gradients."""
+        self._pass(args, kwargs, lambda outputs: torch.zeros(()), backward=False)
+        with torch.no_grad():
+            return self.cut.answer(self.runs[self.layout.answer_machine].outputs())
+
+    def loss_and_gradients(
+        self, loss: Callable[[Any], Tensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """Return the loss of the answer, and add the gradients to those of the parameters."""
+        found: list[Tensor] = []
+
+        def loss_of(outputs: Mapping[str, Any]) -> Tensor:
+            found.append(loss(self.cut.answer(outputs)))
+            return found[0]
+
+        self._pass(args, kwargs or {}, loss_of, backward=True)
+        return found[0].detach()
+
+    def _pass(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        loss: Callable[[Mapping[str, Any]], Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        self.messages = []
+        network = MemoryNetwork(max(self.runs) + 1, self._note)
+        microbatch = Microbatch((0,), self.cut.bind(args, kwargs), loss, 1.0, None, goes_back=backward)
+        run_together([self._machine(network, machine, microbatch) for machine in self.runs])
+
+    async def _machine(self, network: MemoryNetwork, machine: int, microbatch: Microbatch) -> None:
+        links = ReplicaLinks(MemoryPeers(network, machine), machine, len(network.inboxes))
+        fragments = self.runs[machine]
+        run = MicrobatchRun(fragments, links, lambda number: number, microbatch, no_shares(self.layout))
+        await run.forward(fragments.mine)
+        if microbatch.goes_back:
+            await run.backward(fragments.mine)
+
+    def _note(self, source: int, to: int, tag: Tag, payload: Any) -> None:
+        kind, value = tag[-2:]
+        if kind == "value":
+            pytree_, wants = payload
+            self.messages.append(FragmentMessage("value", str(value), source, to, pytree_, tuple(wants)))
+        else:
+            self.messages.append(FragmentMessage("gradient", str(value), source, to, payload))
 
 
 class Pipeline:
@@ -70,23 +170,23 @@ class Pipeline:
         seed: int = 0,
         recompute: bool = False,
     ) -> None:
-        """`stages`: unit -> stage, as a plan says; `optimizer` is called with the parameters of one stage at a time."""
+        """`stages`: unit -> stage, from a placement; `optimizer` gets the parameters of one stage at a time."""
         check(table)
         self.cut, self.table = cut, table
         self.layout = by_stage(cut, stages)
         if len(self.layout.fragments) != table.num_stages:
             raise ValueError(
-                f"the plan has {len(self.layout.fragments)} stages with units and the schedule {table.name} has "
-                f"{table.num_stages}: make them equal."
+                f"the placement has {len(self.layout.fragments)} stages with units and the schedule {table.name} has "
+                f"{table.num_stages}: they must be equal."
             )
         _refuse_shared_memory(cut)
-        self.holders = _holders(cut, [fragment.nodes for fragment in self.layout.fragments])
+        self.users = _users(cut, [fragment.nodes for fragment in self.layout.fragments])
         self._refuse_ties_without_flush()
         self.stages: dict[tuple[int, int], Stage] = {}  # (machine, stage)
         for number, fragment in enumerate(self.layout.fragments):
             module = as_module(cut, fragment)
-            for replica, machine in enumerate(table.homes[number]):
-                own = [] if replica else [n for n, p in module.named_parameters() if self.holders[id(p)][0] == number]
+            for replica, machine in enumerate(table.machines[number]):
+                own = [] if replica else [n for n, p in module.named_parameters() if self.users[id(p)][0] == number]
                 self.stages[machine, number] = Stage(
                     number, {number: module}, optimizer, own=own, replica=replica, seed=seed, recompute=recompute
                 )
@@ -94,56 +194,49 @@ class Pipeline:
         self.played = 0
 
     def run(self, microbatches: Sequence[LossMicrobatch]) -> list[float]:
-        """Play the table with these microbatches; returns their losses. The module has the newest parameters.
+        """Train with these microbatches, in the table's order; return their losses. The module has the newest values.
 
-        Every run begins and ends with an empty pipeline, and goes on where the one before it ended.
+        Every run begins and ends with an empty pipeline, and continues from the one before.
         """
         if len(microbatches) != self.table.num_microbatches:
             raise ValueError(
-                f"the schedule has {self.table.num_microbatches} microbatches and was given {len(microbatches)}."
+                f"the schedule has {self.table.num_microbatches} microbatches, and {len(microbatches)} were given."
             )
         for stage in self.stages.values():
             stage.begin(self.played)
         self.played += len(microbatches)
-        inboxes = [Inbox() for _ in self.table.rows]
-        for inbox in inboxes:
-            for other in range(len(inboxes)):
-                inbox.opened(other)
-        machines = [
-            _Machine(self, number, MemoryPeers(number, inboxes), microbatches) for number in range(len(inboxes))
-        ]
-        run_together([machine.run() for machine in machines])
-        self.sent = sum(machine.peers.sent for machine in machines)
-        return [
-            next(m.losses[microbatch] for m in machines if microbatch in m.losses)
-            for microbatch in range(len(microbatches))
-        ]
+        network = MemoryNetwork(len(self.table.rows))
+        machines = [_TableMachine(self, number, network, microbatches) for number in range(len(self.table.rows))]
+        run_together([run_actions(self.table.rows[machine.number], machine) for machine in machines])
+        self.sent = network.num_values()
+        losses = {number: loss for machine in machines for number, loss in machine.losses.items()}
+        return [losses[number] for number in range(len(microbatches))]
 
     def sharing(self, stage: int) -> list[int]:
-        """Other stages that use a parameter of this one."""
-        return sorted({other for stages in self.holders.values() if stage in stages for other in stages} - {stage})
+        """Return the other stages that use a parameter of this one."""
+        return sorted({other for stages in self.users.values() if stage in stages for other in stages} - {stage})
 
     def _refuse_ties_without_flush(self) -> None:
-        tied = [stages for stages in self.holders.values() if len(stages) > 1]
+        tied = [stages for stages in self.users.values() if len(stages) > 1]
         if tied and self.table.name not in ("gpipe", "one_f_one_b", "interleaved"):
             raise ValueError(
                 f"a parameter is used in stages {tied[0]}, which {self.table.name} updates at different times: put its "
-                "units into one stage, or take a schedule that flushes (gpipe, one_f_one_b, interleaved)."
+                "units into one stage, or use a schedule that flushes (gpipe, one_f_one_b, interleaved)."
             )
 
     def _module(self, stage: int) -> Any:
-        return self.stages[self.table.homes[stage][0], stage].modules[stage]
+        return self.stages[self.table.machines[stage][0], stage].modules[stage]
 
     def with_gradients(self, stage: int, update: int) -> list[int]:
-        """The machines that have microbatches of an update of a stage."""
-        machines = [self.table.home(stage, microbatch) for microbatch in self.table.microbatches_of(stage, update)]
-        return list(dict.fromkeys(machines))
+        """Return the machines that have microbatches of an update of a stage."""
+        microbatches = self.table.microbatches_of(stage, update)
+        return list(dict.fromkeys(self.table.machine_of(stage, microbatch) for microbatch in microbatches))
 
     def summed(self, stage: int, totals: Mapping[tuple[int, int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return the gradients of a stage's update from those of (stage, machine): replicas and shared parameters."""
         sums = _added([total for (number, _), total in totals.items() if number == stage])
         for name, parameter in self._module(stage).named_parameters():
-            for other in self.holders[id(parameter)]:
+            for other in self.users[id(parameter)]:
                 if other != stage:
                     (theirs,) = [n for n, p in self._module(other).named_parameters() if p is parameter]
                     shared = [total for (number, _), total in totals.items() if number == other]
@@ -151,85 +244,89 @@ class Pipeline:
         return sums
 
 
-class _Machine:
-    """One machine of a table: does its row."""
+class _TableMachine:
+    """One machine of a table."""
 
     def __init__(
-        self, pipeline: Pipeline, number: int, peers: MemoryPeers, microbatches: Sequence[LossMicrobatch]
+        self, pipeline: Pipeline, number: int, network: MemoryNetwork, microbatches: Sequence[LossMicrobatch]
     ) -> None:
-        self.pipeline, self.number, self.peers, self.microbatches = pipeline, number, peers, microbatches
+        self.pipeline, self.number, self.microbatches = pipeline, number, microbatches
         self.table, self.layout = pipeline.table, pipeline.layout
-        self.links = ReplicaLinks(peers, number, len(self.table.rows))
-        self.passages: dict[tuple[int, int], MicrobatchRun] = {}  # (stage, microbatch)
-        self.left: dict[tuple[int, int], int] = {}  # (stage, update) -> backwards of this machine still to come
+        self.links = ReplicaLinks(MemoryPeers(network, number), number, len(self.table.rows))
+        self.runs: dict[tuple[int, int], MicrobatchRun] = {}  # (stage, microbatch)
+        self.left: dict[tuple[int, int], int] = {}  # (stage, update) -> backwards of this machine not done yet
         self.losses: dict[int, float] = {}
+        self.position: dict[tuple[int, str, int], int] = {
+            action[:3]: position for position, action in enumerate(self.table.rows[number])
+        }
 
-    async def run(self) -> None:
-        for place, action in enumerate(self.table.rows[self.number]):
-            match action.kind:
-                case "F":
-                    passage = self.passages[action.stage, action.microbatch] = self._passage(action)
-                    await passage.forward([action.stage])
-                case "B":
-                    await self._backward(action)
-                case "U":
-                    await self._update(action, place)
-            self._release(action, place)
+    def fragments(self, action: Action) -> list[int]:
+        return [action.stage]
 
-    def _passage(self, action: Action) -> MicrobatchRun:
+    def run_of(self, action: Action) -> MicrobatchRun:
+        key = action.stage, action.microbatch
+        if key not in self.runs:
+            self.runs[key] = self._start(action)
+        return self.runs[key]
+
+    def _start(self, action: Action) -> MicrobatchRun:
         microbatch, cut = self.microbatches[action.microbatch], self.pipeline.cut
         update = action.microbatch // self.table.microbatches_per_update[action.stage]
         together = self.table.microbatches_of(action.stage, update)
         weight = microbatch.samples / sum(self.microbatches[number].samples for number in together)
         stage = self.pipeline.stages[self.number, action.stage]
         compute = AtVersion(stage, action.microbatch, action.version, update, weight, self.table.stash)
-        part = FragmentRun(cut, self.layout, action.stage, stage.modules, compute)
-        task = Task(
-            (action.microbatch,),
-            cut.bind(microbatch.args, microbatch.kwargs),
-            lambda outputs: microbatch.loss(cut.answer(outputs)),
-            1.0,
-            None,
+        return MicrobatchRun(
+            FragmentRun(cut, self.layout, action.stage, stage.modules, compute),
+            self.links,
+            lambda stage: self.table.machine_of(stage, action.microbatch),
+            Microbatch(
+                (action.microbatch,),
+                cut.bind(microbatch.args, microbatch.kwargs),
+                lambda outputs: microbatch.loss(cut.answer(outputs)),
+                1.0,
+                None,
+            ),
+            no_shares(self.layout),
         )
-        shares = dict.fromkeys(range(len(self.layout.fragments)), 0.0)
-        home = lambda stage: self.table.home(stage, action.microbatch)  # noqa: E731
-        return MicrobatchRun(part, self.links, home, task, Shares(shares, shares))
 
-    async def _backward(self, action: Action) -> None:
+    def finish(self, action: Action, run: MicrobatchRun) -> None:
         stage, microbatch = action.stage, action.microbatch
-        passage = self.passages.pop((stage, microbatch))
-        await passage.backward([stage])
+        del self.runs[stage, microbatch]
         if stage == self.layout.answer_fragment:
-            self.losses[microbatch] = passage.loss
+            self.losses[microbatch] = run.loss
         update = microbatch // self.table.microbatches_per_update[stage]
-        own = [m for m in self.table.microbatches_of(stage, update) if self.table.home(stage, m) == self.number]
+        own = [m for m in self.table.microbatches_of(stage, update) if self.table.machine_of(stage, m) == self.number]
         left = self.left[stage, update] = self.left.get((stage, update), len(own)) - 1
-        if not left:  # all that need this machine's sum get it, before any update waits for others
+        if not left:  # every machine that needs this sum gets it before any update waits for others
             total = self.pipeline.stages[self.number, stage].totals.pop(update)
             for reader in [stage, *self.pipeline.sharing(stage)]:
-                for home in self.table.homes[reader]:
-                    self.links.send(home, (reader, update, "total", stage), total)
+                for machine in self.table.machines[reader]:
+                    self.links.send(machine, (reader, update, "total", stage), total)
+        self.pipeline.stages[self.number, stage].versions.release(self._later(action))
 
-    async def _update(self, action: Action, place: int) -> None:
+    async def update(self, action: Action) -> None:
         stage, update = self.pipeline.stages[self.number, action.stage], action.microbatch
         totals = {}
         for other in [action.stage, *self.pipeline.sharing(action.stage)]:
-            for home in self.pipeline.with_gradients(other, update):
-                totals[other, home] = await self.links.receive(home, (action.stage, update, "total", other))
-        last = self.table.last_use.get((self.number, action.stage, stage.versions.newest), -1)
-        stage.update(self.pipeline.summed(action.stage, totals), overwrite=not self.table.stash or last < place)
+            for machine in self.pipeline.with_gradients(other, update):
+                totals[other, machine] = await self.links.receive(machine, (action.stage, update, "total", other))
+        later = self._later(action)
+        stage.update(self.pipeline.summed(action.stage, totals), later, self.table.stash)
+        stage.versions.release(later)
 
-    def _release(self, action: Action, place: int) -> None:
-        """Versions that nobody on this machine needs any more."""
-        versions = self.pipeline.stages[self.number, action.stage].versions
-        for version in sorted(versions.live):
-            last = self.table.last_use.get((self.number, action.stage, version), -1)
-            if version != versions.newest and last <= place:
-                versions.release(version)
+    def _later(self, action: Action) -> set[int]:
+        return self.table.later_versions(self.number, self.position[action[:3]])
+
+
+def no_shares(layout: FragmentLayout) -> TimeShares:
+    """Return shares of a gradient's time for work that takes none, as in one process or for an evaluation."""
+    none = dict.fromkeys(range(len(layout.fragments)), 0.0)
+    return TimeShares(none, none)
 
 
 def _refuse_shared_memory(cut: Cut) -> None:
-    """Two objects over one memory are one value to the user; stages would give each its own."""
+    """Refuse two parameters over one memory: the user sees one value, and stages would give each its own."""
     seen: dict[tuple[str, int], str] = {}
     for name, parameter in cut.module.named_parameters():
         if parameter.numel():
@@ -241,17 +338,17 @@ def _refuse_shared_memory(cut: Cut) -> None:
                 )
 
 
-def _holders(cut: Cut, nodes: Sequence[Sequence[str]]) -> dict[int, list[int]]:
-    """Parameter (its id) -> the stages that use it."""
-    holders: dict[int, list[int]] = {}
+def _users(cut: Cut, nodes: Sequence[Sequence[str]]) -> dict[int, list[int]]:
+    """Return the stages that use each parameter, by its id."""
+    users: dict[int, list[int]] = {}
     for number, names in enumerate(nodes):
         for key in {id(parameter) for parameter in cut.parameters_of(names).values()}:
-            holders.setdefault(key, []).append(number)
-    return holders
+            users.setdefault(key, []).append(number)
+    return users
 
 
 def _added(totals: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Sums by name, in the order given; nothing that was given is changed."""
+    """Return the sums by name, in the order given; the arguments stay as they are."""
     sums: dict[str, Tensor] = {}
     for total in totals:
         for name, gradient in total.items():

@@ -1,4 +1,4 @@
-"""First values for one machine's part of a model that was built without any: nobody ever holds them all."""
+"""First values for one machine's part of a model that was built without any, so no machine ever holds them all."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from rainband.model_parallel.graph.graph import Cut
 
 
-def fill(
+def init_parameters(
     model: nn.Module, cut: Cut, layout: FragmentLayout, machine: int, seed: int, evaluation: nn.Module | None = None
 ) -> None:
-    """Give memory and values to what a machine computes with. Values are a function of a submodule's name and the seed.
+    """Give memory and values to the parameters and buffers that a machine uses.
 
-    Does nothing for a model that has values. A submodule makes its own by `reset_parameters`, as those of torch.nn do.
-    `evaluation`: a second graph of the model, which gets the same.
+    Values depend only on a submodule's name and the seed. Does nothing for a model that has values. A submodule makes
+    its own with `reset_parameters`, as those of torch.nn do. `evaluation`: a second graph of the model, which gets the
+    same tensors.
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
@@ -29,7 +30,7 @@ def fill(
     wanted |= {id(buffer) for buffer in cut.buffers_of(nodes)}
     graphs = [cut.module] if evaluation is None else [cut.module, evaluation]
     holders = [module for root in (model, *graphs) for module in root.modules()]
-    for name, module in reversed(list(model.named_modules())):  # a parent may have wishes for its children
+    for name, module in reversed(list(model.named_modules())):  # a parent may set its children's values
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(id(tensor) in wanted and tensor.is_meta for tensor in tensors):
             reset = _reset_of(name, module)
@@ -46,13 +47,12 @@ def _reset_of(name: str, module: nn.Module) -> Callable[[], None]:
             return reset
     raise ValueError(
         f"'{name or 'the model'}' ({type(module).__name__}) has parameters or buffers of its own and no "
-        "reset_parameters(), so it cannot be given its first values by itself: write that method, or leave "
-        "`deferred` out of the task."
+        "reset_parameters(), so it cannot be initialized by itself: write that method, or omit `deferred` in the task."
     )
 
 
 def _replace(holders: list[nn.Module], old: Tensor) -> None:
-    """A tensor with memory in the place of one without, wherever it is held: a tied one has several places."""
+    """Replace a tensor without memory by one with memory, in all modules that have it."""
     if not old.is_meta:
         return
     memory = torch.empty_like(old, device="cpu")

@@ -1,4 +1,4 @@
-"""One microbatch on its way through one worker's share of a model, forward and back, and what crosses to the others."""
+"""One microbatch on one machine, forward and backward, and the values it exchanges with other machines."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 END: Tag = ("end",)
 
 
-class Piece(Work):
-    """A piece of a gradient; awaiting gives what computing it returned."""
+class FragmentWork(Work):
+    """The computation of one fragment; awaiting it returns its result."""
 
     def __init__(self, compute: Callable[[], Any], share: float, label: str) -> None:
         self.compute = compute
@@ -36,24 +36,24 @@ class Piece(Work):
         self.result = self.compute()
         self.done = True
 
-    def __await__(self) -> Generator[Piece, None, Any]:
+    def __await__(self) -> Generator[FragmentWork, None, Any]:
         while not self.done:
             yield self
         return self.result
 
 
 class RunHooks(Protocol):
-    """A message, or anything else that is there or not."""
+    """Something that can be waited for, such as a message."""
 
     def ready(self) -> bool: ...
 
 
 class AnyOf(Handle):
-    """Waits until one of several messages is there, or something else has happened."""
+    """Waits until one of several things is ready."""
 
     def __init__(self, arrivals: Sequence[RunHooks], links: ReplicaLinks, source: int | None = None) -> None:
-        """`source`: who has to send it; None: any of the others may have to do something for it."""
-        assert arrivals, "waiting for nothing would never end"
+        """`source`: the rank that must act for it; None: any of the others may have to."""
+        assert arrivals, "nothing to wait for"
         self.arrivals = arrivals
         self.links = links
         self.source = source
@@ -62,7 +62,7 @@ class AnyOf(Handle):
         return any(arrival.ready() for arrival in self.arrivals)
 
     def may_never_complete(self, stopping: bool) -> bool:
-        """What one who has come to its end did not send before will not come; others may still have sent theirs."""
+        """Return True if a sender has ended: it sends nothing more. What others sent may still arrive."""
         return self.links.has_ended(self.source)
 
     def __await__(self) -> Generator[Handle, None, None]:
@@ -70,16 +70,16 @@ class AnyOf(Handle):
 
 
 class ReplicaLinks:
-    """The others who compute the same model: what they send, and who of them has come to its end."""
+    """The links of a worker to the others of its replica, by rank, and which of them have ended."""
 
-    def __init__(self, peers: Peers, place: int, size: int) -> None:
+    def __init__(self, peers: Peers, rank: int, size: int) -> None:
         self.peers = peers
-        self.others = [other for other in range(size) if other != place]
+        self.others = [other for other in range(size) if other != rank]
         self.ends: dict[int, Arrival] = {}
         self.stats = Stats()
 
     def send(self, to: int, tag: Tag, payload: Any) -> None:
-        if tag[0] != "answer":  # measuring is no part of training
+        if tag[0] != "answer":  # evaluation is not counted
             self.stats.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(payload))
         self.peers.send(to, tag, payload)
 
@@ -99,100 +99,105 @@ class ReplicaLinks:
         self.ends = {other: self.peers.recv(other, END) for other in self.others}
 
     def forget_ends(self) -> None:
-        """What comes from now on comes from those who have ended, too."""
+        """Accept messages of workers that have ended, too: they save the model together."""
         self.ends = {}
 
     def say_end(self) -> None:
-        """The strategy has come to its end here, regularly or not: nobody must wait for us."""
+        """Tell the others that this worker's strategy has ended, so that they do not wait for it."""
         self.tell_all(END, None)
 
     def has_ended(self, other: int | None = None) -> bool:
-        """Has one of the others come to its end? None: has any of them?"""
-        return any(end.ready() for place, end in self.ends.items() if other in (None, place))
+        """Return True if this one of the others has ended; None: if any has."""
+        return any(end.ready() for rank, end in self.ends.items() if other in (None, rank))
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What every worker of a team knows of a microbatch."""
+    """A microbatch, as every worker of a replica knows it."""
 
-    tag: Tag  # says which it is, among all that are on their way
+    tag: Tag  # distinguishes it from the others that are under way
     inputs: Mapping[str, Any]
     loss: Callable[[Mapping[str, Any]], Tensor]  # of the model's output values
-    weight: float  # its part of the batch's samples
-    seed: int | None  # None: what computes has its own
-    goes_back: bool = True  # no: its answer is all that is wanted
+    weight: float  # its fraction of the batch's samples
+    seed: int | None  # None: the compute policy seeds itself
+    goes_back: bool = True  # False: no backward, as for an evaluation
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Of the time of a whole gradient: what each fragment takes forward and back."""
+class TimeShares:
+    """The fraction of a whole gradient's time that each fragment's forward and backward take."""
 
     forward: Mapping[int, float]
     backward: Mapping[int, float]
 
 
 class MicrobatchRun:
-    """Fragments run when it is their turn and what they read is there; a value goes once to each reading machine."""
+    """Runs fragments when their inputs have arrived. A value goes once to each machine that reads it."""
 
     def __init__(
-        self, part: FragmentRun, links: ReplicaLinks, home: Callable[[int], int], microbatch: Microbatch, shares: Shares
+        self,
+        fragment_run: FragmentRun,
+        links: ReplicaLinks,
+        rank_of: Callable[[int], int],
+        microbatch: Microbatch,
+        shares: TimeShares,
     ) -> None:
-        """`home`: the place in the team of a machine of the plan."""
-        self.part = part
+        """`rank_of`: the rank of the worker that takes this microbatch through a machine of the placement."""
+        self.fragment_run = fragment_run
         self.links = links
-        self.home = home
+        self.rank_of = rank_of
         self.microbatch = microbatch
         self.shares = shares
-        self.loss = 0.0  # where the answer is: the microbatch's share of the batch's mean loss
-        part.give(microbatch.inputs)
-        self.values = self._coming("value", part.values_to_come().items())
-        self.gradients: dict[tuple[str, int], Arrival] | None = None  # which there will be is known after the forwards
+        self.loss = 0.0  # on the answer machine: the microbatch's summand of the batch's mean loss
+        fragment_run.give(microbatch.inputs)
+        self.values = self._coming("value", fragment_run.values_to_come().items())
+        self.gradients: dict[tuple[str, int], Arrival] | None = None  # known after the forwards
 
     def _coming(self, kind: str, expected: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Arrival]:
         return {
-            (value, source): self.links.recv(self.home(source), self._tag(kind, value)) for value, source in expected
+            (value, source): self.links.recv(self.rank_of(source), self._tag(kind, value)) for value, source in expected
         }
 
     async def forward(self, fragments: Sequence[int]) -> None:
-        """Run these fragments of the part."""
-        part = self.part
-        while not part.is_forward_done(fragments):
-            await self._take("value", self.values, wait=part.next_forward(fragments) is None)
-            while (index := part.next_forward(fragments)) is not None:
+        """Run these fragments of the run."""
+        run = self.fragment_run
+        while not run.is_forward_done(fragments):
+            await self._take("value", self.values, wait=run.next_forward(fragments) is None)
+            while (index := run.next_forward(fragments)) is not None:
                 share = self.microbatch.weight * self.shares.forward[index]
-                self._send(await Piece(partial(self._run, index), share, f"F{self.microbatch.tag[-1]}"))
+                self._send(await FragmentWork(partial(self._run, index), share, f"F{self.microbatch.tag[-1]}"))
 
     def _run(self, index: int) -> list[FragmentMessage]:
-        # Dropout draws the same numbers in every schedule, whoever computes this microbatch.
+        # Dropout draws the same numbers in every schedule, on whichever worker computes this microbatch.
         if self.microbatch.seed is not None:
             torch.default_generator.manual_seed(self.microbatch.seed + index)
         with torch.set_grad_enabled(self.microbatch.goes_back):
-            return self.part.forward(index)
+            return self.fragment_run.forward(index)
 
     async def backward(self, fragments: Sequence[int]) -> None:
-        """Go back through these fragments; all forwards of the part are done."""
-        part, label = self.part, f"B{self.microbatch.tag[-1]}"
-        if part.layout.answer_fragment in fragments:
-            self._send(await Piece(self._answer, 0.0, label))
+        """Run the backward of these fragments; all forwards of the machine are done."""
+        run, label = self.fragment_run, f"B{self.microbatch.tag[-1]}"
+        if run.layout.answer_fragment in fragments:
+            self._send(await FragmentWork(self._answer, 0.0, label))
         if self.gradients is None:
-            self.gradients = self._coming("gradient", part.gradients_to_come())
-        while not part.is_backward_done(fragments):
-            await self._take("gradient", self.gradients, wait=part.next_backward(fragments) is None)
-            while (index := part.next_backward(fragments)) is not None:
+            self.gradients = self._coming("gradient", run.gradients_to_come())
+        while not run.is_backward_done(fragments):
+            await self._take("gradient", self.gradients, wait=run.next_backward(fragments) is None)
+            while (index := run.next_backward(fragments)) is not None:
                 share = self.microbatch.weight * self.shares.backward[index]
-                self._send(await Piece(partial(part.backward_of, index), share, label))
-        if part.is_backward_done(part.mine):
-            part.give({})  # what was kept for it is of no use any more
+                self._send(await FragmentWork(partial(run.backward, index), share, label))
+        if run.is_backward_done(run.mine):
+            run.give({})  # frees what the backward needed
 
     def _answer(self) -> list[FragmentMessage]:
-        loss = self.microbatch.loss(self.part.outputs()) * self.microbatch.weight
+        loss = self.microbatch.loss(self.fragment_run.outputs()) * self.microbatch.weight
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         self.loss = loss.item()
-        return self.part.answered()
+        return self.fragment_run.answered()
 
     async def _take(self, kind: str, coming: dict[tuple[str, int], Arrival], wait: bool) -> None:
-        """Hand the part what has come; wait until something has, if it can do nothing before."""
+        """Take the messages that have arrived; with `wait`, first wait for one."""
         if wait:
             await AnyOf(list(coming.values()), self.links)
         for key in [key for key, arrival in coming.items() if arrival.ready()]:
@@ -200,16 +205,18 @@ class MicrobatchRun:
             value, source = key
             if kind == "value":
                 pytree, wants = payload
-                self.part.take(FragmentMessage("value", value, source, self.part.machine, pytree, tuple(wants)))
+                self.fragment_run.take(
+                    FragmentMessage("value", value, source, self.fragment_run.machine, pytree, tuple(wants))
+                )
             else:
-                self.part.take(FragmentMessage("gradient", value, source, self.part.machine, payload))
+                self.fragment_run.take(FragmentMessage("gradient", value, source, self.fragment_run.machine, payload))
 
     def _send(self, messages: Sequence[FragmentMessage]) -> None:
         for message in messages:
             payload = message.payload
             if message.kind == "value":
                 payload = [message.payload, list(message.wants_gradient)]
-            self.links.send(self.home(message.destination), self._tag(message.kind, message.value), payload)
+            self.links.send(self.rank_of(message.destination), self._tag(message.kind, message.value), payload)
 
     def _tag(self, kind: str, value: str) -> Tag:
         return (*self.microbatch.tag, kind, value)

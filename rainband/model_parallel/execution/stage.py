@@ -1,13 +1,13 @@
-"""One stage of a pipeline on one machine: forward, backward and update of microbatches, whoever carries the values.
+"""One stage of a pipeline on one machine: forward, backward and update at versions of its parameters; no messages.
 
-Random numbers of a forward come from a seed of its own (seed, stage, microbatch), so dropout is the same in every
-schedule and when the forward is computed a second time. Buffers, such as BatchNorm's running statistics, have no
-versions: they follow the microbatches in the order in which this machine computes them, each once.
+A forward draws its random numbers from a seed of its own (seed, stage, microbatch), so dropout is the same in every
+schedule and when the forward is recomputed. Buffers, such as BatchNorm's running statistics, have no versions: they
+follow the microbatches in the order in which this machine computes them, each once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +22,16 @@ from rainband.model_parallel.graph.graph import tensors_in
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a forward leaves for its backward."""
+class SavedForward:
+    """The values that a backward needs from its forward."""
 
-    given: Sequence[Any]  # what was read
-    results: Sequence[Any]  # what was made, with its graph; nothing if it is to be computed again
+    given: Sequence[Any]  # inputs
+    results: Sequence[Any]  # outputs, with their autograd graph; empty if the forward is recomputed
     leaves: Mapping[str, Tensor]  # the parameters that it used
 
 
 class Stage:
-    """A fragment with its parameters in versions."""
+    """The fragments of a stage, with their parameters in versions."""
 
     def __init__(
         self,
@@ -44,10 +44,7 @@ class Stage:
         seed: int = 0,
         recompute: bool = False,
     ) -> None:
-        """`modules`: by fragment. `own`: parameters whose objects live here, see Versions; None: all.
-
-        Later replicas copy the buffers.
-        """
+        """`modules`: by fragment. `own`: see Versions; None: all. Replicas other than the first copy the buffers."""
         self.number, self.modules = number, modules
         self.seed, self.recompute = seed, recompute
         self.prefix = {index: "" if len(modules) == 1 else f"{index}." for index in modules}
@@ -64,25 +61,25 @@ class Stage:
             for index, module in modules.items()
         }
         self.played = 0  # microbatches of earlier runs
-        self.kept: dict[tuple[int, int], Kept] = {}  # by microbatch and fragment
+        self.kept: dict[tuple[int, int], SavedForward] = {}  # by microbatch and fragment
         self.totals: dict[int, dict[str, Tensor]] = {}  # update -> weighted sum of gradients; absent: there was none
 
     def forward(self, index: int, microbatch: int, version: int, given: Sequence[Any]) -> Sequence[Any]:
         """Run a microbatch through a fragment: `given` are the values it reads; return its outputs, detached.
 
-        A tensor that is returned requires a gradient if one should come back for it.
+        A returned tensor requires a gradient if `backward` needs one for it.
         """
         leaves = self.versions.leaves(version)
         with torch.set_grad_enabled(not self.recompute):
             results = self._run(index, microbatch, leaves, given, self.buffers[index])
-        self.kept[microbatch, index] = Kept(given, () if self.recompute else results, leaves)
+        self.kept[microbatch, index] = SavedForward(given, () if self.recompute else results, leaves)
         learns = bool(self.trained) or any(tensor.requires_grad for tensor in tensors_in(list(given)))
 
-        def cut_off(tensor: Tensor) -> Tensor:
+        def detached(tensor: Tensor) -> Tensor:
             wants = tensor.is_floating_point() and learns if self.recompute else tensor.requires_grad
             return tensor.detach().requires_grad_(wants)
 
-        made: Sequence[Any] = pytree.tree_map_only(Tensor, cut_off, results)
+        made: Sequence[Any] = pytree.tree_map_only(Tensor, detached, results)
         return made
 
     def backward(
@@ -94,7 +91,7 @@ class Stage:
         update: int,
         weight: float,
     ) -> list[list[Tensor | None]]:
-        """Go back with the gradients of what was made; returns those of what was read.
+        """Return the gradients of a fragment's inputs from those of its outputs.
 
         The parameters' gradients, times `weight`, are added to the total of `update`.
         """
@@ -114,17 +111,17 @@ class Stage:
         return [[next(given_back) for _ in tensors_in(value)] for value in kept.given]
 
     def begin(self, played: int) -> None:
-        """A new run of the table: the newest version is version 0 again."""
+        """Start a new run of the table: the newest version becomes version 0."""
         assert not self.kept and not self.totals
         self.played = played
         self.versions.restart()
 
-    def update(self, total: Mapping[str, Tensor], overwrite: bool) -> None:
-        """Make the next version from a total of gradients."""
-        self.versions.update(total, overwrite)
+    def update(self, total: Mapping[str, Tensor], later: Container[int], stash: bool = True) -> None:
+        """Make the next version from a total of gradients; see Versions.update."""
+        self.versions.update(total, later, stash)
 
     def canonical_of(self, index: int) -> dict[str, str]:
-        """Parameter of a fragment's module -> its one name here."""
+        """Return the first name here of each parameter of a fragment's module."""
         prefix = self.prefix[index]
         return {n.removeprefix(prefix): first for n, first in self.canonical.items() if n.startswith(prefix)}
 
@@ -156,16 +153,20 @@ class Stage:
 
 
 class AtVersion:
-    """A stage at a version of its parameters, for one microbatch: a Part computes with it where nothing is flushed."""
+    """Computes one microbatch at one version of a stage's parameters, which is held until the backward is done."""
 
     def __init__(
         self, stage: Stage, microbatch: int, version: int, update: int, weight: float, stash: bool = True
     ) -> None:
-        """`stash`: go back at the version of the forward, not at the newest there is then."""
+        """`stash`: the backward uses the version of the forward, otherwise the newest."""
         self.stage, self.microbatch, self.version = stage, microbatch, version
         self.update, self.weight, self.stash = update, weight, stash
+        self.holds = False
 
     def forward(self, index: int, given: Sequence[Any]) -> Sequence[Any]:
+        if self.stash and not self.holds:
+            self.holds = True
+            self.stage.versions.counts.hold(self.version)
         return self.stage.forward(index, self.microbatch, self.version, given)
 
     def backward(self, index: int, gradients: Sequence[Sequence[Tensor | None]]) -> list[list[Tensor | None]]:
@@ -173,6 +174,9 @@ class AtVersion:
         return self.stage.backward(index, self.microbatch, version, gradients, self.update, self.weight)
 
     def forget(self) -> None:
+        if self.holds:
+            self.holds = False
+            self.stage.versions.counts.drop(self.version)
         for index in self.stage.modules:
             self.stage.kept.pop((self.microbatch, index), None)
 
@@ -180,7 +184,7 @@ class AtVersion:
 def _gradients(
     results: Sequence[Any], gradients: Sequence[Sequence[Tensor | None]], leaves: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """One gradient, or None, for each leaf."""
+    """Return one gradient, or None, for each leaf."""
     pairs = [
         (tensor, gradient)
         for value, column in zip(results, gradients, strict=True)

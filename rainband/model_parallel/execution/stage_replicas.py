@@ -1,4 +1,4 @@
-"""The replicas of one stage: they take batches in turn, and an update, of all their gradients, is the same on all."""
+"""The replicas of one stage: they take batches in turn, and every update averages the gradients of all of them."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ if TYPE_CHECKING:
 
 
 class StageReplicas:
-    """Those who have the same stage as this worker."""
+    """The workers that have the same stage as this one."""
 
-    def __init__(self, share: Submodel, links: ReplicaLinks, leaves: Mapping[str, Tensor]) -> None:
-        """`leaves`: the parameters that are trained; only their shapes count."""
-        self.links, self.machine, self.replica = links, share.machine, share.replica
-        self.count = share.plan.workers[share.machine]
-        self.home = share.plan.home
+    def __init__(self, submodel: Submodel, links: ReplicaLinks, leaves: Mapping[str, Tensor]) -> None:
+        """`leaves`: the trained parameters; only their shapes are used."""
+        self.links, self.machine, self.replica = links, submodel.machine, submodel.replica
+        self.count = submodel.plan.workers[submodel.machine]
+        self.rank_of = submodel.plan.rank_of
         self.leaves = dict(leaves)
         self.others = [other for other in range(self.count) if other != self.replica]
 
     async def mean(self, update: int, total: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
-        """The mean over the round's samples. Each replica sums its part of the vector, in the order of the replicas.
+        """Return the mean gradient over the samples of an update: a reduce-scatter and an all-gather.
 
-        So 2 (m - 1) / m of the vector leave each of m, and bits repeat.
+        Each of m replicas sums its slice of the vector in the order of the replicas, so bits repeat; it sends
+        2 (m - 1) / m of the vector.
         """
         replica, present = self.replica, [name in total for name in self.leaves]
-        pieces = self._flattened(total).tensor_split(self.count)
+        slices = self._flattened(total).tensor_split(self.count)
         for other in self.others:
-            self.links.send(self._place(other), (update, "part"), [samples, present, pieces[other]])
-        parts = {replica: (samples, present, pieces[replica])}
+            self.links.send(self._rank(other), (update, "part"), [samples, present, slices[other]])
+        parts = {replica: (samples, present, slices[replica])}
         for other in self.others:
-            count, theirs, piece = await self.links.receive(self._place(other), (update, "part"))
-            parts[other] = count, theirs, piece
+            count, theirs, values = await self.links.receive(self._rank(other), (update, "part"))
+            parts[other] = count, theirs, values
         weight = sum(count for count, _, _ in parts.values())
-        summed = [piece * (count / weight) for count, _, piece in (parts[number] for number in sorted(parts))]
+        summed = [values * (count / weight) for count, _, values in (parts[number] for number in sorted(parts))]
         whole = {replica: reduce(torch.add, summed)}
         for other in self.others:
-            self.links.send(self._place(other), (update, "sum"), whole[replica])
+            self.links.send(self._rank(other), (update, "sum"), whole[replica])
         for other in self.others:
-            whole[other] = await self.links.receive(self._place(other), (update, "sum"))
+            whole[other] = await self.links.receive(self._rank(other), (update, "sum"))
         anywhere = [any(column) for column in zip(*(theirs for _, theirs, _ in parts.values()), strict=True)]
         return self._named(torch.cat([whole[number] for number in sorted(whole)]), anywhere)
 
-    def _place(self, replica: int) -> int:
-        return self.home(self.machine, replica)
+    def _rank(self, replica: int) -> int:
+        return self.rank_of(self.machine, replica)
 
     def _flattened(self, total: Mapping[str, Tensor]) -> Tensor:
         return torch.cat(

@@ -1,4 +1,4 @@
-"""One worker's share of a model that a team computes together: its fragments, its parameters, what it has in common."""
+"""One worker's submodel of a model that a replica computes together: its fragments, parameters and ties."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 
 from rainband.model.flat_parameters import Flat
 from rainband.model_parallel.execution.fragment_run import FragmentRun
-from rainband.model_parallel.execution.init_parameters import fill
-from rainband.model_parallel.execution.microbatch_run import Shares
+from rainband.model_parallel.execution.init_parameters import init_parameters
+from rainband.model_parallel.execution.microbatch_run import TimeShares
 from rainband.model_parallel.graph.eval_graph import cut_for_evaluation, placed_alike
 from rainband.model_parallel.graph.fragments import (
     LEVELS,
@@ -33,26 +33,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answering:
-    """With what one machine computes its part of the model's answer."""
+class AnswerGraph:
+    """The graph with which one machine computes its part of the model's answer."""
 
     cut: Cut
     layout: FragmentLayout
     machine: int
     modules: Mapping[int, fx.GraphModule]
 
-    def part(self) -> FragmentRun:
+    def new_run(self) -> FragmentRun:
         return FragmentRun(self.cut, self.layout, self.machine, self.modules)
 
     @property
-    def shares(self) -> Shares:
-        """Answers take no time of training."""
-        return Shares(dict.fromkeys(range(len(self.layout.fragments)), 0.0), {})
+    def shares(self) -> TimeShares:
+        """Return no time: an evaluation is not part of training."""
+        none = dict.fromkeys(range(len(self.layout.fragments)), 0.0)
+        return TimeShares(none, none)
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several machines use: the first of them holds it, and gives it to the others for each batch."""
+    """A parameter that several machines use. The first of them holds it and sends it to the others for each batch."""
 
     parameter: nn.Parameter
     owner: int
@@ -60,24 +61,26 @@ class Tie:
 
 
 class Submodel:
-    """What one machine of a plan holds and computes."""
+    """The part of a model that one machine of a placement holds and computes."""
 
-    def __init__(self, task: Task, model: nn.Module, data: Data, plan: StagePlan, place: int) -> None:
-        """`place`: of the worker in its team; where a stage has no replicas, that is its machine in the plan."""
+    def __init__(self, task: Task, model: nn.Module, data: Data, plan: StagePlan, rank: int) -> None:
+        """`rank`: of the worker in its replica; where no stage has replicas, that is its machine."""
         self.plan = plan
-        self.place = place
-        self.machine, self.replica = plan.seat(place)
+        self.rank = rank
+        self.machine, self.replica = plan.machine_and_replica(rank)
         self.model = model
         self.cut, args, kwargs = cut_task(task, model, data, plan.example_size)
         plan.check(self.cut.units)
         self.layout = layout_of(self.cut, plan, plan.plan.stage_of())
-        evaluation = cut_for_evaluation(model, self.cut, args, kwargs)  # now: later nobody has the whole model
-        fill(model, self.cut, self.layout, self.machine, plan.seed, None if evaluation is None else evaluation.module)
+        evaluation = cut_for_evaluation(model, self.cut, args, kwargs)  # now: later no worker has the whole model
+        init_parameters(
+            model, self.cut, self.layout, self.machine, plan.seed, None if evaluation is None else evaluation.module
+        )
         self.first = FragmentRun(self.cut, self.layout, self.machine)
         self.modules = self.first.modules
-        self._trained = Answering(self.cut, self.layout, self.machine, self.modules)
+        self._trained = AnswerGraph(self.cut, self.layout, self.machine, self.modules)
         self._evaluated = self._trained if evaluation is None else self._for_evaluation(evaluation)
-        self.module = nn.ModuleList(self.modules.values())  # what is computed here; its buffers are ours
+        self.module = nn.ModuleList(self.modules.values())  # its buffers are those saved from here
         users = _users(self.cut, self.layout)
         self.owner = {id(p): min(users.get(id(p), {0})) for p in model.parameters()}
         self.ties = [
@@ -85,10 +88,10 @@ class Submodel:
             for p in model.parameters()
             if len(users.get(id(p), ())) > 1
         ]
-        self.shares = _shares(self.layout, plan)
+        self.shares = _time_shares(self.layout, plan)
 
     def flat(self, groups: Sequence[Mapping[str, Any]]) -> Flat:
-        """Put the parameters that are held here in one memory, and give back that of the others."""
+        """Put the parameters that are held here into one memory, and free that of the others."""
         flat = Flat(self.model, groups, self.owner, self.machine)
         needed = {id(p) for p in self.module.parameters()} | {id(flat.parameters[number]) for number in flat.own}
         for parameter in self.model.parameters():
@@ -96,22 +99,22 @@ class Submodel:
                 parameter.data = parameter.data.new_empty(0)
         return flat
 
-    def answers(self, training: bool) -> Answering:
-        """With what the model answers: for evaluation that may be a graph of its own."""
+    def answers(self, training: bool) -> AnswerGraph:
+        """Return the graph that computes answers: evaluation may have one of its own."""
         return self._trained if training else self._evaluated
 
-    def _for_evaluation(self, evaluation: Cut) -> Answering:
+    def _for_evaluation(self, evaluation: Cut) -> AnswerGraph:
         stages = self.plan.plan.stage_of()
         placed = placed_alike(evaluation, self.cut, stages, self.plan.plan.kind == "pipeline")
         layout = layout_of(evaluation, self.plan, placed)
-        return Answering(evaluation, layout, self.machine, FragmentRun(evaluation, layout, self.machine).modules)
+        return AnswerGraph(evaluation, layout, self.machine, FragmentRun(evaluation, layout, self.machine).modules)
 
-    def part(self) -> FragmentRun:
-        """Room for one more microbatch."""
+    def new_run(self) -> FragmentRun:
+        """Return a run for one more microbatch at the same time."""
         return FragmentRun(self.cut, self.layout, self.machine, self.modules)
 
     def fragments(self, action: Action) -> list[int]:
-        """What an action runs: one stage; in a partition everything that is here."""
+        """Return the fragments of an action: those of a stage, or in a partition all that are here."""
         if self.plan.plan.kind == "partition":
             return self.first.mine
         if any(stage.split for stage in self.plan.plan.stages):
@@ -119,14 +122,14 @@ class Submodel:
         return [action.stage]
 
     def held(self) -> dict[str, Tensor]:
-        """What is saved from here: parameters and buffers under the model's own names, each once."""
+        """Return the parameters and buffers that are saved from here, under the model's names, each once."""
         if self.replica:
             return {}
         parameters = {name: p.data for name, p in self.model.named_parameters() if self.owner[id(p)] == self.machine}
         return parameters | {name: self.model.get_buffer(name) for name in self._buffers()}
 
     def _buffers(self) -> list[str]:
-        """Buffers that are used here; those that nobody uses are saved by the first machine."""
+        """Return the buffers that are used here; on the first machine also those that no machine uses."""
         mine = {id(buffer) for buffer in self.module.buffers()}
         used = {id(buffer) for buffer in self.cut.buffers_of(tuple(self.cut.nodes))}
         saved = self.model.state_dict(keep_vars=True)
@@ -146,7 +149,7 @@ def layout_of(cut: Cut, plan: StagePlan, stages: Mapping[str, int]) -> FragmentL
 
 
 def _users(cut: Cut, layout: FragmentLayout) -> dict[int, set[int]]:
-    """Parameter (its id) -> the machines that use it."""
+    """Return the machines that use each parameter, by its id."""
     users: dict[int, set[int]] = {}
     for fragment in layout.fragments:
         for parameter in cut.parameters_of(fragment.nodes).values():
@@ -154,26 +157,26 @@ def _users(cut: Cut, layout: FragmentLayout) -> dict[int, set[int]]:
     return users
 
 
-def _shares(layout: FragmentLayout, plan: StagePlan) -> Shares:
-    """Each fragment's share of the time of a whole gradient, as it was measured, or by the number of its nodes."""
+def _time_shares(layout: FragmentLayout, plan: StagePlan) -> TimeShares:
+    """Return each fragment's fraction of a whole gradient's time, as measured, or by its number of nodes."""
     units = plan.profile.units if plan.profile is not None else ()
     forward_s, backward_s = {u.name: u.forward_s for u in units}, {u.name: u.backward_s for u in units}
     whole = sum(unit.seconds for unit in units)
     count = sum(len(fragment.nodes) for fragment in layout.fragments)
 
-    def share(times: Mapping[str, float], nodes: Sequence[str], part: float) -> float:
-        return sum(times.get(n, 0.0) for n in nodes) / whole if whole else part * len(nodes) / count
+    def fraction(times: Mapping[str, float], nodes: Sequence[str], usual: float) -> float:
+        return sum(times.get(n, 0.0) for n in nodes) / whole if whole else usual * len(nodes) / count
 
     fragments = list(enumerate(layout.fragments))
-    return Shares(
-        {index: share(forward_s, fragment.nodes, 1 / 3) for index, fragment in fragments},
-        {index: share(backward_s, fragment.nodes, 2 / 3) for index, fragment in fragments},
+    return TimeShares(
+        {index: fraction(forward_s, fragment.nodes, 1 / 3) for index, fragment in fragments},
+        {index: fraction(backward_s, fragment.nodes, 2 / 3) for index, fragment in fragments},
     )
 
 
 @torch.no_grad()
-def same_on_all(tensor: Tensor, values: Tensor) -> None:
-    """Take over what its owner sends of a parameter that is held elsewhere."""
+def copy_tied(tensor: Tensor, values: Tensor) -> None:
+    """Copy the values that the owner of a tied parameter has sent."""
     if tensor.shape != values.shape:
-        raise ValueError(f"a parameter of shape {tuple(tensor.shape)} came with shape {tuple(values.shape)}.")
+        raise ValueError(f"a parameter of shape {tuple(tensor.shape)} arrived with shape {tuple(values.shape)}.")
     tensor.data.copy_(values)

@@ -1,14 +1,14 @@
-"""A worker that computes its share of a model, with the others of its team; strategies see an ordinary worker.
+"""A worker that computes a submodel together with the others of its replica; strategies see an ordinary worker.
 
-Every worker of a team runs the strategy's whole coroutine on the blocks of its own share. The first one leads: it has
-the leases, and tells the others which cell comes next. A gradient is computed together, and is one for all: its loss is
-told to all, and if it is not finite anywhere it is skipped everywhere. A round is read by the whole team, or by nobody.
+Every worker of a replica runs the strategy's whole coroutine on the blocks of its own submodel. The worker of rank 0
+leads: it has the leases, and sends the others orders with the next work item. They compute one gradient together: all
+get its loss, and if it is not finite on one worker, all skip it. A round is read by all workers of a replica, or none.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,11 @@ import xxhash
 
 from rainband.model.flat_parameters import is_finite
 from rainband.model.gradient import Gradient
+from rainband.model_parallel.execution.engine import run_actions
 from rainband.model_parallel.execution.fragment_run import FragmentRun
 from rainband.model_parallel.execution.microbatch_run import AnyOf, Microbatch, MicrobatchRun, ReplicaLinks
-from rainband.model_parallel.execution.submodel import Submodel, same_on_all
-from rainband.model_parallel.execution.weight_stashing import Stashing
+from rainband.model_parallel.execution.submodel import Submodel, copy_tied
+from rainband.model_parallel.execution.weight_stashing import WeightStashing
 from rainband.model_parallel.graph.eval_graph import evaluating
 from rainband.model_parallel.graph.split_loss import inputs_of, loss_of
 from rainband.strategy import Batch, WorkItem
@@ -30,6 +31,7 @@ from rainband.worker.worker import ModuleWorker, ServerSide
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from rainband.model_parallel.schedules.table import Action
     from rainband.protocol.lr_schedules import Schedule
     from rainband.protocol.optimizer_spec import OptimizerSpec
     from rainband.protocol.peer_inbox import Arrival, Tag
@@ -38,11 +40,11 @@ if TYPE_CHECKING:
     from rainband.worker.client import Client
     from rainband.worker.pulls import PullHandle
 
-FIRST = 0  # the place of the worker that leads
+LEADER = 0  # the rank of the worker that has the leases
 
 
 class StageServers(ServerSide):
-    """The servers of one worker's own blocks."""
+    """The servers that hold the blocks of one worker's submodel."""
 
     def __init__(self, client: Client, links: ReplicaLinks) -> None:
         super().__init__(client)
@@ -50,18 +52,18 @@ class StageServers(ServerSide):
 
     def pull(self, round: int | None = None, ahead: int = 0) -> Any:
         handle = self.client.pull(round, ahead)
-        return handle if round is None else PullTogether(handle, self.links)
+        return handle if round is None else ReplicaPull(handle, self.links)
 
 
-class PullTogether:
-    """A round's parameters: it is still open for all of the team, or for none of it."""
+class ReplicaPull:
+    """A pull of a round's parameters that succeeds on all workers of a replica, or on none."""
 
     def __init__(self, handle: PullHandle, links: ReplicaLinks) -> None:
         self.handle = handle
         self.links = links
 
     def has_every(self) -> bool:
-        return self.handle.has_every()  # those who watch a worker ask
+        return self.handle.has_every()  # for observers of the worker
 
     @property
     def late(self) -> bool:
@@ -80,8 +82,8 @@ class PullTogether:
         return False
 
 
-class Question:
-    """Has the round that was asked for opened on all our blocks?"""
+class RoundQuery:
+    """The leader's question whether a round has opened on all blocks of this worker."""
 
     def __init__(self, number: int, client: Client) -> None:
         self.number = number
@@ -91,8 +93,8 @@ class Question:
         return self.client.pulls.has_opened()
 
 
-class ShareWorker(ModuleWorker):
-    """One worker of a team."""
+class StageWorker(ModuleWorker):
+    """One worker of a replica."""
 
     def __init__(
         self,
@@ -100,39 +102,39 @@ class ShareWorker(ModuleWorker):
         num_replicas: int,
         task: Task,
         data: Data,
-        share: Submodel,
+        submodel: Submodel,
         client: Client,
         links: ReplicaLinks,
     ) -> None:
-        super().__init__(rank, num_replicas, task, data, share.module, client)
-        self.share = share
+        super().__init__(rank, num_replicas, task, data, submodel.module, client)
+        self.submodel = submodel
         self.links = links
         self.servers = StageServers(client, links)
-        links.stats = client.stats  # what goes to the others is counted
+        links.stats = client.stats  # so that sent bytes are counted
         self.orders = 0
-        self.wanted = 0  # questions whether a cell is still wanted
+        self.wanted = 0  # questions whether a work item is still needed
         self.order_to_come: Arrival | None = None
-        self.lookahead = 0  # cells that the others are told of before the first begins them
+        self.lookahead = 0  # work items announced before the leader begins them
         self.resting = False
-        self.asked_round = -1  # what the first asks the others, and their answers
+        self.asked_round = -1  # the round that the leader asked about, and the answers
         self.opening: list[Arrival] = []
-        self.question: Question | None = None  # what we were asked
+        self.question: RoundQuery | None = None  # of the leader, not answered yet
         if self.leads and client.plan.items_per_round:
             client.open_rounds_with(self._opened_for_all)
-        self.gone_through = 0  # samples
-        self.before_item: Callable[[], None] | None = None  # of the first: measures now and then
-        self.parts = [share.first]
+        self.samples_seen = 0  # samples
+        self.before_item: Callable[[], None] | None = None  # evaluates now and then; on the leader
+        self.fragment_runs = [self.submodel.first]
         links.watch_ends()
 
     @property
     def seen(self) -> int:
-        return self.gone_through
+        return self.samples_seen
 
     @property
     def leads(self) -> bool:
-        return self.share.place == FIRST
+        return self.submodel.rank == LEADER
 
-    # ---- which cells -----------------------------------------------------------------------------------------------
+    # ---- work items ----------------------------------------------------------------------------------------------
 
     async def work_items(self) -> AsyncIterator[WorkItem]:
         if not self.leads:
@@ -144,16 +146,16 @@ class ShareWorker(ModuleWorker):
         self.order("over", None)
 
     async def _announced(self) -> AsyncIterator[WorkItem]:
-        """The cells of the first worker; the others are told of them, a few ahead of its own if they need that."""
+        """Yield the leader's work items, each announced to the others `lookahead` items before."""
         client = self.client
         announced: deque[WorkItem] = deque()
         while not client.finished and not client.stopping:
-            if self.before_item is not None and not announced:  # while nobody is at work
+            if self.before_item is not None and not announced:  # while no batch is under way
                 self.before_item()
             while len(announced) <= self.lookahead and (work_item := client.next_item()) is not None:
                 announced.append(work_item)
                 batches = [[batch.portion, batch.k, batch.lease] for batch in work_item.batches]
-                self.order("cell", [batches, work_item.round, work_item.more])
+                self.order("item", [batches, work_item.round, work_item.more])
                 self.resting = False
                 self.asked_round, self.opening = -1, []
             if announced:
@@ -163,9 +165,9 @@ class ShareWorker(ModuleWorker):
                 await AnyOf([client.state_changed(), *(a for a in self.opening if not a.ready())], self.links)
 
     def _opened_for_all(self, round_: int) -> bool:
-        """Have the others' blocks the version of this round, too? Asks them; a cell that is told resets the question.
+        """Return True if the round has opened on the others' blocks, too; asks them. A new work item ends the question.
 
-        Otherwise we could begin a round that cannot open for them before we have done more for the one before it.
+        Otherwise the leader could begin a round that cannot open for them before it has done more for the last one.
         """
         if self.asked_round != round_:
             self.asked_round = round_
@@ -175,33 +177,33 @@ class ShareWorker(ModuleWorker):
         return all(arrival.ready() for arrival in self.opening)
 
     def idle(self) -> None:
-        """There is no cell now. If the servers were told not to wait for us, they must not wait for the others."""
+        """Tell the others that there is no work item now, so that servers do not wait for their pushes either."""
         if self.leads and not self.client.pulls.entered and not self.resting:
             self.resting = True
             self.order("rest", None)
 
     def order(self, what: str, payload: Any) -> None:
-        """The first tells the others what to do next."""
+        """Send the others an order: what to do next."""
         self.links.tell_all(("order", self.orders), [what, payload])
         self.orders += 1
 
     def next_order(self) -> Arrival:
-        """What the first says next. Asked for once: a message goes to one asker, also to one who waits no more."""
+        """Return the arrival of the leader's next order. One per order: it gets the message, awaited or not."""
         if self.order_to_come is None:
-            self.order_to_come = self.links.recv(FIRST, ("order", self.orders))
+            self.order_to_come = self.links.recv(LEADER, ("order", self.orders))
         return self.order_to_come
 
     def take_order(self) -> None:
-        """The one that was waited for has come."""
+        """Count the order that has arrived."""
         self.orders += 1
         self.order_to_come = None
 
     async def _next_order(self) -> tuple[str, Any]:
         arrival = self.next_order()
         while not arrival.ready():
-            await AnyOf([arrival, *([self.question] if self.question else [])], self.links, FIRST)
+            await AnyOf([arrival, *([self.question] if self.question else [])], self.links, LEADER)
             if self.question is not None and self.question.ready():
-                self.links.send(FIRST, ("opened", self.question.number), None)
+                self.links.send(LEADER, ("opened", self.question.number), None)
                 self.question = None
         self.take_order()
         what, payload = await arrival
@@ -214,7 +216,7 @@ class ShareWorker(ModuleWorker):
                 return
             if what == "round":
                 self.client.pulls.round(payload)
-                self.question = Question(self.orders - 1, self.client)
+                self.question = RoundQuery(self.orders - 1, self.client)
                 continue
             if what == "rest":
                 if self.client.pulls.entered:
@@ -222,16 +224,16 @@ class ShareWorker(ModuleWorker):
             elif what == "answer":
                 await self.answer(payload)
             else:
-                self.question = None  # the first asks again, if it still wants to know
+                self.question = None  # the leader asks again if it needs to
                 batches, round_, more = payload
                 yield WorkItem(tuple(Batch(*batch) for batch in batches), round_, more)
 
     async def still_needed(self, work_item: WorkItem) -> bool:  # type: ignore[override]
-        """The first decides for all: otherwise one could leave a batch that the others have begun."""
+        """Let the leader decide for all: otherwise one could leave a batch that the others have begun."""
         tag: Tag = ("wanted", self.wanted)
         self.wanted += 1
         if not self.leads:
-            told: bool = await self.links.receive(FIRST, tag)
+            told: bool = await self.links.receive(LEADER, tag)
             return told
         wanted = await self.client.still_needed(work_item)
         self.links.tell_all(tag, wanted)
@@ -245,60 +247,26 @@ class ShareWorker(ModuleWorker):
     async def _gradient(self, batch: Batch) -> Gradient:
         began, read = self.client.pushes.clock, tuple(self.client.pulls.versions)
         tag: Tag = (batch.portion, batch.k, batch.lease)
-        for parameter in self.share.model.parameters():
+        for parameter in self.submodel.model.parameters():
             parameter.grad = None
         await self._give_ties(tag)
-        pieces = self._pieces(batch)
-        passages: dict[int, MicrobatchRun] = {}
-        for action in self.share.plan.row(self.share.machine, len(pieces)):
-            if (
-                action.microbatch not in passages
-            ):  # its samples are read when they are needed: meanwhile others can begin
-                passages[action.microbatch] = self._begun(batch, action.microbatch, pieces)
-            passage, fragments = passages[action.microbatch], self.share.fragments(action)
-            await (passage.forward(fragments) if action.kind == "F" else passage.backward(fragments))
+        flushed = FlushedBatch(self, batch)
+        await run_actions(self.submodel.plan.row(self.submodel.machine, len(flushed.samples)), flushed)
         await self._gather_ties(tag)
         self.flat.check()
         tensors = self.flat.gradients()
-        finite, loss = await self._agree(tag, is_finite(tensors), sum(passage.loss for passage in passages.values()))
+        finite, loss = await self._agree(tag, is_finite(tensors), sum(run.loss for run in flushed.runs.values()))
         gradient = Gradient(tensors, (batch,), self.plan.samples_in(batch.portion, batch.k), loss)
-        gradient.is_finite = finite  # on all of the team, or on none
+        gradient.is_finite = finite  # on all workers of the replica, or on none
         gradient.began, gradient.read = began, read
         self._count(gradient)
         return gradient
 
-    def _pieces(self, batch: Batch) -> list[NDArray[np.int64]]:
-        """The samples of each microbatch."""
-        indices = self.sampler.indices(batch)
-        pieces = np.array_split(indices, min(self.share.plan.microbatches, len(indices)))
-        while len(self.parts) < len(pieces):
-            self.parts.append(self.share.part())
-        return pieces
-
-    def _begun(self, batch: Batch, number: int, pieces: list[NDArray[np.int64]]) -> MicrobatchRun:
-        """A microbatch, with the same samples and random numbers on all of the team."""
-        seed = self._seed(batch) if len(pieces) == 1 else _seed_of(self._seed(batch), number)
-        torch.default_generator.manual_seed(seed)
-        data = self.data.batch(pieces[number])
-        args, kwargs = inputs_of(self.task, data)
-        loss, answer = loss_of(self.task, data), self.share.cut.answer
-        microbatch = Microbatch(
-            tag=(batch.portion, batch.k, batch.lease, number),
-            inputs=self.share.cut.bind(args, kwargs),
-            loss=lambda outputs: loss(answer(outputs)),
-            weight=len(pieces[number]) / sum(map(len, pieces)),
-            seed=_seed_of(seed, number),
-        )
-        return self._passage(self.parts[number], microbatch)
-
-    def _passage(self, part: FragmentRun, microbatch: Microbatch) -> MicrobatchRun:
-        return MicrobatchRun(part, self.links, self.share.plan.home, microbatch, self.share.shares)
-
     async def _agree(self, tag: Tag, finite: bool, loss: float) -> tuple[bool, float]:
-        """Is it finite everywhere, and what is its loss? The last machine may not know of the first one's trouble."""
+        """Return whether the gradient is finite on all workers, and its loss; the leader collects both."""
         if not self.leads:
-            self.links.send(FIRST, (*tag, "done"), [finite, loss])
-            finite, loss = await self.links.receive(FIRST, (*tag, "verdict"))
+            self.links.send(LEADER, (*tag, "done"), [finite, loss])
+            finite, loss = await self.links.receive(LEADER, (*tag, "verdict"))
             return finite, loss
         for other in self.links.others:
             theirs, lost = await self.links.receive(other, (*tag, "done"))
@@ -307,20 +275,20 @@ class ShareWorker(ModuleWorker):
         return finite, loss
 
     async def _give_ties(self, tag: Tag) -> None:
-        """Parameters that several machines use are held by one, which gives them to the others."""
-        for number, tie in enumerate(self.share.ties):
-            if tie.owner == self.share.machine:
+        """Send the others the parameters that several machines use; one machine holds them."""
+        for number, tie in enumerate(self.submodel.ties):
+            if tie.owner == self.submodel.machine:
                 for other in tie.others:
                     self.links.send(other, (*tag, "tie", number), tie.parameter.detach())
-            elif self.share.machine in tie.others:
-                same_on_all(tie.parameter, await self.links.receive(tie.owner, (*tag, "tie", number)))
+            elif self.submodel.machine in tie.others:
+                copy_tied(tie.parameter, await self.links.receive(tie.owner, (*tag, "tie", number)))
 
     async def _gather_ties(self, tag: Tag) -> None:
-        """Their gradients are summed where they are held, in the order of the machines, so that bits repeat."""
-        for number, tie in enumerate(self.share.ties):
-            if self.share.machine in tie.others:
+        """Sum gradients of tied parameters where they are held, in the order of the machines, so that bits repeat."""
+        for number, tie in enumerate(self.submodel.ties):
+            if self.submodel.machine in tie.others:
                 self.links.send(tie.owner, (*tag, "tied", number), tie.parameter.grad)
-            elif tie.owner == self.share.machine:
+            elif tie.owner == self.submodel.machine:
                 for other in tie.others:
                     theirs = await self.links.receive(other, (*tag, "tied", number))
                     if theirs is not None:
@@ -328,56 +296,66 @@ class ShareWorker(ModuleWorker):
                         tie.parameter.grad = theirs if mine is None else mine + theirs
 
     def _count(self, gradient: Gradient) -> None:
-        self.gone_through += gradient.samples
+        self.samples_seen += gradient.samples
         if self.leads:
             super()._count(gradient)
-        else:  # samples are counted once
+        else:  # the leader counts the samples
             self.client.stats.steps += 1
 
     # ---- a stage of a pipeline that is never flushed -----------------------------------------------------------------
 
-    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> Stashing:
-        return Stashing(self, spec, schedule, how)
+    def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> WeightStashing:
+        return WeightStashing(self, spec, schedule, how)
 
     def seed_of(self, batch: Batch) -> int:
         return self._seed(batch)
 
+    def fragment_run(self, number: int) -> FragmentRun:
+        """Return the run for microbatch `number` of a batch; they are reused by later batches."""
+        while len(self.fragment_runs) <= number:
+            self.fragment_runs.append(self.submodel.new_run())
+        return self.fragment_runs[number]
+
     def count_loss(self, batch: Batch, loss: float) -> None:
-        """Told by the worker that has the answer."""
+        """Report the loss of a batch; on the worker that has the answer."""
         samples = self.plan.samples_in(batch.portion, batch.k)
         self.client.stats.loss_sum += loss * samples
         self.client.stats.loss_samples += samples
 
     def count_samples(self, samples: int) -> None:
-        """Counted once, by the workers of the first stage."""
+        """Count a batch; its samples are counted by the workers of the first stage."""
         stats = self.client.stats
         stats.steps += 1
-        self.gone_through += samples
-        if self.share.machine == 0:
+        self.samples_seen += samples
+        if self.submodel.machine == 0:
             stats.samples += samples
         if stats.steps == 1:
             self.client.tell(stats.heartbeat())
 
-    # ---- the model's answer, for measuring -------------------------------------------------------------------------
+    # ---- the model's answer, for evaluation -----------------------------------------------------------------------
 
     async def answer(self, call: Any) -> Any:
-        """Compute the model's answer together, without gradients; only the first gets it."""
-        if self.share.replica:
-            return None  # the first of each stage is enough
+        """Compute the model's answer together, without gradients; return it on the leader, None elsewhere."""
+        if self.submodel.replica:
+            return None  # the first replica of each stage computes it
         number, training, args, kwargs = call
-        answers = self.share.answers(training)
-        part, layout = answers.part(), answers.layout
+        answers = self.submodel.answers(training)
+        run, layout = answers.new_run(), answers.layout
         await self._give_ties(("answer", number))  # those of the last batch are an update old
         inputs = answers.cut.bind(args, kwargs)
         microbatch = Microbatch(("answer", number), inputs, lambda _: torch.zeros(()), 1.0, 0, goes_back=False)
-        with evaluating(*part.modules.values()) if not training else nullcontext():
-            await MicrobatchRun(part, self.links, self.share.plan.home, microbatch, answers.shares).forward(part.mine)
-        outputs = part.outputs() if self.share.machine == layout.answer_machine else None
-        if layout.answer_machine != FIRST:
+        with evaluating(*run.modules.values()) if not training else nullcontext():
+            await MicrobatchRun(run, self.links, self.submodel.plan.rank_of, microbatch, answers.shares).forward(
+                run.mine
+            )
+        outputs = run.outputs() if self.submodel.machine == layout.answer_machine else None
+        if layout.answer_machine != LEADER:
             if outputs is not None:
-                self.links.send(FIRST, ("answer", number), outputs)
+                self.links.send(LEADER, ("answer", number), outputs)
             elif self.leads:
-                outputs = await self.links.receive(self.share.plan.home(layout.answer_machine), ("answer", number))
+                outputs = await self.links.receive(
+                    self.submodel.plan.rank_of(layout.answer_machine), ("answer", number)
+                )
         return answers.cut.answer(outputs) if self.leads and outputs is not None else None
 
 
@@ -385,13 +363,58 @@ def _seed_of(seed: int, number: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed} {number}".encode()) >> 2
 
 
-class WholeModel(torch.nn.Module):
-    """Stands for the whole model on the first worker of a team: calling it has all of them compute."""
+class FlushedBatch:
+    """A batch of which every microbatch is done before the parameters change."""
 
-    def __init__(self, worker: ShareWorker, drive: Callable[[Any], Any]) -> None:
-        """`drive` runs a coroutine of the worker to its end."""
+    def __init__(self, worker: StageWorker, batch: Batch) -> None:
+        self.worker, self.batch = worker, batch
+        indices = worker.sampler.indices(batch)
+        self.samples: list[NDArray[np.int64]] = np.array_split(
+            indices, min(worker.submodel.plan.microbatches, len(indices))
+        )
+        self.runs: dict[int, MicrobatchRun] = {}
+
+    def fragments(self, action: Action) -> Sequence[int]:
+        return self.worker.submodel.fragments(action)
+
+    def run_of(self, action: Action) -> MicrobatchRun:
+        number = action.microbatch
+        if number not in self.runs:  # its samples are read when they are needed, so that other workers can begin
+            self.runs[number] = self._start(number)
+        return self.runs[number]
+
+    def finish(self, action: Action, run: MicrobatchRun) -> None:
+        """Keep the run: its loss is read at the end."""
+
+    async def update(self, action: Action) -> None:
+        raise AssertionError("updates are the strategy's")
+
+    def _start(self, number: int) -> MicrobatchRun:
+        """Read a microbatch, with the same samples and random numbers on all workers of the replica."""
+        worker, batch, submodel = self.worker, self.batch, self.worker.submodel
+        seed = worker.seed_of(batch) if len(self.samples) == 1 else _seed_of(worker.seed_of(batch), number)
+        torch.default_generator.manual_seed(seed)
+        data = worker.data.batch(self.samples[number])
+        args, kwargs = inputs_of(worker.task, data)
+        loss, answer = loss_of(worker.task, data), submodel.cut.answer
+        microbatch = Microbatch(
+            tag=(batch.portion, batch.k, batch.lease, number),
+            inputs=submodel.cut.bind(args, kwargs),
+            loss=lambda outputs: loss(answer(outputs)),
+            weight=len(self.samples[number]) / sum(map(len, self.samples)),
+            seed=_seed_of(seed, number),
+        )
+        run = worker.fragment_run(number)
+        return MicrobatchRun(run, worker.links, submodel.plan.rank_of, microbatch, submodel.shares)
+
+
+class WholeModel(torch.nn.Module):
+    """Stands for the whole model on the leader: a call lets all workers of the replica compute it."""
+
+    def __init__(self, worker: StageWorker, drive: Callable[[Any], Any]) -> None:
+        """`drive` runs a coroutine of the worker to completion."""
         super().__init__()
-        self.share = worker.module  # so that it has parameters, and a device
+        self.submodel = worker.module  # so that it has parameters, and a device
         self.worker = [worker]
         self.drive = drive
 

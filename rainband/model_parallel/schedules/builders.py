@@ -8,7 +8,7 @@ r"""Pipeline schedules, each a function that returns a table.
     pipedream_2bw   per batch         those of one batch ago   none between updates    min(M, S-s)       2
 
 S stages, M microbatches of a batch (of the whole run where nothing is flushed), stage s counted from 0; P machines with
-V stages each. Short runs need fewer versions. `check.py` plays a table and compares; `execute.py` trains with it.
+V stages each. Short runs need fewer versions. `check.py` plays a table and compares; `in_process.py` trains with it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rainband.model_parallel.schedules.table import Action, Table, need
+from rainband.model_parallel.schedules.version_rule import VersionRule
+from rainband.stage import StageVersions
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "pipedream", "pipedream_2bw")
 
 
 def gpipe(stages: int, microbatches: int, batches: int = 1) -> Table:
-    """All forwards, then all backwards, then an update (Huang et al. 2019)."""
+    """Return a table of all forwards, then all backwards, then an update (Huang et al. 2019)."""
     return _flushed("gpipe", stages, microbatches, batches, lambda stage: microbatches)
 
 
 def one_f_one_b(stages: int, microbatches: int, batches: int = 1) -> Table:
-    """Forwards until the first backward can come, then one of each in turn; an update after each batch.
+    """Return a table of forwards until the first backward can start, then one of each in turn, then an update.
 
-    The bubble is GPipe's. What is saved is memory: a stage keeps the activations of S - s microbatches, not of M.
+    The bubble is GPipe's. It saves memory: a stage keeps the activations of S - s microbatches, not of M.
     """
     return _flushed("one_f_one_b", stages, microbatches, batches, lambda stage: stages - stage - 1)
 
@@ -45,30 +47,30 @@ def _flushed(name: str, stages: int, microbatches: int, batches: int, warm_up: C
                 row.append(Action(stage, kind, microbatch, batch))
             row.append(Action(stage, "U", batch, batch + 1))
         rows.append(tuple(row))
-    homes = tuple((stage,) for stage in range(stages))
-    return Table(name, tuple(rows), homes, microbatches * batches, (microbatches,) * stages)
+    machines = tuple((stage,) for stage in range(stages))
+    return Table(name, tuple(rows), machines, microbatches * batches, (microbatches,) * stages)
 
 
 def _in_turn(microbatches: Sequence[int], warm_up: int) -> list[tuple[Literal["F", "B"], int]]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Return `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
     ahead = min(warm_up, len(microbatches))
     order: list[tuple[Literal["F", "B"], int]] = [("F", microbatch) for microbatch in microbatches[:ahead]]
-    for place, microbatch in enumerate(microbatches[ahead:]):
-        order += [("F", microbatch), ("B", microbatches[place])]
+    for number, microbatch in enumerate(microbatches[ahead:]):
+        order += [("F", microbatch), ("B", microbatches[number])]
     return order + [("B", microbatch) for microbatch in microbatches[len(microbatches) - ahead :]]
 
 
 def interleaved(machines: int, stages_per_worker: int, microbatches: int, batches: int = 1) -> Table:
-    """1F1B where each machine has several stages: stage c * P + p is on machine p (Narayanan et al. 2021).
+    """Return a 1F1B table where each machine has several stages: stage c * P + p is on machine p.
 
-    The bubble shrinks by the number of stages of a machine, for as many times more messages.
+    Narayanan et al. 2021. With V stages per machine the bubble is V times smaller, and messages are V times as many.
     """
     _check_counts(machines, microbatches, batches)
-    need(stages_per_worker >= 1, f"interleaved with {stages_per_worker} stages on each machine: give at least 1.")
+    need(stages_per_worker >= 1, f"interleaved with {stages_per_worker} stages per machine: at least 1 is required.")
     need(
         microbatches % machines == 0,
-        f"interleaved deals microbatches in rounds of one per machine: {microbatches} are not a multiple of "
-        f"{machines}. Choose {-(-microbatches // machines) * machines} (--microbatches).",
+        f"interleaved deals microbatches in rounds of one per machine, and {microbatches} is not a multiple of "
+        f"{machines}: use --microbatches {-(-microbatches // machines) * machines}.",
     )
     rows = []
     for machine in range(machines):
@@ -76,10 +78,9 @@ def interleaved(machines: int, stages_per_worker: int, microbatches: int, batche
         for batch in range(batches):
             row += _interleaved_row(machine, machines, stages_per_worker, microbatches, batch)
         rows.append(tuple(row))
-    homes = tuple((stage % machines,) for stage in range(machines * stages_per_worker))
-    return Table(
-        "interleaved", tuple(rows), homes, microbatches * batches, (microbatches,) * (machines * stages_per_worker)
-    )
+    stages = machines * stages_per_worker
+    machine_of = tuple((stage % machines,) for stage in range(stages))
+    return Table("interleaved", tuple(rows), machine_of, microbatches * batches, (microbatches,) * stages)
 
 
 def _interleaved_row(
@@ -106,87 +107,68 @@ def _interleaved_row(
 
 
 def pipedream(replicas: Sequence[int], microbatches: int, *, stash: bool = True, vertical_sync: bool = False) -> Table:
-    """Never flush: update after every backward, which uses the parameters of its forward (Narayanan et al. 2019).
+    """Return a table that never flushes: an update after every backward, which uses the parameters of its forward.
 
-    `replicas` has the number of machines of each stage; microbatch m goes to replica m mod r, and the r gradients of a
-    round make one update. With vertical sync a microbatch uses one version in all stages, that of its first; without,
-    each stage takes its newest. Without stash the backward meets newer parameters than its forward did: no gradient of
-    anything, here to be compared with.
+    PipeDream (Narayanan et al. 2019). `replicas` has the number of machines of each stage; microbatch m goes to
+    replica m mod r, and the r gradients of a round make one update. With vertical sync a microbatch uses one version
+    in all stages, that of its first; otherwise each stage uses its newest. Without stash a backward may use newer
+    parameters than its forward: the result is not the gradient of any function, and serves comparison only.
     """
     _check_counts(len(replicas), microbatches, 1)
-    need(min(replicas) >= 1, f"a stage needs at least one machine, not replicas={tuple(replicas)}.")
+    need(min(replicas) >= 1, f"replicas={tuple(replicas)}: a stage requires at least one machine.")
     need(
         not vertical_sync or max(replicas) == 1,
-        "vertical sync needs one count of updates for all stages: use it without replicas.",
+        "vertical sync requires one count of updates for all stages: use it without replicas.",
     )
-    need(stash or max(replicas) == 1, "without stash there are no replicas: give each stage one machine.")
-    rows: list[tuple[Action, ...]] = []
-    for stage, count in enumerate(replicas):
-        ahead = (sum(replicas) - 1 - sum(replicas[:stage])) // count
-        for replica in range(count):
-            mine = range(replica, microbatches, count)
-            rows.append(_stashing_row(stage, count, mine, ahead, -(-microbatches // count), stash))
-    homes, machine = [], 0
-    for count in replicas:
-        homes.append(tuple(range(machine, machine + count)))
-        machine += count
-    if vertical_sync:
-        rows = _with_the_versions_of_the_first_stage(rows)
+    need(stash or max(replicas) == 1, "without stash a stage has no replicas: give each stage one machine.")
     name = "pipedream" + ("" if stash else " without stash") + (" with vertical sync" if vertical_sync else "")
-    return Table(name, tuple(rows), tuple(homes), microbatches, tuple(replicas), stash)
-
-
-def _stashing_row(
-    stage: int, replicas: int, mine: Sequence[int], ahead: int, updates: int, stash: bool
-) -> tuple[Action, ...]:
-    row: list[Action] = []
-    version, seen = 0, {}
-    for kind, microbatch in _in_turn(mine, ahead):
-        if kind == "F":
-            seen[microbatch] = version
-        row.append(Action(stage, kind, microbatch, seen[microbatch] if stash or kind == "F" else version))
-        if kind == "B":
-            row.append(Action(stage, "U", microbatch // replicas, microbatch // replicas + 1))
-            version = microbatch // replicas + 1
-    if version < updates:  # the last round has no microbatch for this replica, but its update is everybody's
-        row.append(Action(stage, "U", updates - 1, updates))
-    return tuple(row)
-
-
-def _with_the_versions_of_the_first_stage(rows: list[tuple[Action, ...]]) -> list[tuple[Action, ...]]:
-    version = {action.microbatch: action.version for action in rows[0] if action.kind == "F"}
-    return [
-        tuple(a if a.kind == "U" else a._replace(version=version[a.microbatch]) for a in row)  # an update has its own
-        for row in rows
-    ]
+    return _never_flushed(name, StageVersions(stash=stash, vertical_sync=vertical_sync), replicas, microbatches)
 
 
 def pipedream_2bw(stages: int, microbatches: int, batches: int) -> Table:
-    """Never flush, keep two versions: batch t uses the parameters of batch t - 1 (2BW, Narayanan et al. 2021).
+    """Return a table that never flushes and keeps two versions: batch t uses the parameters of batch t - 1.
 
-    W(t+1) = W(t) - lr * gradient at W(t-1), in every stage. A batch needs as many microbatches as there are stages.
+    2BW (Narayanan et al. 2021): W(t+1) = W(t) - lr * gradient at W(t-1), in every stage.
     """
     _check_counts(stages, microbatches, batches)
     need(
         microbatches >= stages,
-        f"pipedream_2bw needs at least as many microbatches as stages, not {microbatches} for {stages}: the version of "
-        "one batch ago must be ready when a batch begins (--microbatches).",
+        f"pipedream_2bw requires at least as many microbatches as stages, not {microbatches} for {stages}: the version "
+        "of one batch ago must be ready when a batch begins (--microbatches).",
     )
-    rows = []
-    for stage in range(stages):
-        row: list[Action] = []
-        for kind, microbatch in _in_turn(range(microbatches * batches), stages - stage - 1):
-            batch = microbatch // microbatches
-            row.append(Action(stage, kind, microbatch, max(0, batch - 1)))
-            if kind == "B" and microbatch % microbatches == microbatches - 1:
-                row.append(Action(stage, "U", batch, batch + 1))
-        rows.append(tuple(row))
-    homes = tuple((stage,) for stage in range(stages))
-    return Table("pipedream_2bw", tuple(rows), homes, microbatches * batches, (microbatches,) * stages)
+    how = StageVersions(pipedream_2bw=True, batches_per_update=microbatches)
+    return _never_flushed("pipedream_2bw", how, (1,) * stages, microbatches * batches)
+
+
+def _never_flushed(name: str, how: StageVersions, replicas: Sequence[int], microbatches: int) -> Table:
+    rows: list[tuple[Action, ...]] = []
+    machines: list[tuple[int, ...]] = []
+    rules = [VersionRule(how, tuple(replicas), stage) for stage in range(len(replicas))]
+    for stage, count in enumerate(replicas):
+        machines.append(tuple(range(len(rows), len(rows) + count)))
+        rows += [_row(rules[stage], range(replica, microbatches, count), microbatches) for replica in range(count)]
+    return Table(name, tuple(rows), tuple(machines), microbatches, tuple(rule.batches for rule in rules), how.stash)
+
+
+def _row(rule: VersionRule, own: Sequence[int], microbatches: int) -> tuple[Action, ...]:
+    row: list[Action] = []
+    newest, used, updates = 0, dict[int, int](), -(-microbatches // rule.batches)
+    for kind, microbatch in _in_turn(own, rule.ahead):
+        if kind == "F":
+            used[microbatch] = rule.version(microbatch, newest)
+        version = used[microbatch] if rule.how.stash or kind == "F" else newest
+        row.append(Action(rule.stage, kind, microbatch, version))
+        if kind == "B" and rule.completes(microbatch):
+            newest = rule.update(microbatch) + 1
+            row.append(Action(rule.stage, "U", newest - 1, newest))
+    if newest < updates:  # the last round has no microbatch for this replica, but all replicas make its update
+        row.append(Action(rule.stage, "U", updates - 1, updates))
+    return tuple(row)
 
 
 def _check_counts(stages: int, microbatches: int, batches: int) -> None:
     need(
         min(stages, microbatches, batches) >= 1,
-        f"a schedule of {stages} stages, {microbatches} microbatches and {batches} batches: give at least 1 of each.",
+        f"a schedule of {stages} stages, {microbatches} microbatches and {batches} batches: at least 1 of each is "
+        "required.",
     )

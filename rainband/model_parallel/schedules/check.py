@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rainband.model_parallel.schedules.play import ScheduleDeadlock, Send, play
 from rainband.model_parallel.schedules.table import Action, Table
+from rainband.model_parallel.schedules.version_rule import LiveVersions
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,9 @@ def _check_complete(table: Table) -> None:
     wanted = set()
     for stage in range(table.num_stages):
         for microbatch in range(table.num_microbatches):
-            wanted |= {(table.home(stage, microbatch), stage, kind, microbatch) for kind in ("F", "B")}
+            wanted |= {(table.machine_of(stage, microbatch), stage, kind, microbatch) for kind in ("F", "B")}
         for update in range(table.num_updates(stage)):
-            wanted |= {(machine, stage, "U", update) for machine in table.homes[stage]}
+            wanted |= {(machine, stage, "U", update) for machine in table.machines[stage]}
     wrong = [
         *(f"machine {m} lacks {s}{k}{n}" for m, s, k, n in sorted(wanted - counts.keys())),
         *(f"machine {m} should not do {s}{k}{n}" for m, s, k, n in sorted(counts.keys() - wanted)),
@@ -88,12 +89,14 @@ def needs(table: Table, machine: int, action: Action) -> list[tuple[int, Action]
     """Return what an action waits for: (machine, action), of whose actions stage, kind and microbatch count."""
     stage, kind, microbatch, _ = action
     if kind == "F":
-        return [(table.home(stage - 1, microbatch), Action(stage - 1, "F", microbatch, 0))] if stage else []
+        return [(table.machine_of(stage - 1, microbatch), Action(stage - 1, "F", microbatch, 0))] if stage else []
     if kind == "B":
         own = [(machine, Action(stage, "F", microbatch, 0))]
         later = stage + 1 < table.num_stages
-        return own + ([(table.home(stage + 1, microbatch), Action(stage + 1, "B", microbatch, 0))] if later else [])
-    return [(table.home(stage, m), Action(stage, "B", m, 0)) for m in table.microbatches_of(stage, microbatch)]
+        return own + (
+            [(table.machine_of(stage + 1, microbatch), Action(stage + 1, "B", microbatch, 0))] if later else []
+        )
+    return [(table.machine_of(stage, m), Action(stage, "B", m, 0)) for m in table.microbatches_of(stage, microbatch)]
 
 
 def _play(table: Table, costs: Costs) -> list[ActionSpan]:
@@ -142,19 +145,16 @@ def _peak_activations(row: tuple[Action, ...]) -> int:
 
 
 def _peak_versions(table: Table, machine: int) -> int:
-    """Memories of one stage: an update needs a new one only if the version before it is still needed."""
-    peak = 1
-    live: dict[int, set[int]] = {}
-    for place, action in enumerate(table.rows[machine]):
-        versions = live.setdefault(action.stage, {0})
-        if action.kind == "U":
-            newest = max(versions)
-            if not table.stash or table.last_use.get((machine, action.stage, newest), -1) < place:
-                versions.discard(newest)
-            versions.add(action.version)
-        peak = max(peak, len(versions))
-        gone = {
-            v for v in versions if v < max(versions) and table.last_use.get((machine, action.stage, v), -1) <= place
-        }
-        versions -= gone
-    return peak
+    """Return the most memories of parameters that one stage of a machine needs at the same time."""
+    live: dict[int, LiveVersions] = {}
+    for number, action in enumerate(table.rows[machine]):
+        versions = live.setdefault(action.stage, LiveVersions())
+        later = table.later_versions(machine, number)
+        if action.kind == "F" and table.stash:
+            versions.hold(action.version)
+        elif action.kind == "B" and table.stash:
+            versions.drop(action.version)
+        elif action.kind == "U":
+            versions.update(later, table.stash)
+        versions.release(later)
+    return max((versions.peak for versions in live.values()), default=1)

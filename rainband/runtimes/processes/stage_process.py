@@ -1,4 +1,4 @@
-"""A worker of a team as a process: links up with the others, computes its share, saves its part of the model."""
+"""A worker of a replica as a process: links up with the others, computes its submodel, and saves its part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rainband.model.flat_parameters import Flat
 from rainband.model.save import join_parts, save_part
 from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
-from rainband.model_parallel.execution.worker import ShareWorker, WholeModel
+from rainband.model_parallel.execution.worker import StageWorker, WholeModel
 from rainband.model_parallel.graph.split_loss import build_model
 from rainband.protocol.messages import Address, Welcome
 from rainband.protocol.peer_inbox import Arrival, Tag
@@ -28,11 +28,11 @@ from rainband.worker.worker_model import WorkerModel
 
 
 class StageLinks:
-    """The links to the others of one team, by their machine in its plan."""
+    """The links to the other workers of a replica, by their ranks."""
 
     def __init__(self, links: PeerLinks, first: int) -> None:
         self.links = links
-        self.first = first  # the number of the team's first worker
+        self.first = first  # the number of the replica's worker of rank 0
 
     def send(self, to: int, tag: Tag, payload: Any) -> None:
         self.links.send(self.first + to, tag, payload)
@@ -42,23 +42,23 @@ class StageLinks:
 
 
 class StageProcess(WorkerProcess):
-    """One worker of a team."""
+    """One worker of a replica."""
 
     def __init__(self, job: Job, task: Task | None, strategy: Strategy | None) -> None:
         super().__init__(job, task, strategy)
         assert self.config.stage_plan is not None
         self.plan = self.config.stage_plan
-        self.place = job.index % self.plan.size
+        self.rank = job.index % self.plan.size
         timeout_s = self.config.failure_timeout_s
         self.links = PeerLinks(self.me, job.secret, job.run_id, self.event_loop, self.config.transport, timeout_s)
-        self.first = job.index - self.place
+        self.first = job.index - self.rank
 
     def _build(self, task: Task) -> tuple[Data, WorkerModel[Any], Flat]:
         module = build_model(task)
         data = task.data()
-        share = Submodel(task, module, data, self.plan, self.place)
-        model = SavedInParts(task, data, share, self.config.num_replicas)
-        model.links = ReplicaLinks(StageLinks(self.links, self.first), self.place, self.plan.size)
+        submodel = Submodel(task, module, data, self.plan, self.rank)
+        model = SavedInParts(task, data, submodel, self.config.num_replicas)
+        model.links = ReplicaLinks(StageLinks(self.links, self.first), self.rank, self.plan.size)
         model.drive = self._drive
         return data, model, model.flat
 
@@ -66,12 +66,12 @@ class StageProcess(WorkerProcess):
         return self.links.listen()
 
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
-        self.links.connect({self.first + place: address for place, address in enumerate(welcome.replica_addresses)})
+        self.links.connect({self.first + rank: address for rank, address in enumerate(welcome.replica_addresses)})
         return super().open_links(welcome, part)
 
     def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
-        """Measuring comes between two cells, not before each piece of work: all of the team must take part."""
-        assert isinstance(worker, ShareWorker)
+        """Evaluate between two work items, not before each fragment: all workers of the replica take part."""
+        assert isinstance(worker, StageWorker)
         if self.index == 0 and self.config.eval_every_s:
             model = WholeModel(worker, self._drive)
             measuring = PeriodicEval(worker.task, model, self.stats, self.config.eval_every_s)
@@ -83,13 +83,13 @@ class StageProcess(WorkerProcess):
 
 
 class SavedInParts(StageModel):
-    """Each process saves its part; the first joins the files, and has the whole team evaluate."""
+    """Each process saves its part; the leader joins the files and evaluates with the others."""
 
     drive: Callable[[Coroutine[Any, None, Any]], Any]
 
-    def handed_over(self, path: str) -> str:
-        return save_part(self.share.held(), path, self.share.place)
+    def own_part(self, path: str) -> str:
+        return save_part(self.submodel.held(), path, self.submodel.rank)
 
-    def put_together(self, worker: ShareWorker, parts: list[str], path: str) -> dict[str, float]:
+    def save_whole(self, worker: StageWorker, parts: list[str], path: str) -> dict[str, float]:
         join_parts([Path(part) for part in parts if part], path)
         return measure(worker.task, WholeModel(worker, self.drive))

@@ -1,4 +1,4 @@
-"""Simulated workers that compute one model together: each has its share, and the values travel through the network."""
+"""Simulated workers that compute one model together: each has a submodel, and values travel through the network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from rainband.model.save import save_model
 from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
-from rainband.model_parallel.execution.worker import ShareWorker
+from rainband.model_parallel.execution.worker import StageWorker
 from rainband.model_parallel.graph.split_loss import build_model
 from rainband.observer import Observer
 from rainband.protocol.messages import Message, Peer, PeerValue
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 
 class StageCompute(StageModel, SimulatedCompute):
-    """A share of the model, with a module of its own: forward and backward are apart, and others compute between."""
+    """A submodel with a module of its own: forward and backward are separate pieces of work."""
 
-    def __init__(self, task: Task, data: Data, plan: StagePlan, place: int, num_replicas: int, seed: int) -> None:
+    def __init__(self, task: Task, data: Data, plan: StagePlan, rank: int, num_replicas: int, seed: int) -> None:
         torch.manual_seed(seed)
-        super().__init__(task, data, Submodel(task, build_model(task), data, plan, place), num_replicas)
+        super().__init__(task, data, Submodel(task, build_model(task), data, plan, rank), num_replicas)
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
-        raise AssertionError("a share is computed in pieces")
+        raise AssertionError("a submodel is computed by fragments")
 
-    def handed_over(self, path: str) -> dict[str, Tensor]:
-        return self.share.held()
+    def own_part(self, path: str) -> dict[str, Tensor]:
+        return self.submodel.held()
 
-    def put_together(self, worker: ShareWorker, parts: list[dict[str, Tensor]], path: str) -> dict[str, float]:
-        """Here all parts may come together: there is one process anyway."""
+    def save_whole(self, worker: StageWorker, parts: list[dict[str, Tensor]], path: str) -> dict[str, float]:
+        """Build the whole model in memory: a simulation is one process anyway."""
         with torch.random.fork_rng(devices=[]):
             whole: nn.Module = self.task.model()
         for part in parts:
@@ -60,9 +60,9 @@ class StageCompute(StageModel, SimulatedCompute):
 
 
 class StageNode(WorkerNode):
-    """One worker of a team."""
+    """One worker of a replica."""
 
-    __slots__ = ("incoming", "place", "workers_per_replica")
+    __slots__ = ("arrivals", "rank", "workers_per_replica")
 
     def __init__(
         self,
@@ -74,40 +74,40 @@ class StageNode(WorkerNode):
         observer: Observer | None = None,
     ) -> None:
         super().__init__(cluster, peer, machine, compute, pace, observer)
-        self.place = compute.share.place
-        self.workers_per_replica = compute.share.plan.size
-        self.incoming = Inbox()
+        self.rank = compute.submodel.rank
+        self.workers_per_replica = compute.submodel.plan.size
+        self.arrivals = Inbox()
         for other in range(self.workers_per_replica):
-            self.incoming.opened(other)
-        compute.links = ReplicaLinks(self, self.place, self.workers_per_replica)
+            self.arrivals.opened(other)
+        compute.links = ReplicaLinks(self, self.rank, self.workers_per_replica)
 
-    # ---- the links to the others: what Team needs --------------------------------------------------------------------
+    # ---- the links to the others: what ReplicaLinks uses -----------------------------------------------------------
 
     def send(self, to: int, tag: Tag, payload: Any) -> None:
         copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), payload)
         tensors = [leaf for leaf in pytree.tree_leaves(copied) if isinstance(leaf, Tensor)]
         size = HEADER_BYTES + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        stage_peer = self._mate(to)
-        self.bus.send(self, stage_peer, PeerValue(tag, b""), (self.place, copied), size, self.free_at())
+        stage_peer = self._stage_peer(to)
+        self.bus.send(self, stage_peer, PeerValue(tag, b""), (self.rank, copied), size, self.free_at())
 
     def recv(self, source: int, tag: Tag) -> Arrival:
-        return self.incoming.ask(source, tag)
+        return self.arrivals.ask(source, tag)
 
-    def _mate(self, place: int) -> Peer:
-        """As it is now: it may have been started again, and then knows nothing of this team."""
-        return Peer("worker", self.peer.index - self.place + place, self.peer.incarnation)
+    def _stage_peer(self, rank: int) -> Peer:
+        """Return the other worker's current incarnation. After a restart it does not know this replica."""
+        return Peer("worker", self.peer.index - self.rank + rank, self.peer.incarnation)
 
     def _take(self, message: Message, payload: Payload) -> None:
         if isinstance(message, PeerValue):
             source, value = payload
-            self.incoming.arrived(source, message.tag, value)
+            self.arrivals.arrived(source, message.tag, value)
         else:
             super()._take(message, payload)
 
     def lost(self, peer: Peer) -> None:
-        place = peer.index - self.peer.index + self.place
-        if peer.role == "worker" and 0 <= place < self.workers_per_replica:
-            self.incoming.closed(place, "its connection closed")
+        rank = peer.index - self.peer.index + self.rank
+        if peer.role == "worker" and 0 <= rank < self.workers_per_replica:
+            self.arrivals.closed(rank, "its connection closed")
             self._look_if_waiting()
         else:
             super().lost(peer)
