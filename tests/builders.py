@@ -17,7 +17,8 @@ from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.rules import ApplyOnArrival, MeanOfRound
 from rainband.rules.rule import Rule
 from rainband.server.block import Block
-from rainband.server.server import Server, ServerOutput
+from rainband.server.readers import ServerOutput
+from rainband.server.server import Server
 from rainband.strategy import ServerPart
 
 NUMEL = 32
@@ -74,7 +75,7 @@ def make_block(plan: DataPlan | None = None, server_part: ServerPart | None = No
     spec, server_part = specs_of(1, dtype)[0], server_part or make_server_part()
     buffers = 2 if server_part.rule().reads == "round" else 1
     block = Block(spec, make_buffer(spec, buffers), plan or make_plan(), server_part, ({},))
-    block.load(InitBlock(0, dtype, NUMEL), torch.zeros(NUMEL, dtype=block.dtype))
+    block.load(InitBlock(0, dtype, NUMEL), torch.zeros(NUMEL, dtype=block.parameters.dtype))
     return block
 
 

@@ -198,7 +198,7 @@ class VectorCounter(Observer):
 
     def received(self, message: Message) -> None:
         if self.server is not None:
-            sizes = [len(block.vectors.named) for block in self.server.blocks.values()]
+            sizes = [len(block.parameters.vectors.named) for block in self.server.blocks.values()]
             self.ran.vectors = max([self.ran.vectors, *sizes])
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import rainband.coordinator.planning
-import rainband.server.block
+import rainband.server.block_parameters
 from rainband.coordinator.coordinator import Coordinator, RunSettings
 from rainband.errors import Stop
 from rainband.model.gradient import Gradient
@@ -697,12 +697,14 @@ def check(cluster: SimulatedCluster, outcome: Outcome) -> None:
         return
     if coordinator.outcome != "finished" or accounting.not_processed:
         raise Wrong(f"{coordinator.outcome} {coordinator.reason}: {accounting}")
-    skipped = {frozenset((key, mask) for key, mask in b.skipped.items() if mask) for b in outcome.blocks.values()}
+    skipped = {
+        frozenset((key, mask) for key, mask in b.accounting.skipped.items() if mask) for b in outcome.blocks.values()
+    }
     if case.rounds and len(skipped) > 1:
         raise Wrong(f"the blocks have made rounds of different cells: they skipped {skipped}")
     for index, block in outcome.blocks.items():
-        if block.accepted_set.count != case.num_batches:
-            raise Wrong(f"block {index} had {block.accepted_set.count} batches of {case.num_batches}")
+        if block.accounting.accepted_set.count != case.num_batches:
+            raise Wrong(f"block {index} had {block.accounting.accepted_set.count} batches of {case.num_batches}")
         if not torch.equal(outcome.saved[index], block.values.to(outcome.saved[index].dtype)):
             raise Wrong(f"block {index} of the saved model is not the server's")
 
@@ -717,7 +719,7 @@ def run(
     """Run a case to its end and check all promises; the optimizer is the harness's own."""
     cluster = SimulatedCluster(seed, case, faults, max_steps)
     prepare(cluster)
-    with patch.object(rainband.server.block, "BlockOptimizer", CountingOptimizer):
+    with patch.object(rainband.server.block_parameters, "BlockOptimizer", CountingOptimizer):
         outcome = cluster.run()
     check(cluster, outcome)
     return outcome

@@ -170,14 +170,18 @@ class Memory:
 def check_block(ledger: Ledger, index: int, block: Block) -> None:
     """The parameters of a block are what its marks say, to the last bit: each batch once, nothing else."""
     plan, not_finite = block.plan, ledger.case.not_finite
-    if not block.loaded and not block.accepted_set.count:
+    if not block.loaded and not block.accounting.accepted_set.count:
         return  # the run was stopped before it had begun
-    accepted = {number_of(plan, p, k) for p in range(plan.num_portions) for k in bits(block.accepted_set.of(p))}
-    skipped = {number_of(plan, p, k) for (p, _), mask in block.skipped.items() for k in bits(mask)}
+    accepted = {
+        number_of(plan, p, k) for p in range(plan.num_portions) for k in bits(block.accounting.accepted_set.of(p))
+    }
+    skipped = {number_of(plan, p, k) for (p, _), mask in block.accounting.skipped.items() for k in bits(mask)}
     if skipped & accepted != skipped or not_finite & accepted - skipped:
         raise Wrong(f"block {index} skipped {skipped} of {accepted}; not finite are {set(not_finite)}")
     if plan.items_per_round:
-        reasons = {number_of(plan, p, k): reason for (p, reason), mask in block.skipped.items() for k in bits(mask)}
+        reasons = {
+            number_of(plan, p, k): reason for (p, reason), mask in block.accounting.skipped.items() for k in bits(mask)
+        }
         late = [number for number, reason in reasons.items() if reason == TOO_LATE]
         wanted = ledger.versions(index, plan.items_per_round, late)[block.version]
     else:

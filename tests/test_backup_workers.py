@@ -89,7 +89,10 @@ def test_every_batch_is_applied_or_dropped_and_the_same_ones_are_dropped_on_ever
         outcome = run(seed, case, Faults(kills=seed % 2))
         dropped = {
             frozenset(
-                number_of(b.plan, p, k) for (p, why), mask in b.skipped.items() if why == TOO_LATE for k in bits(mask)
+                number_of(b.plan, p, k)
+                for (p, why), mask in b.accounting.skipped.items()
+                if why == TOO_LATE
+                for k in bits(mask)
             )
             for b in outcome.blocks.values()
         }

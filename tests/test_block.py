@@ -59,7 +59,7 @@ def test_a_step_of_1_at_rate_one_half_takes_0_to_minus_one_half() -> None:
     block.apply(full(1.0), [make_push(named(0, 0, 3))], ())
 
     assert value_of(block) == -0.5
-    assert (block.version, block.applied, block.buffer.words[0]) == (1, 3, 2)
+    assert (block.version, block.accounting.applied, block.buffer.words[0]) == (1, 3, 2)
 
 
 def test_absent_is_not_zero() -> None:
@@ -85,11 +85,11 @@ def test_the_rate_is_that_of_the_batchs_place_in_the_plan_not_of_the_steps_so_fa
 
 def test_a_push_without_name_is_where_the_data_is() -> None:
     block = make_block(make_plan(num_batches=4), make_server_part(lr=1.0, schedule=Schedule("linear")))
-    block.accepted_set.add(named(0, 0, 2))
+    block.accounting.accepted_set.add(named(0, 0, 2))
 
     block.apply(full(1.0), [make_push(())], ())
 
-    assert value_of(block) == -0.5 and block.applied == 0
+    assert value_of(block) == -0.5 and block.accounting.applied == 0
 
 
 # ---- where it works ----
@@ -98,7 +98,7 @@ def test_a_push_without_name_is_where_the_data_is() -> None:
 def watch(block: Block, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
     """The version word and the published values as readers would see them at the end of each step."""
     seen: list[tuple[int, float]] = []
-    optimizer = block.optimizer
+    optimizer = block.parameters.optimizer
     assert optimizer is not None
     true_step = optimizer.step
 
@@ -169,7 +169,7 @@ def test_first_values_are_in_every_buffer_and_in_the_master() -> None:
     for dtype in ("float32", "float64", "bfloat16"):
         for rule in (None, MeanOfRound):
             block = make_block(rounds_plan(), make_server_part(rule) if rule else None, dtype)
-            block.load(InitBlock(0, dtype, NUMEL), full(3.0, block.dtype))
+            block.load(InitBlock(0, dtype, NUMEL), full(3.0, block.parameters.dtype))
             assert value_of(block) == 3.0
             assert all(set(buffer.tolist()) == {3.0} for buffer in block.buffer.tensors)
 
@@ -188,7 +188,7 @@ def test_staleness_is_the_updates_between_the_read_and_the_apply() -> None:
     for k, version in enumerate((0, 0, 1, 9)):
         block.apply(full(1.0), [make_push(named(0, k), worker=k % 2, version=version)], ())
 
-    assert block.staleness == {0: {0: 1, 1: 1}, 1: {1: 1, 0: 1}}  # never negative
+    assert block.accounting.staleness == {0: {0: 1, 1: 1}, 1: {1: 1, 0: 1}}  # never negative
 
 
 def test_the_tally_counts_what_is_marked_applied_skipped_and_buffered() -> None:
@@ -198,9 +198,9 @@ def test_the_tally_counts_what_is_marked_applied_skipped_and_buffered() -> None:
     pushes = [cell_push(plan, 0, 0), cell_push(plan, 0, 1, skip="not finite"), cell_push(plan, 0, 2)]
     pushes.append(cell_push(plan, 1, 2))
     for push in pushes:
-        block.accepted_set.add(push.push_id)
+        block.accounting.accepted_set.add(push.push_id)
         if push.skip:
-            block.skip(push.push_id, push.skip)
+            block.accounting.skip(push.push_id, push.skip)
         block.rule.absorb(block, push, None if push.skip else full(1.0))
 
     assert block.tally() == Tally(accepted=4, applied=2, skipped=1, buffered=1)
@@ -209,22 +209,26 @@ def test_the_tally_counts_what_is_marked_applied_skipped_and_buffered() -> None:
 def test_the_same_batch_skipped_twice_for_one_reason_counts_once() -> None:
     block = make_block()
     for _ in range(2):
-        block.skip(named(0, 1, 3), "not finite")
+        block.accounting.skip(named(0, 1, 3), "not finite")
 
-    assert block.skipped == {(0, "not finite"): 0b110}
+    assert block.accounting.skipped == {(0, "not finite"): 0b110}
     assert block.tally().skipped == 2
 
 
 def state_of(block: Block) -> dict[str, Any]:
     """All that a block remembers."""
-    return {"values": block.values.tolist(), "version": block.version, "marks": dict(block.accepted_set.open)}
+    return {
+        "values": block.values.tolist(),
+        "version": block.version,
+        "marks": dict(block.accounting.accepted_set.open),
+    }
 
 
 def test_blocks_share_nothing() -> None:
     ours, other = make_block(), make_block()
     before = state_of(other)
 
-    ours.accepted_set.add(named(0, 0))
+    ours.accounting.accepted_set.add(named(0, 0))
     ours.apply(full(1.0), [make_push(named(0, 0))], ())
 
     assert state_of(other) == before != state_of(ours)

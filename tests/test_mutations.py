@@ -29,6 +29,7 @@ from rainband.protocol.messages import Params, Push, PushResult, Return
 from rainband.rules import ApplyEvery, Clocks, FirstArrivalsOfRound, MeanOfRound, StalenessBound
 from rainband.server.block import Block
 from rainband.server.server import Server
+from rainband.server.validation import PushValidator
 from rainband.worker.client import Client
 from rainband.worker.server_blocks import ServerBlocks
 from tests import test_client, test_clocks, test_coordinator, test_rules, test_server
@@ -44,7 +45,7 @@ MAX_SEEDS = 400
 
 def no_dedup(patch: pytest.MonkeyPatch) -> None:
     """A push that was had is applied again."""
-    patch.setattr(Server, "_has_accepted", lambda *_: False)
+    patch.setattr(PushValidator, "_has_accepted", lambda *_: False)
     patch.setattr(AcceptedSet, "has_some", lambda *_: False)
 
 
@@ -88,7 +89,7 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
 
     def revoke(server: Server, message: Any) -> Any:
         outs = true_revoke(server, message)
-        server.min_lease.clear()
+        server.validator.min_lease.clear()
         return outs
 
     patch.setattr(Server, "_revoke", revoke)

@@ -405,7 +405,7 @@ def test_a_pair_counts_only_if_the_curvature_is_positive(start: float, kept: boo
 
     ran = led(Sandblaster(iterations=1, line_search="armijo", first_step=0.01, **EXACT), Hills(), num_servers=1)
     [block] = ran.cluster.servers[0].server.blocks.values()
-    assert ("s0" in block.vectors.named and "y0" in block.vectors.named) is kept
+    assert ("s0" in block.parameters.vectors.named and "y0" in block.parameters.vectors.named) is kept
     assert ran.iterated[-1].step > 0
 
 

@@ -32,7 +32,8 @@ from rainband.protocol.messages import (
     Tally,
 )
 from rainband.server.block import Block
-from rainband.server.server import Server, ServerOutput
+from rainband.server.readers import ServerOutput
+from rainband.server.server import Server
 from tests.builders import (
     NUMEL,
     WORKERS,
@@ -113,7 +114,10 @@ def test_a_name_may_be_ranges_of_several_portions() -> None:
 
     assert send(server, make_push(name)) == PushResult.ACCEPTED
 
-    assert server.blocks[0].accepted_set.of(0) == 0b1100 and server.blocks[0].accepted_set.of(1) == 0b0001
+    assert (
+        server.blocks[0].accounting.accepted_set.of(0) == 0b1100
+        and server.blocks[0].accounting.accepted_set.of(1) == 0b0001
+    )
     assert send(server, make_push(named(0, 3) + named(1, 0))) == PushResult.DUPLICATE
 
 
@@ -137,7 +141,7 @@ def test_a_push_without_name_is_named_by_its_sender() -> None:
     assert send(server, make_push((), sequence=7, worker=1)) == PushResult.ACCEPTED
     assert answer(server.receive(again, make_push((), sequence=7), full(1.0))).result == PushResult.ACCEPTED
 
-    assert value_of(server.blocks[0]) == -1.5 and server.blocks[0].accepted_set.count == 0
+    assert value_of(server.blocks[0]) == -1.5 and server.blocks[0].accounting.accepted_set.count == 0
 
 
 def test_the_answer_says_which_push_which_version_and_whose_slot() -> None:
@@ -161,8 +165,8 @@ def a_server_in_the_middle() -> Server:
 
 
 def optimizer_state(block: Block) -> dict[str, list[list[float]]]:
-    assert block.optimizer is not None
-    return {part: [tensor.tolist() for tensor in of] for part, of in block.optimizer.state().items()}
+    assert block.parameters.optimizer is not None
+    return {part: [tensor.tolist() for tensor in of] for part, of in block.parameters.optimizer.state().items()}
 
 
 def state(server: Server) -> dict[str, Any]:
@@ -173,11 +177,15 @@ def state(server: Server) -> dict[str, Any]:
             "published": [buffer.tolist() for buffer in block.buffer.tensors],
             "word": block.buffer.words[0],
             "version": block.version,
-            "marks": (block.accepted_set.first_open, dict(block.accepted_set.open), block.accepted_set.count),
-            "untracked_pushes": dict(block.untracked_pushes),
-            "skipped": dict(block.skipped),
-            PushResult.ACCEPTED: block.applied,
-            "staleness": copy.deepcopy(dict(block.staleness)),
+            "marks": (
+                block.accounting.accepted_set.first_open,
+                dict(block.accounting.accepted_set.open),
+                block.accounting.accepted_set.count,
+            ),
+            "untracked_pushes": dict(block.accounting.last_untracked),
+            "skipped": dict(block.accounting.skipped),
+            PushResult.ACCEPTED: block.accounting.applied,
+            "staleness": copy.deepcopy(dict(block.accounting.staleness)),
             "buffered": block.rule.buffered,
             "waiting": dict(block.waiting),
             "optimizer": optimizer_state(block),
@@ -186,8 +194,8 @@ def state(server: Server) -> dict[str, Any]:
     }
     return {
         "blocks": blocks,
-        "floor": dict(server.min_lease),
-        "complete": dict(server.complete),
+        "floor": dict(server.validator.min_lease),
+        "complete": dict(server.progress.complete),
         "updates": server.updates,
     }
 
@@ -234,7 +242,7 @@ def test_what_is_refused_changes_nothing(push: Push, payload: Tensor | None, res
 
     assert (ack.result, ack.reason) == (result, reason)
     assert state(server) == before
-    assert server.refused == {result.name.lower(): 1}
+    assert server.progress.refused == {result.name.lower(): 1}
     assert send(server, GOOD) == PushResult.ACCEPTED
 
 
@@ -291,7 +299,7 @@ def test_a_skip_under_a_lease_that_was_taken_back_is_refused_too() -> None:
     server = new_server()
     revoke(server, portion=0, lease=2)
     assert send(server, make_push(named(0, 0, lease=1), skip="not finite"), None) == PushResult.REVOKED
-    assert server.blocks[0].accepted_set.count == 0
+    assert server.blocks[0].accounting.accepted_set.count == 0
 
 
 def test_a_fence_is_never_lowered() -> None:
@@ -309,7 +317,7 @@ def test_what_is_complete_needs_no_fence_any_more() -> None:
 
     report(server)
 
-    assert server.min_lease == {}
+    assert server.validator.min_lease == {}
     assert send(server, make_push(named(0, 0, lease=1))) == PushResult.DUPLICATE
 
 
@@ -510,7 +518,7 @@ def test_first_values_are_not_taken_over_what_was_learnt_but_their_slot_is_given
 def test_first_values_that_do_not_fit_are_refused(load: InitBlock, payload: Tensor | None) -> None:
     server = new_server(loaded=False)
     assert server.receive(WORKERS[0], load, payload) == []
-    assert not server.blocks[0].loaded and server.refused == {"load": 1}
+    assert not server.blocks[0].loaded and server.progress.refused == {"load": 1}
 
 
 # ---- reports ----
@@ -538,7 +546,9 @@ def test_of_very_many_portions_some_are_told_at_once_and_the_last_without_delay(
 
 
 def test_in_rounds_every_portion_is_told_at_once() -> None:
-    assert new_server(plan=rounds_plan(num_batches=600, items_per_round=3, portion_batches=1)).report_every == 1
+    assert (
+        new_server(plan=rounds_plan(num_batches=600, items_per_round=3, portion_batches=1)).progress.report_every == 1
+    )
 
 
 def test_portions_complete_above_the_lowest_open_one_are_listed() -> None:
@@ -590,7 +600,7 @@ def test_a_worker_may_not_say_what_a_coordinator_says(message: Any) -> None:
     assert server.receive(WORKERS[0], message) == []
 
     assert state(server) == before
-    assert server.refused == {f"{type(message).__name__} from a worker": 1}
+    assert server.progress.refused == {f"{type(message).__name__} from a worker": 1}
 
 
 def test_the_same_messages_in_the_same_order_make_the_same_bits() -> None:

@@ -209,5 +209,5 @@ def test_mean_staleness_of_a_run_is_lambda_minus_1_over_c_for_any_mix_of_speeds(
     clients = [node.client for node in cluster.workers.values() if node.client is not None]
     under_way = sum(block.version - client.pulls.versions[0] for client in clients)
 
-    assert len(clients) == 6 and block.missed().total + gathered + under_way == 5 * block.version
+    assert len(clients) == 6 and block.accounting.missed(0).total + gathered + under_way == 5 * block.version
     assert cluster.coordinator.staleness().mean == pytest.approx(5 / (6 // n), rel=0.05)

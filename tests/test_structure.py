@@ -325,10 +325,8 @@ NOT_YET: dict[Law, set[str]] = {
         "runtimes/processes/stage_process.py: model.drive",
     },
     large_classes: {
-        "Block",
         "Coordinator",
         "FullBatchRun",
-        "Server",
         "TrainingLoop",
     },
     long_signatures: {

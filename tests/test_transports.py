@@ -572,8 +572,8 @@ def test_a_worker_that_speaks_like_the_coordinator_is_refused_and_counted(messag
         worker.load_zeros()
         worker.port.send(message)
         assert worker.push_ones(0) == PushResult.ACCEPTED
-        assert server.server.refused == {f"{type(message).__name__} from a worker": 1}
-        assert not server.server.min_lease
+        assert server.server.progress.refused == {f"{type(message).__name__} from a worker": 1}
+        assert not server.server.validator.min_lease
 
 
 def test_a_worker_cannot_push_for_another() -> None:

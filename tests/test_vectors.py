@@ -194,7 +194,7 @@ class Rig:
         return results
 
     def values(self, name: str = PARAMS) -> Tensor:
-        return torch.cat([block.vectors.named[name] for block in self.server.blocks.values()])
+        return torch.cat([block.parameters.vectors.named[name] for block in self.server.blocks.values()])
 
 
 def test_numbers_are_added_up_over_the_blocks_of_a_server() -> None:
@@ -334,4 +334,4 @@ def test_a_server_of_any_other_strategy_refuses_commands() -> None:
 
     server = Server(Downpour().server, lambda specs, buffers: [])
     assert server.receive(COORDINATOR, Command(1, 1, (norm(PARAMS),))) == []
-    assert server.refused["command"] == 1
+    assert server.progress.refused["command"] == 1

@@ -27,7 +27,8 @@ from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.nodes import publish
 from rainband.runtimes.simulation.shared_module import NOTHING, hollow
 from rainband.runtimes.simulation.worker import WorkerNode
-from rainband.server.server import Server, ServerOutput
+from rainband.server.readers import ServerOutput
+from rainband.server.server import Server
 from rainband.strategy import ServerPart
 
 ALL = Peer("server", 0)  # the coordinator knows of one server, which is all of them

@@ -36,7 +36,8 @@ from rainband.runtimes.simulation.message_bus import HEADER_BYTES, MessageBus, N
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel
 from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, hollow
-from rainband.server.server import Server, ServerOutput
+from rainband.server.readers import ServerOutput
+from rainband.server.server import Server
 from rainband.strategy import ServerPart
 from rainband.transports.hub import FRAMES_BEFORE_FLUSH
 

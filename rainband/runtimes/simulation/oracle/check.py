@@ -138,7 +138,7 @@ class RunChecker:
         ]
 
     def _dropped(self, block: int) -> set[tuple[int, int]]:
-        skipped = self.ledger.blocks[block].skipped
+        skipped = self.ledger.blocks[block].accounting.skipped
         return {(portion, k) for (portion, _), mask in skipped.items() for k in bits(mask)}
 
     def _accounting(self) -> list[str]:
@@ -162,7 +162,7 @@ class RunChecker:
     def _bound(self) -> list[str]:
         """No reader missed more than its rule allows, in the rule's own unit, on any block."""
         blocks = [block for node in self.cluster.servers.values() for block in node.server.blocks.values()]
-        limits = [(block.spec.index, limit) for block in blocks if (limit := block.limit()) is not None]
+        limits = [(block.spec.index, limit) for block in blocks if (limit := block.rule.limit()) is not None]
         return [
             f"{limit.exceeded} gradients of block {block} came from readers that missed up to {limit.largest:g} "
             f"{limit.unit}: {limit.bound:g} are allowed"

@@ -1,0 +1,88 @@
+"""Validation of pushes: in this order, and before anything changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from rainband.protocol.data_plan import PushId, validate_push_id
+from rainband.protocol.messages import PushResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rainband.protocol.messages import Peer, Push
+    from rainband.server.block import Block
+
+
+class Verdict(NamedTuple):
+    """The answer to a push, and its gradient if it is accepted."""
+
+    result: PushResult
+    reason: str = ""
+    gradient: Tensor | None = None
+
+
+class PushValidator:
+    """Checks each push against leases, the data plan and what its block has accepted."""
+
+    def __init__(self) -> None:
+        self.min_lease: dict[int, int] = {}  # portion -> the lowest lease number that is still valid
+        # The last one that was checked: the messages of a push, one for each block, all carry the same.
+        self.valid_push_id: tuple[PushId, int] = ((), -1)
+
+    def revoke(self, portion: int, lease: int) -> None:
+        """Reject leases on this portion with smaller numbers from now on."""
+        self.min_lease[portion] = max(self.min_lease.get(portion, 0), lease)
+
+    def forget_below(self, first_open: int) -> None:
+        """Forget the leases on completed portions."""
+        self.min_lease = {portion: lease for portion, lease in self.min_lease.items() if portion >= first_open}
+
+    def check(self, sender: Peer, block: Block, push: Push, payload: Tensor | None, term: int) -> Verdict:
+        if push.term > term:
+            return Verdict(PushResult.WRONG_SERVER, f"term {push.term} has not begun here")
+        # New settings are taken even if the push is rejected: the sender does not repeat them.
+        if push.groups and sender.index == push.worker:
+            unfit = block.parameters.set_groups(push.worker, push.groups)
+            if unfit:
+                return Verdict(PushResult.BAD, unfit)
+        if self.min_lease and any(self.min_lease.get(r.portion, 0) > r.lease for r in push.push_id):
+            return Verdict(PushResult.REVOKED)
+        if sender.role != "worker" or sender.index != push.worker:
+            return Verdict(PushResult.BAD, f"a push of worker {push.worker} came from {sender}")
+        if push.push_id != self.valid_push_id[0] or push.at_version != self.valid_push_id[1]:
+            wrong = validate_push_id(block.plan, push.push_id, push.at_version)
+            if wrong:
+                return Verdict(PushResult.BAD, wrong)
+            self.valid_push_id = push.push_id, push.at_version
+        gradient, wrong = self._gradient(block, push, payload)
+        if wrong:
+            return Verdict(PushResult.BAD, wrong)
+        if push.at_version >= 0 and push.at_version != block.version:
+            if push.at_version < block.version:
+                return Verdict(PushResult.LATE)
+            return Verdict(PushResult.EARLY, f"at version {block.version}")
+        if self._has_accepted(sender, block, push):
+            return Verdict(PushResult.DUPLICATE)
+        if block.accounting.accepted_set.has_some(push.push_id):
+            return Verdict(PushResult.OVERLAPS)
+        return Verdict(PushResult.ACCEPTED, "", gradient)
+
+    def _gradient(self, block: Block, push: Push, payload: Tensor | None) -> tuple[Tensor | None, str]:
+        """Return the gradient in the block's working precision, or what is wrong with it."""
+        if push.skip:
+            return None, ""
+        if push.samples < 1:
+            return None, f"a gradient of {push.samples} samples has no weight"
+        spec, parameters = block.spec, block.parameters
+        if push.numel != spec.numel or push.dtype != spec.dtype:
+            return None, f"block {spec.index} is {spec.numel} x {spec.dtype}, the push is {push.numel} x {push.dtype}"
+        if payload is None or payload.nbytes != block.num_bytes:
+            return None, f"the payload is not the {spec.num_bytes} bytes of block {spec.index}"
+        gradient = payload if payload.dtype == parameters.dtype else payload.view(parameters.dtype)
+        if gradient.dtype != parameters.working_dtype:
+            gradient = gradient.to(parameters.working_dtype)
+        return gradient, ""  # finite: its sender has checked that, and frames have checksums
+
+    def _has_accepted(self, sender: Peer, block: Block, push: Push) -> bool:
+        return block.accounting.has_accepted(sender, push)
