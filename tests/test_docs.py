@@ -323,6 +323,51 @@ def rainband(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*program, *words], cwd=cwd, capture_output=True, text=True, timeout=50)
 
 
+# ---- numbers ----
+
+NUMBERS = [  # page, sentence, where the number is, its value
+    (
+        "guides/fault_tolerance",
+        "for `--failure-timeout` seconds (5 unless",
+        "runtimes.config:RunConfig.failure_timeout_s",
+        5,
+    ),
+    ("guides/fault_tolerance", "If three workers die on the same batches", "coordinator.liveness:FATAL_DEATHS", 3),
+    ("guides/fault_tolerance", "After 10 × the failure timeout", "coordinator.liveness:ENDED_AFTER", 10 * 5),
+    ("guides/full_batch", "more than twice the usual time", "coordinator.work_queue:OVERDUE", 2),
+    ("guides/simulation", "With 10,000 connections or more", "runtimes.simulation.run:AGGREGATE_FROM", 10_000),
+    ("guides/strategies", "by more than twice its initial size", "coordinator.divergence_guard:EXPLODED", 2),
+    ("guides/strategies", "one gradient in ten", "coordinator.divergence_guard:NOT_FINITE_SHARE", 0.1),
+    ("guides/strategies", "(and at least three)", "coordinator.divergence_guard:NOT_FINITE_LEAST", 3),
+    ("internals/flat_parameters", "on a 64-byte boundary (16 floats)", "protocol.layout:UNIT", 16),
+    ("internals/protocol", "a group of up to 64 batches", "protocol.data_plan:MAX_PORTION_BATCHES", 64),
+    ("internals/transports", "at most eight times", "transports.shared_memory:READ_TRIES", 8),
+    ("internals/transports", "up to eight slots", "transports.server_links:MAILBOX_SLOTS", 8),
+    ("internals/transports", "with 64 files lent", "transports.peers_shared:MAX_SEGMENTS", 64),
+    ("internals/transports", "with 64 MB not sent", "transports.peers_tcp:ROOM_BYTES", 64 << 20),
+    ("internals/transports", "Up to 4 kB are sent", "transports.peers_shared:INLINE_BYTES", 4096),
+    ("internals/transports", "    32 bytes ", "transports.frames:PREFIX_BYTES", 32),
+]
+
+
+@pytest.mark.parametrize("page, sentence, where, value", NUMBERS)
+def test_a_number_on_a_page_is_that_of_the_code(page: str, sentence: str, where: str, value: float) -> None:
+    import importlib
+
+    module, _, names = where.partition(":")
+    found: Any = importlib.import_module(f"rainband.{module}")
+    for name in names.split("."):
+        found = default_of(found, name) if isinstance(found, type) else getattr(found, name)
+    assert found == value
+    assert sentence in (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace("\n", " ")
+
+
+def default_of(struct: type, field: str) -> Any:
+    import msgspec
+
+    return next(entry.default for entry in msgspec.structs.fields(struct) if entry.name == field)
+
+
 # ---- output ----
 
 

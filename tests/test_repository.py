@@ -23,6 +23,8 @@ NOT_OURS = {
     ".ruff_cache",
     ".pytest_cache",
     ".hypothesis",
+    ".cache",
+    "site",
     "runs",
 }
 
@@ -33,7 +35,9 @@ def files() -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
-@pytest.mark.parametrize("target", ["help", "setup", "train", "test", "test-all", "check", "format", "bench", "clean"])
+@pytest.mark.parametrize(
+    "target", ["help", "setup", "train", "test", "test-all", "check", "format", "docs", "bench", "clean"]
+)
 def test_make_has_the_target_and_help_lists_it(target: str) -> None:
     assert re.search(rf"^{target}:.*  ## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 
@@ -62,7 +66,7 @@ def test_every_pin_is_exact_and_fits_any_index() -> None:
     assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", pin)] == []
 
 
-@pytest.mark.parametrize("extra", ["core", "data", "plots", "dev", "lightning", "hf", "tensorboard"])
+@pytest.mark.parametrize("extra", ["core", "data", "plots", "dev", "lightning", "hf", "tensorboard", "docs"])
 def test_whatever_set_up_installs_is_pinned(extra: str) -> None:
     pinned = {normal(line.split("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines()}
     wanted = PROJECT["dependencies"] if extra == "core" else PROJECT["optional-dependencies"][extra]
