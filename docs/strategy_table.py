@@ -25,7 +25,7 @@ def row(path: Path) -> str:
     advice = next((text for text in paragraphs if text.startswith("Use ")), "")
     parts = re.split(r"\. (?:Not|Avoid(?: it)?) ", re.sub("^Use (it )?", "", advice), maxsplit=1)
     if len(parts) < 2:
-        raise ValueError(f"{path}: its docstring should have a paragraph 'Use it when ... . Not when ... .'")
+        raise ValueError(f"{path}: its docstring should have a paragraph 'Use when ... . Avoid when ... .'")
     columns = [f"`{path.stem}`", paragraphs[0], *parts]
     return "| " + " | ".join(column.rstrip(".").replace("|", "\\|") for column in columns) + " |"
 

@@ -209,10 +209,10 @@ def test_the_strategy_table_is_what_the_files_say() -> None:
     assert page == module.with_table(page, module.table()), "type  make docs"
 
 
-@pytest.mark.parametrize("avoid", ["Not when a|b.", "Avoid when a|b.", "Avoid it when a|b."])
+@pytest.mark.parametrize("avoid", ["Avoid when a|b.", "Not when a|b."])
 def test_a_row_of_the_table_is_the_first_paragraph_and_the_advice(tmp_path: Path, avoid: str) -> None:
     (tmp_path / "gossip.py").write_text(
-        f'"""Talk to a neighbor.\n\n    w = (w + v) / 2\n\nUse it when there is\nno server. {avoid}\n"""\n'
+        f'"""Talk to a neighbor.\n\n    w = (w + v) / 2\n\nUse when there is\nno server. {avoid}\n"""\n'
     )
     (row,) = strategy_table().table(tmp_path).splitlines()[2:]
     assert row == "| `gossip` | Talk to a neighbor | when there is no server | when a\\|b |"
@@ -265,7 +265,7 @@ THEIR_SETTINGS = {
 
 def test_a_strategy_without_advice_is_told_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "silent.py").write_text('"""Says nothing."""\n')
-    with pytest.raises(ValueError, match=r"silent.py: its docstring should have a paragraph 'Use it when"):
+    with pytest.raises(ValueError, match=r"silent.py: its docstring should have a paragraph 'Use when"):
         strategy_table().table(tmp_path)
 
 
@@ -597,6 +597,10 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     (tmp_path / "mkdocs.yml").write_bytes((ROOT / "mkdocs.yml").read_bytes())
     program = [sys.executable, "-m", "zensical", "build", "--strict"]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "No issues found" in done.stdout + done.stderr
+    printed = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
+    assert [
+        line for line in printed.splitlines() if "could not" in line or " ]" in line
+    ] == []  # names; pages and lines
+    assert done.returncode == 0, printed
+    assert "No issues found" in printed
     assert 'id="rainband.fit.fit"' in (tmp_path / "site" / "reference" / "api" / "index.html").read_text()
