@@ -75,6 +75,15 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert linked == {str(page.relative_to(ROOT)) for page in PAGES if page.is_relative_to(ROOT / "docs")}
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != ROOT], ids=lambda page: page.stem)
+def test_a_page_begins_with_what_it_is_for_whom_and_one_command(page: Path) -> None:
+    beginning = page.read_text(encoding="utf-8").split("\n## ")[0]
+    title, what, *rest = beginning.split("\n\n")
+    assert title.startswith("# ") and not what.startswith(("```", "|", "!"))
+    assert re.search(r"\b(you|your|for|users?|developers|readers|everyone)\b", what.lower())
+    assert "```console\n$ " in "\n\n".join(rest)
+
+
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
 def test_a_picture_has_a_background_of_its_own_in_both_colour_schemes(picture: Path) -> None:
     ElementTree.parse(picture)
