@@ -1,9 +1,9 @@
 """Learn to write like Python's own help texts, one character at a time: a small GRU with tied weights and clipping.
 
-    python examples/char_lm.py                                    alone
+    python examples/char_lm.py                                    one process
     rainband run --workers 2 --servers 1 examples/char_lm.py      two workers and a server
 
-The lines that Rainband needs are marked.
+The lines added for Rainband are marked.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def main() -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
 
-    if run.index == 0:  # every worker comes here, with the same model
+    if run.index == 0:  # every worker runs this, with the same model
         print(repr(write(model, "The ", 60)))
 
 
 @torch.no_grad()
 def write(model: nn.Module, text: str, length: int) -> str:
-    """Go on with the text, each time with the letter that seems most likely."""
+    """Continue the text with the most likely character, repeatedly."""
     for _ in range(length):
         codes = torch.tensor([[LETTERS.index(letter) for letter in text]])
         text += LETTERS[int(model(codes)[0, -1].argmax())]

@@ -1,9 +1,9 @@
-"""Recognise handwritten digits, in a training loop of one's own.
+"""Recognize handwritten digits, in a custom training loop.
 
-    python examples/image_classifier.py                                     alone
+    python examples/image_classifier.py                                     one process
     rainband run --workers 2 --servers 1 examples/image_classifier.py       two workers and a server
 
-The lines that Rainband needs are marked.
+The lines added for Rainband are marked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import rainband  # <-
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Recognise handwritten digits.")
+    parser = argparse.ArgumentParser(description="Recognize handwritten digits.")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.001)
     parser.add_argument("--tiny", action="store_true", help="a few seconds of work, to see that it runs")
@@ -38,17 +38,17 @@ def main() -> None:
                 loss = functional.cross_entropy(model(images), labels)
                 loss.backward()
                 optimizer.step()
-                run.log(loss=loss)  # <- if you want to see it while it trains
+                run.log(loss=loss)  # <- to show the loss while it trains
 
     model.eval()
     with torch.no_grad():
         right = (model(test_images).argmax(1) == test_labels).float().mean().item()
-    if run.index == 0:  # every worker comes here, with the same model
+    if run.index == 0:  # every worker runs this, with the same model
         print(f"accuracy {right:.3f}")
 
 
 def load(num_train: int) -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
-    """1,797 images of 8 x 8 pixels: the last 360 are for testing."""
+    """Return 1,797 images of 8 x 8 pixels, the last 360 of them for testing."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     labels = torch.tensor(digits.target)

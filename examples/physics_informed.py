@@ -4,7 +4,7 @@
 
     -u''(x) = pi^2 (sin(pi x) + 4 sin(4 pi x)) on [-1, 1],   u(-1) = u(1) = 0,   so   u = sin(pi x) + sin(4 pi x) / 4
 
-It starts its own workers and servers, so it is not for `rainband run`. The plot is physics_informed.png.
+It starts its own workers and servers, so start it without `rainband run`. The plot is physics_informed.png.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def exact(x: Tensor) -> Tensor:
 
 
 class Solution(nn.Module):
-    """A network that is zero at both ends, whatever its weights."""
+    """A network that is zero at both ends for any weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Solution(nn.Module):
 
 @dataclass(frozen=True)
 class Equation:
-    """The loss is how far the equation is from being true, at points of the interval."""
+    """A task whose loss is the squared residual of the equation at points of the interval."""
 
     points: int = 128 if tiny else 512
     batch_size: int = 32
@@ -73,7 +73,9 @@ fitted = {name: rainband.fit(task, how, workers=2, servers=1, epochs=found.nfev)
 print(f"L-BFGS: {found.nit} iterations, {found.nfev} passes: largest error {found.metrics['error']:.2g}")
 for name, one in fitted.items():
     print(f"{name + ':':7s} {found.nfev} passes: largest error {one.metrics['error']:.2g}")
-print(f"{found.accounting.applied} of {found.accounting.batches} batches counted")
+print(
+    f"{found.accounting.applied} of {found.accounting.batches} applied, {found.accounting.applied_twice} applied twice"
+)
 
 
 def plot(path: Path) -> None:

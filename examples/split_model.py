@@ -2,9 +2,9 @@
 
     python examples/split_model.py
 
-starts `rainband train split_model:Writer sync optimizer=adam --stages 4 --workers 4 --servers 4` and weighs its
-processes. Each worker has a quarter of the layers, each server a quarter of the parameters and of Adam's two moments.
-A model of your own needs nothing but layers that can be told apart: here, blocks in an nn.Sequential.
+starts `rainband train split_model:Writer sync optimizer=adam --stages 4 --workers 4 --servers 4` and prints the memory
+of its processes. Each worker has a quarter of the layers, each server of the parameters and of Adam's moments.
+Your own model only needs separate layers: here, blocks in an nn.Sequential.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONTEXT, LETTERS = 32, 128
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a small net for each letter."""
+    """A transformer block with causal attention."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,17 +44,17 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Writer:
-    """Which letter comes next, in the source of a Python module?"""
+    """A task that predicts the next character of the source of a Python module."""
 
     width: int = 384
     blocks: int = 12
     samples: int = 320
     batch_size: int = 16
     epochs: int = 1
-    deferred: bool = True  # built without values: each worker makes those of its own layers, by reset_parameters
+    deferred: bool = True  # built without values: each worker initializes its own layers by reset_parameters
 
     def model(self) -> nn.Module:
-        blocks = [whole(Block(self.width)) for _ in range(self.blocks)]  # a block is not cut
+        blocks = [whole(Block(self.width)) for _ in range(self.blocks)]  # a block is not split
         return nn.Sequential(nn.Embedding(LETTERS, self.width), *blocks, nn.Linear(self.width, LETTERS))
 
     def data(self) -> rainband.TensorData:
@@ -69,18 +69,18 @@ class Writer:
         return {}
 
 
-def weigh(program: psutil.Popen) -> dict[str, list[float]]:
-    """MB of every worker and server, again and again until the program ends; what is shared counts by parts."""
-    seen: dict[str, list[float]] = {}
+def measure_memory(program: psutil.Popen) -> dict[str, list[float]]:
+    """Sample the MB of every worker and server until the program ends; shared pages count in parts (PSS)."""
+    samples: dict[str, list[float]] = {}
     while program.poll() is None:
         for process in program.children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it may end just now
+            with contextlib.suppress(psutil.Error):  # the process may have ended
                 title = " ".join(" ".join(process.cmdline()).split())
                 if title.startswith(("rainband worker", "rainband server")):
-                    seen.setdefault(title, []).append(process.memory_full_info().pss / 1e6)
+                    samples.setdefault(title, []).append(process.memory_full_info().pss / 1e6)
         with contextlib.suppress(psutil.TimeoutExpired):
-            program.wait(timeout=0.2)  # a tiny run is soon over
-    return seen
+            program.wait(timeout=0.2)  # returns earlier at the end
+    return samples
 
 
 if __name__ == "__main__":
@@ -90,7 +90,7 @@ if __name__ == "__main__":
     many = "2" if size else "4"
     counts = ["--stages", many, "--workers", many, "--servers", many]
     program = psutil.Popen([*start, *words, *counts], cwd=Path(__file__).parent)
-    for name, values in sorted(weigh(program).items()):
+    for name, values in sorted(measure_memory(program).items()):
         settled = sorted(values[len(values) // 2 :])
         print(f"{name}: {settled[len(settled) // 2]:.0f} MB, at most {max(values):.0f} MB")
     sys.exit(program.returncode)

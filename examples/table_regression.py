@@ -1,9 +1,9 @@
-"""Predict a number from a table (442 patients, ten measurements each), with a loader and a schedule of one's own.
+"""Predict a number from a table (442 patients, ten measurements each), with your own DataLoader and scheduler.
 
-    python examples/table_regression.py                                    alone
+    python examples/table_regression.py                                    one process
     rainband run --workers 2 --servers 1 examples/table_regression.py      two workers and a server
 
-The loader is an ordinary one: each worker goes over all of the data in its own order. Two lines are new, and marked.
+Each worker's DataLoader goes over all of the data in its own order. The two lines added for Rainband are marked.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import rainband  # <-
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Predict how diabetes goes on.")
+    parser = argparse.ArgumentParser(description="Predict the progression of diabetes.")
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--tiny", action="store_true", help="a few seconds of work, to see that it runs")
     args = parser.parse_args()
     epochs = 2 if args.tiny else args.epochs
 
-    torch.manual_seed(0)  # the same first parameters and the same split on every worker
+    torch.manual_seed(0)  # the same initial parameters and split on every worker
     train, test = split(*table())
     model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
     weights = [p for p in model.parameters() if p.dim() > 1]
@@ -37,24 +37,24 @@ def main() -> None:
 
     with rainband.join(model, optimizer) as run:  # <-
         for _ in range(epochs):
-            for rows, wanted in DataLoader(train, batch_size=32, shuffle=True):
+            for rows, targets in DataLoader(train, batch_size=32, shuffle=True):
                 optimizer.zero_grad()
-                functional.mse_loss(model(rows).squeeze(1), wanted).backward()
+                functional.mse_loss(model(rows).squeeze(1), targets).backward()
                 optimizer.step()
             scheduler.step()
 
     model.eval()
     with torch.no_grad():
-        rows, wanted = test
-        explained = 1 - functional.mse_loss(model(rows).squeeze(1), wanted) / wanted.var()
-    if run.index == 0:  # every worker comes here, with the same model
+        rows, targets = test
+        explained = 1 - functional.mse_loss(model(rows).squeeze(1), targets) / targets.var()
+    if run.index == 0:  # every worker runs this, with the same model
         print(f"explains {100 * explained.item():.0f} % of the variance")
 
 
 def table() -> tuple[Tensor, Tensor]:
-    """Each column with mean 0 and deviation 1, and so the numbers to predict."""
-    columns, wanted = load_diabetes(return_X_y=True, scaled=False)
-    x, y = torch.tensor(columns, dtype=torch.float32), torch.tensor(wanted, dtype=torch.float32)
+    """Return inputs and targets, standardized to mean 0 and deviation 1."""
+    columns, targets = load_diabetes(return_X_y=True, scaled=False)
+    x, y = torch.tensor(columns, dtype=torch.float32), torch.tensor(targets, dtype=torch.float32)
     return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
 
 

@@ -1,8 +1,8 @@
-"""Train a module on a dataset with one call: the five lines that make them a task are marked.
+"""Train a module on a dataset with one call: the five lines of the task are marked.
 
     python examples/wrap_a_dataset.py
 
-It starts its own workers and servers, so it is not for `rainband run`.
+It starts its own workers and servers, so start it without `rainband run`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def accuracy(net: nn.Module) -> dict[str, float]:
 
 
 task = rainband.ModuleTask(  # 1
-    module=Net,  # 2  what makes the model
+    module=Net,  # 2  builds the model
     dataset=train,  # 3  any map-style torch Dataset of (input, target)
     loss_fn=functional.cross_entropy,  # 4  (outputs, targets) -> mean loss
-    evaluate_fn=accuracy,  # 5  (model) -> measures on held-out data
+    evaluate_fn=accuracy,  # 5  (model) -> metrics on held-out data
 )
 downpour = rainband.Downpour(n_push=2)
 result = rainband.fit(task, strategy=downpour, workers=2, servers=1, epochs=1 if tiny else 10)
 
-kept = result.accounting
+counts = result.accounting
 print(f"accuracy {result.metrics['accuracy']:.3f}")
-print(f"{kept.applied} of {kept.batches} batches applied, {kept.lost} lost, {kept.applied_twice} twice")
-print(f"the module is here: {type(result.module).__name__}; the run is in {result.directory}")
+print(f"{counts.applied} of {counts.batches} batches applied, {counts.lost} lost, {counts.applied_twice} applied twice")
+print(f"the module is a {type(result.module).__name__}; the run directory is {result.directory}")

@@ -1,1 +1,1 @@
-"""Claims of the papers, one script each: it prints its number next to the claim and draws a figure."""
+"""Reproductions of claims in papers: each script prints its result next to the claim and draws a figure."""

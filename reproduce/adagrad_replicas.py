@@ -1,8 +1,8 @@
 """Adagrad lets more replicas train one model, and a warm start helps (Dean et al. 2012, figures 4 and 5).
 
-Downpour on the digits with more and more workers. The fixed rate is the best of six for each number of workers, that
-of Adagrad is always the same: its steps shrink where gradients are large, so one setting goes on working. A warm start
-lets one worker do the first batches alone, and then releases the others.
+Downpour on digits with an increasing number of workers. The fixed learning rate is the best of six for each number of
+workers; that of Adagrad is always the same, because its steps shrink where gradients are large. With a warm start, one
+worker trains the first batches alone, before the other workers start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from reproduce.runs import arguments, draw, over_seeds, report, simulate
 
 WORKERS = (1, 8, 16, 32)
-EPOCHS, BATCH_SIZE, USABLE = 4, 16, 30.0  # with fewer errors than that, in percent, so many workers are of use
+EPOCHS, BATCH_SIZE, USABLE = 4, 16, 30.0  # a number of workers is usable if its test error, in %, is below USABLE
 RATES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # with many workers the smallest is not the best
 ADAGRAD: dict[str, Any] = {"optimizer": "adagrad", "lr": 0.01}
 WARM: dict[str, Any] = {"warm_start_batches": 90}  # one epoch
@@ -74,7 +74,7 @@ def judge(lines: dict[str, list[Point]]) -> None:
     pairs = list(zip(lines["adagrad"], lines["adagrad, warm start"], strict=True))[-2:]
     told = "; ".join(f"{cold[0]:g} workers: {cold[1]:.0f} % become {warm[1]:.0f} %" for cold, warm in pairs)
     report(
-        "a warm start makes many replicas more stable",
+        "a warm start makes training with many replicas more stable",
         f"with Adagrad, {told}; below {USABLE:.0f} %: up to {fixed_warm:g} workers with a fixed rate, {adagrad_warm:g} "
         "with Adagrad",
         all(warm[1] <= cold[1] for cold, warm in pairs) and pairs[-1][1][1] < pairs[-1][0][1] - pairs[-1][0][2],

@@ -1,12 +1,11 @@
 """Asynchrony acts as momentum: g workers with exponential computing times add 1 - 1/g (Hadjis et al. 2016, Omnivore).
 
-On a quadratic without noise, the mean over many runs of asynchronous SGD goes the way of SGD with momentum:
+On a quadratic without noise, the mean over many runs of asynchronous SGD follows SGD with momentum:
 
     E x_{t+1} - E x_t  =  m (E x_t - E x_{t-1})  -  (1 - m) a h E x_t              with  m = 1 - 1/g
 
-Here both factors, m and 1 - m, are fitted by least squares to runs in virtual time, with a server's own block and rule.
-Neither is told that the two belong together. The mean of few runs is uneven, which pulls a fit towards less momentum:
-hence many runs, with steps long enough to stand out.
+Here both factors, m and 1 - m, are fitted by least squares to simulated runs, independently of each other. Noise in the
+mean of few runs biases the fit towards less momentum, hence many runs with long steps.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from rainband.tasks.quadratic import Quadratic
 from rainband.worker.session import join_of
 from reproduce.runs import arguments, draw, report
 
-GROUPS = (2, 4, 8)  # of one alone the path is a plain decay, to which any momentum can be fitted
+GROUPS = (2, 4, 8)  # not 1: its path is a plain decay, which any momentum fits
 UPDATES, RUNS_PER_SEED, RATE = 30, 200, 0.2
-# A few updates more than are looked at: at the very end some workers have nothing left to do.
+# A few more updates than are used, because at the end some workers have no work.
 TASK = Quadratic(dimension=1, samples=UPDATES + 3 * max(GROUPS), batch_size=1, noise=0.0, condition=1.0, epochs=1)
 MODEL = ClusterModel(
     NetworkModel(latency_s=0.0, bytes_per_s=float("inf")),
@@ -45,7 +44,7 @@ MODEL = ClusterModel(
 
 
 def trajectory(groups: int, seed: int) -> NDArray[np.float64]:
-    """The distance from the lowest point after each update of one run."""
+    """Return the distance from the minimum after each update of one run."""
     flat, data = Flat(TASK.model()), TASK.data()
     strategy, shared_module = SoftSync(n=groups, scaling="none", lr=RATE, guard=False), SharedModule(flat)
     join = join_of(strategy, flat.layout, Dataset("", len(data), TASK.batch_size, TASK.epochs))
@@ -71,7 +70,7 @@ class PathRecorder(Observer):
 
 
 def fitted(groups: int, seed: int) -> tuple[float, float]:
-    """The momentum, and by what the rate is multiplied, which should be 1 less the momentum."""
+    """Return the fitted momentum and factor of the learning rate, which should be 1 - momentum."""
     mean = np.mean([trajectory(groups, seed * RUNS_PER_SEED + run) for run in range(RUNS_PER_SEED)], axis=0)
     change = np.diff(mean)
     before = np.stack([change[:-1], -RATE * mean[1:-1]], axis=1)

@@ -1,7 +1,7 @@
-"""A batch method sends far fewer bytes for a pass over the data than an asynchronous one (Dean et al. 2012).
+"""A full-batch method sends far fewer bytes for a pass over the data than an asynchronous one (Dean et al. 2012).
 
-Downpour pushes and fetches the model for every minibatch; Sandblaster fetches it once in an evaluation and pushes the
-sum of many minibatches. Counted on the digits: bytes to and from the servers for one pass over the data.
+Downpour pushes a gradient and pulls the model for every minibatch; Sandblaster pulls it once per evaluation and pushes
+the sum of many minibatches. The script counts the bytes to and from the servers for one pass over digits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def bytes_per_pass(strategy: Strategy, seed: int) -> float:
     runtime.start()
     runtime.run()
     stats = [worker.stats for worker in runtime.workers.values()]
-    saved = sum(4 * parameter.numel() for parameter in flat.parameters)  # the model is fetched once more at the end
+    saved = sum(4 * parameter.numel() for parameter in flat.parameters)  # the model is pulled once more at the end
     return (sum(s.pushed_bytes + s.pulled_bytes for s in stats) - saved) / passes[0]
 
 
@@ -54,14 +54,14 @@ def main() -> None:
         mean, spread = over_seeds(seeds, lambda seed, strategy=ours: downpour / bytes_per_pass(strategy, seed))  # type: ignore[misc]
         points.append((n_push, mean, spread))
         exact.append((n_push, 2 * 90 / (-(-90 // n_push) + WORKERS), 0.0))
-        print(f"{n_push:3} minibatches in a push:  {mean:5.1f} times as many bytes, {exact[-1][1]:.1f} expected")
+        print(f"{n_push:3} minibatches per push:  {mean:5.1f} times as many bytes, {exact[-1][1]:.1f} expected")
     report(
-        "the ratio of bytes is about the number of minibatches in a batch",
-        f"with one push for 45 minibatches Downpour sends {points[-1][1]:.0f} times as many bytes as Sandblaster",
+        "the ratio of bytes is about the number of minibatches per push",
+        f"with 45 minibatches per push, Downpour sends {points[-1][1]:.0f} times as many bytes as Sandblaster",
         points[-1][1] > 0.7 * N_PUSH[-1],
     )
     lines = {"measured": points, "expected": exact}
-    draw(asked.figure, "Bytes for a pass over the digits", "minibatches in a push", "Downpour / Sandblaster", lines)
+    draw(asked.figure, "Bytes for a pass over the digits", "minibatches per push", "Downpour / Sandblaster", lines)
 
 
 if __name__ == "__main__":

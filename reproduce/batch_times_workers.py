@@ -1,8 +1,8 @@
-"""Batch size times workers, kept constant, keeps the error (Gupta et al. 2016, Rudra).
+"""A constant product of batch size and number of workers keeps the test error (Gupta et al. 2016, Rudra).
 
-Soft synchronisation with n = 1 on the digits: an update is over about mu * lambda samples, mu per worker. Along
-mu * lambda = 128 the error stays about the same, however many workers share it; with four times that it rises, because
-the same epochs make fewer updates.
+Soft synchronization with n = 1 on digits: an update averages about mu * lambda samples, mu for each of lambda workers.
+With mu * lambda = 128 the error is about the same for any number of workers; with 512 it is larger, because the same
+epochs have fewer updates.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def main() -> None:
     small, large = lines.values()
     errors = [point[1] for point in small]
     report(
-        "along mu * lambda = constant the error stays; it rises where the product does",
+        "the error is constant for a constant mu * lambda, and rises with the product",
         f"128: {min(errors):.1f} to {max(errors):.1f} %;  512: {min(p[1] for p in large):.1f} % and more",
         max(errors) - min(errors) < 5 and min(p[1] for p in large) > min(errors),
     )
-    draw(asked.figure, "soft synchronisation on the digits", "workers", "test error, %", lines, xscale="log")
+    draw(asked.figure, "soft synchronization on digits", "workers", "test error, %", lines, xscale="log")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The delay of a parameter server trades idle time for progress; the best is in between (Li et al. 2014, figure 13).
+"""A larger delay means less idle time but staler gradients; the best delay is in between (Li et al. 2014, figure 13).
 
-Sixteen workers whose computing times jitter. With tau = 0 they wait for each other most of the time; the larger tau,
-the less they wait and the more steps they need, as gradients are staler. So the time to a loss has its best in between.
+Sixteen workers with exponential step times. With tau = 0 they wait for each other most of the time; with a larger tau
+they wait less, but need more steps, because gradients are staler. So the time to a loss has a minimum in between.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     report(
         "idle 50 % at tau = 0 and 1.7 % at tau = 16; compute grows with tau; the best is tau = 8",
         f"idle {idle[0][1]:.0f} % at tau = 0, {idle[-2][1]:.1f} % at 16, "
-        f"{'falling all the way' if falls else 'not falling'}; {needed[0][1]:,.0f} samples at 0, {needed[-1][1]:,.0f} "
+        f"{'decreasing' if falls else 'not decreasing'}; {needed[0][1]:,.0f} samples at 0, {needed[-1][1]:,.0f} "
         f"at {TAUS[-1]}; the best is tau = {best} with {best_s:.2f} ± {best_spread_s:.2f} s, tau = {TAUS[-1]} takes "
         f"{times[-1][1]:.2f} ± {times[-1][2]:.2f} s",
         falls and needed[-1][1] > needed[0][1] and 0 < best < TAUS[-1],
@@ -60,7 +60,7 @@ def main() -> None:
         f"samples to a loss of {TARGET}": {"samples": needed},
         f"virtual seconds to a loss of {TARGET}": {"time": times},
     }
-    draw_panels(asked.figure, "16 jittering workers on the digits", "tau, tasks", panels)
+    draw_panels(asked.figure, "16 workers with exponential times on digits", "tau, tasks", panels)
 
 
 if __name__ == "__main__":

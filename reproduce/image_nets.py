@@ -1,7 +1,7 @@
-"""VGG-16 and ResNet-50 in their real shapes, as chains of units; and their profiles, computed instead of measured.
+"""VGG-16 and ResNet-50 in their real shapes, as chains of units, with computed profiles.
 
-Nothing is allocated: the modules are on torch's meta device, where shapes and operations are known and numbers are not.
-A unit's time is its operations, forward and backward, at a stated rate.
+The modules are on torch's meta device, which knows shapes and operations and allocates nothing. The time of a unit is
+the number of its operations, forward and backward, divided by a given rate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RESNET_50 = ((64, 3), (128, 4), (256, 6), (512, 3))  # channels inside a block, 
 
 
 def vgg_16() -> dict[str, nn.Module]:
-    """A unit for each layer with parameters: thirteen convolutions and three linear layers (Simonyan et al. 2015)."""
+    """Return VGG-16 as a unit for each of 13 convolutions and 3 linear layers (Simonyan et al. 2015)."""
     units: dict[str, nn.Module] = {}
     channels, name = 3, ""
     for step in VGG_16:
@@ -36,7 +36,7 @@ def vgg_16() -> dict[str, nn.Module]:
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions beside a skip, which is a convolution where the shape changes."""
+    """A residual block of 1 x 1, 3 x 3 and 1 x 1 convolutions; the skip is a convolution where the shape changes."""
 
     def __init__(self, channels: int, inside: int, stride: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet_50() -> dict[str, nn.Module]:
-    """The stem, sixteen bottlenecks and the head (He et al. 2016)."""
+    """Return ResNet-50 as a stem, 16 bottlenecks and a head (He et al. 2016)."""
     stem = (nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     units: dict[str, nn.Module] = {"stem": nn.Sequential(*stem)}
     channels = 64
@@ -72,14 +72,14 @@ NETS = {"VGG-16": vgg_16, "ResNet-50": resnet_50}
 
 
 def profile_of(net: str, batch_size: int, flops_per_s: float) -> Profile:
-    """What each unit costs, if a machine does so many operations a second."""
+    """Return the profile of a model on a machine with this number of operations per second."""
     units, values = [], []
     with torch.device("meta"):
         modules = NETS[net]()
         x = torch.empty(batch_size, *IMAGE)
     names = list(modules)
-    for place, (name, module) in enumerate(modules.items()):
-        x = x.detach().requires_grad_(place > 0)  # nobody wants the gradient of the images
+    for index, (name, module) in enumerate(modules.items()):
+        x = x.detach().requires_grad_(index > 0)  # images need no gradient
         with FlopCounterMode(display=False) as forward:
             y = module(x)
         with FlopCounterMode(display=False) as backward:
@@ -95,7 +95,7 @@ def profile_of(net: str, batch_size: int, flops_per_s: float) -> Profile:
             )
         )
         size = y.numel() * FLOAT_BYTES
-        if place + 1 < len(names):
-            values.append(CutValue(name, name, (names[place + 1],), size, size))
+        if index + 1 < len(names):
+            values.append(CutValue(name, name, (names[index + 1],), size, size))
         x = y
     return Profile(net, batch_size, tuple(units), tuple(values))

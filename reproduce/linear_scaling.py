@@ -1,12 +1,12 @@
-"""A learning rate that grows with the workers needs a warm-up, and breaks in the end (Goyal et al. 2017).
+"""A learning rate proportional to the number of workers needs a warm-up, and fails for many (Goyal et al. 2017).
 
-Synchronous SGD on the digits with K workers and K times the rate of one. Without a warm-up the first steps are too
-large; with one, larger K still work; and at some K both fail. As in the paper there is a momentum of 0.9, the warm-up
-is a small part of the training (5 of 90 epochs there), and the rate falls afterwards (there in steps, here along a
-cosine). The rate is the largest of 0.02, 0.05, 0.1 and 0.2 with which one worker learns.
+Synchronous SGD on digits with K workers and K times the learning rate of one. Without a warm-up the first steps are too
+large; with one, larger K still work; at some K both fail. As in the paper, momentum is 0.9, the warm-up is a small part
+of the training (5 of 90 epochs there), and the rate decreases afterwards (there in steps, here along a cosine). The
+rate is the largest of 0.02, 0.05, 0.1 and 0.2 with which one worker learns.
 
-The net of the digits has no batch normalisation, unlike the paper's. With it (seed 0, rates of 0.05 and 0.1) nothing
-broke up to 32 workers, with a warm-up or without: this task is too easy to show what the paper shows.
+The model has no batch normalization, unlike the paper's. With it (seed 0, rates of 0.05 and 0.1), training worked with
+up to 32 workers, with or without a warm-up: this task is too easy to show the effect.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def main() -> None:
     gains = [a[1] - b[1] for a, b in zip(without, with_warmup, strict=True)]
     k = WORKERS[gains.index(max(gains))]
     report(
-        "linear scaling without warm-up is worse at large K; both break in the end",
+        "without a warm-up, linear scaling is worse at large K; both fail at some K",
         f"the warm-up helps most at K = {k}: {max(gains):.0f} points fewer errors; at worst it adds {-min(gains):.0f}; "
         f"at K = {WORKERS[-1]} {without[-1][1]:.0f} % and {with_warmup[-1][1]:.0f} % errors",
         max(gains) > 3 and min(gains) > -3 and with_warmup[-1][1] > with_warmup[0][1] + 3,
     )
-    draw(asked.figure, "synchronous SGD on the digits, rate times K", "workers K", "test error, %", lines, xscale="log")
+    draw(asked.figure, "synchronous SGD on digits, rate times K", "workers K", "test error, %", lines, xscale="log")
 
 
 if __name__ == "__main__":

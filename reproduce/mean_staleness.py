@@ -1,8 +1,8 @@
 """Mean staleness of soft synchronisation is (workers - 1) / c; its tail depends on the machines (Gupta et al. 2016).
 
-Thirty workers, an update for every c = 30 / n gradients. The mean is exact for any distribution of computing times;
-that no gradient misses more than 2n updates holds for machines that are alike, and not for exponential times. The mean
-is that of the time in which all workers compute: at the end of a run some have nothing left to do.
+Thirty workers, one update for every c = 30 / n gradients. The mean holds for any distribution of step times; that no
+gradient misses more than 2n updates holds for equal machines, and not for exponential times. The mean is taken while
+all workers compute: at the end of a run some have no work.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from reproduce.runs import arguments, draw_panels, mean_and_spread, report, simulate
 
 WORKERS, STEPS = 30, 400
-ALL_COMPUTE = 0.8  # until so much of the data is done
+ALL_COMPUTE = 0.8  # fraction of the data until which all workers compute
 NS = (1, 2, 5, 15, 30)
-KINDS = {"alike (10 % jitter)": {"kind": "lognormal", "spread": 0.1}, "exponential": {"kind": "exponential"}}
+KINDS = {"equal (10 % jitter)": {"kind": "lognormal", "spread": 0.1}, "exponential": {"kind": "exponential"}}
 
 
 def measure(n: int, compute: dict[str, object], seed: int = 0, steps: int = STEPS) -> tuple[float, float, int]:
-    """The mean, the part of gradients beyond 2n in percent, and the largest."""
+    """Return the mean staleness, the percentage of gradients beyond 2n, and the maximum."""
     done = simulate("digits", "soft_sync", WORKERS, seed, compute=compute, steps=steps, n=n)
     staleness = done.result.staleness
     mean = [mean for part, mean in done.staleness if part <= ALL_COMPUTE][-1]
@@ -46,9 +46,9 @@ def main() -> None:
     lines["(workers - 1) / c"] = [(n, (WORKERS - 1) / (WORKERS // n), 0.0) for n in NS]
     alike, exponential = tails.values()
     report(
-        "the mean staleness is (workers - 1) / c, about n; at most 2n was measured on machines that are alike",
-        f"within {100 * worst:.1f} % of it while all compute; beyond 2n: {alike:.2f} % if alike, "
-        f"{exponential:.1f} % if exponential",
+        "the mean staleness is (workers - 1) / c, about n; on equal machines the maximum is 2n",
+        f"within {100 * worst:.1f} % of it while all compute; beyond 2n: {alike:.2f} % on equal machines, "
+        f"{exponential:.1f} % with exponential times",
         worst < 0.01 and alike < 0.5 and exponential > 1,  # the ends of a run weigh more with exponential times
     )
     panels = {"mean staleness, updates": lines, "gradients that missed more than 2n, %": beyonds}

@@ -1,11 +1,11 @@
-"""A fully connected net is fastest on a few machines, then slows; a locally connected one goes on (Dean et al. 2012).
+"""A fully connected model is fastest on a few machines; a locally connected one scales further (Dean et al. 2012).
 
-The speech net 440 - 4 x 2560 - 8192 has 41.8 M weights, and each machine makes an equal part of every layer's
-outputs, for which it needs all of the layer below. The image net has windows of 10 x 10, 36 channels, 21,000 classes
-and 1.7 G weights (100 x 100 pixels and three local layers are our choice), and each machine has a tile of the image:
-only rims cross. Layers are timed on one core of this machine, in the shapes that a part of the net has there, with
-their SGD step; local layers by the place, because all of them do not fit. A batch is then played over a simulated
-network of 1 Gbit/s, whose cards are shared, with times that vary by a tenth and a cost of every message.
+The speech model 440 - 4 x 2560 - 8192 has 41.8 M weights. Each machine computes an equal part of the outputs of every
+layer, and needs all of the layer below. The image model has windows of 10 x 10, 36 channels, 21,000 classes and 1.7 G
+weights (100 x 100 pixels and three local layers are our choice). Each machine has a tile of the image, and only the
+borders of tiles are sent. Layers are timed on one core of this machine, in the shapes of their parts, with their SGD
+step; local layers per output pixel, because they do not fit in memory. A batch is then simulated over a network of
+1 Gbit/s with shared network cards, times that vary by 10 %, and a cost of each message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reproduce.virtual_partition import batch_s
 
 SPEECH = (440, 2560, 2560, 2560, 2560, 8192)
 PIXELS, CHANNELS, WINDOW, LOCAL_LAYERS, CLASSES = 100, 36, 10, 3, 21_000
-POOLED = CHANNELS * 7 * 7  # what the classes are computed from
+POOLED = CHANNELS * 7 * 7  # inputs of the layer of classes
 BATCH, FLOAT_BYTES = 32, 4
 MACHINES = (1, 2, 4, 8, 16, 32, 64)
 GRIDS = ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (5, 5), (6, 6), (8, 8), (9, 9), (12, 12))
@@ -43,13 +43,13 @@ REPEATS = 10
 
 @cache
 def linear_s(inputs: int, outputs: int) -> tuple[float, float]:
-    """Seconds of forward; of backward and step."""
+    """Return the seconds of a forward pass, and of a backward pass with the SGD step."""
     return _time(nn.Linear(inputs, outputs), torch.randn(BATCH, inputs))
 
 
 @cache
-def place_s(channels: int) -> tuple[float, float]:
-    """The same for one place of a locally connected layer: a tile of ten by ten, divided by a hundred."""
+def pixel_s(channels: int) -> tuple[float, float]:
+    """Return the same for one output pixel of a locally connected layer, measured on a tile of 10 x 10."""
     side = 10
     layer = LocallyConnected2d(channels, CHANNELS, WINDOW, side + WINDOW - 1)
     forward, backward = _time(layer, torch.randn(BATCH, channels, *layer.input_size))
@@ -57,7 +57,7 @@ def place_s(channels: int) -> tuple[float, float]:
 
 
 def _time(layer: nn.Module, x: torch.Tensor) -> tuple[float, float]:
-    """The least of several, of this process's own time: other work on the machine must not count."""
+    """Return the minimum of several measurements of this process's CPU time."""
     x.requires_grad_()
     parameters = list(layer.parameters())
     best = [math.inf, math.inf]
@@ -73,11 +73,11 @@ def _time(layer: nn.Module, x: torch.Tensor) -> tuple[float, float]:
     return best[0], best[1]
 
 
-# ---- the nets in parts ----
+# ---- the models in parts ----
 
 
 def speech(machines: int) -> Profile:
-    """Part p of each layer on machine p; all parts of a layer go to all machines, and sums of the softmax do, too."""
+    """Put part p of each layer on machine p; all parts of a layer go to all machines, as do the sums of the softmax."""
     units, values, below = [], [], []
     for layer, (inputs, outputs) in enumerate(pairwise(SPEECH)):
         names = [f"{layer}.{part}" for part in range(machines)]
@@ -92,21 +92,21 @@ def speech(machines: int) -> Profile:
 
 
 def images(rows: int, columns: int) -> Profile:
-    """Tile t of each layer on machine t; rims go to neighbours, what is pooled to all, for their share of classes."""
+    """Put tile t of each layer on machine t; borders go to neighbors, pooled outputs to all machines."""
     units: list[Unit] = []
     values: list[CutValue] = []
     tiles, side, channels = rows * columns, PIXELS, 3
     for layer in range(LOCAL_LAYERS):
         here = (bounds(side, rows), bounds(side, columns))
-        side, forward_backward = side - WINDOW + 1, place_s(channels)
+        side, forward_backward = side - WINDOW + 1, pixel_s(channels)
         there = (bounds(side, rows), bounds(side, columns))
         for tile in range(tiles):
             (top, bottom), (left, right) = _tile(there, tile, columns)
-            places = (bottom - top) * (right - left)
-            forward, backward = (seconds * places for seconds in forward_backward)
-            units.append(Unit(f"{layer}.{tile}", forward, backward, places * _weights(channels) * FLOAT_BYTES))
-            if layer:  # everyone can read the pixels itself
-                values += _rims(f"{layer - 1}.", f"{layer}.{tile}", here, ((top, bottom), (left, right)), channels)
+            pixels = (bottom - top) * (right - left)
+            forward, backward = (seconds * pixels for seconds in forward_backward)
+            units.append(Unit(f"{layer}.{tile}", forward, backward, pixels * _weights(channels) * FLOAT_BYTES))
+            if layer:  # every machine can read the pixels
+                values += _borders(f"{layer - 1}.", f"{layer}.{tile}", here, ((top, bottom), (left, right)), channels)
         channels = CHANNELS
     tops = [f"classes.{tile}" for tile in range(tiles)]
     units += [Unit(name, *linear_s(POOLED, -(-CLASSES // tiles)), POOLED * CLASSES // tiles * 4) for name in tops]
@@ -115,15 +115,15 @@ def images(rows: int, columns: int) -> Profile:
     return Profile("images", BATCH, tuple(units), tuple(values))
 
 
-def _rims(
+def _borders(
     below: str, reader: str, edges: tuple[list[int], list[int]], tile: tuple[tuple[int, int], ...], channels: int
 ) -> list[CutValue]:
-    """What a tile needs of every tile of the layer below, its own included."""
+    """Return the values that a tile needs from every tile of the layer below, its own included."""
     window = Window(kernel=WINDOW)
-    seen = [window.sees(begin, end, edge[-1]) for (begin, end), edge in zip(tile, edges, strict=True)]
+    needed = [window.sees(begin, end, edge[-1]) for (begin, end), edge in zip(tile, edges, strict=True)]
     parts = []
-    for down in overlaps(edges[0], seen[0].begin, seen[0].end):
-        for across in overlaps(edges[1], seen[1].begin, seen[1].end):
+    for down in overlaps(edges[0], needed[0].begin, needed[0].end):
+        for across in overlaps(edges[1], needed[1].begin, needed[1].end):
             source = down.tile * (len(edges[1]) - 1) + across.tile
             numbers = (down.end - down.begin) * (across.end - across.begin) * channels
             parts.append(CutValue(f"{below}{source} to {reader}", f"{below}{source}", (reader,), *_both_ways(numbers)))
@@ -153,7 +153,7 @@ def cluster() -> ClusterModel:
 
 
 def seconds(profile: Profile, cores: int, seed: int) -> float:
-    """Of one batch, on machines of so many cores."""
+    """Return the seconds of one batch on machines with this number of cores."""
     units = [Unit(u.name, u.forward_s / cores, u.backward_s / cores, u.parameter_bytes) for u in profile.units]
     quick = Profile(profile.model, profile.batch_size, tuple(units), profile.values)
     where = {unit.name: int(unit.name.rpartition(".")[2]) for unit in units}
@@ -161,7 +161,7 @@ def seconds(profile: Profile, cores: int, seed: int) -> float:
 
 
 def speed_ups(profiles: dict[int, Profile], cores: int, seeds: range) -> list[tuple[float, float, float]]:
-    """(machines, times as fast as one, spread)."""
+    """Return points (number of machines, speed-up over one machine, spread)."""
     alone, _ = over_seeds(seeds, lambda seed: seconds(profiles[1], cores, seed))
     points = []
     for machines, profile in profiles.items():
@@ -198,8 +198,8 @@ def main() -> None:
         for c in CORES
     )
     report(
-        "42 M fully connected: 2.2 times as fast on 8 machines, slower beyond; 1.7 G local: over 12 times on 81",
-        f"fastest, full and local: {found}; the fully connected net {'slows' if slows else 'does not slow'} beyond",
+        "fully connected, 42 M: 2.2 times as fast on 8 machines, slower on more; local, 1.7 G: over 12 times on 81",
+        f"fastest, full and local: {found}; the full model {'is' if slows else 'is not'} slower on more machines",
         inner and slows and further,
     )
     how = {"xscale": "log", "yscale": "log"}

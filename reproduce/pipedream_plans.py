@@ -1,10 +1,10 @@
-"""Plans with stages beat data parallelism on VGG-16; on ResNet-50 data parallelism is the plan (Narayanan et al. 2019).
+"""Pipelines beat data parallelism on VGG-16, and on ResNet-50 they do not (Narayanan et al. 2019).
 
-The nets have their real shapes. Times are computed, not measured: the operations of each layer at a stated rate.
-Sixteen machines, four to a server with a fast network inside, are planned for by PipeDream's dynamic programme; the
-network between servers goes from slow to fast. What is compared is the time of a batch, in the plan and if all machines
-had the whole model. Data parallelism is given its best case: its updates go round rings, first in each server and then
-between them, and overlap with computing completely.
+The models have their real shapes. Times are computed, not measured: operations of each layer at a given rate.
+PipeDream's dynamic program places the models on sixteen machines, four per server with a fast network inside; the
+network between servers varies from slow to fast. The script compares the time of a batch with that of data parallelism,
+in its best case: ring all-reduces, first in each server and then between servers, that overlap completely with
+computation.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rainband.model_parallel.schedules.check import check as play
 from reproduce.image_nets import profile_of
 from reproduce.runs import arguments, draw, report
 
-TERAFLOPS = (7, 14)  # a V100 can do 14 in float32, and often does half
+TERAFLOPS = (7, 14)  # a V100 peaks at 14 in float32, and often reaches half of it
 BATCH_SIZES = {"VGG-16": 64, "ResNet-50": 128}  # of one machine
 MACHINES, PER_SERVER = 16, 4
 INSIDE_BYTES_PER_S = 10e9
 GBITS = (1, 2.5, 5, 10, 25, 50)  # between servers
 MAIN_TERAFLOPS, MAIN_GBIT = 14, 10
-MICROS = 400  # played to see the rate
+MICROS = 400  # simulated to measure the rate
 
 
 def cluster(gbit: float) -> Resources:
@@ -43,7 +43,7 @@ def cluster(gbit: float) -> Resources:
 
 
 def data_parallel(numbers: Profile, resources: Resources) -> Placement:
-    """Every machine has the whole model."""
+    """Return the placement with the whole model on every machine."""
     everything = PlacedStage(tuple(range(MACHINES)), numbers.names)
     plan = Placement(
         model=numbers.model, kind="pipeline", partitioner="none", num_machines=MACHINES, stages=(everything,)
@@ -57,7 +57,7 @@ def batch_s(plan: Placement) -> float:
 
 
 def played_s(plan: Placement, numbers: Profile) -> float:
-    """Seconds between two batches when the plan's schedule is played, computing only: a check of the formula."""
+    """Return the seconds per batch of the simulated schedule, without communication, to check the formula."""
     units = [[numbers.by_name[name] for name in stage.units] for stage in plan.stages]
     costs = Costs(
         forward_s=tuple(sum(unit.forward_s for unit in stage) for stage in units),
@@ -70,7 +70,7 @@ def played_s(plan: Placement, numbers: Profile) -> float:
 
 
 def sent_bytes(plan: Placement, numbers: Profile) -> float:
-    """In one batch, by all machines: gradients and parameters of replicas, and what crosses stages."""
+    """Return the bytes all machines send per batch: gradients and parameters of replicas, and values between stages."""
     assert plan.predicted is not None
     replicated = [(len(stage.machines), numbers.parameter_bytes(stage.units)) for stage in plan.stages]
     return sum(2 * (m - 1) / m * size for m, size in replicated) + plan.predicted.crossing_bytes
@@ -104,7 +104,7 @@ def compare(net: str, teraflops: float, gbit: float) -> Compared:
 
 def main() -> None:
     asked = arguments("pipedream_plans", __doc__)
-    print(f"{MACHINES} machines, {PER_SERVER} to a server; times are computed from operations, not measured\n")
+    print(f"{MACHINES} machines, {PER_SERVER} per server; times are computed from operations, not measured\n")
     lines: dict[str, list[tuple[float, float, float]]] = {}
     seen: dict[tuple[str, float, float], Compared] = {}
     for net in BATCH_SIZES:
@@ -118,13 +118,13 @@ def main() -> None:
                 )
     vgg, resnet = (seen[net, MAIN_TERAFLOPS, MAIN_GBIT] for net in BATCH_SIZES)
     played = BATCH_SIZES["VGG-16"] / played_s(vgg.plan, profile("VGG-16", MAIN_TERAFLOPS))
-    print(f"\nVGG-16's schedule, played without a network: {played:.0f} images/s")
+    print(f"\nVGG-16's schedule, simulated without a network: {played:.0f} images/s")
     slow = seen["VGG-16", TERAFLOPS[0], MAIN_GBIT]
     report(
-        "a plan with stages beats data parallelism on VGG-16, and data parallelism is chosen for ResNet-50",
-        f"at {MAIN_GBIT} Gbit/s and {MAIN_TERAFLOPS} Tflop/s VGG-16 is planned as {vgg.shape}, {vgg.gain:.1f} times as "
+        "a pipeline beats data parallelism on VGG-16, and data parallelism is chosen for ResNet-50",
+        f"at {MAIN_GBIT} Gbit/s and {MAIN_TERAFLOPS} Tflop/s VGG-16 is placed as {vgg.shape}, {vgg.gain:.1f} times as "
         f"fast and with {vgg.saved:.0%} less traffic, ResNet-50 as {resnet.shape} (one number: data parallelism). With "
-        f"machines half as fast VGG-16 is planned as {slow.shape}: then its updates hide behind computing",
+        f"machines half as fast VGG-16 is placed as {slow.shape}, because updates overlap with computation",
         vgg.gain > 1.2 and "-" in vgg.shape and resnet.shape == str(MACHINES),
     )
     draw(asked.figure, "16 machines", "Gbit/s between servers", "times data parallelism", lines, xscale="log")

@@ -1,7 +1,7 @@
-"""Small portions on demand, with copies at the end, make a slow machine hardly matter (Dean et al. 2012, section 4.2).
+"""Assigning small portions on demand, with backup copies, hides a slow machine (Dean et al. 2012, section 4.2).
 
-Sandblaster on the digits, eight workers, one of them up to ten times slower. A static split gives each an eighth of the
-batch, and everyone waits for the slow one's; here what counts is the virtual time of one evaluation of the loss.
+Sandblaster on digits with eight workers, one of them up to ten times slower. With a static split each has an eighth of
+the data, and all wait for the slow one. The script measures the virtual time of one evaluation of the loss.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from reproduce.runs import arguments, draw, over_seeds, report
 WORKERS, STEP_S = 8, 0.01
 FACTORS = (1.0, 2.0, 5.0, 10.0)
 BATCHES = 90  # of 16 of the 1437 images
-NAMES = ("on demand", "static split", "at best")
+NAMES = ("on demand", "static split", "ideal")
 
 
 def evaluation_s(factor: float, seed: int) -> float:
-    """The mean time of an evaluation."""
+    """Return the mean virtual seconds of an evaluation."""
     seen: list[events.IterationDone] = []
 
     def note(event: events.AnyEvent) -> None:
@@ -59,7 +59,7 @@ def main() -> None:
         print(f"{factor:4.0f} times slower:  {took}")
     slower = ours[2][1] / ours[0][1]
     report(
-        "a batch with one slow worker takes less time than with a static split",
+        "with a slow worker, an evaluation takes less time than with a static split",
         f"with a worker that is 5 times slower an evaluation takes {slower:.2f} times as long as with equal ones, "
         f"a static split {static[2][1] / static[0][1]:.2f} times",
         slower < 1.5 and ours[2][1] < static[2][1],

@@ -1,4 +1,4 @@
-"""What all reproductions share: a run in virtual time with true gradients, several seeds, a figure, and a verdict."""
+"""Tools of all reproductions: simulated runs with real gradients, means over seeds, figures and reports."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ FIGURES = Path(__file__).parent / "figures"
 
 @dataclass(frozen=True)
 class Done:
-    """One run: what it came to, and how the loss went, as (virtual seconds, loss)."""
+    """The result of one simulated run, with its losses as (virtual seconds, loss)."""
 
     result: SimulatedResult
     losses: list[tuple[float, float]]
-    waited_s: float  # by all workers together
-    staleness: list[tuple[float, float]]  # the part of the data that is done, and the mean over all updates until then
-    samples: list[tuple[float, int]]  # virtual seconds, samples done until then
+    waited_s: float  # of all workers together
+    staleness: list[tuple[float, float]]  # fraction of the data done, mean over all updates so far
+    samples: list[tuple[float, int]]  # virtual seconds, samples done so far
 
     @property
     def accuracy(self) -> float:
-        """In percent; what is not finite is as good as a guess."""
+        """Return the accuracy in percent; that of a model that is not finite is 10 %, as by guessing."""
         value = self.result.metrics.get("accuracy", 0.0)
         return 100 * value if value == value else 10.0
 
@@ -41,15 +41,15 @@ class Done:
 
     @property
     def idle(self) -> float:
-        """The part of the workers' time that was spent waiting, in percent."""
+        """Return the fraction of the workers' time spent waiting, in percent."""
         return 100 * self.waited_s / (self.result.workers * self.result.seconds)
 
     def seconds_to(self, loss: float) -> float | None:
-        """When the training loss, as it was shown, first fell below this one."""
+        """Return the virtual seconds until the reported training loss first fell below `loss`."""
         return next((at_s for at_s, value in self.losses if value < loss), None)
 
     def samples_to(self, loss: float) -> int | None:
-        """How many samples it took to that."""
+        """Return the number of samples until the training loss first fell below `loss`."""
         reached_s = self.seconds_to(loss)
         return None if reached_s is None else max(done for at_s, done in self.samples if at_s <= reached_s)
 
@@ -66,7 +66,7 @@ def simulate(
     steps: int | None = None,
     **settings: Any,
 ) -> Done:
-    """Train in virtual time. With `steps` there are no gradients, only messages and clocks."""
+    """Simulate training; with `steps`, simulate the timing of messages only, without gradients."""
     seen: list[events.AnyEvent] = []
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig(
@@ -92,18 +92,18 @@ def simulate(
 
 
 def over_seeds(seeds: Iterable[int], one: Callable[[int], float]) -> tuple[float, float]:
-    """Mean and standard deviation."""
+    """Return the mean and the standard deviation of one number over seeds."""
     return mean_and_spread([one(seed) for seed in seeds])
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Of what was never reached the mean is infinite, and there is no spread."""
+    """Return mean and standard deviation; infinity and 0 if some value was never reached."""
     mean = statistics.fmean(values)
     return mean, statistics.pstdev(values) if math.isfinite(mean) else 0.0
 
 
 def report(claim: str, found: str, holds: bool) -> None:
-    """The number next to the claim."""
+    """Print the result next to the claim."""
     print(f"claim   {claim}\nfound   {found}\n{'holds' if holds else 'MISSED'}\n")
 
 
@@ -117,14 +117,14 @@ def arguments(name: str, about: str | None) -> argparse.Namespace:
 def draw(
     path: Path, title: str, x: str, y: str, lines: dict[str, Sequence[tuple[float, float, float]]], **how: Any
 ) -> None:
-    """One line per name, of points (x, mean, spread)."""
+    """Draw one line per name, with points (x, mean, spread)."""
     draw_panels(path, title, x, {y: lines}, **how)
 
 
 def draw_panels(
     path: Path, title: str, x: str, panels: dict[str, dict[str, Sequence[tuple[float, float, float]]]], **how: Any
 ) -> None:
-    """Panels beside each other, one for each quantity y; the same x below all of them."""
+    """Draw panels side by side, one for each quantity y, with the same x."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -138,7 +138,7 @@ def draw_panels(
             xs, means, spreads = zip(*points, strict=True)
             axes.errorbar(xs, means, yerr=spreads, label=name, marker="o", capsize=3)
         axes.set(title=title, xlabel=x, ylabel=y, **how)
-        if how.get("xscale") == "log":  # the numbers that were tried, not powers of ten
+        if how.get("xscale") == "log":  # label the measured values, not powers of ten
             tried = sorted({point[0] for points in lines.values() for point in points})
             axes.set_xticks(tried, [f"{value:g}" for value in tried])
             axes.set_xticks([], minor=True)

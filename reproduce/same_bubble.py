@@ -1,8 +1,8 @@
-"""1F1B with a flush idles as long as GPipe and keeps fewer activations: S - s of them instead of M (Huang et al. 2019).
+"""1F1B with a flush idles as long as GPipe and keeps S - s instead of M microbatches (Huang et al. 2019).
 
-Idle time is played against the clock for every schedule of up to 6 stages and 12 microbatches, and compared with
-(S - 1) / (M + S - 1). Memory is measured: a net of equal stages trains for one batch, and whatever autograd saves
-in a stage for its backward is counted while it lives. (1F1B with a flush: Narayanan et al. 2021.)
+Idle time is that of a simulated schedule, for up to 6 stages and 12 microbatches, compared with (S - 1) / (M + S - 1).
+Memory is measured: a model of equal stages trains for one batch, and the script counts the tensors that autograd saves
+in each stage for the backward pass. (1F1B with a flush: Narayanan et al. 2021.)
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from reproduce.runs import arguments, draw, report
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
 SIZES = [(stages, microbatches) for stages in range(1, 7) for microbatches in range(1, 13)]
 COSTS = [(1.0, 2.0), (1.0, 1.0), (3.0, 4.0)]  # seconds of a forward and a backward
-STAGES, MICROS = 6, 12  # of the net that is measured
+STAGES, MICROS = 6, 12  # of the measured model
 WIDTH, SAMPLES = 64, 32
 
 
 class Saved:
-    """Bytes that autograd has saved in one stage and not yet freed. Parameters are not counted."""
+    """Counts the bytes that autograd has saved in one stage and not yet freed, without parameters."""
 
     def __init__(self, stage: Stage) -> None:
         self.now = self.peak = 0
@@ -64,7 +64,7 @@ class _Kept:
 
 
 def peak_bytes(schedule: Callable[[int, int], Table], stages: int, microbatches: int) -> list[int]:
-    """The most that each stage had saved at one time, in one batch of training."""
+    """Return the peak of the saved bytes of each stage, in one batch of training."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)))
     batches = [torch.randn(SAMPLES, WIDTH) for _ in range(microbatches)]
@@ -78,7 +78,7 @@ def peak_bytes(schedule: Callable[[int, int], Table], stages: int, microbatches:
 
 
 def largest_error() -> tuple[float, float]:
-    """(of the idle time from its formula, of the total times of the two schedules from each other)."""
+    """Return the largest error of the formula of idle time, and the largest difference between the two schedules."""
     from_formula = from_each_other = 0.0
     for stages, microbatches in SIZES:
         for forward_s, backward_s in COSTS:
@@ -93,24 +93,26 @@ def largest_error() -> tuple[float, float]:
 def main() -> None:
     asked = arguments("same_bubble", __doc__)
     error, apart_s = largest_error()
-    print(f"{len(SIZES) * len(COSTS)} pairs of schedules: idle time is off its formula by at most {error:.0e}\n")
+    print(f"{len(SIZES) * len(COSTS)} pairs of schedules: idle time differs from its formula by at most {error:.0e}\n")
     one = peak_bytes(gpipe, 1, 1)[0]  # of one microbatch in one stage
     lines: dict[str, Sequence[tuple[float, float, float]]] = {}
     peaks = {}
     for name, make in SCHEDULES.items():
         peaks[name] = peak_bytes(make, STAGES, MICROS)
         lines[f"{name}, measured"] = [(stage, peak / 1000, 0.0) for stage, peak in enumerate(peaks[name])]
-        print(f"{name:6} saved for backwards, kB by stage:  {', '.join(f'{p / 1000:.0f}' for p in peaks[name])}")
+        print(f"{name:6} saved for backward passes, kB by stage:  {', '.join(f'{p / 1000:.0f}' for p in peaks[name])}")
     formula = [min(MICROS, STAGES - stage) * one for stage in range(STAGES)]
     lines["(S - s) of one microbatch"] = [(stage, size / 1000, 0.0) for stage, size in enumerate(formula)]
     report(
-        "with a flush 1F1B idles as GPipe does, and keeps activations of S - s microbatches instead of M",
+        "with a flush, 1F1B idles as long as GPipe, and keeps the activations of S - s microbatches instead of M",
         f"the same time in all of {len(SIZES)} sizes; with {STAGES} stages and {MICROS} microbatches GPipe keeps "
-        f" {peaks['GPipe'][0] / one:g} microbatches in each stage, 1F1B "
+        f"{peaks['GPipe'][0] / one:g} microbatches in each stage, 1F1B "
         f"{', '.join(f'{peak / one:g}' for peak in peaks['1F1B'])}",
         error < 1e-9 and apart_s < 1e-9 and peaks["1F1B"] == formula and set(peaks["GPipe"]) == {MICROS * one},
     )
-    draw(asked.figure, f"{STAGES} stages, {MICROS} microbatches", "stage", "kB saved for backwards, at most", lines)
+    draw(
+        asked.figure, f"{STAGES} stages, {MICROS} microbatches", "stage", "kB saved for backward passes, at most", lines
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A value goes once to each machine that needs it, however many edges cross the boundary (Dean et al. 2012).
 
-Random layered nets are dealt over machines: local ones, whose nodes read a few neighbours in the layer below, and fully
-connected ones. What the machines say is counted and compared with the wiring, and what they compute with the whole net.
+Random layered models are placed on machines: local ones, whose nodes read a few neighbors in the layer below, and fully
+connected ones. The script compares the messages with the edges, and the results with those of the whole model.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_marks import whole
 from reproduce.runs import arguments, draw, over_seeds, report
 
-LAYERS, WIDTH, REACH = 4, 24, 3  # a local node reads from neighbours at most so far away
+LAYERS, WIDTH, REACH = 4, 24, 3  # the largest distance of a neighbor that a local node reads
 SIZE, BATCH = 4, 6  # numbers in a node, samples
 MACHINES = (2, 3, 4, 6, 8, 12)
-KINDS = ("processes", "fully connected")
+KINDS = ("local", "fully connected")
 
-Wiring = dict[tuple[int, int], tuple[int, ...]]  # (layer, place) -> the places of the layer below that it reads
+Wiring = dict[tuple[int, int], tuple[int, ...]]  # (layer, column) -> the columns of the layer below that it reads
 
 
 def wiring(kind: str, dice: random.Random) -> Wiring:
-    """Layers 1 and up; in a local net each neighbour is read with a chance of two in three, and one always."""
+    """Return the edges into layers 1 and up; a local node reads its own column and two thirds of its neighbors."""
     reads: Wiring = {}
     for layer in range(1, LAYERS):
-        for place in range(WIDTH):
-            near = range(max(0, place - REACH), min(WIDTH, place + REACH + 1))
-            chosen = tuple(p for p in near if p == place or dice.random() < 2 / 3)
-            reads[layer, place] = chosen if kind == "processes" else tuple(range(WIDTH))
+        for column in range(WIDTH):
+            near = range(max(0, column - REACH), min(WIDTH, column + REACH + 1))
+            chosen = tuple(p for p in near if p == column or dice.random() < 2 / 3)
+            reads[layer, column] = chosen if kind == "local" else tuple(range(WIDTH))
     return reads
 
 
 class Node(nn.Module):
-    """tanh of a linear function of everything it reads."""
+    """A node computes tanh of a linear function of all that it reads."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class Node(nn.Module):
 
 
 class Net(nn.Module):
-    """A node for each place of each layer, and one that reads all of the last layer."""
+    """A model with a node for each column of each layer, and one that reads all of the last layer."""
 
     def __init__(self, reads: Wiring) -> None:
         super().__init__()
         self.reads = reads
         self.first = nn.ModuleList(Node(1) for _ in range(WIDTH))
-        self.later = nn.ModuleDict({f"{layer}_{place}": Node(len(below)) for (layer, place), below in reads.items()})
+        self.later = nn.ModuleDict({f"{layer}_{column}": Node(len(below)) for (layer, column), below in reads.items()})
         self.answer = Node(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,48 +72,48 @@ class Net(nn.Module):
 class Counted:
     sent: int  # values, forward
     came_back: int  # gradients
-    distinct: int  # (value, machine that needs it), from the wiring alone
-    edges: int  # that cross machines
-    largest_error: float  # of the answer and of all gradients, against the whole net
+    distinct: int  # pairs of a value and a machine that needs it, from the edges
+    edges: int  # between machines
+    largest_error: float  # of the answer and of all gradients, against the whole model
 
 
 def count(kind: str, machines: int, seed: int) -> Counted:
-    """One batch, forward and backward, of a net whose columns are dealt to machines at random."""
+    """Count the messages of one batch, forward and backward, with columns placed on machines at random."""
     dice = random.Random(f"{kind} {machines} {seed}")
     torch.manual_seed(seed)
     reads = wiring(kind, dice)
     net, x = Net(reads).double(), torch.randn(BATCH, SIZE).double()
-    homes = [place * machines // WIDTH for place in range(WIDTH)]
-    for place in dice.sample(range(WIDTH), WIDTH // 6):  # mostly stretches, as one would cut, and some strays
-        homes[place] = dice.randrange(machines)
+    machine_of = [column * machines // WIDTH for column in range(WIDTH)]
+    for column in dice.sample(range(WIDTH), WIDTH // 6):  # mostly contiguous, with some exceptions
+        machine_of[column] = dice.randrange(machines)
 
     graph = cut(net, (x,))
-    parts = Partitioned(graph, {unit: _home(unit, homes) for unit in graph.units})
+    parts = Partitioned(graph, {unit: _machine(unit, machine_of) for unit in graph.units})
     answer = parts(x)
     expected, gradients = _whole(net, x)
     parts.loss_and_gradients(_loss, (x,))
     kinds = [message.kind for message in parts.messages]
     errors = [(answer - expected).abs().max()]
     errors += [(p.grad - g).abs().max() for p, g in zip(net.parameters(), gradients, strict=True) if p.grad is not None]
-    edges = _edges(reads, homes)
+    edges = _edges(reads, machine_of)
     return Counted(
         sent=kinds.count("value"),
         came_back=kinds.count("gradient"),
-        distinct=len({(value, there) for value, here, there in edges}),
+        distinct=len({(value, reader) for value, _, reader in edges}),
         edges=len(edges),
         largest_error=float(max(errors)),
     )
 
 
-def _home(unit: str, homes: list[int]) -> int:
-    """Units are first_<place>, later_<layer>_<place> and answer, which is on machine 0."""
-    return 0 if unit == "answer" else homes[int(unit.rpartition("_")[2])]
+def _machine(unit: str, machine_of: list[int]) -> int:
+    """Return the machine of a unit first_<column>, later_<layer>_<column>, or answer, which is on machine 0."""
+    return 0 if unit == "answer" else machine_of[int(unit.rpartition("_")[2])]
 
 
-def _edges(reads: Wiring, homes: list[int]) -> list[tuple[tuple[int, int], int, int]]:
-    """(value, its machine, the reader's) of every edge between two machines."""
-    edges = [((layer - 1, b), homes[b], homes[p]) for (layer, p), below in reads.items() for b in below]
-    edges += [((LAYERS - 1, place), homes[place], 0) for place in range(WIDTH)]
+def _edges(reads: Wiring, machine_of: list[int]) -> list[tuple[tuple[int, int], int, int]]:
+    """Return (value, its machine, the reader's machine) of every edge between two machines."""
+    edges = [((layer - 1, b), machine_of[b], machine_of[p]) for (layer, p), below in reads.items() for b in below]
+    edges += [((LAYERS - 1, column), machine_of[column], 0) for column in range(WIDTH)]
     return [edge for edge in edges if edge[1] != edge[2]]
 
 
@@ -128,28 +128,28 @@ def _whole(net: Net, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 def main() -> None:
     asked = arguments("sent_once", __doc__)
-    torch.set_num_threads(1)  # nodes are tiny: threads would wait for each other
+    torch.set_num_threads(1)  # nodes are too small for threads
     lines: dict[str, list[tuple[float, float, float]]] = {}
-    seen = []
+    counts = []
     for kind in KINDS:
         for machines in MACHINES:
             runs = [count(kind, machines, seed) for seed in range(asked.seeds)]
-            seen += runs
+            counts += runs
             for name, values in (("messages", [r.sent for r in runs]), ("crossing edges", [r.edges for r in runs])):
                 mean, spread = over_seeds(range(asked.seeds), lambda seed, values=values: float(values[seed]))  # type: ignore[misc]
                 lines.setdefault(f"{kind}, {name}", []).append((machines, mean, spread))
             print(f"{kind:15} {machines:2} machines:  {runs[0].sent:4} messages for {runs[0].edges:4} crossing edges")
-    exact = all(run.sent == run.came_back == run.distinct < run.edges for run in seen)
-    worst = max(run.largest_error for run in seen)
+    exact = all(run.sent == run.came_back == run.distinct < run.edges for run in counts)
+    worst = max(run.largest_error for run in counts)
     saved = {kind: lines[f"{kind}, crossing edges"][-1][1] / lines[f"{kind}, messages"][-1][1] for kind in KINDS}
     report(
         "a node's state is sent once for each machine that needs it, fewer times than edges cross",
-        f"{len(seen)} nets: messages there and back {'are' if exact else 'are NOT'} the distinct (value, machine), "
+        f"{len(counts)} models: messages there and back {'are' if exact else 'are NOT'} the distinct (value, machine), "
         f"{saved['local']:.1f} (local) and {saved['fully connected']:.1f} (full) times fewer than edges on "
-        f"{MACHINES[-1]} machines; the largest difference from the whole net is {worst:.0e}",
+        f"{MACHINES[-1]} machines; the largest difference from the whole model is {worst:.0e}",
         exact and worst < 1e-12,
     )
-    draw(asked.figure, "What crosses in one pass", "machines", "count", lines, yscale="log")
+    draw(asked.figure, "Messages and crossing edges in one pass", "machines", "count", lines, yscale="log")
 
 
 if __name__ == "__main__":

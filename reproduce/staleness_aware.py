@@ -1,9 +1,9 @@
-"""Dividing by the staleness rescues soft synchronisation (Zhang et al. 2016, figure 3).
+"""Dividing gradients by their staleness makes soft synchronization work (Zhang et al. 2016, figure 3).
 
-Thirty workers with batches of 4 train the digits until they have learnt them. With one learning rate for all, updates
-of few gradients that missed many (large n) fail, at about nine errors in ten; divided by what each gradient missed, the
-same rate learns for all n, as well as in lock-step (hardsync). The paper trains CIFAR-10 for 140 epochs, with a
-momentum of 0.9, which is left out here.
+Thirty workers train digits with batches of 4. With one learning rate for all n, training fails at large n (about 90 %
+errors), where updates average few and stale gradients. Divided by the staleness of each gradient, the same rate works
+for all n, as well as hardsync (synchronous SGD). The paper trains CIFAR-10 for 140 epochs with a momentum of 0.9; here
+the momentum is 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def error(seed: int, strategy: str = "sync", **settings: Any) -> float:
 
 
 def soft_error(n: int, scaling: str, seed: int) -> float:
-    """Without the guard: it would lower the rate, and hide what is shown here."""
+    """Return the error of soft synchronization without the divergence guard, which would lower the rate."""
     return error(seed, "soft_sync", n=n, scaling=scaling, guard=False)
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     judge(lines)
     draw(
         asked.figure,
-        "30 workers on the digits",
+        "30 workers on digits",
         "n (updates per round of pushes)",
         "test error, %",
         lines,
@@ -56,7 +56,7 @@ def judge(lines: dict[str, list[Point]]) -> None:
     fixed, divided = (lines[name] for name in SCALINGS.values())
     least, most = min(point[1] for point in divided), max(point[1] for point in divided)
     report(
-        "with one rate 15- and 30-softsync fail (90 % error); divided by the staleness all n learn",
+        "with one rate, 15- and 30-softsync fail (90 % error); divided by the staleness, all n learn",
         f"with one rate {fixed[-2][1]:.0f} and {fixed[-1][1]:.0f} %; divided, {least:.1f} to {most:.1f} % over all n",
         fixed[-1][1] > 80 and fixed[-2][1] > 80 and most - least < 5,
     )

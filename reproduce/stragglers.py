@@ -1,7 +1,7 @@
-"""Stale-synchronous beats lock-step where there are stragglers, and not where there are none (Cui et al. 2014).
+"""Stale-synchronous SGD is faster than lock-step with stragglers, and not without them (Cui et al. 2014).
 
-Eight workers train the digits; with stragglers, one step in twenty takes ten times as long. What counts is the virtual
-time in which the same data is done, the time to a loss on the way, and the test error at the end.
+Eight workers train digits; with stragglers, one step in twenty takes ten times as long. The script measures the virtual
+time to process the same data, the time to a loss, and the final test error.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def main() -> None:
     ]
     (quiet, slow), (quiet_to_loss, slow_to_loss) = gains
     report(
-        "without stragglers lock-step is about as fast; with stragglers stale-synchronous wins",
+        "without stragglers lock-step is about as fast; with stragglers stale-synchronous is faster",
         f"the best bound is {quiet:.2f} times as fast as lock-step without, {slow:.2f} times with stragglers; "
         f"to a loss of {TARGET:g} {quiet_to_loss:.2f} and {slow_to_loss:.2f} times",
         max(quiet, quiet_to_loss) < 1.25 and slow > 1.3 * quiet and slow_to_loss > 1.3 * quiet_to_loss,
     )
     panels = {"virtual seconds for the same data": whole, f"virtual seconds to a loss of {TARGET:g}": to_loss}
-    draw_panels(asked.figure, "8 workers on the digits", "bound, clocks", panels)
+    draw_panels(asked.figure, "8 workers on digits", "bound, clocks", panels)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One batch of a partition in virtual time, over the simulator's network: cards are shared, and messages cost time.
+"""Simulate one batch of a partitioned model, with shared network cards and a cost of each message.
 
-A machine does one thing at a time. It computes a unit when all that the unit reads is there, sends what other machines
-read, once to each, and takes what comes; a gradient goes back when the last reader of its machine is done.
+A machine runs one job at a time. It computes a unit when all its inputs have arrived, and sends each output once to
+each machine that reads it; a gradient goes back when the last reader on its machine is done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Do = Callable[[], None]
 
 
 def batch_s(profile: Profile, placement: Mapping[str, int], cluster: ClusterModel, seed: int = 0) -> float:
-    """Seconds of a batch, forward and backward. The cluster's compute model says how much a unit's time varies."""
+    """Return the seconds of a batch, forward and backward; unit times vary as in the cluster's compute model."""
     play = _Play(profile, placement, cluster, seed)
     play.begin()
     while play.clock.step():
@@ -29,7 +29,7 @@ def batch_s(profile: Profile, placement: Mapping[str, int], cluster: ClusterMode
 
 
 class _Box(Parcel):
-    """Something that arrives at a machine, which then does something."""
+    """A message and the function that its receiver calls."""
 
     def __init__(self, flow: Flow, num_bytes: int, arrive: Do) -> None:
         super().__init__(flow, num_bytes)
@@ -40,7 +40,7 @@ class _Box(Parcel):
 
 
 class _Host:
-    """A machine: jobs one after the other."""
+    """A machine that runs its jobs one after the other."""
 
     def __init__(self, play: _Play, number: int, compute: ComputeModel, seed: int) -> None:
         self.play, self.number = play, number
@@ -66,7 +66,7 @@ class _Host:
         self._next()
 
     def send(self, other: _Host, num_bytes: int, arrive: Do) -> None:
-        """The message costs this machine a moment, and the other one when it comes."""
+        """Send a message, which costs time on both machines."""
         if other.number not in self.flows:
             self.flows[other.number] = Flow(self.card, other.card)
         cost_s = self.play.message_s
@@ -122,14 +122,14 @@ class _Play:
                     self._forward(reader)
 
     def _others(self, value: CutValue) -> list[int]:
-        """Machines to send to, beginning with the next: then they do not all begin with the first."""
+        """Return the machines to send to, beginning with the next one, so that they do not all begin with the first."""
         here, count = self.placement[value.maker], len(self.hosts)
         return sorted({self.placement[r] for r in value.readers} - {here}, key=lambda other: (other - here) % count)
 
     # ---- backward ----
 
     def _returns(self, value: CutValue) -> list[int]:
-        """Machines from which a gradient comes back; the value's own counts if it reads it, too."""
+        """Return the machines that send a gradient back, including the value's own if it reads it."""
         here = self.placement[value.maker]
         machines = {self.placement[reader] for reader in value.readers}
         return [machine for machine in machines if machine == here or value.backward_bytes]

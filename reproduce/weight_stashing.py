@@ -1,9 +1,9 @@
-"""Without stashed weights a pipeline that never flushes computes the gradient of nothing (Narayanan et al. 2019, 3.3).
+"""Without weight stashing, a pipeline that never flushes computes no valid gradient (Narayanan et al. 2019, 3.3).
 
-A net of four stages trains on the digits, every microbatch an update. With stashing, stage s must do exactly what plain
-SGD does with a gradient at the parameters of S - 1 - s updates ago, and with vertical sync of S - 1 updates ago in all
-stages. Both references are written out below, without a pipeline. Without stashing, a backward meets parameters that
-its forward has not seen.
+A model of four stages trains on digits, with an update after every microbatch. With stashing, stage s must equal plain
+SGD with gradients at the parameters of S - 1 - s updates ago, and with vertical sync of S - 1 updates ago in all
+stages. Both references are implemented below without a pipeline. Without stashing, a backward pass uses newer
+parameters than its forward pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Samples = Sequence[tuple[Tensor, Tensor]]
 
 
 def net(seed: int) -> nn.Sequential:
-    """A linear layer and a tanh in each stage; the last makes the scores."""
+    """Return a model with a linear layer and a tanh in each stage; the last stage computes the scores."""
     torch.manual_seed(seed)
     sizes = [64, *([WIDTH] * (STAGES - 1)), 10]
     layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(sizes[:-1])]
@@ -60,7 +60,7 @@ def by_pipeline(model: nn.Sequential, batches: Samples, table: Table) -> list[fl
 
 
 def by_delayed_sgd(model: nn.Sequential, batches: Samples, delay_of: Callable[[int], int]) -> list[float]:
-    """W_s(t+1) = W_s(t) - lr * gradient at ( W_0(t - delay 0), W_1(t - delay 1), … ), and nothing else."""
+    """Train by W_s(t+1) = W_s(t) - lr * gradient at (W_0(t - delay 0), W_1(t - delay 1), …)."""
     names = {name: int(name.split(".")[0]) for name, _ in model.named_parameters()}  # parameter -> its stage
     history = [{name: p.detach().clone() for name, p in model.named_parameters()}]
     losses = []
@@ -78,14 +78,14 @@ def by_delayed_sgd(model: nn.Sequential, batches: Samples, delay_of: Callable[[i
 
 
 def distance(one: nn.Module, other: nn.Module) -> float:
-    """Between their parameters, as a part of their length."""
+    """Return the distance between the parameters of two models, relative to their length."""
     pairs = [(a.detach(), b.detach()) for a, b in zip(one.parameters(), other.parameters(), strict=True)]
     squares = [(float(((a - b) ** 2).sum()), float((b**2).sum())) for a, b in pairs]
     return float((sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5)
 
 
 def apart(name: str, seed: int, microbatches: int) -> tuple[float, float, float]:
-    """(distance from the reference after so many microbatches, mean loss of the last ones, the reference's)."""
+    """Return the distance from the reference after some microbatches, the mean last losses, and the reference's."""
     torch.set_num_threads(1)
     batches = samples(seed, microbatches)
     ours, reference = net(seed), net(seed)
@@ -111,13 +111,13 @@ def main() -> None:
         print(f"{name:14} after {MICROS}: distance {mean:.2g}, loss {losses[name]:.3f}, delayed SGD {delayed:.3f}")
     largest = {name: max(point[1] for point in points) for name, points in lines.items()}
     report(
-        "with stashing the pipeline is delayed SGD, exactly; without, it is not",
+        "with stashing the pipeline equals delayed SGD exactly; without, it does not",
         f"largest distance from the reference: {largest['stashing']:g} with stashing, {largest['vertical sync']:g} "
-        f"with vertical sync, {largest['no stashing']:.2g} without; the loss comes to {losses['stashing']:.3f} with "
+        f"with vertical sync, {largest['no stashing']:.2g} without; the loss is {losses['stashing']:.3f} with "
         f"and {losses['no stashing']:.3f} without",
         largest["stashing"] == largest["vertical sync"] == 0.0 < largest["no stashing"],
     )
-    draw(asked.figure, "Four stages on the digits", "microbatches", "distance from delayed SGD, relative", lines)
+    draw(asked.figure, "Four stages on digits", "microbatches", "distance from delayed SGD, relative", lines)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_a_script_runs_in_two_workers_and_the_books_balance(script: Path, tmp_pa
 def test_a_module_and_a_dataset_are_trained_with_one_call(tmp_path: Path) -> None:
     script = ROOT / "examples" / "wrap_a_dataset.py"
     done = run([sys.executable, str(script), "--tiny"], tmp_path)
-    assert "45 of 45 batches applied, 0 lost, 0 twice" in done.stdout  # 1,437 samples in batches of 32
+    assert "45 of 45 batches applied, 0 lost, 0 applied twice" in done.stdout  # 1,437 samples in batches of 32
     assert "accuracy 0." in done.stdout
 
 
@@ -67,7 +67,7 @@ def test_a_module_and_a_dataset_are_trained_with_one_call(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_an_equation_is_solved_by_one_call_and_its_plot_drawn(tmp_path: Path) -> None:
     done = run([sys.executable, str(ROOT / "examples" / "physics_informed.py"), "--tiny"], tmp_path)
-    assert "L-BFGS: 5 iterations" in done.stdout and " 0 twice" in done.stdout
+    assert "L-BFGS: 5 iterations" in done.stdout and " 0 applied twice" in done.stdout
     assert (tmp_path / "physics_informed.png").is_file()
 
 
@@ -75,9 +75,9 @@ def test_an_equation_is_solved_by_one_call_and_its_plot_drawn(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_model_is_trained_of_which_no_process_holds_all(tmp_path: Path) -> None:
     done = run([sys.executable, str(ROOT / "examples" / "split_model.py"), "--tiny"], tmp_path)
-    assert "2 of 2 batches applied to every block, 0 lost, 0 twice" in done.stdout
-    weighed = [line for line in done.stdout.splitlines() if " MB, at most " in line]
-    assert [line.partition(":")[0] for line in weighed] == [
+    assert "2 of 2 applied, 0 lost, 0 applied twice" in done.stdout
+    measured = [line for line in done.stdout.splitlines() if " MB, at most " in line]
+    assert [line.partition(":")[0] for line in measured] == [
         *(f"rainband server {n}" for n in range(2)),
         *(f"rainband worker {n}" for n in range(2)),
     ]

@@ -41,7 +41,7 @@ def test_a_script_names_its_paper_and_prints_its_number_next_to_the_claim(path: 
     assert {"arguments", "report", "draw"} <= called
 
 
-@pytest.mark.parametrize("kind", ["processes", "fully connected"])
+@pytest.mark.parametrize("kind", ["local", "fully connected"])
 def test_a_value_is_sent_once_to_each_machine_that_needs_it(kind: str) -> None:
     counted = count(kind, machines=3, seed=0)
     assert counted.sent == counted.came_back == counted.distinct < counted.edges
@@ -94,7 +94,7 @@ def layers_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     weights = partition_speed_up.WINDOW**2 * partition_speed_up.CHANNELS
     monkeypatch.setattr(partition_speed_up, "linear_s", at_a_rate)
-    monkeypatch.setattr(partition_speed_up, "place_s", lambda channels: at_a_rate(weights, channels))
+    monkeypatch.setattr(partition_speed_up, "pixel_s", lambda channels: at_a_rate(weights, channels))
 
 
 @pytest.mark.slow
