@@ -339,7 +339,6 @@ NOT_YET: dict[Law, set[str]] = {
         "model_parallel/graph/tile_regions.py",
         "model_parallel/placement/split_layers.py",
     },
-    long_files: set(),
 }
 
 
