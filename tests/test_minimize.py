@@ -164,5 +164,5 @@ def test_time_alone_says_nothing_about_a_loss() -> None:
         task="quadratic", strategy="sandblaster", num_workers=2, num_servers=1, runtime="sim",
         sim=SimSettings(time_only=True),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="depends on the loss: leave --time-only out"):
+    with pytest.raises(ValueError, match="computes no loss, and sandblaster needs it: omit --time-only"):
         make_scenario(config)

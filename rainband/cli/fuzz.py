@@ -58,10 +58,10 @@ def command(
     with report_errors():
         for case in _cases(seeds, strategy, faults):
             verdict = check(case, keep_trace=trace)
-            if verdict.wrong and shrink:
+            if verdict.violations and shrink:
                 verdict = check(shortest(case), keep_trace=trace)
-            failed += bool(verdict.wrong)
-            if verdict.wrong or trace or "-" not in seeds:
+            failed += bool(verdict.violations)
+            if verdict.violations or trace or "-" not in seeds:
                 _show(verdict, shrink or faults is not None)
     typer.echo(f"{failed} failed" if failed else "all kept their promises")
     raise typer.Exit(FAILED if failed else 0)
@@ -101,10 +101,10 @@ def _show(verdict: OracleVerdict, shortened: bool) -> None:
     typer.echo(text(case.script))
     if verdict.trace.lines:
         typer.echo(table(verdict.trace.lines))
-    for wrong in verdict.wrong:
-        typer.echo(f"WRONG: {wrong}")
-    if verdict.wrong and shortened:
+    for violation in verdict.violations:
+        typer.echo(f"VIOLATED: {violation}")
+    if verdict.violations and shortened:
         typer.echo("To see it again, write the lines of the script to a file, and type")
         typer.echo(f"  {verdict.command} --faults FILE --trace")
-    elif verdict.wrong:
+    elif verdict.violations:
         typer.echo(f"To see it again:  {verdict.command} --trace")

@@ -1,9 +1,9 @@
-"""Thousands of workers and many servers, time only: what goes to all servers is one message.
+"""All servers as one node, for timing-only runs with thousands of workers: a push to all servers is one message.
 
-Shared with every other world: the coordinator, the strategies' coroutines, the client, and one real server with one
-block that has no elements, which stands for all of them (marks, rules, rounds, clocks, staleness, books). Modelled:
-that all servers take messages in one order, and when each of them has received, applied and answered (vectors of
-times). Left out: racks' uplinks, jitter, faults, and shared memory.
+As in every runtime: the coordinator, the strategies, the client, and one real server, which stands for all of them; it
+has one block without elements (accepted sets, rules, rounds, clocks, staleness, accounting). Modelled: all servers
+handle messages in the same order, and each has its own times of receiving, applying and answering. Left out: uplinks
+of racks, jitter, faults and shared memory.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ from rainband.server.readers import ServerOutput
 from rainband.server.server import Server
 from rainband.strategy import ServerPart
 
-ALL = Peer("server", 0)  # the coordinator knows of one server, which is all of them
-Arriving = tuple[float, int, WorkerNode, Message, float]  # (when, a number, whose, it, when its first byte left)
+ALL = Peer("server", 0)  # the coordinator knows one server, which stands for all
+Arriving = tuple[
+    float, int, WorkerNode, Message, float
+]  # (arrives at, number, its sender, message, first byte left at)
 
 
 class AggregatedServersNode(Node):
-    """All servers as one node, which takes no event for each message.
+    """All servers as one node, which needs no event of its own for each message.
 
-    What happens at the servers at one moment reaches nobody else before a latency later. So messages may lie that
-    long: then all that has happened meanwhile happens at once, in the order of its time.
+    An effect of the servers reaches other nodes a latency later at the earliest. So messages may wait that long: then
+    everything that was due is done at once, in the order of its time.
     """
 
     def __init__(
@@ -52,21 +54,25 @@ class AggregatedServersNode(Node):
         self.latency_s = aggregated.latency_s
         self.arriving: list[Arriving] = []  # a heap: in the order in which they begin to arrive
         self.number = 0
-        # The server in the middle takes one after the other, and its card too: these are in the order of their time.
-        self.taken: deque[tuple[float, WorkerNode, Message, Times]] = deque()  # (handled at, whose, it, by each server)
-        self.leaving: deque[tuple[float, WorkerNode, Params, float]] = deque()  # (leaves at, for, it, arrives at)
+        # The server in the middle handles one message after the other, and so does its NIC: both are in order of time.
+        self.taken: deque[tuple[float, WorkerNode, Message, Times]] = (
+            deque()
+        )  # (handled at, its sender, message, by each server)
+        self.leaving: deque[tuple[float, WorkerNode, Params, float]] = (
+            deque()
+        )  # (leaves at, reader, message, arrives at)
         self.looks_at = inf
         self.trace_message = bus.trace.message
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
-        """What the coordinator says; it takes the servers no time."""
+        """Handle a message of the coordinator; it takes the servers no time."""
         self._catch_up()
         for out in self.server.receive(sender, message, payload):
             self._send(out, self.aggregated.free(), self.clock.now)
         self._look_again()
 
     def expect(self, arrives: float, worker: WorkerNode, message: Message, left_at: float) -> None:
-        """A worker's message will begin to arrive; the first byte of a push left then."""
+        """Expect a worker's message that begins to arrive then; `left_at` is when its first byte left."""
         self.number = number = self.number + 1
         heappush(self.arriving, (arrives, number, worker, message, left_at))
         if arrives + self.latency_s < self.looks_at:
@@ -77,19 +83,19 @@ class AggregatedServersNode(Node):
         self.clock.at(at_s, self._look)
 
     def _look(self) -> None:
-        if self.clock.now == self.looks_at:  # otherwise something came that was earlier
+        if self.clock.now == self.looks_at:  # otherwise an earlier message was expected meanwhile
             self._catch_up()
             self._look_again()
 
     def _look_again(self) -> None:
-        """A latency after the next thing happens: what comes of it arrives no earlier."""
+        """Look again a latency after the next message is due: its effects arrive no earlier."""
         heads = [queue[0][0] for queue in (self.arriving, self.taken, self.leaving) if queue]
         self.looks_at = inf
         if heads:
             self._look_at(max(self.clock.now, min(heads) + self.aggregated.latency_s))
 
     def _catch_up(self) -> None:
-        """Let everything happen whose time has come."""
+        """Do everything that is due, in the order of its time."""
         arriving, taken, leaving, now = self.arriving, self.taken, self.leaving, self.clock.now
         arrives = arriving[0][0] if arriving else inf
         handled = taken[0][0] if taken else inf
@@ -98,7 +104,7 @@ class AggregatedServersNode(Node):
             if handled <= leaves and handled <= arrives:
                 self._handle(*taken.popleft())
                 handled = taken[0][0] if taken else inf
-                leaves = leaving[0][0] if leaving else inf  # it may have been answered
+                leaves = leaving[0][0] if leaving else inf  # handling it may have added a reply
             elif leaves <= arrives:
                 self._leave(*leaving.popleft())
                 leaves = leaving[0][0] if leaving else inf
@@ -140,12 +146,12 @@ class AggregatedServersNode(Node):
         self._deliver_at((last if last > at_s else at_s) + self.aggregated.latency_s, worker, message, None)
 
     def _leave(self, at_s: float, worker: WorkerNode, params: Params, arrives: float) -> None:
-        """Replies are read when they leave: what was applied while they queued is in them."""
+        """Read a reply when it leaves: it contains what was applied while it was queued."""
         message, _ = self.server.read(params)
         self._deliver_at(arrives, worker, message, NOTHING)
 
     def _deliver_at(self, arrives: float, worker: WorkerNode, message: Message, payload: Payload) -> None:
-        """Who computes looks at messages only afterwards, and some can wait for the next one: these need no event."""
+        """Deliver a message. An answer that can wait until the worker handles the next message needs no event."""
         if payload is None and type(message) is Ack and worker.can_wait_with(message):
             worker.later.append((arrives, message))
         else:
@@ -155,7 +161,7 @@ class AggregatedServersNode(Node):
 
 
 class AggregatedPort:
-    """A worker's way to all servers at once."""
+    """A worker's port to all servers at once."""
 
     direct = False
 
@@ -167,14 +173,14 @@ class AggregatedPort:
 
     def send(self, message: Message) -> None:
         worker, node = self.worker, self.node
-        now, at_s = node.clock.now, worker.busy_until  # free_at(), written out
+        now, at_s = node.clock.now, worker.busy_until  # free_at(), inlined
         if at_s < now:
             at_s = now
         node.expect(at_s + node.latency_s, worker, message, at_s)
 
     def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         worker, aggregated = self.worker, self.node.aggregated
-        # The first share leaves while the next ones are copied: only the copying of the first is waited for.
+        # The first shard leaves while the next ones are copied.
         now, at_s = worker.clock.now, worker.busy_until
         if at_s < now:
             at_s = now
@@ -188,18 +194,23 @@ class AggregatedPort:
 
 
 def make_aggregated(model: ClusterModel, layout: Layout, num_servers: int) -> AggregatedServers:
-    """The servers' shares of a model."""
+    """Return the timing model of all servers, each with its shard."""
     if model.nodes.shared_memory or model.nodes.cores:
-        raise ValueError("in bulk every node has a machine of its own: leave shared_memory and cores out of the model.")
+        raise ValueError(
+            "servers that are simulated as one do not support shared_memory and cores: remove these from the network "
+            "file."
+        )
     if model.nodes.gather_bytes_per_s:
-        raise ValueError("in bulk every push takes a server as long: leave gather_bytes_per_s out of the model.")
+        raise ValueError(
+            "servers that are simulated as one do not support gather_bytes_per_s: remove it from the network file."
+        )
     blocks = cut(layout, num_servers)
     dealt = deal(blocks, num_servers)
     return AggregatedServers(model, [sum(blocks[b].num_bytes for b in mine) for mine in dealt], list(map(len, dealt)))
 
 
 def as_one_block(message: Message) -> Message:
-    """The blocks that nodes are told of become one without elements, owned by the one server."""
+    """Replace the blocks that nodes are told of by one without elements, owned by the one server."""
     match message:
         case Welcome():
             return msgspec.structs.replace(message, blocks=(hollow(message.blocks[0]),), owners=(0,))

@@ -1,4 +1,4 @@
-"""Play a script of faults in a simulated run."""
+"""Inject the faults of a script into a simulated run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rainband.runtimes.simulation.models.trace import NodeEvent
 
 
 class FaultInjector:
-    """Does to a world what a script says, at its time."""
+    """Injects each fault of a script at its time."""
 
     def __init__(self, cluster: SimulatedCluster, script: Script, seed: int) -> None:
         self.cluster = cluster
@@ -51,7 +51,7 @@ class FaultInjector:
             return
         if fault.what == "reset":
             self.cluster.disconnect(node, other)
-            self.deaths += 1  # a worker that cannot reach a server ends
+            self.deaths += 1  # a worker ends that cannot reach a server
             return
         flow = self.cluster.bus.flow(node, other)
         self.cluster.trace.note(now, node.name, NodeEvent.LINK_FAULT, f"{fault.what} > {other.name} for {fault.for_s}")
@@ -83,17 +83,17 @@ class FaultInjector:
             self.cluster.add_worker(index, known.peer.incarnation + 1)
 
     def _count_restarts(self, script: Script) -> None:
-        """Only where the coordinator leads it keeps a journal, and can be started again."""
+        """Count how often the coordinator is started again: only full-batch strategies keep a journal for that."""
         restarts = [fault for fault in script if fault.what == "start" and fault.node == "coordinator"]
         if restarts and not self.cluster.scenario.strategy.requires.coordinated:
             raise ValueError(
-                f"{restarts[0]}: this run does not outlive its coordinator. Only one that its coordinator leads "
-                "does: choose sandblaster or conjugate_gradient."
+                f"{restarts[0]}: only full-batch strategies can start their coordinator again: choose sandblaster or "
+                "conjugate_gradient."
             )
         self.cluster.restarts = len(restarts)
 
     def _survives(self, in_flight: InFlight) -> bool:
-        """Of what a dying node had sent, a part may be lost with it."""
+        """Draw whether a message of a dying node still arrives."""
         return self.random.random() < 0.8
 
     def _node(self, name: str) -> Node | None:

@@ -1,4 +1,4 @@
-"""What simulated workers compute with: one module for all of them, or nothing at all where only time counts."""
+"""How simulated workers compute gradients: with one module for all of them, or not at all in timing-only runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rainband.worker.worker_model import ModuleModel, pull_final
 
 
 class GradientCompute(ModuleModel, SimulatedCompute):
-    """Computes true gradients at the worker's own parameters."""
+    """Computes gradients at the worker's own parameters."""
 
     writes_once = True  # gradients are written once, for all blocks, where they are sent from
 
@@ -43,7 +43,7 @@ class GradientCompute(ModuleModel, SimulatedCompute):
         return WrittenGradient(gradient, self.memory.flat, self.shared_module.wholes) if self.writes_once else gradient
 
     def evaluate(self, worker: ModuleWorker) -> dict[str, float]:
-        """The module is that of all workers: it gets its mode back."""
+        """Evaluate with the module of all workers, and restore its mode."""
         was_training = worker.module.training
         try:
             return super().evaluate(worker)
@@ -52,13 +52,13 @@ class GradientCompute(ModuleModel, SimulatedCompute):
 
 
 class NoGradient(Gradient):
-    """The name of a gradient that was not computed."""
+    """A gradient that was not computed: only its batches count."""
 
     is_finite = True
 
 
 class TimingOnly(SimulatedCompute):
-    """Computes nothing: a gradient is its name."""
+    """Computes nothing, for runs that simulate only timing."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers

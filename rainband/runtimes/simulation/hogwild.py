@@ -1,8 +1,7 @@
-"""Workers that share one memory, in virtual time: a worker sees what was there when its step began.
+"""Hogwild in the simulation: workers share one memory, and a worker reads it when its step begins.
 
-How two writes interleave is modelled step by step: a worker reads all parameters at the moment it begins to compute,
-and its addition is made whole at the moment it has computed. So gradients are as stale as they would be; but no
-addition is lost to another, and none is cut short, as happens in real memory.
+A worker reads all parameters at the moment it begins to compute, and adds its whole step at the moment it has computed.
+So gradients are as stale as in a real run, but no addition is lost or torn, as happens in real memory.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from rainband.worker.worker_model import Buffers
 
 
 class ReadingWorker(MemoryWorker):
-    """It computes with a copy, taken when it begins."""
+    """Computes with a copy of the memory, taken when a step begins."""
 
     def gradient(self, batch: Batch) -> Compute:
-        take_over(self.client)
+        copy_memory(self.client)
         return super().gradient(batch)
 
 
 class HogwildCompute(GradientCompute):
-    """Computes true gradients at its copy of the memory."""
+    """Computes gradients at the worker's copy of the memory."""
 
     def __init__(
         self, shared_module: SharedModule, task: Task, data: Data, num_workers: int, hogwild_server: HogwildServer
@@ -44,7 +43,7 @@ class HogwildCompute(GradientCompute):
         return MemoryClient(me, welcome, self.memory.flat, self._memory(), tell)
 
     def _memory(self) -> SharedParameters:
-        assert self.hogwild_server.memory is not None, "it was made before anyone was welcome"
+        assert self.hogwild_server.memory is not None, "it is made before a worker is welcomed"
         return self.hogwild_server.memory
 
     def worker(self, index: int, client: Client) -> ModuleWorker:
@@ -54,11 +53,11 @@ class HogwildCompute(GradientCompute):
 
     async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
         assert isinstance(worker.client, MemoryClient)
-        take_over(worker.client)
+        copy_memory(worker.client)
         return await super().conclude(worker, conclude, buffers)
 
 
-def take_over(client: MemoryClient) -> None:
-    """Make what is in the memory the worker's own parameters."""
+def copy_memory(client: MemoryClient) -> None:
+    """Copy the memory into the worker's own parameters."""
     for own, vector in zip(client.flat.vectors, client.memory.vectors, strict=True):
         own.copy_(vector)

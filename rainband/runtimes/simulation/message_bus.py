@@ -1,4 +1,4 @@
-"""Messages between simulated nodes: letters that travel through the virtual network."""
+"""Messages between simulated nodes, which travel through the simulated network."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from rainband.runtimes.simulation.models.clock import VirtualClock
 from rainband.runtimes.simulation.models.network import Flow, Machine, Network, Parcel
 from rainband.runtimes.simulation.models.trace import NodeEvent, Trace
 
-HEADER_BYTES = 100  # a message without its payload, more or less
-KEEPING_TIME = frozenset(
+HEADER_BYTES = 100  # a message without its payload, about
+PERIODIC = frozenset(
     (Heartbeat, ReportRequest, Report, Revoke, AcceptedBatches)
-)  # what ticks repeat; a run that has only these left is stuck
+)  # messages that ticks repeat: when only these are left, the run is stuck
 MAY_OVERTAKE = frozenset((Push, Ack))
-MAY_COME_TWICE = (
+MAY_BE_DUPLICATED = (
     *(Push, Ack, Pull, Revoke, AcceptedBatches, ReportRequest, Report, Lease, LeaseRequest, Return, Heartbeat, Finish),
     *(Command, Answer, Evaluated),
 )
@@ -43,7 +43,7 @@ Payload = Any  # a tensor, bytes, or None
 
 
 class Node:
-    """A simulated node: may be paused and killed."""
+    """A simulated node; faults may pause and kill it."""
 
     __slots__ = (
         *("alive", "backlog", "clock", "disk_s", "flows", "killed_at", "machine", "name", "paused_until", "peer"),
@@ -59,19 +59,19 @@ class Node:
         self.alive = True
         self.killed_at = inf
         self.paused_until = 0.0
-        self.skew_s = 0.0  # its clock is so far ahead
-        self.disk_s = 0.0  # what it saves takes so much longer
-        self.backlog: list[Callable[[], None]] = []  # what came while it was paused
+        self.skew_s = 0.0  # by which its clock is ahead
+        self.disk_s = 0.0  # by which saving takes longer
+        self.backlog: list[Callable[[], None]] = []  # events that were due while it was paused
         self.flows: dict[Peer, Flow] = {}
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
-        raise AssertionError("each kind of node says what it does with a message")
+        raise AssertionError("each kind of node handles messages")
 
     def lost(self, peer: Peer) -> None:
         """The connection to a node has closed."""
 
     def wake(self, do: Callable[[], None]) -> None:
-        """Do something now, or when the pause is over; never when dead."""
+        """Do something now, or when the pause is over; never if the node has ended."""
         if self.clock.now < self.paused_until:
             if not self.backlog:
                 self.clock.at(self.paused_until, self._go_on)
@@ -106,10 +106,10 @@ class InFlight(Parcel):
         self.message = message  # None: the connection closes
         self.payload = payload
         kind = type(message)
-        self.idle = kind in KEEPING_TIME
+        self.idle = kind in PERIODIC
         self.may_overtake = kind in MAY_OVERTAKE
         self.is_read_late = False
-        self.lost = False  # the sender's machine died with it
+        self.lost = False  # it never arrives
         self.read: Callable[[], tuple[Message, Payload]] | None = None
 
     def leave(self) -> None:
@@ -128,7 +128,7 @@ class InFlight(Parcel):
             target.wake(lambda: target.lost(source.peer))
             return
         if self.left_at > source.killed_at:
-            return  # it was still in the sender's hands
+            return  # it had not left when the sender ended
         bus.trace.message(now, source.name, target.name, message)
         if now < target.paused_until:
             target.wake(lambda: target.receive(source.peer, message, self.payload))
@@ -137,7 +137,7 @@ class InFlight(Parcel):
 
 
 class MessageBus:
-    """Carries letters between nodes; one that is addressed to nobody is dropped, as by a closed connection."""
+    """Carries messages between nodes; drops those to nodes that have ended, as a closed connection does."""
 
     def __init__(self, clock: VirtualClock, network: Network, trace: Trace) -> None:
         self.clock = clock
@@ -155,7 +155,7 @@ class MessageBus:
         at_s: float | None = None,
         read: Callable[[], tuple[Message, Payload]] | None = None,
     ) -> None:
-        """Send a message, now or a little later. `read` makes it when its first byte leaves."""
+        """Send a message now or at a moment; `read` supplies it when its first byte leaves."""
         target = self.nodes.get(to)
         if target is None:
             return
@@ -167,7 +167,7 @@ class MessageBus:
             in_flight.is_read_late, in_flight.read = True, read
         at_s = self.clock.now if at_s is None else at_s
         self.network.send(in_flight, at_s)
-        if flow.duplicate_until > self.clock.now and isinstance(message, MAY_COME_TWICE) and read is None:
+        if flow.duplicate_until > self.clock.now and isinstance(message, MAY_BE_DUPLICATED) and read is None:
             self.network.send(InFlight(flow, source, target, message, payload, num_bytes), at_s)
 
     def flow(self, source: Node, target: Node) -> Flow:

@@ -1,7 +1,7 @@
-"""The world `sim`: one run in virtual time, in this process, with the same nodes, strategies, rules and books.
+"""The runtime `sim`: one run in virtual time and in this process, with the nodes, strategies and rules of real runs.
 
-Only the transport and the clock are other ones. A run has the same result, the same events and the same directory as
-a real one; its seconds are virtual.
+Only transport and clock differ. A simulated run has the results, events and run directory of a real one; its seconds
+are virtual.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from rainband.tasks.load import load_task
 from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
 from rainband.worker.session import join_of
 
-PROGRESS_POINTS = 30  # as many events tell of the progress of a run; heartbeats come as often
+PROGRESS_POINTS = 30  # the number of progress events, and of heartbeats, in a run
 AGGREGATED_POINTS = 8
 AGGREGATE_FROM = 10_000  # connections between workers and servers
 
 
 class SimulatedResult(RunResult, frozen=True, kw_only=True):
-    """What a simulated run came to."""
+    """The result of a simulated run."""
 
-    trace_hash: str  # the same for the same seed, in every process
+    trace_hash: str  # equal for equal seeds, in every process
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulated run was, to compare it with another: simulation.json in the run's directory."""
+    """The facts that two simulated runs are compared by: simulation.json in the run directory."""
 
-    trace_hash: str  # equal when every message came at the same moment and the parameters are the same bits
+    trace_hash: str  # equal if all messages arrived at equal times and the parameters are equal bit for bit
     time_only: bool
-    torch: str  # with gradients, bits depend on these three
+    torch: str  # with gradients, the bits depend on these three
     cpu_capability: str
     threads: int
     events: int
@@ -73,10 +73,10 @@ def run(
     task: Task | None = None,
     strategy: Strategy | None = None,
 ) -> SimulatedResult:
-    """Run to the end; returns also when it failed, with the reason. A run that cannot go on raises Deadlock.
+    """Run to the end; a failed run returns its reason, and one that cannot continue raises Deadlock.
 
-    There are no other processes, so there is nothing to `capture`. A `model` comes before the one of the
-    configuration, whose file may have changed; so do a task and a strategy that have no name to be found by.
+    `model`, `task` and `strategy` replace those that the configuration names. `capture` is ignored: there are no other
+    processes.
     """
     with one_thread(), little_garbage(none_at_all=is_aggregated(config)):
         model = model or load_model(config.sim.model, config.sim.compute)
@@ -85,7 +85,7 @@ def run(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Bits of gradients depend on the number of threads."""
+    """Compute with one thread, because the bits of gradients depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -96,9 +96,9 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def little_garbage(none_at_all: bool) -> Iterator[None]:
-    """Collecting goes through all objects of thousands of workers, and finds nothing: nodes make no cycles.
+    """Collect garbage rarely or never: a collection visits all objects of thousands of workers and finds nothing.
 
-    What is there now is not looked at again; what comes, rarely, for the sake of the user's code, if any runs at all.
+    Objects that exist now are not visited again; new ones rarely, because the user's code may make cycles.
     """
     before = gc.get_threshold()
     gc.freeze()
@@ -106,13 +106,13 @@ def little_garbage(none_at_all: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()  # what came meanwhile is old now: otherwise all of it would be gone through at once
+        gc.freeze()  # otherwise all objects that were made meanwhile would be visited at once
         gc.set_threshold(*before)
         gc.unfreeze()
 
 
 class Simulation(Run):
-    """One run and its directory."""
+    """One simulated run and its directory."""
 
     def __init__(self, config: RunConfig, view: View, model: ClusterModel, scenario: Scenario) -> None:
         super().__init__(config, view)
@@ -124,7 +124,7 @@ class Simulation(Run):
         scenario.eval_every_s = config.eval_every_s
         self.expected_s = self._expected_s(scenario.join)
         settings = self.settings
-        if is_aggregated(config):  # nothing fails there, and with thousands of workers nobody is asked often how he is
+        if is_aggregated(config):  # nodes never fail there, and thousands of workers send few heartbeats
             patient_s = max(config.failure_timeout_s, self.expected_s)
             settings = msgspec.structs.replace(settings, failure_timeout_s=patient_s)
         spans = None if is_aggregated(config) else self.spans
@@ -133,7 +133,7 @@ class Simulation(Run):
         )
 
     def _expected_s(self, join: Join) -> float:
-        """The time that computing takes, or the servers, if that is more; roughly."""
+        """Estimate the time of the run: that of computing, of the network or of the servers, whichever is longest."""
         batches = -(-join.num_samples // join.batch_size) * join.epochs
         network, nodes = self.model.network, self.model.nodes
         share = sum(p.numel for p in join.layout.parameters) * 4 / max(1, self.config.num_servers)
@@ -143,7 +143,7 @@ class Simulation(Run):
         )
 
     def _tick_s(self) -> float:
-        """A fifth of the failure timeout, as everywhere; less where the run would be over before."""
+        """Return the time between ticks: a fifth of the failure timeout, or less for a short run."""
         points = AGGREGATED_POINTS if is_aggregated(self.config) else PROGRESS_POINTS
         between_s = max(self.expected_s / points, 1e-6)
         return between_s if is_aggregated(self.config) else min(self.config.failure_timeout_s / 5, between_s)
@@ -212,14 +212,14 @@ class Simulation(Run):
 
 
 def is_aggregated(config: RunConfig) -> bool:
-    """Is what goes to all servers one message?"""
+    """Return True if all servers are simulated as one."""
     if config.sim.aggregated is not None:
         return config.sim.aggregated and config.sim.time_only
     return config.sim.time_only and config.num_workers * config.num_servers >= AGGREGATE_FROM
 
 
 def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strategy | None = None) -> Scenario:
-    """Build the strategy, the task and its one module; an object that is given comes before its name."""
+    """Build the scenario of a run; `strategy` and `task` replace those that the configuration names."""
     strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
     task = task or load_task(config.task, config.task_settings)
     torch.manual_seed(config.seed)
@@ -228,10 +228,10 @@ def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strateg
         leave_out_the_compiler()
     half = strategy.server(config.num_replicas)
     if half is not None:
-        build(half.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
+        build(half.optimizer, [torch.zeros(1)])  # reports a wrong setting here, not in a server
     if config.sim.time_only:
         if config.stage_plan is not None:
-            raise ValueError("times of stages alone are told by rainband placement --schedule: leave --time-only out.")
+            raise ValueError("--time-only does not support stages: omit it, or use rainband placement --schedule.")
         return _time_only(config, strategy, task, flat)
     data = task.data()
     if config.stage_plan is not None:
@@ -261,9 +261,9 @@ def _in_stages(config: RunConfig, plan: StagePlan, strategy: Strategy, task: Tas
 
 def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Scenario:
     if not config.num_servers:
-        raise ValueError("where only time is simulated there must be servers: use --servers 1.")
+        raise ValueError("--time-only requires servers: use --servers 1.")
     if strategy.requires.coordinated:
-        raise ValueError(f"what {config.strategy} does next depends on the loss: leave --time-only out.")
+        raise ValueError(f"--time-only computes no loss, and {config.strategy} needs it: omit --time-only.")
     batch_size, epochs = _sizes(config, task)
     if config.sim.steps is None:
         num_samples = len(task.data())

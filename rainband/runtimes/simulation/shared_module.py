@@ -1,6 +1,6 @@
-"""The parameters of many simulated workers, for one module: each has memory of its own, which it attaches to compute.
+"""One module for many simulated workers: each has its own parameters, and attaches them to compute.
 
-Forward and backward happen in one event, so nobody else's parameters come between them.
+Forward and backward happen in one event, so the parameters of another worker are never attached between them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEPT_EPOCHS = 8
 
 
 class WorkerMemory:
-    """One worker's parameters and buffers."""
+    """The parameters and buffers of one worker."""
 
     def __init__(self, flat: Flat, buffers: list[Tensor]) -> None:
         self.flat = flat
@@ -38,7 +38,7 @@ class WorkerMemory:
 
 
 class SharedModule:
-    """The one module, and whose parameters it has now."""
+    """The module of all workers, and the worker whose parameters are attached."""
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
@@ -49,11 +49,11 @@ class SharedModule:
         self.samplers: dict[DataPlan, SharedSampler] = {}
 
     def memory(self) -> WorkerMemory:
-        """Memory for one more worker, with the first values."""
+        """Return memory for one more worker, with the initial values."""
         return WorkerMemory(self.flat.twin(), self.first_buffers)
 
     def attach(self, memory: WorkerMemory) -> None:
-        """Make a worker's parameters and buffers the module's."""
+        """Attach a worker's parameters and buffers to the module."""
         if self.owner is memory:
             return
         self.owner = memory
@@ -66,7 +66,7 @@ class SharedModule:
 
 
 class WrittenGradient(Gradient):
-    """A gradient that is written once, where it is sent from: blocks of it are pieces of that, not copies."""
+    """A gradient that is written into one vector per dtype: its blocks are views, not copies."""
 
     def __init__(self, gradient: Gradient, flat: Flat, wholes: Sequence[BlockSpec]) -> None:
         super().__init__(gradient.tensors, gradient.batches, gradient.samples, gradient.loss)
@@ -102,7 +102,7 @@ class WrittenValues:
 
 
 class SharedSampler(Sampler):
-    """One for all workers; they may be in several epochs, whose orders are kept."""
+    """One sampler for all workers; it stores the sample orders of several epochs, because workers may be apart."""
 
     def __init__(self, plan: DataPlan) -> None:
         super().__init__(plan)
@@ -117,26 +117,26 @@ class SharedSampler(Sampler):
 
 
 class EmptyModule:
-    """What stands for the parameters where only time is simulated: there are none."""
+    """Stands in for the parameters in timing-only runs, which have none."""
 
     def view(self, block: BlockSpec) -> Tensor:
         return NOTHING
 
     def write(self, block: BlockSpec, tensors: list[Tensor | None], out: Tensor) -> None:
-        """There is nothing to write."""
+        """Write nothing."""
 
     def absent(self, tensors: list[Tensor | None]) -> tuple[int, ...]:
         return ()
 
     def add_(self, tensors: list[Tensor | None], alpha: float) -> None:
-        """There is nothing to add to."""
+        """Add nothing."""
 
 
 def hollow_flat() -> Flat:
-    """A stand-in for a Flat, to the extent that pushing, pulling and a worker's own step use one."""
+    """Return a stand-in for a Flat, as far as pushes, pulls and a worker's own step use one."""
     return cast(Flat, EmptyModule())
 
 
 def hollow(spec: BlockSpec) -> BlockSpec:
-    """A block without elements: every state machine treats it like any other, and nothing is computed."""
+    """Return a copy of a block without elements: state machines treat it like any other, and compute nothing."""
     return BlockSpec(spec.index, spec.vector, spec.dtype, spec.start, spec.start, (), spec.part)

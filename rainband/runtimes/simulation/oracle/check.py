@@ -1,9 +1,8 @@
-"""Random schedules with faults, and the oracle that says whether a run kept its promises.
+"""Run a case of `rainband fuzz`, and check the guarantees: exactly once, no stale reads, no deadlock, the right result.
 
-Most runs are of a task that counts: its gradients are whole numbers that do not depend on the parameters, so with plain
-SGD the final parameters are known to the last bit. What the coordinator leads is compared with the same run without
-faults. Beside the books, which are the run's own, every batch that reaches a block's optimizer is counted, apart from
-any name that was remembered.
+Most runs train a task whose gradients are whole numbers that do not depend on the parameters, so with plain SGD the
+final parameters are known to the last bit. Full-batch strategies are compared with the same run without faults. A
+ledger counts every batch that reaches a block's optimizer, independently of the run's own batch accounting.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from rainband.runtimes.simulation.models.faults import shrink
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.models.trace import Trace
 from rainband.runtimes.simulation.oracle.ledger import Ledger
-from rainband.runtimes.simulation.oracle.scenarios import LR, TASK, TIMEOUT_S, Case, stage_of
+from rainband.runtimes.simulation.oracle.scenarios import LR, TASK, TIMEOUT_S, Case, setup_of
 
-LIMIT_S = 600.0  # of virtual time: a run that takes longer goes round in circles
+LIMIT_S = 600.0  # of virtual time: a longer run makes no progress
 MODEL = ClusterModel(
     NetworkModel(latency_s=0.002, bytes_per_s=1e8, jitter_s=0.01),
     ComputeModel(kind="exponential", step_s=0.05, slow_workers=(1,), slow_factor=3.0),
@@ -39,30 +38,30 @@ MODEL = ClusterModel(
 
 @dataclass
 class OracleVerdict:
-    """What became of a run."""
+    """The outcome of a run, and the guarantees that it violated."""
 
     case: Case
-    wrong: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
     outcome: str = ""
     trace: Trace = field(default_factory=Trace)
     seconds: float = 0.0
 
     @property
     def command(self) -> str:
-        """What replays it."""
+        """Return the command that repeats the run."""
         return f"rainband fuzz {self.case.seed} --strategy {self.case.strategy}"
 
 
 def check(case: Case, keep_trace: bool = False) -> OracleVerdict:
-    """Run a case and judge it."""
+    """Run a case and check it."""
     return _play(case, keep_trace)[0]
 
 
 @lru_cache(maxsize=32)
 def without_faults(case: Case) -> Tensor:
-    """The parameters at the end, if nothing goes wrong."""
+    """Return the final parameters of a case's run without faults."""
     verdict, cluster = _play(case, keep_trace=False, judge=False)
-    assert verdict.outcome == "finished", f"{case} without faults: {verdict.outcome} {verdict.wrong}"
+    assert verdict.outcome == "finished", f"{case} without faults: {verdict.outcome} {verdict.violations}"
     return parameters(cluster)
 
 
@@ -71,11 +70,11 @@ def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[OracleVerdi
     settings = RunSettings(
         num_workers=case.num_workers,
         num_servers=case.num_servers,
-        seed=0,  # of the plan: the same batches in every run; all else follows from the case's
+        seed=0,  # of the data plan: equal batches in every run; times and faults follow from the case's seed
         failure_timeout_s=TIMEOUT_S,
     )
-    ledger = Ledger(stage_of(case.strategy))
-    scenario = ledger.stage.scenario(case.num_workers)
+    ledger = Ledger(setup_of(case.strategy))
+    scenario = ledger.setup.scenario(case.num_workers)
     shuffle = Random(f"shuffle {case.seed}")
     cluster = SimulatedCluster(
         scenario, settings, MODEL, Notes(verdict.trace, observe=lambda peer: ledger), TIMEOUT_S / 5, shuffle, case.seed
@@ -85,41 +84,41 @@ def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[OracleVerdi
     try:
         cluster.run(until_s=LIMIT_S)
     except Deadlock as deadlock:
-        verdict.wrong.append(f"deadlock: {deadlock}")
+        verdict.violations.append(f"deadlock: {deadlock}")
         verdict.outcome = "stuck"
         return verdict, cluster
     verdict.outcome, verdict.seconds = cluster.coordinator.outcome, cluster.clock.now
     if judge:
-        verdict.wrong += RunChecker(case, cluster, ledger, fault_injector).complaints()
+        verdict.violations += RunCheck(case, cluster, ledger, fault_injector).violations()
     return verdict, cluster
 
 
 def parameters(cluster: SimulatedCluster) -> Tensor:
-    """All parameters, as the servers have them."""
+    """Return all parameters as the servers have them."""
     blocks = [block for node in cluster.servers.values() for block in node.server.blocks.values()]
     return torch.cat([block.buffer.at(block.version) for block in sorted(blocks, key=lambda block: block.index)])
 
 
 @dataclass
-class RunChecker:
-    """Looks at a run that is over."""
+class RunCheck:
+    """Checks a run that is over."""
 
     case: Case
     cluster: SimulatedCluster
     ledger: Ledger
     fault_injector: FaultInjector
 
-    def complaints(self) -> list[str]:
-        wrong = self.ledger.wrong[:1] + self._twice() + self._accounting() + self._bound()
+    def violations(self) -> list[str]:
+        violations = self.ledger.violations[:1] + self._applied_twice() + self._accounting() + self._bound()
         if self.cluster.coordinator.phase != "over":
-            return [*wrong, f"not over after {self.cluster.clock.now:.1f} s: {who_waits(self.cluster)}"]
+            return [*violations, f"not over after {self.cluster.clock.now:.1f} s: {who_waits(self.cluster)}"]
         if self.cluster.coordinator.outcome != "finished":
-            return wrong + self._excuses()
-        if self.case.known == "led":
-            return wrong + self._same_as_without_faults()
-        return wrong + self._missing() + self._rounds() + self._parameters()
+            return violations + self._unexplained_failure()
+        if self.case.known == "coordinated":
+            return violations + self._same_as_without_faults()
+        return violations + self._not_applied() + self._rounds() + self._parameters()
 
-    def _twice(self) -> list[str]:
+    def _applied_twice(self) -> list[str]:
         return [
             f"batch {k} of portion {portion} was applied {times} times to block {block}"
             for block, applied in self.ledger.applied.items()
@@ -127,12 +126,12 @@ class RunChecker:
             if times > 1
         ]
 
-    def _missing(self) -> list[str]:
+    def _not_applied(self) -> list[str]:
         plan = self.cluster.coordinator.plan
         assert plan is not None
         every = {(p, k) for p in range(plan.num_portions) for k in range(plan.batches_in(p))}
         return [
-            f"batch {k} of portion {portion} never reached block {block}, nor was it dropped"
+            f"batch {k} of portion {portion} was neither applied to block {block} nor skipped"
             for block, applied in self.ledger.applied.items()
             for portion, k in sorted(every - set(applied) - self._dropped(block))
         ]
@@ -145,40 +144,40 @@ class RunChecker:
         accounting = self.cluster.coordinator.accounting()
         if accounting is None:
             return []
-        wrong = (
+        violations = (
             []
             if accounting.balanced
-            else [f"the books are not balanced: lost {accounting.lost}, twice {accounting.applied_twice}"]
+            else [f"the accounting does not add up: {accounting.lost} lost, {accounting.applied_twice} applied twice"]
         )
         may_skip = {TOO_LATE} if self.case.known == "first" else set()
         if self.cluster.coordinator.outcome == "finished" and (
             accounting.not_processed or accounting.skipped.keys() - may_skip
         ):
-            wrong.append(
-                f"the books say finished, with {accounting.not_processed} not done and {accounting.skipped} skipped"
+            violations.append(
+                f"a finished run has {accounting.not_processed} batches not processed and {accounting.skipped} skipped"
             )
-        return wrong
+        return violations
 
     def _bound(self) -> list[str]:
-        """No reader missed more than its rule allows, in the rule's own unit, on any block."""
+        """Check that no reader missed more than its rule allows, in the rule's own unit, on any block."""
         blocks = [block for node in self.cluster.servers.values() for block in node.server.blocks.values()]
         limits = [(block.spec.index, limit) for block in blocks if (limit := block.rule.limit()) is not None]
         return [
-            f"{limit.exceeded} gradients of block {block} came from readers that missed up to {limit.largest:g} "
-            f"{limit.unit}: {limit.bound:g} are allowed"
+            f"{limit.exceeded} gradients of block {block} were computed from parameters that missed up to "
+            f"{limit.largest:g} {limit.unit}: the bound is {limit.bound:g}"
             for block, limit in limits
             if limit.exceeded
         ]
 
     def _rounds(self) -> list[str]:
-        """Each round's update is made of the same batches on every block; whoever is dropped, as many as are needed."""
+        """Check that each round updates every block with the same batches, and with as many as it needs."""
         if self.case.known not in ("rounds", "first"):
             return []
         if len({tuple(updates) for updates in self.ledger.updates.values()}) > 1:
-            return ["the blocks have made rounds of different batches"]
+            return ["the rounds of different blocks have different batches"]
         needed = self.case.num_workers - (self.case.known == "first")
         sizes = {len(update.batches) for updates in self.ledger.updates.values() for update in updates}
-        return [] if sizes == {needed} else [f"rounds are of {sorted(sizes)} batches, not of {needed}"]
+        return [] if sizes == {needed} else [f"rounds have {sorted(sizes)} batches, not {needed}"]
 
     def _parameters(self) -> list[str]:
         got = parameters(self.cluster)[: TASK.dimension]
@@ -186,16 +185,16 @@ class RunChecker:
             case "sum":
                 expected = TASK.after(LR)
             case "rounds":
-                expected = TASK.after(LR / self.case.num_workers)  # a round is the mean of its cells
+                expected = TASK.after(LR / self.case.num_workers)  # a round is the mean of its batches
             case "corrected":
-                return []  # each correction was looked at by itself
+                return []  # the ledger checks each correction
             case _:
                 expected = self._after_its_updates()
                 return [] if torch.allclose(got, expected, rtol=1e-5) else [f"the parameters differ: {got - expected}"]
         return [] if torch.equal(got, expected) else [f"the parameters differ: {got - expected}"]
 
     def _after_its_updates(self) -> Tensor:
-        """What the updates come to that were made, whatever they were made of: nothing else moved a parameter."""
+        """Return the parameters that follow from the updates in the ledger."""
         expected = torch.zeros(TASK.dimension, dtype=torch.float64)
         for index, updates in self.ledger.updates.items():
             block = self.ledger.blocks[index]
@@ -208,10 +207,10 @@ class RunChecker:
     def _same_as_without_faults(self) -> list[str]:
         got, expected = parameters(self.cluster), without_faults(replace(self.case, seed=0, script=()))
         same = torch.allclose(got, expected, rtol=1e-6, atol=1e-9)
-        return [] if same else [f"the parameters are not those without faults: {got - expected}"]
+        return [] if same else [f"the parameters differ from those of the run without faults: {got - expected}"]
 
-    def _excuses(self) -> list[str]:
-        """A run may only fail for what was done to it."""
+    def _unexplained_failure(self) -> list[str]:
+        """Check that a failed run failed because of its faults."""
         reason = self.cluster.coordinator.reason
         excused = (
             ("server" in reason and any(not node.alive for node in self.cluster.servers.values()))
@@ -219,13 +218,15 @@ class RunChecker:
             or ("ended 3 workers" in reason and self.fault_injector.deaths >= 3)
             or ("the coordinator was lost" in reason and not self.cluster.coordinator_node.alive)
         )
-        return [] if excused else [f"it failed: {reason}"]
+        return [] if excused else [f"the run failed for no fault: {reason}"]
 
     def _members_alive(self) -> bool:
-        """Does anyone live who took part? Who came at the end was sent away."""
+        """Return True if a worker of the run is alive; one that joined at the very end does not count."""
         return any(worker.peer in self.cluster.bus.nodes for worker in self.cluster.coordinator.workers.values())
 
 
 def shortest(case: Case) -> Case:
-    """The same failure with as few faults as possible."""
-    return replace(case, script=shrink(case.script, lambda script: bool(check(replace(case, script=script)).wrong)))
+    """Return a case that fails with as few faults as possible."""
+    return replace(
+        case, script=shrink(case.script, lambda script: bool(check(replace(case, script=script)).violations))
+    )

@@ -1,6 +1,6 @@
-"""What a simulated run really did: every update of every block, and what every gradient was computed at.
+"""An independent record of a simulated run: every update of every block, and the parameters of every gradient.
 
-It is kept apart from marks and books, which are the run's own.
+It uses neither the accepted sets nor the batch accounting of the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from rainband.observer import Observer
 from rainband.rules import Compensated
-from rainband.runtimes.simulation.oracle.scenarios import STRENGTH, ScenarioStage
+from rainband.runtimes.simulation.oracle.scenarios import STRENGTH, CaseSetup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,13 +35,13 @@ class LedgerUpdate:
 
 
 class Ledger(Observer):
-    """Counts what reaches the optimizer of each block, and keeps all its versions."""
+    """Counts the batches that reach the optimizer of each block, and stores all versions of the block."""
 
-    def __init__(self, stage: ScenarioStage) -> None:
-        self.stage = stage
+    def __init__(self, setup: CaseSetup) -> None:
+        self.setup = setup
         self.blocks: dict[int, Block] = {}
-        self.versions: dict[tuple[int, int], Tensor] = {}  # (block, version) -> what it was, once it is no more
-        self.wrong: list[str] = []
+        self.versions: dict[tuple[int, int], Tensor] = {}  # (block, version) -> its values, once there is a newer one
+        self.violations: list[str] = []
         self.applied: dict[int, Counter[tuple[int, int]]] = {}  # block -> batch -> times
         self.updates: dict[int, list[LedgerUpdate]] = {}  # by block
 
@@ -54,24 +54,24 @@ class Ledger(Observer):
         if gradient is not None:
             batches = [(r.portion, k) for p in pushes if not p.skip for r in p.push_id for k in range(r.first, r.last)]
             self.applied[block.index].update(batches)
-            divisor = block.rule.gradients_per_update or len(batches)  # of a mean over so many that come
+            divisor = block.rule.gradients_per_update or len(batches)  # of a mean over this many gradients
             self.updates[block.index].append(LedgerUpdate(frozenset(batches), divisor))
             if isinstance(block.rule, Compensated):
-                self._look_at_correction(block, block.rule, gradient, pushes[0])
+                self._check_correction(block, block.rule, gradient, pushes[0])
         self._keep(block)
 
     def _keep(self, block: Block) -> None:
-        """It becomes another version now."""
+        """Store the values of a block that is about to change."""
         self.versions[block.index, block.version] = block.buffer.at(block.version).clone()
 
     def gradient(self, block: Block, batch: tuple[int, int]) -> Tensor:
-        """A block's piece of the gradient of a batch that somebody has computed."""
-        return self.stage.gradients[block.plan.number(*batch)][block.spec.start : block.spec.stop]
+        """Return a block's part of the gradient of a batch that was computed."""
+        return self.setup.gradients[block.plan.number(*batch)][block.spec.start : block.spec.stop]
 
-    def _look_at_correction(self, block: Block, rule: Compensated, gradient: Tensor, push: Push) -> None:
-        """Was the gradient corrected by what has changed since the version that it was computed at?
+    def _check_correction(self, block: Block, rule: Compensated, gradient: Tensor, push: Push) -> None:
+        """Check that the gradient was corrected by the change since the version that it was computed at.
 
-        Of a worker that was given up, the server does not know any more what it has read.
+        The server does not know the version any more if the worker was declared lost.
         """
         plain = self.gradient(block, (push.push_id[0].portion, push.push_id[0].first))
         size, expected = plain.numel(), plain
@@ -79,19 +79,23 @@ class Ledger(Observer):
             change = block.values[:size] - self.versions[block.index, push.version][:size]
             expected = plain + STRENGTH * plain * plain * change
         if not torch.allclose(gradient[:size], expected, rtol=1e-5, atol=1e-3):
-            self.wrong.append(f"block {block.index}: a gradient at version {push.version} is wrongly corrected")
+            self.violations.append(f"block {block.index}: a gradient at version {push.version} has a wrong correction")
 
     def computing(self, worker: ModuleWorker, batch: Batch) -> None:
-        """A gradient is about to be computed: are the parameters what they are said to be?"""
+        """Check that the worker's parameters are those of the versions that it read."""
         client, plan, exactly = worker.client, worker.plan, -1
         if plan.items_per_round:
             exactly = plan.round_of(batch.portion, batch.k)
         elif plan.coordinated:
-            exactly = batch.lease  # the evaluation for which its cell was handed out
+            exactly = batch.lease  # the evaluation for which its work item was handed out
         for index, version in enumerate(client.pulls.versions):
             block = self.blocks[index]
             true = block.buffer.at(version) if version == block.version else self.versions.get((index, version))
             if true is None or not torch.equal(client.servers.views[index], true):
-                self.wrong.append(f"worker {worker.rank} has other parameters than version {version} of {index}")
+                self.violations.append(
+                    f"the parameters of worker {worker.rank} are not those of version {version} of block {index}"
+                )
             if exactly not in (-1, version):
-                self.wrong.append(f"worker {worker.rank} computes at version {version} of {index}, not {exactly}")
+                self.violations.append(
+                    f"worker {worker.rank} computes at version {version} of block {index}, not {exactly}"
+                )

@@ -1,4 +1,4 @@
-"""What runs with random faults are made of: strategies, a task for each, and how its right result is known."""
+"""Cases for `rainband fuzz`: strategies, a task for each, random faults, and how the right result is known."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ TIMEOUT_S = 1.0
 TASK = Linear(dimension=48, samples=32, batch_size=2, epochs=1)
 BOWL = Quadratic(dimension=48, samples=24, batch_size=2, epochs=1, condition=4.0)
 PLAIN = {"optimizer": "sgd", "lr": LR}
-STRENGTH = 1 / 64  # of a compensation
+STRENGTH = 1 / 64  # of the delay compensation
 
-Known = Literal["sum", "rounds", "first", "gathered", "corrected", "led"]
+Known = Literal["sum", "rounds", "first", "gathered", "corrected", "coordinated"]
 
 
 @dataclass(frozen=True)
-class OracleTask:
+class FuzzedStrategy:
     """A strategy, and how its result is known.
 
-    sum         every gradient counts alike: the parameters are known to the last bit
-    rounds      each update is the mean of a round
-    first       the same, of those that were not dropped; every batch is in a round or dropped
-    gathered    each update divides by how many gradients make one, which follows the workers that are there
-    corrected   each gradient is corrected by what has changed since it was read
-    led         the coordinator leads: the same iterates as without faults, up to rounding
+    sum          every gradient has the same weight: the parameters are known to the last bit
+    rounds       each update is the mean of a round
+    first        the same without the late gradients of a round; every batch is in a round or skipped
+    gathered     each update is divided by the number of its gradients, which follows the number of workers
+    corrected    each gradient is corrected by the change of the parameters since they were read
+    coordinated  full batch: the same iterates as without faults, up to rounding
     """
 
     make: Callable[[], Strategy]
@@ -55,7 +55,7 @@ class OracleTask:
 
 @dataclass(frozen=True)
 class Ragged(Strategy):
-    """Downpour whose workers sum other numbers of batches in each push, as loops of their own may: nothing lines up."""
+    """Downpour whose workers push different numbers of batches, as custom training loops may."""
 
     batches_per_item: int = 4
 
@@ -75,27 +75,27 @@ class Ragged(Strategy):
         return load_strategy("downpour", PLAIN).server(num_replicas)
 
 
-def _kind(name: str, known: Known = "sum", **settings: object) -> OracleTask:
-    return OracleTask(lambda: load_strategy(name, {**PLAIN, **settings}), known)
+def _kind(name: str, known: Known = "sum", **settings: object) -> FuzzedStrategy:
+    return FuzzedStrategy(lambda: load_strategy(name, {**PLAIN, **settings}), known)
 
 
-def _led(name: str) -> OracleTask:
-    return OracleTask(lambda: load_strategy(name, {"iterations": 3, "n_push": 2}), "led")
+def _full_batch(name: str) -> FuzzedStrategy:
+    return FuzzedStrategy(lambda: load_strategy(name, {"iterations": 3, "n_push": 2}), "coordinated")
 
 
-KINDS: dict[str, OracleTask] = {
+KINDS: dict[str, FuzzedStrategy] = {
     "downpour": _kind("downpour"),
     "downpour2": _kind("downpour", n_push=2, overlap=False),
     "corrected": _kind("downpour", "corrected", compensation=STRENGTH),
-    "ragged": OracleTask(Ragged),
+    "ragged": FuzzedStrategy(Ragged),
     "sync": _kind("sync", "rounds"),
     "backup": _kind("sync", "first", backup_workers=1),
     "stale_sync": _kind("stale_sync", bound=1),
     "adaptive_bound": _kind("adaptive_bound", min_bound=0, max_bound=3),
     "bounded_delay": _kind("bounded_delay", tau=2, tau_end=1),
     "soft_sync": _kind("soft_sync", "gathered", scaling="none"),
-    "sandblaster": _led("sandblaster"),
-    "conjugate_gradient": _led("conjugate_gradient"),
+    "sandblaster": _full_batch("sandblaster"),
+    "conjugate_gradient": _full_batch("conjugate_gradient"),
 }
 
 
@@ -115,32 +115,32 @@ class Case:
 
 
 def random_case(seed: int, strategy: str | None = None) -> Case:
-    """Everything about a run follows from its seed."""
+    """Draw a case; everything about the run follows from the seed."""
     random = Random(f"case {seed}")
     drawn = Random(f"strategy {seed}").choice(list(KINDS))
     num_workers, num_servers = random.choice((2, 4)), random.choice((1, 2, 3))
     name = strategy or drawn
-    coordinated = KINDS[name].known == "led"  # then a coordinator can be replaced
+    coordinated = KINDS[name].known == "coordinated"  # then the coordinator can be started again
     chances = Chances(1.5, TIMEOUT_S, servers_die=random.random() < 0.1, coordinator_returns=coordinated)
     script = random_script(random, num_workers, num_servers, chances)
     return Case(seed, name, num_workers, num_servers, script)
 
 
-class ScenarioStage:
-    """What all runs of a strategy share; every run gets memory of its own."""
+class CaseSetup:
+    """The objects that all runs of a strategy share; workers get their own memory in each run."""
 
     def __init__(self, strategy: str) -> None:
         kind = KINDS[strategy]
         self.strategy = kind.make()
-        self.task = BOWL if kind.known == "led" else TASK
+        self.task = BOWL if kind.known == "coordinated" else TASK
         self.data = self.task.data()
-        model = self.task.model().double() if kind.known == "led" else self.task.model()
+        model = self.task.model().double() if kind.known == "coordinated" else self.task.model()
         flat = Flat(model)
         self.shared_module = SharedModule(flat)
         self.join = join_of(
             self.strategy, flat.layout, Dataset("", len(self.data), self.task.batch_size, self.task.epochs)
         )
-        self.gradients: dict[int, Tensor] = {}  # by the number of the batch, where they are the same at any parameters
+        self.gradients: dict[int, Tensor] = {}  # by batch number, if they do not depend on the parameters
 
     def scenario(self, num_workers: int) -> Scenario:
         compute = GradientCompute if self.task is BOWL else partial(CountingCompute, self)
@@ -149,7 +149,7 @@ class ScenarioStage:
         )
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Tensor:
-        """Of the task that counts: each is computed once for all runs, which have one plan."""
+        """Return a gradient that does not depend on the parameters, computed once for all runs."""
         number = worker.plan.number(batch.portion, batch.k)
         if number not in self.gradients:
             samples = self.data.batch(worker.sampler.indices(batch))
@@ -157,20 +157,20 @@ class ScenarioStage:
         return self.gradients[number]
 
 
-stage_of = lru_cache(maxsize=32)(ScenarioStage)  # building one takes as long as a run
+setup_of = lru_cache(maxsize=32)(CaseSetup)  # building one takes as long as a run
 
 
 class CountingCompute(GradientCompute):
-    """Gradients of this task do not depend on the parameters."""
+    """Returns gradients that do not depend on the parameters."""
 
-    def __init__(self, stage: ScenarioStage, *args: Any) -> None:
+    def __init__(self, setup: CaseSetup, *args: Any) -> None:
         super().__init__(*args)
-        self.stage = stage
+        self.setup = setup
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
         samples, stats = worker.plan.samples_in(batch.portion, batch.k), worker.client.stats
         stats.steps += 1
         stats.loss_sum += samples
-        stats.loss_samples += samples  # a loss of 1, always: all is well
-        tensor = self.stage.gradient(worker, batch)[None].clone()
+        stats.loss_samples += samples  # the loss is always 1
+        tensor = self.setup.gradient(worker, batch)[None].clone()
         return Gradient([tensor], (batch,), samples, 1.0)
