@@ -14,8 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
+
+from rainband.errors import did_you_mean
 
 
 class Option(NamedTuple):
@@ -169,26 +172,31 @@ GROUPS = (NodeOptions, ProcessOptions, TrainingOptions, StageOptions, Simulation
 
 
 class DeclaredOption(NamedTuple):
-    """One key of `RunOptions`."""
+    """One option of a group."""
 
     name: str
     group: str  # the heading in --help
-    kind: type  # int, float, bool, str or Path, or Mapping
+    kind: Any  # int, float, bool, str, Path, list[str] or a Mapping
     option: Option
 
     @property
     def flag(self) -> str:
-        return self.option.flag or "--" + self.name.replace("_", "-")
+        return self.option.flag or flag_of(self.name)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 @cache
-def declared() -> dict[str, DeclaredOption]:
-    """Return every option by its name, in the order of declaration."""
+def declared(*groups: type) -> dict[str, DeclaredOption]:
+    """Return the options of these classes (none: those of a run) by name, in the order of declaration."""
     found = {}
-    for group in GROUPS:
+    for group in groups or GROUPS:
         for name, hint in get_type_hints(group, include_extras=True).items():
-            union, option = get_args(hint)
-            *_, kind, _ = get_args(union)  # the widest of the union, before None
+            kind, option = get_args(hint)
+            if type(None) in get_args(kind):
+                *_, kind, _ = get_args(kind)  # the widest of the union, before None
             found[name] = DeclaredOption(name, (group.__doc__ or "").strip(), kind, option)
     return found
 
@@ -221,5 +229,18 @@ def in_python(name: str, value: str | None) -> str:
 
 
 def on_command_line(name: str, value: str | None) -> str:
-    flag = declared()[name].flag
+    flag = declared()[name].flag if name in declared() else flag_of(name)
     return flag if value in (None, "True") else f"{flag} {value}"
+
+
+def check_value(one: DeclaredOption, value: Any) -> None:
+    """Raise if an option cannot have this value, whatever the others are."""
+    name, option = one.name, one.option
+    number = {int: Integral, float: Real}.get(one.kind)
+    if number is not None and (isinstance(value, bool) or not isinstance(value, number)):
+        raise OptionError(f"{opt(name, value)}: must be {'a whole number' if one.kind is int else 'a number'}.")
+    if option.min is not None and not value >= option.min:
+        raise OptionError(f"{opt(name, value)}: must be at least {option.min:g}.")
+    if option.choices and value not in option.choices:
+        near = did_you_mean(str(value), option.choices)
+        raise OptionError(f"{opt(name, value)}: choose from {', '.join(option.choices)}{near}.")

@@ -243,7 +243,7 @@ def test_fit_warns_of_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_explain_says_what_is_to_be_expected_of_settings() -> None:
     text = " ".join(typed("explain", "soft_sync", "n=3", "--workers", "7").output.split())
-    assert "Expect: with 7 workers a gradient misses 3 updates in the mean." in text
+    assert "Expect: staleness with 7 workers: 3 updates on average." in text
     assert "c = 7 / 3 is rounded down to 2" in text
     assert "Expect:" not in typed("explain", "single").output
     assert typed("explain", "soft_sync", "m=3").exit_code == 2

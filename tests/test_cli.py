@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from rainband.bench.harness.rows import Row, at_most
 from rainband.cli import doctor as doctor_file
-from rainband.cli.bench import shown
+from rainband.cli.bench import as_table
 from rainband.cli.doctor import Finding
 from rainband.cli.main import COMMANDS, build_app
 from rainband.cli.options.words import configured
@@ -428,7 +428,7 @@ def test_programs_can_read_the_explanation() -> None:
         "name": "lr",
         "type": "a number",
         "default": 0.1,
-        "needed": False,
+        "required": False,
         "doc": "for the mean over all K cells, before scaling",
     }
     state = Said("explain", "--json").json
@@ -561,7 +561,7 @@ def test_what_cannot_be_exported_is_told() -> None:
     write_run(Path("runs/one"), [started(), ended("failed", "server 0 was lost")])
     assert "one has no model (failed: server 0 was lost)" in Said("export", "one", "x").err
     with_model(Path("runs/two"))
-    assert "there is no directory nowhere: make it first" in Said("export", "two", "nowhere/x").err
+    assert "there is no directory nowhere: create it first" in Said("export", "two", "nowhere/x").err
     assert "runs is a directory: give a file" in Said("export", "two", "runs").err
 
 
@@ -570,7 +570,7 @@ def test_what_cannot_be_exported_is_told() -> None:
 
 def test_the_doctor_looks_at_everything_and_this_machine_is_well() -> None:
     said = Said("doctor")
-    assert said.exit_code == 0 and said.out.splitlines()[-1] == "All that is needed is here."
+    assert said.exit_code == 0 and said.out.splitlines()[-1] == "Everything that is required is here."
     for word in ("Python", "cores", "memory", "/dev/shm", "memfd", "torch", "127.0.0.1", "open files"):
         assert word in said.out
 
@@ -595,7 +595,7 @@ def test_something_essential_that_is_missing_is_said_with_what_to_type(
         "  torch      pip install torch==2.13.0",
         "  extra ray  pip install 'rainband[ray]'",
         "",
-        "Something that is needed is missing.",
+        "Something that is required is missing.",
     ]
     assert Said("doctor", "--json").json["ok"] is False
 
@@ -712,7 +712,7 @@ def test_a_benchmarks_table_fits_80_columns_with_its_numbers_in_line() -> None:
         at_most("64 MB over TCP", 1.55, 1.3, "a bare socket loop, same work, same bytes, and much more of it"),
         Row("64 MB, 2 workers, 1 servers", 2352.0, "GB/s pushed, applied and pulled"),
     ]
-    assert shown("ps", rows, 80) == [
+    assert as_table("ps", rows, 80) == [
         "bench ps",
         "  value  unit  target  met  what",
         "   95.2  ms                 64 MB over TCP",

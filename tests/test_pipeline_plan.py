@@ -373,7 +373,7 @@ def test_the_command_plans_saves_draws_and_plays(tmp_path: Path) -> None:
         (["--partitioner", "fast"], "no partitioner named 'fast'"),
         (["--partitioner", "balanced", "--memory", "0.01"], "does not fit on 2 machines of 10,000 bytes"),
         (["--network", "carrier_pigeon"], "no network named 'carrier_pigeon'"),
-        (["--inter-group-network", "wan"], "say how many machines are in one"),
+        (["--inter-group-network", "wan"], "--inter-group-network requires --machines-per-group"),
         (["--partitioner", "balanced", "--schedule", "gpipe"], "a schedule needs a pipeline"),
         (
             ["--partitioner", "one_machine_per_stage", "--schedule", "slow"],

@@ -193,7 +193,7 @@ def test_the_command_writes_a_model_that_can_be_used(tmp_path: Path) -> None:
 def test_simtest_shows_a_run_and_its_script() -> None:
     result = CliRunner().invoke(app(), ["fuzz", "3", "--strategy", "sync", "--trace"])
     assert result.exit_code == 0 and "seed 3: sync" in result.output, result.output
-    assert "push 2 block 0" in result.output and "all kept their promises" in result.output
+    assert "push 2 block 0" in result.output and "all correct" in result.output
 
 
 def test_simtest_takes_a_script(tmp_path: Path) -> None:

@@ -329,9 +329,7 @@ NOT_YET: dict[Law, set[str]] = {
         "FullBatchRun",
         "TrainingLoop",
     },
-    long_signatures: {
-        "cli/placement.py: command",
-    },
+    long_signatures: {},
     small_modules: {
         "coordinator/guard_actions.py",
         "model/buffer_mean.py",

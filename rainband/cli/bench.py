@@ -1,4 +1,4 @@
-"""`rainband bench`: measure the claims of speed, each a ratio in one run."""
+"""`rainband bench`: measure speed, in ratios to alternatives or to the hardware's limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def names() -> list[str]:
-    """The benchmarks, by their files."""
+    """Return the names of the benchmarks, which are those of their files."""
     folder = Path(__file__).parents[1] / "bench" / "cases"
     return sorted({file.stem for file in folder.glob("*.py")} - {"__init__"})
 
@@ -31,10 +31,10 @@ def bench(
         str,
         typer.Argument(metavar="NAME", help=f"One of {', '.join(names())}, or all.", autocompletion=names),
     ] = "all",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: a rough idea, sooner.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="A list of rows, for programs.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: faster and less precise.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """Measure speed against the physical limit and against what users have (gloo, DDP, bare sockets)."""
+    """Measure speed, compared with the hardware's limit and with alternatives (gloo, DDP, bare sockets)."""
     import msgspec
 
     with report_errors():
@@ -42,38 +42,38 @@ def bench(
         if name not in names() and name != "all":
             give_up(f"no benchmark named {name!r}: choose from {', '.join(names())}, or all.", 2)
     rows: list[Row] = []
-    broken_off = ""
+    ended_early = ""
     for one in chosen:
         typer.echo(f"measuring {one} ...", err=True)
         found: list[Row] = []
         try:
             for row in importlib.import_module(f"rainband.bench.cases.{one}").run("quick" if quick else "full"):
                 found.append(row)
-                typer.echo("  " + in_a_line(row), err=True)  # minutes may go by before the table
+                typer.echo("  " + one_line(row), err=True)  # the table may take minutes
         except KeyboardInterrupt:
-            broken_off = "interrupted"
-        except RuntimeError as error:  # a run that was measured did not come to its end
-            broken_off = str(error)
-        rows += found  # what was measured is not lost
+            ended_early = "interrupted"
+        except RuntimeError as error:  # a measured run failed
+            ended_early = str(error)
+        rows += found
         if found and not as_json:
             _show(one, found)
-        if broken_off:
+        if ended_early:
             break
     if as_json:
         typer.echo(msgspec.json.encode(rows).decode())
-    if broken_off:
-        give_up(f"bench {one} was broken off: {broken_off}", 1)
+    if ended_early:
+        give_up(f"bench {one} ended early: {ended_early}", 1)
     if any(row.met is False for row in rows):
         raise typer.Exit(1)
 
 
 def _show(name: str, rows: list[Row]) -> None:
-    for line in shown(name, rows, shutil.get_terminal_size().columns):
+    for line in as_table(name, rows, shutil.get_terminal_size().columns):
         typer.echo(line)
 
 
-def shown(name: str, rows: list[Row], width: int) -> list[str]:
-    """Numbers first, then what they are, wrapped: readable in 80 columns."""
+def as_table(name: str, rows: list[Row], width: int) -> list[str]:
+    """Return a table, numbers first and descriptions wrapped, that is readable in 80 columns."""
     texts = [_texts(row) for row in rows]
     room = max([len("value"), *(len(value) for value, *_ in texts)])
     head = ("value".rjust(room), "unit", "target", "met", "what")
@@ -84,7 +84,7 @@ def shown(name: str, rows: list[Row], width: int) -> list[str]:
     ]
 
 
-def in_a_line(row: Row) -> str:
+def one_line(row: Row) -> str:
     value, unit, target, met, what = _texts(row)
     return f"{what}: {value} {unit}" + (f" (target {target}, met: {met})" if target else "")
 

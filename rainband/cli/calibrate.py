@@ -1,4 +1,4 @@
-"""`rainband calibrate`: measure this machine, and write the model that virtual time uses."""
+"""`rainband calibrate`: measure this machine, and write the model that simulations use."""
 
 from __future__ import annotations
 
@@ -18,19 +18,26 @@ def register(app: typer.Typer) -> None:
 
 def command(
     task: Annotated[
-        str, typer.Argument(metavar="TASK", help="What is computed.", autocompletion=completion.tasks)
+        str, typer.Argument(metavar="TASK", help="Task to measure.", autocompletion=completion.tasks)
     ] = "digits",
     strategy: Annotated[
-        str, typer.Argument(metavar="STRATEGY", help="What servers do with it.", autocompletion=completion.strategies)
+        str, typer.Argument(metavar="STRATEGY", help="Strategy to measure.", autocompletion=completion.strategies)
     ] = "downpour",
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as of rainband train.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as for rainband train.")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("machine.toml"),
-    steps: Annotated[int, typer.Option(min=5, metavar="N", help="Gradients to measure.")] = 40,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Workers of the runs to be simulated.")] = 2,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")] = Path("machine.toml"),
+    steps: Annotated[int, typer.Option(min=5, metavar="N", help="Number of gradients to measure.")] = 40,
+    workers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of workers in the runs to be simulated.")
+    ] = 2,
 ) -> None:
-    """Measure what a run takes on this machine; then  rainband train TASK STRATEGY --runtime sim --network FILE."""
+    """Measure this machine for simulated runs.
+
+    \b
+    rainband calibrate digits downpour --out machine.toml
+    rainband train digits downpour --runtime sim --network machine.toml
+    """
     from rainband.cli.options.words import configured
     from rainband.record.calibrate import calibrate, describe
     from rainband.runtimes.simulation.models.cluster_model import to_toml
@@ -38,7 +45,7 @@ def command(
     with report_errors():
         options: RunOptions = {"workers": workers, "servers": 1, "runtime": "sim"}
         config = configured([task, strategy, *(settings or [])], options)
-        typer.echo(f"measuring {steps} gradients of {task}, alone and beside others ...", err=True)
+        typer.echo(f"measuring {steps} gradients of {task}, alone and while others compute ...", err=True)
         model = calibrate(config, steps)
         about = describe(config, model)
         out.write_text(to_toml(model, about), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`rainband doctor`: look whether this machine has what a run needs, and say what to type if not."""
+"""`rainband doctor`: check that this machine has what a run requires, and report what to install."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rainband import __version__
 from rainband.cli.report_errors import FAILED
 from rainband.views.formatting import size, table, whole
 
-FEW_FILES = 256  # a server has a few open files for each worker
+FEW_FILES = 256  # a server has a few open files per worker
 LITTLE_MEMORY_BYTES = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
-    verdict: Literal["ok", "note", "missing"]  # note: works, could be better; missing: nothing runs without it
+    verdict: Literal["ok", "note", "missing"]  # note: works, but could be better; missing: nothing runs without it
     found: str
     advice: str = ""
 
@@ -36,8 +36,8 @@ def register(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-    """Look whether this machine has what a run needs."""
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Check that this machine has what a run requires."""
     findings = examine()
     well = all(finding.verdict != "missing" for finding in findings)
     if as_json:
@@ -45,14 +45,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = F
 
         typer.echo(msgspec.json.encode({"ok": well, "findings": list(map(asdict, findings))}).decode())
     else:
-        for line in _told(findings, well):
+        for line in _report(findings, well):
             typer.echo(line)
     raise typer.Exit(0 if well else FAILED)
 
 
 def examine() -> list[Finding]:
-    """Everything, in the order of a report."""
-    looks: list[Callable[[], Finding]] = [
+    """Run all checks, in the order of the report."""
+    checks: list[Callable[[], Finding]] = [
         _python,
         _system,
         _cores,
@@ -64,16 +64,16 @@ def examine() -> list[Finding]:
         _local_sockets,
         _open_files,
     ]
-    return [*(look() for look in looks), *_libraries()]
+    return [*(check() for check in checks), *_libraries()]
 
 
-def _told(findings: list[Finding], well: bool) -> list[str]:
+def _report(findings: list[Finding], well: bool) -> list[str]:
     marks = {"ok": "ok", "note": "note", "missing": "MISSING"}
     lines = table([(marks[f.verdict], f.name, f.found) for f in findings])
     todo = [finding for finding in findings if finding.advice]
     if todo:
         lines += ["", "What to do:", *table([(f.name, f.advice) for f in todo], indent="  ")]
-    return [*lines, "", "All that is needed is here." if well else "Something that is needed is missing."]
+    return [*lines, "", "Everything that is required is here." if well else "Something that is required is missing."]
 
 
 def _python() -> Finding:
@@ -84,7 +84,7 @@ def _python() -> Finding:
 def _system() -> Finding:
     found = f"{platform.system()} {platform.release()} {platform.machine()}"
     if sys.platform != "linux":
-        return Finding("system", "missing", found, "the world local needs Linux: use a container or a VM")
+        return Finding("system", "missing", found, "runs in processes require Linux: use a container or a VM")
     return Finding("system", "ok", found)
 
 
@@ -93,7 +93,7 @@ def _cores() -> Finding:
     quota = _cgroup_cores()
     limit = f", limited to {quota:g} by the container" if quota and quota < usable else ""
     if min(usable, quota or usable) < 2:
-        return Finding("cores", "note", f"{usable}{limit}", "workers gain nothing from each other on one core")
+        return Finding("cores", "note", f"{usable}{limit}", "several workers are not faster than one on one core")
     return Finding("cores", "ok", f"{usable}{limit}")
 
 
@@ -113,7 +113,9 @@ def _memory() -> Finding:
     total = min(memory.total, limit) if limit else memory.total
     found = f"{size(memory.available)} free of {size(total)}"
     if min(memory.available, total) < LITTLE_MEMORY_BYTES:
-        advice = "each process needs about 100 MB and its share of the model: close something, or fewer --workers"
+        advice = (
+            "each process takes about 100 MB plus its part of the model: close other programs, or use fewer --workers"
+        )
         return Finding("memory", "note", found, advice)
     return Finding("memory", "ok", found)
 
@@ -127,7 +129,7 @@ def _cgroup_bytes() -> int | None:
 
 
 def _shared_memory() -> Finding:
-    """Memory files without a name, as the transport uses them."""
+    """Check anonymous memory files, which the shm transport uses."""
     from rainband.transports.connect import this_machine
 
     try:
@@ -138,19 +140,23 @@ def _shared_memory() -> Finding:
         advice = "the system must allow memfd_create (a seccomp profile may forbid it)"
         return Finding("shared memory", "missing", f"memfd_create fails: {error}", advice)
     if platform.machine().lower() not in ("x86_64", "amd64", "i686") or not this_machine():
-        return Finding("shared memory", "note", "memfd works, but not between our processes: they use TCP")
+        return Finding(
+            "shared memory",
+            "note",
+            "memfd works, but shared memory between processes is not supported here: they use TCP",
+        )
     return Finding("shared memory", "ok", "memfd works")
 
 
 def _dev_shm() -> Finding:
-    """Rainband does not use it; data loaders of torch do."""
+    """Check /dev/shm, which Rainband does not use, but torch data loaders do."""
     try:
         room = os.statvfs("/dev/shm")
     except OSError:
-        return Finding("/dev/shm", "note", "is not there", "needed only by DataLoader(num_workers > 0)")
+        return Finding("/dev/shm", "note", "does not exist", "required only by DataLoader(num_workers > 0)")
     total = room.f_blocks * room.f_frsize
     if total < 256_000_000:
-        advice = "enough for rainband; DataLoader(num_workers > 0) wants docker run --shm-size=1g"
+        advice = "enough for Rainband; DataLoader(num_workers > 0) requires docker run --shm-size=1g"
         return Finding("/dev/shm", "note", size(total), advice)
     return Finding("/dev/shm", "ok", size(total))
 
@@ -161,7 +167,7 @@ def _torch() -> Finding:
     except Exception as error:  # a broken installation may raise anything
         advice = "pip install torch==2.13.0"
         return Finding("torch", "missing", f"cannot be imported: {type(error).__name__}: {error}", advice)
-    threads = f"{torch.get_num_threads()} threads by itself (rainband gives each worker --threads)"
+    threads = f"{torch.get_num_threads()} threads by default (Rainband sets --threads in each worker)"
     gpu = f", {torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else ""
     capability = torch.backends.cpu.get_cpu_capability()
     return Finding("torch", "ok", f"{torch.__version__}, {capability}{gpu}, {threads}")
@@ -174,8 +180,8 @@ def _loopback() -> Finding:
         with listen_tcp("127.0.0.1") as listener:
             port = listener.getsockname()[1]
     except (OSError, ValueError) as error:
-        return Finding("loopback", "missing", str(error), "bring the interface up: ip link set lo up")
-    return Finding("loopback", "ok", f"127.0.0.1 gives ports (just now {port})")
+        return Finding("loopback", "missing", str(error), "enable the interface: ip link set lo up")
+    return Finding("loopback", "ok", f"127.0.0.1 has free ports (such as {port})")
 
 
 def _local_sockets() -> Finding:
@@ -201,22 +207,22 @@ def _open_files() -> Finding:
 
 
 def _libraries() -> Iterator[Finding]:
-    """What rainband itself needs, then each extra."""
+    """Check the libraries that Rainband requires, then those of each extra."""
     from importlib import metadata
 
     try:
         needed = metadata.requires("rainband") or []
     except metadata.PackageNotFoundError:
         advice = "pip install -e . in its directory"
-        yield Finding("libraries", "note", "rainband is not installed, so what it needs is not known", advice)
+        yield Finding("libraries", "note", "rainband is not installed, so its requirements are unknown", advice)
         return
-    wanted: dict[str, list[str]] = {"": []}
+    required: dict[str, list[str]] = {"": []}
     for requirement in needed:
         name = re.match(r"[\w.-]+", requirement)
         extra = re.search(r"""extra\s*==\s*["']([\w-]+)["']""", requirement)
         if name:
-            wanted.setdefault(extra[1] if extra else "", []).append(name[0])
-    for group, names in wanted.items():
+            required.setdefault(extra[1] if extra else "", []).append(name[0])
+    for group, names in required.items():
         yield _group(group, names)
 
 

@@ -1,8 +1,7 @@
-"""`rainband explain`: what a strategy or a task does and what can be set, from its own file."""
+"""`rainband explain`: describe a strategy or a task and its settings, from its own file."""
 
 from __future__ import annotations
 
-import difflib
 import shutil
 import sys
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ import typer
 
 from rainband.cli.options import completion
 from rainband.cli.report_errors import report_errors
+from rainband.errors import did_you_mean
 from rainband.views.formatting import assignment, table
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def explain(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="A strategy or a task; none: a line about each.",
+            help="Strategy or task; omit it for one line about each.",
             autocompletion=completion.strategies_and_tasks,
         ),
     ] = None,
@@ -35,14 +35,16 @@ def explain(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="Settings of the strategy, to see what is to be expected of them.",
+            help="Settings of the strategy, to see the staleness and the warnings to expect.",
             show_default=False,
         ),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="The same, with so many workers.")] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    workers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of workers for which to estimate the staleness.")
+    ] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a strategy or a task does, with its equations and settings."""
+    """Describe a strategy or a task, with its equations and settings."""
     from rainband.plugins import strategy_names
     from rainband.tasks.load import task_names
 
@@ -61,7 +63,7 @@ def explain(
 
 
 def facts_of(name: str) -> dict[str, Any]:
-    """Everything the file of a strategy or a task says about it."""
+    """Return the description of a strategy or a task, from its file."""
     from rainband.plugins import strategy_names
     from rainband.tasks.load import task_names
 
@@ -69,10 +71,9 @@ def facts_of(name: str) -> dict[str, Any]:
         return _strategy(name)
     if name in task_names():
         return _task(name)
-    near = difflib.get_close_matches(name, [*strategy_names(), *task_names()], n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    near = did_you_mean(name, [*strategy_names(), *task_names()])
     raise ValueError(
-        f"no strategy or task named {name!r}{hint}: choose from the strategies {', '.join(strategy_names())}, "
+        f"no strategy or task named {name!r}{near}: choose from the strategies {', '.join(strategy_names())}, "
         f"or module:Class, and the tasks {', '.join(task_names())}."
     )
 
@@ -112,35 +113,35 @@ def _strategy(name: str) -> dict[str, Any]:
 
 
 def _expected(name: str, pairs: list[str], workers: int) -> list[str]:
-    """What is known beforehand of these settings: how stale gradients will be, and what is likely to go badly."""
+    """Return the expected staleness with these settings, and warnings about them."""
     from dataclasses import MISSING
 
     from rainband.plugins import find_strategy, load_strategy
     from rainband.runtimes.advice import foreseen, waits_for_nobody
     from rainband.settings import fields_of, parse_pairs
 
-    needed = [field.name for field in fields_of(find_strategy(name)) if field.default is MISSING]
+    required = [field.name for field in fields_of(find_strategy(name)) if field.default is MISSING]
     given = parse_pairs(pairs)
-    if not given and needed:
+    if not given and required:
         return []
     strategy = load_strategy(name, given)
     if strategy.requires.coordinated:
         return []
     missed = waits_for_nobody(strategy, workers)
-    known = [] if missed is None else [f"with {workers} workers a gradient misses {missed:.3g} updates in the mean."]
+    known = [] if missed is None else [f"staleness with {workers} workers: {missed:.3g} updates on average."]
     return known + foreseen(strategy, workers)
 
 
-def _setting(setting: Setting, before: str = "") -> dict[str, Any]:
-    """A setting; `before` is what is typed before its name."""
+def _setting(setting: Setting, prefix: str = "") -> dict[str, Any]:
+    """Return a setting as JSON has it; `prefix` is typed before its name."""
     from dataclasses import MISSING
 
-    needed = setting.default is MISSING
+    required = setting.default is MISSING
     return {
-        "name": before + setting.name,
+        "name": prefix + setting.name,
         "type": setting.type,
-        "default": None if needed else setting.default,
-        "needed": needed,
+        "default": None if required else setting.default,
+        "required": required,
         "doc": setting.doc,
     }
 
@@ -165,20 +166,20 @@ def _lines(state: Iterable[dict[str, Any]], width: int) -> list[str]:
 
 def _one(fact: dict[str, Any], width: int) -> list[str]:
     rows = [(_assignment(s), "; ".join(filter(None, [s["doc"], s["type"]]))) for s in fact["settings"]]
-    example = next((_assignment(s) for s in fact["settings"] if not s["needed"] and s["default"] is not None), "")
+    example = next((_assignment(s) for s in fact["settings"] if not s["required"] and s["default"] is not None), "")
     return [
         *fact["text"].splitlines(),
         "",
-        "Settings:" if rows else "It has no settings.",
+        "Settings:" if rows else "No settings.",
         *table(rows, indent="  ", width=width),
         "",
-        *_told("Expect:  ", fact.get("expected", ()), width),
+        *_wrapped("Expect:  ", fact.get("expected", ()), width),
         f"Use it:  rainband train {_usage(fact)} {example}".rstrip(),
         f"Read it: {fact['file']}",
     ]
 
 
-def _told(head: str, sentences: Iterable[str], width: int) -> list[str]:
+def _wrapped(head: str, sentences: Iterable[str], width: int) -> list[str]:
     rows = [(head if number == 0 else "", text) for number, text in enumerate(sentences)]
     return table(rows, gap="", width=width)
 
@@ -188,4 +189,4 @@ def _usage(fact: dict[str, Any]) -> str:
 
 
 def _assignment(setting: dict[str, Any]) -> str:
-    return f"{setting['name']}=..." if setting["needed"] else assignment(setting["name"], setting["default"])
+    return f"{setting['name']}=..." if setting["required"] else assignment(setting["name"], setting["default"])

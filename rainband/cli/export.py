@@ -1,4 +1,4 @@
-"""`rainband export`: copy a run's model to where it is wanted, after looking whether it loads."""
+"""`rainband export`: copy a run's model to a file, after a check that it loads."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def export(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A directory, a name, the beginning of a name, or last.",
+            help="Run: its directory, its name or the beginning of its name; last: the newest.",
             autocompletion=completion.runs,
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as model.safetensors.")],
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")] = Path("runs"),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite OUT if it is there.")] = False,
+    runs: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the runs.")] = Path("runs"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")] = False,
 ) -> None:
-    """Copy the model of a run to a file that plain PyTorch loads."""
+    """Copy the model of a run to a file that PyTorch loads without Rainband."""
     from rainband.views.history import find_run, read_run
 
     with report_errors():
         model = _model_of(read_run(find_run(runs, run)))
         _check_target(out, force)
-        tensors, numbers = _look_inside(model)
+        tensors, numbers = _check_tensors(model)
         _copy(model, out)
     typer.echo(f"{out}: {count(tensors, 'tensor')}, {count(numbers, 'number')}, {size(out.stat().st_size)}")
     typer.echo("To load it into the module that was trained:")
@@ -62,13 +62,13 @@ def _check_target(out: Path, force: bool) -> None:
     if out.is_dir():
         raise ValueError(f"{out} is a directory: give a file, such as {out / 'model.safetensors'}.")
     if not out.parent.is_dir():
-        raise ValueError(f"there is no directory {out.parent}: make it first (mkdir -p {out.parent}).")
+        raise ValueError(f"there is no directory {out.parent}: create it first (mkdir -p {out.parent}).")
     if out.exists() and not force:
-        raise ValueError(f"{out} is there already: choose another name, or add --force to overwrite it.")
+        raise ValueError(f"{out} exists: choose another name, or add --force to overwrite it.")
 
 
-def _look_inside(model: Path) -> tuple[int, int]:
-    """Load every tensor; returns how many, and how many numbers they hold."""
+def _check_tensors(model: Path) -> tuple[int, int]:
+    """Load every tensor; return how many there are, and how many numbers they have."""
     import safetensors
     from safetensors.torch import load_file
 
@@ -80,10 +80,10 @@ def _look_inside(model: Path) -> tuple[int, int]:
 
 
 def _copy(model: Path, out: Path) -> None:
-    """Write beside, then rename: a crash leaves the old file or the new one, whole."""
-    beside = out.with_name(f"{out.name}.{os.getpid()}.part")
+    """Write a temporary file, then rename it: after a crash, the old or the new file is there, and complete."""
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.part")
     try:
-        shutil.copyfile(model, beside)
-        beside.replace(out)
+        shutil.copyfile(model, temporary)
+        temporary.replace(out)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`rainband fuzz`: runs with random faults in virtual time, each replayed from its seed."""
+"""`rainband fuzz`: simulate runs with random faults, each repeatable from its seed."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def command(
     ] = None,
     faults: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A script of faults.", show_default="one drawn from the seed"),
+        typer.Option(metavar="FILE", help="File of faults to inject.", show_default="drawn from the seed"),
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Show every message.")] = False,
-    shrink: Annotated[bool, typer.Option("--shrink", help="Shorten the script of a run that fails.")] = False,
+    shrink: Annotated[bool, typer.Option("--shrink", help="Reduce the faults of a failing run to a few.")] = False,
 ) -> None:
-    """Run in virtual time with random faults, and say whether the run kept its promises.
+    """Simulate runs with random faults, and check that each is correct.
 
-    A small task whose gradients are whole numbers is trained while workers, servers, the coordinator and the lines
-    between them fail as a script says, which is drawn from the seed. Promised is: every batch is applied exactly once
-    on every block, the parameters are the right ones to the last bit, rounds are the same everywhere, nobody reads
-    what is too old, nobody waits for ever. What the coordinator leads comes to the same as without faults. A failing
-    seed is shown with the command that runs it again.
+    A small task whose gradients are whole numbers is trained while workers, servers, the coordinator and their
+    connections fail, according to a script that is drawn from the seed. Each run is checked: every batch is applied
+    exactly once to every block, the parameters are correct to the last bit, all blocks agree on every round, no read is
+    staler than the bound, and there is no deadlock. Full-batch strategies must reach the fault-free result, up to
+    rounding. A failing seed is shown with the command that repeats it.
 
     \b
     rainband fuzz 0-1000
@@ -63,7 +63,7 @@ def command(
             failed += bool(verdict.violations)
             if verdict.violations or trace or "-" not in seeds:
                 _show(verdict, shrink or faults is not None)
-    typer.echo(f"{failed} failed" if failed else "all kept their promises")
+    typer.echo(f"{failed} failed" if failed else "all correct")
     raise typer.Exit(FAILED if failed else 0)
 
 
@@ -74,7 +74,7 @@ def _cases(seeds: str, strategy: str | None, faults: Path | None) -> Iterator[Ca
     from rainband.runtimes.simulation.oracle.scenarios import KINDS, random_case
 
     if strategy is not None and strategy not in KINDS:
-        raise ValueError(f"no test of a strategy {strategy!r}: choose from {', '.join(KINDS)}.")
+        raise ValueError(f"no strategy {strategy!r} to fuzz: choose from {', '.join(KINDS)}.")
     script = None if faults is None else parse(faults.read_text(encoding="utf-8"))
     for seed in _numbers(seeds):
         case = random_case(seed, strategy)
@@ -86,7 +86,7 @@ def _numbers(seeds: str) -> range:
     try:
         return range(int(first), int(last) if dash else int(first) + 1)
     except ValueError:
-        raise ValueError(f"{seeds!r} is no seed: write a number, such as 17, or two, such as 0-1000.") from None
+        raise ValueError(f"{seeds!r} is not a seed: write a number, such as 17, or two, such as 0-1000.") from None
 
 
 def _show(verdict: OracleVerdict, shortened: bool) -> None:
@@ -104,7 +104,7 @@ def _show(verdict: OracleVerdict, shortened: bool) -> None:
     for violation in verdict.violations:
         typer.echo(f"VIOLATED: {violation}")
     if verdict.violations and shortened:
-        typer.echo("To see it again, write the lines of the script to a file, and type")
+        typer.echo("To repeat it, write the lines of the script to a file, and type")
         typer.echo(f"  {verdict.command} --faults FILE --trace")
     elif verdict.violations:
-        typer.echo(f"To see it again:  {verdict.command} --trace")
+        typer.echo(f"To repeat it:  {verdict.command} --trace")

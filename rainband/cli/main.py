@@ -1,4 +1,4 @@
-"""The command `rainband`. Importing this file imports neither torch nor rich: --help must come at once."""
+"""The command `rainband`. Importing this module imports neither torch nor rich, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from rainband import __version__
 from rainband.cli.report_errors import EXIT_CODES
 
-# Every command is a file of this folder with a function `register(app)`. To add one, write its name here.
+# Every command is a module of this package with a function `register(app)`. To add one, add its name here.
 COMMANDS = (
     "train",
     "run",
@@ -31,7 +31,7 @@ COMMANDS = (
 
 
 def main() -> None:
-    """The entry of the console script."""
+    """Run the command line: the entry point of the console script."""
     try:
         build_app()(prog_name="rainband")
     finally:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _flush_stdout() -> None:
-    """Output that cannot be written (to `| head`, to a closed terminal) is no reason for another exit code."""
+    """Flush, and keep the exit code if nobody reads the output (`| head`, a closed terminal)."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -48,27 +48,27 @@ def _flush_stdout() -> None:
 
 def build_app() -> typer.Typer:
     app = typer.Typer(
-        help="Train one PyTorch model on machines you do not fully control.",
+        help="Train one PyTorch model with parameter servers; tolerates slow and lost workers.",
         epilog=EXIT_CODES,
         no_args_is_help=True,
-        rich_markup_mode=None,  # plain help: rich alone would take longer than all the rest
+        rich_markup_mode=None,  # plain help: importing rich would take longer than everything else
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_options_of_all)
+    app.callback()(_global_options)
     for name in COMMANDS:
         if find_spec(f"rainband.cli.{name}") is not None:
             importlib.import_module(f"rainband.cli.{name}").register(app)
     return app
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"rainband {__version__}")
         raise typer.Exit
 
 
-def _options_of_all(
+def _global_options(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,

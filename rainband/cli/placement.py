@@ -1,4 +1,4 @@
-"""`rainband placement`: measure a task's model, and say which part of it should run on which machine."""
+"""`rainband placement`: measure a task's model, and assign its parts to machines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli.options import completion
+from rainband.cli.options import GroupedCommand, completion, with_options
 from rainband.cli.report_errors import report_errors
+from rainband.options import Option, OptionError, declared, opt
 
 if TYPE_CHECKING:
     from rainband.model_parallel.placement.partitioners import Partitioner
@@ -26,72 +27,92 @@ if TYPE_CHECKING:
 ALL = "all"  # every schedule
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Model"""
+
+    batch_size: Annotated[int | None, Option("Samples per batch.", "N", "the task's own", min=2)] = None
+    split: Annotated[
+        list[str] | None,
+        Option("Split a layer into shards: fc1=2, fc1=rows:2, mlp=pair:2 or conv=2x2; may be repeated.", "LAYER=HOW"),
+    ] = None
+    repeats: Annotated[int, Option("Measurements of each unit.", "N", "5", min=1)] = 5
+    threads: Annotated[int, Option("Torch threads while measuring.", "N", "1", min=1)] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """Machines"""
+
+    machines: Annotated[int, Option("Number of machines.", "N", "2", min=1)] = 2
+    memory: Annotated[float, Option("Memory of each machine in MB; 0: no limit.", "MB", "0", min=0)] = 0
+    network: Annotated[
+        str, Option("Network: lan, 1gbit, wan, datacentre, or a file of rainband calibrate.", "NAME", "lan")
+    ] = "lan"
+    machines_per_group: Annotated[
+        int, Option("Machines on one switch; 0: all of them, or those of a rack of the network.", "N", "0", min=0)
+    ] = 0
+    inter_group_network: Annotated[
+        str | None, Option("With --machines-per-group: the network between groups.", "NAME", "the same network")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Placement"""
+
+    partitioner: Annotated[
+        str | None,
+        Option(
+            "Algorithm that assigns model units to machines: balanced, interleaved, one_machine_per_stage, pipedream, "
+            "split_layers, or module:function.",
+            "NAME",
+            "that of the schedule, or pipedream",
+        ),
+    ] = None
+    placement: Annotated[Path | None, Option("Evaluate this placement, edited by hand, instead.", "FILE")] = None
+    schedule: Annotated[
+        str | None,
+        Option(
+            "Simulate this schedule: gpipe, one_f_one_b, interleaved, pipedream or pipedream_2bw; all: compare them.",
+            "NAME",
+        ),
+    ] = None
+    microbatches: Annotated[int, Option("With --schedule: microbatches per batch.", "N", "8", min=1)] = 8
+    stages_per_worker: Annotated[int, Option("With --schedule interleaved: stages per machine.", "N", "2", min=1)] = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """Output"""
+
+    out: Annotated[Path | None, Option("Save the placement as .json or .toml.", "FILE")] = None
+    draw: Annotated[Path | None, Option("Draw the placement, as .png, .svg or .pdf.", "FILE")] = None
+    as_json: Annotated[bool, Option("Print the placement as JSON, and nothing else.", flag="--json")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions(ModelOptions, MachineOptions, PlanOptions, FileOptions):
+    """All options of `rainband placement`."""
+
+
 def register(app: typer.Typer) -> None:
-    app.command("placement")(command)
+    options = declared(ModelOptions, MachineOptions, PlanOptions, FileOptions).values()
+    completions = {"schedule": completion.pipeline_schedules}
+    app.command("placement", cls=GroupedCommand)(with_options(command, PlacementOptions, options, completions))
 
 
 def command(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="Whose model.", autocompletion=completion.tasks)],
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="Task whose model is placed.", autocompletion=completion.tasks)
+    ],
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of the task: task.key=value.")
     ] = None,
-    machines: Annotated[int, typer.Option(min=1, metavar="N", help="How many there are.")] = 2,
-    partitioner: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Algorithm that assigns model units to machines: balanced, interleaved, one_machine_per_stage, "
-            "pipedream, split_layers, or module:function.",
-            show_default="as the schedule needs it, else pipedream",
-        ),
-    ] = None,
-    split: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LAYER=HOW", help="A layer in pieces: fc1=2, fc1=rows:2, mlp=pair:2, conv=2x2; repeat it."
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Samples of a batch.", show_default="the task's own")
-    ] = None,
-    memory: Annotated[float, typer.Option(min=0, metavar="MB", help="Of each machine; 0: no limit.")] = 0,
-    network: Annotated[
-        str, typer.Option(metavar="NAME", help="lan, 1gbit, wan, datacentre, or a file of rainband calibrate.")
-    ] = "lan",
-    group: Annotated[
-        int,
-        typer.Option(
-            "--machines-per-group", min=0, metavar="N", help="Machines that are near each other; 0: all are, or a rack."
-        ),
-    ] = 0,
-    between: Annotated[
-        str | None,
-        typer.Option(
-            "--inter-group-network", metavar="NAME", help="The network between groups.", show_default="as inside"
-        ),
-    ] = None,
-    plan_file: Annotated[
-        Path | None, typer.Option("--placement", metavar="FILE", help="Look at this plan, edited by hand, instead.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as .json or .toml.")] = None,
-    draw: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the plan, as .png, .svg or .pdf.")] = None,
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Play it: gpipe, one_f_one_b, interleaved, pipedream or pipedream_2bw; all: compare them.",
-            autocompletion=completion.pipeline_schedules,
-        ),
-    ] = None,
-    microbatches: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch, for --schedule.")] = 8,
-    stages_per_worker: Annotated[
-        int, typer.Option("--stages-per-worker", min=1, metavar="N", help="Stages on each machine, if interleaved.")
-    ] = 2,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each unit.")] = 5,
-    threads: Annotated[int, typer.Option(min=1, metavar="N", help="Of torch, while measuring.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.")] = False,
+    *,
+    options: PlacementOptions,
 ) -> None:
-    """Plan how to run TASK's model on several machines.
+    """Measure TASK's model, and assign its parts to machines.
 
     \b
     rainband placement digits --machines 4 --out plan.json
@@ -105,27 +126,29 @@ def command(
     from rainband.model_parallel.placement.placement import check_file_name, load, save
     from rainband.model_parallel.schedules.rates import check_schedule, every_schedule, played
 
-    with report_errors():  # what can be wrong is looked at before anything is measured
+    out, schedule = options.out, options.schedule
+    with report_errors():  # mistakes are reported before anything is measured
         _import_from_here()
-        edited = load(plan_file) if plan_file else None
+        edited = load(options.placement) if options.placement else None
         if schedule is not None and schedule != ALL:
             check_schedule(schedule, edited)
-        planner = _planner(edited, partitioner, schedule, stages_per_worker)
+        planner = _planner(edited, options)
         if out is not None:
             check_file_name(out)
-        if draw is not None:
-            _check_picture(draw)
-        resources = _resources(edited.num_machines if edited else machines, memory, network, group, between)
-        model = _Model(task, settings or [], split or [], batch_size)
-        profile = _profile(model, repeats, threads)
+        if options.draw is not None:
+            _check_picture(options.draw)
+        resources = _resources(options, edited.num_machines if edited else options.machines)
+        profile = _profile(task, settings or [], options)
         plan = make_plan(planner, profile, resources)
-        compared = every_schedule(profile, resources, microbatches, stages_per_worker) if schedule == ALL else None
-        one = schedule is not None and schedule != ALL
-        play = played(schedule or "", plan, profile, resources, microbatches) if one else None
+        play, compared = None, None
+        if schedule == ALL:
+            compared = every_schedule(profile, resources, options.microbatches, options.stages_per_worker)
+        elif schedule is not None:
+            play = played(schedule, plan, profile, resources, options.microbatches)
         if out is not None:
             save(plan, out)
-        drawn = _draw(plan, profile, play, draw) if draw is not None else []
-    if as_json:
+        drawn = _draw(plan, profile, play, options.draw) if options.draw is not None else []
+    if options.as_json:
         typer.echo(msgspec.json.encode(plan).decode())
         return
     _print(plan, profile, resources, play, compared)
@@ -133,9 +156,7 @@ def command(
         typer.echo(f"written to {path}")
 
 
-def _planner(
-    edited: Placement | None, partitioner: str | None, schedule: str | None, stages_per_worker: int
-) -> Partitioner:
+def _planner(edited: Placement | None, options: PlacementOptions) -> Partitioner:
     from functools import partial
 
     from rainband.model_parallel.placement.partitioners import find_partitioner
@@ -144,25 +165,27 @@ def _planner(
 
     if edited is not None:
         return lambda profile, resources: edited
-    planner = find_partitioner(partitioner) if partitioner else partitioner_for(None if schedule == ALL else schedule)
-    return partial(interleaved, stages_per_worker=stages_per_worker) if planner is interleaved else planner
+    if options.partitioner:
+        planner = find_partitioner(options.partitioner)
+    else:
+        planner = partitioner_for(None if options.schedule == ALL else options.schedule)
+    return partial(interleaved, stages_per_worker=options.stages_per_worker) if planner is interleaved else planner
 
 
 def _import_from_here() -> None:
-    """A partitioner of the user's own is found from the folder one is in, as a task is."""
+    """Find a user's own partitioner in the working directory, like a task."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
-def _resources(machines: int, memory_mb: float, network: str, group: int, between: str | None) -> Resources:
+def _resources(options: PlacementOptions, machines: int) -> Resources:
     from rainband.model_parallel.placement.profile import LinkSpeed, Resources
     from rainband.runtimes.simulation.models.cluster_model import load_model
 
-    near = load_model(network).network
+    group, between = options.machines_per_group, options.inter_group_network
+    near = load_model(options.network).network
     if between is not None and not group:
-        raise ValueError(
-            "--inter-group-network requires groups: say how many machines are in one (--machines-per-group)."
-        )
+        raise OptionError(f"{opt('inter_group_network')} requires {opt('machines_per_group')}.")
     far = load_model(between).network if between else near
     racks = near.rack_size if not group and machines > near.rack_size > 0 else 0
     kinds = LinkSpeed(
@@ -180,20 +203,10 @@ def _resources(machines: int, memory_mb: float, network: str, group: int, betwee
             between_bytes_per_s=near.uplink_bytes_per_s,
             between_latency_s=near.latency_s + near.uplink_latency_s,
         )
-    return Resources(num_machines=machines, memory_bytes=int(memory_mb * 1e6), network=kinds)
+    return Resources(num_machines=machines, memory_bytes=int(options.memory * 1e6), network=kinds)
 
 
-@dataclass(frozen=True)
-class _Model:
-    """Which model, as it was typed."""
-
-    task: str
-    settings: Sequence[str]
-    splits: Sequence[str]
-    batch_size: int | None
-
-
-def _profile(asked: _Model, repeats: int, threads: int) -> Profile:
+def _profile(name: str, settings: Sequence[str], options: PlacementOptions) -> Profile:
     import torch
 
     from rainband.model_parallel.graph.split import read_split
@@ -203,25 +216,25 @@ def _profile(asked: _Model, repeats: int, threads: int) -> Profile:
     from rainband.settings import parse_pairs
     from rainband.tasks.load import load_task
 
-    pairs = {key.removeprefix("task."): value for key, value in parse_pairs(asked.settings).items()}
-    splits = dict(map(read_split, asked.splits))
-    task = load_task(asked.task, pairs)
-    torch.set_num_threads(threads)
+    pairs = {key.removeprefix("task."): value for key, value in parse_pairs(settings).items()}
+    splits = dict(map(read_split, options.split or ()))
+    task = load_task(name, pairs)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     model, data = build_model(task), task.data()
-    size = asked.batch_size or task.batch_size
+    size = options.batch_size or task.batch_size
     with _quiet():
         if splits:
             split_model(model, splits, *inputs_of(task, data.batch(range(min(2, len(data))))))
         cut, args, kwargs = cut_task(task, model, data, size)
     if any(parameter.is_meta for parameter in model.parameters()):
         typer.echo("the model is built without values: its times are those of its multiplications, at 10 G/s", err=True)
-    return measure(cut, args, kwargs, model=asked.task, repeats=repeats)
+    return measure(cut, args, kwargs, model=name, repeats=options.repeats)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Tracing tools log and print pages when they fail; what matters of it is in the error that follows."""
+    """Hide the output of tracing tools, which print pages when they fail; the error that follows has the reason."""
     logging.disable(logging.ERROR)
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -231,7 +244,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_picture(path: Path) -> None:
-    """A picture that cannot be written should be told before minutes of measuring."""
+    """Raise if the picture cannot be written, before minutes of measuring."""
     kinds = (".png", ".svg", ".pdf")
     if path.suffix not in kinds:
         raise ValueError(f"a picture is a file that ends in {', '.join(kinds)}, not {path.name}.")
@@ -266,7 +279,7 @@ def _print(
 
 
 def _draw(plan: Placement, profile: Profile, play: Played | None, path: Path) -> list[Path]:
-    """The files that were drawn: the plan, and beside it the schedule."""
+    """Draw the placement and, in a second file, the schedule; return the files."""
     from rainband.model_parallel.drawing.picture import draw_plan, draw_schedule
 
     if not draw_plan(plan, profile, path):

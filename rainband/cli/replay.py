@@ -1,4 +1,4 @@
-"""`rainband replay`: repeat a recorded asynchronous run, bit for bit."""
+"""`rainband replay`: repeat a recorded or simulated run, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 
 from rainband.cli.options import completion
 from rainband.cli.report_errors import FAILED, report_errors
-from rainband.views import formatting as words
 from rainband.views.formatting import count
+from rainband.views.formatting import table as as_table
 
 if TYPE_CHECKING:
     from rainband.record.replay import Replayed, ReplayedUpdate
@@ -26,23 +26,23 @@ def command(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A directory, a name, the beginning of a name, or last.",
+            help="Run: its directory, its name or the beginning of its name; last: the newest.",
             autocompletion=completion.runs,
         ),
     ] = "last",
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")] = Path("runs"),
+    runs: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the runs.")] = Path("runs"),
     until: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Of a recorded run: stop when every block has had N updates."),
+        typer.Option(min=0, metavar="N", help="Recorded runs: stop after N updates of every block."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of a recorded run: save the parameters at the end, or at N.")
+        Path | None, typer.Option(metavar="FILE", help="Recorded runs: save the parameters at the end, or at N.")
     ] = None,
     table: Annotated[
-        bool, typer.Option("--table", help="Show every update; of a run in virtual time, every message.")
+        bool, typer.Option("--table", help="Show every update of the first block; of a simulated run, every message.")
     ] = False,
 ) -> None:
-    """Do a run again, bit for bit: one in virtual time from its seed, a real one if it was started with --record.
+    """Repeat a run bit for bit: a simulated run from its seed, a real run if it was started with --record.
 
     \b
     rainband replay last --until 120 --table --model at_120.safetensors
@@ -55,56 +55,60 @@ def command(
         directory = find_run(runs, run)
         if (directory / "simulation.json").exists():
             if until is not None or model is not None:
-                raise ValueError("--until and --model are for recorded runs; this one was in virtual time.")
-            raise typer.Exit(_simulate_again(directory, table))
+                raise ValueError("--until and --model are for recorded runs; this run was simulated.")
+            raise typer.Exit(_repeat_simulation(directory, table))
         result = replay(directory, updates.append if table else None, until, model)
     if table:
         typer.echo("\n".join(_rows(updates)))
-    typer.echo(f"{directory.name}: {count(result.pushes, 'update')} of blocks made again")
+    typer.echo(f"{directory.name}: {count(result.pushes, 'update')} of blocks repeated")
     if model is not None:
         typer.echo(f"the parameters are in {model}")
     raise typer.Exit(_compared(result))
 
 
 def _rows(updates: Sequence[ReplayedUpdate]) -> list[str]:
-    """What the first block was given, in its order."""
-    head = ("update", "worker", "batches", "read", "staleness", "loss", "norm of the gradient")
+    """Return a row for each update of the first block, in order."""
+    head = ("update", "worker", "batches", "read", "staleness", "loss", "gradient norm")
     rows = [
         (f"{u.number}", f"{u.worker}", u.batches, f"v{u.read}", f"{u.staleness}", f"{u.loss:.6g}", f"{u.norm:.6g}")
         for u in updates
     ]
-    return words.table([head, *rows])
+    return as_table([head, *rows])
 
 
 def _compared(result: Replayed) -> int:
     if result.warning:
         typer.echo(f"The bits may differ: {result.warning}.", err=True)
     if not result.saved_hash:
-        typer.echo(f"Nothing to compare it with: a model is saved at a run's end. Its bits are {result.repeated_hash}.")
+        typer.echo(
+            f"The run has no saved model to compare with. The hash of the repeated one is {result.repeated_hash}."
+        )
         return 0
     numbers = count(result.numbers, "number")
     if result.different:
-        typer.echo(f"{result.different} of {numbers} differ: saved {result.saved_hash}, now {result.repeated_hash}.")
+        typer.echo(
+            f"{result.different} of {numbers} differ: hash {result.saved_hash} as saved, {result.repeated_hash} now."
+        )
         return FAILED
-    typer.echo(f"The model is the saved one, bit for bit: {numbers}, {result.saved_hash} then and now.")
+    typer.echo(f"The model equals the saved one bit for bit: {numbers}, hash {result.saved_hash}.")
     return 0
 
 
-def _simulate_again(directory: Path, table: bool) -> int:
+def _repeat_simulation(directory: Path, table: bool) -> int:
     import tempfile
 
     from rainband.record.replay import replay_simulated, why_bits_may_differ
     from rainband.runtimes.simulation.models.trace import read_lines
-    from rainband.runtimes.simulation.models.trace import table as as_table
+    from rainband.runtimes.simulation.models.trace import table as trace_table
 
     with tempfile.TemporaryDirectory() as folder:
-        then, now = replay_simulated(directory, Path(folder))
+        before, now = replay_simulated(directory, Path(folder))
         if table:
-            typer.echo(as_table(read_lines(Path(folder))))
-    if warning := "" if then.time_only else why_bits_may_differ(then):
+            typer.echo(trace_table(read_lines(Path(folder))))
+    if warning := "" if before.time_only else why_bits_may_differ(before):
         typer.echo(f"The bits may differ: {warning}.", err=True)
-    if then.trace_hash == now.trace_hash:
-        typer.echo(f"{directory.name}: the same run, bit for bit (trace {now.trace_hash}).")
+    if before.trace_hash == now.trace_hash:
+        typer.echo(f"{directory.name}: equal bit for bit (trace {now.trace_hash}).")
         return 0
-    typer.echo(f"{directory.name}: its trace was {then.trace_hash} and is {now.trace_hash}.")
+    typer.echo(f"{directory.name}: its trace was {before.trace_hash} and is {now.trace_hash}.")
     return FAILED

@@ -1,4 +1,4 @@
-"""`rainband runs`: look back on runs: list them, show one, compare two."""
+"""`rainband runs`: list runs, show one, compare two."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import typer
 from rainband.cli.options import completion
 from rainband.cli.report_errors import report_errors
 
-Root = Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")]
-Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
-WHICH = "A directory, a name, the beginning of a name, or last."
+Root = Annotated[Path, typer.Option(metavar="DIR", help="Directory of the runs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+WHICH = "Run: its directory, its name or the beginning of its name; last: the newest."
 
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(
-        help="Look back on runs: list them, show one, compare two.",
+        help="List runs, show one, compare two.",
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 def list_them(
     ctx: typer.Context,
     runs: Root = Path("runs"),
-    most: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="How many, newest first.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="Number of runs.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List the runs, newest first."""
@@ -43,7 +43,7 @@ def list_them(
     from rainband.views.runs_text import as_record, listed, to_json
 
     directories = list_runs(runs)
-    found = [read_run(directory) for directory in directories[:most]]
+    found = [read_run(directory) for directory in directories[:limit]]
     if as_json:
         typer.echo(to_json([as_record(run) for run in found]))
         return
@@ -51,8 +51,8 @@ def list_them(
         typer.echo(f"There are no runs in {runs}. Train something: rainband train digits downpour")
         return
     _print(listed(found, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
-    if len(directories) > most:
-        typer.echo(f"... and {len(directories) - most} older: rainband runs -n {len(directories)}")
+    if len(directories) > limit:
+        typer.echo(f"... and {len(directories) - limit} older: rainband runs -n {len(directories)}")
 
 
 def show(
@@ -60,7 +60,7 @@ def show(
     runs: Root = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Show a run: its books, its staleness, its curve."""
+    """Show a run: its batches, its staleness, its loss curve."""
     from rainband.views.history import find_run, read_run
     from rainband.views.runs_text import as_record, shown, to_json
 
@@ -78,7 +78,7 @@ def compare(
     runs: Root = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Compare two runs: what was set otherwise, and what came of it."""
+    """Compare two runs: the settings that differ, and the results."""
     from rainband.views.history import find_run, read_run
     from rainband.views.runs_text import as_record, compared, to_json
 

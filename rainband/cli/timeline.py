@@ -1,4 +1,4 @@
-"""`rainband timeline`: a picture of who computed, waited, pushed and pulled when; and the same for Chrome."""
+"""`rainband timeline`: draw when each process computed, waited, pushed and pulled; and export it for Chrome."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 COLOURS = {
     "compute": "#2f6f9f",
-    "forward": "#8fb8de",  # of a model in stages, in the place of compute
+    "forward": "#8fb8de",  # of a model in stages, instead of compute
     "backward": "#2f6f9f",
     "wait": "#e3b23c",
     "push": "#b5482a",
@@ -30,14 +30,14 @@ COLOURS = {
 }
 HIGH, UPPER, LOWER = (0.3, 0.5), (0.16, 0.1), (0.04, 0.1)
 HEIGHTS = {"push": UPPER, "pull": LOWER}  # all others: HIGH
-MAX_SPANS = 50_000  # more cannot be told apart in an image
+MAX_SPANS = 50_000  # more are not distinguishable in an image
 MAX_LABELS = 40  # of nodes
 ROW_INCHES, MAX_INCHES = 0.32, 14.0
 COMPUTING = ("compute", "forward", "backward")
 EDGES = {
     **dict.fromkeys(COMPUTING, 0.5),
     "apply": 0.7,
-}  # applying takes so little that without an edge it could not be seen
+}  # applying is so short that it is invisible without an edge
 MAX_EDGES = 150  # in one row
 
 
@@ -56,13 +56,13 @@ def command(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A directory, a name, the beginning of a name, or last.",
+            help="Run: its directory, its name or the beginning of its name; last: the newest.",
             autocompletion=completion.runs,
         ),
     ] = "last",
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")] = Path("runs"),
-    begin: Annotated[float, typer.Option("--from", metavar="SECONDS", help="Begin here.")] = 0.0,
-    end: Annotated[float | None, typer.Option("--to", metavar="SECONDS", help="End here.")] = None,
+    runs: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the runs.")] = Path("runs"),
+    begin: Annotated[float, typer.Option("--from", metavar="SECONDS", help="Start of the excerpt.")] = 0.0,
+    end: Annotated[float | None, typer.Option("--to", metavar="SECONDS", help="End of the excerpt.")] = None,
 ) -> None:
     """Draw timeline.png, and write timeline.json for chrome://tracing or ui.perfetto.dev, into the run's directory."""
     from rainband.record.spans import read_spans
@@ -74,8 +74,8 @@ def command(
         every = read_spans(directory)
         if not every:
             raise ValueError(
-                f"{directory.name} has no timeline: runs in virtual time have one (--runtime sim), "
-                "real ones if they were started with --timeline."
+                f"{directory.name} has no timeline: simulated runs have one, "
+                "real runs if they were started with --timeline."
             )
         spans = within(every, begin, end)
         if not spans:
@@ -89,7 +89,7 @@ def command(
         typer.echo(str(image))
         if seen is not None:
             draw_schedules(seen, directory / "schedule.png", title_of(found))
-            typer.echo(f"{directory / 'schedule.png'}: some batches as they were, and as predicted")
+            typer.echo(f"{directory / 'schedule.png'}: some batches, as measured and as predicted")
     else:
         typer.echo("no image: matplotlib is not installed (pip install 'rainband[plots]').", err=True)
 
@@ -102,7 +102,7 @@ def title_of(run: PastRun) -> str:
 
 
 def losses_of(run: PastRun, length_s: float) -> list[Loss]:
-    """As they were told. The last is told when the workers have ended: that is where their spans end, too."""
+    """Return the reported losses. The last report comes when the workers have ended, and so do their spans."""
     known = [p for p in run.so_far.progress if p.loss is not None and math.isfinite(p.loss)]
     began_s = known[-1].at_s - length_s if known else 0.0
     return [Loss(max(0.0, p.at_s - began_s), p.samples_done, float(p.loss or 0.0)) for p in known]
@@ -117,22 +117,22 @@ def _length(spans: Sequence[Span]) -> float:
 
 
 def kind_of(span: Span) -> str:
-    """What a node did; of a model in stages, forward or backward."""
+    """Return the kind of work; for a model in stages, forward or backward."""
     return {"F": "forward", "B": "backward"}.get(span.label[:1], span.what)
 
 
 def nodes_of(spans: Sequence[Span]) -> list[str]:
-    """In the order of a picture: workers by number, then servers."""
+    """Return the nodes in the order of the picture: workers by number, then servers."""
 
-    def place(name: str) -> tuple[bool, int, str]:
+    def order(name: str) -> tuple[bool, int, str]:
         number = name.split(" ")[-1].split("'")[0]
         return not name.startswith("worker"), int(number) if number.isdigit() else 0, name
 
-    return sorted({span.node for span in spans}, key=place)
+    return sorted({span.node for span in spans}, key=order)
 
 
 def chrome_trace(spans: Sequence[Span]) -> bytes:
-    """The spans in the trace event format: a process per node, a thread for what it does, one for what travels."""
+    """Return the spans in the trace event format: per node a process, with threads for work, pushes and pulls."""
     import msgspec
 
     numbers = {node: number for number, node in enumerate(nodes_of(spans))}
@@ -148,7 +148,7 @@ def chrome_trace(spans: Sequence[Span]) -> bytes:
 
 
 def draw(spans: Sequence[Span], path: Path, title: str = "", losses: Sequence[Loss] = ()) -> bool:
-    """A line per node, and above them the loss, against time and samples; False: there is nothing to draw with."""
+    """Draw a row per node, and above them the loss; return False if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -202,14 +202,14 @@ def _draw_rows(axes: Axes, spans: Sequence[Span], nodes: Sequence[str]) -> None:
 
 
 def _longest(spans: Sequence[Span]) -> Sequence[Span]:
-    """What can be seen: of very many spans the longest, over the whole time."""
+    """Return the longest spans, if there are too many to be visible."""
     if len(spans) <= MAX_SPANS:
         return spans
     return sorted(spans, key=lambda span: span.from_s - span.to_s)[:MAX_SPANS]
 
 
 def _share(spans: Sequence[Span], what: str) -> str:
-    """Of the time of the workers' own threads."""
+    """Return a share of the workers' time, as text."""
     own = {name: sum(s.to_s - s.from_s for s in spans if kind_of(s) == name) for name in (*COMPUTING, "wait")}
     return f"{100 * own[what] / total:.0f} %" if what in own and (total := sum(own.values())) else ""
 

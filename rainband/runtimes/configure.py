@@ -9,7 +9,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -19,7 +18,7 @@ from rainband.errors import did_you_mean
 from rainband.model_parallel.placement.placement import Placement, is_interleaved
 from rainband.model_parallel.placement.placement import load as load_placement
 from rainband.model_parallel.placement.stage_plan import Flushing, StagePlan, workers_of
-from rainband.options import OptionError, RunOptions, declared, opt
+from rainband.options import OptionError, RunOptions, check_value, declared, opt
 from rainband.plugins import find_strategy, strategy_names
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation.models.cluster_model import load_model
@@ -95,20 +94,8 @@ def given_options(options: RunOptions) -> RunOptions:
     for name, value in given.items():
         if name not in declared():
             raise OptionError(f"there is no option {name}{did_you_mean(name, declared())}.")
-        _check_value(name, value)
+        check_value(declared()[name], value)
     return given  # type: ignore[return-value]
-
-
-def _check_value(name: str, value: object) -> None:
-    option, kind = declared()[name].option, declared()[name].kind
-    number = {int: Integral, float: Real}.get(kind)
-    if number is not None and (isinstance(value, bool) or not isinstance(value, number)):
-        raise OptionError(f"{opt(name, value)}: must be {'a whole number' if kind is int else 'a number'}.")
-    if option.min is not None and not value >= option.min:  # type: ignore[operator]
-        raise OptionError(f"{opt(name, value)}: must be at least {option.min:g}.")
-    if option.choices and value not in option.choices:
-        near = did_you_mean(str(value), option.choices)
-        raise OptionError(f"{opt(name, value)}: choose from {', '.join(option.choices)}{near}.")
 
 
 def _options_of(base: RunConfig, given: RunOptions) -> dict[str, Any]:

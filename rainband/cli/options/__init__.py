@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from rainband.options import DeclaredOption, RunOptions, declared
+from rainband.cli.report_errors import report_errors
+from rainband.options import DeclaredOption, RunOptions, check_value, declared
 
 OUTPUT = "Output"  # the group of --json and --verbose
 
@@ -44,17 +44,33 @@ class GroupedCommand(TyperCommand):
 
 def with_run_options(command: Callable[..., None], leave_out: Collection[str] = ()) -> Callable[..., None]:
     """Return `command(..., options: RunOptions)` as a function from whose signature typer reads every option."""
+    return with_options(command, RunOptions, [one for one in declared().values() if one.name not in leave_out])
+
+
+def with_options(
+    command: Callable[..., None],
+    make: Callable[..., object],
+    options: Iterable[DeclaredOption],
+    completions: Mapping[str, Callable[[str], list[str]]] | None = None,
+) -> Callable[..., None]:
+    """Return `command(..., options)` as a function with a parameter for each option; `make` collects those given."""
+    shown = {one.name: one for one in options if one.flag != "-"}
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
-    shown = [_parameter(one) for one in declared().values() if one.flag != "-" and one.name not in leave_out]
 
     def typed(**words: Any) -> None:
-        values = {p.name: words.pop(p.name) for p in shown}
+        values = {name: words.pop(name) for name in shown}
         given = {name: value for name, value in values.items() if value is not None and value is not False}
-        command(**words, options=RunOptions(**given))  # type: ignore[typeddict-item]
+        with report_errors():
+            for name, value in given.items():
+                check_value(shown[name], value)
+        command(**words, options=make(**given))
 
-    # The command's own options that belong to a group are listed at its end.
     positional = [p for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    parameters = [*positional, *shown, *(p for p in own if p not in positional)]
+    parameters = [
+        *positional,
+        *(_parameter(one, (completions or {}).get(one.name)) for one in shown.values()),
+        *(p for p in own if p not in positional),  # of the last group
+    ]
     typed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     )
@@ -63,16 +79,19 @@ def with_run_options(command: Callable[..., None], leave_out: Collection[str] = 
     return typed
 
 
-def _parameter(declared_option: DeclaredOption) -> inspect.Parameter:
-    name, group, kind, option = declared_option
-    if kind is bool:
-        annotation: Any = Annotated[bool, typer.Option(declared_option.flag, help=option.help, rich_help_panel=group)]
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+def _parameter(one: DeclaredOption, complete: Callable[[str], list[str]] | None) -> inspect.Parameter:
+    option, is_flag = one.option, one.kind is bool
     shown = typer.Option(
-        declared_option.flag,
+        one.flag,
         help=f"{option.help}  [default: {option.default}]" if option.default else option.help,
-        metavar=option.metavar,
-        rich_help_panel=group,
+        metavar=None if is_flag else option.metavar,
+        rich_help_panel=one.group,
+        autocompletion=complete,
     )
-    annotation = Annotated[(kind if kind in (int, float, Path) else str) | None, shown]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    kind: Any = bool if is_flag else one.kind | None
+    return inspect.Parameter(
+        one.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False if is_flag else None,
+        annotation=Annotated[kind, shown],
+    )
