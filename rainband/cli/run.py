@@ -11,11 +11,8 @@ import typer
 
 from rainband.cli.options import GroupedCommand, Json, Verbose, completion, with_run_options
 from rainband.cli.report_errors import EXIT_CODES, report_errors
-from rainband.optimizer_settings import OptimizerSettings
 from rainband.options import RunOptions, SimulationOptions, StageOptions
 
-# Settings that the script's own optimizer brings.
-OF_THE_SCRIPT = tuple(field.name for field in fields(OptimizerSettings))
 # Options of a run for which a script has its own code, or which it cannot have.
 LEFT_OUT = {
     *StageOptions.__annotations__,
@@ -69,6 +66,7 @@ def run(
     import msgspec
 
     from rainband.cli.train import watch
+    from rainband.optimizer_settings import OptimizerSettings
     from rainband.plugins import load_strategy
     from rainband.runtimes.config import RunConfig
     from rainband.runtimes.configure import SERVERS, WORKERS, configure
@@ -79,7 +77,7 @@ def run(
     with report_errors():
         pairs, script, arguments = split(words or [])
         settings = parse_pairs(pairs)
-        for setting in OF_THE_SCRIPT:
+        for setting in (field.name for field in fields(OptimizerSettings)):
             if setting in settings:
                 raise ValueError(f"{setting}={settings[setting]}: the script's own optimizer sets this. Omit it here.")
         base = RunConfig(
