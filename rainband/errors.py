@@ -1,4 +1,4 @@
-"""The named errors of the world: what can go wrong between machines, whoever is to blame."""
+"""Errors between the nodes of a run, and hints in error messages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 
 class RainbandError(Exception):
-    """Something went wrong between the nodes of a run."""
+    """An error of a run."""
 
 
 class PeerLost(RainbandError):
-    """A node we talked to is gone: `PeerLost("worker 3", "waiting for its half of round 7")`."""
+    """The connection to another node was lost: `PeerLost("worker 3", "waiting for its gradient of round 7")`."""
 
     def __init__(self, who: str, doing: str) -> None:
         super().__init__(who, doing)
@@ -22,15 +22,15 @@ class PeerLost(RainbandError):
 
 
 class ServerLost(PeerLost):
-    """A server is gone, and with it, until a backup or a snapshot takes over, its blocks."""
+    """A server was lost, and with it the blocks that it held."""
 
 
 class CoordinatorLost(PeerLost):
-    """The coordinator is gone: training goes on for as long as leases were given ahead."""
+    """The connection to the coordinator was lost: a worker continues only with the batches that it has leased."""
 
 
 class Refused(RainbandError):
-    """The other side understood what we asked and said no; `reason` is its word for why."""
+    """The other node refused a request; `reason` is its explanation."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -38,18 +38,18 @@ class Refused(RainbandError):
 
 
 class HandshakeFailed(RainbandError):
-    """The two ends of a connection could not agree on the protocol, the run or its secret."""
+    """The two ends of a connection differ in protocol, run or secret."""
 
 
 class Deadlock(RainbandError):
-    """Everyone waits and nothing is under way; the message names who waits for what."""
+    """All nodes of a simulation wait, and no message is in transit; the text names each and the reason."""
 
 
 class Stop(Exception):
-    """Thrown into a strategy to end it early: it may catch it, flush what it holds, and return.
+    """Thrown into a strategy to end it early: the strategy may catch it, flush its buffers, and return.
 
-    It is no RainbandError, so that a retry after a lost peer does not swallow it. It is an Exception, not a
-    BaseException, so that one that escapes is reported like any failure and does not end the whole process.
+    It is not a RainbandError, so that a retry after a lost peer does not catch it. It is an Exception, not a
+    BaseException, so that an uncaught one is reported like any failure and does not end the process.
     """
 
 

@@ -71,7 +71,7 @@ def fit(
         config="runs/NAME"     repeat an earlier run; omit the task and the strategy
     """
     from rainband.errors import RainbandError
-    from rainband.runtimes.advice import foreseen
+    from rainband.runtimes.advice import warnings_for
     from rainband.runtimes.configure import configure
     from rainband.views.sinks import chosen_sinks
 
@@ -79,7 +79,9 @@ def fit(
     base, task, made = _repeated(options["config"], task, strategy) if options.get("config") else _new(task, strategy)
     config = configure(base, made, chosen, lambda: _task(task, base))
     sinks = chosen_sinks(chosen)
-    for text in foreseen(made, config.num_replicas, called="copies of the model" if config.stage_plan else "workers"):
+    for text in warnings_for(
+        made, config.num_replicas, called="copies of the model" if config.stage_plan else "workers"
+    ):
         warnings.warn(text, stacklevel=2)
     carried = {
         "task": None if _named(task, TASKS)[0] else task,

@@ -1,9 +1,9 @@
-"""Turn key=value words into the fields of a frozen dataclass, and describe those fields to people.
+"""Convert key=value words to the fields of a frozen dataclass, and describe these fields.
 
     parse_pairs(["n_push=4"])               {"n_push": "4"}
     build(Downpour, {"n_push": "4"})        Downpour(n_push=4)
-    as_dict(Downpour(n_push=4))             {"n_push": 4, ...}, from which build makes an equal one
-    fields_of(Downpour)                     what `rainband explain downpour` prints
+    as_dict(Downpour(n_push=4))             {"n_push": 4, ...}, from which `build` makes an equal one
+    fields_of(Downpour)                     the rows that `rainband explain downpour` prints
 
 A field may be an int, float, bool or str, a Literal, a tuple of these, or a union of these and None.
 """
@@ -29,12 +29,12 @@ WORDS_FOR_BOOL = {"true": True, "yes": True, "1": True, "false": False, "no": Fa
 
 @dataclass(frozen=True)
 class Setting:
-    """One field as people see it."""
+    """The description of one field."""
 
     name: str
     type: str  # in words: "a whole number"
-    default: object  # dataclasses.MISSING where a value must be given
-    doc: str  # what the source says beside the field; "" where it says nothing
+    default: object  # dataclasses.MISSING if a value is required
+    doc: str  # the comment beside the field in the source, or ""
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
@@ -60,12 +60,12 @@ def build(cls: type[T], settings: Mapping[str, object]) -> T:
     for field in _settable(cls):
         if field.name not in settings and _default_of(field) is MISSING:
             kind = kinds[field.name]
-            raise ValueError(f"{cls.__name__} needs {field.name}={kind.example}: it is {kind.expected}.")
+            raise ValueError(f"{cls.__name__} requires {field.name}={kind.example}: it is {kind.expected}.")
     return cls(**{name: _convert(name, value, kinds[name]) for name, value in settings.items()})
 
 
 def check_value(cls: type, name: str, value: object, shown_as: str) -> None:
-    """Raise if a field of `cls` cannot have this value; `shown_as` is what its name is to the user."""
+    """Raise if a field of `cls` cannot have this value; `shown_as` is its name in the error."""
     _convert(shown_as, value, _kinds_of(cls)[name])
 
 
@@ -111,14 +111,14 @@ def _no_such_setting(owner: str, name: str, known: list[str]) -> str:
     return f"{owner} has no setting '{name}'{did_you_mean(name, known)}: it has {', '.join(known) or 'none'}."
 
 
-# ---- from an annotation to a way of reading a value ----
+# ---- from an annotation to a function that reads a value ----
 
 
 @dataclass(frozen=True)
 class _Kind:
     read: Callable[[object], object]  # raises ValueError when the value is not of this kind
     expected: str  # "a whole number"
-    example: str  # "4"; "" where none can be typed
+    example: str  # "4"; "" if text cannot express one
 
 
 def _convert(name: str, value: object, kind: _Kind) -> object:
@@ -139,7 +139,7 @@ def _kind_of(annotation: object) -> _Kind:
     if origin is typing.Literal:
         return _one_of(args)
     if origin in (typing.Union, types.UnionType):
-        return _first_that_reads([_kind_of(arg) for arg in args])
+        return _first_of([_kind_of(arg) for arg in args])
     if origin is tuple and args[-1] is ...:
         return _many(_kind_of(args[0]))
     if origin is tuple:
@@ -161,7 +161,7 @@ def _read_float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError
     if math.isnan(number := float(value)):
-        raise ValueError  # never meant, and never equal to itself
+        raise ValueError  # a mistake, and not equal to itself
     return number
 
 
@@ -209,8 +209,8 @@ def _one_of(choices: tuple[object, ...]) -> _Kind:
     return _Kind(read, f"one of {', '.join(by_word)}", next(iter(by_word)))
 
 
-def _first_that_reads(kinds: list[_Kind]) -> _Kind:
-    # Text last, and none first: any word is text, so text would hide the others.
+def _first_of(kinds: list[_Kind]) -> _Kind:
+    # none first and text last: every word is text.
     by_strictness = sorted(kinds, key=lambda kind: (kind.read is _read_str) - (kind.read is _read_none))
 
     def read(value: object) -> object:
@@ -248,12 +248,12 @@ def _items(value: object) -> list[object]:
     raise ValueError
 
 
-# ---- what the source says beside each field ----
+# ---- the comments beside fields in the source ----
 
 
 def _docs_of(cls: type) -> dict[str, str]:
     docs: dict[str, str] = {}
-    for owner in reversed(cls.__mro__):  # a field declared again takes the words of the later class
+    for owner in reversed(cls.__mro__):  # a field that is declared again has the comment of the later class
         if dataclasses.is_dataclass(owner):
             docs |= _docs_in_source(owner)
     return docs
@@ -263,11 +263,11 @@ def _docs_in_source(cls: type) -> dict[str, str]:
     try:
         return docs_in(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError):
-        return {}  # typed at a prompt: there is no file to read
+        return {}  # typed at a prompt: there is no file
 
 
 def docs_in(source: str) -> dict[str, str]:
-    """What the source of one class says beside its fields, by their names."""
+    """Return the comments beside the fields of a class, by field, from its source."""
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)
     lines = source.splitlines()

@@ -17,7 +17,7 @@ from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy, strategy_names
 from rainband.protocol import events
-from rainband.runtimes.advice import foreseen, straggler_among, straggler_of
+from rainband.runtimes.advice import straggler_among, straggler_of, warnings_for
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.run_directory import EventLog, new_directory, write_config
 from rainband.runtimes.simulation import run as sim
@@ -29,7 +29,7 @@ NOW_AND_THEN = Straggler("one step in 20", 10.0, always=False)
 
 
 def told(strategy: str, workers: int, straggler: Straggler | None = None, **settings: Any) -> str:
-    return " | ".join(foreseen(load_strategy(strategy, settings), workers, straggler))
+    return " | ".join(warnings_for(load_strategy(strategy, settings), workers, straggler))
 
 
 @pytest.mark.parametrize("name", strategy_names())

@@ -181,7 +181,7 @@ def test_a_field_the_class_computes_itself_is_no_setting() -> None:
 
 def test_a_field_without_default_must_be_given() -> None:
     assert build(Needy, {"bound": "2"}) == Needy(2)
-    with pytest.raises(ValueError, match=r"^Needy needs bound=4: it is a whole number\.$"):
+    with pytest.raises(ValueError, match=r"^Needy requires bound=4: it is a whole number\.$"):
         build(Needy, {})
 
 

@@ -117,7 +117,7 @@ def _expected(name: str, pairs: list[str], workers: int) -> list[str]:
     from dataclasses import MISSING
 
     from rainband.plugins import find_strategy, load_strategy
-    from rainband.runtimes.advice import foreseen, waits_for_nobody
+    from rainband.runtimes.advice import expected_staleness, warnings_for
     from rainband.settings import fields_of, parse_pairs
 
     required = [field.name for field in fields_of(find_strategy(name)) if field.default is MISSING]
@@ -127,9 +127,9 @@ def _expected(name: str, pairs: list[str], workers: int) -> list[str]:
     strategy = load_strategy(name, given)
     if strategy.requires.coordinated:
         return []
-    missed = waits_for_nobody(strategy, workers)
+    missed = expected_staleness(strategy, workers)
     known = [] if missed is None else [f"staleness with {workers} workers: {missed:.3g} updates on average."]
-    return known + foreseen(strategy, workers)
+    return known + warnings_for(strategy, workers)
 
 
 def _setting(setting: Setting, prefix: str = "") -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What is likely to go badly with these settings, said before a run begins, with the number that makes it bad.
+"""Warnings before a run about settings that are likely to perform badly, with the numbers.
 
-Nothing is forbidden here: what cannot work is refused where settings are checked.
+Settings that cannot work are refused elsewhere, where options and settings are checked.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from rainband.settings import build
 from rainband.strategy import Cluster, Straggler, Strategy
 
 
-def foreseen(
-    strategy: Strategy, num_workers: int, straggler: Straggler | None = None, called: str = "workers"
+def warnings_for(
+    strategy: Strategy, num_replicas: int, straggler: Straggler | None = None, called: str = "workers"
 ) -> list[str]:
-    """Sentences; none: nothing is known to be wrong. Where several compute one model, `num_workers` are its copies."""
-    return strategy.advice(Cluster(num_workers, called, straggler))
+    """Return warnings, one sentence each; `num_replicas` is the number of workers, or of copies of a split model."""
+    return strategy.advice(Cluster(num_replicas, called, straggler))
 
 
-def waits_for_nobody(strategy: Strategy, num_workers: int) -> float | None:
-    """The expected staleness of a strategy in which nobody waits; none: someone does, or there is only one worker."""
+def expected_staleness(strategy: Strategy, num_workers: int) -> float | None:
+    """Return the expected staleness, or None if workers wait for each other or there is only one."""
     requires = strategy.requires
     if requires.waits != "never" or requires.coordinated or requires.max_replicas == 1:
         return None
     return strategy.staleness(num_workers)
 
 
-# ---- who is slow ----
+# ---- stragglers ----
 
 
 def straggler_of(config: RunConfig) -> Straggler | None:
-    """Someone slow, as the run's own settings of computing times have it."""
+    """Return the straggler that the run's settings of computing times define, if any."""
     if not config.sim.compute:
         return None
     model = build(ComputeModel, config.sim.compute)
@@ -48,7 +48,7 @@ def straggler_of(config: RunConfig) -> Straggler | None:
 
 
 def straggler_among(samples_per_s: Mapping[int, float], where: str) -> Straggler | None:
-    """The slowest of some workers whose rates were seen, if it is slower than the others by far."""
+    """Return the slowest worker of an earlier run, if it is much slower than the median of the others."""
     rates = {worker: rate for worker, rate in samples_per_s.items() if rate > 0}
     if len(rates) < 2:
         return None

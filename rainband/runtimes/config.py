@@ -1,4 +1,4 @@
-"""What every process of a run is told when it starts. It travels from the launcher through inherited memory."""
+"""The configuration of a run, as config.json has it and as every process receives it in inherited memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How virtual time passes, for the world `sim`."""
+    """The settings of a simulation: runtime="sim"."""
 
-    model: str = "lan"  # a network by name, or a TOML file with all models
-    compute: dict[str, Any] = {}  # settings of the compute model, on top of the file's
+    model: str = "lan"  # a network by name, or a TOML file of `rainband calibrate`
+    compute: dict[str, Any] = {}  # settings of the compute model, which override those of the file
     time_only: bool = False  # simulate timing without gradients
-    steps: int | None = None  # of each worker, time only; None: by the task's data
+    steps: int | None = None  # per worker, time only; None: as many as the task's data has
     aggregated: bool | None = None  # time only: simulate all servers as one; None: if there are very many
     faults: str = ""  # a fault script: see runtimes/simulation/models/faults.py
-    trace: bool = False  # keep every message, as trace.jsonl in the run's directory
+    trace: bool = False  # write every message to trace.jsonl in the run's directory
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Its secret never appears in arguments, logs or files."""
+    """One run: its task, its strategy and its options. It has no secrets."""
 
     task: str
     task_settings: dict[str, Any] = {}
@@ -39,27 +39,27 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     epochs: int | None = None
     seed: int = 0
     transport: str = "auto"
-    eval_every_s: float = 10.0  # one worker measures so often while it trains; 0: only at the end
+    eval_every_s: float = 10.0  # seconds between evaluations on one worker; 0: only at the end
     failure_timeout_s: float = 5.0
-    threads: int = 1  # of torch, in each worker
+    threads: int = 1  # torch threads of each worker
     directory: str = ""
-    script: str = ""  # a user's own training loop, with its arguments; then `task` is only its name
+    script: str = ""  # with a custom training loop, and its arguments; then `task` is only its name
     arguments: tuple[str, ...] = ()
-    optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import for it
-    timeline: bool = False  # record who computed, waited, pushed and pulled when; virtual time always does
-    record: bool = False  # note the order of everything, so that the run can be repeated bit for bit
+    optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import
+    timeline: bool = False  # record spans of computing, waiting, pushing and pulling; simulations always do
+    record: bool = False  # record the order of pushes and pulls, so that the run can be repeated bit for bit
     pieces: bool = False  # take the time of every piece of a step: rainband calibrate does
     sim: SimSettings = SimSettings()
-    stage_plan: StagePlan | None = None  # how several workers compute one model together; none: each computes all of it
+    stage_plan: StagePlan | None = None  # how the workers of a replica share a model; None: each worker has all of it
 
     @property
     def num_replicas(self) -> int:
-        """Copies of the model that are trained side by side."""
+        """Number of copies of the model that are trained in parallel."""
         return self.num_workers // (self.stage_plan.size if self.stage_plan else 1)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of the run, and how to prove that it belongs to it."""
+    """One process of a run, and the secret with which it authenticates. It is never written to a file."""
 
     role: str
     index: int
@@ -67,7 +67,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     coordinator: Address
     config: RunConfig
-    memory: bool = False  # the last file that it inherits is to be the parameters of all workers
+    memory: bool = False  # the last inherited file is the memory for the parameters of all workers
 
 
 def decode_job(data: bytes) -> Job:

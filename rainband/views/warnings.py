@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from rainband.plugins import load_strategy
-from rainband.runtimes.advice import foreseen, straggler_among, straggler_of
+from rainband.runtimes.advice import straggler_among, straggler_of, warnings_for
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.result import diverged
 from rainband.strategy import Straggler
@@ -28,7 +28,7 @@ def before_run(config: RunConfig, runs: Path) -> list[str]:
     strategy = load_strategy(config.strategy, config.strategy_settings)
     straggler = straggler_of(config) or (last_straggler(config, runs) if config.runtime == "processes" else None)
     called = "replicas of the model" if config.stage_plan else "workers"
-    texts = foreseen(strategy, config.num_replicas, straggler, called)
+    texts = warnings_for(strategy, config.num_replicas, straggler, called)
     return [line for text in texts for line in _wrapped(text)]
 
 
