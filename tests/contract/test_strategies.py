@@ -250,7 +250,7 @@ class SingleProcessLoop:
     def run(self) -> None:
         drive(self.strategy.run(self.worker), self.wait)
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         assert self.inbox, "it waits, and nothing is under way"
         while self.inbox:
             self.worker.client.receive(self.inbox.pop(0))
