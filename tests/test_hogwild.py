@@ -313,7 +313,9 @@ def test_every_batch_is_added_once_and_what_a_gradient_missed_is_what_the_others
         "128 of 128 applied, 0 applied twice",
         "hogwild takes no locks, so updates that overwrote each other cannot be counted",
     ]
-    assert told({**accounting, "partially_applied": 1})[0].endswith(", 1 partially applied, because their worker was lost")
+    assert told({**accounting, "partially_applied": 1})[0].endswith(
+        ", 1 partially applied, because their worker was lost"
+    )
     assert result.staleness["mean"] == pytest.approx(2, abs=0.1)  # two others, at the same pace
 
 
