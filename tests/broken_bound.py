@@ -1,4 +1,4 @@
-"""A strategy that promises a bound and does not keep it: what becomes of such a run is looked at in every world."""
+"""A strategy that promises a bound and does not keep it: what becomes of such a run is looked at in every runtime."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def make_plan(num_batches: int = 8, portion_batches: int = 4, **others: Any) -> 
 
 
 def rounds_plan(num_batches: int = 6, items_per_round: int = 3, portion_batches: int = 2, **others: Any) -> DataPlan:
-    """Two rounds of three cells, unless told otherwise."""
+    """Two rounds of three work items, unless told otherwise."""
     return make_plan(num_batches, portion_batches, items_per_round=items_per_round, **others)
 
 
@@ -47,7 +47,7 @@ def make_push(name: PushId, worker: int = 0, block: int = 0, **others: Any) -> P
 
 
 def cell_push(plan: DataPlan, round_: int, position: int, **others: Any) -> Push:
-    """The push of one cell of a round."""
+    """The push of one work item of a round."""
     group, k = divmod(round_, plan.portion_batches)
     return make_push(named(group * plan.items_per_round + position, k), at_version=round_, **others)
 

@@ -91,7 +91,7 @@ class Ledger:
         return values
 
     def versions(self, block: int, items_per_round: int, without: Collection[int] = ()) -> list[Tensor]:
-        """In rounds: every version of a block, from the first values to the last; some cells may have been dropped."""
+        """Return every version of a block, in rounds, from the first values to the last, without dropped work items."""
         values = self.first(block)
         versions = [values.clone()]
         for work_items in self.rounds(items_per_round):

@@ -76,7 +76,7 @@ class Several(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """The outputs of an LSTM are a nest of tuples."""
+    """The outputs of an LSTM are a pytree of tuples."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The books: what became of every batch. One that was lost or applied twice must show."""
+"""The batch accounting: what became of every batch. One that was lost or applied twice must show."""
 
 from __future__ import annotations
 
@@ -25,62 +25,62 @@ def report(*blocks: Tally, **others: Any) -> Report:
     )
 
 
-def books_of(*reports: Report, num_batches: int = 8) -> BatchAccounting:
+def accounting_of(*reports: Report, num_batches: int = 8) -> BatchAccounting:
     return balance(make_plan(num_batches=num_batches), reports, reassigned=0)
 
 
 def test_eight_batches_applied_on_every_block_balance() -> None:
-    accounting = books_of(report(Tally(8, 8, 0, 0), Tally(8, 8, 0, 0), updates=16))
+    accounting = accounting_of(report(Tally(8, 8, 0, 0), Tally(8, 8, 0, 0), updates=16))
 
     assert (accounting.batches, accounting.applied, accounting.not_processed, accounting.updates) == (8, 8, 0, 16)
     assert accounting.balanced and (accounting.lost, accounting.applied_twice) == (0, 0)
 
 
 def test_a_batch_that_is_marked_and_neither_applied_nor_skipped_is_lost() -> None:
-    accounting = books_of(report(Tally(8, 8, 0, 0), Tally(8, 7, 0, 0)))
+    accounting = accounting_of(report(Tally(8, 8, 0, 0), Tally(8, 7, 0, 0)))
 
     assert (accounting.lost, accounting.applied_twice, accounting.balanced) == (1, 0, False)
 
 
 def test_a_batch_applied_more_often_than_marked_shows_as_twice() -> None:
-    accounting = books_of(report(Tally(8, 10, 0, 0)), report(Tally(8, 8, 0, 0)))
+    accounting = accounting_of(report(Tally(8, 10, 0, 0)), report(Tally(8, 8, 0, 0)))
 
     assert (accounting.lost, accounting.applied_twice, accounting.balanced) == (0, 2, False)
 
 
 def test_what_one_block_lost_is_not_made_good_by_what_another_had_twice() -> None:
-    accounting = books_of(report(Tally(8, 7, 0, 0), Tally(8, 9, 0, 0)))
+    accounting = accounting_of(report(Tally(8, 7, 0, 0), Tally(8, 9, 0, 0)))
 
     assert (accounting.lost, accounting.applied_twice, accounting.balanced) == (1, 1, False)
 
 
 def test_what_is_buffered_is_not_lost() -> None:
-    accounting = books_of(report(Tally(3, 1, 0, 2)))
+    accounting = accounting_of(report(Tally(3, 1, 0, 2)))
 
     assert accounting.balanced and (accounting.applied, accounting.not_processed) == (1, 7)
 
 
 def test_skipped_batches_are_counted_by_reason_and_once_for_all_blocks() -> None:
     skipped = (Skipped(0, 0b11, "not finite"), Skipped(1, 0b1, "not finite"), Skipped(1, 0b10, "asked to"))
-    accounting = books_of(report(Tally(8, 4, 4, 0), skipped=skipped), report(Tally(8, 4, 4, 0), skipped=skipped))
+    accounting = accounting_of(report(Tally(8, 4, 4, 0), skipped=skipped), report(Tally(8, 4, 4, 0), skipped=skipped))
 
     assert accounting.skipped == {"not finite": 3, "asked to": 1}
     assert accounting.balanced and (accounting.applied, accounting.not_processed) == (4, 0)
 
 
 def test_a_run_that_ended_early_says_how_many_were_not_done() -> None:
-    accounting = books_of(report(Tally(5, 5, 0, 0), Tally(3, 3, 0, 0)))
+    accounting = accounting_of(report(Tally(5, 5, 0, 0), Tally(3, 3, 0, 0)))
 
     assert (accounting.applied, accounting.not_processed) == (3, 5)
 
 
 def test_a_server_without_blocks_says_nothing() -> None:
     empty = Report(first_open=0, full=(), accepted=0, updates=0)
-    assert books_of(report(Tally(8, 8, 0, 0)), empty).applied == 8
+    assert accounting_of(report(Tally(8, 8, 0, 0)), empty).applied == 8
 
 
 def test_refusals_of_all_servers_are_added_up() -> None:
-    accounting = books_of(
+    accounting = accounting_of(
         report(Tally(8, 8, 0, 0), refused={"revoked": 2}), report(Tally(8, 8, 0, 0), refused={"revoked": 1, "late": 4})
     )
     assert accounting.refused == {"revoked": 3, "late": 4}
@@ -114,16 +114,16 @@ def test_nothing_pushed_is_no_staleness() -> None:
 # ---- counted by a server that does what it must not ----
 
 
-def books_after_three_pushes(server: Server) -> BatchAccounting:
+def accounting_after_three_pushes(server: Server) -> BatchAccounting:
     for k in range(3):
         send(server, make_push(named(0, k)))
     (out,) = server.receive(COORDINATOR, ReportRequest())
     assert isinstance(out.message, Report)
-    return books_of(out.message)
+    return accounting_of(out.message)
 
 
 def test_three_pushes_balance() -> None:
-    accounting = books_after_three_pushes(make_server())
+    accounting = accounting_after_three_pushes(make_server())
     assert accounting.balanced and (accounting.applied, accounting.not_processed) == (3, 5)
 
 
@@ -135,14 +135,14 @@ def test_a_server_that_applies_a_push_twice_is_found_out(monkeypatch: pytest.Mon
         true_apply(block, *given)
 
     monkeypatch.setattr(Block, "apply", apply_twice)
-    accounting = books_after_three_pushes(make_server())
+    accounting = accounting_after_three_pushes(make_server())
     assert (accounting.lost, accounting.applied_twice, accounting.balanced) == (0, 3, False)
 
 
 def test_a_server_that_marks_and_does_not_apply_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Block, "apply", lambda *_: None)
     server = make_server()
-    accounting = books_after_three_pushes(server)
+    accounting = accounting_after_three_pushes(server)
 
     assert (accounting.lost, accounting.applied_twice, accounting.balanced) == (3, 0, False)
     assert torch.equal(server.blocks[0].values, full(0.0))

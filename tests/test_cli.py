@@ -293,7 +293,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, story: list[events.AnyEvent], exit_
     return asked
 
 
-def test_training_shows_its_progress_and_ends_with_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_shows_its_progress_and_ends_with_the_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = pretend(monkeypatch, whole_run())
     said = Said("train", "digits", "downpour", "n_push=4", "--workers", "2", "--failure-timeout", "3")
     assert said.exit_code == 0 and said.err == ""

@@ -105,7 +105,7 @@ class Setting:
         self.client.receive(Lease(portion, number, groups))
 
     def next_batches(self) -> list[tuple[int, int]]:
-        """The next cell, as (portion, k)."""
+        """The next work item, as (portion, k)."""
         work_item = self.client.next_item()
         return [] if work_item is None else [(b.portion, b.k) for b in work_item.batches]
 
@@ -146,7 +146,7 @@ def test_a_worker_asks_once_and_keeps_one_lease_ahead() -> None:
     assert s.told == [LeaseRequest()] * 3
 
 
-def test_a_lease_is_cut_into_cells_that_never_mix_groups() -> None:
+def test_a_lease_is_cut_into_work_items_that_never_mix_groups() -> None:
     s = Setting(make_plan(num_batches=8, portion_batches=8, batches_per_item=2))
     s.lease(0, (0, 1, 2), (4, 7), number=3)
 
@@ -160,7 +160,7 @@ def test_a_lease_is_cut_into_cells_that_never_mix_groups() -> None:
 
 
 @pytest.mark.parametrize("items_per_round", [0, 2])
-def test_a_cell_says_whether_another_one_is_at_hand(items_per_round: int) -> None:
+def test_a_work_item_says_whether_another_one_is_at_hand(items_per_round: int) -> None:
     s = Setting(make_plan(num_batches=8, portion_batches=2, items_per_round=items_per_round))
     s.lease(0, (0,))
     s.lease(1, (0,))
@@ -421,7 +421,7 @@ def pull_of(s: Setting) -> PullHandle:
     return s.client.pulls.current
 
 
-def test_a_cell_is_handed_out_when_every_block_has_its_rounds_version() -> None:
+def test_a_work_item_is_handed_out_when_every_block_has_its_rounds_version() -> None:
     s = in_rounds()
     assert s.next_batches() == []
     assert [port.all(Pull)[-1].at_version for port in s.ports] == [0, 0]
@@ -454,7 +454,7 @@ def test_of_several_leases_the_lowest_round_comes_first() -> None:
     assert pull_of(s).at_version == 2
 
 
-def test_a_missing_cell_of_a_lower_round_is_asked_for_though_a_later_one_was() -> None:
+def test_a_missing_work_item_of_a_lower_round_is_asked_for_though_a_later_one_was() -> None:
     s = in_rounds()
     s.next_batches()
     s.client.leases.held[1].todo.popleft()

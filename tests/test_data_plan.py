@@ -55,7 +55,7 @@ def test_the_place_in_the_schedule_is_the_part_of_the_run_before_the_batch() -> 
 # ---- the plan, in rounds ----
 
 
-def test_seven_batches_for_three_columns_are_three_rounds_and_the_last_has_one_cell() -> None:
+def test_seven_batches_for_three_columns_are_three_rounds_and_the_last_has_one_work_item() -> None:
     plan = rounds_plan(num_batches=7, items_per_round=3, portion_batches=2)
 
     assert plan.num_rounds == 3
@@ -86,7 +86,7 @@ def test_more_columns_than_batches_leave_columns_empty() -> None:
     assert [plan.batches_in(p) for p in range(plan.num_portions)] == [1, 1, 0, 0, 0]
 
 
-def test_all_cells_of_a_round_share_one_learning_rate() -> None:
+def test_all_work_items_of_a_round_share_one_learning_rate() -> None:
     plan = rounds_plan(num_batches=6, items_per_round=3, portion_batches=2)
 
     assert {plan.progress(p, 0) for p in range(3)} == {0.0}
@@ -122,7 +122,7 @@ def test_every_sample_of_every_epoch_is_in_exactly_one_batch(plan: DataPlan) -> 
 
 
 @given(plans.filter(lambda plan: plan.items_per_round > 0))
-def test_a_round_is_made_of_as_many_cells_as_it_says_in_columns_from_0_on(plan: DataPlan) -> None:
+def test_a_round_is_made_of_as_many_work_items_as_it_says_in_columns_from_0_on(plan: DataPlan) -> None:
     positions: dict[int, list[int]] = {r: [] for r in range(plan.num_rounds)}
     for portion, k in all_batches(plan):
         positions[plan.round_of(portion, k)].append(plan.position_of(portion))
@@ -145,7 +145,7 @@ def test_a_plan_of_nothing_is_refused_by_name(wrong: str) -> None:
         make_plan(**{wrong: 0})
 
 
-def test_a_portion_is_whole_cells_and_fits_one_machine_word() -> None:
+def test_a_portion_is_whole_work_items_and_fits_one_machine_word() -> None:
     with pytest.raises(ValueError, match="not a multiple of 3"):
         make_plan(portion_batches=4, batches_per_item=3)
     with pytest.raises(ValueError, match="65 batches is too long"):
@@ -153,7 +153,7 @@ def test_a_portion_is_whole_cells_and_fits_one_machine_word() -> None:
 
 
 @given(st.integers(1, 10**6), st.integers(0, 100), st.integers(1, MAX_PORTION_BATCHES))
-def test_the_chosen_portion_is_whole_cells_and_at_most_64_batches(per_epoch: int, workers: int, work_item: int) -> None:
+def test_a_portion_has_whole_work_items_and_at_most_64_batches(per_epoch: int, workers: int, work_item: int) -> None:
     chosen = choose_portion_batches(per_epoch, workers, work_item)
 
     assert work_item <= chosen <= MAX_PORTION_BATCHES and chosen % work_item == 0
@@ -204,7 +204,7 @@ def test_a_name_outside_the_plan_is_told_why(name: tuple[BatchRange, ...], why: 
     assert validate_push_id(make_plan(num_batches=8, portion_batches=4), name) == why
 
 
-def test_in_rounds_a_push_is_one_cell_of_the_round_it_names() -> None:
+def test_in_rounds_a_push_is_one_work_item_of_the_round_it_names() -> None:
     plan = rounds_plan(num_batches=6, items_per_round=3, portion_batches=2)
 
     assert validate_push_id(plan, named(1, 1), at_version=1) is None
@@ -240,7 +240,7 @@ def test_a_complete_portion_is_told_once_and_becomes_part_of_an_interval() -> No
 def test_an_empty_column_is_complete_from_the_start() -> None:
     accepted_set = AcceptedSet(
         rounds_plan(num_batches=4, items_per_round=3, portion_batches=1)
-    )  # rounds of 3 cells and of 1
+    )  # rounds of 3 work items and of 1
 
     for portion in range(4):
         accepted_set.add(named(portion, 0))
@@ -297,7 +297,7 @@ def test_when_all_is_had_the_marks_are_one_number(plan: DataPlan) -> None:
     )
 
 
-# ---- what is leased again ----
+# ---- what is reassigned ----
 
 
 def test_batches_are_grouped_by_the_blocks_that_have_them() -> None:
@@ -309,16 +309,16 @@ def test_blocks_that_have_different_halves_make_two_groups() -> None:
     assert groups(0b1111, [0b0011, 0b1100]) == ((0, 1), (2, 3))
 
 
-def test_what_all_blocks_have_is_not_leased_again() -> None:
+def test_what_all_blocks_have_is_not_reassigned() -> None:
     assert groups(0b111, [0b111, 0b111]) == ()
 
 
-def test_a_cell_has_at_most_so_many_batches_and_all_of_one_group() -> None:
+def test_the_batches_of_a_work_item_are_all_of_one_group() -> None:
     assert work_items([(0, 1, 2), (4,), (5, 7)], batches_per_item=2) == [(0, 1), (2,), (4,), (5, 7)]
 
 
 @given(st.integers(1, 12), st.lists(st.integers(0, 2**12 - 1), min_size=1, max_size=6), st.integers(1, 5))
-def test_cells_cover_what_is_missing_once_and_meet_no_block_half(length: int, masks: list[int], size: int) -> None:
+def test_work_items_cover_what_is_missing_once_and_meet_no_block_half(length: int, masks: list[int], size: int) -> None:
     full = (1 << length) - 1
     masks = [mask & full for mask in masks]
     cut = work_items(groups(full, masks), size)

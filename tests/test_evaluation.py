@@ -1,4 +1,4 @@
-"""Handing out the cells of an evaluation: every cell gets done, copies only of what is late, neighbours together."""
+"""Assigning the work items of an evaluation: each is delivered, copies only of late ones, neighbors together."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def done(hand_out: WorkQueue, worker: int, work_items: tuple[int, ...], now: flo
         hand_out.returned(worker, work_item, now)
 
 
-def test_cells_that_follow_each_other_go_to_one_worker_many_at_first() -> None:
-    """24 cells and 2 workers: a third of its half are 4, then 20 / 6 = 3."""
+def test_work_items_that_follow_each_other_go_to_one_worker_many_at_first() -> None:
+    """24 work items and 2 workers: a third of its half are 4, then 20 / 6 = 3."""
     hand_out = WorkQueue(range(24), WorkerPace())
     assert hand_out.give(0, 2, now=0.0) == (0, 1, 2, 3)
     assert hand_out.give(1, 2, now=0.0) == (12, 13, 14)
@@ -22,7 +22,7 @@ def test_cells_that_follow_each_other_go_to_one_worker_many_at_first() -> None:
     assert hand_out.give(0, 2, now=1.0) == (4, 5)
 
 
-def test_the_last_cells_are_given_one_at_a_time() -> None:
+def test_the_last_work_items_are_given_one_at_a_time() -> None:
     hand_out = WorkQueue(range(4), WorkerPace())
     assert [hand_out.give(0, 1, now=0.0, idle=False) for _ in range(3)] == [(0,), (1,), (2,)]
     hand_out = WorkQueue(range(4), WorkerPace())
@@ -37,7 +37,7 @@ def test_in_the_next_evaluation_a_worker_begins_where_it_began_before() -> None:
 
 
 def test_an_idle_worker_gets_a_copy_only_of_what_is_late() -> None:
-    """Cells take 1 s: one that was begun at 0 is late at 2."""
+    """Work items take 1 s: one that was begun at 0 is late at 2."""
     pace = WorkerPace()
     pace.times_s.append(1.0)
     hand_out = WorkQueue(range(2), pace)
@@ -54,8 +54,8 @@ def test_nobody_waits_for_a_copy_of_what_it_has_itself() -> None:
     assert hand_out.next_due([0]) is None and hand_out.next_due([0, 1]) is not None
 
 
-def test_the_last_cells_are_not_given_ahead_to_those_who_are_at_work() -> None:
-    """Two workers, three cells: whoever is done first gets the third, not who asks first."""
+def test_the_last_work_items_are_not_given_ahead_to_those_who_are_at_work() -> None:
+    """Two workers, three work items: the first that is done gets the third, not the first that asks."""
     hand_out = WorkQueue(range(3), WorkerPace())
     assert hand_out.give(0, 2, now=0.0, idle=False) == (0,)
     assert hand_out.give(1, 2, now=0.0, idle=False) == (1,)
@@ -99,7 +99,7 @@ def test_what_a_lost_worker_had_not_delivered_is_done_again_and_nothing_else() -
     assert hand_out.fresh == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_a_cell_is_delivered_once_whoever_says_so_again() -> None:
+def test_a_work_item_is_delivered_once() -> None:
     hand_out = WorkQueue([0], WorkerPace())
     hand_out.give(0, 1, now=0.0)
     for _ in range(2):
@@ -108,7 +108,9 @@ def test_a_cell_is_delivered_once_whoever_says_so_again() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_whoever_is_fast_slow_or_lost_every_cell_is_delivered(num_items: int, num_workers: int, random: object) -> None:
+def test_every_work_item_is_delivered_with_slow_and_lost_workers(
+    num_items: int, num_workers: int, random: object
+) -> None:
     choose = random.choice  # type: ignore[attr-defined]
     hand_out, now = WorkQueue(range(num_items), WorkerPace()), 0.0
     todo: dict[int, list[int]] = {worker: [] for worker in range(num_workers)}

@@ -46,7 +46,7 @@ WHAT_IT_PRINTS = {"image_classifier": "accuracy", "char_lm": "'The ", "table_reg
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_runs_in_two_workers_and_the_books_balance(script: Path, tmp_path: Path) -> None:
+def test_a_script_runs_in_two_workers_and_the_accounting_balances(script: Path, tmp_path: Path) -> None:
     result = last_json(rainband_run("--json", str(script), "--tiny", cwd=tmp_path))
     assert result["outcome"] == "finished"
     accounting = result["accounting"]

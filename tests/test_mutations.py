@@ -65,7 +65,7 @@ def high_water_mark(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_groups(patch: pytest.MonkeyPatch) -> None:
-    """What is missing somewhere is leased again in one piece, whichever blocks have it."""
+    """What is missing somewhere is reassigned in one piece, whichever blocks have it."""
 
     def groups(full: int, masks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         missing = [k for k in range(full.bit_length()) if not all(mask >> k & 1 for mask in masks)]
@@ -113,7 +113,7 @@ def what_crosses_counts_as_had(patch: pytest.MonkeyPatch) -> None:
 
 
 def sum_for_mean(patch: pytest.MonkeyPatch) -> None:
-    """A round applies the sum of its cells."""
+    """A round applies the sum of its work items."""
 
     def finish(rule: MeanOfRound, block: Block) -> None:
         rule.samples = 1
@@ -124,7 +124,7 @@ def sum_for_mean(patch: pytest.MonkeyPatch) -> None:
 
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
-    """Every cell counts alike, short or not."""
+    """Every work item counts alike, short or not."""
     true_add = MeanOfRound._add
 
     def add(rule: MeanOfRound, push: Push, gradient: Tensor | None) -> None:
@@ -242,8 +242,8 @@ def what_the_forgotten_gave_is_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ApplyEvery, "forget", forget)
 
 
-def each_block_takes_its_own_first_cells(patch: pytest.MonkeyPatch) -> None:
-    """With backup workers each block applies the first cells that come to it."""
+def each_block_takes_its_own_first_work_items(patch: pytest.MonkeyPatch) -> None:
+    """With backup workers each block applies the first work items that come to it."""
 
     def absorb(rule: FirstArrivalsOfRound, block: Block, push: Push, gradient: Tensor | None) -> None:
         index, block.index = block.index, 0
@@ -283,7 +283,7 @@ def who_comes_back_starts_where_it_was(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_lost_are_not_asked_about(patch: pytest.MonkeyPatch) -> None:
-    """What a dead worker had leased is not leased again."""
+    """What a dead worker had leased is not reassigned."""
     patch.setattr(Leases, "gather", lambda *_: [])
 
 
@@ -328,7 +328,7 @@ CAUGHT_BY_SCHEDULES: list[tuple[str, Mutation]] = [
     ("stale_sync", one_too_far_is_admitted),
     ("bounded_delay", a_refused_push_holds_the_reader),
     ("bounded_delay", a_push_is_numbered_anew_in_its_middle),
-    ("backup", each_block_takes_its_own_first_cells),
+    ("backup", each_block_takes_its_own_first_work_items),
     ("soft_sync", what_is_gathered_is_not_flushed),
     ("soft_sync", what_the_forgotten_gave_is_dropped),
 ]
@@ -347,7 +347,7 @@ CAUGHT_BY_AN_EXACT_TEST: list[tuple[Mutation, Callable[[], None]]] = [
     (forget_drops_buffer, test_rules.test_what_a_forgotten_worker_gave_stays),
     (each_server_forgets_the_dead, test_rules.test_what_a_forgotten_worker_gave_stays),
     (sum_for_mean, test_rules.test_1_2_and_6_give_3),
-    (mean_of_means, test_rules.test_a_cell_of_three_samples_weighs_three_times_one_of_one),
+    (mean_of_means, test_rules.test_a_work_item_of_three_samples_weighs_three_times_one_of_one),
     (block_off_by_one, test_client.test_a_push_goes_to_every_block_under_one_number_with_its_own_piece),
     (inexact_round_reads, test_server.test_version_r_is_kept_beside_r_plus_1_and_then_late),
     (version_r_dropped_early, test_server.test_version_r_is_kept_beside_r_plus_1_and_then_late),

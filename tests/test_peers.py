@@ -29,7 +29,7 @@ from rainband.transports.peers import PeerLinks
 from rainband.transports.pytrees import outgoing
 from rainband.transports.shared_memory import PAGE, SharedSegment
 from tests.processes import DEADLINE_S, wait_for
-from tests.test_pytrees import nests, same
+from tests.test_pytrees import pytrees, same
 
 SECRET = new_secret()
 
@@ -103,7 +103,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[PeerLinks]]:
         yield links
 
 
-@given(pytree=nests)
+@given(pytree=pytrees)
 def test_what_is_sent_arrives_to_the_last_bit(pair: list[PeerLinks], pytree: Any) -> None:
     pair[0].send(1, ("nest",), pytree)
     assert same(pytree, get(pair[1], 0, "nest"))

@@ -149,7 +149,7 @@ def test_integers_cross_forward_only() -> None:
     assert model.a.weight.grad is None and model.table.weight.grad is not None
 
 
-def test_a_nest_of_tuples_crosses_as_one_value() -> None:
+def test_a_pytree_of_tuples_crosses_as_one_value() -> None:
     model, args = examples()["recurrent"]
     graph = cut(model, args)
     parts = Partitioned(graph, {unit: int(unit in ("second", "out")) for unit in graph.units})

@@ -1,4 +1,4 @@
-"""Nests of values on their way: what goes in comes out, and what is no nest is refused before memory is taken."""
+"""Pytrees of values on their way: what goes in comes out, and what is no pytree is refused before memory is taken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rainband.transports.pytrees import ALIGNMENT, DTYPES, DictNode, ListNode, T
 
 
 def carried(pytree: Any) -> Any:
-    """The nest as another process would have it."""
+    """The pytree as another process would have it."""
     leaving = outgoing(pytree)
     body = leaving.copied()
     return incoming(leaving.structure, as_tensor(None if body is None else memoryview(bytearray(body))))
@@ -62,7 +62,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return tensor
 
 
-nests = st.recursive(
+pytrees = st.recursive(
     numbers | tensors() | st.lists(st.integers(0, 9)).map(torch.Size),
     lambda inner: (
         st.lists(inner, max_size=3)
@@ -73,8 +73,8 @@ nests = st.recursive(
 )
 
 
-@given(nests)
-def test_a_nest_arrives_as_it_was_sent(pytree: Any) -> None:
+@given(pytrees)
+def test_a_pytree_arrives_as_it_was_sent(pytree: Any) -> None:
     assert same(pytree, carried(pytree))
 
 

@@ -20,7 +20,7 @@ TASK = {"samples": 64, "batch_size": 4}  # 16 batches
 
 @dataclass(frozen=True)
 class Hasty(Downpour):
-    """Does the first cell it gets, and returns."""
+    """Does the first work item it gets, and returns."""
 
     async def run(self, worker: Worker) -> None:
         async for work_item in worker.work_items():

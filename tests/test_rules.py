@@ -87,7 +87,7 @@ def test_1_2_and_6_give_3() -> None:
     assert block.numbers() == [3.0] and rule.buffered == 0
 
 
-def test_a_cell_of_three_samples_weighs_three_times_one_of_one() -> None:
+def test_a_work_item_of_three_samples_weighs_three_times_one_of_one() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=2))
 
     rule.absorb(block, cell_push(plan, 0, position=0, samples=3), number(2.0))
@@ -105,12 +105,12 @@ def test_the_bits_do_not_depend_on_who_was_faster(order: tuple[int, ...]) -> Non
     for position in order:
         rule.absorb(block, cell_push(plan, 0, position=position), number(work_items[position]))
 
-    in_cell_order = (number(work_items[0]) + number(work_items[1])).add_(number(work_items[2])) / 3
-    assert torch.equal(block.applied[0], in_cell_order)
+    in_work_item_order = (number(work_items[0]) + number(work_items[1])).add_(number(work_items[2])) / 3
+    assert torch.equal(block.applied[0], in_work_item_order)
     assert [push.push_id[0].portion for push in block.order[0]] == [0, 1, 2]
 
 
-def test_a_parameter_is_absent_only_if_it_is_absent_in_all_cells() -> None:
+def test_a_parameter_is_absent_only_if_it_is_absent_in_all_work_items() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=2))
 
     rule.absorb(block, cell_push(plan, 0, position=0, absent=(1, 2)), number(1.0))
@@ -119,7 +119,7 @@ def test_a_parameter_is_absent_only_if_it_is_absent_in_all_cells() -> None:
     assert block.absent == [{2}]
 
 
-def test_a_skipped_cell_counts_for_nothing_in_the_mean() -> None:
+def test_a_skipped_work_item_counts_for_nothing_in_the_mean() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=3))
 
     rule.absorb(block, cell_push(plan, 0, position=0, absent=(1,)), number(1.0))
@@ -139,7 +139,7 @@ def test_a_round_in_which_all_is_skipped_goes_by_without_a_step() -> None:
     assert block.applied == [] and block.version == 1
 
 
-def test_the_short_last_round_of_an_epoch_needs_only_its_own_cells() -> None:
+def test_the_short_last_round_of_an_epoch_needs_only_its_own_work_items() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(num_batches=4, items_per_round=3))
     for position in range(3):
         rule.absorb(block, cell_push(plan, 0, position=position), number(1.0))

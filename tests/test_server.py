@@ -334,7 +334,7 @@ def a_server_in_round(round_: int, num_blocks: int = 1, items_per_round: int = 2
     return server, plan
 
 
-def test_a_round_is_one_update_when_all_its_cells_are_there() -> None:
+def test_a_round_is_one_update_when_all_its_work_items_are_there() -> None:
     server, plan = a_server_in_round(0)
 
     assert send(server, cell_push(plan, 0, position=1, samples=3), 2.0) == PushResult.ACCEPTED
@@ -345,7 +345,7 @@ def test_a_round_is_one_update_when_all_its_cells_are_there() -> None:
     assert value_of(server.blocks[0]) == -1.5  # half of (3 * 2 + 1 * 6) / 4
 
 
-def test_a_cell_of_a_round_that_is_over_is_late_and_of_one_to_come_early() -> None:
+def test_a_work_item_of_a_round_that_is_over_is_late_and_of_one_to_come_early() -> None:
     server, plan = a_server_in_round(1)
     before = state(server)
 
@@ -356,7 +356,7 @@ def test_a_cell_of_a_round_that_is_over_is_late_and_of_one_to_come_early() -> No
     assert send(server, cell_push(plan, 1, position=1)) == PushResult.ACCEPTED
 
 
-def test_the_same_cell_from_two_workers_counts_once() -> None:
+def test_the_same_work_item_from_two_workers_counts_once() -> None:
     server, plan = a_server_in_round(0, items_per_round=2)
 
     assert send(server, cell_push(plan, 0, position=1, worker=0), 4.0) == PushResult.ACCEPTED
@@ -369,14 +369,14 @@ def test_the_same_cell_from_two_workers_counts_once() -> None:
 @pytest.mark.parametrize(
     "push",
     [
-        make_push(named(0, 1), at_version=0),  # a cell of round 1, said to be of round 0
+        make_push(named(0, 1), at_version=0),  # a work item of round 1, said to be of round 0
         make_push(named(0, 0), at_version=-1),
         make_push((), at_version=0),
         make_push(named(0, 0) + named(1, 0), at_version=0),
         make_push(named(0, 0, 2), at_version=0),
     ],
 )
-def test_what_is_no_cell_of_its_round_is_bad(push: Push) -> None:
+def test_what_is_no_work_item_of_its_round_is_bad(push: Push) -> None:
     server, _ = a_server_in_round(0)
     before = state(server)
 

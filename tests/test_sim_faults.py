@@ -156,7 +156,7 @@ def test_a_worker_killed_between_two_blocks_of_one_push_is_made_up_for() -> None
 
 
 def test_an_evaluation_that_is_over_is_not_read_under_its_old_number() -> None:
-    """Its cells come so late to a worker that the parameters are those of the next one by then: it is told so."""
+    """Its work items come so late to a worker that the parameters are those of the next one by then: it is told so."""
     script = parse("0.300 slow coordinator > worker 0 for 4.000 by 0.835")
     verdict = check(Case(74, "sandblaster", 4, 1, script), keep_trace=True)
     assert not verdict.violations, told(verdict)
@@ -277,7 +277,7 @@ def each_block_chooses_its_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FirstArrivalsOfRound, "absorb", absorb)
 
 
-def a_cell_is_added_whenever_it_comes(patch: pytest.MonkeyPatch) -> None:
+def a_work_item_is_added_whenever_it_comes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Server, "_has_accepted", lambda server, sender, block, push: False)
     patch.setattr(AcceptedSet, "has_some", lambda *_: False)
 
@@ -318,8 +318,8 @@ BROKEN: dict[str, tuple[broken.Mutation, str, int]] = {
     "the lost take the gathered along": (the_count_forgets_the_lost_gradients, "soft_sync", 0),
     "no bound on tasks": (tasks_are_not_waited_for, "bounded_delay", 0),
     "no bound that moves": (anyone_may_read, "adaptive_bound", 0),
-    "a cell counts twice": (a_cell_is_added_whenever_it_comes, "sandblaster", 0),
-    "a cell counts twice, with conjugate gradients": (a_cell_is_added_whenever_it_comes, "conjugate_gradient", 0),
+    "a cell counts twice": (a_work_item_is_added_whenever_it_comes, "sandblaster", 0),
+    "a cell counts twice, with conjugate gradients": (a_work_item_is_added_whenever_it_comes, "conjugate_gradient", 0),
 }
 
 

@@ -142,7 +142,7 @@ def test_a_plan_for_another_model_is_refused_with_what_to_do() -> None:
 
 
 def waiting_for_an_order() -> tuple[list[Any], Any, Any]:
-    """Three workers, of whom the last has asked for its first cell; and its loop, with what it waits for."""
+    """Three workers, of whom the last has asked for its first work item; and its loop, with what it waits for."""
     task, network = Shaped("chain"), MemoryNetwork(3)
     workers = [worker_of(task, planned(task, 3), place, network) for place in range(3)]
     loop = workers[2].work_items().__anext__().__await__()

@@ -1,4 +1,4 @@
-"""A bound in every world: one that was exceeded ends the run with an error; one that was kept says who waited for whom.
+"""Staleness bounds in every runtime: a bound that was exceeded fails the run; one that was kept reports waiting times.
 
 Every story is the same: one worker stands still at its first batch, and the other goes on as far as it is let.
 """

@@ -1,4 +1,4 @@
-"""One process without servers: plain PyTorch, with the books of every other strategy."""
+"""One process without servers: plain PyTorch, with the accounting of every other strategy."""
 
 from __future__ import annotations
 

@@ -547,7 +547,7 @@ def test_a_fingerprint_is_short_stable_text() -> None:
     assert fingerprint(TensorData(torch.tensor([1, 2, 3]))) == "aea7b462c42d737d"
 
 
-def nests() -> st.SearchStrategy[Any]:
+def pytrees() -> st.SearchStrategy[Any]:
     plain = st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab", max_size=2) | st.binary(max_size=2)
     arrays = st.lists(st.integers(0, 2), max_size=3).map(lambda x: np.array(x, dtype=np.int16))
     tensors = st.lists(st.integers(0, 2), max_size=3).map(lambda x: torch.tensor(x, dtype=torch.bfloat16))
@@ -561,7 +561,7 @@ def nests() -> st.SearchStrategy[Any]:
 
 
 def described(pytree: Any) -> str:
-    """Say what a nest is, so that two are equal when their descriptions are."""
+    """Say what a pytree is, so that two are equal when their descriptions are."""
     match pytree:
         case tuple():
             return f"({', '.join(map(described, pytree))})"
@@ -573,7 +573,7 @@ def described(pytree: Any) -> str:
 
 
 @FEW_SECONDS
-@given(one=nests(), other=nests())
+@given(one=pytrees(), other=pytrees())
 def test_fingerprints_are_equal_exactly_when_samples_are(one: Any, other: Any) -> None:
     assert of_one(one) == of_one(one)
     assert (of_one(one) == of_one(other)) == (described(one) == described(other))

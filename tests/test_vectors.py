@@ -171,7 +171,7 @@ class Rig:
     def push(
         self, work_item: int, at_version: int, value: float = 1.0, samples: int = 4, loss: float = 0.5
     ) -> list[str]:
-        """A cell's gradient to all blocks; returns what became of it, and at the end what the coordinator hears."""
+        """Push the gradient of a work item to all blocks; return results, and at the end the message that follows."""
         results: list[Any] = []
         for block in self.blocks:
             name = (BatchRange(work_item, 0, 2, at_version),)
@@ -265,7 +265,7 @@ def test_readers_see_one_new_version_for_a_command_that_moves_the_parameters() -
 # ---- evaluations ----
 
 
-def test_an_evaluation_is_over_when_every_block_has_every_cell_once() -> None:
+def test_an_evaluation_is_over_when_every_block_has_every_work_item_once() -> None:
     rig = Rig()
     assert rig.command(1, work_items=2) == [Answer(1, 1, (), version=1)]
     assert rig.push(0, at_version=1, loss=0.5, samples=4) == [PushResult.ACCEPTED, PushResult.ACCEPTED]
@@ -278,7 +278,7 @@ def test_an_evaluation_is_over_when_every_block_has_every_cell_once() -> None:
     assert rig.values("gradient").tolist() == [2.0] * 48
 
 
-def test_the_same_cells_come_again_in_the_next_evaluation() -> None:
+def test_the_same_work_items_come_again_in_the_next_evaluation() -> None:
     rig = Rig()
     rig.command(1, work_items=1)
     rig.push(0, at_version=1, value=5.0)
@@ -310,7 +310,7 @@ def test_the_end_of_an_evaluation_is_told_once_not_with_every_command_after_it()
     assert rig.command(2, scale("gradient", 0.5)) == [Answer(1, 2, (), version=1)]
 
 
-def test_a_cell_whose_gradient_is_not_finite_makes_the_loss_not_finite() -> None:
+def test_a_work_item_whose_gradient_is_not_finite_makes_the_loss_not_finite() -> None:
     rig = Rig()
     rig.command(1, work_items=1)
     for block in rig.blocks:

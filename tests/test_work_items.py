@@ -17,7 +17,7 @@ from rainband.worker.work_items import ItemsInHand
 from rainband.worker.worker import Sampler
 from tests.builders import make_plan
 
-PLAN = make_plan(portion_batches=2, batches_per_item=2, coordinated=True)  # four cells of two batches
+PLAN = make_plan(portion_batches=2, batches_per_item=2, coordinated=True)  # four work items of two batches
 
 
 def hand() -> tuple[ItemsInHand, list[Message]]:
@@ -25,7 +25,7 @@ def hand() -> tuple[ItemsInHand, list[Message]]:
     return ItemsInHand(told.append), told
 
 
-def test_it_asks_while_it_computes_the_last_cell_and_says_when_it_has_none() -> None:
+def test_it_asks_while_it_computes_the_last_work_item_and_says_when_it_has_none() -> None:
     handed, told = hand()
     assert handed.next(PLAN) is None and told == [LeaseRequest(idle=True)]
     handed.take(AssignItems(1, (0, 1)))
@@ -35,7 +35,7 @@ def test_it_asks_while_it_computes_the_last_cell_and_says_when_it_has_none() -> 
     assert handed.next(PLAN) is None and len(told) == 3  # once
 
 
-def test_a_cell_is_its_batches_at_the_point_of_the_evaluation() -> None:
+def test_a_work_item_is_its_batches_at_the_point_of_the_evaluation() -> None:
     handed, _ = hand()
     handed.take(AssignItems(7, (3,)))
     work_item = handed.next(PLAN)
@@ -53,7 +53,7 @@ def test_what_others_have_delivered_is_neither_begun_nor_ended() -> None:
     assert following is not None and following.batches[0].portion == 2 and handed.wants(following)
 
 
-def test_cells_of_the_next_evaluation_end_those_of_this_one() -> None:
+def test_work_items_of_the_next_evaluation_end_those_of_this_one() -> None:
     handed, _ = hand()
     handed.take(AssignItems(1, (0, 1)))
     begun = handed.next(PLAN)
@@ -71,7 +71,7 @@ def test_words_of_an_evaluation_that_is_over_change_nothing() -> None:
     assert list(handed.work_items) == [0]
 
 
-def test_what_comes_next_is_the_rest_of_the_cell_and_then_the_next_one() -> None:
+def test_what_comes_next_is_the_rest_of_the_work_item_and_then_the_next_one() -> None:
     handed, _ = hand()
     handed.take(AssignItems(1, (0, 2)))
     handed.next(PLAN)
