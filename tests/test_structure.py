@@ -329,7 +329,6 @@ NOT_YET: dict[Law, set[str]] = {
         "FullBatchRun",
         "TrainingLoop",
     },
-    long_signatures: {},
     small_modules: {
         "coordinator/guard_actions.py",
         "model/buffer_mean.py",
