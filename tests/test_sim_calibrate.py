@@ -22,12 +22,12 @@ from rainband.record.message_cost import (
     ALL,
     COMPUTE,
     MESSAGE,
-    PIECE,
     WARM_UP,
+    WORK,
     MessageCost,
     ServerCost,
     WorkerCost,
-    besides,
+    message_cost,
 )
 from rainband.record.wakeup_latency import WakeupLatency, core_here, echo_main, pinned, read_all, sleeper_main
 from rainband.runtimes.config import RunConfig
@@ -44,7 +44,7 @@ ALONE = Measurements(
     num_blocks=4,
 )
 TOGETHER = Measurements([0.018], [1.0], [1.0], [1.0], [1.0], [1.0], 4_000_000, 4)
-WAKING = WakeupLatency(wake_s=5e-5, moves=0.25)
+WAKEUP = WakeupLatency(wake_s=5e-5, moves=0.25)
 
 
 def app() -> Typer:
@@ -56,7 +56,7 @@ def app() -> Typer:
 
 
 def test_pieces_become_speeds() -> None:
-    model = assemble(ALONE, [TOGETHER, TOGETHER], 2, 2, WAKING, MessageCost(1e-5, 4e-5, compute_s=0.024))
+    model = assemble(ALONE, [TOGETHER, TOGETHER], 2, 2, WAKEUP, MessageCost(1e-5, 4e-5, compute_s=0.024))
     assert model.compute.trace_s == (0.010, 0.012, 0.014) and model.compute.step_s == pytest.approx(0.012)
     assert model.nodes.push_bytes_per_s == 4_000_000 / 0.004
     assert model.nodes.apply_bytes_per_s == 1_000_000 / 0.0005
@@ -71,29 +71,29 @@ def test_pieces_become_speeds() -> None:
 
 def test_what_busy_cores_cost_is_told_by_those_that_were_busy() -> None:
     """Three processes at once, on a machine with 16 cores: each of the other two costs a quarter."""
-    model = assemble(ALONE, [TOGETHER] * 3, 3, 16, WAKING, MessageCost(0.0, 0.0, 0.012))
+    model = assemble(ALONE, [TOGETHER] * 3, 3, 16, WAKEUP, MessageCost(0.0, 0.0, 0.012))
     assert model.nodes.crowding == pytest.approx(0.25) and model.nodes.cores == 16
 
 
 def test_a_machine_with_one_core_has_no_crowd() -> None:
-    assert assemble(ALONE, [ALONE], 1, 1, WAKING, MessageCost(0.0, 0.0, 0.012)).nodes.crowding == 0.0
+    assert assemble(ALONE, [ALONE], 1, 1, WAKEUP, MessageCost(0.0, 0.0, 0.012)).nodes.crowding == 0.0
 
 
 def test_a_server_that_makes_a_step_with_every_push_gathers_nothing() -> None:
     every = msgspec.structs.replace(ALONE, gather_s=[])
-    assert assemble(every, [ALONE], 1, 1, WAKING, MessageCost(0.0, 0.0, 0.012)).nodes.gather_bytes_per_s == 0.0
+    assert assemble(every, [ALONE], 1, 1, WAKEUP, MessageCost(0.0, 0.0, 0.012)).nodes.gather_bytes_per_s == 0.0
 
 
 def test_where_pushes_make_no_step_gathering_is_all_that_they_take() -> None:
     coordinated = msgspec.structs.replace(ALONE, apply_s=[])
-    nodes = assemble(coordinated, [ALONE], 1, 1, WAKING, MessageCost(0.0, 0.0, 0.012)).nodes
+    nodes = assemble(coordinated, [ALONE], 1, 1, WAKEUP, MessageCost(0.0, 0.0, 0.012)).nodes
     assert (nodes.apply_bytes_per_s, nodes.gather_bytes_per_s) == (1_000_000 / 0.0002, 0.0)
 
 
 def test_a_piece_that_never_came_says_what_to_type() -> None:
     without = msgspec.structs.replace(ALONE, read_s=[])
     with pytest.raises(ValueError, match="too few steps to measure read: try twice as many with --steps"):
-        assemble(without, [ALONE], 1, 1, WAKING, MessageCost(0.0, 0.0, 0.012))
+        assemble(without, [ALONE], 1, 1, WAKEUP, MessageCost(0.0, 0.0, 0.012))
 
 
 def test_what_is_in_no_piece_is_what_messages_cost(tmp_path: Path) -> None:
@@ -103,19 +103,19 @@ def test_what_is_in_no_piece_is_what_messages_cost(tmp_path: Path) -> None:
         is_warm = step >= WARM_UP
         worker.note(ALL, moment_s)
         worker.note(COMPUTE, 10e-3 if is_warm else 0.1)
-        for kind, seconds in [(PIECE, 2e-3), (MESSAGE, 0.0), (MESSAGE, 0.0), (MESSAGE, 0.0)]:
+        for kind, seconds in [(WORK, 2e-3), (MESSAGE, 0.0), (MESSAGE, 0.0), (MESSAGE, 0.0)]:
             worker.note(kind, seconds)
         moment_s += 15e-3 if is_warm else 0.2  # the first steps take longer, and do not count
-        for kind, seconds in [(MESSAGE, 0.0), (ALL, 5e-3 * step), (PIECE, 4e-3)]:
+        for kind, seconds in [(MESSAGE, 0.0), (ALL, 5e-3 * step), (WORK, 4e-3)]:
             server.note(kind, seconds)
-    assert besides(str(tmp_path)) == pytest.approx((1e-3, 1e-3, 10e-3))
+    assert message_cost(str(tmp_path)) == pytest.approx((1e-3, 1e-3, 10e-3))
 
 
 def test_a_run_that_was_too_short_is_not_measured(tmp_path: Path) -> None:
     WorkerCost(str(tmp_path), "worker-0").note(ALL, 1.0)
     ServerCost(str(tmp_path), "server-0")
     with pytest.raises(ValueError, match="made only 1 steps .* with --steps"):
-        besides(str(tmp_path))
+        message_cost(str(tmp_path))
 
 
 @pytest.mark.parametrize("strategy", ["downpour", "sync"])

@@ -1,10 +1,10 @@
-"""Measure this machine, and make of it the model with which virtual time can tell what a run here would take.
+"""Measure this machine, and build the cluster model that simulates it.
 
-A measuring process simulates a few steps with real gradients and takes the time of every piece: of the gradient, of
-what the worker does besides (checking, its own step, copying), of a server's work on a push, of taking a block over.
-It runs alone, and in turns beside others, as many as there will be workers, which shows what they take from each
-other. What a message costs is what is left of a short real run: see `pieces`. All is measured in the processor's time:
-what other programs take of the machine meanwhile is not part of the model.
+A measuring process simulates a few steps with real gradients and times every piece of work: the gradient, the worker's
+other work (checking, its own step, copying), the server's work on a push, copying a block to the worker. It runs alone
+and, in turns, beside as many others as there will be workers, which shows how busy cores slow each other down. The cost
+of a message follows from a short real run: see `message_cost`. All times are processor times, so the load of other
+programs is not part of the model.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from rainband.observer import Observer, TimedWork
 from rainband.protocol import events
 from rainband.protocol.messages import Message, Push
-from rainband.record.message_cost import WARM_UP, MessageCost, besides
-from rainband.record.wakeup_latency import WakeupLatency, measure_waking, read_all
+from rainband.record.message_cost import WARM_UP, MessageCost, message_cost
+from rainband.record.wakeup_latency import WakeupLatency, measure_wakeup, read_all
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes.launcher import Launcher
 from rainband.runtimes.processes.zygote import Zygote
@@ -40,59 +40,59 @@ from rainband.strategy import Batch
 from rainband.worker.worker import ModuleWorker
 
 PRELOAD = ("torch", "torch._dynamo", "rainband.record.calibrate")
-TURNS = 5  # of measuring alone and together
-ENDLESS = 1_000_000  # epochs: a measurement must not come to the end of the data
-IN_MEMORY_S = 1e-6  # a message is there at once; what it takes to send, to wake up and to read it is counted elsewhere
+TURNS = 5  # of measuring alone, then together
+ENDLESS = 1_000_000  # epochs: a measurement must not reach the end of the data
+IN_MEMORY_S = 1e-6  # a message arrives at once; sending, waking up and reading are in other costs
 INSTANT = ClusterModel(NetworkModel(latency_s=0.0), ComputeModel(kind="constant", step_s=1.0), NodeModel())
 
 
 class Measurements(msgspec.Struct, frozen=True):
-    """Seconds of each piece of a step, as one process measured them."""
+    """Seconds of each piece of work in a step, as one process measured them."""
 
     compute_s: list[float]
     push_s: list[float]  # a worker checks a gradient and copies it to where it is sent from
-    step_s: list[float]  # its own step, where the strategy has one
-    apply_s: list[float]  # a server, per block that it makes a step with
-    gather_s: list[float]  # and per block that it only adds to others, where the strategy has such
-    read_s: list[float]  # a worker takes a block over
+    step_s: list[float]  # its own step, if the strategy has one
+    apply_s: list[float]  # a server: per block, with an optimizer step
+    gather_s: list[float]  # a server: per block, without a step: the gradient is only added to others
+    read_s: list[float]  # a worker copies a block
     model_bytes: int
     num_blocks: int
 
 
 def calibrate(config: RunConfig, steps: int = 40) -> ClusterModel:
-    """Measure what a run of this task and strategy takes on this machine.
+    """Measure a task and strategy on this machine.
 
-    Alone and together are measured in turns, so that a slow moment of the machine hits both.
+    Measurements alone and together alternate, so that a slow moment of the machine affects both.
     """
     num_cores = len(os.sched_getaffinity(0))
     zygote = Zygote.start(PRELOAD)
-    a_crowd = min(2, num_cores)
-    meters = [Meter(zygote, config) for _ in range(max(a_crowd, min(config.num_workers, 2 * num_cores)))]
+    crowd = min(2, num_cores)
+    meters = [Meter(zygote, config) for _ in range(max(crowd, min(config.num_workers, 2 * num_cores)))]
     try:
         alone, together = [], []
         for _ in range(TURNS):
-            alone.append(read_off(meters[:1], -(-steps // TURNS))[0])
-            together += read_off(meters, -(-steps // TURNS))
-        waking = measure_waking(zygote)
+            alone.append(measure_together(meters[:1], -(-steps // TURNS))[0])
+            together += measure_together(meters, -(-steps // TURNS))
+        wakeup = measure_wakeup(zygote)
     finally:
         for meter in meters:
             meter.close()
         zygote.close(1.0)
     num_busy = min(len(meters), num_cores)
-    return assemble(joined(alone), together, num_busy, num_cores, waking, short_run(config, num_busy, steps))
+    return assemble(joined(alone), together, num_busy, num_cores, wakeup, short_run(config, num_busy, steps))
 
 
 def short_run(config: RunConfig, num_workers: int, steps: int) -> MessageCost:
-    """A real run of some steps, for what messages cost."""
+    """Run for some steps in real processes; returns the cost of a message."""
     with tempfile.TemporaryDirectory() as folder:
         config = msgspec.structs.replace(
             config,
             num_workers=num_workers,
             epochs=ENDLESS,
             eval_every_s=0.0,
-            failure_timeout_s=1.0,  # progress is told five times as often
+            failure_timeout_s=1.0,  # progress events are five times as frequent
             directory=folder,
-            pieces=True,
+            message_cost=True,
             timeline=False,
             record=False,
         )
@@ -109,11 +109,11 @@ def short_run(config: RunConfig, num_workers: int, steps: int) -> MessageCost:
             raise KeyboardInterrupt
         if result.outcome != "stopped":
             raise ValueError(f"the run to measure {result.outcome}: {result.reason}")
-        return besides(folder)
+        return message_cost(folder)
 
 
 def joined(parts: list[Measurements]) -> Measurements:
-    """All pieces together."""
+    """Concatenate measurements of one process."""
     lists = ("compute_s", "push_s", "step_s", "apply_s", "gather_s", "read_s")
     pieces: dict[str, list[float]] = {name: [t for part in parts for t in getattr(part, name)] for name in lists}
     return Measurements(**pieces, model_bytes=parts[0].model_bytes, num_blocks=parts[0].num_blocks)
@@ -124,40 +124,44 @@ def assemble(
     together: list[Measurements],
     num_busy: int,
     num_cores: int,
-    waking: WakeupLatency,
-    besides: MessageCost,
+    wakeup: WakeupLatency,
+    message_cost: MessageCost,
 ) -> ClusterModel:
-    """From the pieces to a model: one machine with its cores, of which so many were busy together."""
-    if not alone.apply_s:  # where the coordinator leads, pushes are gathered, and steps are commands
+    """Return the model of one machine; `num_busy` of its cores were busy in the measurements together."""
+    if not alone.apply_s:  # full batch: pushes are only added up, and steps are commands
         alone = msgspec.structs.replace(alone, apply_s=alone.gather_s, gather_s=[])
     for piece in ("compute_s", "push_s", "apply_s", "read_s"):
-        if not _usual(getattr(alone, piece)):
+        if not _trimmed_mean(getattr(alone, piece)):
             raise ValueError(f"too few steps to measure {piece.removesuffix('_s')}: try twice as many with --steps.")
-    slower = max(1.0, _usual([t for one in together for t in one.compute_s]) / _usual(alone.compute_s))
+    slower = max(1.0, _trimmed_mean([t for one in together for t in one.compute_s]) / _trimmed_mean(alone.compute_s))
     crowding = (slower - 1) / (num_busy - 1) if num_busy > 1 else 0.0
     block_bytes = alone.model_bytes / alone.num_blocks
-    pace = _usual(alone.compute_s) / besides.compute_s  # the machine may have been slower or faster meanwhile
+    pace = (
+        _trimmed_mean(alone.compute_s) / message_cost.compute_s
+    )  # the machine may have been faster or slower in the short run
     nodes = NodeModel(
-        apply_bytes_per_s=block_bytes / _usual(alone.apply_s),
-        gather_bytes_per_s=block_bytes / _usual(alone.gather_s) if _usual(alone.gather_s) else 0.0,
-        read_bytes_per_s=block_bytes / _usual(alone.read_s),
-        push_bytes_per_s=alone.model_bytes / (_usual(alone.push_s) + _usual(alone.step_s)),
-        pull_bytes_per_s=block_bytes / _usual(alone.read_s),
-        message_s=pace * besides.server_s,
-        worker_message_s=pace * besides.worker_s,
+        apply_bytes_per_s=block_bytes / _trimmed_mean(alone.apply_s),
+        gather_bytes_per_s=block_bytes / _trimmed_mean(alone.gather_s) if _trimmed_mean(alone.gather_s) else 0.0,
+        read_bytes_per_s=block_bytes / _trimmed_mean(alone.read_s),
+        push_bytes_per_s=alone.model_bytes / (_trimmed_mean(alone.push_s) + _trimmed_mean(alone.step_s)),
+        pull_bytes_per_s=block_bytes / _trimmed_mean(alone.read_s),
+        message_s=pace * message_cost.server_s,
+        worker_message_s=pace * message_cost.worker_s,
         shared_memory=True,
         cores=num_cores,
         crowding=crowding,
-        wake_s=waking.wake_s,
-        moves=waking.moves,
+        wake_s=wakeup.wake_s,
+        moves=wakeup.moves,
     )
     trace = tuple(round(t, 7) for t in alone.compute_s)
     network = NetworkModel(latency_s=IN_MEMORY_S, bytes_per_s=1e10)
-    return ClusterModel(network, ComputeModel(kind="trace", trace_s=trace, step_s=_usual(alone.compute_s)), nodes)
+    return ClusterModel(
+        network, ComputeModel(kind="trace", trace_s=trace, step_s=_trimmed_mean(alone.compute_s)), nodes
+    )
 
 
-def _usual(values: list[float]) -> float:
-    """The mean without the fastest and the slowest tenth."""
+def _trimmed_mean(values: list[float]) -> float:
+    """Return the mean without the fastest and the slowest tenth."""
     ordered = sorted(values)
     middle = ordered[len(ordered) // 10 : len(ordered) - len(ordered) // 10]
     return fsum(middle) / len(middle) if middle else 0.0
@@ -167,7 +171,7 @@ def _usual(values: list[float]) -> float:
 
 
 class Meter:
-    """A measuring process; it measures when asked to."""
+    """A measuring process, which measures on request."""
 
     def __init__(self, zygote: Zygote, config: RunConfig) -> None:
         theirs_in, self.asks = os.pipe()
@@ -181,7 +185,7 @@ class Meter:
         os.write(self.asks, steps.to_bytes(4, "little"))
 
     def close(self) -> None:
-        """It ends when nocompute can ask it any more."""
+        """Close the pipes; the process ends when it can receive no request any more."""
         os.close(self.asks)
         os.close(self.answers)
 
@@ -190,15 +194,15 @@ class Meter:
         return msgspec.msgpack.decode(read_all(self.answers, length), type=Measurements)
 
 
-def read_off(meters: list[Meter], steps: int) -> list[Measurements]:
-    """Let them all measure at the same time."""
+def measure_together(meters: list[Meter], steps: int) -> list[Measurements]:
+    """Measure with all processes at the same time."""
     for meter in meters:
         meter.ask(steps)
     return [meter.answer() for meter in meters]
 
 
 def measure_main(job: bytes, fds: list[int]) -> None:
-    """A measuring process."""
+    """Measure on request, until the pipe is closed: the entry of a measuring process."""
     torch.set_num_threads(1)
     stopwatch = Stopwatch(msgspec.msgpack.decode(job, type=RunConfig))
     asks, answers = fds
@@ -213,7 +217,7 @@ def measure_main(job: bytes, fds: list[int]) -> None:
 
 
 class Stopwatch:
-    """Times the pieces of a simulated run."""
+    """Times the pieces of work in a simulated run."""
 
     def __init__(self, config: RunConfig) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -235,7 +239,7 @@ class Stopwatch:
             self.runtime.run(until_s=self.runtime.clock.now + 1.0)
 
     def measure(self, steps: int) -> Measurements:
-        """Measure so many more steps."""
+        """Measure more steps."""
         self._forget()
         self._run(steps)
         blocks = self.runtime.coordinator_node.block_bytes
@@ -292,7 +296,7 @@ class PieceTimer(Observer):
 
 
 def describe(config: RunConfig, model: ClusterModel) -> str:
-    """What stands at the top of the file."""
+    """Return the comment at the top of the network file."""
     step_ms = 1e3 * model.compute.step_s
     return (
         f"This machine, measured with {config.task} and {config.strategy}: a gradient takes {step_ms:.2f} ms alone, "

@@ -1,7 +1,7 @@
-"""What the processes of a real run do besides computing, copying and applying: taken from a short run, for a model.
+"""Measure the processor time per message beyond computing, copying and applying, in a short real run.
 
-Each process notes the processor's time of its pieces of work, and of everything; what is not in a piece is spent on
-messages: packing and reading them, waking up, the coroutine that goes on.
+Each process writes the processor time of its work, and its total; the difference is the cost of its messages: packing
+and reading them, waking up, resuming the coroutine.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from rainband.strategy import Batch
     from rainband.worker.worker import ModuleWorker
 
-COMPUTE, PIECE, MESSAGE, ALL = range(4)
-WARM_UP = 5  # steps that are not counted: allocators, caches
-Note = tuple[int, float]  # what it is, seconds
+COMPUTE, WORK, MESSAGE, ALL = range(4)  # kinds of notes; ALL: the processor time of the process so far
+WARM_UP = 5  # steps that are not counted: allocators and caches warm up
+Note = tuple[int, float]  # kind, seconds
 _NOTE = struct.Struct("<Bd")
 
 
 class CostRecorder(Observer):
-    """Writes the processor time of one process's work; each note at once, because a process may end at any moment."""
+    """Writes the processor time of one process's work; unbuffered, because a process may end at any moment."""
 
     def __init__(self, directory: str, name: str) -> None:
-        self.fd = os.open(Path(directory) / f"{name}.pieces", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        self.fd = os.open(Path(directory) / f"{name}.cost", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         self.began_s: list[float] = []  # of each piece of work that has not ended; they nest
 
     def note(self, kind: int, seconds: float) -> None:
@@ -48,7 +48,7 @@ class CostRecorder(Observer):
 
 
 class WorkerCost(CostRecorder):
-    """Of a worker: gradients, and what it does besides."""
+    """Writes the cost of a worker."""
 
     def computing(self, worker: ModuleWorker, batch: Batch) -> None:
         self.note(ALL, time.process_time())
@@ -61,11 +61,11 @@ class WorkerCost(CostRecorder):
         self.began_s.append(time.thread_time())
 
     def ended(self, work: TimedWork) -> None:
-        self._end(PIECE)
+        self._end(WORK)
 
 
 class ServerCost(CostRecorder):
-    """Of a server: pushes."""
+    """Writes the cost of a server."""
 
     def receiving(self, message: Message) -> None:
         super().receiving(message)
@@ -74,23 +74,23 @@ class ServerCost(CostRecorder):
 
     def received(self, message: Message) -> None:
         if isinstance(message, Push):
-            self._end(PIECE)
+            self._end(WORK)
         else:
             self.began_s.pop()
 
 
 class MessageCost(NamedTuple):
-    """Seconds that a message costs a worker and a server besides their work, where a gradient took so long."""
+    """Seconds that a message costs a worker and a server, and that a gradient took meanwhile."""
 
     worker_s: float
     server_s: float
     compute_s: float
 
 
-def besides(directory: str) -> MessageCost:
-    """What the notes of a run come to."""
-    worker = _read(Path(directory) / "worker-0.pieces")
-    server = _read(Path(directory) / "server-0.pieces")
+def message_cost(directory: str) -> MessageCost:
+    """Read the notes of a run; returns the cost of its messages."""
+    worker = _read(Path(directory) / "worker-0.cost")
+    server = _read(Path(directory) / "server-0.cost")
     begins = [at for at, (kind, _) in enumerate(worker) if kind == ALL]
     if len(begins) < 2 * WARM_UP:
         raise ValueError(f"a worker made only {len(begins)} steps of the short run: try twice as many with --steps.")
@@ -104,7 +104,7 @@ def _per_message(notes: Sequence[Note]) -> float:
     moments = [seconds for kind, seconds in notes if kind == ALL]
     within = [at for at, (kind, _) in enumerate(notes) if kind == ALL]
     inside = notes[within[0] : within[-1]]
-    work_s = sum(seconds for kind, seconds in inside if kind in (COMPUTE, PIECE))
+    work_s = sum(seconds for kind, seconds in inside if kind in (COMPUTE, WORK))
     messages = sum(kind == MESSAGE for kind, _ in inside)
     return max(0.0, moments[-1] - moments[0] - work_s) / max(1, messages)
 

@@ -1,7 +1,7 @@
-"""Record the order of an asynchronous run, a few bytes for each push and pull, so that it can be repeated exactly.
+"""Record the order of pushes and pulls in an asynchronous run, so that `rainband replay` can repeat it bit for bit.
 
-A server notes in which order it applied pushes, a worker its leases and which version of each block it read. All else
-follows from the plan.
+A server writes the order in which it applied pushes; a worker writes its leases and the version of each block that it
+read, a few bytes for each push and pull. Everything else follows from the data plan.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LONG = (1 << 8 * LENGTH_BYTES) - 1  # the length of a longer note follows in eig
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """The parent of all notes."""
+    """The base class of notes."""
 
 
 class Began(Note, frozen=True, tag=0):
-    """What the bits of gradients depend on besides the data."""
+    """The conditions on which the bits of gradients depend besides the data."""
 
     torch: str
     cpu_capability: str
@@ -38,7 +38,7 @@ class Began(Note, frozen=True, tag=0):
 
 
 class Read(Note, frozen=True, tag=1):
-    """A worker was given a block's parameters for one of its pulls."""
+    """A worker received a block's parameters for one of its pulls."""
 
     sequence: int
     block: int
@@ -46,7 +46,7 @@ class Read(Note, frozen=True, tag=1):
 
 
 class Applied(Note, frozen=True, tag=2):
-    """A push reached a block; the order of these is the order of the updates."""
+    """A block accepted a push; the order of these notes is the order of the updates."""
 
     block: int
     worker: int
@@ -54,14 +54,14 @@ class Applied(Note, frozen=True, tag=2):
 
 
 class RefusedPush(Note, frozen=True, tag=3):
-    """A push came to nothing."""
+    """A server did not accept a push."""
 
     worker: int
     result: str
 
 
 class Leased(Note, frozen=True, tag=4):
-    """A worker was given a portion."""
+    """A worker received a lease."""
 
     portion: int
     lease: int
@@ -69,13 +69,13 @@ class Leased(Note, frozen=True, tag=4):
 
 
 class Assigned(Note, frozen=True, tag=5):
-    """A server's blocks."""
+    """A server received its blocks."""
 
     assign: Assign
 
 
 class Welcomed(Note, frozen=True, tag=6):
-    """The plan, as a worker was told."""
+    """A worker received the data plan."""
 
     welcome: Welcome
 
@@ -84,7 +84,7 @@ AnyNote = Began | Read | Applied | RefusedPush | Leased | Assigned | Welcomed
 
 
 def here() -> Began:
-    """This machine."""
+    """Return the conditions in this process."""
     return Began(str(torch.__version__), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
 
 
@@ -92,7 +92,7 @@ class Recorder(Observer):
     """Writes the notes of one process."""
 
     def __init__(self, directory: str, peer: Peer) -> None:
-        # Not buffered: a process may be killed at any moment, and what it noted should outlive it.
+        # Unbuffered: a process may be killed at any moment, and its notes should outlive it.
         self.file = open(Path(directory, f"record-{peer.role}-{peer.index}.bin"), "wb", buffering=0)  # noqa: SIM115
         self.encoder = msgspec.msgpack.Encoder()
         self.write(here())
@@ -127,7 +127,7 @@ class Recorder(Observer):
 
 
 def read_notes(path: Path) -> Iterator[AnyNote]:
-    """All notes of one process; a torn one at the end does not count."""
+    """Read the notes of one process; ignores an incomplete one at the end."""
     decoder = msgspec.msgpack.Decoder(AnyNote)
     data, at = memoryview(path.read_bytes()), 0
     while at + LENGTH_BYTES <= len(data):
@@ -144,7 +144,7 @@ def read_notes(path: Path) -> Iterator[AnyNote]:
 
 @dataclass
 class Record:
-    """What a run's processes noted."""
+    """The notes of all processes of a run."""
 
     began: Began
     welcome: Welcome
@@ -155,13 +155,13 @@ class Record:
 
 
 def read_record(directory: Path) -> Record:
-    """Put the notes of all processes together."""
+    """Read the notes of all processes of a run."""
     workers = {int(path.stem.split("-")[2]): list(read_notes(path)) for path in directory.glob("record-worker-*.bin")}
     servers = {int(path.stem.split("-")[2]): list(read_notes(path)) for path in directory.glob("record-server-*.bin")}
     if not workers or not servers:
         raise ValueError(
             f"{directory.name} was not recorded, so it cannot be repeated: start it with --record. "
-            "(Rounds, as of sync, need no record: the same seed gives the same bits.)"
+            "(Strategies with rounds, such as sync, need no record: equal seeds give equal bits.)"
         )
     every = [note for notes in (*workers.values(), *servers.values()) for note in notes]
     if refused := Counter(note.result for note in every if isinstance(note, RefusedPush)):

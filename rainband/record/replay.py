@@ -1,7 +1,7 @@
 """Repeat a recorded asynchronous run bit for bit: the same gradients, applied and read in the same order.
 
-There is no clock here, only order. A block goes on to its next version when the push that was next has been made
-again, and everyone who had read this version has read it again. Workers run as far as they can.
+There is no clock, only order. A block advances to its next version when the push that made it has been computed again,
+and every worker that read the current version has read it again. Workers run as far as they can.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from rainband.strategy import ServerPart
 from rainband.worker.client import Client
 from rainband.worker.worker import Compute, ModuleWorker
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a number
 
 
 class ReplayedUpdate(NamedTuple):
-    """One update, as the first block had it."""
+    """One update of the first block."""
 
-    number: int  # the version it made
+    number: int  # the version after it
     worker: int
-    batches: str  # what its gradient came from
-    read: int  # the version its gradient was computed at
+    batches: str  # those of its gradient
+    read: int  # the version at which its gradient was computed
     staleness: int
     loss: float  # of its batches
-    norm: float  # of its gradient; nan: it was skipped
+    norm: float  # of its gradient; nan: skipped
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a repetition came to."""
+    """The result of a replay."""
 
     pushes: int
     numbers: int
-    different: int  # numbers that are not the same bits as those of the saved model
-    saved_hash: str  # of the saved model's bits; empty: there is none
+    different: int  # numbers whose bits differ from the saved model
+    saved_hash: str  # of the saved model; empty: there is none
     repeated_hash: str
     warning: str = ""
 
@@ -70,23 +70,23 @@ def replay(
     until: int | None = None,
     model: Path | None = None,
 ) -> Replayed:
-    """Repeat a run and compare its model; `note` is told of every update.
+    """Repeat a run and compare its model; `note` is called for every update.
 
     With `until`, every block stops at that version. The parameters at the end are saved as `model`.
     """
     config = read_config(directory)
     record = read_record(directory)
     with one_thread():
-        repetition = Repetition(config, record, note, until)
-        repetition.run()
-    values = repetition.parameters()
+        replayed = Replay(config, record, note, until)
+        replayed.run()
+    values = replayed.parameters()
     if model is not None:
         safetensors.torch.save_file(values, str(model))
     then = directory / "model.safetensors"
     saved = safetensors.torch.load_file(str(then)) if then.is_file() and until is None else {}
     known = {name: value for name, value in values.items() if name in saved}  # of tied parameters only one is saved
     return Replayed(
-        pushes=repetition.pushes,
+        pushes=replayed.pushes,
         numbers=sum(value.numel() for value in known.values()),
         different=sum(int((bits(saved[name]) != bits(value)).sum()) for name, value in known.items()),
         saved_hash=hash_of({name: saved[name] for name in known}),
@@ -96,7 +96,7 @@ def replay(
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Its numbers as whole numbers: a NaN is equal to itself."""
+    """View numbers as integers, so that a NaN equals itself."""
     return tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()])
 
 
@@ -108,7 +108,7 @@ def hash_of(tensors: dict[str, Tensor]) -> str:
 
 
 def why_bits_may_differ(then: Began | Simulated) -> str:
-    """What the bits of gradients depend on, where it is not as it was then."""
+    """Return which conditions differ from those of the run; empty: none."""
     now = here()
     pairs = {
         "torch": (then.torch, now.torch),
@@ -119,10 +119,7 @@ def why_bits_may_differ(then: Began | Simulated) -> str:
 
 
 def replay_simulated(directory: Path, folder: Path) -> tuple[Simulated, Simulated]:
-    """Simulate a simulated run once more, in a folder of its own; what it was then, and what it is now.
-
-    The trace is kept there.
-    """
+    """Repeat a simulated run in another folder, with its trace; returns the facts of both runs."""
     config = read_config(directory)
     config = msgspec.structs.replace(config, directory=str(folder), sim=msgspec.structs.replace(config.sim, trace=True))
     then = read_simulated(directory)
@@ -136,7 +133,7 @@ def read_simulated(directory: Path) -> Simulated:
 
 @dataclass
 class Actor:
-    """One worker of the repetition."""
+    """One worker of a replay."""
 
     index: int
     compute: SimulatedCompute
@@ -144,11 +141,11 @@ class Actor:
     worker: ModuleWorker
     steps: Steps[None]
     waiting: Handle | None = None
-    asked: set[tuple[int, int]] = field(default_factory=set)  # (pull, block) not answered yet
+    asked: set[tuple[int, int]] = field(default_factory=set)  # (pull, block), not answered yet
 
 
-class Repetition:
-    """All nodes, without a clock."""
+class Replay:
+    """All nodes of a run, without a clock."""
 
     def __init__(
         self, config: RunConfig, record: Record, note: Callable[[ReplayedUpdate], None] | None, until: int | None = None
@@ -161,7 +158,7 @@ class Repetition:
         self.scenario = make_scenario(config)
         half = self.scenario.strategy.server(config.num_workers)
         if half is None or half.rule().reads != "any":
-            raise ValueError(f"{config.strategy} reads by rounds or rules: only asynchronous runs are repeated.")
+            raise ValueError(f"{config.strategy} is not asynchronous, and only asynchronous runs can be replayed.")
         self.pushes = 0
         self.servers: list[Server] = []
         self.owner: dict[int, Server] = {}
@@ -181,7 +178,7 @@ class Repetition:
         return Actor(index, compute, client, worker, Steps(strategy.run(worker)))
 
     def _load(self) -> None:
-        """Servers with their first values: those of the seed, as any worker has them."""
+        """Start the servers with the initial values, which follow from the seed."""
         first = next(iter(self.actors.values())).client
         for assigned in self.record.servers:
             server = Server(self._half, publish)
@@ -204,10 +201,12 @@ class Repetition:
             pass
         left = sum(map(len, self.record.order.values()))
         if left and self.until == inf:
-            raise ValueError(f"the record does not fit: {left} updates could not be made again.")
+            raise ValueError(f"the record does not fit: {left} updates could not be repeated.")
 
     def _everyone_goes_on(self) -> bool:
-        return bool(sum(self._go_on(actor) for actor in self.actors.values()))  # all of them, not up to the first
+        return bool(
+            sum(self._go_on(actor) for actor in self.actors.values())
+        )  # all of them: `any` would stop at the first
 
     def _go_on(self, actor: Actor) -> bool:
         moved = self._answer(actor)
@@ -228,7 +227,7 @@ class Repetition:
         return moved
 
     def _answer(self, actor: Actor) -> bool:
-        """Give a worker the versions it had read, as far as they are there."""
+        """Send a worker the versions that it read, as far as they exist."""
         moved = False
         for sequence, block in sorted(actor.asked):
             version = self.record.reads.get((actor.index, sequence, block))
@@ -276,7 +275,7 @@ class Repetition:
         )
 
     def parameters(self) -> dict[str, Tensor]:
-        """As they are now, by name."""
+        """Return the current parameters by name."""
         compute = next(iter(self.actors.values())).compute
         assert isinstance(compute, GradientCompute)
         flat = compute.memory.flat
@@ -289,17 +288,17 @@ class Repetition:
 
 
 class ReplayPort:
-    """A way to a server that is kept until its turn comes."""
+    """A port that stores messages until their turn comes."""
 
     direct = False
 
-    def __init__(self, repetition: Repetition, worker: int) -> None:
-        self.repetition = repetition
+    def __init__(self, replayed: Replay, worker: int) -> None:
+        self.replayed = replayed
         self.worker = worker
 
     def send(self, message: Message) -> None:
         if isinstance(message, Pull):
-            self._asks(message.sequence, range(len(self.repetition.record.welcome.blocks)))
+            self._asks(message.sequence, range(len(self.replayed.record.welcome.blocks)))
         elif isinstance(message, Push):  # batches that were skipped
             self._push(message, None)
 
@@ -307,18 +306,18 @@ class ReplayPort:
         assert isinstance(message, Push)
         payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
         values.write(payload)
-        squares, key = self.repetition.squares, (self.worker, message.sequence)
-        if self.repetition.note is not None:
+        squares, key = self.replayed.squares, (self.worker, message.sequence)
+        if self.replayed.note is not None:
             squares[key] = squares.get(key, 0.0) + float(payload.double().square().sum())
         self._push(message, payload)
 
     def _push(self, message: Push, payload: Tensor | None) -> None:
-        self.repetition.made[message.block, self.worker, message.sequence] = message, payload
+        self.replayed.made[message.block, self.worker, message.sequence] = message, payload
         if message.want:
             self._asks(message.sequence, [message.block])
 
     def _asks(self, sequence: int, blocks: range | list[int]) -> None:
-        actor = self.repetition.actors[self.worker]
+        actor = self.replayed.actors[self.worker]
         actor.asked |= {(sequence, block) for block in blocks}
 
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:

@@ -22,10 +22,10 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     """A stretch of a node's time."""
 
     node: str  # "worker 0"
-    what: str  # compute, wait: its own thread; push, pull: on their way; apply: a server's thread
+    what: str  # compute, wait: its own thread; push, pull: under way; apply: a server's thread
     from_s: float
     to_s: float
-    label: str = ""  # of a model in stages: F3 and B3, forward and backward of microbatch 3
+    label: str = ""  # with stages: F3 and B3, forward and backward of microbatch 3
 
 
 Emit = Callable[[Span], None]
@@ -70,7 +70,7 @@ def _is_complete(handle: PushHandle | PullHandle) -> bool:
 
 
 class SpanFile:
-    """Writes spans as lines of JSON; each is there at once, as a process may be killed at any moment."""
+    """Writes spans as lines of JSON; unbuffered, because a process may be killed at any moment."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("wb", buffering=0)
@@ -86,7 +86,7 @@ def write_spans(directory: Path, spans: Iterable[Span]) -> None:
 
 
 def read_spans(directory: Path) -> list[Span]:
-    """All spans of a run, from its first moment on; the last line of a process that was killed may be torn."""
+    """Read all spans of a run; ignores an incomplete last line of a process that was killed."""
     decoder = msgspec.json.Decoder(Span)
     spans: list[Span] = []
     for path in sorted(directory.glob(FILES)):
@@ -99,6 +99,6 @@ def read_spans(directory: Path) -> list[Span]:
 
 
 def from_zero(spans: Sequence[Span]) -> list[Span]:
-    """Times as seconds since the first span."""
+    """Return spans with times as seconds since the first one."""
     first = min((span.from_s for span in spans), default=0.0)
     return [Span(s.node, s.what, s.from_s - first, s.to_s - first, s.label) for s in spans]

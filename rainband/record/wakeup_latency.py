@@ -1,8 +1,8 @@
-"""How long it takes until a process that gets a message runs, and where it does: measured with a second process.
+"""Measure how long a process takes to wake up when a message arrives, and how often it migrates to another core.
 
-On the core of who sent the message it begins as soon as it may; an idle core has to be woken first. Linux puts who
-wakes up on an idle core rather than behind somebody, but not everywhere: to many virtual machines a core that is idle
-looks like one that the host has taken away.
+On the core of the sender it runs as soon as that core is free; an idle core has to wake up first. Linux prefers an idle
+core for a process that wakes up, but not everywhere: in many virtual machines an idle core looks like one that the host
+has taken away.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import NamedTuple
 from rainband.runtimes.processes.zygote import Zygote
 
 WAKES = 200
-BUSY_S = 0.0005  # so long who wakes another goes on afterwards, as a worker does that has pushed
+BUSY_S = 0.0005  # the sender stays busy afterwards, as a worker does that has pushed
 _MOMENT = struct.Struct("<d")
 
 
 class WakeupLatency(NamedTuple):
-    wake_s: float  # until an idle core begins with who wakes up
-    moves: float  # so often who wakes up goes to an idle core, where its own is taken
+    wake_s: float  # until an idle core runs a process that wakes up
+    moves: float  # probability that a process migrates when it wakes up, its core is busy and another is idle
 
 
-def measure_waking(zygote: Zygote) -> WakeupLatency:
-    """By processes that run where they are told to."""
+def measure_wakeup(zygote: Zygote) -> WakeupLatency:
+    """Measure with processes that are pinned to cores."""
     cores = sorted(os.sched_getaffinity(0))
     here, there = cores[0], cores[-1]
     if here == there:
@@ -50,7 +50,7 @@ def pinned(core: int) -> Iterator[None]:
 
 
 def _wakes_after(zygote: Zygote, core: int) -> float:
-    """Seconds from a message to a process there until it has it."""
+    """Return the seconds until a process on a core receives a message."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -82,12 +82,12 @@ def _moves(zygote: Zygote, home: int) -> float:
 
 
 def read_all(fd: int, length: int) -> bytes:
-    """What a measuring process answers; it may have ended instead."""
+    """Read the answer of a measuring process; raise RuntimeError if it has ended."""
     data = b""
     while len(data) < length:
         more = os.read(fd, length - len(data))
         if not more:
-            raise RuntimeError("a measuring process ended without a result; what it printed above says why.")
+            raise RuntimeError("a measuring process ended without a result: see its output above.")
         data += more
     return data
 
@@ -99,7 +99,7 @@ def _be_busy() -> None:
 
 
 def echo_main(job: bytes, fds: list[int]) -> None:
-    """Says when it woke up, on the core it is told."""
+    """Answer each message with the time of waking up, on a given core."""
     os.sched_setaffinity(0, {int(job)})
     with socket.socket(fileno=fds[0]) as sock:
         while sock.recv(1):
@@ -107,7 +107,7 @@ def echo_main(job: bytes, fds: list[int]) -> None:
 
 
 def sleeper_main(job: bytes, fds: list[int]) -> None:
-    """Goes to sleep on the core it is told, free to wake up on any; says whether it was that one."""
+    """Sleep on a given core, free to wake up on any; answer whether it was the same one."""
     home, everywhere = int(job), os.sched_getaffinity(0) | {int(job)}
     with socket.socket(fileno=fds[0]) as sock:
         while True:
@@ -119,6 +119,6 @@ def sleeper_main(job: bytes, fds: list[int]) -> None:
 
 
 def core_here() -> int:
-    """The core on which this thread runs."""
+    """Return the core on which this thread runs."""
     after_name = Path("/proc/thread-self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
     return int(after_name.split()[36])

@@ -48,7 +48,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import
     timeline: bool = False  # record spans of computing, waiting, pushing and pulling; simulations always do
     record: bool = False  # record the order of pushes and pulls, so that the run can be repeated bit for bit
-    pieces: bool = False  # take the time of every piece of a step: rainband calibrate does
+    message_cost: bool = False  # write processor times, for rainband calibrate
     sim: SimSettings = SimSettings()
     stage_plan: StagePlan | None = None  # how the workers of a replica share a model; None: each worker has all of it
 

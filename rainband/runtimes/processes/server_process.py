@@ -72,7 +72,7 @@ def _observers(job: Job) -> list[Observer]:
         from rainband.record.record import Recorder
 
         observers.append(Recorder(job.config.directory, Peer("server", job.index)))
-    if job.config.pieces:
+    if job.config.message_cost:
         from rainband.record.message_cost import ServerCost
 
         observers.append(ServerCost(job.config.directory, f"server-{job.index}"))

@@ -91,7 +91,7 @@ def _observers(job: Job) -> list[Observer]:
     observers: list[Observer] = []
     if config.record and not job.memory and config.stage_plan is None:
         observers.append(Recorder(config.directory, Peer("worker", job.index)))
-    if config.pieces:
+    if config.message_cost:
         observers.append(WorkerCost(config.directory, name))
     if config.timeline:
         file = SpanFile(Path(config.directory) / f"spans-{name}.jsonl")
