@@ -490,14 +490,14 @@ def test_a_file_may_begin_from_a_named_network() -> None:
     "tables, told",
     [
         ({"network": {"latency": 1}}, r"\[network\].*no setting 'latency' \(did you mean latency_s\?\)"),
-        ({"net": {}}, "it may have the tables network, compute, nodes"),
+        ({"net": {}}, "choose from network, compute, nodes"),
         ({"compute": {"kind": "slow"}}, "one of constant, lognormal, exponential, trace"),
         ({"network": {"bytes_per_s": 0}}, "bytes_per_s > 0"),
-        ({"compute": {"kind": "trace"}}, "needs measured steps"),
+        ({"compute": {"kind": "trace"}}, "requires measured steps"),
         ({"nodes": {"apply_bytes_per_s": 0}}, "apply_bytes_per_s=0.*choose a speed above 0"),
         ({"nodes": {"wake_s": -1e-6}}, "wake_s=-1e-06: choose 0 or more"),
         ({"nodes": {"gather_bytes_per_s": -1}}, "gather_bytes_per_s=-1.*choose 0 or more"),
-        ({"nodes": {"moves": 1.5}}, "moves=1.5: choose a part of all, from 0 to 1"),
+        ({"nodes": {"moves": 1.5}}, "moves=1.5: choose a probability from 0 to 1"),
     ],
 )
 def test_a_wrong_model_says_what_would_be_right(tables: dict[str, dict[str, object]], told: str) -> None:

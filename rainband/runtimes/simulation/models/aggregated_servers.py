@@ -1,15 +1,15 @@
-"""The clocks of many servers at once: one push to all of them is one thing to compute.
+"""The times of many servers at once: a push to all of them is one computation.
 
-All servers take the messages in the same order: that of the server in the middle. So what the servers decide is the
-same everywhere, and only when they do it differs: their cards and their processors are busy at different times.
+All servers handle messages in the same order: that of the server in the middle. So all servers decide the same, and
+only their times differ, because their NICs and processors are busy at different times.
 
-A worker's card sends each server its share, one after the other: to server i after `first_i` seconds. A pull arrives
-everywhere at once. Any time at a server is the end of a chain of works that began with one or the other, and the
-longest chain counts. So among neighbours with shares of one size it is
+A worker's NIC sends each server its shard, one after the other: to server i after `first_i` seconds. A pull arrives at
+all servers at once. Every time at a server is the end of a chain of work that began with a push or a pull, and the
+longest chain counts. So for neighbors with shards of equal size
 
     time_i = max(a, b + first_i)
 
-with the same a and b for all of them: two numbers, however many servers there are.
+with the same a and b: two numbers for any number of servers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rainband.runtimes.simulation.models.cluster_model import ClusterModel, Node
 from rainband.runtimes.simulation.models.network import Machine
 
 Pair = tuple[float, float]  # (a, b) of some moment: see above
-Times = list[Pair]  # of all servers, in the order of `Bank.alike`
+Times = list[Pair]  # of all servers, in the order of `AggregatedServers.groups`
 
 
 class EqualServers:
-    """Servers one after the other whose shares have one size, and when they have time."""
+    """Neighboring servers with shards of equal size, and the times when they are free."""
 
     def __init__(
         self, first_s: Sequence[float], num_bytes: int, num_blocks: int, transfer_s: float, nodes: NodeModel
     ) -> None:
-        self.first_s = min(first_s)  # after which the first of them is sent its share
+        self.first_s = min(first_s)  # after which the first of them is sent its shard
         self.last_s = max(first_s)
-        self.transfer_s = transfer_s  # of one share, on any card
+        self.transfer_s = transfer_s  # of one shard, on any NIC
         self.all_s = transfer_s * len(first_s)
         self.apply_s = num_blocks * nodes.message_s + num_bytes / nodes.apply_bytes_per_s
         self.reply_s = nodes.message_s + num_bytes / nodes.read_bytes_per_s
@@ -41,7 +41,7 @@ class EqualServers:
 
 
 class AggregatedServers:
-    """When each of the servers has time."""
+    """The times when each of the servers is free."""
 
     def __init__(self, model: ClusterModel, server_bytes: Sequence[int], server_blocks: Sequence[int]) -> None:
         network = model.network
@@ -51,16 +51,16 @@ class AggregatedServers:
         self.all_sent_s = self.total_bytes / network.bytes_per_s
         self.first_s: list[float] = []
         self.group_of: list[int] = []
-        self.alike: list[EqualServers] = []
+        self.groups: list[EqualServers] = []
         sent = 0
         for (num_bytes, num_blocks), run in groupby(zip(server_bytes, server_blocks, strict=True)):
             size = len(list(run))
             first_s = [(sent + i * num_bytes) / network.bytes_per_s for i in range(size)]
             sent += size * num_bytes
             self.first_s += first_s
-            self.group_of += [len(self.alike)] * size
+            self.group_of += [len(self.groups)] * size
             transfer_s = num_bytes / network.bytes_per_s
-            self.alike.append(EqualServers(first_s, num_bytes, num_blocks, transfer_s, model.nodes))
+            self.groups.append(EqualServers(first_s, num_bytes, num_blocks, transfer_s, model.nodes))
         middle = len(self.first_s) // 2  # the server whose order counts
         self.middle_group, self.middle_s = self.group_of[middle], self.first_s[middle]
 
@@ -69,15 +69,15 @@ class AggregatedServers:
         return max(a, b + self.first_s[server])
 
     def in_the_middle(self, times: Times) -> float:
-        """When it is so at the server whose order counts."""
+        """Return the time at the server in the middle."""
         a, b = times[self.middle_group]
         b += self.middle_s
         return a if a > b else b
 
     def at_the_last(self, times: Times) -> float:
-        """When it is so at every server."""
+        """Return the latest time of all servers."""
         last = -inf
-        for group, (a, b) in zip(self.alike, times, strict=True):
+        for group, (a, b) in zip(self.groups, times, strict=True):
             b += group.last_s
             if a > last:
                 last = a
@@ -86,20 +86,20 @@ class AggregatedServers:
         return last
 
     def free(self) -> Times:
-        """When each processor has nothing more to do."""
-        return [group.processor for group in self.alike]
+        """Return when each processor is free."""
+        return [group.processor for group in self.groups]
 
     def leave(self, worker: Machine, at_s: float) -> float:
-        """A worker sends each server its share, one after the other; returns when the first byte leaves."""
+        """Send each server its shard from a worker; returns when the first byte leaves."""
         free_at = worker.out.free_at
         begin = at_s if at_s > free_at else free_at
         worker.out.free_at = begin + self.all_sent_s
         return begin
 
     def apply(self, left_at: float) -> Times:
-        """A push whose first byte left then arrives everywhere; returns when each server has applied it."""
+        """Apply a push whose first byte left then; returns when each server has applied it."""
         arrive, times = left_at + self.latency_s, []
-        for group in self.alike:
+        for group in self.groups:
             a, b = group.into
             a, b = a + group.transfer_s, (b if b > arrive else arrive) + group.transfer_s
             group.into = a, b
@@ -112,21 +112,21 @@ class AggregatedServers:
         return times
 
     def ask(self, now: float) -> Times:
-        """A pull arrives everywhere; returns when each server has a reply ready."""
+        """Handle a pull that arrives at all servers; returns when each has a reply ready."""
         times = []
-        for group in self.alike:
+        for group in self.groups:
             a, b = group.processor
             group.processor = both = (a if a > now else now) + group.reply_s, b + group.reply_s
             times.append(both)
         return times
 
     def reply(self, worker: Machine, ready: Times) -> tuple[float, float]:
-        """Every server sends a worker its share, when it has it ready and its card is free.
+        """Send a worker all shards, each when it is ready and its server's NIC is free.
 
-        Returns when the share of the middle one leaves, and when the last byte of all is there.
+        Returns when the shard of the middle server leaves, and when the last byte of all arrives.
         """
         begin, starts, latency_s = [], [], self.latency_s
-        for group, (a, b) in zip(self.alike, ready, strict=True):
+        for group, (a, b) in zip(self.groups, ready, strict=True):
             free_a, free_b = group.out
             if free_a > a:
                 a = free_a
@@ -139,8 +139,8 @@ class AggregatedServers:
             b += group.first_s
             starts.append(((a if a > b else b) + latency_s, group.all_s))
         starts.sort()
-        # Through the worker's card. Within a group each share comes at the latest when the one before is through, so
-        # that the card is never idle in between.
+        # Through the worker's NIC. Within a group each shard arrives before the previous one is through, so the NIC is
+        # never idle in between.
         through = worker.into.free_at
         for start, all_s in starts:
             through = (start if start > through else through) + all_s

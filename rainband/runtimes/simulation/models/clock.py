@@ -1,4 +1,4 @@
-"""Virtual time: what happens next is the earliest thing that was planned."""
+"""Virtual time: a queue of planned events, done in the order of their time."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from heapq import heapify, heappop, heappush
 from random import Random
 
 Do = Callable[[], object]
-Planned = tuple[float, object, Do]  # when, its turn among things of one moment, what
+Planned = tuple[float, object, Do]  # time, order among events of equal time, what to do
 
 
 class VirtualClock:
-    """Plans things and does them in the order of their time; what is planned for one moment, in the order planned.
+    """Plans events and does them in the order of their time; events of equal time in the order of planning.
 
-    With `shuffle`, things of one moment happen in an order drawn from it: fault tests look at many orders.
-    With `slots_per_s` only the things of the slot of time at hand are kept in order, those of later ones lie in heaps:
-    where thousands are planned, the order of all of them costs more than doing some.
+    With `shuffle`, events of equal time happen in a random order, so that fault tests cover many orders. With
+    `slots_per_s`, only the events of the current slot of time are sorted: with thousands of events, sorting all of them
+    would cost more than doing them.
     """
 
     def __init__(self, shuffle: Random | None = None, slots_per_s: float = 0.0) -> None:
         self.now = 0.0
-        self.progress_at = 0.0  # when somebody last got on with his work
-        self.planned: list[Planned] = []  # a heap: what comes up to the end of the slot at hand
+        self.progress_at = 0.0  # when a worker last made progress
+        self.planned: list[Planned] = []  # a heap: the events up to the end of the current slot
         self.slots_per_s = slots_per_s
-        self._slot = 0  # the one at hand
-        self._later: dict[int, list[Planned]] = {}  # slot -> what comes then, as it was planned
-        self._slots: list[int] = []  # a heap: those of `_later`
+        self._slot = 0  # the current one
+        self._later: dict[int, list[Planned]] = {}  # slot -> its events, in the order of planning
+        self._slots: list[int] = []  # a heap: the keys of `_later`
         self.num_later = 0
         self._shuffle = shuffle
         self._number = 0
-        self.idle = 0  # planned things that only keep time: see `at`
+        self.idle = 0  # planned events that repeat for ever: see `at`
 
     @property
     def done(self) -> int:
-        """How many things have happened."""
+        """Return the number of events that have happened."""
         return self._number - self.num_planned
 
     @property
@@ -44,8 +44,8 @@ class VirtualClock:
         return self.now
 
     def at(self, time_s: float, do: Do, idle: bool = False) -> None:
-        """Plan something. Idle things (heartbeats, ticks) repeat for ever and say nothing about progress."""
-        assert time_s >= self.now, f"at {self.now} s nothing can be planned for {time_s} s"
+        """Plan an event. Idle events (heartbeats, ticks) repeat for ever and are no sign of progress."""
+        assert time_s >= self.now, f"it is {self.now} s: too late to plan an event for {time_s} s"
         self._number = number = self._number + 1
         turn = number if self._shuffle is None else (self._shuffle.random(), number)
         slot = int(time_s * self.slots_per_s)
@@ -72,17 +72,17 @@ class VirtualClock:
         return idly
 
     def go_on(self) -> bool:
-        """All of the slot at hand has happened: go on to the next one. False: nothing is planned."""
+        """Continue with the next slot, because all events of the current one have happened. False: there is none."""
         if not self._slots:
             return False
         self._slot = heappop(self._slots)
-        self.planned += self._later.pop(self._slot)  # the same list: others look at it
+        self.planned += self._later.pop(self._slot)  # in place: others hold this list
         self.num_later -= len(self.planned)
         heapify(self.planned)
         return True
 
     def step(self) -> bool:
-        """Do the next thing; False: there is none."""
+        """Do the next event; False: there is none."""
         if not self.planned and not self.go_on():
             return False
         self.now, _, do = heappop(self.planned)

@@ -1,4 +1,4 @@
-"""All models of a simulated cluster together: by name, or from a small TOML file."""
+"""The models of network, compute and nodes of a simulated cluster: by name, or from a TOML file."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rainband.settings import as_dict, build
 
 @dataclass(frozen=True)
 class NodeModel:
-    """What the nodes themselves cost."""
+    """The costs of nodes."""
 
-    apply_bytes_per_s: float = 6e9  # of gradients that a server checks and applies
-    gather_bytes_per_s: float = 0.0  # and of those that it only adds to others, for one step with all; 0: as many
-    read_bytes_per_s: float = 8e9  # of parameters that a server copies for a reply
-    push_bytes_per_s: float = 6e9  # of gradients that a worker copies to where they are sent from
-    pull_bytes_per_s: float = 8e9  # of parameters that a worker takes over
-    message_s: float = 10e-6  # what any message costs a server, with its answer
-    worker_message_s: float = 0.0  # and a worker, each that it sends or takes
-    shared_memory: bool = False  # all nodes on one machine: workers read the servers' parameters in place
-    cores: int = 0  # of that one machine, shared by all nodes; 0: each node has a core of its own
-    crowding: float = 0.0  # what each further busy core costs the others, as a part of their speed
-    wake_s: float = 0.0  # until an idle one of those cores begins with a process that wakes up
-    moves: float = 1.0  # so often who wakes up goes to an idle core, where its own is taken
+    apply_bytes_per_s: float = 6e9  # a server checks and applies gradients
+    gather_bytes_per_s: float = 0.0  # a server adds gradients that share one step; 0: as fast as applying
+    read_bytes_per_s: float = 8e9  # a server copies parameters into a reply
+    push_bytes_per_s: float = 6e9  # a worker copies gradients to where they are sent from
+    pull_bytes_per_s: float = 8e9  # a worker copies parameters into its model
+    message_s: float = 10e-6  # cost of a message and its answer for a server
+    worker_message_s: float = 0.0  # cost of a message that a worker sends or receives
+    shared_memory: bool = False  # all nodes on one machine: workers read parameters in place
+    cores: int = 0  # of one machine, shared by all nodes; 0: each node has its own core
+    crowding: float = 0.0  # slowdown by each further busy core, as a fraction
+    wake_s: float = 0.0  # until an idle core runs a process that wakes up
+    moves: float = 1.0  # probability of migrating on wake-up, if the own core is busy and another idle
 
     def __post_init__(self) -> None:
         for name in ("apply_bytes_per_s", "read_bytes_per_s", "push_bytes_per_s", "pull_bytes_per_s"):
@@ -38,12 +38,12 @@ class NodeModel:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: choose 0 or more.")
         if not 0 <= self.moves <= 1:
-            raise ValueError(f"moves={self.moves}: choose a part of all, from 0 to 1.")
+            raise ValueError(f"moves={self.moves}: choose a probability from 0 to 1.")
 
 
 @dataclass(frozen=True)
 class ClusterModel:
-    """Everything that takes time."""
+    """The models of everything that takes time."""
 
     network: NetworkModel = field(default_factory=NetworkModel)
     compute: ComputeModel = field(default_factory=ComputeModel)
@@ -62,7 +62,7 @@ PARTS = {"network": NetworkModel, "compute": ComputeModel, "nodes": NodeModel}
 
 
 def load_model(name: str, compute: Mapping[str, Any] | None = None) -> ClusterModel:
-    """A cluster by the name of its network, or from a TOML file; with settings of its compute model on top."""
+    """Load a cluster by the name of its network or from a TOML file; `compute` overrides settings of [compute]."""
     model = _by_name(name)
     if not compute:
         return model
@@ -81,15 +81,15 @@ def _by_name(name: str) -> ClusterModel:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{name} is no TOML file: {error}.") from None
+        raise ValueError(f"{name} is not a TOML file: {error}.") from None
     return from_tables(tables, name)
 
 
 def from_tables(tables: dict[str, Any], source: str = "the model") -> ClusterModel:
-    """A cluster from the tables [network], [compute] and [nodes]; what they leave out is as in `lan`."""
+    """Build a cluster from the tables [network], [compute] and [nodes]; their defaults are those of `lan`."""
     for name, table in tables.items():
         if name not in PARTS or not isinstance(table, dict):
-            raise ValueError(f"{source} has a part {name!r}: it may have the tables {', '.join(PARTS)}.")
+            raise ValueError(f"{source} has a table {name!r}: choose from {', '.join(PARTS)}.")
     built: dict[str, Any] = {}
     for name, cls in PARTS.items():
         table = dict(tables.get(name, {}))
@@ -102,7 +102,7 @@ def from_tables(tables: dict[str, Any], source: str = "the model") -> ClusterMod
 
 
 def to_toml(model: ClusterModel, comment: str = "") -> str:
-    """The text of a TOML file from which `load_model` makes an equal model."""
+    """Return the text of a TOML file from which `load_model` builds an equal model."""
     lines = [f"# {line}" for line in comment.splitlines()]
     for part in fields(model):
         lines += ["", f"[{part.name}]"]

@@ -1,4 +1,4 @@
-"""How long a gradient takes: constant, log-normal, exponential or measured; with slow machines and stragglers."""
+"""The time that a gradient takes: constant, log-normal, exponential or measured; with slow workers and stragglers."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ComputeModel:
-    """The time of one step of one worker."""
+    """The distribution of the time of one step."""
 
     kind: Literal["constant", "lognormal", "exponential", "trace"] = "lognormal"
-    step_s: float = 0.01  # the mean time of a step on an ordinary machine
-    spread: float = 0.1  # of the logarithm, for lognormal
-    trace_s: tuple[float, ...] = ()  # measured steps, for trace: each worker goes through them from a place of its own
+    step_s: float = 0.01  # mean time of a step on an ordinary machine
+    spread: float = 0.1  # standard deviation of the logarithm, for lognormal
+    trace_s: tuple[float, ...] = ()  # measured steps, for trace: each worker starts at another one
     slow_workers: tuple[int, ...] = ()  # workers on slow machines
-    slow_factor: float = 4.0  # how many times longer they take
-    straggler_chance: float = 0.0  # of any one step to take longer
+    slow_factor: float = 4.0  # by which their steps take longer
+    straggler_chance: float = 0.0  # probability that a step takes longer
     straggler_factor: float = 10.0
-    measure_s: float = 0.0  # that measuring the model takes the one worker which does it
+    measure_s: float = 0.0  # time of an evaluation
 
     def __post_init__(self) -> None:
         if self.step_s < 0 or self.spread < 0:
-            raise ValueError(f"step_s={self.step_s} spread={self.spread}: times cannot be below 0.")
+            raise ValueError(f"step_s={self.step_s} spread={self.spread}: choose 0 or more.")
         if self.measure_s < 0:
-            raise ValueError(f"measure_s={self.measure_s}: choose 0, so that measuring takes no time, or more.")
+            raise ValueError(f"measure_s={self.measure_s}: choose 0 or more.")
         if self.kind == "trace" and not self.trace_s:
-            raise ValueError("compute kind=trace needs measured steps: trace_s=[0.010, 0.012].")
+            raise ValueError("compute kind=trace requires measured steps: trace_s=[0.010, 0.012].")
         if not 0 <= self.straggler_chance <= 1:
             raise ValueError(f"straggler_chance={self.straggler_chance}: choose from 0 to 1.")
 
     @property
     def mean_s(self) -> float:
-        """Of an ordinary machine."""
+        """Return the mean time of a step on an ordinary machine."""
         mean = sum(self.trace_s) / len(self.trace_s) if self.kind == "trace" else self.step_s
         return mean * (1 + self.straggler_chance * (self.straggler_factor - 1))
 
 
 class ComputePace:
-    """The steps of one worker, one after the other. Random numbers depend on the seed and the worker only."""
+    """The times of one worker's steps; they depend only on the seed and the worker."""
 
     def __init__(self, model: ComputeModel, seed: int, worker: int) -> None:
         self.model = model
         self.is_usual = model.kind == "lognormal"
         self.random = Random(f"compute {seed} {worker}")
         self.factor = model.slow_factor if worker in model.slow_workers else 1.0
-        self.place = self.random.randrange(len(model.trace_s)) if model.kind == "trace" else 0
+        self.next_step = self.random.randrange(len(model.trace_s)) if model.kind == "trace" else 0
 
     def next_s(self) -> float:
-        """The time of the next step."""
+        """Return the time of the next step."""
         model = self.model
         ordinary_s = model.step_s * lognormal(self.random, model.spread) if self.is_usual else self._ordinary_s()
         time_s = self.factor * ordinary_s
@@ -68,8 +68,8 @@ class ComputePace:
             case "exponential":
                 return model.step_s * exponential(self.random)
             case "trace":
-                self.place = (self.place + 1) % len(model.trace_s)
-                return model.trace_s[self.place]
+                self.next_step = (self.next_step + 1) % len(model.trace_s)
+                return model.trace_s[self.next_step]
 
 
 # ---- random times ----
@@ -81,7 +81,7 @@ SQRT_HALF = 0.7071067811865476
 
 
 def exp(x: float) -> float:
-    """e to the power x: seven terms of the series for x / 64, squared six times. Relative error below 1e-12."""
+    """Return e**x: seven terms of the series for x / 64, squared six times. Relative error below 1e-12."""
     y = x / 64
     power = 1 + y * (1 + y / 2 * (1 + y / 3 * (1 + y / 4 * (1 + y / 5 * (1 + y / 6 * (1 + y / 7))))))
     power *= power
@@ -93,7 +93,7 @@ def exp(x: float) -> float:
 
 
 def log(x: float) -> float:
-    """The natural logarithm: the exponent apart, and a series for the rest. Error about 1e-15."""
+    """Return the natural logarithm: the exponent, and a series for the mantissa. Error about 1e-15."""
     mantissa, exponent = frexp(x)
     if mantissa < SQRT_HALF:
         mantissa, exponent = mantissa * 2, exponent - 1
@@ -106,9 +106,9 @@ def log(x: float) -> float:
 
 
 def lognormal(random: Random, spread: float) -> float:
-    """A log-normal number with mean 1 (nearly); `spread` is that of its logarithm.
+    """Draw a log-normal number with mean 1, nearly; `spread` is the standard deviation of its logarithm.
 
-    The normal one in it is nearly so: the sum of twelve uniform ones, less 6, so never beyond 6.
+    The normal number is approximated by the sum of twelve uniform ones, less 6.
     """
     r = random.random
     drawn = r() + r() + r() + r() + r() + r() + r() + r() + r() + r() + r() + r() - 6.0
@@ -116,5 +116,5 @@ def lognormal(random: Random, spread: float) -> float:
 
 
 def exponential(random: Random) -> float:
-    """An exponential number with mean 1."""
+    """Draw an exponential number with mean 1."""
     return -log(1.0 - random.random())

@@ -1,4 +1,4 @@
-"""Processes that share the cores of one machine in virtual time, as Linux lets them."""
+"""Processes that share the cores of one machine: a model of the Linux scheduler."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from rainband.runtimes.simulation.models.clock import VirtualClock
 
 Do = Callable[[], None]
 ROUNDING_S = 1e-12
-TICK_S = 0.004  # so often the kernel looks whether another process should have the core
-SLICE_S = 0.0014  # and for so long it leaves it to the one that has it
-HOT_S = 0.0005  # who ran so recently is rarely moved: its data is still in the caches of its core
-AT_TICK = 2 / 3  # so often an idle core takes over who waits for another, when it looks with a tick,
-HOT_AT_TICK = 1 / 6  # also who just ran,
-WHEN_IDLE = 1 / 4  # and when it has just become idle
+TICK_S = 0.004  # the kernel checks at each tick whether another process should run
+SLICE_S = 0.0014  # a process runs at least this long
+HOT_S = 0.0005  # a process that ran this recently rarely migrates: its data is in the caches of its core
+# Probabilities that an idle core takes over a process that waits for another core:
+AT_TICK = 2 / 3  # at a tick
+HOT_AT_TICK = 1 / 6  # at a tick, a process that just ran
+WHEN_IDLE = 1 / 4  # when the core has just become idle
 
 
 class CoreProcess:
-    """Somebody who has work, piece after piece."""
+    """A simulated process with queued work."""
 
     def __init__(self) -> None:
-        self.core: Core | None = None  # where it was last
-        self.pieces: deque[tuple[float, Do]] = deque()  # seconds left, what then
-        self.ran_at = -inf  # it last had a core
+        self.core: Core | None = None  # where it ran last
+        self.pieces: deque[tuple[float, Do]] = deque()  # (seconds left, what to do then)
+        self.ran_at = -inf  # when it last ran
 
     @property
     def left_s(self) -> float:
@@ -32,15 +33,15 @@ class CoreProcess:
 
 
 class Core:
-    """One core: the first has it, the others wait."""
+    """One core: the first process of its queue runs, the others wait."""
 
     def __init__(self) -> None:
         self.queue: deque[CoreProcess] = deque()
-        self.since = 0.0  # the first has it since then
+        self.since = 0.0  # the first has run since then
 
 
 class EveryNth:
-    """Says yes to a part of all questions, evenly spread."""
+    """Returns True for a fixed fraction of calls, evenly spaced."""
 
     def __init__(self, part: float) -> None:
         self.part = part
@@ -55,23 +56,22 @@ class EveryNth:
 
 
 class Cores:
-    """So many cores for any number of processes.
+    """The cores of one machine, shared by any number of processes.
 
-    A process that wakes up goes to the core where it was before. A core that was idle needs `wake_s` to begin. One
-    that is taken is given up by a process that has had it for `SLICE_S`; otherwise who wakes up waits there, or goes to
-    an idle core, where the machine `moves` it: to that part of all. (A virtual machine rarely does: there an idle core
-    looks like one that is not to be had.) With every tick a core goes on to the next who waits for it, if the one that
-    has it has had it for `SLICE_S`.
+    A process that wakes up goes to the core where it ran last. An idle core needs `wake_s` to start. On a busy core it
+    preempts a process that has run for `SLICE_S`; otherwise it waits there, or migrates to an idle core with
+    probability `moves`. (In virtual machines it rarely migrates: an idle core looks like one that the host has taken
+    away.) At every tick a core switches to the next process of its queue, if the current one has run for `SLICE_S`.
 
-    An idle core takes over one who waits for another, sometimes: when it has just become idle, and with a tick, but
-    rarely one that ran a moment ago. So two who have a core in turns often stay there, beside an idle one, until one of
-    them has nothing more to do.
+    An idle core sometimes takes over a process that waits for another core: when it has just become idle, and at a
+    tick, but rarely a process that just ran. So two processes often alternate on one core, beside an idle one, until
+    one of them has no more work.
 
-    One that has a core advances at the speed
+    A running process advances at the speed
 
         1 / (1 + crowding (busy cores - 1))
 
-    `crowding` is what busy cores take from each other: memory, caches, clock rate.
+    `crowding` is the contention of busy cores for memory bandwidth, caches and clock rate.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Cores:
         self.alarm = 0  # only the last alarm that was set counts
 
     def work(self, amount_s: float, then: Do, who: Hashable) -> None:
-        """So many seconds of work for a process, if it were alone; after what it has to do already."""
+        """Add work to a process's queue: seconds that it takes on a core of its own."""
         self._advance()
         self._add(amount_s, then, who)
         self._set_alarm()
 
     def alongside(self, start_s: float, amount_s: float, who: Hashable) -> float:
-        """Work that a process does by itself from a moment on, after what it has to do already.
+        """Add work that a process does by itself from a moment on, after its queued work.
 
-        Returns how long that takes beside what others have to do now.
+        Returns how long it takes beside the current work of the others.
         """
         self._advance()
         process = self._add(amount_s, nothing, who)
@@ -129,12 +129,12 @@ class Cores:
         return emptiest if process.core.queue and not emptiest.queue and self.moves() else process.core
 
     def _turn(self, core: Core) -> None:
-        """The next has it now."""
+        """Switch to the next process."""
         core.queue[0].ran_at = core.since = self.clock.now
         core.queue.rotate(-1)
 
     def _done_at(self, process: CoreProcess) -> float:
-        """When all of its work is done, if nothing else comes."""
+        """Return when all work of a process is done, if no work is added."""
         assert process.core is not None
         core, speed, now = process.core, self._speed(), self.clock.now
         queue, since = deque((other, other.left_s) for other in core.queue), core.since
@@ -192,13 +192,13 @@ class Cores:
         self._set_alarm()
 
     def _look_at(self, core: Core) -> None:
-        """A piece is done, or a turn is over."""
+        """Finish the work that is done, or switch to the next process."""
         if not core.queue:
             return
         first = core.queue[0]
         if first.pieces and first.pieces[0][0] <= ROUNDING_S:
             _, then = first.pieces.popleft()
-            then()  # it may have more to do now, and somebody else may have taken the core
+            then()  # it may add work, and another process may get the core
         if not first.pieces:
             self._sleep(first, core)
         elif len(core.queue) > 1 and _is_tick(self.clock.now) and core.since + SLICE_S <= self.clock.now:
@@ -212,12 +212,12 @@ class Cores:
             self._take_over()
 
     def _is_uneven(self) -> bool:
-        """Is a core idle while somebody waits for another?"""
+        """Return True if a core is idle while a process waits for another core."""
         sizes = [len(core.queue) for core in self.cores]
         return min(sizes) == 0 and max(sizes) > 1
 
     def _last(self) -> CoreProcess:
-        """Of all who wait for the core with the longest queue."""
+        """Return the last process of the longest queue."""
         return max(self.cores, key=lambda core: len(core.queue)).queue[-1]
 
     def _take_over(self) -> None:
@@ -230,7 +230,7 @@ class Cores:
 
 
 def _tick_after(moment_s: float, now_s: float) -> float:
-    """The first tick from a moment on that is still to come."""
+    """Return the first tick that is at or after `moment_s`, and after `now_s`."""
     tick = ceil(moment_s / TICK_S - 1e-9)
     while tick * TICK_S <= now_s + ROUNDING_S:
         tick += 1
@@ -242,11 +242,11 @@ def _is_tick(moment_s: float) -> bool:
 
 
 def nothing() -> None:
-    """Nobody waits for it."""
+    """Do nothing."""
 
 
 class OwnCore:
-    """A core for everyone: work takes as long as it is."""
+    """A core for each process: work takes its own time."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock

@@ -1,10 +1,10 @@
-"""The network in virtual time: latency, bandwidth, and cards and uplinks whose flows queue.
+"""The simulated network: latency, bandwidth, and queues at NICs and uplinks.
 
-    time of a message = latency + waiting for the sender's card + waiting for the receiver's card + bytes / bandwidth
+    time of a message = latency + waiting for the sender's NIC + waiting for the receiver's NIC + bytes / bandwidth
 
-A block that leaves a card occupies it; when its first byte reaches the other end, it occupies that card, too. So
-blocks of many workers queue at a server. Messages of one packet do not wait for others' blocks: real cards share
-packet by packet. On one connection nothing overtakes.
+A block occupies the sender's NIC while it leaves, and the receiver's NIC from the arrival of its first byte. So blocks
+of many workers queue at a server. Messages of one packet do not wait for blocks, because real NICs interleave packets.
+Messages of one connection do not overtake each other.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PACKET_BYTES = 1500
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """What connects the machines."""
+    """The settings of a network."""
 
     latency_s: float = 50e-6  # from one machine to another, one way
-    bytes_per_s: float = 1.25e9  # of a machine's card, in each direction
-    duplex: bool = True  # no: both directions share the card
+    bytes_per_s: float = 1.25e9  # of a machine's NIC, in each direction
+    duplex: bool = True  # false: both directions share the NIC
     jitter_s: float = 0.0  # mean of a random delay of each message, from 0 to twice as much
     rack_size: int = 0  # machines in a rack; 0: no racks
     uplink_bytes_per_s: float = 0.0  # of a rack, in each direction
@@ -34,15 +34,15 @@ class NetworkModel:
     def __post_init__(self) -> None:
         if self.latency_s < 0 or self.jitter_s < 0 or self.bytes_per_s <= 0:
             raise ValueError(
-                f"a network needs latency_s >= 0, jitter_s >= 0 and bytes_per_s > 0, not {self.latency_s}, "
+                f"a network requires latency_s >= 0, jitter_s >= 0 and bytes_per_s > 0, not {self.latency_s}, "
                 f"{self.jitter_s} and {self.bytes_per_s}."
             )
         if self.rack_size and self.uplink_bytes_per_s <= 0:
-            raise ValueError("racks need the speed of their uplink: uplink_bytes_per_s=5e9.")
+            raise ValueError("racks require the speed of their uplink: uplink_bytes_per_s=5e9.")
 
 
 class Lane:
-    """One direction of a card or an uplink: one block at a time."""
+    """One direction of a NIC or an uplink, which transfers one block at a time."""
 
     __slots__ = ("bytes_per_s", "free_at")
 
@@ -51,14 +51,14 @@ class Lane:
         self.free_at = 0.0
 
     def occupy(self, from_s: float, num_bytes: float) -> tuple[float, float]:
-        """Take the lane from a moment on, or when it is free; returns when it begins and when it is over."""
+        """Transfer a block from a moment on, or when the lane is free; returns when it begins and ends."""
         begin = from_s if from_s > self.free_at else self.free_at
         self.free_at = end = begin + num_bytes / self.bytes_per_s
         return begin, end
 
 
 class Machine:
-    """One machine's way to the network."""
+    """A machine's NIC."""
 
     def __init__(self, model: NetworkModel, rack: Rack | None = None) -> None:
         self.rack = rack
@@ -67,7 +67,7 @@ class Machine:
 
 
 class Rack:
-    """Machines behind one uplink."""
+    """The uplink of some machines."""
 
     def __init__(self, model: NetworkModel) -> None:
         self.out = Lane(model.uplink_bytes_per_s)
@@ -75,11 +75,11 @@ class Rack:
 
 
 class Parcel:
-    """Something on its way; whoever sends says what it is."""
+    """A message on its way; the message bus has the subclass with content."""
 
     __slots__ = ("arrived", "flow", "left_at", "num_bytes")
-    idle = False  # it only keeps time: see VirtualClock.at
-    is_read_late = False  # `leave` wants to be called
+    idle = False  # see VirtualClock.at
+    is_read_late = False  # `leave` is called when its first byte leaves
     may_overtake = False
 
     def __init__(self, flow: Flow, num_bytes: int) -> None:
@@ -89,10 +89,10 @@ class Parcel:
         self.arrived = False
 
     def leave(self) -> None:
-        """Its first byte leaves now."""
+        """Take the content, because the first byte leaves now."""
 
     def deliver(self) -> None:
-        raise AssertionError("each kind of parcel says what to do when it is there")
+        raise AssertionError("each kind of parcel delivers itself")
 
 
 class Flow:
@@ -116,16 +116,16 @@ class Flow:
         self.target = target
         self.crosses_racks = source.rack is not target.rack
         self.under_way: list[Parcel] = []
-        self.broken = False  # nothing goes any more
-        self.split_until = 0.0  # a partition: what would arrive before comes then
-        self.extra_s = 0.0  # a slow line
-        self.reorder_until = 0.0  # what may overtake does, until then, and takes up to `reorder_s` longer
+        self.broken = False  # messages are dropped
+        self.split_until = 0.0  # a partition: messages arrive then at the earliest
+        self.extra_s = 0.0  # a slow link
+        self.reorder_until = 0.0  # until then messages that may overtake do, and take up to `reorder_s` longer
         self.reorder_s = 0.0
-        self.duplicate_until = 0.0  # what may come twice does, until then
+        self.duplicate_until = 0.0  # until then messages that may be duplicated arrive twice
 
 
 class Network:
-    """Moves messages in virtual time."""
+    """Transfers messages in virtual time."""
 
     def __init__(self, model: NetworkModel, clock: VirtualClock, seed: int) -> None:
         self.model = model
@@ -135,7 +135,7 @@ class Network:
         self.num_machines = 0
 
     def machine(self) -> Machine:
-        """One more machine; racks are filled one after the other."""
+        """Add a machine; racks are filled one after the other."""
         size = self.model.rack_size
         if size and self.num_machines % size == 0:
             self.racks.append(Rack(self.model))
@@ -143,7 +143,7 @@ class Network:
         return Machine(self.model, self.racks[-1] if size else None)
 
     def send(self, parcel: Parcel, at_s: float) -> None:
-        """Send something at a moment, now or later."""
+        """Send a message at a moment, now or later."""
         flow, num_bytes, model = parcel.flow, parcel.num_bytes, self.model
         flow.under_way.append(parcel)
         latency = model.latency_s + flow.extra_s
@@ -156,8 +156,8 @@ class Network:
         if num_bytes <= PACKET_BYTES:
             parcel.left_at = at_s + num_bytes / flow.source.out.bytes_per_s
             if parcel.is_read_late:
-                self._when(at_s, parcel.leave)
-            self.clock.at(parcel.left_at + latency, partial(self._at_the_door, parcel), parcel.idle)
+                self._at(at_s, parcel.leave)
+            self.clock.at(parcel.left_at + latency, partial(self._arrive, parcel), parcel.idle)
             return
         begin, parcel.left_at = flow.source.out.occupy(at_s, num_bytes)
         if flow.crosses_racks:
@@ -165,23 +165,23 @@ class Network:
             begin, through = flow.source.rack.out.occupy(begin, num_bytes)
             parcel.left_at = max(parcel.left_at, through)
         if parcel.is_read_late:
-            self._when(begin, parcel.leave)
+            self._at(begin, parcel.leave)
         self.clock.at(begin + latency, partial(self._receive, parcel, parcel.left_at + latency))
 
     def _receive(self, parcel: Parcel, last: float) -> None:
-        """The first byte is at the receiver's end; the last cannot come before `last`."""
+        """Occupy the receiver's NIC from the first byte on; the last byte arrives at `last` or later."""
         flow, begin = parcel.flow, self.clock.now
         if flow.crosses_racks:
             assert flow.target.rack is not None
             begin, through = flow.target.rack.into.occupy(begin, parcel.num_bytes)
             last = max(last, through)
         _, end = flow.target.into.occupy(begin, parcel.num_bytes)
-        self.clock.at(max(last, end), partial(self._at_the_door, parcel), parcel.idle)
+        self.clock.at(max(last, end), partial(self._arrive, parcel), parcel.idle)
 
-    def _at_the_door(self, parcel: Parcel) -> None:
+    def _arrive(self, parcel: Parcel) -> None:
         flow, now = parcel.flow, self.clock.now
         if now < flow.split_until:
-            self.clock.at(flow.split_until, partial(self._at_the_door, parcel), parcel.idle)
+            self.clock.at(flow.split_until, partial(self._arrive, parcel), parcel.idle)
             return
         if parcel.may_overtake and now < flow.reorder_until:
             flow.under_way.remove(parcel)
@@ -191,7 +191,7 @@ class Network:
         while under_way and under_way[0].arrived:
             under_way.pop(0).deliver()
 
-    def _when(self, at_s: float, do: Callable[[], None]) -> None:
+    def _at(self, at_s: float, do: Callable[[], None]) -> None:
         if at_s <= self.clock.now:
             do()
         else:

@@ -1,4 +1,4 @@
-"""What happened in a simulated run: a hash that is equal when the runs are, and a table that people can read."""
+"""The trace of a simulated run: a hash that is equal for equal runs, and a table for people."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from rainband.protocol.messages import (
     Revoke,
 )
 
-# What a schedule is made of, for each kind of message that has more than its kind: numbers only, so that neither a new
-# field nor another word changes the hash of a run.
+# The numbers that are hashed for a message, besides its kind: no names, so that neither a new field nor another word
+# changes the hash of a run.
 SCHEDULE: dict[type[Message], Callable[[Any], object]] = {
     Push: lambda m: (
         m.block,
@@ -52,7 +52,7 @@ SCHEDULE: dict[type[Message], Callable[[Any], object]] = {
 
 
 class NodeEvent(IntEnum):
-    """What can happen to a node besides messages."""
+    """Events of a node besides messages."""
 
     KILLED = 1
     CRASHED = 2
@@ -67,21 +67,21 @@ class NodeEvent(IntEnum):
 
 FILE = "trace.jsonl"
 TAGS: dict[type[Message], int] = {kind: kind.__struct_config__.tag for kind in get_args(AnyMessage)}
-AT_ONCE = 1000  # lines are hashed together: that is faster
+AT_ONCE = 1000  # lines that are hashed together, for speed
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """One thing that happened."""
+    """One line of the trace."""
 
     at_s: float
     source: str
-    target: str  # the same as the source where it is about one node
+    target: str  # the source, if the line is about one node
     what: str
 
 
 class Trace:
-    """Hashes every line; keeps them only when asked to."""
+    """Hashes every line, and stores the lines if `keep` is set."""
 
     def __init__(self, keep: bool = False) -> None:
         self.lines: list[Line] | None = [] if keep else None
@@ -89,13 +89,13 @@ class Trace:
         self.unhashed: list[tuple[object, ...]] = []
 
     def note(self, at_s: float, node: str, event: NodeEvent, what: str) -> None:
-        """Note an event of a node, and `what` it was for people."""
+        """Note an event of a node; `what` describes it for people."""
         self.unhashed.append((at_s, node, event))
         if self.lines is not None:
             self.lines.append(Line(at_s, node, node, what))
 
     def message(self, at_s: float, source: str, target: str, message: Message) -> None:
-        """Note that a message arrived. Its measurements (losses, staleness) do not count: a schedule has no values."""
+        """Note that a message arrived. Its measurements (losses, staleness) are not hashed."""
         kind = type(message)
         unhashed = self.unhashed
         schedule = SCHEDULE.get(kind)
@@ -110,7 +110,7 @@ class Trace:
         self.unhashed.clear()
 
     def values(self, data: bytes) -> None:
-        """Let numbers count as well: the final parameters."""
+        """Hash values, too: the final parameters."""
         self._hash()
         self.hasher.update(data)
 
@@ -120,12 +120,12 @@ class Trace:
 
 
 def name_of(name: PushId) -> str:
-    """A push's name for people: 3:0-2 is batches 0 and 1 of portion 3, 3:0-2#4 under lease 4."""
+    """Return a push ID for people: 3:0-2 is batches 0 and 1 of portion 3; 3:0-2#4 under lease 4."""
     return "+".join(f"{r.portion}:{r.first}-{r.last}" + (f"#{r.lease}" if r.lease != 1 else "") for r in name)
 
 
 def brief(message: Message) -> str:
-    """A message in a few words. Nothing here depends on the values of gradients."""
+    """Describe a message in a few words, without values of gradients."""
     match message:
         case Push():
             skip = f" skip({message.skip})" if message.skip else ""
@@ -157,7 +157,7 @@ def _groups(groups: Iterable[Iterable[int]]) -> str:
 
 
 def table(lines: Iterable[Line], hide: tuple[str, ...] = ("heartbeat", "reportrequest", "report")) -> str:
-    """The lines as a table; what only keeps time is left out."""
+    """Return the lines as a table, without heartbeats and reports."""
     rows = [
         (f"{line.at_s:.6f}", line.source, "" if line.target == line.source else f"> {line.target}", line.what)
         for line in lines
