@@ -22,7 +22,6 @@ from rainband.transports.frames import (
     FrameReader,
     Prefix,
     check_body,
-    check_header,
     pack,
     unpack_prefix,
 )
@@ -80,15 +79,17 @@ def test_the_checksums_are_those_of_zlib_and_xxhash() -> None:
     assert GOLDEN[24:32] == struct.pack("<Q", xxhash.xxh3_64_intdigest(BODY))
 
 
-def test_a_receiver_that_reads_exact_lengths_needs_three_calls() -> None:
+def test_prefix_header_and_body_are_each_checked() -> None:
     prefix = unpack_prefix(GOLDEN[:PREFIX_BYTES], max_body_bytes=8)
     assert prefix == Prefix(1, 0, 2, 4, 8, prefix.header_checksum, prefix.body_checksum)
-    check_header(prefix, memoryview(HEADER), KEY)
     check_body(prefix, memoryview(BODY))
-    with pytest.raises(BadFrame, match="header checksum"):
-        check_header(prefix, b"\x93\x01\x02\x04", KEY)
-    with pytest.raises(BadFrame, match="header checksum"):
-        check_header(prefix._replace(flags=3), HEADER, KEY)
+    other_header = GOLDEN[:PREFIX_BYTES] + b"\x93\x01\x02\x04" + GOLDEN[PREFIX_BYTES + 4 :]
+    other_flags = GOLDEN[:6] + b"\x03" + GOLDEN[7:]
+    for damaged in (other_header, other_flags):
+        reader = FrameReader(8, KEY)
+        reader.space()[: len(damaged)] = damaged
+        with pytest.raises(BadFrame, match="header checksum"):
+            reader.received(len(damaged))
     with pytest.raises(BadFrame, match="body checksum"):
         check_body(prefix, b"rainbanD")
     with pytest.raises(BadFrame, match="has 7 bytes, its frame announces 8"):

@@ -1,4 +1,4 @@
-"""A worker's connection to the coordinator: a thread that receives, and says that the worker is alive."""
+"""A worker's connection to the coordinator; its thread also sends heartbeats."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
-
-from rainband.errors import CoordinatorLost
+from rainband.errors import CoordinatorLost, RainbandError
 from rainband.protocol.messages import Message, decode, encode
 from rainband.protocol.worker_stats import Stats
 from rainband.transports.event_loop import EventLoop
-from rainband.transports.frames import BadFrame, FrameReader, pack
+from rainband.transports.frames import Frame, pack
+from rainband.transports.link import ThreadedLink
 
 MAX_BODY_BYTES = 1 << 28
 
 Deliver = Callable[[Message, memoryview | None], None]
 
 
-class CoordinatorLink:
-    """Messages come in on a thread and are handed to the one that waits; anyone may send."""
+class CoordinatorLink(ThreadedLink):
+    """Delivers the coordinator's messages to the thread that waits; any thread may send."""
 
     def __init__(
-        self, sock: socket.socket, key: int, event_loop: EventLoop, deliver: Deliver, stats: Stats, every_s: float
+        self, sock: socket.socket, key: int, event_loop: EventLoop, deliver: Deliver, stats: Stats, heartbeat_s: float
     ) -> None:
-        self.sock = sock
-        self.key = key
-        self.event_loop = event_loop
+        super().__init__("coordinator", sock, key, event_loop, MAX_BODY_BYTES)
         self.deliver = deliver
         self.stats = stats
-        self.every_s = every_s
-        self.sending = threading.Lock()  # the computing thread and the heartbeat both send
-        threading.Thread(target=self._run, name="control", daemon=True).start()
+        self.heartbeat_s = heartbeat_s
+        self.heartbeat_at = time.monotonic()
+        self.sending = threading.Lock()  # the worker's thread and the heartbeats both send
+        self.start_receiving()
 
     def send(self, message: Message, body: bytes | None = None) -> None:
         view = memoryview(body) if body else None
@@ -45,33 +43,22 @@ class CoordinatorLink:
                 if view is not None:
                     self.sock.sendall(view)
         except OSError as error:
-            raise CoordinatorLost("the coordinator", f"telling it something ({error.strerror})") from None
+            raise CoordinatorLost("the coordinator", f"sending to it ({error.strerror})") from None
 
-    def _run(self) -> None:
-        reader = FrameReader(MAX_BODY_BYTES, self.key)
-        heartbeat_at = time.monotonic()
-        try:
-            while True:
-                left_s = heartbeat_at + self.every_s - time.monotonic()
-                if left_s <= 0:
-                    heartbeat_at = time.monotonic()
-                    self.send(self.stats.heartbeat())
-                    continue
-                if not select.select([self.sock], [], [], left_s)[0]:
-                    continue
-                count = self.sock.recv_into(reader.space())
-                if count == 0:
-                    raise CoordinatorLost("the coordinator", "waiting for it")
-                for frame in reader.received(count):
-                    message = decode(frame.header)
-                    body = None if frame.body is None else memoryview(bytes(frame.body))
-                    self.event_loop.post(lambda m=message, b=body: self.deliver(m, b))  # type: ignore[misc]
-        except (OSError, BadFrame, msgspec.DecodeError, CoordinatorLost) as error:
-            lost = error if isinstance(error, CoordinatorLost) else CoordinatorLost("the coordinator", str(error))
-            self._fail(lost)
+    def wait_readable(self) -> None:
+        """Send a heartbeat whenever one is due, until there is something to receive."""
+        while True:
+            left_s = self.heartbeat_at + self.heartbeat_s - time.monotonic()
+            if left_s <= 0:
+                self.heartbeat_at = time.monotonic()
+                self.send(self.stats.heartbeat())
+            elif select.select([self.sock], [], [], left_s)[0]:
+                return
 
-    def _fail(self, error: CoordinatorLost) -> None:
-        def fail() -> None:
-            raise error
+    def frame_received(self, frame: Frame) -> None:
+        message = decode(frame.header)
+        body = None if frame.body is None else memoryview(bytes(frame.body))
+        self.event_loop.post(lambda: self.deliver(message, body))
 
-        self.event_loop.post(fail)
+    def lost(self, reason: str) -> RainbandError:
+        return CoordinatorLost("the coordinator", f"waiting for its messages ({reason})")

@@ -90,12 +90,6 @@ def unpack_prefix(data: bytes | memoryview, max_body_bytes: int) -> Prefix:
     return prefix
 
 
-def check_header(prefix: Prefix, header: bytes | memoryview, key: int) -> None:
-    """Refuse a header or a prefix that is not as it was sent on this connection."""
-    raw = _PREFIX.pack(MAGIC, *prefix)
-    _check_sealed(raw[:_LENGTHS_END], raw[_BODY_CHECKSUM:] + header, prefix, key)
-
-
 def check_body(prefix: Prefix, body: bytes | memoryview) -> None:
     """Refuse a body that is not as it was sent."""
     body_bytes = memoryview(body).nbytes
@@ -137,6 +131,11 @@ class FrameReader:
     def between_frames(self) -> bool:
         """Whether the stream may end here without cutting a frame in two."""
         return self._staged == 0 and self._arriving is None
+
+    @property
+    def in_body(self) -> bool:
+        """True while a body is received: then `space` ends where the body does."""
+        return self._arriving is not None
 
     def space(self) -> memoryview:
         """Return the memory into which the next bytes must be received, as many as come."""

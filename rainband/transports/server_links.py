@@ -1,8 +1,7 @@
-"""A worker's ways to a server: through shared memory on its own machine, by TCP to any other."""
+"""A worker's links to servers: through shared memory on its own machine, by TCP to any other."""
 
 from __future__ import annotations
 
-import os
 import queue
 import socket
 import threading
@@ -33,28 +32,21 @@ from rainband.protocol.messages import (
 from rainband.protocol.ports import BlockValues, Settling
 from rainband.protocol.worker_stats import Stats
 from rainband.transports.event_loop import EventLoop
-from rainband.transports.frames import (
-    PREFIX_BYTES,
-    BadFrame,
-    FrameReader,
-    check_body,
-    check_header,
-    pack,
-    unpack_prefix,
-)
+from rainband.transports.frames import PREFIX_BYTES, BadFrame, Frame, FrameReader, pack
+from rainband.transports.link import ThreadedLink, close_in_children
 from rainband.transports.shared_memory import Mailbox, Published
 
 Deliver = Callable[[Message, Tensor | None], None]
-MAILBOX_SLOTS = 8  # few, so that they stay in the cache between the two processes
-OUTBOX_BUFFERS = 8  # likewise, where the sender waits for the answers anyway
+MAILBOX_SLOTS = 8  # few, so that they stay in the cache that worker and server share
+SEND_BUFFERS = 8  # likewise, for pushes whose answers the worker waits for
 MAX_BODY_BYTES = 1 << 26
 
 
 class SharedPort:
-    """To a server on this machine: copy into a mailbox slot, ring, read the answer from the published memory.
+    """A link to a server on this machine: values in mailbox slots, answers read from the published parameters.
 
-    No thread: the computing thread has to do the copying anyway. A slot belongs to the server from the ring until
-    its answer, never to a timer.
+    It has no thread: the computing thread must copy anyway. A slot belongs to the server from the message that names
+    it until the answer; no timer takes it back.
     """
 
     direct = True
@@ -83,7 +75,7 @@ class SharedPort:
         socket.send_fds(sock, [pack(encode(hello), None, key)], [self.mailbox.segment.fd])
         opened, fds = self._receive_opened()
         self.published = Published.open(fds[0], specs, opened.buffers)
-        _close_in_children(sock)
+        close_in_children(sock)
         event_loop.watch(sock.fileno(), self._readable)
 
     def _receive_opened(self) -> tuple[Opened, list[int]]:
@@ -97,17 +89,20 @@ class SharedPort:
         raise ServerLost(str(self.peer), "opening the shared memory")
 
     def send(self, message: Message) -> None:
-        self._send(message)
+        try:
+            self.sock.sendall(pack(encode(message), None, self.key))
+        except OSError as error:
+            raise ServerLost(str(self.peer), f"sending to it ({error.strerror})") from None
 
     def push(self, message: Push | InitBlock, values: BlockValues) -> None:
         if not self.free:
             self._wait_for_room()
         slot = self.free.pop()  # the one used last: it is still in the cache
         values.write(self.mailbox.tensor(slot, message.dtype, message.numel))
-        self._send(msgspec.structs.replace(message, slot=slot))
+        self.send(msgspec.structs.replace(message, slot=slot))
 
     def _wait_for_room(self) -> None:
-        """The server is slower than we copy: that is waiting like any other, though for nobody by name."""
+        """Wait until the server has answered a push; the time counts as waiting, but not for another worker."""
         stats, started = self.stats, time.monotonic()
         stats.waiting = True
         while not self.free:
@@ -117,19 +112,13 @@ class SharedPort:
         stats.waited(time.monotonic() - started)
         stats.held_by = held_by
 
-    def _send(self, message: Message) -> None:
-        try:
-            self.sock.sendall(pack(encode(message), None, self.key))
-        except OSError as error:
-            raise ServerLost(str(self.peer), f"pushing to it ({error.strerror})") from None
-
     def _readable(self) -> None:
         try:
             count = self.sock.recv_into(self.reader.space())
         except OSError:
             count = 0
         if count == 0:
-            self.event_loop.unwatch(self.sock.fileno())  # say it once
+            self.event_loop.unwatch(self.sock.fileno())  # raise only once
             raise ServerLost(str(self.peer), "waiting for its answers")
         for frame in self.reader.received(count):
             message = decode(frame.header)
@@ -141,17 +130,17 @@ class SharedPort:
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
         if at_version >= 0:
             return at_version if self.published.read_round(spec.index, at_version, out) else None
-        version, torn = self.published.read(spec.index, out)
-        self.stats.torn_reads += torn
+        version, torn_reads = self.published.read(spec.index, out)
+        self.stats.torn_reads += torn_reads
         return version
 
 
-class TcpPort:
-    """To a server anywhere: one thread sends, one receives, so that traffic overlaps computing.
+class TcpPort(ThreadedLink):
+    """A link to a server anywhere: one thread sends and one receives, so that transfers overlap computing.
 
-    Payloads are copied once into a pooled buffer, which is free again when its bytes have left. Parameters arrive
-    beside the worker's own, in an inbox. In an exchange nobody computes meanwhile: there bytes leave from where the
-    gradient lies and arrive where the parameters lie.
+    Values are copied once, into a pooled buffer that is reused when its bytes have left. Parameters are received into
+    an inbox beside the worker's own. In an exchange nobody computes meanwhile: then gradients are sent from where they
+    lie, and parameters are received where they belong.
     """
 
     direct = False
@@ -165,52 +154,51 @@ class TcpPort:
         event_loop: EventLoop,
         deliver: Deliver,
     ) -> None:
-        self.peer = peer
-        self.sock = sock
-        self.key = key
-        self.event_loop = event_loop
+        super().__init__(str(peer), sock, key, event_loop, MAX_BODY_BYTES, self._body_memory)
         self.deliver = deliver
         self.inbox = {spec.index: torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) for spec in specs}
+        self.arriving: deque[tuple[Message, Tensor]] = deque()  # messages whose bodies are being received
+        self.views: Mapping[int, Tensor] = {}  # the worker's parameters, during an exchange
+        self.exchanging = -1  # the sequence of that exchange
         self.pool: list[Tensor] = []
-        self.views: Mapping[int, Tensor] = {}  # of the parameters, during an exchange
-        self.exchanging = -1  # its sequence
-        self.hot: list[Tensor] = []
-        self.room = threading.Semaphore(OUTBOX_BUFFERS)
+        self.waited_pool: list[Tensor] = []  # for pushes whose answers the worker waits for
+        self.room = threading.Semaphore(SEND_BUFFERS)
         self.largest = max((spec.num_bytes for spec in specs), default=0)
         self.outbox: queue.SimpleQueue[tuple[Message, Tensor | None, list[Tensor] | None]] = queue.SimpleQueue()
-        _close_in_children(sock)
-        for name, target in (("send", self._send_loop), ("receive", self._receive_loop)):
-            threading.Thread(target=target, name=f"{name} {peer}", daemon=True).start()
+        close_in_children(sock)
+        threading.Thread(target=self._send_all, name=f"send {peer}", daemon=True).start()
+        self.start_receiving()
         self.send(Hello())
+
+    # ---- sending ---------------------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
         self.outbox.put((message, None, None))
 
     def push(self, message: Push | InitBlock, values: BlockValues) -> None:
-        waits = isinstance(message, Push) and message.want
-        if waits and self.exchanging >= 0 and (payload := values.contiguous()) is not None:
+        waited = isinstance(message, Push) and message.want
+        if waited and self.exchanging >= 0 and (payload := values.contiguous()) is not None:
             self.outbox.put((message, payload, None))
             return
-        buffers = self.hot if waits else self.pool
-        while waits and not self.room.acquire(timeout=0.5):  # few buffers, which stay in the cache
-            self.event_loop.wait(0.0)  # raises when the connection is gone
-        payload = buffers.pop() if buffers else torch.empty(self.largest, dtype=torch.uint8)
+        pool = self.waited_pool if waited else self.pool
+        while waited and not self.room.acquire(timeout=0.5):  # few buffers, which stay in the cache
+            self.event_loop.wait(0.0)  # raises if the connection is lost
+        payload = pool.pop() if pool else torch.empty(self.largest, dtype=torch.uint8)
         values.write(payload[: _num_bytes(message)].view(getattr(torch, message.dtype)))
-        self.outbox.put((message, payload, buffers))
+        self.outbox.put((message, payload, pool))
 
     def lend(self, sequence: int, views: Mapping[int, Tensor]) -> None:
         self.exchanging, self.views = sequence, views
 
     def settle(self, pull: Settling) -> None:
-        """Every block was answered, so every byte has left."""
         while not pull.ready():
             self.event_loop.wait()
-        self.exchanging, self.views = -1, {}
+        self.exchanging, self.views = -1, {}  # every block has answered, so every byte has left
 
-    def _send_loop(self) -> None:
+    def _send_all(self) -> None:
         try:
             while True:
-                message, payload, buffers = self.outbox.get()
+                message, payload, pool = self.outbox.get()
                 body = None if payload is None else _bytes_of(payload)[: _num_bytes(message)]
                 head = pack(encode(message), body, self.key)
                 if body is None:
@@ -222,59 +210,36 @@ class TcpPort:
                     sent = len(head)
                 if sent < len(head) + len(body):
                     self.sock.sendall(body[sent - len(head) :])
-                if buffers is not None and payload is not None:
-                    buffers.append(payload)
-                if buffers is self.hot:
+                if pool is not None and payload is not None:
+                    pool.append(payload)
+                if pool is self.waited_pool:
                     self.room.release()
         except OSError as error:
-            self._fail(ServerLost(str(self.peer), f"sending to it ({error.strerror})"))
+            self.fail(ServerLost(self.name, f"sending to it ({error.strerror})"))
 
-    def _receive_loop(self) -> None:
-        prefix = memoryview(bytearray(PREFIX_BYTES))
-        try:
-            while True:
-                self._receive_exactly(prefix)
-                fields = unpack_prefix(prefix, MAX_BODY_BYTES)
-                header = bytearray(fields.header_bytes)
-                self._receive_exactly(memoryview(header))
-                check_header(fields, bytes(header), self.key)
-                message = decode(bytes(header))
-                payload = None
-                if fields.body_bytes:
-                    payload = self._receive_body(message, fields.body_bytes)
-                    check_body(fields, _bytes_of(payload))
-                self.event_loop.post(lambda m=message, p=payload: self.deliver(m, p))  # type: ignore[misc]
-        except (OSError, BadFrame, msgspec.DecodeError) as error:
-            self._fail(ServerLost(str(self.peer), f"waiting for its answers ({error})"))
+    # ---- receiving -------------------------------------------------------------------------------------------------
 
-    def _receive_body(self, message: Message, num_bytes: int) -> Tensor:
+    def frame_received(self, frame: Frame) -> None:
+        message, payload = (decode(frame.header), None) if frame.body is None else self.arriving.popleft()
+        self.event_loop.post(lambda: self.deliver(message, payload))
+
+    def _body_memory(self, header: bytes, num_bytes: int) -> memoryview:
+        message = decode(header)
         payload = None
         if isinstance(message, Params):
-            lent = message.sequence == self.exchanging
-            payload = (self.views if lent else self.inbox).get(message.block)
+            payload = (self.views if message.sequence == self.exchanging else self.inbox).get(message.block)
         if isinstance(message, StatePart) and message.block in self.inbox:
             payload = torch.empty_like(self.inbox[message.block])
         if payload is None or payload.nbytes != num_bytes:
-            raise BadFrame(f"a body of {num_bytes} bytes fits no block of {self.peer}")
-        self._receive_exactly(_bytes_of(payload))
-        return payload
+            raise BadFrame(f"a body of {num_bytes} bytes fits no block of {self.name}")
+        self.arriving.append((message, payload))
+        return _bytes_of(payload)
 
-    def _receive_exactly(self, memory: memoryview) -> None:
-        at = 0
-        while at < len(memory):
-            count = self.sock.recv_into(memory[at:], 0, socket.MSG_WAITALL)
-            if count == 0:
-                raise OSError(0, "the connection closed")
-            at += count
-
-    def _fail(self, error: RainbandError) -> None:
-        def fail() -> None:
-            raise error
-
-        self.event_loop.post(fail)
+    def lost(self, reason: str) -> RainbandError:
+        return ServerLost(self.name, f"waiting for its answers ({reason})")
 
     def read(self, spec: BlockSpec, at_version: int, out: Tensor) -> int | None:
-        raise AssertionError("parameters come with the answer, there is nothing to read in place")
+        raise AssertionError("over TCP, parameters arrive with the reply")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -286,14 +251,3 @@ def _num_bytes(message: Message) -> int:
         dtype: torch.dtype = getattr(torch, message.dtype)
         return message.numel * dtype.itemsize
     return 0
-
-
-def _close_in_children(sock: socket.socket) -> None:
-    """A forked data loader must not keep the connection open: the server would learn of our death seconds later."""
-    fd = sock.fileno()
-
-    def close() -> None:
-        if sock.fileno() == fd:
-            os.close(sock.detach())
-
-    os.register_at_fork(after_in_child=close)
