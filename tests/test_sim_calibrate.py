@@ -16,7 +16,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from rainband.cli import calibrate as calibrate_command
-from rainband.cli import fuzz as simtest
+from rainband.cli import fuzz
 from rainband.record.calibrate import Measurements, Stopwatch, assemble
 from rainband.record.message_cost import (
     ALL,
@@ -51,7 +51,7 @@ def app() -> Typer:
     app = Typer()
     app.callback()(lambda: None)
     calibrate_command.register(app)
-    simtest.register(app)
+    fuzz.register(app)
     return app
 
 
@@ -190,13 +190,13 @@ def test_the_command_writes_a_model_that_can_be_used(tmp_path: Path) -> None:
     assert 0 <= model.nodes.wake_s < 0.1 and 0 <= model.nodes.moves <= 1
 
 
-def test_simtest_shows_a_run_and_its_script() -> None:
+def test_fuzz_shows_a_run_and_its_script() -> None:
     result = CliRunner().invoke(app(), ["fuzz", "3", "--strategy", "sync", "--trace"])
     assert result.exit_code == 0 and "seed 3: sync" in result.output, result.output
     assert "push 2 block 0" in result.output and "all correct" in result.output
 
 
-def test_simtest_takes_a_script(tmp_path: Path) -> None:
+def test_fuzz_takes_a_script(tmp_path: Path) -> None:
     file = tmp_path / "script"
     file.write_text("0.1 kill server 0\n")
     result = CliRunner().invoke(app(), ["fuzz", "1", "--faults", str(file)])
@@ -204,6 +204,6 @@ def test_simtest_takes_a_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("args", [["x"], ["1", "--strategy", "gossip"]])
-def test_simtest_says_what_can_be_typed(args: list[str]) -> None:
+def test_fuzz_says_what_can_be_typed(args: list[str]) -> None:
     result = CliRunner().invoke(app(), ["fuzz", *args])
     assert result.exit_code == 2 and ("such as 17" in result.output or "choose from downpour" in result.output)

@@ -260,7 +260,7 @@ class PieceTimer(Observer):
 
     def __init__(self, seconds: dict[str, list[float]]) -> None:
         self.seconds = seconds
-        self.began_s: list[float] = []  # of each piece that has not ended; they nest
+        self.began_s: list[float] = []  # of each piece that has not ended, the innermost last
         self.server: Server | None = None
         self.updates = 0  # of the server, before the message that it handles now
 

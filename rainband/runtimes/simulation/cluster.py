@@ -59,7 +59,7 @@ def survives(in_flight: InFlight) -> bool:
 
 @dataclass
 class Notes:
-    """What is recorded of a run."""
+    """The records of a run: trace, spans, events."""
 
     trace: Trace = field(default_factory=Trace)
     spans: list[Span] | None = None  # None: no spans
@@ -69,7 +69,7 @@ class Notes:
 
 @dataclass
 class Scenario:
-    """What is simulated, without its schedule of times and faults."""
+    """The strategy, task and workers of a simulation, without its times and faults."""
 
     strategy: Strategy
     join: Join

@@ -1,4 +1,4 @@
-"""How simulated workers compute gradients: with one module for all of them, or not at all in timing-only runs."""
+"""The computing of simulated workers: with one module for all of them, or none in timing-only runs."""
 
 from __future__ import annotations
 

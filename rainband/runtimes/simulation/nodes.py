@@ -50,7 +50,7 @@ class Processor(Protocol):
     """Something that performs work in a node's time: a core of its own, or cores shared with others."""
 
     def work(self, amount_s: float, then: Callable[[], None], who: Hashable) -> None:
-        """Call `then` when a node's work of so many seconds is done."""
+        """Call `then` when a node's work is done, which takes `amount_s` on a core of its own."""
 
     def alongside(self, start_s: float, amount_s: float, who: Hashable) -> float:
         """Add work that a node does by itself from a moment on; returns how long it takes."""

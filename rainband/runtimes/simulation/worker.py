@@ -38,7 +38,7 @@ TAKES_TIME = frozenset((Compute, PullHandle))
 
 
 class SimulatedCompute(WorkerModel[Any]):
-    """How a simulated worker computes gradients: with a module, or not at all if only timing is simulated."""
+    """Computes the gradients of a simulated worker, with a module, or only their timing."""
 
     def attach(self) -> None:
         """Attach the worker's parameters to the module, because the worker continues."""
