@@ -64,7 +64,9 @@ def test_an_observed_run_is_the_same_run() -> None:
     workers, servers = ([seen[Peer(role, i)].calls for i in range(2)] for role in ("worker", "server"))
     pushes = sum(calls["pushed"] for calls in workers)
     assert pushes == sum(calls["computed"] for calls in workers) > 0
-    assert sum(calls["answered"] for calls in servers) == sum(calls["applying"] for calls in servers) == pushes  # one block
+    assert (
+        sum(calls["answered"] for calls in servers) == sum(calls["applying"] for calls in servers) == pushes
+    )  # one block
     for calls in workers:
         assert calls["began"] == calls["ended"] > 0 and calls["joined"] == 1 and calls["spent"] > 0
     for calls in [*workers, *servers]:
