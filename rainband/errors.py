@@ -54,7 +54,7 @@ class Stop(Exception):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint for a name that was mistyped, " (did you mean downpour?)", or ""."""
+    """Return the most similar known name as a hint, " (did you mean ...)", or "" if none is similar."""
     import difflib
 
     near = difflib.get_close_matches(name, list(known), n=1)

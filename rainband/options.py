@@ -51,7 +51,7 @@ class ProcessOptions(TypedDict, total=False):
     transport: Annotated[
         str | None,
         Option(
-            "How gradients and parameters travel: shm (shared memory), tcp, or auto (shm where it is possible).",
+            "Transport of gradients and parameters: shm (shared memory), tcp, or auto (shm where possible).",
             "NAME",
             "auto",
             choices=("auto", "tcp", "shm"),
@@ -122,7 +122,7 @@ class SimulationOptions(TypedDict, total=False):
     runtime: Annotated[
         str | None,
         Option(
-            "Where the run executes: processes (on this machine) or sim (simulation in virtual time).",
+            "Runtime of the run: processes (on this machine) or sim (simulation in virtual time).",
             "NAME",
             "processes",
             choices=("processes", "sim"),
@@ -139,7 +139,9 @@ class SimulationOptions(TypedDict, total=False):
     faults: Annotated[
         str | Path | None, Option("File of faults to inject, one per line, such as  0.25 kill worker 1.", "FILE")
     ]
-    compute: Annotated[Mapping[str, Any] | None, Option("How long gradients take, such as {'step_s': 0.05}.", flag="-")]
+    compute: Annotated[
+        Mapping[str, Any] | None, Option("Model of computing times, such as {'step_s': 0.05}.", flag="-")
+    ]
 
 
 class OutputOptions(TypedDict, total=False):

@@ -247,6 +247,15 @@ def test_an_error_in_the_task_is_raised_with_its_traceback(tmp_path: Path) -> No
     assert (seen[0], seen[-1]) == ("RunStarted", "RunEnded") and "UserError" in seen
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm")
+def test_a_fit_that_is_recorded_is_replayed_bit_for_bit(tmp_path: Path) -> None:
+    result = rainband.fit("linear", workers=2, servers=1, epochs=1, record=True, timeline=True, runs=tmp_path)
+    assert list(result.directory.glob("spans-worker-*.jsonl"))
+    told = CliRunner().invoke(build_app(), ["replay", str(result.directory)])
+    assert told.exit_code == 0 and "bit for bit" in told.output
+
+
 # ---- what rainband offers ----
 
 

@@ -204,6 +204,34 @@ def test_what_was_typed_wrong_is_told_before_anything_starts(tmp_path: Path, wor
     assert said in result.output
 
 
+def test_a_script_is_run_with_the_options_of_train_that_it_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from rainband.cli.main import build_app
+    from rainband.runtimes.config import RunConfig
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    asked: list[RunConfig] = []
+
+    def watch(config: RunConfig, sinks: list[Any], as_json: bool, verbose: bool) -> int:
+        asked.append(config)
+        assert [sink.func.__name__ for sink in sinks] == ["Csv"]
+        return 0
+
+    monkeypatch.setattr("rainband.cli.train.watch", watch)
+    words = ["--workers", "3", "--failure-timeout", "9", "--seed", "7", "--csv", "n_push=2", "train.py", "--csv"]
+    assert CliRunner().invoke(build_app(), ["run", *words]).exit_code == 0
+    [config] = asked
+    assert (config.num_workers, config.num_servers, config.failure_timeout_s, config.seed) == (3, 2, 9.0, 7)
+    assert (config.script, config.arguments) == (str(tmp_path / "train.py"), ("--csv",))
+    for option in ("--stages", "--epochs", "--record"):
+        refused = CliRunner().invoke(build_app(), ["run", option, "2", "train.py"])
+        assert refused.exit_code == 2, option
+
+
 def test_torch_numbers_differ_between_workers_from_joining_on() -> None:
     from rainband.runtimes.training_loop.script_random import own_random_numbers, same_random_numbers
 

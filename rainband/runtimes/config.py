@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.protocol.messages import Address
-
-if TYPE_CHECKING:
-    from rainband.strategy import Strategy
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +73,3 @@ def decode_job(data: bytes) -> Job:
 
 def encode_job(job: Job) -> bytes:
     return msgspec.msgpack.encode(job)
-
-
-def is_one_memory(strategy: Strategy) -> bool:
-    """Are the parameters of all workers one memory, in which each makes its own steps?"""
-    return strategy.requires.shared_memory

@@ -24,7 +24,7 @@ from rainband.observer import Observer
 from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.protocol.messages import COORDINATOR, Address, Message, Peer
-from rainband.runtimes.config import Job, RunConfig, encode_job, is_one_memory
+from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, HogwildServer
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
 from rainband.runtimes.run import Phases, Run, View
@@ -96,7 +96,7 @@ class Launcher(Run):
         self.run_id, self.secret = new_run_id(), new_secret()
         strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
         self.strategy = strategy
-        one_memory = is_one_memory(strategy)
+        one_memory = strategy.requires.shared_memory
         self.memory = SharedSegment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
         self.hogwild_server = HogwildServer(self._make_room) if one_memory else None
         settings = msgspec.structs.replace(self.settings, num_servers=1) if self.hogwild_server else self.settings

@@ -21,7 +21,7 @@ from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Dataset, Join
 from rainband.record.spans import Span, write_spans
-from rainband.runtimes.config import RunConfig, is_one_memory
+from rainband.runtimes.config import RunConfig
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.processes.server_process import leave_out_the_compiler
 from rainband.runtimes.run import Run, RunResult, View
@@ -238,7 +238,7 @@ def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strateg
         return _in_stages(config, config.stage_plan, strategy, task, data)
     shared_module = SharedModule(flat)
     join = join_of(strategy, flat.layout, Dataset(fingerprint(data), len(data), *_sizes(config, task)))
-    if is_one_memory(strategy):
+    if strategy.requires.shared_memory:
         hogwild_server = HogwildServer(bytearray)
         return Scenario(
             strategy,
