@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from rainband.model.layers import LocallyConnected2d
-from rainband.model_parallel.graph.tile_regions import Window, bounds, overlaps
+from rainband.model_parallel.graph.tiles import Window, bounds, overlaps
 from rainband.model_parallel.placement.profile import CutValue, Profile, Unit
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel, load_model
 from rainband.runtimes.simulation.models.compute import ComputeModel

@@ -95,21 +95,21 @@ def test_branches_of_a_partition_run_side_by_side() -> None:
     forecast = Forecast(plan, profile, PARTITION, 1, SLOW)
     assert forecast.batch_s == pytest.approx((1 + 0.7 + 1 + 0.7 + 1) + (2 + 0.7 + 2 + 0.7 + 2))
     assert forecast.shares == [TimeShare(1, 9.0, 4.0), TimeShare(1, 3.0, 4.0)]
-    there, back = [d for d in forecast.doings(1) if d.place == 1]
+    there, back = [d for d in forecast.spans(1) if d.rank == 1]
     assert (there.label, back.label) == ("F0", "B0")
     assert [there.from_s, there.to_s, back.from_s, back.to_s] == pytest.approx([1.7, 2.7, 7.1, 9.1])
 
 
 def test_the_first_batch_begins_at_once_and_microbatches_have_numbers() -> None:
-    done = Forecast(TWO, chain(2), "one_f_one_b", 2, FREE).doings(1)
-    rows = [" ".join(d.label for d in done if d.place == place) for place in (0, 1)]
+    done = Forecast(TWO, chain(2), "one_f_one_b", 2, FREE).spans(1)
+    rows = [" ".join(d.label for d in done if d.rank == place) for place in (0, 1)]
     assert rows == ["F0 F1 B0 B1", "F0 B0 F1 B1"]
     assert min(d.from_s for d in done) == 0.0
 
 
 def test_a_pipeline_that_is_never_flushed_is_shown_when_it_is_full() -> None:
-    done = Forecast(TWO, chain(2), NEVER_FLUSHED, 1, FREE).doings(batches=3, first=40)
-    assert [d.label for d in done if d.place == 0] == ["F40", "B39", "F41", "B40", "F42", "B41"]
+    done = Forecast(TWO, chain(2), NEVER_FLUSHED, 1, FREE).spans(batches=3, first=40)
+    assert [d.label for d in done if d.rank == 0] == ["F40", "B39", "F41", "B40", "F42", "B41"]
     assert sum(d.to_s - d.from_s for d in done) == pytest.approx(3 * 6.0)  # nobody waits
 
 
@@ -125,12 +125,12 @@ ALL = [
 @pytest.mark.parametrize("forecast", ALL, ids=lambda forecast: f"{forecast.schedule}-{forecast.microbatches}")
 @pytest.mark.parametrize("batches", [1, 3])
 def test_what_is_drawn_is_what_is_predicted(forecast: Forecast, batches: int) -> None:
-    done = forecast.doings(batches)
+    done = forecast.spans(batches)
     assert max(d.to_s for d in done) == pytest.approx(batches * forecast.batch_s)
-    computed = [sum(d.to_s - d.from_s for d in done if d.place == p) for p in range(len(forecast.shares))]
+    computed = [sum(d.to_s - d.from_s for d in done if d.rank == p) for p in range(len(forecast.shares))]
     assert computed == pytest.approx([batches * submodel.compute_s for submodel in forecast.shares])
     for place in range(len(forecast.shares)):  # a worker does one thing at a time
-        own = sorted((d.from_s, d.to_s) for d in done if d.place == place)
+        own = sorted((d.from_s, d.to_s) for d in done if d.rank == place)
         assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in pairwise(own))
 
 

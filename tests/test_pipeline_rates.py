@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rainband.cli.main import build_app
-from rainband.model_parallel.drawing.graph_layout import Spot, spots
-from rainband.model_parallel.drawing.picture import bytes_text, draw_plan, draw_schedule
+from rainband.model_parallel.drawing.picture import Spot, bytes_text, draw_plan, draw_schedule, spots
 from rainband.model_parallel.drawing.text import compared_lines, rate_lines
 from rainband.model_parallel.placement.partitioners import make_plan
 from rainband.model_parallel.placement.pipedream_planner import interleaved, one_machine_per_stage
@@ -21,7 +20,7 @@ from rainband.model_parallel.placement.placement import PlacedStage, Placement, 
 from rainband.model_parallel.placement.predict import pipeline_s
 from rainband.model_parallel.placement.profile import CutValue, LinkSpeed, Profile, Resources, Unit
 from rainband.model_parallel.schedules.builders import SCHEDULES
-from rainband.model_parallel.schedules.rates import FLUSHES, every_schedule, partitioner_for, played
+from rainband.model_parallel.schedules.forecast import FLUSHES, every_schedule, partitioner_for, played
 
 FREE = LinkSpeed(bytes_per_s=1e15, latency_s=0.0)
 

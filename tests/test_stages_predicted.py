@@ -167,8 +167,8 @@ def test_the_schedule_that_was_is_the_one_that_was_predicted(
     simulated(tmp_path / "run", task, stage_plan_of(task, **settings), strategy, 2)
     found = excerpt(read_run(tmp_path / "run"), read_spans(tmp_path / "run"))
     assert found is not None
-    seen = sorted((d.place, d.from_s, d.label) for d in found.seen if d.label != WAIT and d.to_s - d.from_s > 1e-9)
-    expected = sorted((d.place, d.from_s, d.label) for d in found.predicted if d.label != WAIT)
+    seen = sorted((d.rank, d.from_s, d.label) for d in found.measured if d.label != WAIT and d.to_s - d.from_s > 1e-9)
+    expected = sorted((d.rank, d.from_s, d.label) for d in found.predicted if d.label != WAIT)
     assert [(place, label) for place, _, label in seen] == [(place, label) for place, _, label in expected]
     assert [at for _, at, _ in seen] == pytest.approx([at for _, at, _ in expected], abs=1e-6)
 

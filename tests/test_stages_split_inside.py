@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from rainband.model_parallel.execution.in_process import MemoryNetwork, run_together
 from rainband.model_parallel.graph.cut import cut
+from rainband.model_parallel.placement.partitioners import piece_of
 from rainband.model_parallel.placement.placement import PlacedStage, Placement
-from rainband.model_parallel.placement.split_layers import piece_of
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.strategies.pipedream import Pipedream
 from tests.pipeline_models import one_thread  # noqa: F401 (a fixture for all)

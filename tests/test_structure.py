@@ -332,9 +332,6 @@ NOT_YET: dict[Law, set[str]] = {
     small_modules: {
         "coordinator/guard_actions.py",
         "model/buffer_mean.py",
-        "model_parallel/drawing/graph_layout.py",
-        "model_parallel/graph/tile_regions.py",
-        "model_parallel/placement/split_layers.py",
     },
 }
 

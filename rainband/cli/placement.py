@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rainband.model_parallel.placement.partitioners import Partitioner
     from rainband.model_parallel.placement.placement import Placement
     from rainband.model_parallel.placement.profile import Profile, Resources
-    from rainband.model_parallel.schedules.rates import Played
+    from rainband.model_parallel.schedules.forecast import Played
 
 ALL = "all"  # every schedule
 
@@ -124,7 +124,7 @@ def command(
 
     from rainband.model_parallel.placement.partitioners import make_plan
     from rainband.model_parallel.placement.placement import check_file_name, load, save
-    from rainband.model_parallel.schedules.rates import check_schedule, every_schedule, played
+    from rainband.model_parallel.schedules.forecast import check_schedule, every_schedule, played
 
     out, schedule = options.out, options.schedule
     with report_errors():  # mistakes are reported before anything is measured
@@ -161,7 +161,7 @@ def _planner(edited: Placement | None, options: PlacementOptions) -> Partitioner
 
     from rainband.model_parallel.placement.partitioners import find_partitioner
     from rainband.model_parallel.placement.pipedream_planner import interleaved
-    from rainband.model_parallel.schedules.rates import partitioner_for
+    from rainband.model_parallel.schedules.forecast import partitioner_for
 
     if edited is not None:
         return lambda profile, resources: edited

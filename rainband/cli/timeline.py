@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -11,6 +12,7 @@ import typer
 
 from rainband.cli.options import completion
 from rainband.cli.report_errors import report_errors
+from rainband.model_parallel.drawing.gantt import Bar, Style, draw_bars, figure_of
 from rainband.views.formatting import count
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from rainband.record.spans import Span
     from rainband.views.history import PastRun
 
-COLOURS = {
+COLORS = {
     "compute": "#2f6f9f",
     "forward": "#8fb8de",  # of a model in stages, instead of compute
     "backward": "#2f6f9f",
@@ -28,17 +30,12 @@ COLOURS = {
     "pull": "#4c9f70",
     "apply": "#6a4c93",
 }
-HIGH, UPPER, LOWER = (0.3, 0.5), (0.16, 0.1), (0.04, 0.1)
-HEIGHTS = {"push": UPPER, "pull": LOWER}  # all others: HIGH
-MAX_SPANS = 50_000  # more are not distinguishable in an image
-MAX_LABELS = 40  # of nodes
+LOW, HEIGHT = (0.3, 0.5)
+LANES = {"push": (0.16, 0.1), "pull": (0.04, 0.1)}  # lower edge and height; others: LOW, HEIGHT
+MAX_SPANS = 50_000  # more cannot be told apart in an image
 ROW_INCHES, MAX_INCHES = 0.32, 14.0
 COMPUTING = ("compute", "forward", "backward")
-EDGES = {
-    **dict.fromkeys(COMPUTING, 0.5),
-    "apply": 0.7,
-}  # applying is so short that it is invisible without an edge
-MAX_EDGES = 150  # in one row
+MAX_EDGES = 150  # bars of a row that are separated by white edges
 
 
 class Loss(NamedTuple):
@@ -148,25 +145,18 @@ def chrome_trace(spans: Sequence[Span]) -> bytes:
 
 
 def draw(spans: Sequence[Span], path: Path, title: str = "", losses: Sequence[Loss] = ()) -> bool:
-    """Draw a row per node, and above them the loss; return False if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
+    """Draw a row per node, and above them the loss; return False if matplotlib is missing."""
     nodes = nodes_of(spans)
-    top = 2.2 if len(losses) > 1 else 0.0
+    top = [2.2] if len(losses) > 1 else []
     rows = max(1.0, min(ROW_INCHES * len(nodes), MAX_INCHES))
-    figure = Figure(figsize=(13, 1.4 + top + rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure, axes = figure_of(13, 1.4 + sum(top) + rows, [*top, rows])
+    if figure is None:
+        return False
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     if top:
-        above, axes = figure.subplots(2, 1, sharex=True, height_ratios=[top, rows])
-        _draw_loss(above, losses)
-    else:
-        axes = figure.subplots()
-    _draw_rows(axes, spans, nodes)
-    axes.set_xlim(min(span.from_s for span in spans), _length(spans))
+        _draw_loss(axes[0], losses)
+    _draw_rows(axes[-1], spans, nodes)
+    axes[-1].set_xlim(min(span.from_s for span in spans), _length(spans))
     figure.savefig(path, dpi=130)
     return True
 
@@ -175,30 +165,29 @@ def _draw_rows(axes: Axes, spans: Sequence[Span], nodes: Sequence[str]) -> None:
     from matplotlib.patches import Patch
 
     numbers = {node: number for number, node in enumerate(nodes)}
-    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for span in _longest(spans):
-        bars.setdefault((span.node, kind_of(span)), []).append((span.from_s, span.to_s - span.from_s))
+    shown = _longest(spans)
+    counts = Counter((span.node, kind_of(span)) for span in shown)
+    styles = {(node, what): _style(what, many=number >= MAX_EDGES) for (node, what), number in counts.items()}
     for number in range(0, len(nodes), 2):
         axes.axhspan(number, number + 1, color="#f4f4f2", linewidth=0, zorder=0)
-    for (node, what), stretches in bars.items():
-        low, height = HEIGHTS.get(what, HIGH)
-        edge = "white" if what in COMPUTING and len(stretches) < MAX_EDGES else COLOURS[what]  # one step ends here
-        axes.broken_barh(
-            stretches,
-            (numbers[node] + low, height),
-            facecolors=COLOURS[what],
-            edgecolor=edge,
-            linewidth=EDGES.get(what, 0.0) if edge == "white" or what == "apply" else 0.0,
-            zorder=2,
-        )
-    few = [number for number in range(len(nodes)) if number % -(-len(nodes) // MAX_LABELS) == 0]
-    axes.set_yticks([number + 0.5 for number in few], [nodes[number] for number in few])
-    axes.set_ylim(len(nodes), 0)  # the first at the top
+    draw_bars(
+        axes,
+        [Bar(numbers[span.node], span.from_s, span.to_s, styles[span.node, kind_of(span)]) for span in shown],
+        nodes,
+    )
     axes.set_xlabel("seconds")
     _bare(axes)
-    seen = [what for what in COLOURS if any(kind_of(span) == what for span in spans)]
-    patches = [Patch(color=COLOURS[what], label=f"{what} {_share(spans, what)}".strip()) for what in seen]
+    seen = [what for what in COLORS if any(kind_of(span) == what for span in spans)]
+    patches = [Patch(color=COLORS[what], label=f"{what} {_share(spans, what)}".strip()) for what in seen]
     axes.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(seen), frameon=False, fontsize=9)
+
+
+def _style(what: str, many: bool) -> Style:
+    low, height = LANES.get(what, (LOW, HEIGHT))
+    color = COLORS[what]
+    if what in COMPUTING and not many:
+        return Style(color, low, height, edge="white", line_width=0.5)  # separates steps
+    return Style(color, low, height, edge=color, line_width=0.7 if what == "apply" else 0.0)  # apply is very short
 
 
 def _longest(spans: Sequence[Span]) -> Sequence[Span]:

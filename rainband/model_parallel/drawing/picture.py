@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rainband.model_parallel.drawing.graph_layout import Spot, spots
+from rainband.model_parallel.drawing.gantt import INK, Bar, Style, color_of, draw_bars, figure_of, time_unit
 from rainband.model_parallel.placement.placement import Placement
 from rainband.model_parallel.placement.predict import crossings
 from rainband.model_parallel.placement.profile import Profile, Unit
 from rainband.model_parallel.schedules.check import ActionSpan, ScheduleFacts
 from rainband.model_parallel.schedules.table import Table
 
-COLOURS = ("#8fb8de", "#f2c879", "#9fd3a8", "#e8a191", "#b9a5d9", "#c4c4c4", "#e5b3c9", "#8ccfcf", "#d3cf8c", "#d9b08c")
 ROW_INCHES, COLUMN_INCHES, MIN_INCHES = 0.62, 2.3, 6.0
 BOX = (0.86, 0.56)  # of a unit, as a part of its place
-MOST_MARKED = 400  # actions that have their number written in them
-INK, FAINT = "#222222", "#b0b0b0"
+MAX_MARKED = 400  # actions; in a schedule with more, bars have no numbers
+UPDATE = Style("black", low=0.04, height=0.92, edge="black", line_width=1.1)
+FAINT = "#b0b0b0"
 
 
 def draw_plan(plan: Placement, profile: Profile, path: Path) -> bool:
-    """Units coloured by machine, lines where values go, dark and with bytes where they cross; False: no matplotlib."""
+    """Units colored by machine, lines where values go, dark and with bytes where they cross; False: no matplotlib."""
     where = spots(profile)
     columns = 1 + max(spot.column for spot in where.values())
     rows = 1 + max(spot.row for spot in where.values())
-    figure, axes = _figure(max(MIN_INCHES, COLUMN_INCHES * (columns + 0.4)), ROW_INCHES * rows + 1.5)
+    figure, (axes,) = figure_of(max(MIN_INCHES, COLUMN_INCHES * (columns + 0.4)), ROW_INCHES * rows + 1.5)
     if figure is None:
         return False
     _draw_values(axes, plan, profile, where)
     homes = list(dict.fromkeys(stage.machines for stage in plan.stages))
     for stage in plan.stages:
         for unit in stage.units:
-            _draw_unit(axes, profile.by_name[unit], where[unit], COLOURS[homes.index(stage.machines) % len(COLOURS)])
+            _draw_unit(axes, profile.by_name[unit], where[unit], color_of(homes.index(stage.machines)))
     span = max(columns + 0.4, MIN_INCHES / COLUMN_INCHES)  # also a chain has boxes of the same width
     axes.set_xlim((columns - 1 - span) / 2, (columns - 1 + span) / 2)
     axes.set_ylim(rows - 0.4, -0.6)
@@ -42,14 +43,14 @@ def draw_plan(plan: Placement, profile: Profile, path: Path) -> bool:
     return True
 
 
-def _draw_unit(axes: Any, unit: Unit, spot: Spot, colour: str) -> None:
+def _draw_unit(axes: Any, unit: Unit, spot: Spot, color: str) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     width, height = BOX
     corner = (spot.column - width / 2, spot.row - height / 2)
     axes.add_patch(
         FancyBboxPatch(
-            corner, width, height, boxstyle="round,pad=0,rounding_size=0.08", fc=colour, ec=INK, lw=0.6, zorder=3
+            corner, width, height, boxstyle="round,pad=0,rounding_size=0.08", fc=color, ec=INK, lw=0.6, zorder=3
         )
     )
     name = _short(unit.name, 26)
@@ -91,8 +92,8 @@ def _draw_line(axes: Any, maker: Spot, reader: Spot, crosses: bool) -> tuple[flo
         points += [(side, up), (side, end[1] - 0.2), (side, end[1] - 0.05), end]
         codes = [Curve.MOVETO, *([Curve.CURVE4] * 3), Curve.LINETO, *([Curve.CURVE4] * 3)]
         middle = (side, (begin[1] + end[1]) / 2)
-    colour, width = (INK, 1.6) if crosses else (FAINT, 0.9)
-    axes.add_patch(PathPatch(Curve(points, codes), fc="none", ec=colour, lw=width, zorder=2 if crosses else 1))
+    color, width = (INK, 1.6) if crosses else (FAINT, 0.9)
+    axes.add_patch(PathPatch(Curve(points, codes), fc="none", ec=color, lw=width, zorder=2 if crosses else 1))
     return middle
 
 
@@ -106,16 +107,14 @@ def _title(plan: Placement, profile: Profile) -> str:
 
 
 def draw_schedule(table: Table, facts: ScheduleFacts, path: Path) -> bool:
-    """A bar for each action, one row per machine, forwards light and backwards full; False: no matplotlib."""
-    figure, axes = _figure(width=12, height=1.5 + 0.45 * len(table.rows))
+    """Draw a bar for each action, one row per machine; return False if matplotlib is missing."""
+    figure, (axes,) = figure_of(width=12, height=1.5 + 0.45 * len(table.rows))
     if figure is None:
         return False
     scale, unit = time_unit(facts.total_s)
-    narrow = facts.total_s * scale / 160  # bars in which a digit does not fit
-    for span in facts.spans:
-        _draw_action(axes, span, table, scale, narrow if len(facts.spans) <= MOST_MARKED else float("inf"))
-    axes.set_yticks([n + 0.5 for n in range(len(table.rows))], [f"machine {n}" for n in range(len(table.rows))])
-    axes.set_ylim(len(table.rows), 0)
+    narrow_s = facts.total_s / 160 if len(facts.spans) <= MAX_MARKED else math.inf
+    bars = [_bar(span, table) for span in facts.spans]
+    draw_bars(axes, bars, [f"machine {number}" for number in range(len(table.rows))], scale, narrow_s)
     axes.set_xlim(0, facts.total_s * scale)
     axes.set_xlabel(unit)
     axes.set_title(
@@ -126,31 +125,19 @@ def draw_schedule(table: Table, facts: ScheduleFacts, path: Path) -> bool:
         fontsize=9,
         loc="left",
     )
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(axis="y", length=0)
     figure.savefig(path, dpi=130)
     return True
 
 
-def _draw_action(axes: Any, span: ActionSpan, table: Table, scale: float, narrow: float) -> None:
-    begin, end, action = span.from_s * scale, span.to_s * scale, span.action
+def _bar(span: ActionSpan, table: Table) -> Bar:
+    action = span.action
     if action.kind == "U":
-        axes.plot([end, end], [span.machine + 0.04, span.machine + 0.96], color="black", linewidth=1.1, zorder=3)
-        return
-    colour = COLOURS[action.microbatch % len(COLOURS)]
-    style = {"alpha": 0.55} if action.kind == "F" else {"alpha": 1.0}
-    axes.broken_barh(
-        [(begin, end - begin)], (span.machine + 0.1, 0.8), facecolors=colour, edgecolor=INK, linewidth=0.4, **style
-    )
-    if end - begin > narrow * len(str(action.microbatch)):
-        several = table.num_stages > len(table.rows)  # then a microbatch passes a machine more than once
-        text = (
-            f"{action.microbatch}\n{'abcdefgh'[action.stage // len(table.rows) % 8]}"
-            if several
-            else str(action.microbatch)
-        )
-        axes.text((begin + end) / 2, span.machine + 0.5, text, ha="center", va="center", fontsize=7, linespacing=0.9)
+        return Bar(span.machine, span.to_s, span.to_s, UPDATE)
+    style = Style(color_of(action.microbatch), alpha=0.55 if action.kind == "F" else 1.0)
+    text = str(action.microbatch)
+    if table.num_stages > len(table.rows):  # a microbatch passes a machine more than once
+        text += f"\n{'abcdefgh'[action.stage // len(table.rows) % 8]}"
+    return Bar(span.machine, span.from_s, span.to_s, style, text)
 
 
 def bytes_text(count: int) -> str:
@@ -160,13 +147,6 @@ def bytes_text(count: int) -> str:
         size /= 1000
         names.pop(0)
     return f"{size:.0f} {names[0]}" if size >= 100 or names[0] == "B" else f"{size:.1f} {names[0]}"
-
-
-def time_unit(total_s: float) -> tuple[float, str]:
-    """By what to multiply seconds, and what they are then."""
-    if total_s < 1e-3:
-        return 1e6, "microseconds"
-    return (1e3, "milliseconds") if total_s < 10 else (1.0, "seconds")
 
 
 def _machines(machines: tuple[int, ...]) -> str:
@@ -183,27 +163,57 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
-    figure, (axes,) = figure_of(width, height, 1)
-    return figure, axes
-
-
-def figure_of(width: float, height: float, rows: int) -> tuple[Any, list[Any]]:
-    """A figure of so many inches, and its axes below each other, over one axis of time; None: no matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None, [None] * rows
-    figure = Figure(figsize=(min(60.0, width), min(120.0, height)), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
-
-
 def _legend(axes: Any, names: list[str]) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(fc=COLOURS[n % len(COLOURS)], ec=INK, lw=0.6, label=name) for n, name in enumerate(names)]
+    patches = [Patch(fc=color_of(n), ec=INK, lw=0.6, label=name) for n, name in enumerate(names)]
     axes.legend(
         handles=patches, loc="upper left", bbox_to_anchor=(0, 0), ncols=min(4, len(patches)), frameon=False, fontsize=8
     )
+
+
+SWEEPS = 4  # down and up again
+
+
+class Spot(NamedTuple):
+    column: float
+    row: float
+
+
+def spots(profile: Profile) -> dict[str, Spot]:
+    """Each level is ordered by where its neighbours are, a few times from above and below (Sugiyama et al. 1981)."""
+    above: dict[str, list[str]] = {name: [] for name in profile.names}
+    below: dict[str, list[str]] = {name: [] for name in profile.names}
+    for value in profile.values:
+        for reader in value.readers:
+            above[reader].append(value.maker)
+            below[value.maker].append(reader)
+    rows = _rows(profile, above)
+    place = {name: float(number) for row in rows for number, name in enumerate(row)}
+    for _ in range(SWEEPS):
+        for order, near in ((rows, above), (rows[::-1], below)):
+            for row in order:
+                row.sort(key=lambda name: _mean([place[other] for other in near[name]], place[name]))
+                place.update({name: float(number) for number, name in enumerate(row)})
+    widest = max(map(len, rows))
+    return {
+        name: Spot(number + (widest - len(row)) / 2, float(level))
+        for level, row in enumerate(rows)
+        for number, name in enumerate(row)
+    }
+
+
+def _rows(profile: Profile, above: dict[str, list[str]]) -> list[list[str]]:
+    """A unit stands below everything that it reads."""
+    level: dict[str, int] = {}
+    rows: list[list[str]] = []
+    for name in profile.names:
+        level[name] = max((level[maker] + 1 for maker in above[name]), default=0)
+        while len(rows) <= level[name]:
+            rows.append([])
+        rows[level[name]].append(name)
+    return rows
+
+
+def _mean(values: list[float], otherwise: float) -> float:
+    return sum(values) / len(values) if values else otherwise

@@ -8,7 +8,7 @@ from rainband.model_parallel.placement.placement import Placement, memory
 from rainband.model_parallel.placement.predict import crossings
 from rainband.model_parallel.placement.profile import Profile, Resources
 from rainband.model_parallel.schedules.check import ActionSpan, ScheduleFacts
-from rainband.model_parallel.schedules.rates import Played
+from rainband.model_parallel.schedules.forecast import Played
 from rainband.model_parallel.schedules.table import Table
 
 MOST_UNITS = 40  # that are listed

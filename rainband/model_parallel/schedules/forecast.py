@@ -6,19 +6,169 @@ their gradients is in here, because it decides where a plan has replicas.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
 
-from rainband.model_parallel.placement.placement import Placement
+from rainband.model_parallel.placement.partitioners import Partitioner, make_plan
+from rainband.model_parallel.placement.pipedream_planner import interleaved, one_machine_per_stage, pipedream
+from rainband.model_parallel.placement.placement import Placement, is_interleaved
 from rainband.model_parallel.placement.predict import PartitionClock, Step, ring_bytes
 from rainband.model_parallel.placement.profile import LinkSpeed, Profile, Resources
-from rainband.model_parallel.schedules.check import Costs, check
+from rainband.model_parallel.schedules import builders as schedules
+from rainband.model_parallel.schedules.builders import SCHEDULES
+from rainband.model_parallel.schedules.check import Costs, ScheduleFacts, check
 from rainband.model_parallel.schedules.play import Times
-from rainband.model_parallel.schedules.rates import costs_of, full_after, steady_s, table_of
-from rainband.model_parallel.schedules.table import Table
+from rainband.model_parallel.schedules.table import Table, need
+
+FLUSHES = ("gpipe", "one_f_one_b", "interleaved")  # they train as one process does on the whole batch
+# Other schedules: one_machine_per_stage.
+PLAN_WITH: dict[str, Partitioner] = {"pipedream": pipedream, "interleaved": interleaved}
+
+
+@dataclass(frozen=True)
+class Played:
+    """A schedule of a plan."""
+
+    plan: Placement
+    table: Table
+    facts: ScheduleFacts
+    batch_s: float  # between two batches, once it runs
+    late: int  # updates between the parameters a gradient was computed at and those it is applied to, at most
+
+
+def partitioner_for(schedule: str | None) -> Partitioner:
+    """Who plans for a schedule, if nobody says otherwise."""
+    return pipedream if schedule is None else PLAN_WITH.get(schedule, one_machine_per_stage)
+
+
+def check_schedule(name: str, plan: Placement | None = None) -> None:
+    """Raise ValueError if there is no such schedule, or not for this plan; it says what to type."""
+    need(name in SCHEDULES, f"no schedule named '{name}': choose from {', '.join(SCHEDULES)}, or all.")
+    if plan is None:
+        return
+    need(
+        plan.kind == "pipeline",
+        "a schedule needs a pipeline, and the placement is a partition: omit --partitioner, or use "
+        "one_machine_per_stage.",
+    )
+    replicas = plan.replicas()
+    need(
+        name == "pipedream" or max(replicas) == 1,
+        f"the plan has replicas {replicas} of stages, which only the schedule pipedream knows: leave --partitioner "
+        "out, or use one_machine_per_stage.",
+    )
+    several = is_interleaved(plan)
+    need(
+        name != "interleaved" or several or len(replicas) == 1,
+        "interleaved needs several stages on each machine, and the plan has one: plan anew, without --partitioner and "
+        "--placement.",
+    )
+    need(
+        name == "interleaved" or not several,
+        f"the plan has several stages on a machine, which only the schedule interleaved knows, not {name}.",
+    )
+
+
+def played(name: str, plan: Placement, profile: Profile, resources: Resources, microbatches: int) -> Played:
+    """Play a schedule with the plan's stages; a batch has so many microbatches."""
+    check_schedule(name, plan)
+    costs = costs_of(name, plan, profile, resources, microbatches)
+    table = table_of(name, plan, microbatches, batches=1)
+    batch_s = steady_s(name, plan, microbatches, costs)
+    if name == "pipedream" and plan.predicted is not None:  # replicas' updates take time, too
+        batch_s = max(batch_s, plan.predicted.batch_s)
+    return Played(plan, table, check(table, costs), batch_s, _late(table))
+
+
+def steady_s(name: str, plan: Placement, microbatches: int, costs: Costs) -> float:
+    """Seconds between two batches, once the pipeline is full: what doubling the number of batches adds."""
+    if name == "pipedream":
+        microbatches = 1  # each microbatch is a batch of its own
+    full = full_after(name, plan)
+    once, twice = (check(table_of(name, plan, microbatches, batches), costs).total_s for batches in (full, 2 * full))
+    return (twice - once) / full
+
+
+def full_after(name: str, plan: Placement) -> int:
+    """After so many batches a pipeline is full, and all replicas of a stage have had as many of them."""
+    if name == "pipedream":
+        return 2 * math.lcm(*plan.replicas()) * len(plan.stages)
+    return 1 if name in FLUSHES else 2
+
+
+def every_schedule(
+    profile: Profile, resources: Resources, microbatches: int, stages_per_worker: int = 2
+) -> dict[str, Played | ValueError]:
+    """Each schedule with the plan that suits it; where there is none, why."""
+    found: dict[str, Played | ValueError] = {}
+    for name in SCHEDULES:
+        try:
+            planner = partitioner_for(name)
+            planner = partial(interleaved, stages_per_worker=stages_per_worker) if planner is interleaved else planner
+            plan = make_plan(planner, profile, resources)
+            found[name] = played(name, plan, profile, resources, microbatches)
+        except ValueError as error:
+            found[name] = error
+    return found
+
+
+def table_of(name: str, plan: Placement, microbatches: int, batches: int) -> Table:
+    """The schedule's table for so many batches of so many microbatches."""
+    stages = len(plan.stages)
+    match name:
+        case "gpipe":
+            return schedules.gpipe(stages, microbatches, batches)
+        case "one_f_one_b":
+            return schedules.one_f_one_b(stages, microbatches, batches)
+        case "interleaved":
+            machines = len({stage.machines for stage in plan.stages})
+            return schedules.interleaved(machines, stages // machines, microbatches, batches)
+        case "pipedream_2bw":
+            return schedules.pipedream_2bw(stages, microbatches, max(2, batches))
+        case _:
+            return schedules.pipedream(plan.replicas(), microbatches * batches)
+
+
+def costs_of(name: str, plan: Placement, profile: Profile, resources: Resources, microbatches: int) -> Costs:
+    """Of a microbatch: a batch's share, except where each microbatch is a batch of its own."""
+    share = 1 if name == "pipedream" else microbatches
+    units = [[profile.by_name[unit] for unit in stage.units] for stage in plan.stages]
+    return Costs(
+        forward_s=tuple(sum(unit.forward_s for unit in stage) / share for stage in units),
+        backward_s=tuple(sum(unit.backward_s for unit in stage) / share for stage in units),
+        links_s=_links(plan, profile, resources.network, share),
+    )
+
+
+def _links(plan: Placement, profile: Profile, network: LinkSpeed, share: int) -> dict[tuple[int, int], float]:
+    """(stage, the next) and back: what a microbatch's values take on their way. What skips a stage comes meanwhile."""
+    links: dict[tuple[int, int], float] = {}
+    for a, (stage, after) in enumerate(pairwise(plan.stages)):
+        made, read = set(stage.units), set(after.units)
+        values = [value for value in profile.values if value.maker in made and read & set(value.readers)]
+        here, there = stage.machines[0], after.machines[0]
+        if values:
+            links[a, a + 1] = network.transfer_s(sum(v.forward_bytes for v in values) // share, here, there)
+        if any(value.backward_bytes for value in values):
+            links[a + 1, a] = network.transfer_s(sum(v.backward_bytes for v in values) // share, there, here)
+    return links
+
+
+def _late(table: Table) -> int:
+    """An update makes version v + 1 of version v: how old is the oldest gradient in it?"""
+    late = 0
+    for row in table.rows:
+        for action in row:
+            if action.kind == "B":
+                update = action.microbatch // table.microbatches_per_update[action.stage]
+                late = max(late, update - action.version)
+    return late
+
 
 NEVER_FLUSHED = "pipedream"
 PARTITION = "partition"  # in the place of a schedule: one microbatch after the other, fragments as soon as they can
@@ -35,7 +185,7 @@ class TimeShare(NamedTuple):
 class ForecastSpan(NamedTuple):
     """A stretch of a worker's time."""
 
-    place: int  # of the worker in its team
+    rank: int  # of the worker in its replica
     label: str  # F3, B3: forward and backward of microbatch 3
     from_s: float
     to_s: float
@@ -115,7 +265,7 @@ class Forecast:
 
     # ---- when who does what ----------------------------------------------------------------------------------------
 
-    def doings(self, batches: int, first: int = 0) -> list[ForecastSpan]:
+    def spans(self, batches: int, first: int = 0) -> list[ForecastSpan]:
         """Some batches in the middle of a run, from the moment on when the first of them begins.
 
         Where a pipeline is never flushed, batches on the way before and after them are there, too, and labels count
