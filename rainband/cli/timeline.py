@@ -71,7 +71,7 @@ def command(
         every = read_spans(directory)
         if not every:
             raise ValueError(
-                f"{directory.name} has no timeline: simulated runs have one, "
+                f"{directory.name} has no timeline: simulated runs (--runtime sim) have one, "
                 "real runs if they were started with --timeline."
             )
         spans = within(every, begin, end)
