@@ -13,12 +13,12 @@ MANY_TIMES = 10.0  # too large a rate is worth a word from here on
 
 
 def of_momentum(momentum: float, missed: float, cluster: Cluster) -> list[str]:
-    """Gradients that miss s updates in the mean act as a momentum of s / (s + 1): 1 - 1/g for g workers, each alone."""
+    """Warn about momentum: gradients with a mean staleness s act as a momentum of s / (s + 1)."""
     own = missed / (missed + 1)
     if not momentum or momentum + own < 1:
         return []
     return [
-        f"momentum={momentum:g} with {cluster}: gradients miss {missed:.3g} updates in the mean, which "
+        f"momentum={momentum:g} with {cluster}: gradients miss {missed:.3g} updates on average, which "
         f"acts as a momentum of {own:.2f} by itself; together they are 1 or more. Leave momentum out, or choose sync."
     ]
 
@@ -29,7 +29,7 @@ def of_stale_rate(optimizer: str, missed: float) -> list[str]:
     if optimizer != "sgd" or times < MANY_TIMES:
         return []
     return [
-        f"gradients will miss {missed:.3g} updates in the mean: the largest stable learning rate is then {times:.2g} "
+        f"gradients will miss {missed:.3g} updates on average: the largest stable learning rate is then {times:.2g} "
         "times smaller than that of one process. Choose a smaller lr, or soft_sync, which divides it, or adagrad."
     ]
 

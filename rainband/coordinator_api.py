@@ -1,4 +1,4 @@
-"""What the coordinator part of a full-batch strategy (sandblaster, conjugate_gradient) may use."""
+"""The interface of the coordinator for the coordinator part of a full-batch strategy."""
 
 from __future__ import annotations
 

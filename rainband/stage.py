@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageVersions:
-    """How a stage that steps by itself keeps versions of its parameters."""
+    """The versions of parameters that a stage with its own optimizer keeps."""
 
     stash: bool = True  # a backward pass uses the parameters of its forward pass
     vertical_sync: bool = False  # a batch uses the same version in all stages

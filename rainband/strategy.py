@@ -62,7 +62,7 @@ class Straggler(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is known about a run before it starts."""
+    """The numbers of a run that are known before it starts, for advice."""
 
     replicas: int
     called: str = "workers"  # what messages call replicas
@@ -190,7 +190,7 @@ class Servers(Protocol):
 
 @dataclass(frozen=True)
 class ServerPart:
-    """What every block of parameters on a server gets."""
+    """The server part of a strategy: the rule and optimizer of every block."""
 
     rule: Callable[[], Rule]  # decides when a gradient is applied and who may read; one object per block
     optimizer: OptimizerSpec

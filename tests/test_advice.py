@@ -55,7 +55,7 @@ def test_nobody_is_warned_of_defaults_with_four_workers_that_are_alike(name: str
 def test_momentum_beside_that_of_asynchrony_is_warned_of_with_both_numbers(
     strategy: str, settings: dict[str, Any], missed: float, own: str
 ) -> None:
-    assert f"gradients miss {missed:g} updates in the mean, which acts as a momentum of {own} by itself" in told(
+    assert f"gradients miss {missed:g} updates on average, which acts as a momentum of {own} by itself" in told(
         strategy, 4, momentum=0.9, **settings
     )
 

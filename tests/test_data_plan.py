@@ -209,9 +209,9 @@ def test_in_rounds_a_push_is_one_work_item_of_the_round_it_names() -> None:
 
     assert validate_push_id(plan, named(1, 1), at_version=1) is None
     for name, at_version in [(named(1, 1), 0), (named(1, 1), -1), (named(1, 0, 2), 0)]:
-        assert "are no cell of round" in (validate_push_id(plan, name, at_version) or "")
+        assert "are not a work item of round" in (validate_push_id(plan, name, at_version) or "")
     for name in [(), named(0, 0) + named(1, 0)]:
-        assert "a round is made of single cells" in (validate_push_id(plan, name, at_version=0) or "")
+        assert "a push in rounds must have one work item" in (validate_push_id(plan, name, at_version=0) or "")
 
 
 # ---- marks ----

@@ -8,8 +8,8 @@ direction. It returns the trial it chose, which is always the last one that it r
 
 The strong Wolfe search brackets a minimum, then zooms in by cubic interpolation (Nocedal & Wright, algorithms 3.5 and
 3.6), with the safeguards of torch.optim.LBFGS: a step close to an end of the bracket is moved inside it. (That class
-lets the second trial be higher than the first; we follow the book.) If the loss is not finite, the step is too long,
-and the bracket is halved.
+lets the second trial be higher than the first; here it may not.) If the loss is not finite, the step is too long, and
+the bracket is halved.
 """
 
 from __future__ import annotations

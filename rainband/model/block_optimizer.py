@@ -80,7 +80,7 @@ class BlockOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """What the optimizer keeps beside the parameters; most begin to at a segment's first gradient."""
+        """Return the bytes of optimizer state; most optimizers allocate it at a segment's first gradient."""
         kept = [value for entry in self._optimizer.state.values() for value in entry.values()]
         return sum(value.nbytes for value in kept if isinstance(value, Tensor))
 
@@ -160,7 +160,7 @@ class BlockOptimizer:
         return bool(self._optimizer.defaults.get("fused")) and not decoupled
 
     def _example_states(self) -> dict[int, dict[str, Any]]:
-        """What one step leaves as the state of a segment, by group: the names and kinds to expect."""
+        """Return the state of an example segment after one step, by group: the expected names and kinds."""
         ones = [torch.ones(1, dtype=self._values.dtype) for _ in self._groups_here]
         for one in ones:
             one.grad = one.clone()
@@ -318,7 +318,7 @@ def _complete(
 
 
 def _for_constructor(cls: type[Optimizer], settings: Mapping[str, object], groups: Sequence[Settings]) -> Settings:
-    """What all groups agree on, else what is given: Adagrad makes its first state in the constructor."""
+    """Return the settings common to all groups, else the given ones: Adagrad initializes state in its constructor."""
     first, names = groups[0], _constructor_names(cls)
     agreed = {name: value for name, value in first.items() if all(value == of[name] for of in groups)}
     chosen = {**first, **plain(settings), **agreed}

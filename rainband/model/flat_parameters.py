@@ -164,7 +164,7 @@ class Flat:
             torch._foreach_add_([p for p, _ in present], [t for _, t in present], alpha=alpha)
 
     def twin(self) -> Flat:
-        """Another memory for the same module, with the same values: whoever computes attaches its own first."""
+        """Return another memory for the same module with the same values; attach one before computing with it."""
         return self.over([vector.clone() for vector in self.vectors])
 
     def over(self, vectors: Sequence[Tensor]) -> Flat:
@@ -237,10 +237,10 @@ class BlockTensors:
 
 @torch.no_grad()
 def is_finite(tensors: Sequence[Tensor | None]) -> bool:
-    """Is every element a finite number?
+    """Return True if every element is a finite number.
 
-    An infinity or NaN stays in a sum, so a finite sum is proof, at a twentieth of the cost of looking at each
-    element. A sum that is not finite may also have overflowed: only then look.
+    An infinity or NaN makes the sum not finite, so a finite sum is proof, at a twentieth of the cost of checking each
+    element. A sum that is not finite may also have overflowed: only then check each.
     """
     present = [tensor for tensor in tensors if tensor is not None]
     sums: dict[torch.device, list[Tensor]] = {}  # asked once per device, because each answer waits for it
@@ -347,7 +347,7 @@ def _entry(member: _Member, part: int) -> LayoutEntry:
 
 
 def _settings(number: int, group: Mapping[str, Any]) -> Settings:
-    """What servers need to know of a parameter group: tensors as numbers, tuples as lists."""
+    """Return the settings of a parameter group as servers need them: tensors as numbers, tuples as lists."""
     settings: Settings = {}
     for key in group.keys() - LOCAL_SETTINGS:
         value = group[key]
@@ -388,7 +388,7 @@ def _refuse_what_cannot_be_flat(member: _Member) -> None:
 
 
 def _reason_against(parameter: nn.Parameter) -> str | None:
-    """Why a parameter cannot lie in a vector, and what to do."""
+    """Return why a parameter cannot be part of a vector, and what to do; None if it can."""
     if is_lazy(parameter):
         return "has no shape yet: run one batch through the module before joining"
     if parameter.is_meta:

@@ -33,7 +33,7 @@ class Gradient:
 
     @cached_property
     def is_finite(self) -> bool:
-        """Looked at once: whoever asks first, the worker's own step or the push, asks for both."""
+        """Return True if the gradient is finite, checked once for the worker's own step and for the push."""
         return is_finite(self.tensors)
 
     def block_values(self, flat: Flat, block: BlockSpec) -> BlockValues:
@@ -45,7 +45,7 @@ class Gradient:
         return self.plus(other)
 
     def plus(self, other: Gradient, times: float = 1.0) -> Gradient:
-        """Add so many times another one. It takes over this gradient's memory: do not use the summands afterwards."""
+        """Add `times` another gradient in place: do not use either of them afterwards."""
         both = [(a, b) for a, b in zip(self.tensors, other.tensors, strict=True) if a is not None and b is not None]
         if both:
             torch._foreach_add_([a for a, _ in both], [b for _, b in both], alpha=times)
@@ -58,7 +58,7 @@ class Gradient:
         return total
 
     def __mul__(self, factor: float) -> Gradient:
-        """So many times the gradient. It takes over this gradient's memory: do not use it afterwards."""
+        """Multiply the gradient in place: do not use it afterwards."""
         present = [tensor for tensor in self.tensors if tensor is not None]
         if present:
             torch._foreach_mul_(present, factor)

@@ -1,4 +1,4 @@
-"""An optimizer's class, settings and state, on their way from a user's own loop to the servers' blocks and back."""
+"""Convert an optimizer's class, settings and state from a custom training loop to the servers' blocks and back."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spec_of(optimizers: Sequence[Optimizer]) -> OptimizerSpec:
 
 
 def settings_of(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
-    """What each parameter group says about the update now, as numbers and lists; notes of others are left out."""
+    """Return the current settings of each parameter group as numbers and lists, without notes of schedulers."""
     return [
         {name: _plain(group[name]) for name in optimizer.defaults if name not in NOT_THE_UPDATE}
         for optimizer in optimizers
@@ -101,7 +101,7 @@ def _owner(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> Optimize
 
 
 def _example(optimizer: Optimizer) -> dict[str, Any]:
-    """What one step leaves as the state of a vector: the names, and which of them are per element."""
+    """Return the state of an example parameter after one step: its names, and which of them are per element."""
     one = torch.ones(1)
     one.grad = torch.ones(1)
     (settings,) = settings_of([optimizer])[:1]

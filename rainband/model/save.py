@@ -61,7 +61,7 @@ def join_parts(parts: Sequence[Path], path: str) -> None:
 
 
 def _header_of(part: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Where the tensors of a safetensors file begin, and what it says of each."""
+    """Return the offset of the tensors in a safetensors file, and its header."""
     with part.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         described = json.loads(file.read(length))

@@ -1,1 +1,1 @@
-"""What travels and what is counted: messages, the data plan, accepted sets, events. No I/O."""
+"""Messages, the data plan, accepted sets, batch accounting and events. No I/O."""

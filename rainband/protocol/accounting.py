@@ -1,4 +1,4 @@
-"""The books of a run: what became of every batch, counted twice in two ways so that they can be checked."""
+"""Batch accounting: what became of every batch, counted in two ways, so that each checks the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOO_FAR = "not finite, at a step that was too long"  # of a line search, which t
 
 
 class Staleness(msgspec.Struct, frozen=True):
-    """How many updates a gradient had missed when it was applied."""
+    """Staleness: the number of updates a gradient had missed when it was applied."""
 
     mean: float
     max: int
@@ -31,7 +31,7 @@ class Staleness(msgspec.Struct, frozen=True):
 
     @property
     def broken(self) -> str:
-        """How the bound was broken, in words; "" if it was kept."""
+        """Return an error message if the bound was exceeded, otherwise ""."""
         if self.bound is None or not self.exceeded:
             return ""
         return (
@@ -174,7 +174,7 @@ def balance(plan: DataPlan, reports: Iterable[Report], reassigned: int) -> Batch
 
 
 def balance_led(accounting: BatchAccounting, reports: Iterable[Report], batches: int) -> BatchAccounting:
-    """The books where the coordinator has asked for evaluations: so many batches in all of them together."""
+    """Return the accounting of a full-batch run; `batches` is their number in all evaluations together."""
     tallies = [tally for report in reports for tally in report.blocks]
     skipped = min((tally.skipped for tally in tallies), default=0)
     return msgspec.structs.replace(

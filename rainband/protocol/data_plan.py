@@ -1,11 +1,11 @@
-"""The plan that names every batch of a run, and the marks in which a block remembers what it has had.
+"""The data plan, which divides the data of a run into batches and portions, and the accepted sets of blocks.
 
-The plan makes batch k of a portion the same samples, random numbers and place in the learning-rate schedule for
-whoever computes it. Portions are numbered through all epochs. There are two ways to cut an epoch into portions:
+Batch k of a portion has the same samples, random numbers and learning rate on any worker. A portion is the unit of a
+lease; portions are numbered through all epochs. There are two ways to divide an epoch into portions:
 
     free-running   a portion is `portion_batches` consecutive batches
-    rounds         a round is `columns` consecutive batches, one cell each; a portion is one column, that is
-                   cell j of `portion_batches` consecutive rounds, so that a lease spans many rounds
+    rounds         a round is `items_per_round` consecutive batches, each a work item; a portion is work item j
+                   of `portion_batches` consecutive rounds, so that a lease spans many rounds
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_PORTION_BATCHES = 64  # a portion's marks are one machine word
 
 
 class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: room for what is cached
-    """What fixes every batch of a run: kept in checkpoints, compared at join."""
+    """The numbers that determine every batch of a run; workers compare them when they join."""
 
     fingerprint: str  # of the data
     layout: str  # digest of the model's layout
@@ -29,10 +29,8 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
     seed: int
     portion_batches: int
     batches_per_item: int = 1  # batches summed into one push
-    items_per_round: int = 0  # cells of a round; 0 = no rounds
-    coordinated: bool = (
-        False  # the coordinator asks for evaluations: each portion is one cell, done once in each of them
-    )
+    items_per_round: int = 0  # work items of a round; 0 = no rounds
+    coordinated: bool = False  # full-batch: each portion is one work item of every evaluation
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "batch_size", "epochs", "portion_batches", "batches_per_item"):
@@ -75,7 +73,7 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
         return portion // self.portions_per_epoch
 
     def batches_in(self, portion: int) -> int:
-        """How many batches a portion has; only an epoch's last may be short (or empty, for a column)."""
+        """Return the number of batches in a portion; only an epoch's last may have fewer (in rounds even none)."""
         inside = portion % self.portions_per_epoch
         if not self.items_per_round:
             left = self.batches_per_epoch - inside * self.portion_batches
@@ -90,7 +88,7 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
         return (1 << self.batches_in(portion)) - 1
 
     def number(self, portion: int, k: int) -> int:
-        """Which batch of its epoch batch k of a portion is."""
+        """Return the number within its epoch of batch k of a portion."""
         inside = portion % self.portions_per_epoch
         if not self.items_per_round:
             return inside * self.portion_batches + k
@@ -98,7 +96,7 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
         return (group * self.portion_batches + k) * self.items_per_round + position
 
     def samples_in(self, portion: int, k: int) -> int:
-        """How many samples a batch has: only an epoch's last batch may be short."""
+        """Return the number of samples in a batch; only an epoch's last batch may have fewer."""
         left = self.num_samples - self.number(portion, k) * self.batch_size
         return left if left < self.batch_size else self.batch_size
 
@@ -118,10 +116,10 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
         return min(self.items_per_round, self.batches_per_epoch - inside * self.items_per_round)
 
     def progress(self, portion: int, k: int) -> float:
-        """How far the run is when this batch comes, from 0 to 1: the place in the learning-rate schedule."""
+        """Return the progress of the run at a batch, from 0 to 1, which determines the learning rate."""
         number = self.number(portion, k)
         if self.items_per_round:
-            number -= number % self.items_per_round  # all cells of a round share one rate
+            number -= number % self.items_per_round  # all work items of a round have one rate
         return (self.epoch_of(portion) * self.batches_per_epoch + number) / self.num_batches
 
 
@@ -174,7 +172,7 @@ def validate_push_id(plan: DataPlan, name: PushId, at_version: int = -1) -> str 
         if 0 <= r.portion < plan.num_portions and 0 <= r.first < r.last <= plan.batches_in(r.portion):
             return None
     if plan.items_per_round and len(name) != 1:
-        return f"a round is made of single cells, and this push names {len(name)} stretches of batches"
+        return f"a push in rounds must have one work item, and this one has {len(name)} ranges of batches"
     seen: dict[int, int] = {}
     for r in name:
         if not 0 <= r.portion < plan.num_portions:
@@ -184,7 +182,7 @@ def validate_push_id(plan: DataPlan, name: PushId, at_version: int = -1) -> str 
         if seen.get(r.portion, 0) & r.mask:
             return f"batches of portion {r.portion} are named twice"
         if plan.items_per_round and (len(r) > 1 or plan.round_of(r.portion, r.first) != at_version):
-            return f"batches {r.first}-{r.last} of portion {r.portion} are no cell of round {at_version}"
+            return f"batches {r.first}-{r.last} of portion {r.portion} are not a work item of round {at_version}"
         seen[r.portion] = seen.get(r.portion, 0) | r.mask
     return None
 
@@ -265,14 +263,14 @@ def groups(full: int, masks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def work_items(groups_: Sequence[Sequence[int]], batches_per_item: int) -> list[tuple[int, ...]]:
-    """Cut the groups of a lease into cells: at most `cell_batches` batches, all of one group."""
+    """Divide the groups of a lease into work items of at most `batches_per_item` batches, each of one group."""
     return [
         tuple(group[at : at + batches_per_item]) for group in groups_ for at in range(0, len(group), batches_per_item)
     ]
 
 
 def choose_portion_batches(batches_per_epoch: int, num_workers: int, batches_per_item: int) -> int:
-    """About four portions per worker and epoch, whole cells, at most 64 batches: small enough to share evenly."""
+    """Choose about four portions per worker and epoch, of whole work items and at most 64 batches."""
     wanted = batches_per_epoch // (4 * max(1, num_workers))
     longest = MAX_PORTION_BATCHES // batches_per_item * batches_per_item
     return max(batches_per_item, min(longest, wanted // batches_per_item * batches_per_item))

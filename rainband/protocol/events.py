@@ -8,7 +8,7 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
-    """Something happened, so many seconds after the start."""
+    """An event of the run, `at_s` seconds after the start."""
 
     at_s: float
 
@@ -90,7 +90,7 @@ class Returned(Event, frozen=True):
 
 
 class BatchesReassigned(Event, frozen=True):
-    """A portion was taken from a worker; so many of its batches are done again."""
+    """A lease was revoked; `batches` of its batches are reassigned."""
 
     portion: int
     batches: int
@@ -112,7 +112,7 @@ class UpdateSizeChanged(Event, frozen=True):
 
 
 class Progress(Event, frozen=True):
-    """How far the run is."""
+    """The progress of the run, reported every few seconds."""
 
     batches_done: int
     batches: int
@@ -142,12 +142,12 @@ class IterationDone(Event, frozen=True):
     step: float  # how far it went along its direction
     evaluations: int  # of the loss, so far
     work_items: int  # of these evaluations, so far
-    backups: int  # copies of cells that someone was slow with, so far
+    backups: int  # backup copies of work items of slow workers, so far
     end: str = ""  # it was the last one, because of this
 
 
 class ProcessOutput(Event, frozen=True):
-    """What the run's processes printed; of a flood here is the end, and all of it in output.log."""
+    """Output of the run's processes; of too many lines only the last ones, and all are in output.log."""
 
     lines: tuple[str, ...]
     left_out: int = 0  # lines before these
@@ -163,7 +163,7 @@ class UserError(Event, frozen=True):
 
 
 class RunEnded(Event, frozen=True):
-    """The last event of every run: the metrics and the books."""
+    """The last event of every run, with metrics and batch accounting."""
 
     outcome: str  # finished, stopped, failed
     reason: str

@@ -144,9 +144,9 @@ def cut(layout: Layout, num_servers: int = 1, block_bytes: int = 1 << 20) -> tup
 
 
 def deal(blocks: Sequence[BlockSpec], num_servers: int) -> tuple[tuple[int, ...], ...]:
-    """Which blocks each server holds: in rounds of one each, so that all work while blocks go out in order.
+    """Return the blocks of each server, dealt in rounds of one each, so that all servers work on pushes at once.
 
-    In a round the largest block goes to the server that has least: no two ever differ by more than a block.
+    In a round the largest block goes to the server that has least, so that servers differ by at most one block.
     """
     _at_least_one("num_servers", num_servers)
     shards: list[list[int]] = [[] for _ in range(num_servers)]
@@ -161,7 +161,7 @@ def deal(blocks: Sequence[BlockSpec], num_servers: int) -> tuple[tuple[int, ...]
 
 
 def _edges(vector: VectorSpec, num_servers: int, block_bytes: int) -> list[int]:
-    """Where a vector is cut: 0, …, its length; the blocks differ by at most one unit."""
+    """Return the edges of the blocks of a vector, from 0 to its length; blocks differ by at most one unit."""
     num_units = -(-vector.numel // UNIT)
     units_per_block = max(1, block_bytes // (UNIT * ITEM_BYTES[vector.dtype]))
     num_blocks = min(num_units, _round_up(-(-num_units // units_per_block), num_servers))

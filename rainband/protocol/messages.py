@@ -65,7 +65,7 @@ class Push(Message, frozen=True, tag=3):
     sequence: int  # the sender's number for this push, the same on every block
     push_id: PushId
     samples: int
-    clock: int  # cells the sender has pushed, this one included
+    clock: int  # work items the sender has pushed, including this one
     term: int  # of the parameters it was computed from
     version: int
     dtype: str
@@ -88,14 +88,14 @@ class Pull(Message, frozen=True, tag=5):
     """Asks for the parameters: of a round exactly (point), or as they are when the rule admits this clock."""
 
     sequence: int
-    clock: int = -1  # cells the reader has pushed; -1: it does not compute with what it reads, and waits for nobody
+    clock: int = -1  # work items the reader has pushed; -1: not a training read, which never waits
     at_version: int = -1
     base: int = 0  # the clock at which the reader began; it has pushed nothing before
     part: int = 0  # the blocks of this part of the model
 
 
 class RoundChosen(Message, frozen=True, tag=6):
-    """The owner of block 0 has chosen the cells of a round; by way of the coordinator, to all other servers."""
+    """The owner of block 0 has chosen the work items of a round; the coordinator forwards it to the other servers."""
 
     round: int
     positions: tuple[int, ...]
@@ -122,7 +122,7 @@ class BlockReady(Message, frozen=True, tag=21):
 
 
 class PushResult(IntEnum):
-    """What a block did with a push. Whatever the answer, `ACCEPTED` to `LATE` say that the sender goes on."""
+    """The result of a push on one block. After `ACCEPTED` to `LATE` the sender continues."""
 
     ACCEPTED = 1  # applied, or buffered until its round is complete
     DUPLICATE = 2  # the block has already accepted exactly these batches
@@ -135,7 +135,7 @@ class PushResult(IntEnum):
 
 
 class LeaseEnd(IntEnum):
-    """Why a worker returns a lease."""
+    """The reason why a worker returns a lease."""
 
     DONE = 1
     REVOKED = 2
@@ -145,7 +145,7 @@ class LeaseEnd(IntEnum):
 
 
 class Ack(Message, frozen=True, tag=22):
-    """What became of a push on one block."""
+    """The result of a push on one block."""
 
     block: int
     sequence: int
@@ -190,7 +190,7 @@ class StatePart(Message, frozen=True, tag=25):
 
 
 class PeerValue(Message, frozen=True, tag=40):
-    """A nest of values for another worker; the payload is its tensors, unless they lie in memory that was lent."""
+    """A pytree of values for another worker; the payload is its tensors, unless they are in shared memory."""
 
     tag: tuple[int | str, ...]  # what the receiver asks for it by
     pytree: bytes  # all but the tensors' contents, see transports/pytrees.py
@@ -205,7 +205,7 @@ class Lend(Message, frozen=True, tag=41):
 
 
 class GiveBack(Message, frozen=True, tag=42):
-    """What lay in a segment was read; its owner may write to it again."""
+    """The values in a shared segment were read; its owner may write to it again."""
 
     segment: int
 
@@ -221,7 +221,7 @@ class ServerJoin(Message, frozen=True, tag=60):
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a server listens: a TCP port for everyone, a Unix socket for its own machine."""
+    """The address at which a node listens: a TCP port, and a Unix socket for its own machine."""
 
     host: str
     port: int
@@ -237,11 +237,11 @@ class Assign(Message, frozen=True, tag=61):
     groups: tuple[dict[str, Any], ...]
     num_replicas: int
     term: int = 1
-    optimizer: OptimizerSpec | None = None  # of a user's own loop; none: the strategy's
+    optimizer: OptimizerSpec | None = None  # of a custom training loop; None: the strategy's
 
 
 class Planned(Message, frozen=True, tag=62):
-    """The data of a user's own loop is known now; to servers, and to workers when all servers know it."""
+    """The data of a custom training loop is known; sent to servers, then to workers when all servers have it."""
 
     plan: DataPlan
 
@@ -261,7 +261,7 @@ class Revoke(Message, frozen=True, tag=64):
 
 
 class AcceptedBatches(Message, frozen=True, tag=65):
-    """Which batches of a portion each block has had, as masks."""
+    """The batches of a portion that each block has accepted, as masks."""
 
     portion: int
     lease: int
@@ -299,11 +299,11 @@ class Command(Message, frozen=True, tag=70):
     term: int  # the coordinator's
     number: int
     operations: tuple[Operation, ...]
-    work_items: int = 0  # an evaluation of so many cells begins; the sum of its gradients becomes the vector `gradient`
+    work_items: int = 0  # of the evaluation that begins; the sum of its gradients becomes the vector `gradient`
 
 
 class Answer(Message, frozen=True, tag=71):
-    """What came of a command on one server: a number for each dot product and the square of each norm, in order."""
+    """The results of a command on one server: its dot products and squared norms, in order."""
 
     term: int
     number: int
@@ -313,7 +313,7 @@ class Answer(Message, frozen=True, tag=71):
 
 
 class Evaluated(Message, frozen=True, tag=72):
-    """Every block of a server has every cell of an evaluation."""
+    """Every block of a server has accepted every work item of an evaluation."""
 
     at_version: int
     loss: float  # the sum over the samples; of the server with block 0
@@ -339,7 +339,7 @@ class Tally(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Missed(msgspec.Struct, frozen=True, array_like=True):
-    """How many updates the gradients that one block applied had missed."""
+    """The staleness of the gradients that one block applied."""
 
     block: int
     pushes: int
@@ -348,7 +348,7 @@ class Missed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StalenessLimit(msgspec.Struct, frozen=True, array_like=True):
-    """What a rule lets readers miss, in its own unit, and what they did miss."""
+    """A rule's staleness bound, in its own unit, and the largest staleness measured."""
 
     bound: float
     unit: str
@@ -391,14 +391,14 @@ class Join(Message, frozen=True, tag=100):
     batches_per_item: int
     rounds: bool
     warm_start_batches: int = 0
-    custom_loop: bool = False  # a user's own loop: its data is told later, or never; it ends when the loops do
+    custom_loop: bool = False  # its data is known later or never, and the run ends when the loops do
     optimizer: OptimizerSpec | None = None  # the user's, for the servers to run
     coordinated: bool = False  # the coordinator leads: the data is gone over as often as it asks for
     address: Address | None = None  # where the others of its team reach it; none: it computes the whole model
 
 
 class Dataset(Message, frozen=True, tag=101):
-    """What a user's own loop draws its batches from; all workers must say the same."""
+    """The dataset of a custom training loop; all workers must report the same."""
 
     fingerprint: str
     num_samples: int
@@ -444,14 +444,14 @@ class Lease(Message, frozen=True, tag=107):
 
 
 class AssignItems(Message, frozen=True, tag=108):
-    """Cells of an evaluation for a worker to compute, in this order; perhaps copies of what others are slow with."""
+    """Work items of an evaluation for a worker, in this order; some may be backup copies of slow workers' items."""
 
     at_version: int  # the version of every block at which they are computed
     work_items: tuple[int, ...]
 
 
 class ItemsDelivered(Message, frozen=True, tag=109):
-    """Others have delivered these cells: a worker that has them, too, may leave off."""
+    """Other workers have delivered these work items: a worker that also has them may drop them."""
 
     at_version: int
     work_items: tuple[int, ...]
@@ -489,7 +489,7 @@ class Finish(Message, frozen=True, tag=112):
 
 
 class Halt(Message, frozen=True, tag=113):
-    """End early: finish the cell at hand, give the leases back."""
+    """End early: finish the current work item and return the leases."""
 
     reason: str
 

@@ -65,7 +65,7 @@ def plain(settings: Mapping[str, object]) -> Settings:
 
 
 def own_settings(owner: str, given: Mapping[str, object], known: Collection[str]) -> Settings:
-    """What is said about the update, without the notes of others; `known` is what `owner` can be told."""
+    """Return the settings in `known`; raise an error naming `owner` for others, and ignore notes of schedulers."""
     own = {name: value for name, value in given.items() if name in known or name not in NOT_THE_UPDATE}
     for name in own:
         if name not in known:
@@ -90,7 +90,7 @@ def changed_numbers(owner: str, number: int, old: Settings, group: Mapping[str, 
 
 
 def _can_become(value: object, old: object) -> bool:
-    """Whether `value` is a finite number as `old` is, or as many of them; a bool is no number."""
+    """Return True if `value` is a finite number, or a sequence of them, of the form of `old`; a bool is no number."""
     if isinstance(value, tuple) and isinstance(old, tuple):
         return len(value) == len(old) and all(map(_can_become, value, old))
     if isinstance(value, bool) or isinstance(old, bool) or not isinstance(old, int | float):

@@ -1,4 +1,4 @@
-"""Where a block's parameters are published for readers."""
+"""The buffers in which a block publishes its parameters for readers."""
 
 from __future__ import annotations
 

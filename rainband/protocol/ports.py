@@ -54,6 +54,6 @@ class BorrowingPort(Protocol):
 
 
 class Settling(Protocol):
-    """What a port waits for."""
+    """An operation that a port waits for."""
 
     def ready(self) -> bool: ...

@@ -33,7 +33,7 @@ class Handle:
         raise AssertionError("each kind of handle says when it is ready")
 
     def may_never_complete(self, stopping: bool) -> bool:
-        """May waiting for it never end, because the run stops and others will not do their part?"""
+        """Return True if the awaited event may never happen, because the run is stopping."""
         return False
 
     def _wait(self) -> Generator[Handle, None, None]:

@@ -1,4 +1,4 @@
-"""What a worker counts about itself and tells in its heartbeats."""
+"""The statistics that a worker sends in its heartbeats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rainband.protocol.messages import Heartbeat
 
 @dataclass(slots=True)
 class Stats:
-    """What a worker tells in its heartbeats; written by the computing thread, read by another."""
+    """The statistics in a worker's heartbeats; written by the computing thread, read by another."""
 
     acked: int = 0
     waiting: bool = False

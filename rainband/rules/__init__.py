@@ -1,7 +1,7 @@
-"""When a block applies a gradient and who may read it: the servers' half of every algorithm.
+"""Update rules: they decide, per block, when a gradient is applied and which reads must wait.
 
-A rule is pure: it is handed what has come and calls `block.apply`. Each block has a rule object of its own, which is
-saved, copied and moved with the block.
+A rule does no I/O: it receives pushes and calls `block.apply`. Each block has its own rule object, which is saved,
+copied and moved with the block.
 """
 
 from __future__ import annotations

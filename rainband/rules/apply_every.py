@@ -1,4 +1,4 @@
-"""Between the two ends: one update for so many gradients, whoever they are from."""
+"""n-softsync: one update for every c gradients, from any workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounded asynchrony: whoever is too far ahead of the slowest waits with its next read."""
+"""Bounded asynchrony: a worker that is too far ahead of the slowest waits with its next read."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class Bounded(Rule):
 
 
 class StalenessBound(Bounded):
-    """A reader at clock c waits until everyone has done c - bound cells, and itself all c.
+    """A reader at clock c waits until every worker is done with c - bound work items, and itself with all c.
 
-    So it has read all that anyone pushed up to clock c - bound, and its own.
+    So it reads all updates that any worker pushed up to clock c - bound, and all of its own.
     """
 
     unit = "clocks"

@@ -1,7 +1,7 @@
-"""Who has come how far: the clocks of a block's readers, and the slowest of them at every version of the block.
+"""The clocks of a block's readers, and the slowest of them at every version of the block.
 
-A worker's clock is the number of cells it has done with: applied, had before, skipped or refused. Cells may arrive in
-another order than they were sent; a clock ticks only when all before it are in.
+A worker's clock is the number of its work items that the block is done with: applied, duplicate, skipped or refused.
+Work items may arrive in another order than they were sent; a clock ticks only when all earlier ones have arrived.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Clocks:
     def __init__(self) -> None:
         self.of: dict[int, int] = {}
         self.members: set[int] = set()
-        self.ahead: dict[int, set[int]] = {}  # worker -> cells that came before their turn
+        self.ahead: dict[int, set[int]] = {}  # worker -> work items that arrived before earlier ones
         self.there: dict[int, dict[int, None]] = {}  # clock -> members at it, in the order in which they came there
         self.slowest = 0
         self.rises: list[tuple[int, int]] = [(0, 0)]  # (version, slowest clock from then on)
@@ -43,7 +43,7 @@ class Clocks:
             self._rise(version)
 
     def tick(self, worker: int, clock: int, version: int) -> None:
-        """This worker has done with its cell number `clock`, of which the first is 1."""
+        """Note that the block is done with work item number `clock` of a worker, of which the first is 1."""
         now = self.of.get(worker, 0)
         if clock <= now:
             return
@@ -64,9 +64,9 @@ class Clocks:
         self._rise(version)
 
     def _rise(self, version: int) -> None:
-        """Find the slowest again. It only ever rises, because whoever comes starts there."""
+        """Update the slowest clock, which never falls, because a worker that joins starts there."""
         before = self.slowest
-        if not self.members:  # nobody is waited for: whoever comes now goes on where the furthest was
+        if not self.members:  # no worker counts: the next to join starts at the highest clock
             self.there.clear()
             self.slowest = max(before, *self.of.values())
         while self.members and not self.there.get(self.slowest):

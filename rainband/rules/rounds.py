@@ -1,4 +1,4 @@
-"""Rounds: one update for all cells of a round, or for the first so many of them."""
+"""Rounds: one update for all work items of a round, or for the first arrivals."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TOO_LATE = "too late for its round"
 
 
 class MeanOfRound(Rule):
-    """Rounds: one update with the mean over all samples of the K cells of a round, whoever computed them.
+    """One update with the mean over all samples of the K work items of a round.
 
-    The sum runs in cell order, so that the bits do not depend on who was faster. A cell that comes before its turn
-    is kept aside; the others go straight into the sum.
+    The sum runs in the order of work items, so that the result does not depend on arrival times. A work item that
+    arrives before its turn is buffered; the others are added at once.
     """
 
     reads: Literal["round"] = "round"
@@ -35,8 +35,8 @@ class MeanOfRound(Rule):
         self.total: Tensor | None = None
         self.pushes: list[Push] = []
         self.samples = 0
-        self.absent: set[int] | None = None  # parameters without a gradient in every cell so far
-        self.turn = 0  # the cell that is added next
+        self.absent: set[int] | None = None  # parameters without a gradient in every work item so far
+        self.turn = 0  # position of the work item that is added next
 
     @property
     def buffered(self) -> int:
@@ -78,9 +78,9 @@ class MeanOfRound(Rule):
 
 
 class FirstArrivalsOfRound(Rule):
-    """Rounds with backup workers: one update with the mean of the first `needed` cells; the others are dropped.
+    """Rounds with backup workers: one update with the mean of the first `needed` work items; the others are dropped.
 
-    Block 0 takes the first that come, and names them; all other blocks take the same ones, when they have been told.
+    Block 0 chooses the first arrivals; all other blocks then use the same ones.
     """
 
     reads: Literal["round"] = "round"
@@ -89,7 +89,7 @@ class FirstArrivalsOfRound(Rule):
     def __init__(self, needed: int) -> None:
         self.needed = needed
         self.come: dict[int, tuple[Push, Tensor | None]] = {}  # column -> of the round at hand
-        self.named: RoundChosen | None = None  # the cells of this round
+        self.named: RoundChosen | None = None  # the work items of this round
         self.chosen: list[RoundChosen] = []  # by this block, if it is block 0, and not told to the others yet
 
     @property
@@ -109,7 +109,7 @@ class FirstArrivalsOfRound(Rule):
         return chosen
 
     def choose(self, block: RuleBlock, named: RoundChosen) -> None:
-        """Block 0 has named the cells of a round."""
+        """Use the work items that block 0 has chosen for a round."""
         if block.index and named.round == block.version:
             self.named = named
             self._finish_if_all_are_here(block)
@@ -130,7 +130,7 @@ class FirstArrivalsOfRound(Rule):
 
 
 def _work_item(plan: DataPlan, round_: int, position: int) -> PushId:
-    """The name of one cell of a round."""
+    """Return the push ID of one work item of a round."""
     epoch, inside = divmod(round_, plan.rounds_per_epoch)
     group, k = divmod(inside, plan.portion_batches)
     portion = epoch * plan.portions_per_epoch + group * plan.items_per_round + position

@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 
 
 class Rule:
-    """When a block applies gradients, and who may read it.
+    """An update rule decides when a block applies gradients, and which reads must wait.
 
-    A new rule overrides `absorb` and whatever else it needs; everything else does nothing. A subclass may replace a
-    property by a class attribute, such as `clocked = True`.
+    A new rule overrides `absorb` and the methods it needs; the others do nothing. A subclass may replace a property by
+    a class attribute, such as `clocked = True`.
     """
 
     @property
     def reads(self) -> Literal["any", "admitted", "round"]:
-        """Who may read: any worker without asking, those the rule admits, or the round that a worker names."""
+        """Return which reads are allowed: any at once, those that the rule admits, or those of a given round."""
         return "any"
 
     @property
     def clocked(self) -> bool:
-        """Whether it counts the pushes of each worker: then enter, tick, clock_of and holder are called."""
+        """Return True if the rule counts the pushes of each worker by enter, tick, clock_of and holder."""
         return False
 
     @property
     def chooses(self) -> bool:
-        """Whether block 0 chooses the work items of a round, and all other blocks follow."""
+        """Return True if block 0 chooses the work items of a round for all blocks."""
         return False
 
     @property
     def keeps_reads(self) -> bool:
-        """Whether it keeps a copy of what each reader received."""
+        """Return True if the rule keeps a copy of the parameters that each reader received."""
         return False
 
     @property
@@ -55,7 +55,7 @@ class Rule:
 
     @property
     def bound(self) -> int | None:
-        """How far a reader may be ahead; None: there is no bound."""
+        """Return the clocks that a reader may be ahead of the slowest; None without a bound."""
         return None
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
@@ -115,7 +115,7 @@ class Rule:
 
 
 class RuleBlock(Protocol):
-    """What a rule may use of its block."""
+    """The part of a block that its rule may use."""
 
     index: int
     plan: DataPlan

@@ -1,4 +1,4 @@
-"""Evaluations: cells are added up at parameters that only the coordinator's commands change."""
+"""Evaluations of full-batch strategies: the sum of gradients at parameters that only commands change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SumGradients(Rule):
-    """Add every cell to the block's gradient, each once, whoever delivers it first."""
+    """Adds every work item to the block's gradient once, from the worker that delivers it first."""
 
     reads: Literal["admitted"] = "admitted"
 

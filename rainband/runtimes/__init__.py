@@ -1,1 +1,1 @@
-"""What drives strategies: real processes, virtual time, or somebody else's launcher."""
+"""Runtimes drive strategies: in processes, in a simulation, or in a custom training loop."""

@@ -1,8 +1,8 @@
-"""A server's half of a run that the coordinator leads: commands done once, and the sum of an evaluation.
+"""The commands of the coordinator in a full-batch run, each executed once, and the sums of evaluations.
 
-Commands are numbered by (the coordinator's term, n), and n goes on from term to term. One that comes again is answered
-the same again, also to a coordinator that was started anew; one that comes out of order, or from a coordinator that was
-replaced, changes nothing.
+Commands are numbered by (the coordinator's term, n), and n continues from term to term. A repeated command gets the
+same answer again, also from a restarted coordinator; a command out of order, or from a replaced coordinator, changes
+nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class CommandExecutor:
-    """What one server remembers of its commands and of the evaluation at hand."""
+    """Executes commands on one server, and keeps the last answers and the losses of the current evaluation."""
 
     def __init__(self, room: int) -> None:
-        self.room = room  # for so many vectors beside the parameters
+        self.room = room  # vectors that fit beside the parameters
         self.names = {PARAMS}
         self.last: Answer | None = None
         self.done: Command | None = None  # what it answers
@@ -32,7 +32,7 @@ class CommandExecutor:
         self.version = 0  # of every block: one for each command that changes the parameters or begins an evaluation
         self.work_items = 0  # of the evaluation at hand
         self.complete = 0  # of these, on every block
-        self.losses: dict[int, tuple[float, int]] = {}  # cell -> loss and samples, counted with the first block
+        self.losses: dict[int, tuple[float, int]] = {}  # work item -> loss and samples, counted at the first block
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ class CommandExecutor:
         return [self.last, *(self.evaluated() if command.work_items else ())]
 
     def _again(self, command: Command) -> list[Message]:
-        """What was done is answered the same; to a new coordinator, which does not know the answer, under its term."""
+        """Repeat the answer to a command that was executed, under the term of the coordinator that asks."""
         assert self.last is not None and self.done is not None
         if (command.operations, command.work_items) != (self.done.operations, self.done.work_items):
             return [self._refused(command, f"another command {command.number} was done")]
@@ -93,11 +93,11 @@ class CommandExecutor:
         self.complete = 0 if blocks else work_items
 
     def took(self, push: Push) -> None:
-        """The first block has taken a cell: with it comes the loss."""
+        """Keep the loss of a work item that the first block has accepted."""
         self.losses[push.push_id[0].portion] = math.nan if push.skip else push.loss, push.samples
 
     def evaluated(self) -> list[Message]:
-        """If every block has every cell: the loss, summed in the order of the cells."""
+        """Report the loss, summed in the order of work items, when every block has every work item."""
         if not self.work_items or self.complete < self.work_items:
             return []
         ordered = [self.losses[work_item] for work_item in sorted(self.losses)]

@@ -1,1 +1,1 @@
-"""One file per algorithm: its equations, its settings, the worker's half and the servers' half."""
+"""One file per algorithm: its equations, its settings, the worker part and the server part."""

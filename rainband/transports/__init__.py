@@ -1,1 +1,1 @@
-"""How messages travel between nodes; the only place, besides worlds, with threads, locks and sockets."""
+"""Transports of messages between nodes; besides runtimes, the only package with threads, locks and sockets."""

@@ -57,7 +57,7 @@ _SAME_VERSION = "install the same version of rainband on all machines."
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who a node is, within its run."""
+    """The identity of a node within its run."""
 
     role: str
     index: int
@@ -87,12 +87,12 @@ class Handshake:
 
     @property
     def done(self) -> bool:
-        """Whether each side has proved itself to the other; the last `outgoing` must still be sent."""
+        """Return True if both sides have authenticated; the last `outgoing` must still be sent."""
         return self._peer is not None
 
     @property
     def peer(self) -> Identity:
-        """Who the other side is."""
+        """Return the identity of the other side."""
         assert self._peer is not None, "the peer is not known before the handshake is done"
         return self._peer
 

@@ -55,7 +55,7 @@ class Connection:
     # ---- in --------------------------------------------------------------------------------------------------------
 
     def receive(self) -> list[tuple[Message, memoryview | None]] | None:
-        """What has come; None: the connection has ended. Raises BadFrame or HandshakeFailed."""
+        """Return the messages that have arrived, or None at the end. Raises BadFrame or HandshakeFailed."""
         if self.reader is None:
             return self._shake_hands()
         space = self.reader.space()

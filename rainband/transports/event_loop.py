@@ -1,4 +1,4 @@
-"""Where a worker's computing thread waits: for sockets it reads itself, and for what its other threads received."""
+"""The event loop on which a worker's computing thread waits for its sockets, and for messages of other threads."""
 
 from __future__ import annotations
 

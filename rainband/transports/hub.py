@@ -25,7 +25,7 @@ FRAMES_BEFORE_FLUSH = 4  # answer early enough that the sender can go on, rarely
 
 
 class Handler(Protocol):
-    """What a node does with what comes."""
+    """The functions of a node that the hub calls for messages and lost peers."""
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None: ...
 
@@ -94,7 +94,7 @@ class Hub:
             self.unflushed[connection.sock.fileno()] = connection
 
     def run_once(self, timeout_s: float) -> None:
-        """Wait for something to happen, at most so long, and deal with it."""
+        """Wait up to `timeout_s` for events, and handle them."""
         self.flush()
         for fd, event in self.epoll.poll(timeout_s):
             if fd in self.watched:

@@ -22,7 +22,7 @@ from rainband.transports.pytrees import outgoing
 
 
 class PeerLinks:
-    """Used by the thread that waits on the switchboard, and by no other."""
+    """Links to other workers; used only by the thread that waits on the event loop."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PeerLinks:
         return self.inbox.lost
 
     def listen(self, host: str = "127.0.0.1") -> Address:
-        """Where other workers of the run reach this one."""
+        """Listen, and return the address at which other workers of the run reach this one."""
         port, unix = 0, ""
         settings = self.me, self.secret, self.run_id, self.event_loop, self.inbox, self.timeout_s
         if self.transport != "tcp":
@@ -89,7 +89,7 @@ class PeerLinks:
             self.event_loop.wait(left_s)
 
     def send(self, to: int, tag: Tag, payload: Any) -> None:
-        """Send a nest of values, which may be overwritten when this returns; serves what comes if it must wait."""
+        """Send a pytree of values, which may be overwritten afterwards; handles arriving messages while it waits."""
         pytree = outgoing(payload)
         if to not in self.inbox.linked:
             why = self.inbox.lost.get(to, "there was never a link to it")
@@ -107,7 +107,7 @@ class PeerLinks:
         return self.inbox.ask(source, tag)
 
     def close(self) -> None:
-        """What was sent still arrives; nothing comes any more."""
+        """Close the links; values that were sent still arrive, but nothing is received."""
         for way in (self._shared, self._tcp):
             if way is not None:
                 way.close()

@@ -62,7 +62,7 @@ class SharedPeerLinks:
         self.inbox = inbox
         self.hub = Hub(me, secret, run_id, self, MAX_BODY_BYTES, timeout_s)
         self.links: dict[int, Link] = {}
-        # An epoll can be watched like a socket: the hub's connections are served by whoever waits.
+        # An epoll can be watched like a socket: the thread that waits also serves the hub's connections.
         event_loop.watch(self.hub.epoll.fileno(), lambda: self.hub.run_once(0.0))
 
     def adopt(self, sock: socket.socket, peer: Identity, key: int) -> None:

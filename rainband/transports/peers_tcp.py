@@ -72,7 +72,7 @@ class TcpPeerLinks:
         self._ring()
 
     def close(self) -> None:
-        """What was sent still leaves, within the timeout."""
+        """Close the links after all sent values have left, within the timeout."""
         self.closing_at = time.monotonic() + self.timeout_s
         self._ring()
         self.thread.join()

@@ -1,7 +1,7 @@
-"""Nests: lists, tuples and dicts of numbers, words and tensors, as a typed structure and raw bytes beside it.
+"""Pytrees (lists, tuples and dicts of numbers, strings and tensors) as a typed structure and raw bytes.
 
-The structure says everything but the tensors' contents: these lie one after the other, each on a 64-byte boundary, in
-memory of whoever carries them. What comes from outside is checked before anything is allocated.
+The structure has everything except the contents of tensors, which lie one after the other, each on a 64-byte boundary,
+in the memory of the transport. Received structures are checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Node)
 
 
 class Outgoing(NamedTuple):
-    """A nest that is ready to be sent."""
+    """A pytree that is ready to be sent."""
 
     structure: bytes
     tensors: list[tuple[int, Tensor]]  # where each begins, and the tensor in the order of its memory
@@ -119,7 +119,7 @@ def fresh_memory(num_bytes: int) -> memoryview:
 
 
 def outgoing(pytree: Any) -> Outgoing:
-    """Take a nest apart; nothing of its tensors is copied yet."""
+    """Split a pytree into structure and tensors, without copying tensors."""
     found: list[Tensor] = []
     try:
         structure = _encoder.encode(_node(pytree, found))
@@ -132,9 +132,9 @@ def outgoing(pytree: Any) -> Outgoing:
 
 
 def incoming(structure: bytes, memory: Tensor, copy: bool = True) -> Any:
-    """Put a nest together again; `memory` has the bytes, and may have more. Raises BadFrame.
+    """Build a pytree from its structure and the bytes in `memory`, which may be longer. Raises BadFrame.
 
-    Its tensors are its own, or, without `copy`, lie in that memory, which nobody else may use any more.
+    Tensors are copies, or, without `copy`, views of that memory, which must not be used for anything else.
     """
     try:
         node = _decoder.decode(structure)
@@ -148,7 +148,7 @@ def incoming(structure: bytes, memory: Tensor, copy: bool = True) -> Any:
         tensors = iter([_tensor(spec, memory, at, copy) for spec, at in zip(specs, places, strict=True)])
         return _pytree(node, tensors)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadFrame(f"what came is no nest of values: {error}") from None
+        raise BadFrame(f"a received message is not a pytree of values: {error}") from None
 
 
 def _places(sizes: list[int]) -> tuple[list[int], int]:

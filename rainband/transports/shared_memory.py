@@ -70,7 +70,7 @@ class SharedSegment:
 
 
 def buffer_offsets(specs: Sequence[BlockSpec], buffers: int) -> tuple[list[list[int]], int]:
-    """Where each block's buffers begin in a server's published memory, and how long that is."""
+    """Return the offsets of each block's buffers in a server's published memory, and its length."""
     at = -(-len(specs) * WORD_BYTES // PAGE) * PAGE
     offsets: list[list[int]] = []
     for spec in specs:

@@ -18,7 +18,7 @@ SHARE = 20  # times as long as measuring takes, it trains before the next
 
 
 class PeriodicEval:
-    """Measures every so many seconds, with the parameters that the worker has at that moment."""
+    """Evaluates the task periodically, with the parameters that the worker has at that moment."""
 
     def __init__(
         self, task: Task, module: nn.Module, stats: Stats, every_s: float, now: Callable[[], float] = time.monotonic
@@ -46,7 +46,7 @@ class PeriodicEval:
 
 
 def measure(task: Task, module: nn.Module) -> dict[str, float]:
-    """What the task says of the module as it is; it is left in the mode for evaluation."""
+    """Return the task's metrics of the module, which is left in evaluation mode."""
     module.eval()
     return {name: float(value) for name, value in task.evaluate(module).items()}
 

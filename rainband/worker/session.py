@@ -41,7 +41,7 @@ class Dismissed(RainbandError):
 
 
 class WorkerRuntime(Protocol):
-    """What a runtime supplies to a worker, besides driving it (waiting, time and compute: see `drive`)."""
+    """A runtime's services for a worker, besides driving it (waiting, time and compute: see `drive`)."""
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
         """Send a message to the coordinator."""
@@ -53,7 +53,7 @@ class WorkerRuntime(Protocol):
         """Prepare the worker; its strategy begins when this returns."""
 
     def flush_output(self) -> None:
-        """What the user's code has printed is out when this returns."""
+        """Write out all that the user's code has printed."""
 
     async def saved(self) -> None:
         """Return when the files that were written are on disk."""

@@ -1,4 +1,4 @@
-"""The cells of an evaluation that a worker has in hand: which is next, and which others have delivered meanwhile."""
+"""The work items of an evaluation that a worker was assigned: the next one, and those that others have delivered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rainband.strategy import Batch, WorkItem
 
 
 class ItemsInHand:
-    """Asks for more while the last cell is computed, and says so when there is none."""
+    """The assigned work items; requests more while the last one is computed, and reports when there is none."""
 
     def __init__(self, tell: Callable[[Message], None]) -> None:
         self.tell = tell  # the coordinator
@@ -24,7 +24,7 @@ class ItemsInHand:
         self.said_idle = False
 
     def take(self, message: AssignItems) -> None:
-        """More cells; those of the evaluation before are over."""
+        """Add assigned work items; those of the previous evaluation are over."""
         self._go_on_to(message.at_version)
         if message.at_version == self.at_version:
             self.asked = self.said_idle = False
@@ -32,7 +32,7 @@ class ItemsInHand:
             self.spare.difference_update(message.work_items)
 
     def leave_off(self, message: ItemsDelivered) -> None:
-        """Others have delivered these cells: they need not be begun, nor ended."""
+        """Drop work items that others have delivered."""
         self._go_on_to(message.at_version)
         if message.at_version == self.at_version:
             self.spare.update(message.work_items)
@@ -48,7 +48,7 @@ class ItemsInHand:
             self.spare.clear()
 
     def next(self, plan: DataPlan) -> WorkItem | None:
-        """The next cell to compute; None: there is none now."""
+        """Return the next work item to compute, or None."""
         idle = not self.work_items
         if (len(self.work_items) <= 1 and not self.asked) or (idle and not self.said_idle):
             self.asked, self.said_idle = True, idle
@@ -60,13 +60,13 @@ class ItemsInHand:
         return WorkItem(batches, self.at_version, bool(self.work_items))
 
     def after(self, batch: Batch, plan: DataPlan) -> Batch | None:
-        """What will be computed after this batch, as far as is known."""
+        """Return the batch that follows this one, if it is known."""
         if batch.k + 1 < plan.batches_in(batch.portion):
             return Batch(batch.portion, batch.k + 1, batch.lease)
         return Batch(self.work_items[0], 0, self.at_version) if self.work_items else None
 
     def wants(self, work_item: WorkItem) -> bool:
-        """Is it worth going on with a cell that was begun?"""
+        """Return True if a work item that was begun is still needed."""
         return work_item.round == self.at_version and work_item.batches[0].portion not in self.spare
 
 

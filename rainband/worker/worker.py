@@ -57,7 +57,7 @@ class Compute(Work):
 
 
 class Sampler:
-    """Which samples a batch of the plan has: the same for whoever asks."""
+    """The samples of each batch of the plan, the same on every worker."""
 
     def __init__(self, plan: DataPlan) -> None:
         self.plan = plan
@@ -122,7 +122,7 @@ class ModuleWorker:
         self.prefetch: Callable[[Batch], Any] | None = None  # returns the samples of a batch that were prepared ahead
 
     async def work_items(self) -> AsyncIterator[WorkItem]:
-        """The cells leased to this worker, until the run's data is done."""
+        """Yield the work items leased to this worker, until the run's data is done."""
         while not self.client.finished and not self.client.stopping:
             work_item = self.client.next_item()
             if work_item is None:
@@ -240,7 +240,7 @@ class WorkerOptimizer:
 
 
 class LocalAccounting:
-    """Where there are no servers, a worker remembers itself what was done, and tells it."""
+    """The batch accounting of a worker in a run without servers."""
 
     def __init__(self, client: Client) -> None:
         self.client = client

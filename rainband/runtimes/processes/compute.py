@@ -1,4 +1,4 @@
-"""How a worker process computes: batches are prepared ahead, and a step can be made to take a minimum time."""
+"""Compute of a worker process: batches prepared ahead, and steps that take a minimum time."""
 
 from __future__ import annotations
 
