@@ -1,4 +1,4 @@
-"""The way for a training loop of your own into a run: `with rainband.join(model, optimizer) as run:`."""
+"""Join a custom training loop to a run: `with rainband.join(model, optimizer) as run:`."""
 
 from __future__ import annotations
 

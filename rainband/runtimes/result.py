@@ -1,4 +1,4 @@
-"""What a run came to: one that went to its end has not always come to anything."""
+"""The outcome of a run: a run that ended normally may still have failed or diverged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rainband.protocol.accounting import BatchAccounting
 from rainband.runtimes.config import RunConfig
 
-NOT_FINITE = "not finite"  # the books' word for a gradient with infinities or NaN
+NOT_FINITE = "not finite"  # the reason for skipping a gradient with infinities or NaN
 MANY = 0.05  # of all batches; a few at the start are usual with mixed precision
 
 
@@ -18,7 +18,7 @@ class DivergenceCheck(NamedTuple):
 
 
 def diverged(accounting: Mapping[str, Any]) -> DivergenceCheck | None:
-    """How many batches were skipped because their gradients were not finite; none where these were few."""
+    """Return the counts of skipped batches if many gradients were not finite, otherwise None."""
     skipped = accounting.get("skipped", {}).get(NOT_FINITE, 0)
     batches = accounting.get("batches", 0) - accounting.get("not_processed", 0)
     return DivergenceCheck(skipped, batches) if batches and skipped / batches >= MANY else None
@@ -37,12 +37,12 @@ def judged(outcome: str, reason: str, accounting: BatchAccounting | None, config
     if skipped and not accounting.applied and not accounting.untracked_pushes:
         reasons = ", ".join(f"{number:,} {why}" for why, number in accounting.skipped.items())
         return RunVerdict("failed", f"nothing was learnt: every batch was skipped ({reasons}).{_hint(accounting)}")
-    if accounting.not_processed and not config.script:  # a loop of the user's own may end when it likes
+    if accounting.not_processed and not config.script:  # a custom training loop may end early
         done = accounting.batches - accounting.not_processed
         return RunVerdict(
             "failed",
             f"the strategy {config.strategy} returned with {done:,} of {accounting.batches:,} batches done: "
-            "its `run` must go on until worker.cells() ends.",
+            "its `run` must continue until worker.work_items() ends.",
         )
     return RunVerdict(outcome, reason)
 

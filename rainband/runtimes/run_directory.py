@@ -52,7 +52,7 @@ def calendar_time() -> str:
 
 
 def write_config(directory: Path, config: RunConfig) -> None:
-    """What reproduces the run. The secret is no part of it."""
+    """Write the settings that reproduce the run, without its secret."""
     data = msgspec.json.encode(config)
     (directory / "config.json").write_bytes(msgspec.json.format(data, indent=2) + b"\n")
 
@@ -98,7 +98,7 @@ class EventLog:
 
 
 class OutputLog:
-    """What a run's processes print: all of it in output.log, so that it does not tear the progress view."""
+    """Collects the output of a run's processes in output.log, so that it does not disturb the progress view."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "output.log"

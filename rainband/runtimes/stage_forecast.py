@@ -1,4 +1,4 @@
-"""What the plan of a run in stages predicts for this run: its schedule, microbatches, copies, world and network."""
+"""Predict the throughput of a model-parallel run from its stage plan, runtime and network."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _schedule(stage_plan: StagePlan, strategy: Strategy) -> str:
 
 
 def _as_simulated(model: ClusterModel) -> LinkSpeed:
-    """A message has a header; jitter is a delay in the mean."""
+    """Return the speed of a simulated link; jitter counts as its mean delay."""
     network = model.network
     header_s = HEADER_BYTES / network.bytes_per_s
     return LinkSpeed(bytes_per_s=network.bytes_per_s, latency_s=network.latency_s + network.jitter_s + header_s)

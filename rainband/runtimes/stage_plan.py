@@ -20,7 +20,7 @@ STAGES_PER_WORKER = 2  # of the schedule interleaved, where no number is given
 
 
 class PipelineOptions(NamedTuple):
-    """How batches go through the stages; None: not given."""
+    """The options of a pipeline as given; None: not given."""
 
     microbatches: int | None = None
     schedule: str | None = None
@@ -47,10 +47,10 @@ def make_stage_plan(
     seed: int = 0,
     threads: int = 1,
 ) -> StagePlan:
-    """Measure the task's model and cut it into stages of about equal time; or check a plan that is given.
+    """Measure the task's model and split it into stages of about equal time, or check the plan that is given.
 
-    `stages`: so many workers compute one copy of the model; interleaved, each of them has several stages. `threads`: of
-    torch, in each worker.
+    `stages` workers compute one replica of the model; interleaved, each of them has several stages. `threads` is the
+    number of torch threads of each worker.
     """
     import torch
 
@@ -106,5 +106,5 @@ def usual_microbatches(plan: Placement, batch_size: int) -> int:
 
 
 def is_pipeline(strategy: Strategy) -> bool:
-    """Is it made of stages that are never flushed?"""
+    """Return True if the strategy runs a pipeline that never flushes."""
     return strategy.requires.stages is not None

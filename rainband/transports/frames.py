@@ -1,4 +1,4 @@
-"""Frames: how one message lies on a byte stream, as a fixed prefix, a msgpack header and raw body bytes.
+"""Frames: one message on a byte stream, as a fixed prefix, a msgpack header and raw body bytes.
 
     offset  bytes  prefix, little-endian
     0       4      magic b"RBND"
@@ -16,7 +16,7 @@ what it is started from), so a frame recorded on one connection is refused on ev
 key. The checksums guard against accidents and mix-ups, not against somebody who can write into the
 connection: that takes TLS.
 
-There is no input or output here: bytes go in, bytes come out, whoever owns the socket moves them.
+There is no I/O here: bytes go in and come out, and the owner of the socket moves them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class FrameReader:
     large ones; the rest of a body arrives where it stays. How long what `received` returns is valid:
 
     - a header: for ever, it is a copy;
-    - a body in memory given by `body_memory`: as long as whoever gave it says. That memory is written to
+    - a body in memory given by `body_memory`: as long as its owner says. That memory is written to
       before the body's checksum is known, so nobody may use it until its frame is returned;
     - a body without `body_memory`: until the next call of `received`. Bodies that come in several pieces
       share one buffer, but never two of one call: such a body is the only frame of the call that completes
@@ -129,7 +129,7 @@ class FrameReader:
 
     @property
     def between_frames(self) -> bool:
-        """Whether the stream may end here without cutting a frame in two."""
+        """Return True if the stream may end here without truncating a frame."""
         return self._staged == 0 and self._arriving is None
 
     @property

@@ -30,13 +30,15 @@ def measured(so_far: RunSoFar) -> MeasuredStages | None:
     predicted, last, training_s = so_far.predicted, so_far.last, so_far.training.seconds
     if predicted is None or last is None or not training_s or not last.batches_done:
         return None
-    crew = [stage.workers for stage in predicted.stages]
-    if not last.computed_s or sorted(last.computed_s) != list(range(len(last.computed_s) // sum(crew) * sum(crew))):
+    num_workers = [stage.workers for stage in predicted.stages]
+    if not last.computed_s or sorted(last.computed_s) != list(
+        range(len(last.computed_s) // sum(num_workers) * sum(num_workers))
+    ):
         return None
-    stage_of = [number for number, workers in enumerate(crew) for _ in range(workers)]
-    sums = [[0.0, 0.0, 0.0, 0.0] for _ in crew]
+    stage_of = [number for number, workers in enumerate(num_workers) for _ in range(workers)]
+    sums = [[0.0, 0.0, 0.0, 0.0] for _ in num_workers]
     for worker, compute_s in last.computed_s.items():
-        total, waited_s = sums[stage_of[worker % sum(crew)]], last.waited_s.get(worker, 0.0)
+        total, waited_s = sums[stage_of[worker % sum(num_workers)]], last.waited_s.get(worker, 0.0)
         rest_s = max(0.0, training_s - compute_s - waited_s)
         for place, value in enumerate((compute_s, waited_s, rest_s, last.sent_bytes.get(worker, 0))):
             total[place] += value / last.batches_done

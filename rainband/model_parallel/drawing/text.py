@@ -77,7 +77,7 @@ def schedule_lines(table: Table, facts: ScheduleFacts, width: int = 100) -> list
 
 
 def rate_lines(play: Played, profile: Profile) -> list[str]:
-    """What a schedule should give, and how late its gradients are."""
+    """Return the predicted throughput of a schedule, and the staleness of its gradients."""
     ms, rate, faster = _figures(play, profile)
     late = f"gradients are up to {play.late} update{'s' * (play.late > 1)} late" if play.late else "no gradient is late"
     return [late, f"predicted: a batch every {ms} ms, {rate} samples/s, {faster} times as fast as alone"]

@@ -55,7 +55,7 @@ def _where_it_is(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]])
 
 
 def _device_of(model: nn.Module) -> AbstractContextManager[object]:
-    """What a model without values makes in its forward has none, either."""
+    """Return the meta device as default for a model without values, so that its forward allocates none."""
     return torch.device("meta") if any(p.is_meta for p in model.parameters()) else nullcontext()
 
 

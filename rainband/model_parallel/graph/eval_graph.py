@@ -42,7 +42,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 def _is_frozen(model: nn.Module, how: str) -> bool:
-    """Would a graph that was made in the other mode be another one? Only fx can be asked cheaply."""
+    """Return True if the graph differs between training and evaluation mode; only fx can be checked cheaply."""
     if how in ("pieces", "export"):
         return how == "export"
     try:

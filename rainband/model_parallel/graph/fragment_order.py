@@ -1,11 +1,11 @@
-"""Which nodes of a placement run together: pieces that need nothing from elsewhere while they run.
+"""Divide the nodes of a placement into fragments, which need no values from other machines while they run.
 
     level(n) = max over what n reads of ( level + 1 if it is read on any other machine, else level )
 
-A fragment is a connected piece of the nodes of one (machine, level). Whatever crosses machines raises the level, for
-those who stay at home, too. So fragments of any placement have an order, even where two machines depend on each other
-back and forth; a value leaves as soon as it is made, not when all else is done; and no fragment waits for another's
-inputs.
+A fragment is a connected component of the nodes of one (machine, level). A value that crosses machines raises the level
+of all its readers, also on its own machine. So the fragments of any placement have an order, even where two machines
+depend on each other in both directions; a value is sent as soon as it is computed; and no fragment waits for the inputs
+of another.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def by_stage_and_level(cut: Cut, stages: Mapping[str, int], machines: Mapping[st
 
 
 def dealt(layout: FragmentLayout, machines: int) -> FragmentLayout:
-    """The same stages on so many machines, in turn: stage s on machine s mod their number."""
+    """Deal stages to `machines` machines in turn: stage s to machine s mod `machines`."""
     fragments = tuple(replace(fragment, machine=fragment.machine % machines) for fragment in layout.fragments)
     return replace(layout, fragments=fragments, answer_machine=layout.answer_machine % machines)
 
@@ -158,6 +158,6 @@ def as_module(cut: Cut, fragment: Fragment) -> fx.GraphModule:
 
 
 def _is_alone(cut: Cut, fragment: Fragment, writer: fx.Node, source: fx.Node) -> bool:
-    """Does nobody but the writer ever look at what it overwrites?"""
+    """Return True if only the writer reads the value that it overwrites."""
     made_here = source.name in fragment.nodes
     return made_here and list(source.users) == [writer] and not cut.writers[writer.name].has_other_names

@@ -13,7 +13,7 @@ COMPUTES = ("call_module", "call_function", "call_method")
 
 
 class GraphText(NamedTuple):
-    """What a node that works in place writes into."""
+    """The target that an in-place node writes into."""
 
     value: str
     has_other_names: bool  # views of it are read by others
@@ -51,7 +51,7 @@ class Cut:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """What a plan places: the leaders, in the order in which they compute."""
+        """Return the units that a placement assigns to machines, in the order in which they compute."""
         return tuple(name for name in self.nodes if self.leaders[name] == name)
 
     def reads(self, name: str) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ class Cut:
         return {name: defaults[name] if name in defaults and name not in given else bound[name] for name in bound}
 
     def answer(self, values: Mapping[str, Any]) -> Any:
-        """What the module returns, made of its output values."""
+        """Return the module's result, built from its output values."""
 
         def value_of(node: fx.Node) -> Any:
             return attribute(self.module, node) if node.op == "get_attr" else values[node.name]
@@ -140,7 +140,7 @@ class Cut:
 
 
 def attribute(module: nn.Module, node: fx.Node) -> Any:
-    """What a get_attr node stands for: a parameter, a buffer, a constant."""
+    """Return the parameter, buffer or constant of a get_attr node."""
     value: Any = module
     for word in str(node.target).split("."):
         value = getattr(value, word)

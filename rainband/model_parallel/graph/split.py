@@ -61,7 +61,7 @@ class _Target:
 
     @property
     def named(self) -> dict[str, nn.Module]:
-        """What is there, by its names; a Sequential that was named as a whole is what it consists of."""
+        """Return the modules of this part by name; a Sequential that was named as a whole is replaced by its layers."""
         found = {key: self.parent.get_submodule(key) for key in self.keys}
         first = found[self.keys[0]]
         return dict(first.named_children()) if len(found) == 1 and isinstance(first, nn.Sequential) else found

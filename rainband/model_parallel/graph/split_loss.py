@@ -52,7 +52,7 @@ class _Answering(nn.Module):
 
 
 def inputs_of(task: Task, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the task's loss gives to the model for this batch."""
+    """Return the arguments with which the task's loss calls the model for a batch."""
     try:
         task.loss(_Asking(), batch)
     except _Asked as asked:
@@ -88,7 +88,7 @@ def cut_task(task: Task, model: nn.Module, data: Data, batch_size: int) -> tuple
 
 
 def measure_samples(task: Task, cut: Cut, data: Data, samples: int, name: str = "", threads: int = 1) -> Profile:
-    """What so many samples cost, or as many as there are, with as many threads of torch as a worker has."""
+    """Measure the cost of `samples` samples (or all), with as many torch threads as a worker has."""
     args, kwargs = inputs_of(task, data.batch(range(min(samples, len(data)))))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

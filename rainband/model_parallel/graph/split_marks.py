@@ -1,4 +1,4 @@
-"""What a user can say about where a model may be cut, in the model itself."""
+"""Marks with which a user says, in the model, where it may be split."""
 
 from __future__ import annotations
 

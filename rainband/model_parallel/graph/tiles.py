@@ -55,7 +55,7 @@ class Overlap(NamedTuple):
 
 
 def bounds(length: int, tiles: int) -> list[int]:
-    """Where tiles begin, and the end: about equal, none empty."""
+    """Return the edges of tiles of about equal length, none of them empty."""
     if not 1 <= tiles <= length:
         raise ValueError(f"cannot cut {length} rows or columns into {tiles} tiles: choose from 1 to {length}.")
     return [length * n // tiles for n in range(tiles + 1)]
@@ -216,7 +216,7 @@ class ConvolutionPiece(nn.Module):
 
 
 def _windows(layer: nn.Module) -> tuple[Window, Window]:
-    """How a layer sees its input, from top to bottom and from left to right."""
+    """Return a layer's windows over its input: vertical and horizontal."""
     if isinstance(layer, ELEMENTWISE):
         return Window(), Window()
     if isinstance(layer, nn.Conv2d) and layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
@@ -248,7 +248,7 @@ def _places(here: tuple[int, int, int, int], width: int) -> list[int]:
 
 
 def _piece(layer: nn.Module, here: tuple[int, int, int, int], places: list[int]) -> nn.Module:
-    """What computes one tile of a layer: output rows and columns `here`."""
+    """Return a module that computes one tile of a layer: the output rows and columns `here`."""
     if isinstance(layer, nn.Conv2d):
         return ConvolutionPiece(layer)
     if isinstance(layer, LocallyConnected2d):

@@ -44,7 +44,7 @@ class OpeningTracer(fx.Tracer):
         return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
 
     def _layers_of(self, encoder: nn.TransformerEncoder, value: Any) -> Any:
-        """What nn.TransformerEncoder does when it is given no masks; its own forward cannot be traced."""
+        """Call the layers as nn.TransformerEncoder does without masks, because its forward cannot be traced."""
         for layer in encoder.layers:
             value = layer(value)
         return value if encoder.norm is None else encoder.norm(value)

@@ -1,1 +1,1 @@
-"""Which unit of a model runs on which machine: measuring, predicting and choosing."""
+"""Placement of a model's units on machines: profiles, predictions and partitioners."""

@@ -72,7 +72,7 @@ def find_partitioner(name: str) -> Partitioner:
 
 
 def make_plan(partitioner: Partitioner, profile: Profile, resources: Resources) -> Placement:
-    """A plan that was checked and has a prediction, whoever made it."""
+    """Return the partitioner's placement, checked and with a prediction."""
     plan = partitioner(profile, resources)
     if not isinstance(plan, Placement):
         raise ValueError(

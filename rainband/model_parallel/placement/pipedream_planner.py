@@ -31,7 +31,7 @@ from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.predict import predicted, ring_bytes
 from rainband.model_parallel.placement.profile import Profile, Resources
 
-Shape = tuple[tuple[int, int], ...]  # stages as (end, replicas): units up to `end`, on so many machines each
+Shape = tuple[tuple[int, int], ...]  # stages as (end, replicas): units up to `end`, on `replicas` machines
 Placed = list[tuple[int, tuple[int, ...]]]  # stages as (end, machines)
 NEVER: tuple[float, Shape] = (float("inf"), ())
 MAX_UNITS = 40  # neighbours are merged until there are so few

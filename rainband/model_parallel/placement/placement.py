@@ -22,7 +22,7 @@ class PlacedStage(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """What a partitioner expects of its plan."""
+    """The predicted performance of a placement."""
 
     batch_s: float  # between two batches that come out, once it runs
     alone_s: float  # on one machine
@@ -71,7 +71,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_interleaved(plan: Placement) -> bool:
-    """Has a machine several stages?"""
+    """Return True if a machine has several stages."""
     return len({stage.machines for stage in plan.stages}) < len(plan.stages)
 
 

@@ -1,11 +1,11 @@
-r"""What a plan should take, from a profile and a network.
+r"""Predict the time of a placement, from a profile and a network.
 
-A partition does one batch at a time: fragments in their order, each when its machine is free and what it reads is
-there. A value is sent once to each machine that reads it, and its gradient comes back once; messages wait for the card
-they leave by, and for the one they come to.
+A partition runs one batch at a time: fragments in their order, each when its machine is free and its inputs have
+arrived. A value is sent once to each machine that reads it, and its gradient comes back once; messages queue at the
+sender's and the receiver's network card.
 
-A pipeline gives a batch as often as its slowest link allows (PipeDream, Narayanan et al. 2019). For a stage
-of m machines with parameters w, and the values a that go to later stages,
+The throughput of a pipeline is that of its slowest part (PipeDream, Narayanan et al. 2019). For a stage of m machines
+with parameters w, and the values a that go to later stages,
 
     stage     max( sum T_l , 2 (m - 1) / m |w| / B ) / m
     between   2 a / B                                   (here: the bytes forward and backward, as measured)
@@ -98,7 +98,7 @@ def _between_groups_s(plan: Placement, profile: Profile, network: LinkSpeed) -> 
 
 
 def ring_bytes(machines: int, num_bytes: int) -> float:
-    """What each of so many machines sends to sum vectors of this size."""
+    """Return the bytes that each machine sends in a ring all-reduce of a vector."""
     return 2 * (machines - 1) / machines * num_bytes
 
 
@@ -135,7 +135,7 @@ class PartitionClock:
         return self.play(placement, microbatches).total_s
 
     def play(self, placement: Mapping[str, int], microbatches: int = 1) -> Times[Step]:
-        """When each fragment is at work: microbatches one after the other, each forward, then backward."""
+        """Return the times of all fragments for microbatches one after the other, each forward, then backward."""
         key = fragment_keys(self.read, placement)
         order = sorted(set(key.values()))
         rows: dict[int, list[Step]] = {}

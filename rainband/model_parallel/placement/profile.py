@@ -1,4 +1,4 @@
-"""What each unit of a cut model costs: time, parameters, activations, and the values that may cross machines."""
+"""Profiles: the time, parameters and activations of each unit of a split model, and the values between units."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Unit(msgspec.Struct, frozen=True):
 
 
 class CutValue(msgspec.Struct, frozen=True):
-    """A tensor, or a nest of them, that goes from one unit to others."""
+    """A tensor, or a pytree of them, that goes from one unit to others."""
 
     name: str
     maker: str
@@ -85,7 +85,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         return sum(self.by_name[name].activation_bytes for name in names)
 
     def scaled(self, seconds: float = 1.0, num_bytes: float = 1.0) -> Profile:
-        """As if computing took so many times as long, and values had so many times as many bytes."""
+        """Return the profile with all times and all bytes multiplied by these factors."""
         units = [
             msgspec.structs.replace(u, forward_s=u.forward_s * seconds, backward_s=u.backward_s * seconds)
             for u in self.units
@@ -132,7 +132,7 @@ class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
-    """What a partitioner may use."""
+    """The machines and network that a partitioner may use."""
 
     num_machines: int
     memory_bytes: int = 0  # of each machine; 0: no limit

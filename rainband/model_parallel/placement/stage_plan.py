@@ -1,4 +1,4 @@
-"""How the workers of a replica compute one model: the units of each machine, microbatches, and their order."""
+"""The plan of a replica whose workers compute one model: units of each machine, microbatches and schedule."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """When an action was done."""
+    """The time span of an action."""
 
     machine: int
     action: Action
@@ -43,7 +43,7 @@ class ActionSpan:
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What came out; lists have one number per machine."""
+    """The results of a simulated schedule; lists have one number per machine."""
 
     spans: tuple[ActionSpan, ...]
     total_s: float

@@ -1,7 +1,7 @@
-"""How a run in stages should go, by the numbers of a profile: what each worker computes and sends, and when.
+"""Forecast a model-parallel run from a profile: what each worker computes and sends, and when.
 
-What is not in a profile is not in here: reading data, the loss, updates, servers. That replicas of a stage exchange
-their gradients is in here, because it decides where a plan has replicas.
+A forecast has no costs that are not in a profile: reading data, the loss, updates, servers. It does have the exchange
+of gradients between replicas of a stage, because that decides where a placement has replicas.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Played:
 
 
 def partitioner_for(schedule: str | None) -> Partitioner:
-    """Who plans for a schedule, if nobody says otherwise."""
+    """Return the default partitioner for a schedule."""
     return pipedream if schedule is None else PLAN_WITH.get(schedule, one_machine_per_stage)
 
 
@@ -75,7 +75,7 @@ def check_schedule(name: str, plan: Placement | None = None) -> None:
 
 
 def played(name: str, plan: Placement, profile: Profile, resources: Resources, microbatches: int) -> Played:
-    """Play a schedule with the plan's stages; a batch has so many microbatches."""
+    """Simulate a schedule with the stages of a placement."""
     check_schedule(name, plan)
     costs = costs_of(name, plan, profile, resources, microbatches)
     table = table_of(name, plan, microbatches, batches=1)
@@ -95,7 +95,7 @@ def steady_s(name: str, plan: Placement, microbatches: int, costs: Costs) -> flo
 
 
 def full_after(name: str, plan: Placement) -> int:
-    """After so many batches a pipeline is full, and all replicas of a stage have had as many of them."""
+    """Return the number of batches after which a pipeline is full and all replicas of a stage have had as many."""
     if name == "pipedream":
         return 2 * math.lcm(*plan.replicas()) * len(plan.stages)
     return 1 if name in FLUSHES else 2
@@ -118,7 +118,7 @@ def every_schedule(
 
 
 def table_of(name: str, plan: Placement, microbatches: int, batches: int) -> Table:
-    """The schedule's table for so many batches of so many microbatches."""
+    """Return the schedule's table for a number of batches and microbatches."""
     stages = len(plan.stages)
     match name:
         case "gpipe":
@@ -309,6 +309,6 @@ class Forecast:
 
 
 def as_batch(microbatch: Profile, samples: int) -> Profile:
-    """A batch of so many samples, computed in microbatches like this one."""
+    """Return the profile of a batch of `samples` samples, computed in microbatches like this one."""
     times = samples / microbatch.batch_size
     return msgspec.structs.replace(microbatch.scaled(times, times), batch_size=samples)

@@ -38,7 +38,7 @@ class ScheduleDeadlock(Exception):
 
 @dataclass(frozen=True)
 class Times(Generic[Task]):
-    """When each task started and ended."""
+    """The start and end of each task."""
 
     start_s: Mapping[Task, float]
     end_s: Mapping[Task, float]

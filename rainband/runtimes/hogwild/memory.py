@@ -1,11 +1,11 @@
-"""One memory for all workers of a machine: the parameters themselves, and small tables of who has done what.
+"""Memory shared by all workers of a machine: the parameters, and small tables for the batch accounting.
 
-Nothing in it is locked. The parameters are written by everyone. Every word of the tables has one writer at a time, so
-none is ever lost:
+Nothing is locked. All workers write the parameters. Every word of the tables has one writer at a time, so no write is
+lost:
 
     a worker's own    updates it has written, the batch it is writing now, how many updates each had missed
-    a portion's       which of its batches are done or skipped: written by whoever has it leased
-    the keeper's      the lowest lease of each portion that still counts, and a factor on the learning rate
+    a portion's       which of its batches are done or skipped: written by the worker that has the lease
+    the server's      the lowest lease of each portion that still counts, and a factor on the learning rate
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STALEST = 1024  # who missed more than that is counted with this
 
 
 class Places(NamedTuple):
-    """Where everything begins, in bytes."""
+    """The offsets of all tables, in bytes."""
 
     own: int
     staleness: int
@@ -94,11 +94,11 @@ class SharedParameters:
         return 1.0 + self._factor[0]  # memory begins with zeros
 
     def is_fenced(self, batch: Batch) -> bool:
-        """Was this lease taken back? Then the batch is another's."""
+        """Return True if the lease of a batch was revoked: then the batch is another worker's."""
         return self._fences[batch.portion] > batch.lease
 
     def begin(self, worker: int, batch: Batch) -> None:
-        """A worker is about to write what this batch has come to; whoever survives it sees that it was."""
+        """Note that a worker starts to apply a batch, which is visible even if the worker is lost."""
         self._own[worker * OWN_WORDS + WRITING] = 1 + batch.portion * 64 + batch.k
 
     def wrote(self, worker: int, batch: Batch, missed: int) -> None:
@@ -126,7 +126,7 @@ class SharedParameters:
         self._fences[portion] = max(self._fences[portion], lease)
 
     def lower(self, factor: float) -> None:
-        """So many times the learning rate, from now on."""
+        """Multiply the learning rate of all workers by `factor` from now on."""
         self._factor[0] = self.lr_factor * factor - 1.0
 
     def accepted_set(self, portion: int) -> int:
@@ -138,7 +138,7 @@ class SharedParameters:
         return int(self._skipped[portion] & ~self._done[portion])
 
     def is_writing(self, worker: int) -> bool:
-        """Is it in the middle of an update? Of a worker that is gone: was it, when it ended?"""
+        """Return True if a worker is in the middle of an update, or was when it was lost."""
         word = self._own[worker * OWN_WORDS + WRITING]
         portion, k = divmod(word - 1, 64)
         return bool(word) and not self._done[portion] >> k & 1

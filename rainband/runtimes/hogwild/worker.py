@@ -110,7 +110,7 @@ class InPlace:
 
 @torch.no_grad()
 def add_in_place(place: Tensor, tensor: Tensor, factor: float) -> None:
-    """Add so many times a tensor to shared memory; of a sparse one only the rows that it has are written."""
+    """Add `factor` times a tensor to shared memory; of a sparse tensor only its rows are written."""
     place.add_(tensor, alpha=factor)
 
 

@@ -25,7 +25,7 @@ from rainband.worker.worker import ModuleWorker
 
 
 def flush_output() -> None:
-    """What the user's code has printed must be out before the run can end: then processes are ended quickly."""
+    """Write out what the user's code has printed, before the run ends and processes are terminated."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError, ValueError):  # closed by the user, or nobody reads it
             stream.flush()
@@ -61,7 +61,7 @@ class WorkerLink:
         self.session = Session(self.me, self, observer)
         self.stats = self.session.stats
         self.control: CoordinatorLink | None = None
-        self.joined = False  # a user's own loop has taken this place
+        self.joined = False  # a custom training loop has joined
         self.left = False  # and has come to its end
         self.asked_rank = False  # the user has asked which part of the data is this worker's
 

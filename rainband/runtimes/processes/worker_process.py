@@ -67,7 +67,7 @@ class WorkerProcess(WorkerLink):
         return data, MemoryModel(num_workers, task, data, flat, self.memory), flat
 
     def _address(self) -> Address | None:
-        """Where the others of a team can call it."""
+        """Return the address for the other workers of its replica."""
         return None
 
     def before_training(self, worker: ModuleWorker) -> None:

@@ -51,7 +51,7 @@ _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Com
 
 
 class ForkJob(NamedTuple):
-    """What a forked child has to do."""
+    """The job of a forked child."""
 
     spawn: Spawn
     content_fd: int
@@ -220,7 +220,7 @@ def _import_if_there(name: str) -> None:
 
 
 def _is_missing(name: str, error: ModuleNotFoundError) -> bool:
-    """Is it the module itself, or a package it is in, that does not exist, and not one that it imports?"""
+    """Return True if the module itself or its package does not exist, and not a module that it imports."""
     return error.name is not None and f"{name}.".startswith(f"{error.name}.")
 
 
@@ -247,7 +247,7 @@ def _ending_with(control: socket.socket, gone: Callable[[], None]) -> Iterator[N
 
 
 def _give_back_freed_memory() -> None:
-    """What importing left over counts as every child's own."""
+    """Release the memory that imports have freed, because otherwise it counts for every child."""
     linecache.clearcache()  # torch reads its own sources
     sys.path_importer_cache.clear()  # listings of all folders that modules came from
     gc.collect()
@@ -344,7 +344,7 @@ def _seed_anew() -> None:
 
 
 def _print_by_line() -> None:
-    """What a job prints is seen when it prints it, in whole lines, and survives however the process ends."""
+    """Flush output after every line, so that it is visible at once and not lost when the process is killed."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)  # a line is one write, whatever was asked

@@ -1,4 +1,4 @@
-"""The batches that a user's own loop draws: taken from leases, handed to a DataLoader, named by the next step."""
+"""The batches that a custom training loop draws: taken from leases, loaded by a DataLoader, pushed by the next step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Indices = list[int]
 
 
 class LoopBatches:
-    """Which batches come next, which the loop has and has not stepped on, and when a pass over the data is over."""
+    """The batches to draw next, those that the loop has drawn but not stepped on, and the end of each epoch."""
 
     def __init__(
         self, client: Client, wait: Callable[[float | None], object], push_what_is_owed: Callable[[], bool]
@@ -32,7 +32,7 @@ class LoopBatches:
         self.push_what_is_owed = push_what_is_owed  # steps the strategy has not pushed yet, because it gathers several
         self.passes = 0  # begun so far
         self.pass_is_over = False
-        self.queue: deque[Batch] = deque()  # of the cell taken last
+        self.queue: deque[Batch] = deque()  # of the current work item
         self.ahead: deque[Batch] = deque()  # the loader has them, the loop not yet
         self.unstepped: list[Batch] = []  # the loop has them, and has not stepped since
         self.last: Batch | None = None
@@ -68,7 +68,7 @@ class LoopBatches:
         return batches
 
     def end_an_item(self, batches: tuple[Batch, ...]) -> bool:
-        """Must a push end here? Batches done again are grouped by who has them, and a push never mixes groups."""
+        """Return True if a push must end here: reassigned batches are grouped by the blocks that lack them."""
         ends = self.item_ends.intersection(batches)
         self.item_ends -= ends
         return bool(ends)
@@ -135,7 +135,7 @@ class InOrderBatches:
 
 
 def described(dataset: Any, batch_size: int, epochs: int, arguments: dict[str, Any]) -> Dataset:
-    """What the plan needs to know of the data; says what is wrong with it, or with the loader's arguments."""
+    """Return the dataset for the data plan; raise an error for wrong data or arguments of the loader."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
             f"{type(dataset).__name__} has no length, so its samples cannot be shared out: give a map-style dataset "

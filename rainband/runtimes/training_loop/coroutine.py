@@ -1,4 +1,4 @@
-"""A strategy's coroutine inside a user's own loop: suspended at the next gradient until the user steps."""
+"""A strategy's coroutine inside a custom training loop: suspended at the next gradient until the user steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rainband.stage import PipelineStage, StageVersions
     from rainband.worker.session import Session
 
-SOME_BATCH = Batch(-1, -1, -1)  # in a cell of which nobody knows yet what the user will draw
+SOME_BATCH = Batch(-1, -1, -1)  # in a work item whose batches the user has not drawn yet
 
 
 class UsersTurn:
@@ -47,7 +47,7 @@ class NextGradient(UsersTurn):
 
 
 class NextWorkItem(UsersTurn):
-    """The cell that comes next; none at the end."""
+    """A request for the next work item; None at the end."""
 
 
 class LoopEnd(UsersTurn):
@@ -55,7 +55,7 @@ class LoopEnd(UsersTurn):
 
 
 class LoopWorker:
-    """What a strategy may touch, when the computing is done by somebody's own loop."""
+    """The worker that a strategy uses when a custom training loop computes the gradients."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class LoopWorker:
         self.servers = LoopServers(client)
         self.step_now = step_now
         self.accounting = None if client.servers.ports else LocalAccounting(client)
-        self.given = 0  # gradients of the cell at hand
-        # In rounds a cell is a batch of the plan, given when it is drawn; otherwise it is so many steps of the user.
+        self.given = 0  # gradients of the current work item
+        # In rounds a work item is a batch of the plan, known when it is drawn; otherwise a number of steps of the user.
         self.rounds = strategy.requires.waits == "rounds"
         self.steps_per_item = strategy.requires.batches_per_item
         self.ending = False
@@ -109,7 +109,9 @@ class LoopWorker:
         return self.client.still_needed(work_item)
 
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
-        raise ValueError("a loop of your own computes the whole model: a pipeline needs rainband train --stages 2.")
+        raise ValueError(
+            "a custom training loop computes the whole model: use rainband train --stages 2 for a pipeline."
+        )
 
     def skip(self, batches: tuple[Batch, ...], reason: str) -> None:
         """Mark batches that no step will name."""
@@ -121,7 +123,7 @@ class LoopWorker:
 
 
 class LoopServers:
-    """The servers, as a strategy sees them. A gradient of nothing, which ends a cell early, is not sent."""
+    """The servers that a strategy uses; an empty gradient, which ends a work item early, is not sent."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -214,14 +216,14 @@ class LoopCoroutine:
         self._go_on()
 
     def begin(self, work_item: WorkItem) -> bool:
-        """In rounds: the user has drawn this cell. False: the strategy found that it is not needed any more."""
+        """Begin the work item that the user has drawn, in rounds; return False if it is no longer needed."""
         if isinstance(self.wanted, NextWorkItem):
             self.wanted.give(work_item)
             self._go_on()
         return isinstance(self.wanted, NextGradient)
 
     def end_item(self) -> bool:
-        """Let the strategy push what it has: what is missing of the cell is nothing. False: it has nothing."""
+        """End the work item early and let the strategy push; return False if it has nothing to push."""
         nothing = Gradient([None] * len(self.worker.client.flat.parameters), (), 0, 0.0)
         owes = isinstance(self.wanted, NextGradient) and bool(self.worker.given)
         while isinstance(self.wanted, NextGradient) and self.worker.given:
@@ -229,18 +231,18 @@ class LoopCoroutine:
         return owes
 
     def end_round(self) -> None:
-        """In rounds: the cell at hand was skipped, nothing comes of it."""
+        """End the work item, which was skipped, in rounds."""
         self.worker.given += 1
         self.end_item()
 
     def finish(self) -> None:
         """The loop is over: let the strategy push what it has, and return; then the worker leaves the run."""
         self.worker.ending = True
-        self.worker.given += 1  # also a cell that has not begun
+        self.worker.given += 1  # also for a work item that has not begun
         self.end_item()
         if isinstance(self.wanted, NextWorkItem):
             self.wanted.give(None)
             self._go_on()
-        assert isinstance(self.wanted, LoopEnd), "a strategy returns when there are no more cells"
+        assert isinstance(self.wanted, LoopEnd), "a strategy returns when there are no more work items"
         self.wanted.give(None)
         self._go_on()

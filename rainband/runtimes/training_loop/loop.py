@@ -197,7 +197,7 @@ class TrainingLoop:
 
     @property
     def progress(self) -> float:
-        """How far the run is, from 0 to 1: the same for every worker that has this batch. For schedules."""
+        """Return the progress of the run from 0 to 1, equal on every worker at the same batch, for schedules."""
         if not self.num_epochs:
             raise ValueError("how far the run is can be said when its length is: write `for epoch in run.epochs(10):`.")
         if self.client.finished:
@@ -257,7 +257,7 @@ class TrainingLoop:
         self._see_through(batches)
 
     def _check_identity(self, gradient: Gradient) -> None:
-        """Are the module's parameters still those of the join? Asked where none has a gradient, and now and then."""
+        """Raise an error if the module's parameters are not those of the join; checked rarely."""
         steps = self.client.stats.steps
         if steps & (steps - 1) == 0 or all(tensor is None for tensor in gradient.tensors):
             self.flat.check_identity()
@@ -296,7 +296,7 @@ class TrainingLoop:
         self.hooks.step_now(self.flat.parameters, gradients)
 
     def _note_settings(self) -> None:
-        """What a schedule has changed goes with the next push."""
+        """Send settings that a scheduler has changed with the next push."""
         now = settings_of(self.optimizers)
         if now == self.settings:
             return
@@ -310,7 +310,7 @@ class TrainingLoop:
         self.settings = now
 
     def _see_through(self, batches: tuple[Batch, ...]) -> None:
-        """In rounds: after a step the parameters are new, as everywhere. So wait for the others' cells."""
+        """Wait, in rounds, until the step has its new parameters, which need the other workers' batches."""
         if not self.rounds or not batches:
             return
         round_, stats = self._round(batches[-1]), self.client.stats

@@ -1,4 +1,4 @@
-"""What can be joined: which optimizers the servers of a strategy can run, and what to tell about the others."""
+"""Check which optimizers a strategy's servers can run, and explain why others cannot join."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rainband.strategy import Strategy
 
 
 def takes_any_optimizer(strategy: Strategy) -> bool:
-    """Does the user's optimizer run on the worker, so that it may be any?"""
+    """Return True if the user's optimizer runs on the worker, so that any optimizer works."""
     return strategy.requires.optimizer == "workers"
 
 

@@ -64,7 +64,7 @@ class SingleProcessLoop:
 
     @property
     def progress(self) -> float:
-        """How far the run is, from 0 to 1."""
+        """Return the progress of the run, from 0 to 1."""
         if not self.num_epochs:
             raise ValueError("how far the run is can be said when its length is: write `for epoch in run.epochs(10):`.")
         return 0.0 if self.plan is None else self.batches_done / self.plan.num_batches

@@ -82,7 +82,7 @@ class StepHooks:
         self.be_last()
 
     def _is_inside(self) -> bool:
-        """Does a strategy step now, or are the gradients still aside? New ones mean that a step raised half-way."""
+        """Return True while a strategy steps, or keeps gradients aside; new gradients mean that a step raised."""
         if self.stepping is not None:
             return True
         return self.aside is not None and all(parameter.grad is None for parameter, _ in self.aside)
