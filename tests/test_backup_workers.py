@@ -67,7 +67,7 @@ def test_a_choice_that_comes_twice_or_too_late_changes_nothing() -> None:
     for _ in range(2):
         rule.choose(block, RoundChosen(0, (0, 2)))
 
-    assert block.numbers() == [1.0] and block.version == 1 and rule.named is None
+    assert block.numbers() == [1.0] and block.version == 1 and rule.this_round is None
 
 
 def test_a_short_last_round_needs_no_more_cells_than_it_has() -> None:

@@ -92,7 +92,7 @@ def test_an_error_in_measuring_is_told_once_and_the_training_goes_on(capsys: pyt
     for second in (10.0, 20.0, 30.0):
         watch.s = second
         measuring_.before_step()
-    assert capsys.readouterr().err.count("measuring failed") == 1
+    assert capsys.readouterr().err.count("the evaluation failed") == 1
     assert stats.metrics == {} and measuring_.next_at == math.inf
 
 

@@ -33,7 +33,7 @@ from rainband.runtimes.simulation.models.trace import table
 from rainband.runtimes.simulation.oracle.check import OracleVerdict, check, shortest, without_faults
 from rainband.runtimes.simulation.oracle.scenarios import KINDS, Case, random_case
 from rainband.server.block import Block
-from rainband.server.server import Server
+from rainband.server.validation import PushValidator
 from tests import test_mutations as broken
 
 SCHEDULES = 1000
@@ -269,16 +269,16 @@ def corrected_from_the_newest(patch: pytest.MonkeyPatch) -> None:
 
 def each_block_chooses_its_first(patch: pytest.MonkeyPatch) -> None:
     def absorb(rule: FirstArrivalsOfRound, block: Block, push: Push, gradient: Tensor | None) -> None:
-        rule.come[block.plan.position_of(push.push_id[0].portion)] = push, gradient
-        if len(rule.come) == rule.needed:
-            rule.named = RoundChosen(block.version, tuple(sorted(rule.come)))
-        rule._finish_if_all_are_here(block)
+        rule.arrived[block.plan.position_of(push.push_id[0].portion)] = push, gradient
+        if len(rule.arrived) == rule.needed:
+            rule.this_round = RoundChosen(block.version, tuple(sorted(rule.arrived)))
+        rule._finish_if_complete(block)
 
     patch.setattr(FirstArrivalsOfRound, "absorb", absorb)
 
 
 def a_work_item_is_added_whenever_it_comes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Server, "_has_accepted", lambda server, sender, block, push: False)
+    patch.setattr(PushValidator, "_has_accepted", lambda server, sender, block, push: False)
     patch.setattr(AcceptedSet, "has_some", lambda *_: False)
 
 

@@ -1,8 +1,4 @@
-"""Update rules: they decide, per block, when a gradient is applied and which reads must wait.
-
-A rule does no I/O: it receives pushes and calls `block.apply`. Each block has its own rule object, which is saved,
-copied and moved with the block.
-"""
+"""Update rules: the server part of every algorithm. A rule decides, per block, when gradients are applied and read."""
 
 from __future__ import annotations
 

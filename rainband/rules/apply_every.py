@@ -1,4 +1,4 @@
-"""n-softsync: one update for every c gradients, from any workers."""
+"""One update for every `count` gradients, from any workers: between asynchronous and synchronous training."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class ApplyEvery(Rule):
-    """One update with the mean of every `count` gradients; those that missed updates may weigh less.
+    """Average every `count` gradients into one update; stale gradients may weigh less.
 
-    The weight of a gradient is 1 / count, or 1 / (count * missed) if `by_staleness` and it has missed any. What is left
-    at the end is applied with the same weights, so that every gradient counts alike.
+    The weight of a gradient is 1 / count, or 1 / (count * missed) if `by_staleness` and it missed any updates. The
+    rest at the end of the run is applied with the same weights, so that every gradient counts alike.
 
-    With `count_for`, the count is that of the workers which are there: it follows when one is lost, comes back or is
-    new, from the next update on.
+    With `count_for`, the count is a function of the number of active workers: when one is lost, joins or returns, it
+    changes from the next update on.
     """
 
     gradients_per_update: int = 1
@@ -45,14 +45,14 @@ class ApplyEvery(Rule):
             self.gradients_per_update = self.count_for(len(self.members))
         self.total: Tensor | None = None
         self.pushes: list[Push] = []
-        self.absent: set[int] | None = None  # parameters without a gradient in all of them
+        self.absent: set[int] | None = None  # parameters that have no gradient in any of them
 
     @property
     def buffered(self) -> int:
         return sum(num_batches(push.push_id) for push in self.pushes)
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
-        self._is_there(push.worker)
+        self._add_member(push.worker)
         if gradient is None:
             return
         missed = block.version - push.version
@@ -69,12 +69,12 @@ class ApplyEvery(Rule):
             self.flush(block)
 
     def forget(self, block: RuleBlock, worker: int) -> None:
-        """Nobody is waited for, and what it gave stays; but an update needs fewer gradients now."""
+        """Expect fewer gradients per update; what the worker pushed stays."""
         self.members.discard(worker)
         if not self.pushes:
             self._begin()
 
-    def _is_there(self, worker: int) -> None:
+    def _add_member(self, worker: int) -> None:
         if worker not in self.members:
             self.members.add(worker)
             if not self.pushes:

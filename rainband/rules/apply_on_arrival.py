@@ -1,4 +1,4 @@
-"""Fully asynchronous: nobody waits, nothing is kept back."""
+"""Fully asynchronous updates: no worker waits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class ApplyOnArrival(Rule):
-    """Fully asynchronous: every gradient is applied when it comes, everyone reads what there is."""
+    """Apply every gradient when it arrives; reads never wait."""
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         if gradient is not None:
             block.apply(gradient, [push], push.absent)
 
     def admits(self, block: RuleBlock, pull: Pull, reader: int) -> bool:
-        return True  # its own pushes came before on the same connection; one that was refused ticks no clock
+        return True  # its own pushes arrived before, on the same connection

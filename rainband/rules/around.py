@@ -1,4 +1,4 @@
-"""A rule around another: everything is the inner rule's, until a subclass says otherwise."""
+"""A rule around another: it delegates everything that a subclass does not override."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Around(Rule):
-    """Hands every question to `rule`. A test checks that nothing of Rule is missing here."""
+    """Delegates every call to `rule`. A test checks that no method of Rule is missing here."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule

@@ -1,4 +1,4 @@
-"""Bounded asynchrony: a worker that is too far ahead of the slowest waits with its next read."""
+"""Bounded staleness: a worker that is too far ahead of the slowest waits with its next read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Bounded(Rule):
-    """Apply what comes, and measure how far ahead of the slowest its reader was; who may read is left open.
+    """Apply gradients on arrival, and measure how far ahead of the slowest worker their senders were.
 
-    What was missed is measured when a gradient comes, from the version it was computed at, and not from what was
-    admitted. It is compared with the bound that held when its reader was admitted.
+    Staleness is measured when a gradient arrives, from the version it was computed at. It is compared with the bound
+    that held when its reader was admitted. Subclasses decide who may read.
     """
 
     reads: Literal["admitted"] = "admitted"
@@ -30,12 +30,12 @@ class Bounded(Rule):
 
     def __init__(self, bound: int, last: int | None = None) -> None:
         self.first = self.bound = bound
-        self.last = bound if last is None else last  # the bound goes there as the data is done
+        self.last = bound if last is None else last  # the bound moves there linearly over the run
         self.clocks = Clocks()
-        self.done = 0  # batches that have come
+        self.done = 0  # batches that have arrived
         self.granted: dict[tuple[int, int], int] = {}  # (reader, its clock) -> the bound under which it was admitted
-        self.largest = 0  # the most that a reader was ahead of the slowest
-        self.exceeded = 0  # gradients from readers that were further ahead than the bound
+        self.largest = 0  # the farthest that a reader was ahead of the slowest
+        self.exceeded = 0  # gradients from readers beyond the bound
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         self._measure(push)
@@ -52,20 +52,20 @@ class Bounded(Rule):
         self.exceeded += ahead > self.granted.pop((push.worker, began), self.bound)
 
     def retune(self, bound: int) -> None:
-        """Another bound from now on."""
+        """Use another bound from now on."""
         self.first = self.last = self.bound = bound
 
     def admits(self, block: RuleBlock, pull: Pull, reader: int) -> bool:
         if pull.clock < 0:
-            return True  # it does not compute with it
+            return True  # it does not compute with what it reads
         if not self._may_read(pull.clock, reader):
             return False
-        before = self.granted.get((reader, pull.clock), 0)  # a question may come twice, and the first answer count
+        before = self.granted.get((reader, pull.clock), 0)  # a request may be repeated, and the first reply used
         self.granted[reader, pull.clock] = max(before, self.bound)
         return True
 
     def _may_read(self, clock: int, reader: int) -> bool:
-        raise AssertionError("each kind of bound says who may read")
+        raise AssertionError("subclasses implement _may_read")
 
     def holder(self, block: RuleBlock, pull: Pull, reader: int) -> int | None:
         return self.clocks.laggard(but=reader)
@@ -74,7 +74,7 @@ class Bounded(Rule):
         self.clocks.enter(worker, base, block.version)
 
     def tick(self, block: RuleBlock, worker: int, clock: int) -> None:
-        self.granted.pop((worker, clock - 1), None)  # of a push that came to nothing
+        self.granted.pop((worker, clock - 1), None)  # of a push that was rejected
         self.clocks.tick(worker, clock, block.version)
 
     def clock_of(self, worker: int) -> int:
@@ -88,9 +88,9 @@ class Bounded(Rule):
 
 
 class StalenessBound(Bounded):
-    """A reader at clock c waits until every worker is done with c - bound work items, and itself with all c.
+    """A reader at clock c waits until every worker has done c - bound work items, and itself all c.
 
-    So it reads all updates that any worker pushed up to clock c - bound, and all of its own.
+    So it has read all pushes of all workers up to clock c - bound, and its own.
     """
 
     unit = "clocks"
@@ -101,7 +101,7 @@ class StalenessBound(Bounded):
 
 
 class TaskBound(Bounded):
-    """A worker starts its task number t when everyone, itself included, has finished all its tasks before t - bound.
+    """A worker starts its task number t when every worker has finished all its tasks before t - bound.
 
     A task starts with its read. So up to `bound` tasks of one worker may be under way, and with a bound of 1 or more
     the parameters for a task can be fetched while the one before it is computed.

@@ -1,29 +1,29 @@
-"""The clocks of a block's readers, and the slowest of them at every version of the block.
+"""Clocks of a block's readers, and the slowest of them at every version of the block.
 
-A worker's clock is the number of its work items that the block is done with: applied, duplicate, skipped or refused.
-Work items may arrive in another order than they were sent; a clock ticks only when all earlier ones have arrived.
+A worker's clock counts its pushes that were answered: accepted, duplicate, skipped or rejected. Pushes may arrive out
+of order; a clock ticks only when all earlier ones have arrived.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 
-KEPT = 4096  # rises of the slowest clock that are remembered: far more than any gradient misses
+KEPT = 4096  # rises of the slowest clock that are stored: far more than the staleness of any gradient
 
 
 class Clocks:
-    """The clocks of one block. Only members are waited for; a clock outlives its worker's membership."""
+    """The clocks of one block. Readers wait for members only; a clock is stored after its worker has left."""
 
     def __init__(self) -> None:
         self.of: dict[int, int] = {}
         self.members: set[int] = set()
         self.ahead: dict[int, set[int]] = {}  # worker -> work items that arrived before earlier ones
-        self.there: dict[int, dict[int, None]] = {}  # clock -> members at it, in the order in which they came there
+        self.there: dict[int, dict[int, None]] = {}  # clock -> members at it, in order of arrival
         self.slowest = 0
         self.rises: list[tuple[int, int]] = [(0, 0)]  # (version, slowest clock from then on)
 
     def enter(self, worker: int, base: int, version: int) -> None:
-        """Wait for this worker from now on. It starts at the slowest clock, or where it says it is, if that is more."""
+        """Add a member. It starts at the slowest clock or at its own (`base`), whichever is higher."""
         clock = max(self.of.get(worker, 0), base)
         if worker in self.members:
             if clock > self.of[worker]:
@@ -36,14 +36,14 @@ class Clocks:
         self._rise(version)
 
     def leave(self, worker: int, version: int) -> None:
-        """Do not wait for this worker any more."""
+        """Remove a member: nobody waits for it."""
         if worker in self.members:
             self.members.discard(worker)
             del self.there[self.of[worker]][worker]
             self._rise(version)
 
     def tick(self, worker: int, clock: int, version: int) -> None:
-        """Note that the block is done with work item number `clock` of a worker, of which the first is 1."""
+        """Note that this worker's work item number `clock`, counted from 1, is settled."""
         now = self.of.get(worker, 0)
         if clock <= now:
             return
@@ -64,9 +64,9 @@ class Clocks:
         self._rise(version)
 
     def _rise(self, version: int) -> None:
-        """Update the slowest clock, which never falls, because a worker that joins starts there."""
+        """Update the slowest clock. It never falls, because new members start there."""
         before = self.slowest
-        if not self.members:  # no worker counts: the next to join starts at the highest clock
+        if not self.members:  # the next member starts where the fastest was
             self.there.clear()
             self.slowest = max(before, *self.of.values())
         while self.members and not self.there.get(self.slowest):
@@ -78,10 +78,10 @@ class Clocks:
                 del self.rises[:KEPT]
 
     def slowest_at(self, version: int) -> int:
-        """The slowest clock when the block had this version: what every reader of it had seen of everyone."""
+        """Return the slowest clock when the block had this version."""
         at = bisect_right(self.rises, version, key=lambda rise: rise[0])
         return self.rises[max(0, at - 1)][1]
 
     def laggard(self, but: int) -> int | None:
-        """The slowest member: of several the one that has been there longest. None: it is the one who asks."""
+        """Return a slowest member other than `but`, the first to arrive at its clock; None if there is none."""
         return next((worker for worker in self.there.get(self.slowest, ()) if worker != but), None)

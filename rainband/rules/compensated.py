@@ -1,4 +1,4 @@
-"""Delay compensation: a rule around any other, which corrects a gradient for what has changed since it was read."""
+"""Delay compensation: a rule around any other that corrects gradients for the updates they have missed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rainband.rules.rule import Rule, RuleBlock
 
 
-TINY = 1e-7  # added to a mean of squares before its root is divided by
+TINY = 1e-7  # added to the mean of squares before the square root
 
 
 class Compensated(Around):
@@ -22,17 +22,17 @@ class Compensated(Around):
 
         g + strength * g * g * (w - w_m)              element by element
 
-    the first terms of what the gradient would be at w, with g * g for the diagonal of the Hessian. For that the block
-    keeps a copy of what it gave each worker: so much memory for every worker, twice that while it fetches ahead.
+    the first-order estimate of the gradient at w, with g * g as the diagonal of the Hessian. The block stores a
+    copy of the parameters that each worker was given: memory of one block per worker, two while a worker pulls ahead.
 
-    How large g * g is beside the Hessian changes during a training. With a memory m > 0 the strength of each element
-    follows (DC-ASGD-a): where gradients have been large it is small,
+    The ratio of g * g to the Hessian changes during training. With a memory m > 0 (DC-ASGD-a) the strength adapts per
+    element, and is small where gradients have been large:
 
-        s <- m * s + (1 - m) * g * g                  from 0, with every gradient that comes
+        s <- m * s + (1 - m) * g * g                  from 0, with every gradient
         strength / sqrt(s + 1e-7)                     instead of strength
     """
 
-    reads: Literal["admitted"] = "admitted"  # what is read must be known, so readers ask
+    reads: Literal["admitted"] = "admitted"  # readers ask, so that what they read is known
 
     keeps_reads = True
 
@@ -40,11 +40,11 @@ class Compensated(Around):
         super().__init__(rule)
         self.strength = strength
         self.memory = memory
-        self.mean_square: Tensor | None = None  # of the gradients so far, each less than the one after it
-        self.given: dict[int, dict[int, Tensor]] = {}  # worker -> version -> what it was given
+        self.mean_square: Tensor | None = None  # running mean of squared gradients
+        self.given: dict[int, dict[int, Tensor]] = {}  # worker -> version -> parameters it was given
 
     def give(self, block: RuleBlock, reader: int) -> None:
-        """A reader is admitted: it gets this copy, and computes with it."""
+        """Store a copy of the parameters that this reader is given."""
         copies = self.given.setdefault(reader, {})
         if block.version not in copies:
             copies[block.version] = block.buffer.at(block.version).clone()
@@ -56,11 +56,11 @@ class Compensated(Around):
         copies = self.given.get(push.worker, {})
         read = copies.get(push.version)
         for version in [version for version in copies if version < push.version]:
-            del copies[version]  # it computes with a later one by now
+            del copies[version]  # it computes with a later one now
         if gradient is not None and self.memory:
             self._remember(gradient)
         if gradient is not None and read is not None and block.version != push.version:
-            change = block.values - read  # read may have fewer digits
+            change = block.values - read  # in the precision of `values`: `read` may have a lower one
             gradient = self._scaled(change.mul_(gradient).mul_(gradient)).add_(gradient)
         self.rule.absorb(block, push, gradient)
 
@@ -70,7 +70,7 @@ class Compensated(Around):
         self.mean_square.mul_(self.memory).addcmul_(gradient, gradient, value=1 - self.memory)
 
     def _scaled(self, correction: Tensor) -> Tensor:
-        """So strong as the correction is to be."""
+        """Scale the correction by the strength, or for each element by the adaptive strength."""
         if self.mean_square is None:
             return correction.mul_(self.strength)
         return correction.mul_(self.strength).div_((self.mean_square + TINY).sqrt_())
@@ -81,13 +81,13 @@ class Compensated(Around):
 
 
 def compensated(rule: Callable[[], Rule], strength: float, memory: float = 0.0) -> Callable[[], Rule]:
-    """The rule with delay compensation; with none, if its strength is 0."""
+    """Return the rule with delay compensation; with strength 0 the rule itself."""
     if strength < 0:
         raise ValueError(f"compensation={strength}: choose 0 (none) or more, such as 0.04.")
     if not 0 <= memory < 1:
         raise ValueError(f"compensation_decay={memory}: choose 0 (always as strong) or more, below 1, such as 0.95.")
     if memory and not strength:
         raise ValueError(
-            f"compensation_decay={memory} is for a compensation, and there is none: add one, such as compensation=2."
+            f"compensation_decay={memory} needs a compensation, and there is none: add one, such as compensation=2."
         )
     return rule if not strength else lambda: Compensated(rule(), strength, memory)

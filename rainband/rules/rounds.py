@@ -1,4 +1,4 @@
-"""Rounds: one update for all work items of a round, or for the first arrivals."""
+"""Rounds: one update from all work items of a round, or from the first ones that arrive."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TOO_LATE = "too late for its round"
 
 
 class MeanOfRound(Rule):
-    """One update with the mean over all samples of the K work items of a round.
+    """One update per round, with the mean over all samples of its K work items.
 
-    The sum runs in the order of work items, so that the result does not depend on arrival times. A work item that
-    arrives before its turn is buffered; the others are added at once.
+    Gradients are summed in the order of the work items, so that the result does not depend on the workers' speeds. A
+    gradient that arrives before its turn is stored; the others are added at once.
     """
 
     reads: Literal["round"] = "round"
@@ -35,7 +35,7 @@ class MeanOfRound(Rule):
         self.total: Tensor | None = None
         self.pushes: list[Push] = []
         self.samples = 0
-        self.absent: set[int] | None = None  # parameters without a gradient in every work item so far
+        self.absent: set[int] | None = None  # parameters that have no gradient in any work item so far
         self.turn = 0  # position of the work item that is added next
 
     @property
@@ -80,7 +80,7 @@ class MeanOfRound(Rule):
 class FirstArrivalsOfRound(Rule):
     """Rounds with backup workers: one update with the mean of the first `needed` work items; the others are dropped.
 
-    Block 0 chooses the first arrivals; all other blocks then use the same ones.
+    Block 0 chooses the first that arrive; all other blocks use the same ones when they are told.
     """
 
     reads: Literal["round"] = "round"
@@ -88,41 +88,41 @@ class FirstArrivalsOfRound(Rule):
 
     def __init__(self, needed: int) -> None:
         self.needed = needed
-        self.come: dict[int, tuple[Push, Tensor | None]] = {}  # column -> of the round at hand
-        self.named: RoundChosen | None = None  # the work items of this round
-        self.chosen: list[RoundChosen] = []  # by this block, if it is block 0, and not told to the others yet
+        self.arrived: dict[int, tuple[Push, Tensor | None]] = {}  # position in the current round -> its push
+        self.this_round: RoundChosen | None = None  # the chosen work items of this round
+        self.chosen: list[RoundChosen] = []  # by block 0, not announced to the others yet
 
     @property
     def buffered(self) -> int:
-        return sum(num_batches(push.push_id) for push, _ in self.come.values() if not push.skip)
+        return sum(num_batches(push.push_id) for push, _ in self.arrived.values() if not push.skip)
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
         position = block.plan.position_of(push.push_id[0].portion)
-        self.come[position] = push, None if gradient is None else gradient.clone()
-        if block.index == 0 and len(self.come) == min(self.needed, block.plan.items_in_round(block.version)):
-            self.named = RoundChosen(block.version, tuple(sorted(self.come)))
-            self.chosen.append(self.named)
-        self._finish_if_all_are_here(block)
+        self.arrived[position] = push, None if gradient is None else gradient.clone()
+        if block.index == 0 and len(self.arrived) == min(self.needed, block.plan.items_in_round(block.version)):
+            self.this_round = RoundChosen(block.version, tuple(sorted(self.arrived)))
+            self.chosen.append(self.this_round)
+        self._finish_if_complete(block)
 
     def take_chosen(self) -> list[RoundChosen]:
         chosen, self.chosen = self.chosen, []
         return chosen
 
     def choose(self, block: RuleBlock, named: RoundChosen) -> None:
-        """Use the work items that block 0 has chosen for a round."""
+        """Use the work items that block 0 has chosen."""
         if block.index and named.round == block.version:
-            self.named = named
-            self._finish_if_all_are_here(block)
+            self.this_round = named
+            self._finish_if_complete(block)
 
-    def _finish_if_all_are_here(self, block: RuleBlock) -> None:
-        if self.named is None or any(position not in self.come for position in self.named.positions):
+    def _finish_if_complete(self, block: RuleBlock) -> None:
+        if self.this_round is None or any(position not in self.arrived for position in self.this_round.positions):
             return
-        named, mean = self.named, MeanOfRound()
+        named, mean = self.this_round, MeanOfRound()
         for position in named.positions:
-            mean._add(*self.come.pop(position))
+            mean._add(*self.arrived.pop(position))
         late = range(block.plan.items_in_round(named.round))
         block.drop([_work_item(block.plan, named.round, j) for j in late if j not in named.positions], TOO_LATE)
-        self.come, self.named = {}, None
+        self.arrived, self.this_round = {}, None
         mean._finish(block)
 
     def admits(self, block: RuleBlock, pull: Pull, reader: int) -> bool:

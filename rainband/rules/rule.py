@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 
 
 class Rule:
-    """An update rule decides when a block applies gradients, and which reads must wait.
+    """An update rule that applies nothing and admits every reader.
 
-    A new rule overrides `absorb` and the methods it needs; the others do nothing. A subclass may replace a property by
-    a class attribute, such as `clocked = True`.
+    A new rule overrides `absorb` and what else it needs; the other methods do nothing. A subclass may replace a
+    property by a class attribute, such as `clocked = True`.
     """
 
     @property
     def reads(self) -> Literal["any", "admitted", "round"]:
-        """Return which reads are allowed: any at once, those that the rule admits, or those of a given round."""
+        """Readers: any worker without asking, those that the rule admits, or exactly the version of a round."""
         return "any"
 
     @property
     def clocked(self) -> bool:
-        """Return True if the rule counts the pushes of each worker by enter, tick, clock_of and holder."""
+        """True if it counts the pushes of each worker: then enter, tick, clock_of and holder are called."""
         return False
 
     @property
     def chooses(self) -> bool:
-        """Return True if block 0 chooses the work items of a round for all blocks."""
+        """True if block 0 chooses the work items of a round, and all other blocks use the same."""
         return False
 
     @property
     def keeps_reads(self) -> bool:
-        """Return True if the rule keeps a copy of the parameters that each reader received."""
+        """True if it stores a copy of what each reader received."""
         return False
 
     @property
@@ -55,7 +55,7 @@ class Rule:
 
     @property
     def bound(self) -> int | None:
-        """Return the clocks that a reader may be ahead of the slowest; None without a bound."""
+        """The staleness bound; None: there is no bound."""
         return None
 
     def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
@@ -115,7 +115,7 @@ class Rule:
 
 
 class RuleBlock(Protocol):
-    """The part of a block that its rule may use."""
+    """A block, as its rule may use it."""
 
     index: int
     plan: DataPlan

@@ -1,4 +1,4 @@
-"""Evaluations of full-batch strategies: the sum of gradients at parameters that only commands change."""
+"""Full-batch gradients: work items are summed, at parameters that only commands of the coordinator change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SumGradients(Rule):
-    """Adds every work item to the block's gradient once, from the worker that delivers it first."""
+    """Add each work item to the sum once: its first delivery counts."""
 
     reads: Literal["admitted"] = "admitted"
 

@@ -1,8 +1,7 @@
-"""The commands of the coordinator in a full-batch run, each executed once, and the sums of evaluations.
+"""Commands of the coordinator on one server: each is executed once. Also the loss of the current evaluation.
 
-Commands are numbered by (the coordinator's term, n), and n continues from term to term. A repeated command gets the
-same answer again, also from a restarted coordinator; a command out of order, or from a replaced coordinator, changes
-nothing.
+A command has a term and a number; numbers continue from term to term. A repeated command gets the same answer again,
+also from a restarted coordinator. One out of order, or from a coordinator that was replaced, changes nothing.
 """
 
 from __future__ import annotations
@@ -21,30 +20,30 @@ if TYPE_CHECKING:
 
 
 class CommandExecutor:
-    """Executes commands on one server, and keeps the last answers and the losses of the current evaluation."""
+    """Executes commands in order, and sums the loss of the current evaluation."""
 
     def __init__(self, room: int) -> None:
-        self.room = room  # vectors that fit beside the parameters
+        self.room = room  # vectors that commands may make beside the parameters
         self.names = {PARAMS}
         self.last: Answer | None = None
-        self.done: Command | None = None  # what it answers
+        self.done: Command | None = None  # the command that `last` answers
         self.term = 0
         self.version = 0  # of every block: one for each command that changes the parameters or begins an evaluation
-        self.work_items = 0  # of the evaluation at hand
-        self.complete = 0  # of these, on every block
-        self.losses: dict[int, tuple[float, int]] = {}  # work item -> loss and samples, counted at the first block
+        self.work_items = 0  # of the current evaluation
+        self.complete = 0  # work items that every block has accepted
+        self.losses: dict[int, tuple[float, int]] = {}  # work item -> loss and samples, from pushes to the first block
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
     def command(self, command: Command, blocks: Sequence[Block]) -> list[Message]:
-        """Do a command, unless it was done; returns what to tell the coordinator."""
+        """Execute a command unless that was done; return the messages for the coordinator."""
         if command.term < self.term:
             return [self._refused(command, f"term {command.term} is over, this is term {self.term}")]
         number = 0 if self.last is None else self.last.number
         if command.number == number:
             return self._again(command)
         if command.number < number and command.term == self.term:
-            return []  # it was answered, and the answer has come: there is a newer one
+            return []  # the coordinator has its answer: it has sent a newer command
         if command.number != number + 1:
             return [self._refused(command, f"command {command.number} came when {number + 1} was expected")]
         operations = (*command.operations, *((fill(GRADIENT, 0.0),) if command.work_items else ()))
@@ -70,7 +69,7 @@ class CommandExecutor:
         return Answer(command.term, command.number, (), self.version, why)
 
     def _do(self, operations: Sequence[Operation], begins: bool, blocks: Sequence[Block]) -> tuple[float, ...]:
-        """The numbers of every block are added up in the order of the blocks, so that they are the same each time."""
+        """Run the operations on all blocks; sum their numbers in block order, so that results are repeatable."""
         totals = [0.0 for operation in operations if operation.kind in ANSWERED]
         renewed = begins or any(operation.writes_params for operation in operations)
         for block in blocks:
@@ -93,11 +92,11 @@ class CommandExecutor:
         self.complete = 0 if blocks else work_items
 
     def took(self, push: Push) -> None:
-        """Keep the loss of a work item that the first block has accepted."""
+        """Note the loss of a work item that the first block has accepted."""
         self.losses[push.push_id[0].portion] = math.nan if push.skip else push.loss, push.samples
 
     def evaluated(self) -> list[Message]:
-        """Report the loss, summed in the order of work items, when every block has every work item."""
+        """Return the loss, summed in the order of the work items, once every block has accepted all of them."""
         if not self.work_items or self.complete < self.work_items:
             return []
         ordered = [self.losses[work_item] for work_item in sorted(self.losses)]

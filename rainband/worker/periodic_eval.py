@@ -1,4 +1,4 @@
-"""The task's own measures while it trains: one worker takes them now and then, between two steps."""
+"""Periodic evaluation: one worker measures the task's metrics between two steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import nn
 from rainband.protocol.worker_stats import Stats
 from rainband.tasks.task import Task
 
-SHARE = 20  # times as long as measuring takes, it trains before the next
+SHARE = 20  # an evaluation that takes t seconds is followed by at least 20 t of training
 
 
 class PeriodicEval:
-    """Evaluates the task periodically, with the parameters that the worker has at that moment."""
+    """Evaluates every `every_s` seconds, with the worker's current parameters."""
 
     def __init__(
         self, task: Task, module: nn.Module, stats: Stats, every_s: float, now: Callable[[], float] = time.monotonic
@@ -37,8 +37,8 @@ class PeriodicEval:
         try:
             with as_it_was(self.module):
                 self.stats.metrics = measure(self.task, self.module)
-        except Exception:  # of the user's code: it is told, and must not end a training that goes well
-            print("rainband: measuring failed, and is tried again only at the end of the run:", file=sys.stderr)
+        except Exception:  # in the user's code: it is printed, and training continues
+            print("rainband: the evaluation failed; the next one is at the end of the run:", file=sys.stderr)
             traceback.print_exc()
             self.next_at = float("inf")
             return
@@ -46,14 +46,14 @@ class PeriodicEval:
 
 
 def measure(task: Task, module: nn.Module) -> dict[str, float]:
-    """Return the task's metrics of the module, which is left in evaluation mode."""
+    """Return the task's metrics for the module, which is left in evaluation mode."""
     module.eval()
     return {name: float(value) for name, value in task.evaluate(module).items()}
 
 
 @contextmanager
 def as_it_was(module: nn.Module) -> Iterator[None]:
-    """Whatever is done inside: every part has its mode again afterwards, and random numbers go on where they were."""
+    """Restore the training mode of every submodule, and the state of the random numbers, at the end of the block."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         with torch.random.fork_rng(devices=[]):

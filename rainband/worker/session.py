@@ -1,4 +1,4 @@
-"""A worker's session: who it is, what it was told, and what a runtime and a model supply to its life."""
+"""A worker's session: its identity, the coordinator's orders, and the runtime and model that it runs with."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 
     from rainband.observer import Observer
 
-FOR_THE_SESSION = frozenset((Shutdown, Welcome, Go, Conclude, BlockReady, Opened))  # the client gets the others
+FOR_THE_SESSION = frozenset((Shutdown, Welcome, Go, Conclude, BlockReady, Opened))  # others are for the client
 
 
 class Dismissed(RainbandError):
-    """The coordinator has said goodbye."""
+    """The coordinator has ended this worker."""
 
 
 class WorkerRuntime(Protocol):
-    """A runtime's services for a worker, besides driving it (waiting, time and compute: see `drive`)."""
+    """The services of a runtime for one worker; it also waits and computes, see `drive`."""
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
         """Send a message to the coordinator."""
 
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
-        """Open the links to the servers, and to the others of a team."""
+        """Open the links to the servers, and to the other stages of its replica."""
 
     def before_training(self, worker: Any) -> None:
         """Prepare the worker; its strategy begins when this returns."""
 
     def flush_output(self) -> None:
-        """Write out all that the user's code has printed."""
+        """Return when the output of the user's code has left the process."""
 
     async def saved(self) -> None:
         """Return when the files that were written are on disk."""
@@ -89,18 +89,18 @@ def join_of(
 
 
 class Session:
-    """One worker of one run. Messages come in through `receive`; the life in `lifecycle.py` waits on what they say."""
+    """One worker of one run. Messages arrive through `receive`; the coroutine in `lifecycle.py` waits for them."""
 
     __slots__ = (
         *("before_step", "client", "conclusion", "early", "failed", "go", "is_welcome", "join", "me", "model"),
         *("observer", "perform", "runtime", "stats", "stopped", "strategy", "training", "welcome", "worker"),
     )
 
-    strategy: Strategy  # these are known when they are loaded: a process connects before, so that its errors are heard
+    strategy: Strategy  # set by `prepare`: a process connects first, so that errors in loading them are reported
     join: Join
     model: WorkerModel[Any]
-    welcome: Welcome  # the last that came, if any
-    worker: RunningWorker  # once it has entered the run
+    welcome: Welcome  # the last one received
+    worker: RunningWorker  # set when it has joined the run
 
     def __init__(self, me: Peer, runtime: WorkerRuntime, observer: Observer | None = None) -> None:
         self.me = me
@@ -110,20 +110,20 @@ class Session:
         self.client: Client | None = None
         self.is_welcome = False
         self.go = False
-        self.conclusion: tuple[Conclude, Buffers] | None = None  # what to save, once all have come to their end
-        self.early: list[Message] = []  # messages for the client that came before there was one
-        self.training = False  # the strategy runs: only then is it told to stop, and its waiting counted
-        self.stopped = False  # it was told
+        self.conclusion: tuple[Conclude, Buffers] | None = None  # what to save, when all workers have ended
+        self.early: list[Message] = []  # messages received before there was a client
+        self.training = False  # the strategy runs: only then it can be stopped, and its waiting is counted
+        self.stopped = False  # the strategy was told to stop
         self.failed = False  # an error ended it
         self.before_step: Callable[[], None] | None = None
         self.perform: Callable[[Work], None] | None = None  # in place of the work's own `perform`
 
     def prepare(self, strategy: Strategy, join: Join, model: WorkerModel[Any]) -> None:
-        """Say what it will do, and with what."""
+        """Set the strategy, the message to join with, and the model."""
         self.strategy, self.join, self.model = strategy, join, model
 
     def receive(self, message: Message, payload: Tensor | Buffers = None) -> None:
-        """Take a message from the coordinator or a server; raises Dismissed when the run is over."""
+        """Take a message of the coordinator or a server; raise Dismissed when the run is over."""
         if type(message) in FOR_THE_SESSION:
             self._take_order(message, payload)  # type: ignore[arg-type]
         elif self.client is None:
@@ -143,17 +143,17 @@ class Session:
                 self.conclusion = message, body
 
     def open(self, welcome: Welcome, ports: Sequence[Port]) -> Client:
-        """Make the client, and give it what came before."""
+        """Make the client, and deliver the messages that arrived before."""
         self.client = client = self.model.make_client(self.me, welcome, list(ports), self.runtime.tell)
         client.servers.stats, client.servers.observer = self.stats, self.observer
         if self.observer is not None:
             self.observer.joined(client, welcome)
-        for message in self.early:  # the run may be at its end before we have entered it
+        for message in self.early:  # the run may have ended meanwhile
             client.receive(message)
         return client
 
     def must_stop(self, handle: Handle) -> bool:
-        """The run stops, and what others would have to do may never come: then the strategy is told, once."""
+        """Return True, until the strategy was told, if the run stops and what it waits for may never happen."""
         if not self.training or self.stopped or self.client is None:
             return False
         return handle.may_never_complete(self.client.stopping)

@@ -1,4 +1,4 @@
-"""The work items of an evaluation that a worker was assigned: the next one, and those that others have delivered."""
+"""Work items of a full-batch evaluation that are assigned to one worker."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from rainband.strategy import Batch, WorkItem
 
 
 class ItemsInHand:
-    """The assigned work items; requests more while the last one is computed, and reports when there is none."""
+    """Requests more work items while the last one is computed, and reports when it has none."""
 
     def __init__(self, tell: Callable[[Message], None]) -> None:
-        self.tell = tell  # the coordinator
-        self.at_version = -1  # of the evaluation at hand
-        self.work_items: deque[int] = deque()  # not begun
-        self.spare: set[int] = set()  # others have delivered these
+        self.tell = tell  # sends a message to the coordinator
+        self.at_version = -1  # of the current evaluation
+        self.work_items: deque[int] = deque()  # that are not begun
+        self.spare: set[int] = set()  # delivered by other workers
         self.asked = False
         self.said_idle = False
 
     def take(self, message: AssignItems) -> None:
-        """Add assigned work items; those of the previous evaluation are over."""
-        self._go_on_to(message.at_version)
+        """Add assigned work items; those of earlier evaluations are dropped."""
+        self._advance_to(message.at_version)
         if message.at_version == self.at_version:
             self.asked = self.said_idle = False
             self.work_items += [work_item for work_item in message.work_items if work_item not in self.work_items]
             self.spare.difference_update(message.work_items)
 
     def leave_off(self, message: ItemsDelivered) -> None:
-        """Drop work items that others have delivered."""
-        self._go_on_to(message.at_version)
+        """Drop work items that other workers have delivered."""
+        self._advance_to(message.at_version)
         if message.at_version == self.at_version:
             self.spare.update(message.work_items)
             self.work_items = deque(work_item for work_item in self.work_items if work_item not in self.spare)
@@ -41,14 +41,14 @@ class ItemsInHand:
     def ask_again(self) -> None:
         self.asked = self.said_idle = False
 
-    def _go_on_to(self, at_version: int) -> None:
+    def _advance_to(self, at_version: int) -> None:
         if at_version > self.at_version:
             self.at_version = at_version
             self.work_items.clear()
             self.spare.clear()
 
     def next(self, plan: DataPlan) -> WorkItem | None:
-        """Return the next work item to compute, or None."""
+        """Return the next work item to compute; None if there is none now."""
         idle = not self.work_items
         if (len(self.work_items) <= 1 and not self.asked) or (idle and not self.said_idle):
             self.asked, self.said_idle = True, idle
@@ -60,13 +60,13 @@ class ItemsInHand:
         return WorkItem(batches, self.at_version, bool(self.work_items))
 
     def after(self, batch: Batch, plan: DataPlan) -> Batch | None:
-        """Return the batch that follows this one, if it is known."""
+        """Return the batch that will be computed after this one, if it is known."""
         if batch.k + 1 < plan.batches_in(batch.portion):
             return Batch(batch.portion, batch.k + 1, batch.lease)
         return Batch(self.work_items[0], 0, self.at_version) if self.work_items else None
 
     def wants(self, work_item: WorkItem) -> bool:
-        """Return True if a work item that was begun is still needed."""
+        """Return True if this worker should still deliver a work item that was begun."""
         return work_item.round == self.at_version and work_item.batches[0].portion not in self.spare
 
 

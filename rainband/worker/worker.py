@@ -1,4 +1,4 @@
-"""A worker: what a strategy may touch, and the computing of a gradient that is a pure function of its batch's name."""
+"""A worker as a strategy sees it. A gradient is a pure function of the parameters and the batch ID."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class Compute(Work):
-    """A gradient that is wanted."""
+    """A gradient that is to be computed."""
 
     def __init__(self, worker: ModuleWorker, batch: Batch) -> None:
         self.worker = worker
         self.batch = batch
         self.result: Gradient | None = None
-        # While it computes, newer parameters may come for the next one.
+        # Newer parameters may arrive while it is computed.
         self.began, self.read = worker.client.pushes.clock, tuple(worker.client.pulls.versions)
 
     def perform(self) -> None:
@@ -57,7 +57,7 @@ class Compute(Work):
 
 
 class Sampler:
-    """The samples of each batch of the plan, the same on every worker."""
+    """Returns the samples of a batch, the same on every worker."""
 
     def __init__(self, plan: DataPlan) -> None:
         self.plan = plan
@@ -74,7 +74,7 @@ class Sampler:
 
 
 class ServerSide:
-    """The servers, as a strategy sees them."""
+    """The servers as a strategy uses them."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -97,7 +97,7 @@ class WorkerParameters:
     def step(self, gradient: Gradient, lr: float) -> None:
         if self.observer is not None:
             self.observer.began("step")
-        if gradient.is_finite:  # or every gradient after it would not be, either
+        if gradient.is_finite:  # otherwise every later gradient would be NaN, too
             self.flat.add_(gradient.tensors, -lr)
         if self.observer is not None:
             self.observer.ended("step")
@@ -135,14 +135,14 @@ class ModuleWorker:
 
     @property
     def seen(self) -> int:
-        """Samples that its buffers have followed."""
+        """Samples that this worker has processed, for the mean of its buffers."""
         return self.client.stats.samples
 
     def gradient(self, batch: Batch) -> Compute:
         return Compute(self, batch)
 
     def compute(self, batch: Batch) -> Gradient:
-        """The gradient of the mean loss of a batch: a function of the parameters and the batch's name alone."""
+        """Return the gradient of a batch's mean loss, which depends on the parameters and the batch ID alone."""
         torch.default_generator.manual_seed(self._seed(batch))
         samples = self.fetch(batch)
         for parameter in self.flat.parameters:
@@ -162,7 +162,7 @@ class ModuleWorker:
         return self.data.batch(self.sampler.indices(batch))
 
     def tensors(self) -> list[Tensor | None]:
-        """The gradients that autograd has left."""
+        """Return the gradients that autograd has left."""
         return self.flat.gradients()
 
     def _seed(self, batch: Batch) -> int:
@@ -176,7 +176,7 @@ class ModuleWorker:
         stats.loss_sum += gradient.loss * gradient.samples
         stats.loss_samples += gradient.samples
         if stats.steps == 1:
-            self.client.tell(stats.heartbeat())  # at once: people watch for the first sign of life
+            self.client.tell(stats.heartbeat())  # at once: users wait for the first progress
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> WorkerOptimizer:
         return WorkerOptimizer(self, spec, schedule)
@@ -184,7 +184,7 @@ class ModuleWorker:
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         raise ValueError("this worker computes the whole model: a pipeline needs stages, for example --stages 2.")
 
-    # ---- what is no function of gradients: BatchNorm's statistics --------------------------------------------------
+    # ---- buffers, such as BatchNorm's statistics --------------------------------------------------
 
     def buffers(self) -> bytes:
         return buffers_of(self.module)
@@ -194,7 +194,7 @@ class ModuleWorker:
 
 
 def buffers_of(module: nn.Module) -> bytes:
-    """All buffers of numbers, as one float64 vector."""
+    """Return all numeric buffers as one float64 vector."""
     parts = [b.detach().double().reshape(-1) for b in _numeric_buffers(module)]
     return torch.cat(parts).numpy().tobytes() if parts else b""
 
@@ -213,7 +213,7 @@ def _numeric_buffers(module: nn.Module) -> list[torch.Tensor]:
 
 
 class WorkerOptimizer:
-    """Plain PyTorch on one worker."""
+    """A torch optimizer on one worker."""
 
     def __init__(self, worker: ModuleWorker, spec: OptimizerSpec, schedule: Schedule) -> None:
         self.worker = worker
@@ -240,7 +240,7 @@ class WorkerOptimizer:
 
 
 class LocalAccounting:
-    """The batch accounting of a worker in a run without servers."""
+    """Batch accounting of a worker that trains without servers, reported to the coordinator."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -250,9 +250,9 @@ class LocalAccounting:
         self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask
 
     def add(self, name: PushId, skip: str = "") -> None:
-        """These batches are done, or skipped for a reason."""
+        """Note that batches are applied, or skipped for a reason."""
         self.client.stats.acked += 1
-        if self.accepted_set.plan != self.client.plan:  # it became known after the first steps
+        if self.accepted_set.plan != self.client.plan:  # the plan was made after the first steps
             self.accepted_set = AcceptedSet(self.client.plan)
         if skip:
             self.skipped.update({(r.portion, skip): self.skipped.get((r.portion, skip), 0) | r.mask for r in name})
