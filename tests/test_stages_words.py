@@ -127,7 +127,7 @@ def in_turn(machines: list[int]) -> Placement:
         ("sync", [0, 1, 0, 1], {"microbatches": 3}, "Use --microbatches 4."),
         ("sync", [0, 1], {"schedule": "interleaved"}, "interleaved needs several: omit --placement"),
         ("sync", [0, 1], {"stages_per_worker": 2}, "interleaved needs several: omit --placement"),
-        ("pipedream", [0, 1, 0, 1], {}, "pipedream has one on each: place the model with --partitioner pipedream"),
+        ("pipedream", [0, 1, 0, 1], {}, "pipedream has one on each: use rainband placement --partitioner pipedream"),
     ],
 )
 def test_a_plan_and_what_is_typed_must_agree(
@@ -151,10 +151,11 @@ def test_a_team_plan_whose_schedule_does_not_know_its_stages_is_refused() -> Non
 
 
 def test_a_model_with_too_few_units_says_what_to_type() -> None:
-    with pytest.raises(
-        ValueError, match="2 stages on each of 2 workers are 4: type fewer --stages or --stages-per-worker"
-    ):
-        configured(["linear", "sync"], {"runtime": "sim", "stages": 2, "stages_per_worker": 2})
+    options: RunOptions = {"runtime": "sim", "stages": 2, "stages_per_worker": 2}
+    with pytest.raises(OptionError) as told:
+        configured(["linear", "sync"], options)
+    assert "2 stages on each of 2 workers are 4: use fewer stages or stages_per_worker" in str(told.value)
+    assert "use fewer --stages or --stages-per-worker" in told.value.written(on_command_line)
 
 
 @pytest.mark.parametrize(

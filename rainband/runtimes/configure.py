@@ -331,17 +331,18 @@ def _check_placement(name: str, requires: Requirements, placement: Placement) ->
     if requires.stages is not None:
         if placement.kind != "pipeline":
             raise OptionError(
-                f"{name} is a pipeline, and the placement is a partition: place the model with --partitioner pipedream."
+                f"{name} is a pipeline, and the placement is a partition: "
+                "use rainband placement --partitioner pipedream."
             )
         if is_interleaved(placement):
             raise OptionError(
-                f"the placement has several stages on a machine, and {name} has one on each: place the model with "
-                "--partitioner pipedream, or train with sync."
+                f"the placement has several stages on a machine, and {name} has one on each: use "
+                "rainband placement --partitioner pipedream, or train with sync."
             )
     elif max(placement.replicas()) > 1:
         raise OptionError(
             f"the placement has stages on several machines {placement.replicas()}, which only pipedream supports: "
-            "place the model with --partitioner one_machine_per_stage, and use more "
+            "use rainband placement --partitioner one_machine_per_stage, and more "
             f"{opt('workers')} for more copies of the whole model."
         )
 
@@ -376,7 +377,7 @@ def _check_schedule_of_placement(options: RunOptions, placement: Placement) -> N
         if _interleaves(options):
             raise OptionError(
                 f"the placement has one stage on each machine, and interleaved needs several: omit "
-                f"{opt('placement')}, or place the model with --schedule interleaved."
+                f"{opt('placement')}, or use rainband placement --schedule interleaved."
             )
         return
     if schedule not in (None, "interleaved"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from rainband.model_parallel.placement.placement import is_interleaved
 from rainband.model_parallel.placement.stage_plan import Flushing, StagePlan, workers_of
+from rainband.options import OptionError, opt
 
 if TYPE_CHECKING:
     from rainband.model_parallel.placement.partitioners import Partitioner
@@ -89,10 +90,10 @@ def _planner(profile: Profile, workers: int, flow: PipelineOptions) -> Partition
         return pipedream.in_stages
     stages_per_worker = flow.stages_on_each
     if len(profile.units) < workers * stages_per_worker:
-        raise ValueError(
+        raise OptionError(
             f"{profile.model or 'the model'} has {len(profile.units)} units, and {stages_per_worker} stages on each of "
-            f"{workers} workers are {workers * stages_per_worker}: type fewer --stages or --stages-per-worker, or mark "
-            "smaller pieces."
+            f"{workers} workers are {workers * stages_per_worker}: use fewer {opt('stages')} or "
+            f"{opt('stages_per_worker')}, or mark smaller units."
         )
     return partial(pipedream.interleaved, stages_per_worker=stages_per_worker)
 
