@@ -19,17 +19,15 @@ from torch import Tensor
 from rainband.coordinator.coordinator import RunSettings
 from rainband.model.flat_parameters import Flat
 from rainband.observer import Observer
-from rainband.protocol.messages import Dataset, Push
-from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
-from rainband.runtimes.simulation.gradients import GradientCompute
+from rainband.protocol.messages import Push
+from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
-from rainband.runtimes.simulation.shared_module import SharedModule
+from rainband.runtimes.simulation.run import scenario_of
 from rainband.server.block import Block
 from rainband.strategies.soft_sync import SoftSync
 from rainband.tasks.quadratic import Quadratic
-from rainband.worker.session import join_of
 from reproduce.runs import arguments, draw, report
 
 GROUPS = (2, 4, 8)  # not 1: its path is a plain decay, which any momentum fits
@@ -46,9 +44,7 @@ MODEL = ClusterModel(
 def trajectory(groups: int, seed: int) -> NDArray[np.float64]:
     """Return the distance from the minimum after each update of one run."""
     flat, data = Flat(TASK.model()), TASK.data()
-    strategy, shared_module = SoftSync(n=groups, scaling="none", lr=RATE, guard=False), SharedModule(flat)
-    join = join_of(strategy, flat.layout, Dataset("", len(data), TASK.batch_size, TASK.epochs))
-    scenario = Scenario(strategy, join, lambda: GradientCompute(shared_module, TASK, data, groups), real=True)
+    scenario = scenario_of(SoftSync(n=groups, scaling="none", lr=RATE, guard=False), TASK, flat, data, groups)
     path: list[float] = []
     observer = PathRecorder(path)
     notes = Notes(observe=lambda peer: observer)

@@ -11,13 +11,11 @@ from rainband.model.flat_parameters import Flat
 from rainband.plugins import load_strategy
 from rainband.protocol.events import AnyEvent, IterationDone
 from rainband.protocol.messages import Dataset
-from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
-from rainband.runtimes.simulation.gradients import GradientCompute
+from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
 from rainband.runtimes.simulation.models.cluster_model import load_model
-from rainband.runtimes.simulation.shared_module import SharedModule
+from rainband.runtimes.simulation.run import scenario_of
 from rainband.strategy import Strategy
 from rainband.tasks.digits import Digits
-from rainband.worker.session import join_of
 from reproduce.runs import arguments, draw, over_seeds, report
 
 WORKERS, BATCH_SIZE = 2, 16
@@ -27,9 +25,7 @@ N_PUSH = (1, 4, 16, 45)  # of the 90 minibatches in a pass; with 45 each worker 
 def bytes_per_pass(strategy: Strategy, seed: int) -> float:
     task, passes = Digits(), [1]
     flat, data = Flat(task.model()), task.data()
-    shared_module = SharedModule(flat)
-    join = join_of(strategy, flat.layout, Dataset("", len(data), BATCH_SIZE, 1))
-    scenario = Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, WORKERS), real=True)
+    scenario = scenario_of(strategy, task, flat, data, WORKERS, Dataset("", len(data), BATCH_SIZE, 1))
 
     def show(event: AnyEvent) -> None:
         if isinstance(event, IterationDone):

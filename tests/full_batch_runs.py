@@ -16,19 +16,17 @@ from rainband.full_batch.line_search import Trial, armijo, strong_wolfe
 from rainband.model.flat_parameters import Flat
 from rainband.observer import Observer
 from rainband.protocol import events
-from rainband.protocol.messages import COORDINATOR, Dataset, Message, Peer
-from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
+from rainband.protocol.messages import COORDINATOR, Message, Peer
+from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
 from rainband.runtimes.simulation.fault_injector import FaultInjector
-from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.faults import parse
 from rainband.runtimes.simulation.models.network import NetworkModel
-from rainband.runtimes.simulation.shared_module import SharedModule
+from rainband.runtimes.simulation.run import scenario_of
 from rainband.server.server import Server
 from rainband.strategies.sandblaster import Sandblaster
 from rainband.tasks.task import TensorData
-from rainband.worker.session import join_of
 
 TIMEOUT_S = 1.0
 EXACT = {"gradient_tolerance": 0.0, "loss_tolerance": 0.0}
@@ -162,9 +160,7 @@ def led(
 ) -> Ran:
     """Run it to its end in virtual time."""
     flat = Flat(task.model())
-    data, shared_module = task.data(), SharedModule(flat)
-    join = join_of(strategy, flat.layout, Dataset("", len(data), task.batch_size, task.epochs))
-    scenario = Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, num_workers), real=True)
+    scenario = scenario_of(strategy, task, flat, task.data(), num_workers)
     settings = RunSettings(num_workers=num_workers, num_servers=num_servers, failure_timeout_s=TIMEOUT_S)
     shuffle = Random(seed) if seed else None
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -24,25 +23,23 @@ from rainband.errors import Deadlock
 from rainband.model.flat_parameters import Flat
 from rainband.plugins import load_strategy
 from rainband.protocol import events
-from rainband.protocol.messages import Dataset
 from rainband.record.spans import Span
 from rainband.rules import ApplyOnArrival
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation import run as sim
 from rainband.runtimes.simulation.aggregated import AggregatedServersNode, make_aggregated
-from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
-from rainband.runtimes.simulation.gradients import GradientCompute, TimingOnly
+from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
+from rainband.runtimes.simulation.gradients import TimingOnly
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.models.trace import Line, read_lines
-from rainband.runtimes.simulation.shared_module import SharedModule
+from rainband.runtimes.simulation.run import scenario_of
 from rainband.runtimes.simulation.worker import WorkerNode
 from rainband.strategies.downpour import Downpour
 from rainband.strategy import ServerPart
 from rainband.tasks.linear import Linear
 from rainband.tasks.load import load_task
-from rainband.worker.session import join_of
 
 INSTANT = ClusterModel(
     NetworkModel(latency_s=0.0, bytes_per_s=inf),
@@ -60,16 +57,12 @@ def world_of(
     real: bool = True,
     task: Linear = TASK,
 ) -> SimulatedCluster:
-    flat = Flat(task.model())
-    data, shared_module = task.data(), SharedModule(flat)
-    join = join_of(strategy, flat.layout, Dataset("", len(data), task.batch_size, task.epochs))  # type: ignore[arg-type]
-    empty = TimingOnly(num_workers)
-    body: Callable[[], Any] = (
-        (lambda: GradientCompute(shared_module, task, data, num_workers)) if real else (lambda: empty)
-    )
+    scenario = scenario_of(strategy, task, Flat(task.model()), task.data(), num_workers)  # type: ignore[arg-type]
+    if not real:
+        empty = TimingOnly(num_workers)
+        scenario = replace(scenario, make_compute=lambda: empty, real=False)
     settings = RunSettings(num_workers=num_workers, num_servers=num_servers)
     spans: list[Span] = []
-    scenario = Scenario(strategy, join, body, real)  # type: ignore[arg-type]
     return SimulatedCluster(scenario, settings, model, Notes(spans=spans))
 
 

@@ -156,8 +156,8 @@ class Replay:
         self.losses: dict[tuple[int, int], float] = {}  # (portion, batch) -> of its gradient
         self.squares: dict[tuple[int, int], float] = {}  # (worker, sequence) -> of its gradient's norm
         self.scenario = make_scenario(config)
-        half = self.scenario.strategy.server(config.num_workers)
-        if half is None or half.rule().reads != "any":
+        server_part = self.scenario.strategy.server(config.num_workers)
+        if server_part is None or server_part.rule().reads != "any":
             raise ValueError(f"{config.strategy} is not asynchronous, and only asynchronous runs can be replayed.")
         self.pushes = 0
         self.servers: list[Server] = []
@@ -181,7 +181,7 @@ class Replay:
         """Start the servers with the initial values, which follow from the seed."""
         first = next(iter(self.actors.values())).client
         for assigned in self.record.servers:
-            server = Server(self._half, publish)
+            server = Server(self._server_part, publish)
             server.receive(Peer("coordinator", 0), assigned.assign)
             self.servers.append(server)
             for spec in assigned.assign.blocks:
@@ -189,10 +189,10 @@ class Replay:
                 server.receive(Peer("worker", 0), load, first.servers.views[spec.index].clone())
                 self.owner[spec.index] = server
 
-    def _half(self, num_workers: int) -> ServerPart:
-        half = self.scenario.strategy.server(num_workers)
-        assert half is not None
-        return half
+    def _server_part(self, num_workers: int) -> ServerPart:
+        server_part = self.scenario.strategy.server(num_workers)
+        assert server_part is not None
+        return server_part
 
     # ---- going on --------------------------------------------------------------------------------------------------
 

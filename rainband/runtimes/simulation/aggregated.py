@@ -45,11 +45,11 @@ class AggregatedServersNode(Node):
     """
 
     def __init__(
-        self, bus: MessageBus, machine: Machine, half: Callable[[int], ServerPart], aggregated: AggregatedServers
+        self, bus: MessageBus, machine: Machine, server_part: Callable[[int], ServerPart], aggregated: AggregatedServers
     ) -> None:
         super().__init__(bus, ALL, machine)
         self.name = "servers"
-        self.server = Server(half, publish)
+        self.server = Server(server_part, publish)
         self.aggregated = aggregated
         self.latency_s = aggregated.latency_s
         self.arriving: list[Arriving] = []  # a heap: in the order in which they begin to arrive

@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import torch
@@ -226,9 +227,9 @@ def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strateg
     flat = Flat(module := task.model(), parameter_groups(task, module))
     if config.sim.time_only:
         leave_out_the_compiler()
-    half = strategy.server(config.num_replicas)
-    if half is not None:
-        build(half.optimizer, [torch.zeros(1)])  # reports a wrong setting here, not in a server
+    server_part = strategy.server(config.num_replicas)
+    if server_part is not None:
+        build(server_part.optimizer, [torch.zeros(1)])  # reports a wrong setting here, not in a server
     if config.sim.time_only:
         if config.stage_plan is not None:
             raise ValueError("--time-only does not support stages: omit it, or use rainband placement --schedule.")
@@ -236,18 +237,21 @@ def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strateg
     data = task.data()
     if config.stage_plan is not None:
         return _in_stages(config, config.stage_plan, strategy, task, data)
+    dataset = Dataset(fingerprint(data), len(data), *_sizes(config, task))
+    return scenario_of(strategy, task, flat, data, config.num_workers, dataset)
+
+
+def scenario_of(
+    strategy: Strategy, task: Task, flat: Flat, data: Data, num_workers: int, dataset: Dataset | None = None
+) -> Scenario:
+    """Build a scenario whose workers compute gradients with one module; `dataset` defaults to the task's settings."""
     shared_module = SharedModule(flat)
-    join = join_of(strategy, flat.layout, Dataset(fingerprint(data), len(data), *_sizes(config, task)))
+    join = join_of(strategy, flat.layout, dataset or Dataset("", len(data), task.batch_size, task.epochs))
     if strategy.requires.shared_memory:
         hogwild_server = HogwildServer(bytearray)
-        return Scenario(
-            strategy,
-            join,
-            lambda: HogwildCompute(shared_module, task, data, config.num_workers, hogwild_server),
-            True,
-            hogwild_server=hogwild_server,
-        )
-    return Scenario(strategy, join, lambda: GradientCompute(shared_module, task, data, config.num_workers), real=True)
+        compute = partial(HogwildCompute, shared_module, task, data, num_workers, hogwild_server)
+        return Scenario(strategy, join, compute, real=True, hogwild_server=hogwild_server)
+    return Scenario(strategy, join, partial(GradientCompute, shared_module, task, data, num_workers), real=True)
 
 
 def _in_stages(config: RunConfig, plan: StagePlan, strategy: Strategy, task: Task, data: Data) -> Scenario:
