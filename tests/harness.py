@@ -531,7 +531,7 @@ class SimulatedCluster:
     def _one_of_several(self) -> Node | None:
         """A worker without which another one can still end the run."""
         well = [w for w in self._alive() if not w.paused and w.dies_at < 0]
-        early = self.coordinator.phase in ("forming", "loading")
+        early = self.coordinator.state.phase in ("forming", "loading")
         # One started again counts once it has joined: with everybody else gone meanwhile, the run is over.
         well = [w for w in well if w.client is not None or (early and not w.peer.incarnation)]
         return self.random.choice(well) if len(well) > 1 else None
@@ -583,12 +583,12 @@ class SimulatedCluster:
         for other in list(self.workers.values()):
             if other is not node and other.client is not None and not other.paused:
                 self.hand_over(other.peer, COORDINATOR, InFlight(other.client.stats.heartbeat()))
-        if self.coordinator.phase != "over":
+        if self.coordinator.state.phase != "over":
             self._say(self.coordinator.tick(self.now))
 
     def _reconnect(self) -> None:
         node = self.random.choice(self._alive())
-        if not node.ports or self.coordinator.phase != "running":
+        if not node.ports or self.coordinator.state.phase != "running":
             return
         port = self.random.choice(node.ports)
         for key in ((node.peer, port.server), (port.server, node.peer)):
@@ -611,14 +611,14 @@ class SimulatedCluster:
         self._add_worker(Peer("worker", max(index, self.case.num_workers)))
 
     def _stop(self) -> None:
-        self._say(self.coordinator.stop("stopped", "asked to"))
+        self._say(self.coordinator.shutdown.stop("stopped", "asked to"))
 
     # ---- running ----
 
     def run(self) -> Outcome:
         """To the end; raises Wrong when the run breaks a promise or does not end."""
         with patch.object(rainband.coordinator.planning, "choose_portion_batches", self._portion_batches):
-            while self.coordinator.phase != "over":
+            while self.coordinator.state.phase != "over":
                 self.steps += 1
                 if self.steps > self.max_steps:
                     raise Wrong(f"not over after {self.max_steps} steps: {self.where()}")
@@ -659,17 +659,17 @@ class SimulatedCluster:
         for node in self.workers.values():
             if node.client is not None and not node.paused and not node.dismissed:
                 node.tell(node.client.stats.heartbeat())
-        if self.coordinator.phase != "over":
+        if self.coordinator.state.phase != "over":
             self._say(self.coordinator.tick(self.now))
 
     def where(self) -> str:
         c = self.coordinator
-        held = {str(w.peer): dict(w.leases) for w in c.workers.values()}
+        held = {str(w.peer): dict(w.leases) for w in c.state.workers.values()}
         steps = "\n".join(" ".join(map(str, what)) for what in self.trace)
         return (
-            f"phase {c.phase}, {c.state.batches_done()} of {self.case.num_batches} batches, leases {held}, "
+            f"phase {c.state.phase}, {c.state.batches_done()} of {self.case.num_batches} batches, leases {held}, "
             f"to do again {c.leases.again}, asking {list(c.leases.gathering)}, wanting {c.leases.wanting}, "
-            f"here {[i for i, w in c.workers.items() if w.here]}; last steps:\n{steps}"
+            f"active {[i for i, w in c.state.workers.items() if w.active]}; last steps:\n{steps}"
         )
 
     def versions_of(self, plan: DataPlan) -> list[list[Tensor]]:
@@ -685,7 +685,7 @@ class SimulatedCluster:
 def check(cluster: SimulatedCluster, outcome: Outcome) -> None:
     """All that is promised at the end of a run, whatever went wrong on its way."""
     coordinator, case = outcome.coordinator, cluster.case
-    accounting = coordinator.accounting()
+    accounting = coordinator.reporting.accounting()
     if accounting is None and cluster.faults.stop:
         return  # stopped before there was a plan
     assert accounting is not None
@@ -693,10 +693,10 @@ def check(cluster: SimulatedCluster, outcome: Outcome) -> None:
         raise Wrong(f"the books do not balance: {accounting}")
     for index, block in outcome.blocks.items():
         check_block(cluster.ledger, index, block)
-    if coordinator.outcome == "stopped" and cluster.faults.stop:
+    if coordinator.state.outcome == "stopped" and cluster.faults.stop:
         return
-    if coordinator.outcome != "finished" or accounting.not_processed:
-        raise Wrong(f"{coordinator.outcome} {coordinator.reason}: {accounting}")
+    if coordinator.state.outcome != "finished" or accounting.not_processed:
+        raise Wrong(f"{coordinator.state.outcome} {coordinator.state.reason}: {accounting}")
     skipped = {
         frozenset((key, mask) for key, mask in b.accounting.skipped.items() if mask) for b in outcome.blocks.values()
     }

@@ -137,8 +137,8 @@ class OneProcess:
         """As they are when everyone has left."""
         while self.mail:
             self.wait()
-        assert self.coordinator.phase == "over", self.coordinator.phase
-        accounting = self.coordinator.accounting()
+        assert self.coordinator.state.phase == "over", self.coordinator.state.phase
+        accounting = self.coordinator.reporting.accounting()
         assert accounting is not None
         assert accounting.balanced
         return accounting

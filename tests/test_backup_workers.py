@@ -96,7 +96,7 @@ def test_every_batch_is_applied_or_dropped_and_the_same_ones_are_dropped_on_ever
             )
             for b in outcome.blocks.values()
         }
-        accounting = outcome.coordinator.accounting()
+        accounting = outcome.coordinator.reporting.accounting()
         assert len(dropped) == 1 and accounting is not None
         number_dropped = len(next(iter(dropped)))
         assert accounting.applied + number_dropped == accounting.batches == 24
@@ -119,7 +119,7 @@ def test_nobody_waits_for_the_slow_one() -> None:
         cluster = world_of(Sync(lr=0.25, backup_workers=backup), 3, model, task=task)
         cluster.start()
         cluster.run()
-        accounting = cluster.coordinator.accounting()
+        accounting = cluster.coordinator.reporting.accounting()
         assert cluster.spans is not None and accounting is not None
         times[backup] = max(s.to_s for s in cluster.spans if s.what == "compute" and s.node != "worker 2")
         assert sum(accounting.skipped.values()) == 12 * backup

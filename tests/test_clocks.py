@@ -354,7 +354,7 @@ def test_every_read_has_what_the_paper_promises_on_every_block(bound: int, direc
                 assert clock > must or batch in read.batches, (seed, read, worker, clock)
                 if clock > must and batch not in read.batches and worker != read.reader:
                     furthest = max(furthest, read.clock - clock + 1)
-        staleness = cluster.coordinator.staleness()
+        staleness = cluster.coordinator.reporting.staleness()
         assert (staleness.bound, staleness.unit, staleness.exceeded) == (bound, "clocks", 0)
         assert staleness.largest <= bound and staleness.max <= 2 * (2 * bound + 1)  # (P-1)(2s+1), for P = 3
     assert furthest == bound or direct or bound == 0  # so far may they be ahead, and so far they do come
@@ -365,9 +365,9 @@ def test_a_run_that_breaks_its_bound_fails_and_says_by_how_much(monkeypatch: pyt
     for seed in range(10):
         cluster = SimulatedCluster(seed, Case(StaleSync(bound=0, lr=LR), 3, num_servers=2, num_samples=60))
         outcome = cluster.run()
-        if outcome.coordinator.staleness().exceeded:
-            assert outcome.coordinator.outcome == "failed"
-            assert "readers may miss 0 clocks, and" in outcome.coordinator.reason
+        if outcome.coordinator.reporting.staleness().exceeded:
+            assert outcome.coordinator.state.outcome == "failed"
+            assert "readers may miss 0 clocks, and" in outcome.coordinator.state.reason
             return
     pytest.fail("with everyone admitted, nobody ever ran ahead")
 
@@ -375,7 +375,7 @@ def test_a_run_that_breaks_its_bound_fails_and_says_by_how_much(monkeypatch: pyt
 def test_a_late_joiner_does_not_hold_up_those_who_are_far_ahead() -> None:
     for seed in range(8):
         outcome = run(seed, Case(StaleSync(bound=0, lr=LR), 1, num_servers=2, num_samples=60), Faults(latecomers=2))
-        assert outcome.coordinator.staleness().exceeded == 0
+        assert outcome.coordinator.reporting.staleness().exceeded == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

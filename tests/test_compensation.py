@@ -163,7 +163,7 @@ def test_strategies_run_with_it_to_the_end_also_when_a_worker_dies(strategy: Str
         accounting = (
             SimulatedCluster(seed, Case(strategy, 3, num_servers=2), Faults(kills=seed % 2))
             .run()
-            .coordinator.accounting()
+            .coordinator.reporting.accounting()
         )
         assert accounting is not None and accounting.balanced and accounting.applied == accounting.batches
 
@@ -184,7 +184,7 @@ def test_every_gradient_finds_the_copy_it_was_computed_with(
     cluster = world_of(strategy, 3, INSTANT)
     cluster.start()
     cluster.run()
-    assert cluster.coordinator.outcome == "finished" and missing == []
+    assert cluster.coordinator.state.outcome == "finished" and missing == []
 
 
 def test_wrong_settings_are_told_at_once() -> None:

@@ -75,16 +75,16 @@ def test_downpour_waits_for_nobody_and_promises_nothing() -> None:
     cluster.run()
 
     assert not cluster.workers[0].stats.waited_for
-    assert cluster.coordinator.staleness().bound is None
+    assert cluster.coordinator.reporting.staleness().bound is None
 
 
 def test_the_run_says_who_waited_for_whom_at_its_end() -> None:
     cluster = world_of(StaleSync(bound=1, lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
     cluster.start()
     cluster.run()
-    staleness = cluster.coordinator.staleness()
+    staleness = cluster.coordinator.reporting.staleness()
 
-    assert cluster.coordinator.outcome == "finished"
+    assert cluster.coordinator.state.outcome == "finished"
     assert (staleness.bound, staleness.unit, staleness.largest, staleness.exceeded) == (1, "clocks", 1, 0)
     assert set(staleness.waited_for[0]) == {1}
 

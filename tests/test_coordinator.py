@@ -117,10 +117,10 @@ class Run:
 
     @property
     def phase(self) -> str:
-        return self.coordinator.phase
+        return self.coordinator.state.phase
 
     def events(self, kind: type) -> list[Any]:
-        return [event for event in self.coordinator.events if isinstance(event, kind)]
+        return [event for event in self.coordinator.state.events if isinstance(event, kind)]
 
 
 def running(num_workers: int = 2, num_servers: int = 2, **join: Any) -> Run:
@@ -146,11 +146,11 @@ def test_a_worker_whose_replica_lost_a_worker_before_it_joined_is_dismissed() ->
         run.server_joins(server)
     for worker in range(2):
         run.joins(worker, address=Address("here", worker))
-    run.take(run.coordinator.never_comes(Peer("worker", 3), run.now, "killed"))
+    run.take(run.coordinator.liveness.never_joins(Peer("worker", 3), run.now, "killed"))
     assert any(isinstance(message, Shutdown) for message in run.joins(2, address=Address("here", 2)))
     lost = {event.node: event.why for event in run.events(events.Lost)}
     assert lost["worker 3"] == "before it joined: killed"
-    assert lost["worker 2"] == "worker 3, with which it computed one model, was lost"
+    assert lost["worker 2"] == "worker 3 of the same replica was lost"
     assert run.phase == "loading"  # the other replica goes on
 
 
@@ -241,7 +241,7 @@ def test_who_comes_when_all_is_done_is_sent_away_and_not_waited_for(phase: str) 
 
     (bye,) = run.joins(1)
 
-    assert isinstance(bye, Shutdown) and 1 not in run.coordinator.workers
+    assert isinstance(bye, Shutdown) and 1 not in run.coordinator.state.workers
 
 
 # ---- leases ----
@@ -374,14 +374,14 @@ def suspected(**join: Any) -> Run:
     run.now = TIMEOUT_S + 1
     run.heartbeats(1)
     run.ticks(0.0)
-    assert not run.coordinator.workers[0].here
+    assert not run.coordinator.state.workers[0].active
     return run
 
 
 def test_who_is_not_heard_of_is_given_up_and_gets_nothing() -> None:
     run = suspected()
     run.coordinator.leases.wanting[0] = None
-    assert [e.why for e in run.events(events.Lost)] == ["not heard of for 6.0 s"]
+    assert [e.why for e in run.events(events.Lost)] == ["no heartbeat for 6.0 s"]
     assert not [m for m in run.ticks(0.0) if isinstance(m, Lease)]
 
 
@@ -391,14 +391,14 @@ def test_who_is_not_heard_of_is_given_up_and_gets_nothing() -> None:
 def test_who_works_or_waits_for_work_is_here_again(sign: Message) -> None:
     run = suspected()
     run.from_worker(0, sign)
-    assert run.coordinator.workers[0].here
+    assert run.coordinator.state.workers[0].active
     assert [e.node for e in run.events(events.Returned)] == ["worker 0"]
 
 
 def test_a_heartbeat_alone_says_alive_and_not_working() -> None:
     run = suspected()
     run.heartbeats(0, acked=0)
-    assert not run.coordinator.workers[0].here
+    assert not run.coordinator.state.workers[0].active
 
 
 def test_a_worker_that_acknowledged_long_ago_and_hangs_now_does_not_come_back_by_its_heartbeat() -> None:
@@ -411,7 +411,7 @@ def test_a_worker_that_acknowledged_long_ago_and_hangs_now_does_not_come_back_by
 
     run.heartbeats(0, acked=7)
 
-    assert not run.coordinator.workers[0].here
+    assert not run.coordinator.state.workers[0].active
 
 
 def test_who_beats_and_pushes_nothing_is_away() -> None:
@@ -421,19 +421,19 @@ def test_who_beats_and_pushes_nothing_is_away() -> None:
         run.now += 1.0
         run.heartbeats(0, acked=acked)
         run.heartbeats(1)
-    assert run.coordinator.workers[0].slowest_s == 1.0
+    assert run.coordinator.state.workers[0].slowest_s == 1.0
 
     for _ in range(20):  # up to twice the timeout and ten times what is usual
         run.heartbeats(0, acked=3)
         run.heartbeats(1)
         run.ticks()
-    assert run.coordinator.workers[0].here
+    assert run.coordinator.state.workers[0].active
     run.heartbeats(0, acked=3)
     run.heartbeats(1)
     run.ticks()
 
-    assert not run.coordinator.workers[0].here
-    assert "away: alive, but no push for 21.0 s" in [e.why for e in run.events(events.Lost)]
+    assert not run.coordinator.state.workers[0].active
+    assert "inactive: heartbeats, but no push for 21.0 s" in [e.why for e in run.events(events.Lost)]
 
 
 def test_who_hangs_before_its_first_push_is_away_after_ten_times_what_the_first_one_of_others_took() -> None:
@@ -447,8 +447,8 @@ def test_who_hangs_before_its_first_push_is_away_after_ten_times_what_the_first_
         run.heartbeats(0, acked=acked)
         run.ticks(1.0)
         late = run.now > 2 * TIMEOUT_S + 10 * 2.0
-        assert run.coordinator.workers[1].here is not late
-    assert run.coordinator.workers[0].here
+        assert run.coordinator.state.workers[1].active is not late
+    assert run.coordinator.state.workers[0].active
 
 
 def test_nobody_is_away_before_anyone_has_pushed() -> None:
@@ -459,7 +459,7 @@ def test_nobody_is_away_before_anyone_has_pushed() -> None:
         run.heartbeats(0, acked=0)
         run.heartbeats(1, acked=0)
         run.ticks()
-    assert run.coordinator.workers[0].here and run.coordinator.workers[1].here
+    assert run.coordinator.state.workers[0].active and run.coordinator.state.workers[1].active
 
 
 @pytest.mark.parametrize("waited_for", [True, False])
@@ -475,10 +475,10 @@ def test_a_loop_that_hangs_in_a_loader_of_its_own_is_away_when_others_wait_for_i
         run.heartbeats(1, acked=3, waiting=waited_for)
         run.ticks()
 
-    assert run.coordinator.workers[0].here is not waited_for
-    assert run.coordinator.workers[1].here
+    assert run.coordinator.state.workers[0].active is not waited_for
+    assert run.coordinator.state.workers[1].active
     run.heartbeats(0, acked=4)
-    assert run.coordinator.workers[0].here
+    assert run.coordinator.state.workers[0].active
 
 
 def test_who_waits_for_others_is_not_to_blame() -> None:
@@ -490,7 +490,7 @@ def test_who_waits_for_others_is_not_to_blame() -> None:
         run.ticks()
         run.heartbeats(0, acked=1, waiting=True)
         run.heartbeats(1)
-    assert run.coordinator.workers[0].here
+    assert run.coordinator.state.workers[0].active
 
 
 def test_a_worker_that_was_started_again_is_another_one() -> None:
@@ -503,7 +503,7 @@ def test_a_worker_that_was_started_again_is_another_one() -> None:
     assert [type(m) for m in outs if isinstance(m, Welcome | Go)] == [Welcome, Go]
     assert run.lost("worker", 0, incarnation=0) == []
     assert run.from_worker(0, LeaseRequest(), incarnation=0) == []
-    assert run.coordinator.workers[0].connected
+    assert run.coordinator.state.workers[0].connected
     assert run.joins(0, incarnation=0) == []  # a word of its earlier life, late
 
 
@@ -523,14 +523,17 @@ def test_a_portion_that_cost_three_workers_their_lives_ends_the_run() -> None:
             run.from_server(server, AcceptedBatches(0, death + 2, masks=(0,)))
 
     assert run.phase == "over"
-    assert (run.coordinator.outcome, run.coordinator.reason) == ("failed", "portion 0 ended 3 workers")
+    assert (run.coordinator.state.outcome, run.coordinator.state.reason) == (
+        "failed",
+        "3 workers died on the same batches (portion 0)",
+    )
 
 
 def test_a_portion_that_was_only_leased_ahead_is_not_to_blame() -> None:
     run = running(num_samples=64)
     assert [run.wants(0)[0].portion for _ in range(2)] == [0, 1]
     run.lost("worker", 0)
-    assert run.coordinator.presence.deaths == {0: 1}
+    assert run.coordinator.liveness.deaths == {0: 1}
 
 
 def test_in_rounds_all_columns_of_the_first_group_may_be_to_blame_and_no_later_one() -> None:
@@ -542,7 +545,7 @@ def test_in_rounds_all_columns_of_the_first_group_may_be_to_blame_and_no_later_o
     run.joins(2)
     run.lost("worker", 0)
 
-    assert run.coordinator.presence.deaths == {0: 1, 1: 1}
+    assert run.coordinator.liveness.deaths == {0: 1, 1: 1}
 
 
 # ---- servers that fall silent ----
@@ -556,7 +559,7 @@ def test_a_server_that_falls_silent_is_asked_and_told_of_once_and_again_when_it_
         for worker in (0, 1):
             run.heartbeats(worker)
     assert [(e.node, e.why) for e in run.events(events.Lost)] == [
-        ("server 1", "not heard of for 6.0 s; all wait for it")
+        ("server 1", "no message for 6.0 s; all workers wait for it")
     ]
     run.report(1, accepted=0)
     assert [e.node for e in run.events(events.Returned)] == ["server 1"] and run.phase == "running"
@@ -570,8 +573,8 @@ def test_a_server_that_is_silent_for_ten_times_the_timeout_ends_the_run() -> Non
         run.report(0, accepted=0)
         for worker in (0, 1):
             run.heartbeats(worker)
-    assert (run.phase, run.coordinator.outcome) == ("over", "failed")
-    assert run.coordinator.reason.startswith("server 1 was lost (not heard of for 51 s). It held the only copy of")
+    assert (run.phase, run.coordinator.state.outcome) == ("over", "failed")
+    assert run.coordinator.state.reason.startswith("server 1 was lost (no message for 51 s). It held the only copy of")
 
 
 def test_a_clock_that_jumps_ends_no_run() -> None:
@@ -611,7 +614,7 @@ def test_columns_are_shared_evenly() -> None:
     run = running(num_workers=4, num_samples=64, rounds=True)
     leases = {worker: run.wants(worker)[0].portion for worker in range(4)}
     assert leases == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert run.coordinator.plan is not None and run.coordinator.plan.items_per_round == 4
+    assert run.coordinator.state.plan is not None and run.coordinator.state.plan.items_per_round == 4
 
 
 def test_a_dead_workers_column_goes_to_one_that_waits() -> None:
@@ -645,11 +648,11 @@ def test_who_comes_later_gets_its_columns_from_those_who_came_first() -> None:
 
     def settled() -> dict[int, list[int]]:
         for _ in range(8):
-            for worker in run.coordinator.workers:
+            for worker in run.coordinator.state.workers:
                 run.from_worker(worker, LeaseRequest())
             for portion in list(run.coordinator.leases.gathering):
                 run.from_server(0, AcceptedBatches(portion, run.coordinator.leases.numbers[portion], masks=(0,)))
-        return {index: sorted(worker.leases) for index, worker in run.coordinator.workers.items()}
+        return {index: sorted(worker.leases) for index, worker in run.coordinator.state.workers.items()}
 
     assert settled() == {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
     run.joins(2)
@@ -670,12 +673,12 @@ def test_who_has_as_many_columns_as_it_can_takes_none_from_others() -> None:
     for worker in (0, 1, 0, 1, 0, 1, 0, 1):
         run.wants(worker)
     assert run.coordinator.leases.gathering == {}
-    assert sorted(len(worker.leases) for worker in run.coordinator.workers.values()) == [3, 3]
+    assert sorted(len(worker.leases) for worker in run.coordinator.state.workers.values()) == [3, 3]
 
 
 def test_there_are_no_more_columns_than_batches() -> None:
     run = running(num_workers=4, num_samples=3, rounds=True)
-    assert run.coordinator.plan is not None and run.coordinator.plan.items_per_round == 3
+    assert run.coordinator.state.plan is not None and run.coordinator.state.plan.items_per_round == 3
 
 
 # ---- the end ----
@@ -702,8 +705,8 @@ def test_a_run_ends_step_by_step() -> None:
     outs = run.reports(8, first_open=8)
 
     assert outs == [Shutdown("")] * 4 and run.phase == "over"
-    assert run.coordinator.metrics == {"accuracy": 0.5} and run.coordinator.outcome == "finished"
-    accounting = run.coordinator.accounting()
+    assert run.coordinator.shutdown.metrics == {"accuracy": 0.5} and run.coordinator.state.outcome == "finished"
+    accounting = run.coordinator.reporting.accounting()
     assert accounting is not None and accounting.balanced and (accounting.applied, accounting.not_processed) == (8, 0)
 
 
@@ -729,14 +732,14 @@ def concluding() -> Run:
     run.reports(8, first_open=8, flushed=True)
     for worker in (0, 1):
         run.from_worker(worker, Ended(4))
-    assert run.phase == "concluding" and run.coordinator.ending.concluder == 0
+    assert run.phase == "concluding" and run.coordinator.shutdown.concluder == 0
     return run
 
 
 def test_when_the_worker_that_saves_the_model_dies_another_saves_it() -> None:
     run = concluding()
     assert Conclude("model") in run.lost("worker", 0)
-    assert run.coordinator.ending.concluder == 1
+    assert run.coordinator.shutdown.concluder == 1
 
 
 def test_when_the_worker_that_saves_the_model_falls_silent_another_saves_it() -> None:
@@ -744,7 +747,7 @@ def test_when_the_worker_that_saves_the_model_falls_silent_another_saves_it() ->
     run.now += TIMEOUT_S + 1
     run.heartbeats(1)
     assert Conclude("model") in run.ticks(0.0)
-    assert run.coordinator.ending.concluder == 1
+    assert run.coordinator.shutdown.concluder == 1
 
 
 def test_when_all_that_could_save_the_model_fall_silent_one_of_them_is_asked_again() -> None:
@@ -754,7 +757,7 @@ def test_when_all_that_could_save_the_model_fall_silent_one_of_them_is_asked_aga
     run.ticks(0.0)
 
     assert Conclude("model") in run.ticks(TIMEOUT_S + 1)
-    assert run.phase == "concluding" and run.coordinator.outcome == "finished"
+    assert run.phase == "concluding" and run.coordinator.state.outcome == "finished"
 
 
 def test_who_falls_silent_while_the_run_ends_is_not_waited_for() -> None:
@@ -782,11 +785,11 @@ def test_if_all_are_silent_the_run_waits_for_one_of_them() -> None:
     run = finished()
     run.reports(8, first_open=8, flushed=True)
     run.ticks(TIMEOUT_S + 1)
-    assert run.phase == "finishing" and run.coordinator.outcome == "finished"
+    assert run.phase == "finishing" and run.coordinator.state.outcome == "finished"
 
     run.from_worker(1, Ended(4))
 
-    assert run.phase == "concluding" and run.coordinator.ending.concluder == 1
+    assert run.phase == "concluding" and run.coordinator.shutdown.concluder == 1
 
 
 def test_without_workers_a_run_fails() -> None:
@@ -794,8 +797,8 @@ def test_without_workers_a_run_fails() -> None:
     run.lost("worker", 0)
     assert run.phase == "running"
     run.lost("worker", 1)
-    assert (run.phase, run.coordinator.outcome) == ("over", "failed")
-    assert run.coordinator.reason.startswith("no worker is left")
+    assert (run.phase, run.coordinator.state.outcome) == ("over", "failed")
+    assert run.coordinator.state.reason.startswith("no worker is left")
 
 
 def test_without_copies_a_lost_server_is_the_end_and_the_reason_says_what_is_gone() -> None:
@@ -803,8 +806,8 @@ def test_without_copies_a_lost_server_is_the_end_and_the_reason_says_what_is_gon
     run.reports(3)
     run.lost("server", 1)
 
-    assert (run.phase, run.coordinator.outcome) == ("over", "failed")
-    assert "server 1 was lost (killed). It held the only copy of 1 blocks" in run.coordinator.reason
+    assert (run.phase, run.coordinator.state.outcome) == ("over", "failed")
+    assert "server 1 was lost (killed). It held the only copy of 1 blocks" in run.coordinator.state.reason
 
 
 def test_rounds_of_several_batches_at_a_time_are_refused() -> None:
@@ -816,18 +819,18 @@ def test_rounds_of_several_batches_at_a_time_are_refused() -> None:
     assert [
         m for m in outs if isinstance(m, Shutdown) and "pushes one batch at a time, and this one requests 2" in m.reason
     ]
-    assert run.coordinator.outcome == "failed"
+    assert run.coordinator.state.outcome == "failed"
 
 
 def test_a_stopped_run_lets_its_workers_finish_and_saves_what_there_is() -> None:
     run = running()
     run.reports(3)
-    assert run.take(run.coordinator.stop("stopped", "interrupted")) == [Halt("interrupted")] * 2
+    assert run.take(run.coordinator.shutdown.stop("stopped", "interrupted")) == [Halt("interrupted")] * 2
     run.from_worker(0, Ended(2))
     assert run.from_worker(1, Ended(1)) == [Flush(), Flush()]  # what rules have gathered is part of the model
     assert run.report(0, 3, flushed=True) == [Flush()]
     assert Conclude("model") in run.report(1, 3, flushed=True)
-    assert run.coordinator.outcome == "stopped"
+    assert run.coordinator.state.outcome == "stopped"
 
 
 def test_the_users_error_is_shown_once_and_ends_the_run() -> None:
@@ -837,8 +840,8 @@ def test_the_users_error_is_shown_once_and_ends_the_run() -> None:
 
     assert [m for m in outs if isinstance(m, Shutdown | Halt)]
     assert [(e.worker, e.step, e.error) for e in run.events(events.UserError)] == [(0, 3, "ValueError: no")]
-    assert run.coordinator.outcome == "failed"
-    assert run.coordinator.reason == "worker 0 failed at step 3: ValueError: no"
+    assert run.coordinator.state.outcome == "failed"
+    assert run.coordinator.state.reason == "worker 0 failed at step 3: ValueError: no"
 
 
 def test_one_worker_without_servers_is_done_when_its_own_marks_say_so() -> None:

@@ -179,7 +179,7 @@ def test_a_batch_that_ends_whoever_computes_it_ends_the_run_after_three(launcher
     with launcher.run(tmp_path, workers=4, samples=256, die_at=100) as run:
         run.drip()
         assert ended_as(run) == ("failed", 1)
-        assert "ended 3 workers" in run.result().reason
+        assert "3 workers died" in run.result().reason
         assert len([e for e in run.all(events.Lost) if "signal 9" in e.why]) >= 3
 
 

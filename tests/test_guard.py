@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rainband.coordinator.divergence_guard import (
-    LOOKS_TO_LOOSEN,
-    LOOKS_TO_SETTLE,
+    CHECKS_TO_LOOSEN,
+    CHECKS_TO_SETTLE,
     Decision,
     DivergenceGuard,
     GuardReading,
@@ -30,7 +30,7 @@ WELL = GuardReading(loss=1.0, batches=10, not_finite=0, staleness_mean=1.0, num_
 def looked(
     guard: DivergenceGuard, *looks: GuardReading, bound: int | None = None, adapt: tuple[int, int] | None = None
 ) -> list[Decision]:
-    decisions = [guard.look(look, bound, adapt) for look in looks]
+    decisions = [guard.check(look, bound, adapt) for look in looks]
     return [decision for decision in decisions if decision is not None]
 
 
@@ -71,16 +71,16 @@ def test_three_of_ten_gradients_that_are_not_finite_are_trouble_and_three_of_a_h
 
 
 def test_after_a_decision_it_waits_to_see_what_comes_of_it() -> None:
-    assert len(looked(DivergenceGuard(), *[at(math.nan)] * LOOKS_TO_SETTLE)) == 1
-    assert len(looked(DivergenceGuard(), *[at(math.nan)] * (LOOKS_TO_SETTLE + 1))) == 2
+    assert len(looked(DivergenceGuard(), *[at(math.nan)] * CHECKS_TO_SETTLE)) == 1
+    assert len(looked(DivergenceGuard(), *[at(math.nan)] * (CHECKS_TO_SETTLE + 1))) == 2
 
 
 def test_only_an_adaptive_bound_is_loosened_and_only_up_to_its_end() -> None:
-    looks = [WELL] * LOOKS_TO_LOOSEN
+    looks = [WELL] * CHECKS_TO_LOOSEN
     assert looked(DivergenceGuard(), *looks, bound=3) == []
     assert [d.bound for d in looked(DivergenceGuard(), *looks, bound=3, adapt=(0, 9))] == [4]
     assert looked(DivergenceGuard(), *looks, bound=9, adapt=(0, 9)) == []
-    stale = [replace(WELL, staleness_mean=9.0)] * LOOKS_TO_LOOSEN
+    stale = [replace(WELL, staleness_mean=9.0)] * CHECKS_TO_LOOSEN
     assert looked(DivergenceGuard(), *stale, bound=3, adapt=(0, 9)) == []
 
 

@@ -81,7 +81,7 @@ def test_a_worker_that_is_paused_is_not_waited_for_and_works_again_when_woken(
         sleeper = run.worker(1)
         sleeper.suspend()
         run.gate.let(200)
-        assert "not heard of" in run.first(events.Lost, node="worker 1").why
+        assert "no heartbeat" in run.first(events.Lost, node="worker 1").why
         done_before = run.all(events.Progress)[-1].batches_done
         run.gate.let(100)
         run.done(done_before + 50)  # the others go on
@@ -97,7 +97,10 @@ def test_a_worker_that_hangs_is_away_although_its_heart_beats(launcher: RunLaunc
     with launcher.run(tmp_path, workers=3, timeout_s=0.5, samples=2048, hang_at=0) as run:
         run.under_way()
         run.gate.let(512)  # all of them, and the one that hangs has taken one for itself
-        wait_for(lambda: any("away: alive, but no push" in lost.why for lost in run.all(events.Lost)), "it to be away")
+        wait_for(
+            lambda: any("but no push for" in lost.why for lost in run.all(events.Lost)),
+            "it to be away",
+        )
         run.gate.end_hanging()
         run.gate.open()
         run.first(events.Returned)

@@ -195,7 +195,7 @@ def test_one_gradient() -> None:
     assert isinstance(report, Report) and (report.first_open, report.accepted) == (1, 1)
     coordinator.receive(SERVER, report, now=0.0)
     assert coordinator.state.batches_done() == 1
-    accounting = coordinator.accounting()
+    accounting = coordinator.reporting.accounting()
     assert accounting is not None and (
         accounting.applied,
         accounting.not_processed,

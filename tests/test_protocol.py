@@ -61,7 +61,7 @@ def test_the_schedules_are_not_too_quiet_to_tell_anything() -> None:
     seen: Counter[str] = Counter()
     for kind in KINDS:
         for seed in range(15):
-            accounting = run_seed(seed, kind).coordinator.accounting()
+            accounting = run_seed(seed, kind).coordinator.reporting.accounting()
             if accounting is not None:
                 seen.update(accounting.refused)
                 seen.update({"leased again": accounting.reassigned, f"skipped, {kind}": len(accounting.skipped)})
@@ -99,7 +99,7 @@ def test_when_nothing_goes_wrong_nothing_waits_for_a_clock(name: str, direct: bo
     for num_workers in (1, 2, 3):
         for seed in range(3):
             outcome = run(seed, case_of(name, direct, num_workers=num_workers), prepare=stop_the_clock)
-            accounting = outcome.coordinator.accounting()
+            accounting = outcome.coordinator.reporting.accounting()
             assert accounting is not None and accounting.reassigned == 0 and outcome.seconds == 0.0
 
 
@@ -162,7 +162,7 @@ def test_a_run_may_be_stopped_at_any_time(name: str) -> None:
 def test_a_gradient_that_is_not_finite_is_skipped_on_every_block_and_the_rest_goes_on(name: str) -> None:
     for seed in range(5):
         case = Case(STRATEGIES[name](), num_servers=2, not_finite=frozenset({0, 3, 4, 5}))
-        accounting = run(seed, case, Faults(kills=1)).coordinator.accounting()
+        accounting = run(seed, case, Faults(kills=1)).coordinator.reporting.accounting()
         assert accounting is not None and (accounting.applied, accounting.skipped) == (4, {"not finite": 4})
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rainband.bench.cases.lbfgs import FullBatchTraffic
 from rainband.coordinator.full_batch import EvaluationWorkers, FullBatchRun
+from rainband.coordinator.state import FailureCause
 from rainband.coordinator_api import CoordinatorApi
 from rainband.full_batch.descent import Limits, Sampling, SearchPoint
 from rainband.protocol.events import IterationDone
@@ -164,9 +165,9 @@ def test_the_iterates_do_not_depend_on_what_happens(faults: str, seed: int) -> N
     strategy = Sandblaster(iterations=4, n_push=1, **EXACT)
     ran = led(strategy, Logistic(), num_workers=3, faults=faults, seed=seed)
 
-    assert ran.cluster.coordinator.outcome == "finished", ran.cluster.coordinator.reason
+    assert ran.cluster.coordinator.state.outcome == "finished", ran.cluster.coordinator.state.reason
     same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(Logistic())))
-    accounting = ran.cluster.coordinator.accounting()
+    accounting = ran.cluster.coordinator.reporting.accounting()
     assert (
         accounting is not None
         and accounting.balanced
@@ -182,15 +183,15 @@ def test_the_coordinator_may_be_lost_at_any_moment(ms: int) -> None:
     faults = f"{ms / 1000:.3f} kill coordinator\n{ms / 1000 + 0.1:.3f} start coordinator"
     ran, undisturbed = led(strategy, Logistic(), faults=faults, seed=ms), led(strategy, Logistic())
 
-    assert ran.cluster.coordinator.outcome == "finished", ran.cluster.coordinator.reason
+    assert ran.cluster.coordinator.state.outcome == "finished", ran.cluster.coordinator.state.reason
     coordinator_node = ran.cluster.coordinator.state.full_batch
-    assert coordinator_node is not None and coordinator_node.term == 2
-    assert ran.cluster.coordinator.samples_done() == 58 * coordinator_node.evaluations
+    assert coordinator_node is not None and coordinator_node.journal.term == 2
+    assert ran.cluster.coordinator.reporting.samples_done() == 58 * coordinator_node.evaluations
     same_iterates(ran.iterates, undisturbed.iterates)
     assert [(e.iteration, e.evaluations, e.work_items) for e in ran.iterated] == [
         (e.iteration, e.evaluations, e.work_items) for e in undisturbed.iterated
     ]
-    accounting = ran.cluster.coordinator.accounting()
+    accounting = ran.cluster.coordinator.reporting.accounting()
     assert (
         accounting is not None
         and accounting.balanced
@@ -211,19 +212,19 @@ def test_a_lead_that_asks_for_something_else_the_second_time_is_told_so() -> Non
     first = FullBatchRun(coordinate)
     first.start(crew, now=0.0)
     first.receive(server, Answer(1, 1, (), version=1), now=0.0)
-    second = FullBatchRun(coordinate, journal=first.journal.taken_up())
+    second = FullBatchRun(coordinate, journal=first.journal.resumed())
     second.start(crew, now=0.0)
-    assert second.over and "lead asked for another command 1 than before" in second.error
+    assert second.over and "coordinate() gave another command 1 than before" in second.error
 
 
 def test_without_its_servers_or_before_it_has_begun_a_run_does_not_outlive_its_coordinator() -> None:
     early = led(Sandblaster(), Logistic(), faults="0.001 kill coordinator\n0.100 start coordinator")
-    assert early.cluster.coordinator.reason == "the coordinator was lost, and with it the run."
+    assert early.cluster.coordinator.state.reason == "the coordinator was lost, and with it the run."
     faults = "0.150 kill coordinator\n0.160 kill server 1\n0.300 start coordinator"
     lost = led(Sandblaster(), Logistic(), faults=faults)
     assert (
-        "server 1 was lost" in lost.cluster.coordinator.reason
-        and "parameters are gone" in lost.cluster.coordinator.reason
+        "server 1 was lost" in lost.cluster.coordinator.state.reason
+        and "parameters are gone" in lost.cluster.coordinator.state.reason
     )
 
 
@@ -249,10 +250,11 @@ def test_in_a_storm_it_is_the_same_result_or_there_is_a_reason(seed: int) -> Non
     ran = led(strategy, Logistic(), num_workers=3, faults="\n".join(map(str, script)), seed=seed + 1)
     coordinator = ran.cluster.coordinator
 
-    assert coordinator.phase == "over", who_waits(ran.cluster)
+    assert coordinator.state.phase == "over", who_waits(ran.cluster)
     same_iterates(ran.iterates, plain_lbfgs(strategy, *objective(Logistic()))[: len(ran.iterates)])
-    if coordinator.outcome != "finished":
-        assert any(why in coordinator.reason for why in ("no worker is left", "ended 3 workers", "was lost"))
+    if coordinator.state.outcome != "finished":
+        expected = FailureCause.NO_WORKER_LEFT, FailureCause.WORKERS_DIED, FailureCause.SERVER_LOST
+        assert coordinator.state.cause in (*expected, FailureCause.COORDINATOR_LOST)
 
 
 def test_a_worker_that_is_five_times_slower_hardly_matters() -> None:
@@ -294,8 +296,8 @@ def test_every_worker_pulls_once_in_an_evaluation_and_every_cell_is_pushed_once(
 def test_three_deaths_at_one_cell_end_the_run() -> None:
     kills = "\n".join(f"{at:.3f} kill worker {worker}" for worker, at in enumerate((1.5, 3.5, 5.5)))
     ran = led(Sandblaster(n_push=64), Logistic(), 4, 1, with_compute(kind="constant", step_s=1.0), kills)
-    assert ran.cluster.coordinator.outcome == "failed"
-    assert ran.cluster.coordinator.reason == "cell 0 ended 3 workers"
+    assert ran.cluster.coordinator.state.outcome == "failed"
+    assert ran.cluster.coordinator.state.reason == "3 workers died on the same batches (work item 0)"
 
 
 @pytest.mark.parametrize("ms", [*range(600, 616), 1000])
@@ -304,10 +306,10 @@ def test_a_run_that_is_stopped_in_an_iteration_goes_back_to_where_it_began(ms: i
     instant = with_compute(kind="constant", step_s=0.001)
     ran = led(Sandblaster(iterations=50, n_push=1, **EXACT), Logistic(), model=instant, run=False)
     ran.cluster.run(until_s=ms / 1000)
-    ran.cluster.coordinator_node.send(ran.cluster.coordinator.stop("stopped", "enough"))
+    ran.cluster.coordinator_node.send(ran.cluster.coordinator.shutdown.stop("stopped", "enough"))
     ran.cluster.run()
 
-    assert ran.cluster.coordinator.outcome == "stopped" and len(ran.iterates) > 2
+    assert ran.cluster.coordinator.state.outcome == "stopped" and len(ran.iterates) > 2
     assert torch.equal(parameters(ran.cluster), ran.iterates[-1])
     assert ran.cluster.coordinator.state.full_batch is not None and ran.cluster.coordinator.state.full_batch.error == ""
 
@@ -319,7 +321,7 @@ def test_a_lead_may_only_await_what_its_coordinator_gave() -> None:
     server = Peer("server", 0)
     coordinator_node = FullBatchRun(coordinate)
     coordinator_node.start(EvaluationWorkers(make_plan(coordinated=True), (server,), server, 0), now=0.0)
-    assert coordinator_node.over and "lead may only await what its coordinator gave last" in coordinator_node.error
+    assert coordinator_node.over and "coordinate() may await only the last command it gave" in coordinator_node.error
 
 
 def test_a_lead_that_would_calculate_for_ever_ends_soon_after_it_was_told_to() -> None:

@@ -157,7 +157,7 @@ def test_whatever_the_network_does_a_record_repeats_it(tmp_path: Path, settings:
     write_config(tmp_path / "run", config)
     for recorder in recorders:
         recorder.close()
-    assert runtime.coordinator.staleness().max >= 3
+    assert runtime.coordinator.reporting.staleness().max >= 3
     assert replay(tmp_path / "run").different == 0
 
 

@@ -218,7 +218,7 @@ def test_what_a_killed_worker_had_not_sent_is_gone() -> None:
     cluster.run()
     versions = [block.version for node in cluster.servers.values() for block in node.server.blocks.values()]
     assert sorted(versions) == [0, 1]
-    assert cluster.coordinator.outcome == "failed" and "no worker is left" in cluster.coordinator.reason
+    assert cluster.coordinator.state.outcome == "failed" and "no worker is left" in cluster.coordinator.state.reason
 
 
 def test_time_passes_alike_with_and_without_gradients() -> None:
@@ -242,7 +242,7 @@ def test_every_batch_arrives_once_to_the_last_bit(num_workers: int) -> None:
     cluster.start()
     cluster.run()
     assert torch.equal(parameters(cluster), TASK.after(0.25))
-    accounting = cluster.coordinator.accounting()
+    accounting = cluster.coordinator.reporting.accounting()
     assert accounting is not None and accounting.balanced and accounting.applied == 16
 
 
@@ -389,7 +389,7 @@ def test_a_long_step_is_no_deadlock() -> None:
     cluster = world_of(load_strategy("sync", {}), 2, model)
     cluster.start()
     cluster.run()
-    assert cluster.coordinator.outcome == "finished"
+    assert cluster.coordinator.state.outcome == "finished"
 
 
 # ---- measuring while it trains ----

@@ -160,7 +160,7 @@ def test_in_a_run_with_a_kill_c_follows_and_an_event_says_so() -> None:
     cluster.run()
     assert block.rule.gradients_per_update == 2
     assert [event.gradients for event in seen if isinstance(event, events.UpdateSizeChanged)] == [2]
-    accounting = cluster.coordinator.accounting()
+    accounting = cluster.coordinator.reporting.accounting()
     assert accounting is not None and accounting.balanced and accounting.applied == 1200
 
 
@@ -210,4 +210,4 @@ def test_mean_staleness_of_a_run_is_lambda_minus_1_over_c_for_any_mix_of_speeds(
     under_way = sum(block.version - client.pulls.versions[0] for client in clients)
 
     assert len(clients) == 6 and block.accounting.missed(0).total + gathered + under_way == 5 * block.version
-    assert cluster.coordinator.staleness().mean == pytest.approx(5 / (6 // n), rel=0.05)
+    assert cluster.coordinator.reporting.staleness().mean == pytest.approx(5 / (6 // n), rel=0.05)

@@ -99,7 +99,7 @@ def test_a_replica_whose_stage_is_killed_stops_and_the_other_does_its_work(
     assert (result.accounting["applied"], result.accounting["lost"], result.accounting["applied_twice"]) == (1500, 0, 0)
     lost = {event.node: event.why for event in run.all(events.Lost)}
     assert lost.keys() == {"worker 2", "worker 3"}
-    assert "worker 3, with which it computed one model, was lost" in lost["worker 2"] or "PeerLost" in lost["worker 2"]
+    assert "worker 3 of the same replica was lost" in lost["worker 2"] or "PeerLost" in lost["worker 2"]
 
 
 def test_the_only_replica_ends_with_the_reason(launcher: RunLauncher, tmp_path: Path) -> None:
@@ -112,4 +112,4 @@ def test_the_only_replica_ends_with_the_reason(launcher: RunLauncher, tmp_path: 
         run.worker(1).kill()
         result = run.result()
     assert result.outcome == "failed"
-    assert "worker 1, with which it computed one model, was lost: killed by signal 9" in result.reason
+    assert "worker 1 of the same replica was lost: killed by signal 9" in result.reason

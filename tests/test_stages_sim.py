@@ -103,7 +103,7 @@ def test_the_only_replica_that_loses_a_stage_ends_the_run_and_says_why(tmp_path:
     )
     assert result.outcome == "failed"
     assert "no worker is left: worker 0 was the last" in result.reason
-    assert "worker 1, with which it computed one model, was lost" in result.reason
+    assert "worker 1 of the same replica was lost" in result.reason
 
 
 def test_a_stage_that_pauses_is_waited_for_or_its_work_is_done_by_others(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_when_a_worker_dies_with_a_push_on_one_server_only_the_round_before_is_s
     cluster.start()
     cluster.run(until_s=3.05)
     cluster.kill(cluster.workers[1], keep=lambda in_flight: False)
-    cluster.coordinator_node.send(cluster.coordinator.stop("stopped", "enough"))
+    cluster.coordinator_node.send(cluster.coordinator.shutdown.stop("stopped", "enough"))
     cluster.run()
 
     blocks = [block for node in cluster.servers.values() for block in node.server.blocks.values()]

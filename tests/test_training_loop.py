@@ -839,7 +839,7 @@ def test_who_is_away_gives_its_batches_back_and_goes_on_afterwards(num_workers: 
                     with run.paused():
                         while member.mail:
                             member.wait()
-                        assert not member.coordinator.workers[0].leases
+                        assert not member.coordinator.state.workers[0].leases
     assert (member.accounting.applied, member.accounting.refused) == (6, {})
 
 
@@ -863,7 +863,7 @@ def test_a_stopped_run_ends_the_loop_over_its_batches() -> None:
                 train(model, optimizer, batch)
                 steps += 1
                 if steps == 8:
-                    for out in member.coordinator.stop("stopped", "interrupted"):
+                    for out in member.coordinator.shutdown.stop("stopped", "interrupted"):
                         member.bus(member_of(out), out.to, out.message)
     assert steps == 8
     assert (member.accounting.applied, member.accounting.not_processed) == (8, 22)
@@ -877,7 +877,7 @@ def test_a_stopped_run_interrupts_a_loop_over_a_loader_of_its_own() -> None:
         for number in range(5):
             train(model, optimizer, DATA[:4])
             if number == 2:
-                for out in member.coordinator.stop("stopped", "interrupted"):
+                for out in member.coordinator.shutdown.stop("stopped", "interrupted"):
                     member.bus(member_of(out), out.to, out.message)
     assert member.accounting.untracked_pushes == 3
     assert member.left  # with the final parameters

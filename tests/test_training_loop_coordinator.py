@@ -96,7 +96,7 @@ def test_the_first_to_draw_makes_the_plan_when_the_servers_know_it() -> None:
     assert coordinated.say(B, DATA) == []
     assert kinds(coordinated.say(SERVER, Ready())) == [(A, Planned), (B, Planned)]
     assert kinds(coordinated.say(B, DATA)) == [(B, Planned)]
-    [made] = [event for event in coordinated.coordinator.events if isinstance(event, PlanMade)]
+    [made] = [event for event in coordinated.coordinator.state.events if isinstance(event, PlanMade)]
     assert (made.num_samples, made.num_batches, made.epochs) == (32, 32, 1)
 
 
@@ -148,7 +148,7 @@ def test_the_run_ends_when_all_have_left_and_everyone_takes_the_result_home() ->
     coordinated.say(SERVER, report(accepted=20))
     assert coordinated.say(A, Concluded({})) == []
     assert (B, Shutdown) in kinds(coordinated.say(B, Concluded({})))
-    accounting = coordinated.coordinator.accounting()
+    accounting = coordinated.coordinator.reporting.accounting()
     assert accounting is not None and (accounting.batches, accounting.not_processed) == (
         32,
         12,
@@ -169,7 +169,7 @@ def test_away_gives_the_leases_to_others() -> None:
     coordinated = CommandExecutor().drawing()
     coordinated.say(A, LeaseRequest())
     assert "Revoke" in [type(out.message).__name__ for out in coordinated.say(A, Paused())]
-    assert not coordinated.coordinator.workers[0].leases
+    assert not coordinated.coordinator.state.workers[0].leases
 
 
 def test_if_the_one_who_saves_is_lost_another_does() -> None:
@@ -184,7 +184,7 @@ def test_if_the_one_who_saves_is_lost_another_does() -> None:
 
 def test_who_was_given_up_and_ends_all_the_same_takes_the_result_home_too() -> None:
     coordinated = CommandExecutor().drawing()
-    coordinated.coordinator.workers[1].here = False  # not heard of for too long
+    coordinated.coordinator.state.workers[1].active = False
     coordinated.say(A, Ended(1))
     assert (A, Conclude) in kinds(coordinated.say(SERVER, report(accepted=2, flushed=True)))
     coordinated.say(SERVER, report(accepted=2))

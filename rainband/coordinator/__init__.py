@@ -1,5 +1,5 @@
-"""What the coordinator has to do, one duty in each file; coordinator.py brings them what comes in.
+"""The coordinator: one class per responsibility; coordinator.py passes each message to the one that it concerns.
 
-All share the `Facts` of the run. A duty may call those above it in this list: facts, accounts, ending, leading,
-leases, presence, planning, forming, guarding.
+All share the `RunState`. A class may call those above it in this list: state, reporting, shutdown, full_batch, leases,
+liveness, planning, admission, divergence_guard.
 """

@@ -1,29 +1,34 @@
-"""How a run begins: who may take part, and when everyone who must be there is there."""
+"""Admits servers and workers, at the start and later, and starts the run."""
 
 from __future__ import annotations
 
 import msgspec
 
-from rainband.coordinator.full_batch_duty import FullBatchDuty
+from rainband.coordinator.full_batch import FullBatchDuty
 from rainband.coordinator.liveness import Liveness
 from rainband.coordinator.planning import Planning
 from rainband.coordinator.shutdown import RunEnd
-from rainband.coordinator.state import CoordinatorOutput, RunState, ServerState, WorkerState
+from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, ServerState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.messages import Go, Join, Peer, ServerJoin, Shutdown
 
 
 class Admission:
-    """Welcomes servers and workers, at the start and later."""
+    """Checks each node that joins, and welcomes it when its replica and all servers have joined."""
 
     def __init__(
-        self, state: RunState, ending: RunEnd, planning: Planning, presence: Liveness, leading: FullBatchDuty | None
+        self,
+        state: RunState,
+        shutdown: RunEnd,
+        planning: Planning,
+        liveness: Liveness,
+        full_batch: FullBatchDuty | None,
     ) -> None:
         self.state = state
-        self.ending = ending
+        self.shutdown = shutdown
         self.planning = planning
-        self.presence = presence
-        self.leading = leading
+        self.liveness = liveness
+        self.full_batch = full_batch
         self.waiting: list[tuple[Peer, Join]] = []
 
     def server_joins(self, sender: Peer, message: ServerJoin, now: float) -> list[CoordinatorOutput]:
@@ -37,31 +42,34 @@ class Admission:
         state = self.state
         if sender.role != "worker":
             return []
-        if state.phase in ("flushing", "finishing", "concluding", "over"):
-            return [CoordinatorOutput(sender, Shutdown("the run is at its end: there is nothing left to do."))]
+        if state.phase in (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER):
+            return [CoordinatorOutput(sender, Shutdown("the run is ending: there is no work left."))]
         if why := self._cannot_take_part(join):
             return self._turn_away(sender, now, why)
         if lost := [peer for peer in state.replica_indices(sender.index) if peer in state.missing]:
-            return self._dismiss(sender, now, f"worker {lost[0]}, with which it computed one model, was lost")
+            return self._dismiss(sender, now, f"worker {lost[0]} of the same replica was lost")
         known = state.workers.get(sender.index)
         if known is not None and sender.incarnation < known.peer.incarnation:
-            return []  # it has been started again since
+            return []  # a newer life of this worker has joined
         outs: list[CoordinatorOutput] = []
-        if known is not None and known.peer != sender:  # started again, before we knew that it had ended
+        if known is not None and known.peer != sender:  # restarted, before its end was noticed
             known.connected = False
-            outs = [] if known.ended else self.presence.give_up(known, now, "it was started again")
-            self.presence.leases.wanting.pop(sender.index, None)
+            outs = [] if known.ended else self.liveness.deactivate(known, now, "it was restarted")
+            self.liveness.leases.wanting.pop(sender.index, None)
         if known is None or known.peer != sender:
-            # Who waits for the others of its team is not waited for itself.
-            here = state.settings.workers_per_replica == 1
-            state.workers[sender.index] = WorkerState(sender, join.address, heartbeat_at=now, worked_at=now, here=here)
+            # A worker that waits for the others of its replica holds nobody back.
+            active = state.settings.workers_per_replica == 1
+            state.workers[sender.index] = WorkerState(
+                sender, join.address, heartbeat_at=now, worked_at=now, active=active
+            )
         state.events.append(events.Joined(at_s=now, node=str(sender)))
         self.waiting.append((sender, join))
         return outs + self._form(now)
 
     def _cannot_take_part(self, join: Join) -> str:
         if join.optimizer is not None and not self._may_run(join.optimizer.name):
-            return f"the servers may not import {join.optimizer.name}: allow it with --optimizer."
+            name = join.optimizer.name
+            return f"servers are not allowed to import {name}: start the run with --optimizer {name}."
         if join.rounds and join.batches_per_item != 1:
             return (
                 f"a strategy with rounds pushes one batch at a time, and this one requests {join.batches_per_item}: "
@@ -70,7 +78,7 @@ class Admission:
         return ""
 
     def _may_run(self, optimizer: str) -> bool:
-        """What a server imports is named by who started the run, never by a message alone."""
+        """Allow a server to import only torch's optimizers and those named when the run was started."""
         return ":" not in optimizer or optimizer in self.state.settings.optimizers
 
     def _form(self, now: float) -> list[CoordinatorOutput]:
@@ -78,7 +86,7 @@ class Admission:
         if len(state.servers) < state.settings.num_servers or not self.waiting:
             return []
         if self.waiting[0][1].custom_loop and len(state.workers) < state.settings.num_workers:
-            return []  # own loops begin together: who comes late might find that the others have left
+            return []  # custom loops start together: a late one could find that the others have ended
         complete = [(sender, join) for sender, join in self.waiting if state.is_complete(sender.index)]
         if not complete:
             return []
@@ -90,19 +98,19 @@ class Admission:
         return outs
 
     def _turn_away(self, sender: Peer, now: float, why: str) -> list[CoordinatorOutput]:
-        """A worker cannot take part: it is told why, and so are those who watch."""
+        """Send a worker away with a reason, which is also an event."""
         state = self.state
         state.workers.pop(sender.index, None)
         state.missing.add(sender.index)
-        state.note_loss(sender, now, why)
-        ended = self.ending.stop("failed", why) if state.phase == "forming" else self.ending.after_loss()
+        state.report_loss(sender, now, why)
+        ended = self.shutdown.stop("failed", why) if state.phase is Phase.FORMING else self.shutdown.after_loss()
         return [CoordinatorOutput(sender, Shutdown(why)), *ended]
 
     def _dismiss(self, sender: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         """Send a worker away because its replica can never be complete; the other replicas go on."""
         self.state.missing.add(sender.index)
-        self.state.note_loss(sender, now, why)
-        return [CoordinatorOutput(sender, Shutdown(f"{why}.")), *self.ending.after_loss()]
+        self.state.report_loss(sender, now, why)
+        return [CoordinatorOutput(sender, Shutdown(f"{why}.")), *self.shutdown.after_loss()]
 
     def _welcome(self, sender: Peer, join: Join, now: float) -> list[CoordinatorOutput]:
         state = self.state
@@ -110,14 +118,14 @@ class Admission:
         differs = self._difference(join)
         if differs:
             return self._turn_away(sender, now, f"{sender} does not fit this run: {differs}.")
-        state.workers[sender.index].here, state.live = True, None
+        state.workers[sender.index].active, state.live = True, None
         first = sender.index - state.rank_in_replica(sender.index)
         earlier = (w.connected and w.peer.index < first for w in state.workers.values())
-        founder = state.phase == "loading" and not any(earlier)
+        founder = state.phase is Phase.LOADING and not any(earlier)
         welcome = msgspec.structs.replace(state.welcome, load=founder, replica_addresses=state.addresses(sender.index))
         return [
             CoordinatorOutput(sender, welcome),
-            *([CoordinatorOutput(sender, Go())] if state.phase == "running" else []),
+            *([CoordinatorOutput(sender, Go())] if state.phase is Phase.RUNNING else []),
         ]
 
     def _difference(self, join: Join) -> str:
@@ -131,27 +139,27 @@ class Admission:
             "the strategy": ((join.batches_per_item, join.rounds), (first.batches_per_item, first.rounds)),
             "the optimizer": (_optimizer_of(join), _optimizer_of(first)),
         }
-        if join.custom_loop:  # it says later what it draws from
+        if join.custom_loop:  # its data is known later
             for later in ("the data", "the number of samples", "the batch size"):
                 del pairs[later]
         return "; ".join(f"{what} is {mine}, not {ours}" for what, (mine, ours) in pairs.items() if mine != ours)
 
     def server_ready(self, sender: Peer, now: float) -> list[CoordinatorOutput]:
-        """All blocks of a server have their first values, or it knows the plan of own loops."""
+        """Note that all blocks of a server have their initial values, or that it knows the plan of custom loops."""
         state = self.state
         server = state.servers.get(sender.index)
         if state.planning:
             return self.planning.server_knows(sender)
-        if server is None or server.peer != sender or state.phase != "loading":
+        if server is None or server.peer != sender or state.phase is not Phase.LOADING:
             return []
         server.ready = True
         if not all(s.ready for s in state.servers.values()):
             return []
-        state.phase = "running"
+        state.enter(Phase.RUNNING)
         for worker in state.workers.values():
             worker.worked_at = now
         go = [CoordinatorOutput(w.peer, Go()) for w in state.connected()]
-        return go if self.leading is None else go + self.leading.begin(now)
+        return go if self.full_batch is None else go + self.full_batch.start(now)
 
 
 def _optimizer_of(join: Join) -> str:

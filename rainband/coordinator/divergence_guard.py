@@ -1,7 +1,7 @@
-"""The divergence guard: looks at the loss and at skipped gradients, and says when to tighten, lower or loosen.
+"""The divergence guard: watches the loss and skipped gradients, and lowers the learning rate or adapts the bound.
 
-Pure: it is told what was seen since the last look and returns a decision; the coordinator sends it to the servers.
-Asynchronous training fails silently: stale gradients make the loss run away, and nobody sees why. The guard says why.
+Stale gradients can make asynchronous training diverge without any error. The guard acts at every tick of the
+coordinator, and each action is an event that gives the reason.
 """
 
 from __future__ import annotations
@@ -9,83 +9,133 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-EXPLODED = 2.0  # times the way from the first loss to the best one, or to 0, above the best; all smoothed
-SMOOTHING = 0.3  # the weight of a new look
-NOT_FINITE_SHARE = 0.1  # of the gradients since the last look
+from rainband.coordinator.reporting import Reporting
+from rainband.coordinator.state import CoordinatorOutput, Phase, RunState
+from rainband.protocol import events
+from rainband.protocol.accounting import staleness_so_far
+from rainband.protocol.messages import AdjustRule
+from rainband.strategy import Requirements
+
+# Diverged: the smoothed loss is above its best by more than this many times max(|first|, first - best).
+DIVERGED = 2.0
+SMOOTHING = 0.3  # the weight of a new loss
+NOT_FINITE_FRACTION = 0.1  # of the gradients since the last check
 NOT_FINITE_LEAST = 3
-LOOKS_TO_SETTLE = 5  # after a decision, before the next
-LOOKS_TO_LOOSEN = 3  # healthy ones, one after the other
-STALENESS_PER_WORKER = 2.0  # updates missed in the mean: more is no sign of health
-LOWERED = 0.5
+CHECKS_TO_SETTLE = 5  # after a decision, before the next
+CHECKS_TO_LOOSEN = 3  # consecutive healthy ones
+STALENESS_PER_WORKER = 2.0  # a larger mean staleness is not healthy
+LOWERED = 0.5  # factor on the learning rate
 
 
 @dataclass(frozen=True)
 class GuardReading:
-    """What was seen since the last look."""
+    """The measurements since the last check."""
 
-    loss: float | None  # mean over the samples; none: no sample
-    batches: int  # that were done
+    loss: float | None  # mean over the samples; none: no sample was processed
+    batches: int  # that were processed
     not_finite: int  # of these, skipped because their gradient was not finite
-    staleness_mean: float  # updates that gradients missed
+    staleness_mean: float  # in updates
     num_workers: int
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to change. The bound is in the rule's own unit."""
+    """What to change, and why. The bound is in the unit of the rule."""
 
     why: str
-    lr_factor: float = 1.0  # on the learning rate that holds now
-    bound: int | None = None  # none: as it is
+    lr_factor: float = 1.0  # on the current learning rate
+    bound: int | None = None  # none: unchanged
 
 
 class DivergenceGuard:
-    """Watches one run."""
+    """Decides for one run. Pure: it receives measurements and returns decisions."""
 
     def __init__(self) -> None:
         self.smoothed: float | None = None
         self.first: float | None = None
         self.best = math.inf
-        self.settling = 0  # looks before it may decide again
-        self.healthy = 0  # looks without a sign of trouble
+        self.settling = 0  # checks before it may decide again
+        self.healthy = 0  # consecutive checks without a problem
 
-    def look(self, look: GuardReading, bound: int | None, adapt: tuple[int, int] | None) -> Decision | None:
-        """`bound` holds now; `adapt` is from where to where it may be moved, if it may be loosened at all."""
-        fault_injector = self._fault_injector(look)
+    def check(self, reading: GuardReading, bound: int | None, bound_range: tuple[int, int] | None) -> Decision | None:
+        """Decide. `bound` is the current one; `bound_range` are its limits, if it may be loosened at all."""
+        problem = self._problem(reading)
         self.settling = max(0, self.settling - 1)
-        if fault_injector:
+        if problem:
             self.healthy = 0
-            return None if self.settling else self._tighten(fault_injector, bound, adapt)
-        calm = look.loss is not None and look.staleness_mean <= STALENESS_PER_WORKER * look.num_workers
-        self.healthy = self.healthy + 1 if calm else 0
-        if adapt is None or bound is None or self.healthy < LOOKS_TO_LOOSEN or bound >= adapt[1]:
+            return None if self.settling else self._tighten(problem, bound, bound_range)
+        healthy = reading.loss is not None and reading.staleness_mean <= STALENESS_PER_WORKER * reading.num_workers
+        self.healthy = self.healthy + 1 if healthy else 0
+        if bound_range is None or bound is None or self.healthy < CHECKS_TO_LOOSEN or bound >= bound_range[1]:
             return None
         self.healthy = 0
         return Decision(f"the loss is at {self._now():.3g}, its best is {self.best:.3g}", bound=bound + 1)
 
-    def _fault_injector(self, look: GuardReading) -> str:
-        if look.not_finite >= max(NOT_FINITE_LEAST, NOT_FINITE_SHARE * look.batches):
-            return f"{look.not_finite} of {look.batches} gradients were not finite"
-        if look.loss is None:
+    def _problem(self, reading: GuardReading) -> str:
+        if reading.not_finite >= max(NOT_FINITE_LEAST, NOT_FINITE_FRACTION * reading.batches):
+            return f"{reading.not_finite} of {reading.batches} gradients were not finite"
+        if reading.loss is None:
             return ""
-        if not math.isfinite(look.loss):
+        if not math.isfinite(reading.loss):
             return "the loss is not finite"
-        self.smoothed = look.loss if self.smoothed is None else self._now() + SMOOTHING * (look.loss - self._now())
+        self.smoothed = (
+            reading.loss if self.smoothed is None else self._now() + SMOOTHING * (reading.loss - self._now())
+        )
         self.first = self.smoothed if self.first is None else self.first
         self.best = min(self.best, self.smoothed)
-        # Not a multiple of the best: near 0 every batch is that, and a loss may be negative.
-        if self.smoothed > self.best + EXPLODED * max(abs(self.first), self.first - self.best):
+        # Not a multiple of the best: near 0 every batch would exceed it, and a loss may be negative.
+        if self.smoothed > self.best + DIVERGED * max(abs(self.first), self.first - self.best):
             return f"the loss is at {self.smoothed:.3g}, its best was {self.best:.3g}"
         return ""
 
     def _now(self) -> float:
         return math.nan if self.smoothed is None else self.smoothed
 
-    def _tighten(self, why: str, bound: int | None, adapt: tuple[int, int] | None) -> Decision:
-        """A smaller bound where there is one, and then a smaller learning rate."""
-        self.settling = LOOKS_TO_SETTLE
-        self.smoothed = None  # what comes now is judged by itself
-        least = 0 if adapt is None else adapt[0]
+    def _tighten(self, why: str, bound: int | None, bound_range: tuple[int, int] | None) -> Decision:
+        """Decide for a smaller bound if there is one, otherwise for a smaller learning rate."""
+        self.settling = CHECKS_TO_SETTLE
+        self.smoothed = None  # the new settings start with a fresh average
+        least = 0 if bound_range is None else bound_range[0]
         if bound is not None and bound > least:
             return Decision(why, bound=max(least, bound // 2))
         return Decision(why, lr_factor=LOWERED)
+
+
+class GuardActions:
+    """Applies the guard's decisions to a run."""
+
+    def __init__(self, state: RunState, reporting: Reporting, requires: Requirements) -> None:
+        self.state = state
+        self.requires = requires
+        self.reporting = reporting
+        self.guard = DivergenceGuard()
+        self.decisions = 0
+        self.lr_factor = 1.0
+        self.last = (0, 0)  # batches processed, and of these not finite, at the last check
+
+    def check(self, now: float) -> list[CoordinatorOutput]:
+        """Check what happened since the last call, and adjust the servers' rules if needed."""
+        state, reports = self.state, self.state.reports()
+        custom_optimizer = state.join is not None and state.join.optimizer is not None
+        if state.phase is not Phase.RUNNING or not reports or not self.requires.guard or custom_optimizer:
+            return []
+        done, not_finite = state.batches_done(), self.reporting.not_finite()
+        reading = GuardReading(
+            loss=self.reporting.loss(),
+            batches=done - self.last[0],
+            not_finite=not_finite - self.last[1],
+            staleness_mean=staleness_so_far(reports).mean,
+            num_workers=state.num_live(),
+        )
+        self.last = done, not_finite
+        bounds = [report.bound for report in reports if report.bound is not None]
+        decision = self.guard.check(reading, min(bounds, default=None), self.requires.bound_range)
+        return [] if decision is None else self._adjust(decision, min(bounds, default=None), now)
+
+    def _adjust(self, decision: Decision, bound: int | None, now: float) -> list[CoordinatorOutput]:
+        self.decisions += 1
+        self.lr_factor *= decision.lr_factor
+        bound = bound if decision.bound is None else decision.bound
+        self.state.events.append(events.GuardActed(at_s=now, why=decision.why, lr_factor=self.lr_factor, bound=bound))
+        adjust = AdjustRule(self.decisions, decision.lr_factor, decision.bound)
+        return [CoordinatorOutput(s.peer, adjust) for s in self.state.servers.values()]

@@ -1,8 +1,7 @@
-"""Drives a strategy's third half, `lead`: its commands to the servers, its evaluations, its end. No I/O, no clock.
+"""Runs a strategy's coordinator part, `coordinate`: its commands to the servers, its evaluations, its end.
 
-The coordinator hands in what comes from servers and workers; what goes out are pairs of a node and a message. One
-command is under way at a time, and sent again until every server has answered it. What came of it is in the journal
-before the next one leaves: `lead` can be run again from there.
+No I/O, no clock. One command is in flight at a time, and sent again until every server has answered it. Its results are
+in the journal before the next one leaves, so that `coordinate` can be run again from there.
 """
 
 from __future__ import annotations
@@ -12,63 +11,133 @@ from typing import Any, NamedTuple
 
 from rainband.coordinator.journal import Journal, digest
 from rainband.coordinator.pending_command import Computed, Evaluating, PendingCommand
+from rainband.coordinator.shutdown import RunEnd
+from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, ServerState, WorkerState
 from rainband.coordinator.work_queue import WorkerPace, WorkQueue
 from rainband.coordinator_api import CoordinatorApi, Evaluation
 from rainband.errors import RainbandError, Stop
 from rainband.protocol import events
 from rainband.protocol.data_plan import DataPlan
-from rainband.protocol.messages import Answer, AssignItems, Command, Evaluated, ItemsDelivered, Message, Peer
+from rainband.protocol.messages import (
+    Answer,
+    AssignItems,
+    Command,
+    Evaluated,
+    ItemsDelivered,
+    LeaseRequest,
+    Message,
+    Peer,
+    Return,
+)
 from rainband.protocol.steps import Steps
 from rainband.protocol.vectors import Operation
 
-FATAL_DEATHS = 3  # a cell that cost so many workers their lives ends the run
-MOST_AFTER_STOP = 100  # commands of a strategy that was told to stop
+FATAL_DEATHS = 3  # when this many workers die on the same work item, the run ends
+MAX_AFTER_STOP = 100  # commands of a strategy that was told to stop
 To = tuple[Peer, Message]
 Coordinate = Callable[[CoordinatorApi], Coroutine[Any, Any, None]]
 
 
 class EvaluationWorkers(NamedTuple):
-    """Who takes part: known when all blocks have their first values."""
+    """The data plan and the servers of a run; known when all blocks have their initial values."""
 
     plan: DataPlan
     servers: tuple[Peer, ...]
-    first: Peer  # the server that has block 0, and counts the loss
+    first: Peer  # the server that has block 0, and sums the loss
     seed: int
 
 
+class ItemDispatch:
+    """Hands the work items of evaluations to workers that request them."""
+
+    def __init__(self, backups: int) -> None:
+        self.pace = WorkerPace()
+        self.requests: dict[int, Peer] = {}  # workers that wait for work items, longest first
+        self.idle: set[int] = set()  # of these, the ones that compute nothing now
+        self.active: dict[int, Peer] = {}  # workers that have requested items, and are active
+        self.deaths: dict[int, int] = {}  # work item -> workers that died on it
+        self.backups = backups  # copies handed out
+
+    def request(self, worker: Peer, idle: bool) -> None:
+        self.active[worker.index] = self.requests[worker.index] = worker
+        if idle:
+            self.idle.add(worker.index)
+
+    def hand_out(self, queue: WorkQueue, at_version: int, now: float) -> list[To]:
+        outs: list[To] = []
+        before = queue.backups
+        for index, peer in list(self.requests.items()):
+            if work_items := queue.give(index, len(self.active), now, index in self.idle):
+                del self.requests[index]
+                self.idle.discard(index)
+                outs.append((peer, AssignItems(at_version, work_items)))
+        self.backups += queue.backups - before
+        return outs
+
+    def delivered(self, queue: WorkQueue, worker: int, work_item: int, at_version: int, now: float) -> list[To]:
+        """Note a delivered item; tell the other workers that have it."""
+        others = queue.returned(worker, work_item, now)
+        message = ItemsDelivered(at_version, (work_item,))
+        return [(self.active[other], message) for other in others if other in self.active]
+
+    def call_off(self, queue: WorkQueue, at_version: int) -> list[To]:
+        """Tell workers that compute items which others have delivered: the evaluation is complete."""
+        return [
+            (self.active[worker], ItemsDelivered(at_version, work_items))
+            for worker, work_items in queue.copied().items()
+            if worker in self.active
+        ]
+
+    def forget(self, queue: WorkQueue | None, worker: int, lost: bool, died: bool) -> str:
+        """Hand a worker's items to others; return why the run must end, if too many workers died on one item.
+
+        A worker that is only inactive has sent its request, and will not repeat it: its request stays.
+        """
+        if lost:
+            self.requests.pop(worker, None)
+            self.idle.discard(worker)
+        self.active.pop(worker, None)
+        work_item = queue.forget(worker) if queue is not None else None
+        if work_item is None or not died:
+            return ""
+        self.deaths[work_item] = self.deaths.get(work_item, 0) + 1
+        if self.deaths[work_item] < FATAL_DEATHS:
+            return ""
+        return f"{FATAL_DEATHS} workers died on the same batches (work item {work_item})"
+
+    def due_at(self, queue: WorkQueue) -> float | None:
+        """Return when a waiting worker may get a copy of an overdue item."""
+        idle = [worker for worker in self.requests if worker in self.idle or not queue.has(worker)]
+        return queue.next_due(idle) if idle else None
+
+
 class FullBatchRun:
-    """What a strategy's `lead` may touch, and who drives it."""
+    """Implements the `CoordinatorApi` of a strategy, and runs its `coordinate`."""
 
     def __init__(
         self, coordinate: Coordinate, notes: list[events.AnyEvent] | None = None, journal: Journal | None = None
     ) -> None:
-        """Each iteration is added to `notes`. `journal`: that of a coordinator that came before."""
+        """Each iteration is added to `notes`. `journal`: of a coordinator that this one replaces."""
         self.coordinate = coordinate
         self.journal = journal or Journal()
-        self.term = self.journal.term
-        self.found = len(self.journal.entries)  # answers to commands of the coordinator that came before
+        self.found = len(self.journal.entries)  # results of the previous coordinator
         self.crew: EvaluationWorkers | None = None
         self.steps: Steps[None] | None = None
         self.pending: PendingCommand | None = None
         self.number = 0
-        self.pace = WorkerPace()
-        self.wanting: dict[int, Peer] = {}  # workers that asked for cells, longest first
-        self.idle: set[int] = set()  # of these, who has nothing to do
-        self.working: dict[int, Peer] = {}  # workers that have ever asked, and are here
-        self.deaths: dict[int, int] = {}
+        self.dispatch = ItemDispatch(self.journal.backups)
         self.outs: list[To] = []
         self.notes: list[events.AnyEvent] = [] if notes is None else notes
         self.now = 0.0
         self.over = False
         self.error = ""
         self.stopping = False
-        self.cut_short = False  # in the middle of an evaluation, and the strategy has yet to hear of it
+        self.cut_short = False  # stopped within an evaluation, and the strategy does not know it yet
         self.after_stop = 0  # commands
-        self.samples = 0  # in evaluations that are over
-        self.batches = self.work_items = self.evaluations = 0  # asked for so far
-        self.backups = self.journal.backups
+        self.samples = 0  # of complete evaluations
+        self.batches = self.work_items = self.evaluations = 0  # requested so far
 
-    # ---- what a strategy may do ------------------------------------------------------------------------------------
+    # ---- what a strategy may use -----------------------------------------------------------------------------------
 
     @property
     def num_items(self) -> int:
@@ -86,9 +155,9 @@ class FullBatchRun:
     def evaluate(self, *operations: Operation, work_items: Sequence[int] | None = None) -> Awaitable[Evaluation]:
         assert self.crew is not None
         if self.stopping:
-            raise Stop  # nobody is left to compute it
+            raise Stop  # the workers have stopped computing
         chosen = tuple(range(self.num_items)) if work_items is None else tuple(sorted(set(work_items)))
-        assert chosen, "an evaluation has at least one cell"
+        assert chosen, "an evaluation has at least one work item"
         self.evaluations += 1
         self.work_items += len(chosen)
         self.batches += sum(map(self.crew.plan.batches_in, chosen))
@@ -96,7 +165,7 @@ class FullBatchRun:
 
     def report(self, iteration: int, loss: float, gradient_norm: float, step: float, end: str = "") -> None:
         if self.number <= self.found:
-            return  # it was told by the coordinator that came before
+            return  # the previous coordinator has reported it
         self.notes.append(
             events.IterationDone(
                 at_s=self.now,
@@ -106,7 +175,7 @@ class FullBatchRun:
                 step=step,
                 evaluations=self.evaluations,
                 work_items=self.work_items,
-                backups=self.backups,
+                backups=self.dispatch.backups,
                 end=end,
             )
         )
@@ -115,10 +184,10 @@ class FullBatchRun:
         assert self.crew is not None
         assert self.pending is None or self.pending.ready(), "await the command before giving another"
         self.after_stop += self.stopping
-        if self.after_stop > MOST_AFTER_STOP:
+        if self.after_stop > MAX_AFTER_STOP:
             raise Stop  # it would never end by itself
         self.number += 1
-        command = Command(self.term, self.number, tuple(operations), len(work_items))
+        command = Command(self.journal.term, self.number, tuple(operations), len(work_items))
         self.pending = PendingCommand(command, self.crew.servers, self.crew.first, work_items)
         if self.number <= self.found:
             self._look_up(self.pending)
@@ -128,15 +197,15 @@ class FullBatchRun:
 
     def _look_up(self, pending: PendingCommand) -> None:
         known = self.journal.entries[self.number - 1]
-        if known.asked != digest(pending.command):
+        if known.command != digest(pending.command):
             raise RainbandError(
-                f"the coordinator was started again, and lead asked for another command {self.number} than before: "
-                "it must depend on nothing but its settings, the seed and what it is answered."
+                f"the coordinator was restarted, and coordinate() gave another command {self.number} than before: "
+                "it must depend only on its settings, the seed and the results it receives."
             )
         pending.known = known
         self.samples += known.samples
 
-    # ---- driving it ------------------------------------------------------------------------------------------------
+    # ---- running it ------------------------------------------------------------------------------------------------
 
     def start(self, crew: EvaluationWorkers, now: float) -> list[To]:
         self.crew, self.now = crew, now
@@ -144,22 +213,22 @@ class FullBatchRun:
         return self._go_on()
 
     def _go_on(self, thrown: BaseException | None = None) -> list[To]:
-        """Let the coroutine run until it waits for the servers."""
+        """Run the coroutine until it waits for the servers."""
         assert self.steps is not None
         try:
             awaited = self.steps.go_on(thrown)
             self.over = self.steps.over
             if not self.over and (awaited is None or awaited is not self.pending):
-                raise RainbandError(f"lead may only await what its coordinator gave last, not {awaited!r}")
+                raise RainbandError(f"coordinate() may await only the last command it gave, not {awaited!r}")
         except Exception as error:
             self.over, self.error = True, f"{type(error).__name__}: {error}"
         outs, self.outs = self.outs, []
         return outs + self._hand_out()
 
     def stop(self) -> list[To]:
-        """End early: the strategy may still give commands, but nobody computes for it.
+        """End early: the strategy may still give commands, but workers compute nothing more.
 
-        Arithmetic goes on until the next evaluation is asked for: what follows a search is part of its iteration.
+        Commands go on until the next evaluation is requested: what follows a search is part of its iteration.
         """
         if self.steps is None:
             self.over = True
@@ -170,26 +239,26 @@ class FullBatchRun:
         if not self.pending.work_items:
             return []
         self.cut_short = True
-        self.pending.work_items = ()  # the sum of an evaluation is not waited for, only what was sent to servers
+        self.pending.work_items = ()  # wait only for the answers of the servers, not for the sum
         return self._throw_stop() if self.pending.ready() else []
 
     def _throw_stop(self) -> list[To]:
         self.cut_short = False
         return self._go_on(Stop())
 
-    # ---- what comes in ---------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------------------------
 
     def receive(self, sender: Peer, message: Answer | Evaluated, now: float) -> list[To]:
-        """From a server."""
+        """Take a message of a server."""
         self.now = now
         pending = self.pending
         if pending is None or self.over or sender not in pending.servers:
             return []
         match message:
-            case Answer() if (message.term, message.number) == (self.term, pending.command.number):
+            case Answer() if (message.term, message.number) == (self.journal.term, pending.command.number):
                 pending.answers[sender] = message
-                if pending.work_items and len(pending.answers) == len(pending.servers) and pending.hand_out is None:
-                    pending.hand_out = WorkQueue(pending.work_items, self.pace)
+                if pending.work_items and len(pending.answers) == len(pending.servers) and pending.queue is None:
+                    pending.queue = WorkQueue(pending.work_items, self.dispatch.pace)
             case Evaluated() if sender in pending.answers and message.at_version == pending.answers[sender].version:
                 pending.evaluated[sender] = message
         if not pending.ready():
@@ -199,57 +268,30 @@ class FullBatchRun:
         if not pending.refused():
             self.journal.entries.append(pending.entry())
             self.samples += self.journal.entries[-1].samples
-        return self._call_off(pending) + self._go_on()
-
-    def _call_off(self, pending: PendingCommand) -> list[To]:
-        """An evaluation is over: who still computes what others have delivered may leave off."""
-        copied = pending.hand_out.copied() if pending.hand_out is not None else {}
-        return [
-            (self.working[w], ItemsDelivered(pending.at_version, work_items))
-            for w, work_items in copied.items()
-            if w in self.working
-        ]
+        called_off = [] if pending.queue is None else self.dispatch.call_off(pending.queue, pending.at_version)
+        return called_off + self._go_on()
 
     def want(self, worker: Peer, now: float, idle: bool = True) -> list[To]:
-        """A worker asks for cells; unless it is idle, while it computes its last one."""
+        """Take a worker's request for work items; unless `idle`, it still computes its last one."""
         self.now = now
-        self.working[worker.index] = self.wanting[worker.index] = worker
-        if idle:
-            self.idle.add(worker.index)
+        self.dispatch.request(worker, idle)
         return self._hand_out()
 
     def returned(self, worker: Peer, work_item: int, at_version: int, now: float) -> list[To]:
-        """A worker has delivered a cell."""
+        """Take a worker's message that it has delivered a work item."""
         self.now = now
-        hand_out = self._open()
+        queue = self._open()
         outs: list[To] = []
-        if hand_out is not None and self.pending is not None and at_version == self.pending.at_version:
-            others = hand_out.returned(worker.index, work_item, now)
-            outs += [
-                (self.working[other], ItemsDelivered(at_version, (work_item,)))
-                for other in others
-                if other in self.working
-            ]
+        if queue is not None and self.pending is not None and at_version == self.pending.at_version:
+            outs = self.dispatch.delivered(queue, worker.index, work_item, at_version, now)
         return outs + self._hand_out()
 
     def forget(self, worker: int, gone: bool, died: bool) -> str:
-        """A worker is late or gone; says so if what it was at has ended too many.
-
-        Who is only late has asked, and does not ask again: it still gets what is left when it is its turn.
-        """
-        if gone:
-            self.wanting.pop(worker, None)
-            self.idle.discard(worker)
-        self.working.pop(worker, None)
-        hand_out = self._open()
-        work_item = hand_out.forget(worker) if hand_out is not None else None
-        if work_item is None or not died:
-            return ""
-        self.deaths[work_item] = self.deaths.get(work_item, 0) + 1
-        return f"cell {work_item} ended {FATAL_DEATHS} workers" if self.deaths[work_item] >= FATAL_DEATHS else ""
+        """Hand a worker's items to others; return why the run must end, if too many workers died on one item."""
+        return self.dispatch.forget(self._open(), worker, gone, died)
 
     def tick(self, now: float) -> list[To]:
-        """Say again what was not answered."""
+        """Send a command again to the servers that have not answered."""
         self.now = now
         pending = self.pending
         if pending is None or self.over or pending.ready():
@@ -259,44 +301,109 @@ class FullBatchRun:
         return again + self._hand_out()
 
     def look(self, now: float) -> list[To]:
-        """Someone may be overdue by now."""
+        """Hand out copies of overdue items."""
         self.now = max(self.now, now)
         return self._hand_out()
 
     def due_at(self) -> float | None:
-        """When to look again, because somebody who waits may get a copy of what is overdue then."""
-        hand_out = self._open()
-        idle = [w for w in self.wanting if w in self.idle or not hand_out or not hand_out.has(w)]
-        return hand_out.next_due(idle) if hand_out is not None and idle else None
+        """Return when to call `look`, because a waiting worker may get a copy of an overdue item then."""
+        queue = self._open()
+        return None if queue is None else self.dispatch.due_at(queue)
 
     def waits_for(self) -> str:
-        """In words, for who looks for a deadlock."""
+        """Describe what it waits for, for reports of deadlocks."""
         pending = self.pending
         if pending is None:
-            return "leads, and has not begun"
+            return "coordinates, and has not started"
         silent = [str(server) for server in pending.servers if server not in pending.answers]
-        if silent or pending.hand_out is None:
+        if silent or pending.queue is None:
             return f"waits for {', '.join(silent)} to answer command {pending.command.number}"
-        held = [
-            f"{work_item} (worker {w})" for w, held in pending.hand_out.held.items() for work_item in held.work_items
-        ]
-        return f"waits for cells {', '.join(held) or 'that nobody has'}; to be handed out: {pending.hand_out.fresh}"
+        held = [f"{item} (worker {w})" for w, held in pending.queue.held.items() for item in held.work_items]
+        return (
+            f"waits for work items {', '.join(held) or 'that no worker has'}; to be handed out: {pending.queue.fresh}"
+        )
 
     def _open(self) -> WorkQueue | None:
         pending = self.pending
-        return None if pending is None or self.over or pending.ready() else pending.hand_out
+        return None if pending is None or self.over or pending.ready() else pending.queue
 
     def _hand_out(self) -> list[To]:
-        hand_out = self._open()
-        if hand_out is None or self.pending is None:
+        queue = self._open()
+        if queue is None or self.pending is None:
             return []
-        outs: list[To] = []
-        before = hand_out.backups
-        for index, peer in list(self.wanting.items()):
-            if work_items := hand_out.give(index, len(self.working), self.now, index in self.idle):
-                del self.wanting[index]
-                self.idle.discard(index)
-                outs.append((peer, AssignItems(self.pending.at_version, work_items)))
-        self.backups += hand_out.backups - before
-        self.journal.backups = self.backups
+        outs = self.dispatch.hand_out(queue, self.pending.at_version, self.now)
+        self.journal.backups = self.dispatch.backups
         return outs
+
+
+class FullBatchDuty:
+    """Connects a `FullBatchRun` to the run; when `coordinate` returns, the run ends."""
+
+    def __init__(self, state: RunState, full_batch: FullBatchRun, shutdown: RunEnd) -> None:
+        self.state = state
+        self.full_batch = full_batch
+        self.shutdown = shutdown
+
+    def start(self, now: float) -> list[CoordinatorOutput]:
+        """Start the coordinator part: all blocks have their initial values."""
+        state = self.state
+        assert state.plan and state.welcome
+        servers = [state.servers[index] for index in sorted(state.servers)]
+        journal = self.full_batch.journal
+        journal.join, journal.plan, journal.welcome = state.join, state.plan, state.welcome
+        journal.servers = tuple(server.address for server in servers)
+        peers = tuple(server.peer for server in servers)
+        first = peers[state.welcome.owners[0]]
+        return self._to_send(
+            self.full_batch.start(EvaluationWorkers(state.plan, peers, first, state.settings.seed), now)
+        )
+
+    def resume(self, now: float) -> list[CoordinatorOutput]:
+        """Continue from the journal of the previous coordinator: the servers have the parameters."""
+        state, journal = self.state, self.full_batch.journal
+        state.join, state.plan, state.welcome = journal.join, journal.plan, journal.welcome
+        state.servers = {
+            index: ServerState(Peer("server", index), address, ready=True)
+            for index, address in enumerate(journal.servers)
+        }
+        state.enter(Phase.RUNNING)
+        state.events.append(events.Returned(at_s=now, node="coordinator"))
+        return self.start(now)
+
+    def answered(self, server: Peer, message: Answer | Evaluated, now: float) -> list[CoordinatorOutput]:
+        return self._to_send(self.full_batch.receive(server, message, now))
+
+    def requested(self, worker: Peer, message: LeaseRequest, now: float) -> list[CoordinatorOutput]:
+        return self._to_send(self.full_batch.want(worker, now, message.idle))
+
+    def delivered(self, worker: Peer, message: Return, now: float) -> list[CoordinatorOutput]:
+        return self._to_send(self.full_batch.returned(worker, message.portion, message.lease, now))
+
+    def forget(self, worker: WorkerState, now: float, ended: bool = False) -> list[CoordinatorOutput]:
+        """Hand what a worker has not delivered to others."""
+        if self.state.phase is not Phase.RUNNING:
+            return []
+        gone = ended or not worker.connected
+        if fatal := self.full_batch.forget(worker.peer.index, gone, died=not worker.connected):
+            return self.shutdown.stop("failed", fatal, FailureCause.WORKERS_DIED)
+        return self.look(now)
+
+    def look(self, now: float) -> list[CoordinatorOutput]:
+        return self._to_send(self.full_batch.look(now))
+
+    def due_at(self) -> float | None:
+        """Return when to call `look`, because a worker may be overdue then; None: nobody waits for that."""
+        return self.full_batch.due_at() if self.state.phase is Phase.RUNNING else None
+
+    def tick(self, now: float) -> list[CoordinatorOutput]:
+        return self._to_send(self.full_batch.tick(now)) if self.state.phase in (Phase.RUNNING, Phase.FINISHING) else []
+
+    def _to_send(self, sent: list[To]) -> list[CoordinatorOutput]:
+        outs = [CoordinatorOutput(to, message) for to, message in sent]
+        if not self.full_batch.over:
+            return outs
+        if self.state.phase is Phase.RUNNING and self.full_batch.error:
+            return outs + self.shutdown.stop("failed", f"the strategy failed: {self.full_batch.error}")
+        if self.state.phase is Phase.RUNNING:
+            return outs + self.shutdown.flush()
+        return outs + self.shutdown.when_all_ended()

@@ -1,8 +1,8 @@
-"""What a coordinator that leads must not forget: who takes part, and what came of every command so far.
+"""The journal of a full-batch run, with which another coordinator can continue it: the nodes, and all results so far.
 
-`lead` asks for the same commands again if it is given the same answers. So a coordinator that is started again runs it
-from its beginning with the answers of the journal, until there are no more; then it asks the servers, under its own
-term, what came of the command that was under way. They have done it once, or do it now.
+`coordinate` gives the same commands again if it receives the same results. So a restarted coordinator runs it from the
+start with the results of the journal, until there are no more; then it sends the command that was in flight again,
+under its own term. A server that has executed it answers the same as before; any other executes it now.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from rainband.protocol.messages import Address, Command, Join, Welcome
 
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One command and what came of it."""
+    """One command and its results."""
 
-    asked: int  # a digest of the command: the same must be asked for again
+    command: int  # a digest: the same command must be given again
     results: tuple[float, ...]
-    loss: float | None = None  # of an evaluation: the sum over the samples; none: it was not finite, or there was none
+    loss: float | None = None  # of an evaluation: the sum over the samples; none: not finite, or no evaluation
     samples: int = 0
 
 
 class Journal(msgspec.Struct):
-    """A few numbers for every command: some hundred bytes an iteration, whatever the model's size."""
+    """A few numbers for every command: some hundred bytes per iteration, for any size of model."""
 
-    term: int = 1  # the coordinator's, one more each time it is started
+    term: int = 1  # of the coordinator: one more each time it is started
     join: Join | None = None
     plan: DataPlan | None = None
     welcome: Welcome | None = None
     servers: tuple[Address, ...] = ()
     entries: list[JournalEntry] = []
-    backups: int = 0  # copies of cells handed out
+    backups: int = 0  # copies of work items that were handed out
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         return self.plan is not None
 
-    def taken_up(self) -> Journal:
-        """The journal as it is found by the next coordinator: only what can be written down."""
-        found = msgspec.msgpack.decode(msgspec.msgpack.encode(self), type=Journal)
-        found.term += 1
-        return found
+    def resumed(self) -> Journal:
+        """Return the journal as the next coordinator reads it: only what can be serialized."""
+        read = msgspec.msgpack.decode(msgspec.msgpack.encode(self), type=Journal)
+        read.term += 1
+        return read
 
 
 def digest(command: Command) -> int:
-    """Of what is asked for, whoever asks."""
+    """Hash what a command asks for, without the term of who asks."""
     return (
         xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((command.number, command.operations, command.work_items))) >> 1
     )

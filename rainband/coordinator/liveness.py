@@ -1,28 +1,30 @@
-"""Who is here: heartbeats say alive, acknowledged pushes say working. Who is not is given up, and may come back."""
+"""Decides which nodes are active: by heartbeats and acknowledged pushes. An inactive worker may return."""
 
 from __future__ import annotations
 
-from rainband.coordinator.full_batch_duty import FullBatchDuty
+from rainband.coordinator.full_batch import FullBatchDuty
 from rainband.coordinator.leases import Leases
 from rainband.coordinator.shutdown import RunEnd
-from rainband.coordinator.state import CoordinatorOutput, RunState, WorkerState
+from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.messages import Failed, Forget, Heartbeat, Peer, ReportRequest, Shutdown
 
-FATAL_DEATHS = 3  # a portion that cost so many workers their lives ends the run
-# Of servers that fall silent, in ticks, each a fifth of the failure timeout. A clock that jumps makes no tick.
-ASKED_AFTER, TOLD_AFTER, ENDED_AFTER = 2, 5, 50
+FATAL_DEATHS = 3  # when this many workers die on the same batches, the run ends
+# Ticks without a message from a server, each a fifth of the failure timeout; a clock that jumps makes no tick.
+PROBED_AFTER, REPORTED_AFTER, ENDED_AFTER = 2, 5, 50
+
+PAUSED = "paused, by its own request"
 
 
 class Liveness:
-    """Watches over the nodes of a run."""
+    """Watches the nodes of a run, and revokes the leases of workers that are lost or inactive."""
 
-    def __init__(self, state: RunState, ending: RunEnd, leases: Leases, leading: FullBatchDuty | None) -> None:
+    def __init__(self, state: RunState, shutdown: RunEnd, leases: Leases, full_batch: FullBatchDuty | None) -> None:
         self.state = state
-        self.ending = ending
+        self.shutdown = shutdown
         self.leases = leases
-        self.leading = leading
-        self.deaths: dict[int, int] = {}  # portion -> workers that ended while they had it
+        self.full_batch = full_batch
+        self.deaths: dict[int, int] = {}  # portion -> workers that died while they processed it
 
     # ---- signs of life ---------------------------------------------------------------------------------------------
 
@@ -31,188 +33,189 @@ class Liveness:
         if heartbeat.steps and not any(w.heartbeat.steps for w in state.workers.values()):
             state.events.append(events.FirstStep(at_s=now, worker=worker.peer.index))
         works = heartbeat.acked > worker.heartbeat.acked
-        at_work = self._has_work(worker)
-        if works or heartbeat.waiting or not at_work:
-            if at_work and not worker.heartbeat.waiting:
+        has_work = self._has_work(worker)
+        if works or heartbeat.waiting or not has_work:
+            if has_work and not worker.heartbeat.waiting:
                 worker.slowest_s = max(worker.slowest_s * 0.98, now - worker.worked_at)
                 worker.first_s = worker.first_s or worker.slowest_s
             worker.worked_at = now
         worker.heartbeat, worker.heartbeat_at = heartbeat, now
         worker.heartbeats = [*worker.heartbeats[-5:], (now, heartbeat)]
-        if not worker.here and (works or heartbeat.waiting):
-            self.is_here(worker, now)
+        if not worker.active and (works or heartbeat.waiting):
+            self.mark_active(worker, now)
             return self.leases.give(now)
         return []
 
-    def is_here(self, worker: WorkerState, now: float) -> None:
+    def mark_active(self, worker: WorkerState, now: float) -> None:
         worker.heartbeat_at = worker.worked_at = now
-        worker.excused = False
-        if not worker.here:
-            worker.here, self.state.live = True, None
+        worker.paused = False
+        if not worker.active:
+            worker.active, self.state.live = True, None
             self.state.events.append(events.Returned(at_s=now, node=str(worker.peer)))
 
-    def away(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
-        """By its own word: the run does not end without it."""
-        worker.excused = True
-        return self.give_up(worker, now, "away, by its own word")
+    def pause(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
+        """Reassign the batches of a worker that pauses; the run does not end without it."""
+        worker.paused = True
+        return self.deactivate(worker, now, PAUSED)
 
     def ends(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
-        """A worker that has come to its end is not waited for: of own loops one may end before the others."""
-        self.is_here(worker, now)
-        servers = self.state.servers.values() if self.state.phase == "running" else ()
-        work_items = [] if self.leading is None else self.leading.forget(worker, now, ended=True)
+        """Tell the servers not to wait for a worker that has ended: custom loops may end at different times."""
+        self.mark_active(worker, now)
+        servers = self.state.servers.values() if self.state.phase is Phase.RUNNING else ()
+        work_items = [] if self.full_batch is None else self.full_batch.forget(worker, now, ended=True)
         return [CoordinatorOutput(s.peer, Forget(worker.peer.index)) for s in servers] + work_items
 
-    # ---- giving up -------------------------------------------------------------------------------------------------
+    # ---- inactive workers ------------------------------------------------------------------------------------------
 
-    def give_up_the_late(self, now: float) -> list[CoordinatorOutput]:
-        state, ending = self.state, self.ending
+    def deactivate_late_workers(self, now: float) -> list[CoordinatorOutput]:
+        state, ending = self.state, self.shutdown
         outs: list[CoordinatorOutput] = []
         for index, worker in state.workers.items():
-            if state.phase in ("forming", "loading", "over"):
+            if state.phase in (Phase.FORMING, Phase.LOADING, Phase.OVER):
                 break
             waited_for = not worker.ended or index == ending.concluder or index in ending.last_pulls
-            if worker.connected and worker.here and waited_for:
+            if worker.connected and worker.active and waited_for:
                 late = self._why_late(worker, now)
                 if late:
                     ending.not_waited_for(index)
-                    outs += self.give_up(worker, now, late)
-                    for peer_state in state.replica_peers(index):
-                        if peer_state.connected and peer_state.here:
-                            outs += self.give_up(
-                                peer_state, now, f"{worker.peer}, with which it computes one model, is not"
-                            )
+                    outs += self.deactivate(worker, now, late)
+                    for other in state.replica_peers(index):
+                        if other.connected and other.active:
+                            outs += self.deactivate(other, now, f"{worker.peer} of the same replica is inactive")
                     outs += ending.after_loss()
         return outs
 
     def _why_late(self, worker: WorkerState, now: float) -> str:
-        """A heartbeat says alive, acknowledged pushes say working; deadlines are learnt from what was seen."""
+        """Return why a worker counts as inactive; "" if it does not. The deadline follows from the pushes so far."""
         timeout = self.state.settings.failure_timeout_s
         if now - worker.heartbeat_at > timeout:
-            return f"not heard of for {now - worker.heartbeat_at:.1f} s"
+            return f"no heartbeat for {now - worker.heartbeat_at:.1f} s"
         idle_s = now - worker.worked_at
-        if idle_s <= 2 * timeout or not self._is_missed(worker):
+        if idle_s <= 2 * timeout or not self._holds_others_back(worker):
             return ""
         everyone = self.state.workers.values()
-        # The first push takes longest: things are loaded and compiled. Until there is one, others' first ones count.
+        # The first push takes longest: things are loaded and compiled. Before it, the others' first pushes count.
         usual = max(w.slowest_s if worker.slowest_s else w.first_s for w in everyone)
         if usual and idle_s > 2 * timeout + 10 * usual:
-            return f"away: alive, but no push for {idle_s:.1f} s"
+            return f"inactive: heartbeats, but no push for {idle_s:.1f} s"
         return ""
 
     def _has_work(self, worker: WorkerState) -> bool:
-        """It has leases, or a loop of the user's own goes over a loader of its own, and has begun to."""
+        """Return whether it has leases, or is a custom loop with its own data loader that has made its first step."""
         state = self.state
-        own_loader = state.is_custom_loop() and not state.has_data() and state.phase == "running"
-        return bool(worker.leases) or (own_loader and worker.heartbeat.acked > 0 and not worker.ended)
+        unknown_data = state.is_custom_loop() and not state.has_data() and state.phase is Phase.RUNNING
+        return bool(worker.leases) or (unknown_data and worker.heartbeat.acked > 0 and not worker.ended)
 
-    def _is_missed(self, worker: WorkerState) -> bool:
-        """Is there work that it alone can do? Of loaders of their own nobody knows; but others may wait for it."""
+    def _holds_others_back(self, worker: WorkerState) -> bool:
+        """Return whether it has leases, or other workers wait while it works on data that only it knows."""
         if worker.leases:
             return True
-        others = [w for w in self.state.workers.values() if w is not worker and w.connected and w.here and not w.ended]
+        others = [
+            w for w in self.state.workers.values() if w is not worker and w.connected and w.active and not w.ended
+        ]
         return self._has_work(worker) and any(other.heartbeat.waiting for other in others)
 
-    def give_up(self, worker: WorkerState, now: float, why: str) -> list[CoordinatorOutput]:
-        """Do not wait for a worker; what it had leased is fenced, and what is missing of it leased again."""
+    def deactivate(self, worker: WorkerState, now: float, why: str) -> list[CoordinatorOutput]:
+        """Do not wait for a worker: revoke its leases, and reassign the batches that are missing of them."""
         state = self.state
-        worker.here, state.live = False, None
-        state.note_loss(worker.peer, now, why)
+        worker.active, state.live = False, None
+        state.report_loss(worker.peer, now, why)
         outs = [CoordinatorOutput(s.peer, Forget(worker.peer.index)) for s in state.servers.values()]
-        at_work = self._at_work(worker)
+        begun = self._begun_portions(worker)
         for portion in sorted(worker.leases):
-            if not worker.connected and portion in at_work:
+            if not worker.connected and portion in begun:
                 self.deaths[portion] = self.deaths.get(portion, 0) + 1
                 if self.deaths[portion] >= FATAL_DEATHS:
-                    return outs + self.ending.stop("failed", f"portion {portion} ended {FATAL_DEATHS} workers")
-            if state.phase == "running":
-                outs += self.leases.gather(portion, worker.peer.index)
+                    fatal = f"{FATAL_DEATHS} workers died on the same batches (portion {portion})"
+                    return outs + self.shutdown.stop("failed", fatal, FailureCause.WORKERS_DIED)
+            if state.phase is Phase.RUNNING:
+                outs += self.leases.revoke(portion, worker.peer.index)
         worker.leases.clear()
-        return outs + ([] if self.leading is None else self.leading.forget(worker, now))
+        return outs + ([] if self.full_batch is None else self.full_batch.forget(worker, now))
 
-    def _at_work(self, worker: WorkerState) -> set[int]:
-        """The portions a worker may have begun: the one it got first, or its columns of the first group of rounds."""
+    def _begun_portions(self, worker: WorkerState) -> set[int]:
+        """Return the portions a worker may have begun: the first it received, or all of its first group of rounds."""
         plan = self.state.plan
         if not plan or not plan.items_per_round:
             return set([portion for portion in worker.leases if not self.state.is_done(portion)][:1])
         group = min(worker.leases, default=0) // plan.items_per_round
         return {portion for portion in worker.leases if portion // plan.items_per_round == group}
 
-    # ---- servers, which nobody can replace ---------------------------------------------------------------------------
+    # ---- servers: each has the only copy of its blocks ---------------------------------------------------------------
 
-    def hears_of(self, server: Peer, now: float) -> None:
+    def server_active(self, server: Peer, now: float) -> None:
         known = self.state.servers.get(server.index)
         if known is None or known.peer != server or not known.silent_ticks:
             return
-        if known.silent_ticks > TOLD_AFTER:
+        if known.silent_ticks > REPORTED_AFTER:
             self.state.events.append(events.Returned(at_s=now, node=str(server)))
         known.silent_ticks = 0
 
-    def look_after_servers(self, now: float) -> list[CoordinatorOutput]:
-        """One that is stopped, or whose machine is gone, holds everyone up: that is said, and after a while the end."""
+    def check_servers(self, now: float) -> list[CoordinatorOutput]:
+        """Probe silent servers, report them as lost, and end the run when one stays silent."""
         state, outs = self.state, list[CoordinatorOutput]()
-        if state.phase in ("forming", "loading", "over"):
+        if state.phase in (Phase.FORMING, Phase.LOADING, Phase.OVER):
             return []
         for server in [s for s in state.servers.values() if s.peer.role == "server"]:
             server.silent_ticks += 1
             silent_s = server.silent_ticks * state.settings.failure_timeout_s / 5
             if server.silent_ticks > ENDED_AFTER:
-                return outs + self._server_lost(server.peer, now, f"not heard of for {silent_s:.0f} s")
-            if server.silent_ticks == TOLD_AFTER + 1:
-                why = f"not heard of for {silent_s:.1f} s; all wait for it"
+                return outs + self._server_lost(server.peer, now, f"no message for {silent_s:.0f} s")
+            if server.silent_ticks == REPORTED_AFTER + 1:
+                why = f"no message for {silent_s:.1f} s; all workers wait for it"
                 state.events.append(events.Lost(at_s=now, node=str(server.peer), why=why))
-            if server.silent_ticks > ASKED_AFTER:
+            if server.silent_ticks > PROBED_AFTER:
                 outs.append(CoordinatorOutput(server.peer, ReportRequest()))
         return outs
 
-    # ---- who is gone for good --------------------------------------------------------------------------------------
+    # ---- lost nodes ------------------------------------------------------------------------------------------------
 
     def lost(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
-        """A node's connection is gone, or its process has ended."""
-        if self.state.phase == "over":
+        """React to a closed connection, or to the end of a process."""
+        if self.state.phase is Phase.OVER:
             return []
         if peer.role == "server":
             return self._server_lost(peer, now, why)
         worker = self.state.workers.get(peer.index)
         if worker is None or worker.peer != peer or not worker.connected:
             return []
-        outs = self._gone(worker, now, why) + self._dismiss_stage_peers(peer, now, why)
-        return outs + self.ending.after_loss()
+        outs = self._lose_worker(worker, now, why) + self._dismiss_stage_peers(peer, now, why)
+        return outs + self.shutdown.after_loss()
 
-    def _gone(self, worker: WorkerState, now: float, why: str) -> list[CoordinatorOutput]:
+    def _lose_worker(self, worker: WorkerState, now: float, why: str) -> list[CoordinatorOutput]:
         worker.connected = False
-        outs = [] if worker.ended else self.give_up(worker, now, why)
+        outs = [] if worker.ended else self.deactivate(worker, now, why)
         worker.ended, self.state.live = True, None
-        self.ending.not_waited_for(worker.peer.index)
+        self.shutdown.not_waited_for(worker.peer.index)
         return outs
 
     def _dismiss_stage_peers(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
-        """Those who computed one model with a worker that is gone cannot go on; what they had is for other teams."""
-        because = f"{peer}, with which it computed one model, was lost: {why}"
+        """Send the rest of a lost worker's replica away: they cannot go on; other replicas get their batches."""
+        because = f"{peer} of the same replica was lost: {why}"
         outs: list[CoordinatorOutput] = []
-        for peer_state in self.state.replica_peers(peer.index):
-            if peer_state.connected:
+        for other in self.state.replica_peers(peer.index):
+            if other.connected:
                 outs += [
-                    *self._gone(peer_state, now, because),
-                    CoordinatorOutput(peer_state.peer, Shutdown(f"{because}.")),
+                    *self._lose_worker(other, now, because),
+                    CoordinatorOutput(other.peer, Shutdown(f"{because}.")),
                 ]
         return outs
 
-    def never_comes(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
-        """A worker's process has ended before it joined, and nobody starts it again."""
+    def never_joins(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
+        """Note that a worker's process has ended before it joined, and will not be restarted."""
         state = self.state
-        if state.phase == "over" or peer.index in state.workers or peer.index in state.missing:
+        if state.phase is Phase.OVER or peer.index in state.workers or peer.index in state.missing:
             return []
         state.missing.add(peer.index)
-        state.note_loss(peer, now, f"before it joined: {why}")
-        return self._dismiss_stage_peers(peer, now, why) + self.ending.after_loss()
+        state.report_loss(peer, now, f"before it joined: {why}")
+        return self._dismiss_stage_peers(peer, now, why) + self.shutdown.after_loss()
 
     def failed(self, sender: Peer, failed: Failed, now: float) -> list[CoordinatorOutput]:
-        """The user's code raised on a worker: the first time it is shown, and the run ends."""
+        """End the run because the user's code raised on a worker; the first traceback becomes an event."""
         state = self.state
-        if state.outcome == "failed" or state.phase == "over":
+        if state.outcome == "failed" or state.phase is Phase.OVER:
             return []
-        if not failed.traceback:  # not the user's code: its way to a server is broken, say; the others go on
+        if not failed.traceback:  # not the user's code, but a broken connection, for example: the others go on
             return self.lost(sender, now, failed.error)
         state.events.append(
             events.UserError(
@@ -224,8 +227,8 @@ class Liveness:
             )
         )
         where = f"{sender} failed at step {failed.step}" if failed.step else f"{sender} could not start"
-        state.outcome, state.reason = "failed", f"{where}: {failed.error}"
-        return self.ending.over()  # at whatever point: others may be waiting for it
+        state.fail(f"{where}: {failed.error}")
+        return self.shutdown.over()  # in any phase: others may be waiting for it
 
     def _server_lost(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         state = self.state
@@ -234,9 +237,9 @@ class Liveness:
             return []
         state.events.append(events.Lost(at_s=now, node=str(peer), why=why))
         held = f"{len(server.report.blocks)} blocks" if server.report else "its blocks"
-        state.outcome = "failed"
-        state.reason = (
+        state.fail(
             f"{peer} was lost ({why}). It held the only copy of {held}, with {state.batches_done()} batches applied: "
-            "these parameters are gone, and no model was saved."
+            "these parameters are lost, and no model was saved.",
+            FailureCause.SERVER_LOST,
         )
-        return self.ending.over()
+        return self.shutdown.over()

@@ -1,4 +1,4 @@
-"""A command under way: who has answered it, what came of it, and what a strategy awaits until then."""
+"""A command in flight: the answers so far, its results, and the handle that a strategy awaits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rainband.protocol.vectors import ANSWERED
 
 
 class CommandRefused(RainbandError):
-    """A server would not do what the strategy asked for."""
+    """A server has refused a command of the strategy."""
 
 
 class PendingCommand:
-    """A command under way, and perhaps the evaluation that begins with it."""
+    """A command in flight, and the evaluation that begins with it, if any."""
 
     def __init__(
         self, command: Command, servers: Sequence[Peer], first: Peer, work_items: tuple[int, ...] = ()
@@ -29,12 +29,12 @@ class PendingCommand:
         self.work_items = work_items
         self.answers: dict[Peer, Answer] = {}
         self.evaluated: dict[Peer, Evaluated] = {}
-        self.hand_out: WorkQueue | None = None
-        self.known: JournalEntry | None = None  # what came of it, from the journal
+        self.queue: WorkQueue | None = None
+        self.known: JournalEntry | None = None  # its results, from the journal
 
     @property
     def at_version(self) -> int:
-        """The version of every block, once all have answered."""
+        """The version of every block, once all servers have answered."""
         return next(iter(self.answers.values())).version
 
     def refused(self) -> str:
@@ -53,15 +53,15 @@ class PendingCommand:
             raise CommandRefused(f"a server refused a command: {refused}.")
 
     def entry(self) -> JournalEntry:
-        """What came of it."""
-        told = self.evaluated.get(self.first) if self.work_items else None
-        if told is None:
+        """Return its results, for the journal."""
+        counted = self.evaluated.get(self.first) if self.work_items else None
+        if counted is None:
             return JournalEntry(digest(self.command), self.results())
-        loss = told.loss if math.isfinite(told.loss) else None
-        return JournalEntry(digest(self.command), self.results(), loss, told.samples)
+        loss = counted.loss if math.isfinite(counted.loss) else None
+        return JournalEntry(digest(self.command), self.results(), loss, counted.samples)
 
     def results(self) -> tuple[float, ...]:
-        """Summed over the servers in their order, so that they are the same each time."""
+        """Return the results, summed over the servers in a fixed order: the same sum each time."""
         if self.known is not None:
             return self.known.results
         answers = [self.answers[server].results for server in self.servers]
@@ -71,7 +71,7 @@ class PendingCommand:
 
 
 class Computed:
-    """The numbers that come of a command."""
+    """Awaits the results of a command."""
 
     def __init__(self, pending: PendingCommand) -> None:
         self.pending = pending
@@ -82,7 +82,7 @@ class Computed:
 
 
 class Evaluating:
-    """The loss that comes of an evaluation."""
+    """Awaits the loss of an evaluation."""
 
     def __init__(self, pending: PendingCommand) -> None:
         self.pending = pending

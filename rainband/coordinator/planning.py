@@ -1,29 +1,29 @@
-"""The plan of a run: made from what the first worker brings, or for own loops when the first of them draws a batch."""
+"""Makes the data plan of a run, once: when the first worker joins, or when the first custom loop draws a batch."""
 
 from __future__ import annotations
 
 import msgspec
 
-from rainband.coordinator.state import CoordinatorOutput, RunState, WorkerState
+from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.data_plan import MAX_PORTION_BATCHES, DataPlan, choose_portion_batches
 from rainband.protocol.layout import cut, deal
 from rainband.protocol.messages import Assign, Dataset, Join, Peer, Planned, Shutdown, Welcome
 
-OPEN_ENDED = 1 << 20  # epochs in the plan of loops that have not said how many passes they make
+OPEN_ENDED = 1 << 20  # epochs in the plan of custom loops without a number of epochs
 
 
 class Planning:
-    """Makes the plan, once."""
+    """Makes the data plan and cuts the model into blocks."""
 
     def __init__(self, state: RunState) -> None:
         self.state = state
 
     def make(self, join: Join, now: float) -> list[CoordinatorOutput]:
-        """The plan and the blocks; every server is told its own."""
+        """Make the plan and the blocks; assign the blocks to the servers."""
         state, settings = self.state, self.state.settings
         state.join = join
-        # An own loop tells what it draws from when it draws; until then there is one batch that nobody is given.
+        # A custom loop describes its data at its first batch; until then there is one batch, which is leased to nobody.
         data = Dataset("", 1, 1, 1) if join.custom_loop else _data_of(join)
         state.plan = self._plan_for(join, data)
         blocks = cut(join.layout, max(1, settings.num_servers))
@@ -36,8 +36,8 @@ class Planning:
             blocks=blocks,
         )
         if state.has_data():
-            self._note(now)
-        state.phase = "loading" if dealt else "running"
+            self._report(now)
+        state.enter(Phase.LOADING if dealt else Phase.RUNNING)
         return [
             CoordinatorOutput(
                 state.servers[server].peer,
@@ -71,11 +71,11 @@ class Planning:
             coordinated=join.coordinated,
         )
 
-    def _note(self, now: float) -> None:
+    def _report(self, now: float) -> None:
         state = self.state
         plan = state.plan
         assert plan and state.join and state.welcome
-        known = state.full_batch is None and (state.dataset is None or state.dataset.epochs > 0)  # or it is told as 0
+        known = state.full_batch is None and (state.dataset is None or state.dataset.epochs > 0)
         state.events.append(
             events.PlanMade(
                 at_s=now,
@@ -89,31 +89,31 @@ class Planning:
             )
         )
 
-    # ---- own loops: their data comes later ---------------------------------------------------------------------------
+    # ---- custom loops: their data is known later ---------------------------------------------------------------------
 
-    def draws_from(self, worker: WorkerState, dataset: Dataset, now: float) -> list[CoordinatorOutput]:
-        """A loop asks for its first batch. The first to say what it draws from makes the plan."""
+    def described(self, worker: WorkerState, dataset: Dataset, now: float) -> list[CoordinatorOutput]:
+        """Take the description of a loop's data; the first one makes the plan, and the others must agree."""
         state = self.state
         assert state.join and state.plan and state.welcome
         if state.dataset is not None:
             if dataset != state.dataset:
-                what = f"draws from {_described(dataset)}, the others from {_described(state.dataset)}"
-                return [CoordinatorOutput(worker.peer, Shutdown(f"{worker.peer} {what}."))]
+                differs = f"loads {_described(dataset)}, the other workers {_described(state.dataset)}"
+                return [CoordinatorOutput(worker.peer, Shutdown(f"{worker.peer} {differs}."))]
             return [] if state.planning else [CoordinatorOutput(worker.peer, Planned(state.plan))]
         state.dataset = dataset
         state.plan = self._plan_for(state.join, dataset)
         state.welcome = msgspec.structs.replace(state.welcome, plan=state.plan)
-        self._note(now)
+        self._report(now)
         state.planning = {index for index, server in state.servers.items() if server.peer.role == "server"}
         if not state.planning:
-            return self._tell()
+            return self._announce()
         return [CoordinatorOutput(state.servers[index].peer, Planned(state.plan)) for index in sorted(state.planning)]
 
     def server_knows(self, server: Peer) -> list[CoordinatorOutput]:
         self.state.planning.discard(server.index)
-        return [] if self.state.planning else self._tell()
+        return [] if self.state.planning else self._announce()
 
-    def _tell(self) -> list[CoordinatorOutput]:
+    def _announce(self) -> list[CoordinatorOutput]:
         assert self.state.plan
         return [CoordinatorOutput(w.peer, Planned(self.state.plan)) for w in self.state.connected()]
 
@@ -126,17 +126,17 @@ def _portion_batches(
     join: Join, items_per_round: int, per_epoch: int, num_workers: int, workers_per_replica: int
 ) -> int:
     if join.coordinated:
-        return join.batches_per_item  # a portion is what is handed out: one cell
+        return join.batches_per_item  # a portion is one work item
     if items_per_round:
         return 16
     chosen = choose_portion_batches(per_epoch, num_workers, join.batches_per_item)
     if num_workers > 1 or workers_per_replica == 1:
         return chosen
-    # Long enough that the next lease is there before the last batch of this one enters a pipeline.
+    # Long enough that the next lease arrives before the last batch of this one enters the pipeline.
     work_items = min(4 * workers_per_replica, MAX_PORTION_BATCHES // join.batches_per_item)
     return max(chosen, work_items * join.batches_per_item)
 
 
 def _described(dataset: Dataset) -> str:
-    passes = f"{dataset.epochs} passes over " if dataset.epochs else ""
-    return f"{passes}{dataset.num_samples} samples {dataset.fingerprint} in batches of {dataset.batch_size}"
+    epochs = f"{dataset.epochs} epochs of " if dataset.epochs else ""
+    return f"{epochs}{dataset.num_samples} samples ({dataset.fingerprint}) in batches of {dataset.batch_size}"

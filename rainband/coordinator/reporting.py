@@ -1,4 +1,4 @@
-"""What is told of a run: its books, how stale its gradients were, how far it is."""
+"""Reports on a run: batch accounting, staleness, progress."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from rainband.protocol.accounting import (
 )
 from rainband.protocol.data_plan import DataPlan
 
-RATE_FROM_S, RATE_FROM = 0.25, 0.01  # a rate needs so long a time, or so much of the whole time, to be one
+# A rate is computed over at least this many seconds, or this fraction of the run so far.
+RATE_FROM_S, RATE_FROM = 0.25, 0.01
 
 
 class Reporting:
-    """Counts, and changes nothing."""
+    """Counts what the nodes have reported; changes nothing but the events."""
 
     def __init__(self, state: RunState) -> None:
         self.state = state
@@ -35,19 +36,19 @@ class Reporting:
         return accounting if state.has_data() else msgspec.structs.replace(accounting, batches=0, not_processed=0)
 
     def _plan_so_far(self, plan: DataPlan) -> DataPlan:
-        """The plan; of loops that have not said how many passes they make, the passes they have begun."""
+        """Return the data plan; for loops without a number of epochs, with the epochs that have begun."""
         if self.state.knows_its_end() or not self.state.has_data():
             return plan
         begun = -(-self.state.batches_done() // plan.batches_per_epoch)
         return msgspec.structs.replace(plan, epochs=max(1, begun))
 
     def not_finite(self) -> int:
-        """Batches that were skipped because their gradient was not finite."""
+        """Count the batches that were skipped because their gradient was not finite."""
         accounting = self.accounting()
         return 0 if accounting is None else accounting.skipped.get("not finite", 0)
 
     def staleness(self) -> Staleness:
-        """What gradients missed, what readers may miss, and who waited for whom so that they do not miss more."""
+        """Return the staleness of gradients, the bound on it, and how long workers waited for others because of it."""
         workers = sorted(self.state.workers.items())
         waited_for = {index: worker.heartbeat.waited_for for index, worker in workers if worker.heartbeat.waited_for}
         return msgspec.structs.replace(staleness_of(self.state.reports()), waited_for=waited_for)
@@ -68,21 +69,21 @@ class Reporting:
         return balance(plan, self.state.reports(), 0).untracked_pushes
 
     def loss(self) -> float | None:
-        """What the workers see, weighted by the samples they have seen it on."""
+        """Return the mean loss of the latest heartbeats, weighted by samples."""
         heartbeats = [w.heartbeat for w in self.state.workers.values() if w.heartbeat.loss_samples]
         weight = sum(heartbeat.loss_samples for heartbeat in heartbeats)
         return sum(heartbeat.loss * heartbeat.loss_samples for heartbeat in heartbeats) / weight if weight else None
 
-    def note_progress(self, now: float) -> None:
-        """Add what is known to the events; called at every tick, and once more when the data is done."""
+    def report_progress(self, now: float) -> None:
+        """Add a Progress event: at every tick, and once more when all workers have ended."""
         plan = self.state.plan
         assert plan
         staleness = staleness_so_far(self.state.reports())
-        known = self.state.knows_its_end()  # otherwise how much there is to do is told as 0
+        known = self.state.knows_its_end()  # otherwise the totals are reported as 0
         connected = {i: w for i, w in sorted(self.state.workers.items()) if w.connected}
-        # Of a team that computes one model together, those count samples who see them first.
+        # In a replica of several workers, the first stage counts the samples.
         counting = {i: w for i, w in connected.items() if not self.state.rank_in_replica(i) or w.heartbeat.samples}
-        in_teams = connected if self.state.settings.workers_per_replica > 1 else {}
+        staged = connected if self.state.settings.workers_per_replica > 1 else {}
         self.state.events.append(
             events.Progress(
                 at_s=now,
@@ -101,14 +102,14 @@ class Reporting:
                 metrics=next((w.heartbeat.metrics for w in connected.values() if w.heartbeat.metrics), {}),
                 pushed_bytes=sum(w.heartbeat.pushed_bytes for w in self.state.workers.values()),
                 pulled_bytes=sum(w.heartbeat.pulled_bytes for w in self.state.workers.values()),
-                computed_s={i: w.heartbeat.computed_s for i, w in in_teams.items()},
-                sent_bytes={i: w.heartbeat.sent_bytes for i, w in in_teams.items()},
+                computed_s={i: w.heartbeat.computed_s for i, w in staged.items()},
+                sent_bytes={i: w.heartbeat.sent_bytes for i, w in staged.items()},
             )
         )
 
 
 def _rate(counted: list[tuple[float, int]], now: float) -> float:
-    """So many a second; 0 where two beats that came at once would make any number of it."""
+    """Return counts per second; 0 while the heartbeats are too close together for a rate."""
     if len(counted) < 2:
         return 0.0
     (t0, n0), (t1, n1) = counted[0], counted[-1]

@@ -1,4 +1,4 @@
-"""How a run ends: flush what rules have gathered, let workers finish, save the model, say goodbye."""
+"""Ends a run: flush what update rules have buffered, let the workers finish, save the model, shut all nodes down."""
 
 from __future__ import annotations
 
@@ -7,140 +7,139 @@ from typing import Any
 import msgspec
 
 from rainband.coordinator.reporting import Reporting
-from rainband.coordinator.state import CoordinatorOutput, RunState, WorkerState
+from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, WorkerState
 from rainband.model.buffer_mean import BufferMean
 from rainband.protocol.messages import Conclude, Concluded, Ended, Finish, Flush, Halt, Peer, ReportRequest, Shutdown
 
 
 class RunEnd:
-    """From the last batch, or the word to stop, to the last goodbye."""
+    """The end of a run, from the last batch or a request to stop."""
 
-    def __init__(self, state: RunState, accounts: Reporting) -> None:
+    def __init__(self, state: RunState, reporting: Reporting) -> None:
         self.state = state
-        self.accounts = accounts
-        self.buffers: dict[int, BufferMean] = {}  # by the place in a team
+        self.reporting = reporting
+        self.buffers: dict[int, BufferMean] = {}  # by the rank in a replica
         self.metrics: dict[str, float] = {}
         self.concluder: int | None = None  # the worker that saves the model
-        self.saved = False  # it has answered
-        self.last_reports: set[int] = set()  # servers whose last marks, with every push in, have yet to come
-        self.last_pulls: set[int] = set()  # workers of own loops that have yet to take over the final parameters
+        self.saved = False  # it has saved the model
+        self.last_reports: set[int] = set()  # servers whose last report, with every push in it, has not arrived
+        self.last_pulls: set[int] = set()  # workers of custom loops that do not have the final parameters yet
 
     # ---- why it ends -----------------------------------------------------------------------------------------------
 
-    def stop(self, outcome: str, reason: str) -> list[CoordinatorOutput]:
-        """End early: workers finish the cell at hand and give their leases back."""
+    def stop(self, outcome: str, reason: str, cause: FailureCause = FailureCause.OTHER) -> list[CoordinatorOutput]:
+        """End early: workers finish their work item and return their leases."""
         state = self.state
-        if state.phase == "over" or (state.phase in ("finishing", "concluding") and outcome != "failed"):
+        if state.phase is Phase.OVER or (state.phase in (Phase.FINISHING, Phase.CONCLUDING) and outcome != "failed"):
             return []
-        state.outcome, state.reason = outcome, reason
-        if state.phase in ("forming", "loading") or outcome == "failed":
-            return self.over()  # no model comes of it: there is nothing to wait for
-        state.phase = "finishing"
+        state.outcome, state.reason, state.cause = outcome, reason, cause if outcome == "failed" else None
+        if state.phase in (Phase.FORMING, Phase.LOADING) or outcome == "failed":
+            return self.over()  # no model will be saved: there is nothing to wait for
+        state.enter(Phase.FINISHING)
         halts = [CoordinatorOutput(w.peer, Halt(reason)) for w in state.connected()]
         coordinated = [] if state.full_batch is None else [CoordinatorOutput(*to) for to in state.full_batch.stop()]
         return halts + coordinated + self.after_loss()
 
     def when_done(self) -> list[CoordinatorOutput]:
-        """The marks have changed: are they full?"""
+        """Flush if every batch is accepted on every block."""
         state = self.state
         assert state.plan
-        if state.phase != "running" or not state.has_data() or state.full_batch is not None:
+        if state.phase is not Phase.RUNNING or not state.has_data() or state.full_batch is not None:
             return []
         return self.flush() if state.batches_done() >= state.plan.num_batches else []
 
     def ended(self, worker: WorkerState, message: Ended, body: Any) -> list[CoordinatorOutput]:
-        """A worker has come to its end."""
+        """Note that a worker's strategy has returned."""
         state = self.state
         rank = state.rank_in_replica(worker.peer.index)
-        if state.live is not None and worker.here and not worker.ended and not rank:
+        if state.live is not None and worker.active and not worker.ended and not rank:
             state.live -= 1
         worker.ended = True
         worker.leases.clear()
-        if state.phase == "concluding" and state.is_custom_loop():  # given up before, and now it is here all the same
+        if state.phase is Phase.CONCLUDING and state.is_custom_loop():
+            # It was declared lost before, and has ended after all.
             self.last_pulls.add(worker.peer.index)
             return [CoordinatorOutput(worker.peer, Conclude(""), self._buffers_of(worker))]
         self.buffers.setdefault(rank, BufferMean()).add(body, message.samples)
-        if state.phase == "running" and state.all_have_ended():
-            return self.flush()  # own loops end when they like; a strategy that returns early is not waited for
+        if state.phase is Phase.RUNNING and state.all_have_ended():
+            return self.flush()  # custom loops may end early, and so may a strategy
         return self.when_all_ended()
 
     def after_loss(self) -> list[CoordinatorOutput]:
-        """A node is gone: is anyone left, and was it the one we were waiting for?"""
+        """React to a lost node: choose another worker to load or save, or end the run if none is left."""
         state = self.state
         left = state.connected()
-        if state.phase == "loading":
+        if state.phase is Phase.LOADING:
             founder = min((w.peer.index for w in left if state.is_complete(w.peer.index)), default=None)
             if founder is not None and state.welcome is not None:
                 again = msgspec.structs.replace(state.welcome, load=True, replica_addresses=state.addresses(founder))
-                return [CoordinatorOutput(peer_state.peer, again) for peer_state in state.replica_of(founder)]
+                return [CoordinatorOutput(other.peer, again) for other in state.replica_of(founder)]
         if not left and len(state.missing | state.workers.keys()) >= state.settings.num_workers:
-            if state.outcome == "finished":
-                state.outcome, state.reason = "failed", f"no worker is left: {state.last_loss}"
+            state.fail_if_finished(f"no worker is left: {state.last_loss}", FailureCause.NO_WORKER_LEFT)
             return self.over()
-        if state.phase == "finishing":
+        if state.phase is Phase.FINISHING:
             return self.when_all_ended()
-        if state.phase == "concluding" and self.concluder is None and not self.saved:
+        if state.phase is Phase.CONCLUDING and self.concluder is None and not self.saved:
             return self._conclude()
         return self._when_all_left() + self.when_concluded()
 
     def not_waited_for(self, worker: int) -> None:
-        """Somebody else saves the model, and nobody waits until it has the last parameters."""
+        """Do not wait for a worker to save the model or to receive the final parameters."""
         self.concluder = None if worker == self.concluder else self.concluder
         self.last_pulls.discard(worker)
 
     def _when_all_left(self) -> list[CoordinatorOutput]:
-        """Of own loops those who are waited for may all have left."""
+        """Flush if all custom loops that are waited for have ended."""
         state = self.state
-        if state.phase != "running" or not state.is_custom_loop():
+        if state.phase is not Phase.RUNNING or not state.is_custom_loop():
             return []
-        waited_for = [w for w in state.connected() if w.here or w.excused]
+        waited_for = [w for w in state.connected() if w.active or w.paused]
         return self.flush() if waited_for and all(w.ended for w in waited_for) else []
 
-    # ---- step by step ----------------------------------------------------------------------------------------------
+    # ---- the steps --------------------------------------------------------------------------------------------------
 
     def flush(self) -> list[CoordinatorOutput]:
-        """No more data: what rules have gathered becomes part of the model."""
+        """Let the servers apply what their rules have buffered: there is no more data."""
         state = self.state
-        state.phase = "flushing"
+        state.enter(Phase.FLUSHING)
         if state.settings.num_servers:
             return [CoordinatorOutput(s.peer, Flush()) for s in state.servers.values()]
         return self._finish() + self.when_all_ended()
 
     def flushed(self) -> list[CoordinatorOutput]:
-        """A server has flushed."""
-        if self.state.phase == "flushing" and all(s.flushed for s in self.state.servers.values()):
+        """Go on when all servers have flushed."""
+        if self.state.phase is Phase.FLUSHING and all(s.flushed for s in self.state.servers.values()):
             return self._finish() + self.after_loss()
         return self.when_all_ended()
 
     def _finish(self) -> list[CoordinatorOutput]:
-        self.state.phase = "finishing"
+        self.state.enter(Phase.FINISHING)
         return [CoordinatorOutput(w.peer, Finish()) for w in self.state.connected()]
 
     def when_all_ended(self) -> list[CoordinatorOutput]:
-        """Save the model, once no worker is at work. Who is not here is not waited for, but told when it comes back."""
+        """Save the model once all active workers have ended."""
         state = self.state
-        if state.phase != "finishing" or not state.all_have_ended():
+        if state.phase is not Phase.FINISHING or not state.all_have_ended():
             return []
         if state.full_batch is not None and not state.full_batch.over and state.outcome != "failed":
-            return []  # it was stopped in the middle of an iteration, and goes back to where that began
+            return []  # stopped within an iteration: it first restores the parameters at its start
         if state.outcome == "failed":
             return self.over()
         unflushed = [s.peer for s in state.servers.values() if s.peer.role == "server" and not s.flushed]
-        if unflushed:  # a run that was stopped: what rules have gathered so far is part of its model
+        if unflushed:  # the run was stopped: buffered gradients are part of its model
             return [CoordinatorOutput(server, Flush()) for server in unflushed]
         return self._conclude()
 
     def _conclude(self) -> list[CoordinatorOutput]:
         state = self.state
         ended = [w for i, w in state.workers.items() if not state.rank_in_replica(i) and self._replica_has_ended(i)]
-        ready = [w for w in ended if w.here] or ended
+        ready = [w for w in ended if w.active] or ended
         if not ready and state.connected():
-            state.phase = "finishing"  # they are not here, but their connections stand: wait until they end or are lost
+            state.enter(Phase.FINISHING)  # they are inactive but connected: wait until they end or are lost
             return []
-        state.phase = "concluding"
+        state.enter(Phase.CONCLUDING)
         if not ready:
-            if state.outcome == "finished":
-                state.outcome, state.reason = "failed", "no worker is left to save the model"
+            state.fail_if_finished("no worker is left to save the model", FailureCause.NO_WORKER_LEFT)
             return self.over()
         chosen = min(ready, key=lambda w: w.peer)
         self.concluder = chosen.peer.index
@@ -150,23 +149,21 @@ class RunEnd:
         pulls = [CoordinatorOutput(w.peer, Conclude(""), self._buffers_of(w)) for w in others]
         conclude = Conclude(state.settings.model_path)
         saves = [CoordinatorOutput(w.peer, conclude, self._buffers_of(w)) for w in state.replica_of(chosen.peer.index)]
-        return [*self.ask_for_last_marks(), *saves, *pulls]
+        return [*self.request_last_reports(), *saves, *pulls]
 
-    def _replica_has_ended(self, full_batch: int) -> bool:
-        return self.state.is_complete(full_batch) and all(
-            peer_state.ended for peer_state in self.state.replica_of(full_batch)
-        )
+    def _replica_has_ended(self, worker: int) -> bool:
+        return self.state.is_complete(worker) and all(other.ended for other in self.state.replica_of(worker))
 
     def _buffers_of(self, worker: WorkerState) -> bytes | None:
         mean = self.buffers.get(self.state.rank_in_replica(worker.peer.index))
         return None if mean is None else mean.mean()
 
-    def ask_for_last_marks(self) -> list[CoordinatorOutput]:
+    def request_last_reports(self) -> list[CoordinatorOutput]:
         return [
             CoordinatorOutput(self.state.servers[index].peer, ReportRequest()) for index in sorted(self.last_reports)
         ]
 
-    def last_marks(self, server: Peer) -> list[CoordinatorOutput]:
+    def last_report(self, server: Peer) -> list[CoordinatorOutput]:
         self.last_reports.discard(server.index)
         return self.when_concluded()
 
@@ -178,18 +175,18 @@ class RunEnd:
 
     def when_concluded(self) -> list[CoordinatorOutput]:
         state = self.state
-        told = self.saved and not self.last_pulls and not self.last_reports
-        if state.phase != "concluding" or not told:
+        complete = self.saved and not self.last_pulls and not self.last_reports
+        if state.phase is not Phase.CONCLUDING or not complete:
             return []
-        broken = self.accounts.staleness().broken
-        if broken and state.outcome == "finished":
-            state.outcome, state.reason = "failed", f"the strategy did not keep its promise: {broken}"
+        broken = self.reporting.staleness().broken
+        if broken:
+            state.fail_if_finished(f"the staleness bound was exceeded: {broken}", FailureCause.BOUND_EXCEEDED)
         return self.over()
 
     def over(self) -> list[CoordinatorOutput]:
-        """Say goodbye to everyone."""
+        """Shut all nodes down."""
         state = self.state
-        state.phase = "over"
+        state.enter(Phase.OVER)
         servers = [s.peer for s in state.servers.values() if s.peer.role == "server"]
         return [
             CoordinatorOutput(peer, Shutdown(state.reason)) for peer in [w.peer for w in state.connected()] + servers

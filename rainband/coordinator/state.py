@@ -1,8 +1,10 @@
-"""What the coordinator knows of its run: the nodes, the plan, how far it is. Shared by all its duties."""
+"""State of the run: nodes, data plan, phase. Read by every class of the coordinator."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -24,7 +26,7 @@ class CoordinatorOutput(NamedTuple):
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator must know from the command line."""
+    """The options of a run that the coordinator must know."""
 
     num_workers: int
     num_servers: int
@@ -32,13 +34,49 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     failure_timeout_s: float = 5.0
     model_path: str = ""
     optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import besides torch's own
-    workers_per_replica: int = (
-        1  # workers that compute one model together, in the order of their numbers; the first leads
-    )
+    workers_per_replica: int = 1  # with consecutive ranks; the first of them has the leases
 
     @property
     def num_replicas(self) -> int:
         return self.num_workers // self.workers_per_replica
+
+
+class Phase(StrEnum):
+    """The phases of a run. The names are those of events and files."""
+
+    FORMING = "forming"  # nodes join
+    LOADING = "loading"  # a worker sends the servers the initial parameters
+    RUNNING = "running"
+    FLUSHING = "flushing"  # the servers apply what is buffered
+    FINISHING = "finishing"  # the workers' strategies return
+    CONCLUDING = "concluding"  # a worker evaluates and saves the model
+    OVER = "over"
+    REPLACED = "replaced"  # another coordinator continues the run from the journal
+
+
+class FailureCause(Enum):
+    """Why a run failed, for programs; `RunState.reason` says it to people."""
+
+    OTHER = auto()
+    NO_WORKER_LEFT = auto()
+    WORKERS_DIED = auto()  # several, on the same batches
+    SERVER_LOST = auto()
+    COORDINATOR_LOST = auto()
+    BOUND_EXCEEDED = auto()
+
+
+NEXT: Mapping[Phase, frozenset[Phase]] = {
+    Phase.FORMING: frozenset({Phase.LOADING, Phase.RUNNING, Phase.OVER}),  # running: there are no servers, or a journal
+    Phase.LOADING: frozenset({Phase.RUNNING, Phase.OVER}),
+    Phase.RUNNING: frozenset({Phase.FLUSHING, Phase.FINISHING, Phase.OVER, Phase.REPLACED}),  # finishing: stopped
+    Phase.FLUSHING: frozenset({Phase.FINISHING, Phase.OVER}),
+    Phase.FINISHING: frozenset({Phase.CONCLUDING, Phase.OVER}),
+    Phase.CONCLUDING: frozenset({Phase.FINISHING, Phase.OVER}),  # finishing: every worker that could save was lost
+    Phase.OVER: frozenset(),
+    Phase.REPLACED: frozenset(),
+}
+STARTING = (Phase.FORMING, Phase.LOADING)
+ENDING = (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER)
 
 
 @dataclass
@@ -46,18 +84,18 @@ class WorkerState:
     """What is known of one worker."""
 
     peer: Peer
-    address: Address | None = None  # where the others of its team reach it
+    address: Address | None = None  # where the other workers of its replica reach it
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     heartbeat_at: float = 0.0
     worked_at: float = 0.0  # when its acknowledged pushes last grew
-    slowest_s: float = 0.0  # the longest it took between two, while it worked
-    first_s: float = 0.0  # how long it took to the first; 0: it has not come to that
+    slowest_s: float = 0.0  # the longest interval between two pushes, while it worked
+    first_s: float = 0.0  # the time to its first push; 0: there was none yet
     connected: bool = True
-    here: bool = True  # alive and working in time; otherwise it is not waited for
+    active: bool = True  # alive and making progress; nobody waits for an inactive worker
     ended: bool = False
-    excused: bool = False  # not here by its own word: the run does not end without it
+    paused: bool = False  # by its own message: the run does not end without it
     leases: dict[int, int] = field(default_factory=dict)  # portion -> lease number
-    heartbeats: list[tuple[float, Heartbeat]] = field(default_factory=list)  # the last few, and when they came
+    heartbeats: list[tuple[float, Heartbeat]] = field(default_factory=list)  # the last few, and when they arrived
 
 
 @dataclass
@@ -69,31 +107,53 @@ class ServerState:
     ready: bool = False
     flushed: bool = False
     report: Report | None = None
-    full: frozenset[int] = frozenset()  # of the report
-    silent_ticks: int = 0  # since it was heard of
+    full: frozenset[int] = frozenset()  # the complete portions of the report
+    silent_ticks: int = 0  # since its last message
 
 
 class RunState:
-    """What is known. Who changes what is said in the duties; here are only questions."""
+    """What is known of a run. It answers questions; the other classes of this package change it."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
-        self.full_batch: FullBatchRun | None = None  # drives the third half of a strategy that has one
-        self.phase = "forming"  # forming, loading, running, flushing, finishing, concluding, over
+        self.full_batch: FullBatchRun | None = None  # of a strategy with a coordinator part
+        self.phase = Phase.FORMING
         self.outcome = "finished"
         self.reason = ""
-        self.join: Join | None = None  # of the worker that came first: the others must fit
+        self.cause: FailureCause | None = None
+        self.join: Join | None = None  # of the first worker: the others must fit
         self.plan: DataPlan | None = None
         self.welcome: Welcome | None = None
-        self.dataset: Dataset | None = None  # what own loops draw from
-        self.planning: set[int] = set()  # servers that have yet to hear of it
+        self.dataset: Dataset | None = None  # of custom training loops
+        self.planning: set[int] = set()  # servers that do not know it yet
         self.workers: dict[int, WorkerState] = {}
         self.servers: dict[int, ServerState] = {}
-        self.missing: set[int] = set()  # workers that will not come
-        self.live: int | None = None  # workers that are here; None: count again
+        self.missing: set[int] = set()  # workers that will never join
+        self.live: int | None = None  # active replicas; None: count again
         self.last_loss = ""
         self.reassigned = 0
         self.events: list[events.AnyEvent] = []
+
+    # ---- the phase -------------------------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase) -> None:
+        """Go to a phase; it may be the current one."""
+        assert phase is self.phase or phase in NEXT[self.phase], f"a run does not go from {self.phase} to {phase}"
+        self.phase = phase
+
+    def fail(self, reason: str, cause: FailureCause = FailureCause.OTHER) -> None:
+        self.outcome, self.reason, self.cause = "failed", reason, cause
+
+    def fail_if_finished(self, reason: str, cause: FailureCause) -> None:
+        """Let a run fail that would count as finished; one that was stopped keeps its outcome."""
+        if self.outcome == "finished":
+            self.fail(reason, cause)
+
+    def take_events(self) -> list[events.AnyEvent]:
+        """Return the events since the last call."""
+        taken = self.events[:]
+        self.events.clear()  # the same list: others add to it
+        return taken
 
     # ---- the workers -----------------------------------------------------------------------------------------------
 
@@ -101,45 +161,46 @@ class RunState:
         return [w for w in self.workers.values() if w.connected]
 
     def num_live(self) -> int:
+        """Count the active replicas that have not ended."""
         if self.live is None:
-            self.live = sum(w.here and not w.ended and not self.rank_in_replica(i) for i, w in self.workers.items())
+            self.live = sum(w.active and not w.ended and not self.rank_in_replica(i) for i, w in self.workers.items())
         return self.live
 
     def all_have_ended(self) -> bool:
-        """All who are waited for: those who are here, and those who are away by their own word."""
+        """Return whether all workers that are waited for have ended: the active and the paused ones."""
         return not self.num_live() and all(
-            w.ended for w in self.workers.values() if w.connected and (w.here or w.excused)
+            w.ended for w in self.workers.values() if w.connected and (w.active or w.paused)
         )
 
-    # ---- teams: several workers that compute one model together, under one lease -------------------------------------
+    def report_loss(self, peer: Peer, now: float, why: str) -> None:
+        self.last_loss = f"{peer} was the last ({why})"
+        self.events.append(events.Lost(at_s=now, node=str(peer), why=why))
+
+    # ---- replicas: several workers that compute one model together, under one lease ---------------------------------
 
     def rank_in_replica(self, worker: int) -> int:
-        """A worker's place in its team; 0: it leads, and has the leases."""
+        """Return a worker's rank in its replica; the one with rank 0 has the leases."""
         return worker % self.settings.workers_per_replica
+
+    def replica_indices(self, worker: int) -> range:
+        """Return the ranks of the workers that compute one model together with this one, itself included."""
+        first = worker - self.rank_in_replica(worker)
+        return range(first, first + self.settings.workers_per_replica)
 
     def replica_of(self, worker: int) -> list[WorkerState]:
         return [self.workers[i] for i in self.replica_indices(worker) if i in self.workers]
 
-    def replica_indices(self, worker: int) -> range:
-        """Return the numbers of the workers that compute one model together with this one, itself included."""
-        first = worker - self.rank_in_replica(worker)
-        return range(first, first + self.settings.workers_per_replica)
-
     def replica_peers(self, worker: int) -> list[WorkerState]:
         if self.settings.workers_per_replica == 1:
             return []
-        return [peer_state for peer_state in self.replica_of(worker) if peer_state.peer.index != worker]
+        return [other for other in self.replica_of(worker) if other.peer.index != worker]
 
     def is_complete(self, worker: int) -> bool:
-        """Are all of its team connected? They can begin, and go on, only together."""
-        return sum(peer_state.connected for peer_state in self.replica_of(worker)) == self.settings.workers_per_replica
+        """Return whether its whole replica is connected: the workers of a replica start and go on only together."""
+        return sum(other.connected for other in self.replica_of(worker)) == self.settings.workers_per_replica
 
     def addresses(self, worker: int) -> tuple[Address, ...]:
-        return tuple(peer_state.address for peer_state in self.replica_of(worker) if peer_state.address is not None)
-
-    def note_loss(self, peer: Peer, now: float, why: str) -> None:
-        self.last_loss = f"{peer} was the last ({why})"
-        self.events.append(events.Lost(at_s=now, node=str(peer), why=why))
+        return tuple(other.address for other in self.replica_of(worker) if other.address is not None)
 
     # ---- the data --------------------------------------------------------------------------------------------------
 
@@ -150,17 +211,17 @@ class RunState:
         return not self.is_custom_loop() or (self.dataset is not None and not self.planning)
 
     def knows_its_end(self) -> bool:
-        return (
-            self.has_data() and self.full_batch is None and not (self.dataset is not None and self.dataset.epochs == 0)
-        )
+        """Return whether the number of batches is known: not of full-batch runs or loops without a number of epochs."""
+        endless = self.dataset is not None and self.dataset.epochs == 0
+        return self.has_data() and self.full_batch is None and not endless
 
-    # ---- the marks -------------------------------------------------------------------------------------------------
+    # ---- the accepted batches --------------------------------------------------------------------------------------
 
     def reports(self) -> list[Report]:
         return [s.report for s in self.servers.values() if s.report is not None]
 
     def is_done(self, portion: int) -> bool:
-        """Whether the marks of every block say so."""
+        """Return whether every block has accepted all batches of a portion."""
         enough = len(self.reports()) >= max(1, len(self.servers))
         return enough and all(
             s.report is None or not s.report.blocks or portion < s.report.first_open or portion in s.full
@@ -168,7 +229,7 @@ class RunState:
         )
 
     def batches_done(self) -> int:
-        """How far it is: what every block has had."""
+        """Count the batches that every block has accepted."""
         reports = [r for r in self.reports() if r.blocks]
         holders = len(self.servers) if self.settings.num_servers else self.settings.workers_per_replica
         return min((r.accepted for r in reports), default=0) if len(self.reports()) >= holders else 0

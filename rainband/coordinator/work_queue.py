@@ -1,10 +1,9 @@
-"""Who computes which cells of one evaluation: handed out on demand, and copied where someone is slow. Pure.
+"""The queue of work items of one evaluation: handed out on demand, and copied if a worker is slow. Pure.
 
-A worker that asks gets cells that follow each other, many at first and one at a time towards the end; the last ones go
-to those who have nothing to do, not ahead to those who are still at work. When all are handed out, whoever is idle gets
-a copy of what should have come long ago. A cell is done when a worker was told so by every block; others that have it
-leave off. What a worker has not delivered is handed out again when it is lost. Which result counts is no question here:
-every block takes the first.
+A worker that asks gets consecutive items, many at first and one at a time towards the end; the last ones go to idle
+workers, not ahead of time to busy ones. When all are handed out, an idle worker gets a copy of an overdue item. An item
+is done when every block has acknowledged it to a worker; the other workers that have it are told to stop. The items of
+a lost worker are handed out again. Every block takes the first result of an item, so copies need no arbitration.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-PARTS = 3  # a worker gets a third of its share of what is left
-OVERDUE = 2.0  # times the usual time of a cell: then a copy is worth it
-UNKNOWN_S = 1.0  # the usual time of a cell before any has come
-REMEMBERED = 64  # cells whose times make the usual one
+PARTS = 3  # a worker gets at most a third of its share of the remaining items
+OVERDUE = 2.0  # times the median time of an item: then a copy is handed out
+UNKNOWN_S = 1.0  # the assumed time of an item before any was delivered
+REMEMBERED = 64  # items whose times make the median
 
 
 @dataclass
 class WorkerPace:
-    """How long cells take, from one evaluation to the next, and where each worker began the last one."""
+    """How long items take, and where each worker started the last evaluation; kept between evaluations."""
 
     times_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    home: dict[int, int] = field(default_factory=dict)  # worker -> its first cell: its data may still be in a cache
+    first: dict[int, int] = field(default_factory=dict)  # worker -> its first item: its data may still be cached
 
     @property
     def usual_s(self) -> float | None:
@@ -35,32 +34,30 @@ class WorkerPace:
 
 @dataclass
 class AssignedItem:
-    """What one worker has to do, in this order."""
+    """The items of one worker, in the order in which it computes them."""
 
     work_items: list[int] = field(default_factory=list)
-    since_s: float = 0.0  # it has worked on the first of them
-    last: int = -1  # that it was given
+    since_s: float = 0.0  # when it began the first of them
+    last: int = -1  # the last item that it received
 
 
 class WorkQueue:
-    """The cells of one evaluation."""
+    """The work items of one evaluation."""
 
     def __init__(self, work_items: Sequence[int], pace: WorkerPace) -> None:
         self.pace = pace
         self.work_items = sorted(work_items)
-        self.fresh = list(self.work_items)  # that nobody was given
-        self.open = set(work_items)  # that nobody has delivered
+        self.fresh = list(self.work_items)  # handed out to no worker yet
+        self.open = set(work_items)  # not delivered yet
         self.held: dict[int, AssignedItem] = {}
-        self.copies: dict[int, int] = {}  # cell -> workers that have it
+        self.copies: dict[int, int] = {}  # work item -> workers that have it
         self.backups = 0  # copies handed out
-        self.delivered: dict[int, int] = {}  # worker -> cells that it delivered first
+        self.delivered: dict[int, int] = {}  # worker -> items that it delivered first
 
     def give(self, worker: int, num_workers: int, now: float, idle: bool = True) -> tuple[int, ...]:
-        """Cells for a worker that asks; none: there is nothing for it now. `idle`: it has computed what it has."""
+        """Return items for a worker that asks, () if there are none now. `idle`: it has computed all its items."""
         held = self.held.setdefault(worker, AssignedItem(since_s=now))
-        if (
-            idle and held.work_items and not self.pace.times_s
-        ):  # computed, though not delivered: a first idea of the time
+        if idle and held.work_items and not self.pace.times_s:  # computed, not delivered yet: a first estimate
             self.pace.times_s.append((now - held.since_s) / len(held.work_items))
         idle = idle or not held.work_items
         work_items = self._fresh(worker, held, num_workers) if idle or len(self.fresh) > num_workers else ()
@@ -83,7 +80,7 @@ class WorkQueue:
         num_workers = max(1, num_workers)
         most = max(1, len(self.fresh) // (PARTS * num_workers))
         if held.last < 0:
-            wanted = self.pace.home.get(
+            wanted = self.pace.first.get(
                 worker, self.work_items[worker % num_workers * len(self.work_items) // num_workers]
             )
         else:
@@ -93,11 +90,11 @@ class WorkQueue:
         work_items = self.fresh[at : at + most]
         del self.fresh[at : at + most]
         if held.last < 0:
-            self.pace.home[worker] = work_items[0]
+            self.pace.first[worker] = work_items[0]
         return tuple(work_items)
 
     def _overdue(self, worker: int, now: float) -> int | None:
-        """What should have come long ago and fewest have; of what one worker has, the last: it gets there last."""
+        """Return the overdue item with the fewest copies; of one worker's items the last, which it computes last."""
         found = [
             (self.copies[work_item], -at, held.since_s, work_item)
             for other, held in self.held.items()
@@ -107,16 +104,16 @@ class WorkQueue:
         return min(found)[-1] if found else None
 
     def _due(self, held: AssignedItem, at: int) -> float:
-        """Later for each copy that there is: not everyone shall do the same."""
+        """Return when an item is overdue: later for each copy, so that idle workers do not all copy the same one."""
         usual_s = self.pace.usual_s or UNKNOWN_S
         return held.since_s + (at + 1) * OVERDUE * usual_s * self.copies[held.work_items[at]]
 
     def has(self, worker: int) -> bool:
-        """Is there something that it has not delivered yet?"""
+        """Return whether a worker has undelivered items."""
         return worker in self.held and bool(self.held[worker].work_items)
 
     def next_due(self, idle: Sequence[int]) -> float | None:
-        """When one of those who are idle may get a copy; None: nothing is open, or there is something fresh to do."""
+        """Return when an idle worker may get a copy; None: nothing is open, or there are items that nobody has."""
         if self.fresh:
             return None
         due = [
@@ -128,34 +125,34 @@ class WorkQueue:
         return min(due, default=None)
 
     def returned(self, worker: int, work_item: int, now: float) -> list[int]:
-        """A worker has delivered a cell to every block; returns the others that have it, who may leave off."""
+        """Note that a worker has delivered an item to every block; return the other workers that have it."""
         held = self.held.get(worker)
         if held is not None and work_item in held.work_items:
             self.pace.times_s.append(now - held.since_s)
-            self._take_away(held, work_item, now)
+            self._remove(held, work_item, now)
         if work_item in self.open:
             self.open.discard(work_item)
             self.delivered[worker] = self.delivered.get(worker, 0) + 1
         others = [other for other, theirs in self.held.items() if work_item in theirs.work_items]
         for other in others:
-            self._take_away(self.held[other], work_item, now)
+            self._remove(self.held[other], work_item, now)
         return others
 
-    def _take_away(self, held: AssignedItem, work_item: int, now: float) -> None:
+    def _remove(self, held: AssignedItem, work_item: int, now: float) -> None:
         if held.work_items[0] == work_item:
             held.since_s = now
         held.work_items.remove(work_item)
         self.copies[work_item] -= 1
 
     def copied(self) -> dict[int, tuple[int, ...]]:
-        """Who has what others have, too, as far as is known: when all is done, they may leave off."""
-        twice = {work_item for work_item, copies in self.copies.items() if copies > 1}
-        return {worker: found for worker, held in self.held.items() if (found := tuple(twice & set(held.work_items)))}
+        """Return, for each worker, its items that other workers have too."""
+        copies = {work_item for work_item, number in self.copies.items() if number > 1}
+        return {worker: found for worker, held in self.held.items() if (found := tuple(copies & set(held.work_items)))}
 
     def forget(self, worker: int) -> int | None:
-        """A worker is gone: what only it had is handed out again. Returns the cell it was at."""
+        """Hand out again what only this worker had; return the item that it was computing."""
         held = self.held.pop(worker, None)
-        self.pace.home.pop(worker, None)
+        self.pace.first.pop(worker, None)
         if held is None:
             return None
         for work_item in held.work_items:

@@ -48,17 +48,17 @@ class Phases:
         self.coordinator = coordinator
         self.emit = emit
         self.now = now
-        self.phase = coordinator.phase  # the last one that was told
+        self.phase = coordinator.state.phase  # the last one that was told
 
     def show(self) -> None:
-        coordinator, changed = self.coordinator, self.coordinator.phase != self.phase
-        if changed and coordinator.phase == "concluding":
-            coordinator.note_progress(self.now())  # every worker has told its last numbers
-        for event in coordinator.take_events():
+        coordinator, changed = self.coordinator, self.coordinator.state.phase != self.phase
+        if changed and coordinator.state.phase == "concluding":
+            coordinator.reporting.report_progress(self.now())  # every worker has told its last numbers
+        for event in coordinator.state.take_events():
             self.emit(event)
         if changed:
-            self.phase = coordinator.phase
-            self.emit(events.PhaseChanged(at_s=self.now(), phase=self.phase, reason=coordinator.reason))
+            self.phase = coordinator.state.phase
+            self.emit(events.PhaseChanged(at_s=self.now(), phase=self.phase, reason=coordinator.state.reason))
 
 
 class Run:
@@ -105,9 +105,13 @@ class Run:
         **more: Any,
     ) -> Result:
         """What it came to. `exit_code`: of a run that was interrupted; `stopped`: why it was not seen to its end."""
-        config, accounting, samples = self.config, coordinator.accounting(), coordinator.samples_done()
+        config, accounting, samples = (
+            self.config,
+            coordinator.reporting.accounting(),
+            coordinator.reporting.samples_done(),
+        )
         training_s = self.log.training.seconds
-        outcome, reason = judged(coordinator.outcome, coordinator.reason, accounting, config)
+        outcome, reason = judged(coordinator.state.outcome, coordinator.state.reason, accounting, config)
         if stopped:
             outcome, reason = "stopped", stopped
         return kind(
@@ -121,9 +125,9 @@ class Run:
             seconds=seconds,
             training_s=training_s,
             samples_per_s=samples / (training_s or seconds) if seconds else 0.0,
-            metrics=coordinator.metrics,
+            metrics=coordinator.shutdown.metrics,
             accounting=msgspec.to_builtins(accounting) if accounting else {},
-            staleness=msgspec.to_builtins(coordinator.staleness(), str_keys=True),
+            staleness=msgspec.to_builtins(coordinator.reporting.staleness(), str_keys=True),
             directory=str(self.directory),
             exit_code=int(outcome == "failed") if exit_code is None else exit_code,
             **more,

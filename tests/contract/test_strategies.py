@@ -136,7 +136,7 @@ def test_its_optimizer_can_run_block_by_block(name: str) -> None:
 def test_it_runs_to_the_end_and_every_batch_counts_once(name: str, num_workers: int, direct: bool) -> None:
     for seed in range(3):
         outcome = run(seed, Case(exact(name), num_workers, num_servers=2, epochs=2, direct=direct))
-        accounting = outcome.coordinator.accounting()
+        accounting = outcome.coordinator.reporting.accounting()
         assert accounting is not None and accounting.applied == accounting.batches == 16
 
 
@@ -156,7 +156,7 @@ def test_it_can_be_stopped(name: str) -> None:
 def test_it_runs_with_torchs_own_optimizer_and_its_own_defaults(name: str) -> None:
     """Here nothing is exact, and the books must balance all the same."""
     runtime = SimulatedCluster(0, Case(load_strategy(name, {}), num_workers=2, num_servers=2), node=OnASlope)
-    accounting = runtime.run().coordinator.accounting()
+    accounting = runtime.run().coordinator.reporting.accounting()
     assert accounting is not None and accounting.balanced and accounting.applied == accounting.batches == 8
 
 
@@ -297,5 +297,5 @@ def test_single_is_plain_torch_to_the_last_bit(strategy: Single, optimizer: Call
         task.loss(module, (samples,)).backward()  # type: ignore[no-untyped-call]
         plain.step()
     assert torch.equal(next(alone.module.parameters()), next(module.parameters()))
-    accounting = alone.coordinator.accounting()
+    accounting = alone.coordinator.reporting.accounting()
     assert accounting is not None and accounting.balanced and accounting.applied == accounting.batches == 14

@@ -52,7 +52,7 @@ class HogwildServer:
     def join(self, coordinator: Coordinator) -> None:
         """Take a server's place, before anyone else is there."""
         coordinator.receive(KEEPER, ServerJoin(Address("", 0)), 0.0)
-        coordinator.events.clear()  # nobody has come
+        coordinator.state.events.clear()  # nobody has come
 
     def answered(
         self, coordinator: Coordinator, outs: Sequence[CoordinatorOutput], now: float

@@ -166,10 +166,10 @@ class Launcher(Run):
     def _loop(self) -> None:
         tick_s = min(MAX_TICK_S, self.config.failure_timeout_s / 5)
         ticked_at = time.monotonic()
-        while self.coordinator.phase != "over" and self.interrupts < 2:
+        while self.coordinator.state.phase != "over" and self.interrupts < 2:
             self.hub.run_once(max(0.0, self._look_at(ticked_at + tick_s) - time.monotonic()))
-            if self.interrupts and self.coordinator.outcome == "finished":
-                self._send(self.coordinator.stop("stopped", "interrupted"))
+            if self.interrupts and self.coordinator.state.outcome == "finished":
+                self._send(self.coordinator.shutdown.stop("stopped", "interrupted"))
             if time.monotonic() - ticked_at >= tick_s:
                 self.hub.run_once(0.0)  # we may have slept: hear what came meanwhile before judging who is late
                 ticked_at = time.monotonic()
@@ -190,18 +190,18 @@ class Launcher(Run):
 
     def _see_scripts_out(self) -> None:
         """The run is over, but a user's script may go on to evaluate and to save: it ends by itself."""
-        if not self.config.script or self.coordinator.outcome == "failed":
+        if not self.config.script or self.coordinator.state.outcome == "failed":
             return
         workers = [peer for peer in self.processes.values() if peer.role == "worker"]
         while self.interrupts < 2 and not all(peer in self.causes for peer in workers):
             self.hub.run_once(MAX_TICK_S)
             self._show_output()
         # Those that were lost during the training are known, and their work was done by others.
-        known = self.coordinator.workers
-        there = [peer for peer in workers if peer.index in known and known[peer.index].here]
+        known = self.coordinator.state.workers
+        there = [peer for peer in workers if peer.index in known and known[peer.index].active]
         wrong = [f"{peer}: {self.causes[peer]}" for peer in there if self.causes.get(peer, FINE) != FINE]
         if wrong and not self.interrupts:
-            self.coordinator.failed(f"the script failed after the training ({'; '.join(wrong)})")
+            self.coordinator.state.fail(f"the script failed after the training ({'; '.join(wrong)})")
 
     def _now(self) -> float:
         return time.monotonic() - self.started_at
@@ -240,7 +240,7 @@ class Launcher(Run):
         deadline = time.monotonic() + EXIT_KNOWN_S
         poll = select.poll()
         poll.register(self.zygote.fileno(), select.POLLIN)
-        while peer not in self.causes and peer in self.processes.values() and self.coordinator.phase != "over":
+        while peer not in self.causes and peer in self.processes.values() and self.coordinator.state.phase != "over":
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 break
             self._children()
@@ -253,7 +253,7 @@ class Launcher(Run):
         ended = []
         for event in self.zygote.events():
             if isinstance(event, SpawnFailed):
-                self._send(self.coordinator.stop("failed", event.reason))
+                self._send(self.coordinator.shutdown.stop("failed", event.reason))
             if isinstance(event, Exited):
                 peer = self.processes[event.token]
                 self.causes[peer] = _how(event)
@@ -267,15 +267,17 @@ class Launcher(Run):
                 self._died_early(peer)
 
     def _died_early(self, peer: Peer) -> None:
-        known = peer.index in (self.coordinator.workers if peer.role == "worker" else self.coordinator.servers)
-        if not known and self.coordinator.phase == "forming":
+        known = peer.index in (
+            self.coordinator.state.workers if peer.role == "worker" else self.coordinator.state.servers
+        )
+        if not known and self.coordinator.state.phase == "forming":
             cause = self.causes.get(peer, "its connection closed")
             why = f"{peer} ended before it joined ({cause})"
             if self.config.script and cause == FINE:
                 why = f"{self.config.task} never joined: it needs `with rainband.join(model, optimizer) as run:`"
-            self._send(self.coordinator.stop("failed", why))
+            self._send(self.coordinator.shutdown.stop("failed", why))
         elif not known and peer.role == "worker" and peer in self.causes:
-            self._send(self.coordinator.never_comes(peer, self._now(), self.causes[peer]))
+            self._send(self.coordinator.liveness.never_joins(peer, self._now(), self.causes[peer]))
 
     @contextmanager
     def signals(self) -> Iterator[None]:

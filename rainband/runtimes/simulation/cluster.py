@@ -13,6 +13,7 @@ from random import Random
 import msgspec
 
 from rainband.coordinator.coordinator import Coordinator, RunSettings
+from rainband.coordinator.state import FailureCause, Phase
 from rainband.errors import Deadlock
 from rainband.observer import Observer, join_observers
 from rainband.protocol import events
@@ -227,8 +228,10 @@ class SimulatedCluster:
             self.coordinator_node.show(events.Lost(at_s=self.clock.now, node=node.name, why="killed"))
             return  # the others wait for the next coordinator
         if node is self.coordinator_node:
-            self.coordinator.failed("the coordinator was lost, and with it the run.")
-            self.coordinator.state.phase = "over"
+            self.coordinator.state.fail(
+                "the coordinator was lost: no other can continue this run.", FailureCause.COORDINATOR_LOST
+            )
+            self.coordinator.state.enter(Phase.OVER)
         if isinstance(node, WorkerNode):
             node.waiting = None
             with suppress(RuntimeError):  # the strategy refuses to end
@@ -242,12 +245,12 @@ class SimulatedCluster:
         if before.alive or journal is None:
             return
         self.trace.note(self.clock.now, before.name, NodeEvent.STARTED, "started again")
-        self.coordinator.state.phase = "replaced"
+        self.coordinator.state.enter(Phase.REPLACED)
         settings = self.coordinator.state.settings
-        self.coordinator = Coordinator(settings, self.scenario.strategy, journal.taken_up())
+        self.coordinator = Coordinator(settings, self.scenario.strategy, journal.resumed())
         self.coordinator_node = self._add_coordinator(before.machine)
         self.coordinator_node.block_bytes = before.block_bytes
-        self.coordinator_node.send(self.coordinator.take_up(self.clock.now))
+        self.coordinator_node.send(self.coordinator.resume(self.clock.now))
         for node in [*self.servers.values(), *self.workers.values()]:
             if not node.alive:
                 self.coordinator_node.lost(node.peer)
@@ -298,7 +301,7 @@ class SimulatedCluster:
 
     def _patience_s(self) -> float:
         """Return a time longer than any deadline of the coordinator, which may yet declare a node lost."""
-        slowest = max((w.slowest_s for w in self.coordinator.workers.values()), default=0.0)
+        slowest = max((w.slowest_s for w in self.coordinator.state.workers.values()), default=0.0)
         return 10 * self.settings.failure_timeout_s + 20 * slowest + 10 * self.tick_s
 
 

@@ -115,8 +115,8 @@ class CoordinatorNode(Node):
 
     def lost(self, peer: Peer) -> None:
         why = "its connection closed"
-        if peer.role == "worker" and peer.index not in self.coordinator.workers:
-            self.send(self.coordinator.never_comes(peer, self._now(), why))
+        if peer.role == "worker" and peer.index not in self.coordinator.state.workers:
+            self.send(self.coordinator.liveness.never_joins(peer, self._now(), why))
         self.send(self.coordinator.lost(peer, self._now(), why))
 
     def _now(self) -> float:
@@ -136,7 +136,7 @@ class CoordinatorNode(Node):
             self.bus.send(self, out.to, message, out.body, size)
             if self.observer is not None:
                 self.observer.sent(message)
-        if self.coordinator.events or self.coordinator.phase != self.phases.phase:
+        if self.coordinator.state.events or self.coordinator.state.phase != self.phases.phase:
             self.phases.show()
         due_at = self.coordinator.due_at()
         if due_at is not None and (self.looks_at is None or due_at < self.looks_at):

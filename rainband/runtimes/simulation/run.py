@@ -166,10 +166,10 @@ class Simulation(Run):
             self.cluster.run()
         except KeyboardInterrupt:
             self.interrupted = True
-            self.cluster.coordinator_node.send(self.cluster.coordinator.stop("stopped", "interrupted"))
+            self.cluster.coordinator_node.send(self.cluster.coordinator.shutdown.stop("stopped", "interrupted"))
             self.cluster.run()
         except Deadlock as deadlock:
-            self.cluster.coordinator.failed(str(deadlock))
+            self.cluster.coordinator.state.fail(str(deadlock))
             self._result()
             raise
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rainband.coordinator.coordinator import RunSettings
+from rainband.coordinator.state import FailureCause
 from rainband.errors import Deadlock
 from rainband.protocol.data_plan import bits
 from rainband.rules.rounds import TOO_LATE
@@ -87,7 +88,7 @@ def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[OracleVerdi
         verdict.violations.append(f"deadlock: {deadlock}")
         verdict.outcome = "stuck"
         return verdict, cluster
-    verdict.outcome, verdict.seconds = cluster.coordinator.outcome, cluster.clock.now
+    verdict.outcome, verdict.seconds = cluster.coordinator.state.outcome, cluster.clock.now
     if judge:
         verdict.violations += RunCheck(case, cluster, ledger, fault_injector).violations()
     return verdict, cluster
@@ -110,9 +111,9 @@ class RunCheck:
 
     def violations(self) -> list[str]:
         violations = self.ledger.violations[:1] + self._applied_twice() + self._accounting() + self._bound()
-        if self.cluster.coordinator.phase != "over":
+        if self.cluster.coordinator.state.phase != "over":
             return [*violations, f"not over after {self.cluster.clock.now:.1f} s: {who_waits(self.cluster)}"]
-        if self.cluster.coordinator.outcome != "finished":
+        if self.cluster.coordinator.state.outcome != "finished":
             return violations + self._unexplained_failure()
         if self.case.known == "coordinated":
             return violations + self._same_as_without_faults()
@@ -127,7 +128,7 @@ class RunCheck:
         ]
 
     def _not_applied(self) -> list[str]:
-        plan = self.cluster.coordinator.plan
+        plan = self.cluster.coordinator.state.plan
         assert plan is not None
         every = {(p, k) for p in range(plan.num_portions) for k in range(plan.batches_in(p))}
         return [
@@ -141,7 +142,7 @@ class RunCheck:
         return {(portion, k) for (portion, _), mask in skipped.items() for k in bits(mask)}
 
     def _accounting(self) -> list[str]:
-        accounting = self.cluster.coordinator.accounting()
+        accounting = self.cluster.coordinator.reporting.accounting()
         if accounting is None:
             return []
         violations = (
@@ -150,7 +151,7 @@ class RunCheck:
             else [f"the accounting does not add up: {accounting.lost} lost, {accounting.applied_twice} applied twice"]
         )
         may_skip = {TOO_LATE} if self.case.known == "first" else set()
-        if self.cluster.coordinator.outcome == "finished" and (
+        if self.cluster.coordinator.state.outcome == "finished" and (
             accounting.not_processed or accounting.skipped.keys() - may_skip
         ):
             violations.append(
@@ -211,18 +212,24 @@ class RunCheck:
 
     def _unexplained_failure(self) -> list[str]:
         """Check that a failed run failed because of its faults."""
-        reason = self.cluster.coordinator.reason
-        excused = (
-            ("server" in reason and any(not node.alive for node in self.cluster.servers.values()))
-            or ("no worker is left" in reason and not self._members_alive())
-            or ("ended 3 workers" in reason and self.fault_injector.deaths >= 3)
-            or ("the coordinator was lost" in reason and not self.cluster.coordinator_node.alive)
-        )
-        return [] if excused else [f"the run failed for no fault: {reason}"]
+        state = self.cluster.coordinator.state
+        server_died = any(not node.alive for node in self.cluster.servers.values())
+        match state.cause:
+            case FailureCause.SERVER_LOST:
+                explained = server_died
+            case FailureCause.NO_WORKER_LEFT:
+                explained = server_died or not self._members_alive()
+            case FailureCause.WORKERS_DIED:
+                explained = self.fault_injector.deaths >= 3
+            case FailureCause.COORDINATOR_LOST:
+                explained = not self.cluster.coordinator_node.alive
+            case _:
+                explained = False
+        return [] if explained else [f"the run failed for no fault: {state.reason}"]
 
     def _members_alive(self) -> bool:
         """Return True if a worker of the run is alive; one that joined at the very end does not count."""
-        return any(worker.peer in self.cluster.bus.nodes for worker in self.cluster.coordinator.workers.values())
+        return any(worker.peer in self.cluster.bus.nodes for worker in self.cluster.coordinator.state.workers.values())
 
 
 def shortest(case: Case) -> Case:
