@@ -204,7 +204,7 @@ def a_refused_push_holds_the_reader(patch: pytest.MonkeyPatch) -> None:
 def the_idle_are_waited_for(patch: pytest.MonkeyPatch) -> None:
     """A worker that waits for work is waited for by those who have it."""
     patch.setattr(Client, "rest", lambda client: None)
-    patch.setattr(Leases, "forget_the_idle", lambda leases: [])
+    patch.setattr(Leases, "_forget_idle_workers", lambda leases: [])
 
 
 def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -283,8 +283,13 @@ def who_comes_back_starts_where_it_was(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_lost_are_not_asked_about(patch: pytest.MonkeyPatch) -> None:
+<<<<<<< HEAD
     """What a dead worker had leased is not reassigned."""
     patch.setattr(Leases, "gather", lambda *_: [])
+=======
+    """What a dead worker had leased is not leased again."""
+    patch.setattr(Leases, "revoke", lambda *_: [])
+>>>>>>> fa04dbf (tests: follow the coordinator)
 
 
 def done_by_acknowledgements(patch: pytest.MonkeyPatch) -> None:
@@ -294,7 +299,7 @@ def done_by_acknowledgements(patch: pytest.MonkeyPatch) -> None:
     def returned(leases: Leases, worker: Any, message: Return, now: float) -> Any:
         if message.reason == "done":
             acknowledged.add(message.portion)
-        return true_returned(leases, worker, message, now) + leases.ending.when_done()
+        return true_returned(leases, worker, message, now) + leases.shutdown.when_done()
 
     def batches_done(state: RunState) -> int:
         assert state.plan is not None

@@ -219,7 +219,7 @@ def test_a_lead_that_asks_for_something_else_the_second_time_is_told_so() -> Non
 
 def test_without_its_servers_or_before_it_has_begun_a_run_does_not_outlive_its_coordinator() -> None:
     early = led(Sandblaster(), Logistic(), faults="0.001 kill coordinator\n0.100 start coordinator")
-    assert early.cluster.coordinator.state.reason == "the coordinator was lost, and with it the run."
+    assert early.cluster.coordinator.state.reason == "the coordinator was lost: no other can continue this run."
     faults = "0.150 kill coordinator\n0.160 kill server 1\n0.300 start coordinator"
     lost = led(Sandblaster(), Logistic(), faults=faults)
     assert (

@@ -103,7 +103,7 @@ def test_the_first_to_draw_makes_the_plan_when_the_servers_know_it() -> None:
 def test_who_draws_from_other_data_is_sent_away() -> None:
     [out] = CommandExecutor().drawing().say(B, Dataset("data", 33, 1, 1))
     assert isinstance(out.message, Shutdown)
-    assert "draws from 1 passes over 33 samples" in out.message.reason
+    assert "loads 1 epochs of 33 samples" in out.message.reason
 
 
 def test_who_brings_another_optimizer_is_sent_away() -> None:
