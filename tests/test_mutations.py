@@ -283,13 +283,8 @@ def who_comes_back_starts_where_it_was(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_lost_are_not_asked_about(patch: pytest.MonkeyPatch) -> None:
-<<<<<<< HEAD
     """What a dead worker had leased is not reassigned."""
-    patch.setattr(Leases, "gather", lambda *_: [])
-=======
-    """What a dead worker had leased is not leased again."""
     patch.setattr(Leases, "revoke", lambda *_: [])
->>>>>>> fa04dbf (tests: follow the coordinator)
 
 
 def done_by_acknowledgements(patch: pytest.MonkeyPatch) -> None:

@@ -325,15 +325,6 @@ NOT_YET: dict[Law, set[str]] = {
         "runtimes/processes/stage_process.py: model.drive",
     },
     large_classes: {
-<<<<<<< HEAD
-        "Coordinator",
-        "FullBatchRun",
-=======
-        "Block",
-        "FragmentRun",
-        "Server",
-        "ShareWorker",
->>>>>>> fa04dbf (tests: follow the coordinator)
         "TrainingLoop",
     },
     small_modules: {
