@@ -224,7 +224,7 @@ def test_without_its_servers_or_before_it_has_begun_a_run_does_not_outlive_its_c
     lost = led(Sandblaster(), Logistic(), faults=faults)
     assert (
         "server 1 was lost" in lost.cluster.coordinator.state.reason
-        and "parameters are gone" in lost.cluster.coordinator.state.reason
+        and "parameters are lost" in lost.cluster.coordinator.state.reason
     )
 
 

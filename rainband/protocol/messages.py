@@ -164,7 +164,7 @@ class Params(Message, frozen=True, tag=23):
     term: int
     version: int
     at_version: int = -1
-    round_over: bool = False  # the round asked for is over, its parameters are gone
+    round_over: bool = False  # the round asked for is over, its parameters are lost
     asks: bool = False  # readers must ask each time, also where memory is shared: the rule admits them
     clock: int = -1  # the reader's, as this block has it; if it is behind that, it was given up and begins anew
     kept: int = -1  # the reader, if a copy is kept of what it is given
