@@ -245,7 +245,7 @@ def test_a_partitioner_of_ones_own_is_found_checked_and_predicted(
     plan = make_plan(find_partitioner("my_partitioner:first_alone"), PROFILE, resources)
     assert plan.placement() == {"a": 0, "b": 1, "c": 1}
     assert plan.predicted is not None and plan.predicted.crossing_bytes == 2000
-    with pytest.raises(ValueError, match="returned a NoneType: it should return a rainband.model_parallel Plan"):
+    with pytest.raises(ValueError, match="returned a NoneType: it must return a rainband.model_parallel Placement"):
         make_plan(find_partitioner("my_partitioner:forgetful"), PROFILE, resources)
     with pytest.raises(ValueError, match="my_partitioner has no function 'x'"):
         find_partitioner("my_partitioner:x")

@@ -1,4 +1,4 @@
-"""Predict the throughput of a model-parallel run from its stage plan, runtime and network."""
+"""The prediction for a run in stages: its schedule, microbatches, replicas, runtime and network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rainband.runtimes.simulation.models.cluster_model import ClusterModel
     from rainband.strategy import Strategy
 
-# As `rainband bench peers` has measured on one machine: 64 kB in 0.26 ms, 64 MB in 17; by TCP 0.38 and 65.
+# Measured with `rainband bench peers` on one machine: 64 kB in 0.26 ms, 64 MB in 17 ms; over TCP 0.38 and 65 ms.
 ONE_MACHINE = LinkSpeed(bytes_per_s=4e9, latency_s=200e-6)  # shared memory: a copy, and waking another process
 BY_TCP = LinkSpeed(bytes_per_s=1e9, latency_s=300e-6)
 
@@ -25,7 +25,7 @@ BY_TCP = LinkSpeed(bytes_per_s=1e9, latency_s=300e-6)
 def predicted_of(
     config: RunConfig, strategy: Strategy, model: ClusterModel | None = None
 ) -> events.PipelinePredicted | None:
-    """None: every worker computes the whole model, or nothing was measured before the start."""
+    """Return the prediction; None if every worker computes the whole model, or nothing was measured."""
     if config.stage_plan is None:
         return None
     forecast = forecast_of(config, _schedule(config.stage_plan, strategy), model)
@@ -33,7 +33,7 @@ def predicted_of(
         return None
     cores = model.nodes.cores if model is not None else _usable_cores()
     batches_per_s = config.num_replicas / forecast.batch_s
-    if cores:  # with fewer than there are workers, these compute in turns
+    if cores:  # with fewer cores than workers, workers compute in turns
         batches_per_s = min(batches_per_s, cores / forecast.alone_s)
     return events.PipelinePredicted(
         at_s=0.0,
@@ -48,7 +48,7 @@ def predicted_of(
 
 
 def forecast_of(config: RunConfig, schedule: str, model: ClusterModel | None = None) -> Forecast | None:
-    """`schedule`: of the pipeline, or PARTITION; `model`: of virtual time."""
+    """Return the forecast. `schedule`: of the pipeline, or PARTITION; `model`: of a simulation."""
     stage_plan = config.stage_plan
     if stage_plan is None or stage_plan.profile is None:
         return None
@@ -57,9 +57,9 @@ def forecast_of(config: RunConfig, schedule: str, model: ClusterModel | None = N
     if not alone_s:
         return None
     microbatches = 1 if schedule == NEVER_FLUSHED else min(stage_plan.microbatches, profile.batch_size)
-    if schedule == "interleaved":  # which deals whole rounds, also where some of one have no samples
+    if schedule == "interleaved":  # it deals whole rounds, even if some microbatches of one have no samples
         microbatches = stage_plan.microbatches
-    if model is not None:  # there a gradient takes as long as the model of computing says
+    if model is not None:  # a simulated gradient takes the time of the compute model
         profile = profile.scaled(model.compute.mean_s / alone_s)
         network = _as_simulated(model)
     elif microbatches > 1 and stage_plan.microbatch_profile is not None:
@@ -74,7 +74,7 @@ def _schedule(stage_plan: StagePlan, strategy: Strategy) -> str:
 
 
 def _as_simulated(model: ClusterModel) -> LinkSpeed:
-    """Return the speed of a simulated link; jitter counts as its mean delay."""
+    """Return the link with the header's time and the mean jitter added to its latency."""
     network = model.network
     header_s = HEADER_BYTES / network.bytes_per_s
     return LinkSpeed(bytes_per_s=network.bytes_per_s, latency_s=network.latency_s + network.jitter_s + header_s)
@@ -93,5 +93,5 @@ def _left_out(config: RunConfig, forecast: Forecast, model: ClusterModel | None)
     if model is not None and model.network.rack_size:
         left_out.append("racks")
     if model is None and forecast.profile.counted:
-        left_out.append("how fast this machine is (the model was built without values, and nothing was measured)")
+        left_out.append("the speed of this machine (the model was built without values, so nothing was measured)")
     return left_out

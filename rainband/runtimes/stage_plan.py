@@ -1,4 +1,4 @@
-"""Before a run whose workers compute one model together: who of them gets what. Made once, and told to all."""
+"""Make the stage plan of a run: the placement of the model, microbatches and schedule, once for all workers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from rainband.strategy import Strategy
     from rainband.tasks.task import Task
 
-MICROS_PER_STAGE = 2  # where none are asked for: then a third to a half of the time of the first stages is not idle
-STAGES_PER_WORKER = 2  # of the schedule interleaved, where no number is given
+MICROS_PER_STAGE = 2  # default: less than a third of the time is idle
+STAGES_PER_WORKER = 2  # default of the schedule interleaved
 
 
 class PipelineOptions(NamedTuple):
-    """The options of a pipeline as given; None: not given."""
+    """The options of batches in stages; None: not given."""
 
     microbatches: int | None = None
     schedule: str | None = None
@@ -48,10 +48,10 @@ def make_stage_plan(
     seed: int = 0,
     threads: int = 1,
 ) -> StagePlan:
-    """Measure the task's model and split it into stages of about equal time, or check the plan that is given.
+    """Measure the task's model and cut it into stages of about equal time, or check a given placement.
 
-    `stages` workers compute one replica of the model; interleaved, each of them has several stages. `threads` is the
-    number of torch threads of each worker.
+    `stages`: workers of a replica; interleaved, each has several stages. `threads`: of
+    torch, in each worker.
     """
     import torch
 
@@ -107,5 +107,5 @@ def usual_microbatches(plan: Placement, batch_size: int) -> int:
 
 
 def is_pipeline(strategy: Strategy) -> bool:
-    """Return True if the strategy runs a pipeline that never flushes."""
+    """Return True if the strategy is a pipeline that is never flushed."""
     return strategy.requires.stages is not None

@@ -1,4 +1,4 @@
-"""A model in stages: how fast its plan said it would be trained, next to how fast it was."""
+"""A model in stages: the predicted training speed next to the measured one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rainband.views.history import RunSoFar
 
 
 class StageRow(NamedTuple):
-    """Of one batch: what the workers of a stage did, all of them together."""
+    """The time and traffic of all workers of a stage, per batch."""
 
     compute_s: float
     waited_s: float
@@ -21,12 +21,12 @@ class StageRow(NamedTuple):
 
 class MeasuredStages(NamedTuple):
     samples_per_s: float
-    busy: float  # the part of the workers' time in which they computed
+    busy: float  # fraction of the workers' time in which they computed
     stages: tuple[StageRow, ...]
 
 
 def measured(so_far: RunSoFar) -> MeasuredStages | None:
-    """While it trained, from what the workers have told; none before the end, or where one was lost."""
+    """Return the speed from the workers' reports; None before the end, or if a worker was lost."""
     predicted, last, training_s = so_far.predicted, so_far.last, so_far.training.seconds
     if predicted is None or last is None or not training_s or not last.batches_done:
         return None
@@ -50,7 +50,7 @@ def measured(so_far: RunSoFar) -> MeasuredStages | None:
 
 
 def lines(so_far: RunSoFar) -> list[str]:
-    """For the end of a run; none where every worker computed the whole model."""
+    """Return the lines for the end of a run; none if every worker computed the whole model."""
     predicted, seen = so_far.predicted, measured(so_far)
     if predicted is None:
         return []
@@ -68,7 +68,7 @@ def lines(so_far: RunSoFar) -> list[str]:
 
 
 def as_facts(so_far: RunSoFar) -> dict[str, Any] | None:
-    """For a program; None where every worker computed the whole model."""
+    """Return the numbers as a dictionary; None if every worker computed the whole model."""
     if so_far.predicted is None:
         return None
     seen = measured(so_far)

@@ -12,7 +12,7 @@ MAX_LABELS = 40  # of rows
 
 
 class Style(NamedTuple):
-    """The style of a bar."""
+    """The look of a bar."""
 
     color: str
     low: float = 0.1  # lower edge, as a fraction of the row

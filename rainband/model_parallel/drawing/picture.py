@@ -1,4 +1,4 @@
-"""Plans and schedules as pictures; needs matplotlib (rainband[plots])."""
+"""Placements and schedules as pictures; needs matplotlib (rainband[plots])."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rainband.model_parallel.schedules.check import ActionSpan, ScheduleFacts
 from rainband.model_parallel.schedules.table import Table
 
 ROW_INCHES, COLUMN_INCHES, MIN_INCHES = 0.62, 2.3, 6.0
-BOX = (0.86, 0.56)  # of a unit, as a part of its place
+BOX = (0.86, 0.56)  # width and height of a unit, as a fraction of its grid square
 MAX_MARKED = 400  # actions; in a schedule with more, bars have no numbers
 UPDATE = Style("black", low=0.04, height=0.92, edge="black", line_width=1.1)
 FAINT = "#b0b0b0"
 
 
 def draw_plan(plan: Placement, profile: Profile, path: Path) -> bool:
-    """Units colored by machine, lines where values go, dark and with bytes where they cross; False: no matplotlib."""
+    """Draw units colored by machine, and values as lines, dark if they cross; return False without matplotlib."""
     where = spots(profile)
     columns = 1 + max(spot.column for spot in where.values())
     rows = 1 + max(spot.row for spot in where.values())
@@ -33,7 +33,7 @@ def draw_plan(plan: Placement, profile: Profile, path: Path) -> bool:
     for stage in plan.stages:
         for unit in stage.units:
             _draw_unit(axes, profile.by_name[unit], where[unit], color_of(homes.index(stage.machines)))
-    span = max(columns + 0.4, MIN_INCHES / COLUMN_INCHES)  # also a chain has boxes of the same width
+    span = max(columns + 0.4, MIN_INCHES / COLUMN_INCHES)  # so that boxes of a chain are as wide as others
     axes.set_xlim((columns - 1 - span) / 2, (columns - 1 + span) / 2)
     axes.set_ylim(rows - 0.4, -0.6)
     axes.axis("off")
@@ -60,7 +60,7 @@ def _draw_unit(axes: Any, unit: Unit, spot: Spot, color: str) -> None:
 
 
 def _draw_values(axes: Any, plan: Placement, profile: Profile, where: dict[str, Spot]) -> None:
-    """A line for each reader; what crosses has its bytes beside the line, once for each stage that reads it."""
+    """Draw a line for each reader; a crossing value has its bytes beside it, once per reading stage."""
     stage = plan.stage_of()
     labelled = set()
     home = {unit: s.machines for s in plan.stages for unit in s.units}
@@ -76,7 +76,7 @@ def _draw_values(axes: Any, plan: Placement, profile: Profile, where: dict[str, 
 
 
 def _draw_line(axes: Any, maker: Spot, reader: Spot, crosses: bool) -> tuple[float, float]:
-    """From the bottom of one to the top of the other, round what is between; returns the middle, for a label."""
+    """Draw a line from the bottom of one box to the top of another; return its middle, for a label."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 
@@ -86,7 +86,7 @@ def _draw_line(axes: Any, maker: Spot, reader: Spot, crosses: bool) -> tuple[flo
         points = [begin, (begin[0], begin[1] + 0.2), (end[0], end[1] - 0.2), end]
         codes = [Curve.MOVETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4]
         middle = ((begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2)
-    else:  # it passes other rows: beside them, through the gaps between rows and columns
+    else:  # it passes other rows, through the gaps between rows and columns
         side, down, up = max(maker.column, reader.column) + 0.5, begin[1] + 0.4, end[1] - 0.4
         points = [begin, (side, begin[1] + 0.05), (side, begin[1] + 0.2), (side, down)]
         points += [(side, up), (side, end[1] - 0.2), (side, end[1] - 0.05), end]
@@ -141,7 +141,7 @@ def _bar(span: ActionSpan, table: Table) -> Bar:
 
 
 def bytes_text(count: int) -> str:
-    """In a unit that needs few digits: 512 B, 1.5 kB, 20 MB."""
+    """Return a size in a unit that needs few digits: 512 B, 1.5 kB, 20 MB."""
     size, names = float(count), ["B", "kB", "MB", "GB"]
     while size >= 1000 and len(names) > 1:
         size /= 1000
@@ -150,7 +150,7 @@ def bytes_text(count: int) -> str:
 
 
 def _machines(machines: tuple[int, ...]) -> str:
-    """machine 3; machines 0-14; machines 0, 2, 4."""
+    """Return machines as text: machine 3; machines 0-14; machines 0, 2, 4."""
     if len(machines) == 1:
         return f"machine {machines[0]}"
     if list(machines) == list(range(machines[0], machines[-1] + 1)):
@@ -159,7 +159,7 @@ def _machines(machines: tuple[int, ...]) -> str:
 
 
 def _short(text: str, most: int) -> str:
-    """The end of a long name says more than its beginning."""
+    """Shorten a long name to its end, which distinguishes it better than its beginning."""
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
@@ -181,7 +181,7 @@ class Spot(NamedTuple):
 
 
 def spots(profile: Profile) -> dict[str, Spot]:
-    """Each level is ordered by where its neighbours are, a few times from above and below (Sugiyama et al. 1981)."""
+    """Return positions in a grid: levels as rows, ordered so that few lines cross (Sugiyama et al. 1981)."""
     above: dict[str, list[str]] = {name: [] for name in profile.names}
     below: dict[str, list[str]] = {name: [] for name in profile.names}
     for value in profile.values:
@@ -204,7 +204,7 @@ def spots(profile: Profile) -> dict[str, Spot]:
 
 
 def _rows(profile: Profile, above: dict[str, list[str]]) -> list[list[str]]:
-    """A unit stands below everything that it reads."""
+    """Return the rows: each unit is below everything that it reads."""
     level: dict[str, int] = {}
     rows: list[list[str]] = []
     for name in profile.names:

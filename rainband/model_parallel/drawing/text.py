@@ -1,4 +1,4 @@
-"""Plans and schedules as text."""
+"""Placements and schedules as text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rainband.model_parallel.schedules.check import ActionSpan, ScheduleFacts
 from rainband.model_parallel.schedules.forecast import Played
 from rainband.model_parallel.schedules.table import Table
 
-MOST_UNITS = 40  # that are listed
-MOST_VALUES = 12  # crossing values that are listed; the largest
+MOST_UNITS = 40  # in the list
+MOST_VALUES = 12  # the largest crossing values, in the list
 
 
 def profile_lines(profile: Profile) -> list[str]:
-    """A row for each unit, as measured; of very many, those that take longest."""
+    """Return a row for each unit, as measured; of many units, those that take longest."""
     rows = [("unit", "what", "forward ms", "backward ms", "parameters kB", "activations kB")]
     longest = sorted(profile.units, key=lambda unit: -unit.seconds)[:MOST_UNITS]
     for unit in [unit for unit in profile.units if unit in longest]:
@@ -28,7 +28,7 @@ def profile_lines(profile: Profile) -> list[str]:
 
 
 def plan_lines(plan: Placement, profile: Profile, resources: Resources) -> list[str]:
-    """The plan for people: its stages, what crosses, what is expected."""
+    """Return the placement as text: stages, crossing values, prediction."""
     rows = [("stage", "machines", "units", "ms", "parameters kB", "memory kB", "from", "to")]
     needed = memory(plan, profile, resources)
     for number, stage in enumerate(plan.stages):
@@ -62,7 +62,7 @@ def _predicted_lines(plan: Placement) -> list[str]:
 
 
 def schedule_lines(table: Table, facts: ScheduleFacts, width: int = 100) -> list[str]:
-    """A timeline with a line for each machine, and what the schedule needs."""
+    """Return a timeline with a line for each machine, and the schedule's memory."""
     lines = timeline(facts.spans, len(table.rows), facts.total_s, width)
     kept = ", ".join(map(str, facts.peak_activations))
     versions = ", ".join(map(str, facts.peak_versions))
@@ -77,14 +77,14 @@ def schedule_lines(table: Table, facts: ScheduleFacts, width: int = 100) -> list
 
 
 def rate_lines(play: Played, profile: Profile) -> list[str]:
-    """Return the predicted throughput of a schedule, and the staleness of its gradients."""
+    """Return the predicted rate of a schedule, and the age of its gradients."""
     ms, rate, faster = _figures(play, profile)
     late = f"gradients are up to {play.late} update{'s' * (play.late > 1)} late" if play.late else "no gradient is late"
     return [late, f"predicted: a batch every {ms} ms, {rate} samples/s, {faster} times as fast as alone"]
 
 
 def compared_lines(compared: Mapping[str, Played | ValueError], profile: Profile) -> list[str]:
-    """A row for each schedule, with the plan that suits it; the reason where there is none."""
+    """Return a row for each schedule with its placement, or the reason why there is none."""
     rows = [("schedule", "machines", "ms a batch", "samples/s", "times alone", "kept", "versions", "late")]
     reasons = []
     for name, play in compared.items():
@@ -110,7 +110,7 @@ def _figures(play: Played, profile: Profile) -> tuple[str, str, str]:
 
 
 def timeline(spans: Sequence[ActionSpan], machines: int, total_s: float, width: int) -> list[str]:
-    """Forwards as digits (the last of the microbatch's number), backwards as letters (a is 0), idle as dots."""
+    """Return forwards as digits (the last of the microbatch's number), backwards as letters (a is 0), idle as dots."""
     lines = []
     for machine in range(machines):
         line = ["."] * width

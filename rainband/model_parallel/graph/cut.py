@@ -1,7 +1,7 @@
-"""Cut any module into a graph: try the user's pieces, torch.fx and torch.export, and believe none of them.
+"""Cut a module into a graph with the user's pieces, torch.fx or torch.export, and verify the result.
 
-Each result is run once against the module itself, with the same random numbers, on the example that was given. That
-finds what tracing tools do silently: random numbers or sizes that were drawn once and became constants, control flow
+Each graph is run once against the module itself, with the same random numbers, on the given example. That
+finds silent errors of tracing: random numbers or sizes that became constants, control flow
 that was frozen. The same run notes which nodes write into their inputs.
 """
 
@@ -22,13 +22,13 @@ from rainband.model_parallel.graph.trace import by_export, by_fx, by_pieces, is_
 
 
 class CutError(ValueError):
-    """No tool can make a graph of the module; says why, for each."""
+    """No tool can make a graph of the module; the message has the reason of each."""
 
 
 def cut(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Cut:
     """Cut a module; `args` and `kwargs` are an example of its inputs, with a batch of at least two samples.
 
-    A cut holds for the mode (train or eval) the module is in, as far as its own code asks for it. Of a model without
+    A cut is valid for the mode (train or eval) of the module, if the module's code depends on it. Of a model without
     values (device meta) only shapes are compared.
     """
     args, kwargs = _where_it_is(model, (tuple(args), dict(kwargs or {})))
@@ -38,7 +38,7 @@ def cut(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None 
             module = make()
             guards = _take_guards_out(module)
             return _believed(model, module, how, guards, args, kwargs)
-        except Exception as error:  # tools raise whatever they like
+        except Exception as error:  # tools raise exceptions of any kind
             reasons.append(f"{how}: {_first_lines(error)}")
     raise CutError(
         f"{type(model).__name__} cannot be cut.\n  " + "\n  ".join(reasons) + "\n"
@@ -48,14 +48,14 @@ def cut(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None 
 
 
 def _where_it_is(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    """The inputs of a model that has no values need none, either."""
+    """Return the inputs without values if the model has none."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return call
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), call)
 
 
 def _device_of(model: nn.Module) -> AbstractContextManager[object]:
-    """Return the meta device as default for a model without values, so that its forward allocates none."""
+    """Let tensors that a model without values makes in its forward have none, either."""
     return torch.device("meta") if any(p.is_meta for p in model.parameters()) else nullcontext()
 
 
@@ -64,7 +64,7 @@ def _ways(
 ) -> Iterator[tuple[str, Callable[[], fx.GraphModule]]]:
     if isinstance(model, InPieces):
         yield "pieces", lambda: by_pieces(model, model.pieces())
-        return  # who says where to cut does not want to be cut elsewhere
+        return  # a model that says where to cut must not be cut elsewhere
     if isinstance(model, nn.Sequential):
         yield "sequential", lambda: by_fx(model)
         yield "sequential", lambda: by_pieces(model, list(model))
@@ -74,13 +74,13 @@ def _ways(
 
 
 def _first_lines(error: Exception) -> str:
-    """The part of a tool's message that says what is wrong: some go on for pages."""
+    """Return the informative part of a tool's message: some are pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{' '.join(lines[:3]) or 'no reason given'} ({type(error).__name__})"
 
 
 def _take_guards_out(module: fx.GraphModule) -> Callable[..., Any] | None:
-    """torch.export's check of the inputs is no node: it reads all inputs, and belongs where they come in."""
+    """Remove torch.export's check of the inputs, which reads all of them; Cut.bind checks them instead."""
     for node in list(module.graph.nodes):
         if node.op == "call_module" and node.target == "_guards_fn":
             guards = module.get_submodule("_guards_fn")
@@ -97,7 +97,7 @@ def _believed(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Cut:
-    """The cut, after it gave what the model gives, for two seeds."""
+    """Return the cut after comparing it with the model, for two seeds."""
     for node in reversed(list(module.graph.nodes)):
         if is_getitem(node) and not node.users:
             module.graph.erase_node(node)
@@ -131,7 +131,7 @@ def _compare(model: nn.Module, rough: Cut, args: Sequence[Any], kwargs: Mapping[
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Inside, run as you like: buffers are afterwards as they were."""
+    """Restore the module's buffers when left."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with torch.no_grad():
@@ -167,7 +167,7 @@ class _Watch(fx.Interpreter):
         self.rough = rough
         self.values: dict[str, Any] = {}
         self.writes: dict[str, list[str]] = {}  # node -> values that were changed by it
-        self.numbers: set[str] = set()  # nodes whose value holds no tensor
+        self.numbers: set[str] = set()  # nodes whose value has no tensor
 
     def run_all(self, bound: Mapping[str, Any]) -> dict[str, Any]:
         self.values = dict(bound)
@@ -196,9 +196,9 @@ class _Watch(fx.Interpreter):
 
 
 def _redirect_readers(module: fx.GraphModule, writes: Mapping[str, Sequence[str]]) -> dict[str, GraphText]:
-    """Make the order of writing explicit: who reads after a node wrote in place reads that node's value instead.
+    """Make the order of writes explicit: a node that reads after an in-place write reads the writer's value instead.
 
-    Afterwards no node depends on another having overwritten something, so any of them may be elsewhere.
+    Afterwards no node depends on memory that another overwrites, so each may be on another machine.
     """
     nodes = {node.name: node for node in module.graph.nodes}
     order = {name: number for number, name in enumerate(nodes)}

@@ -1,8 +1,8 @@
-"""A model answers otherwise when it is evaluated: no dropout, other statistics in BatchNorm.
+"""The graph of a model in evaluation mode: no dropout, other statistics in BatchNorm.
 
-Submodules of a graph follow `train()` and `eval()` by themselves. What tracing has frozen does not: `if self.training`,
+Submodules of a graph follow `train()` and `eval()`. Code that tracing has frozen does not: `if self.training`,
 `F.dropout(x, training=self.training)`, and with torch.export everything. Such a model gets a second graph for
-evaluation, whose units are put where the same parameters are.
+evaluation, whose units are placed where the same parameters are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rainband.model_parallel.graph.trace import by_fx
 def cut_for_evaluation(
     model: nn.Module, training: Cut, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Cut | None:
-    """The graph of the model in the mode for evaluation; None: that for training follows the mode by itself."""
+    """Return the graph of the model in evaluation mode; None if that for training follows the mode."""
     if not model.training or not _is_frozen(model, training.how):
         return None
     with evaluating(model):
@@ -30,7 +30,7 @@ def cut_for_evaluation(
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Inside, every part of the models is in the mode for evaluation; afterwards each is as it was."""
+    """Put all submodules into evaluation mode; restore their modes when left."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for module, _ in modes:
         module.training = False  # not eval(): graphs of torch.export refuse it
@@ -42,14 +42,14 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 def _is_frozen(model: nn.Module, how: str) -> bool:
-    """Return True if the graph differs between training and evaluation mode; only fx can be checked cheaply."""
+    """Return True if the graph of the other mode differs; only fx can trace it cheaply."""
     if how in ("pieces", "export"):
         return how == "export"
     try:
         trained = _written(by_fx(model))
         with evaluating(model):
             return _written(by_fx(model)) != trained
-    except Exception:  # then it is cut in pieces of its own, which follow the mode
+    except Exception:  # the model's own pieces follow the mode
         return False
 
 
@@ -58,10 +58,10 @@ def _written(module: fx.GraphModule) -> list[str]:
 
 
 def placed_alike(evaluation: Cut, training: Cut, stages: Mapping[str, int], is_pipeline: bool) -> dict[str, int]:
-    """Stages for the units of the graph for evaluation, given those of the graph for training.
+    """Return the stages of the units of the evaluation graph, given those of the training graph.
 
-    A unit goes where all its parameters and buffers are; among such stages, where the unit of the same name is, or else
-    what it reads. In a pipeline that must not be before what it reads.
+    A unit goes to a stage with all its parameters and buffers; among such stages, to that of the unit of the same name,
+    or of the values it reads. In a pipeline that must not be before the values it reads.
     """
     holders, edges = _holders(training, stages), evaluation.unit_edges()
     placed: dict[str, int] = {}
@@ -83,7 +83,7 @@ def placed_alike(evaluation: Cut, training: Cut, stages: Mapping[str, int], is_p
 
 
 def _holders(training: Cut, stages: Mapping[str, int]) -> dict[int, set[int]]:
-    """Parameter or buffer (its id) -> the stages that have it."""
+    """Return the stages that have each parameter or buffer, by its id."""
     holders: dict[int, set[int]] = {}
     for unit in training.units:
         for tensor in _tensors_of(training, unit):
@@ -92,7 +92,7 @@ def _holders(training: Cut, stages: Mapping[str, int]) -> dict[int, set[int]]:
 
 
 def _tensors_of(graph: Cut, unit: str) -> list[Tensor]:
-    """The parameters and buffers that a unit uses."""
+    """Return the parameters and buffers that a unit uses."""
     names = graph.members(unit)
     return [*graph.parameters_of(names).values(), *graph.buffers_of(names)]
 

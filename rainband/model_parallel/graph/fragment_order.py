@@ -1,22 +1,22 @@
-"""Divide the nodes of a placement into fragments, which need no values from other machines while they run.
+"""Group the nodes of a placement into fragments, which need nothing from other machines while they run.
 
     level(n) = max over what n reads of ( level + 1 if it is read on any other machine, else level )
 
 A fragment is a connected component of the nodes of one (machine, level). A value that crosses machines raises the level
-of all its readers, also on its own machine. So the fragments of any placement have an order, even where two machines
-depend on each other in both directions; a value is sent as soon as it is computed; and no fragment waits for the inputs
-of another.
+of all its readers. So fragments of any placement have an order, even if two machines depend on each other
+back and forth; a value is sent as soon as it is made; and no fragment waits for another's
+inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-Key = tuple[int, int, int]  # level, machine, number of the piece
+Key = tuple[int, int, int]  # level, machine, number of the component
 
 
 def fragment_keys(reads: Mapping[str, Sequence[str]], machine: Mapping[str, int]) -> dict[str, Key]:
-    """Node -> its fragment. `reads` has the nodes in an order in which they can run, with the nodes each reads."""
+    """Return the fragment of each node. `reads`: nodes in an order in which they can run, with the nodes each reads."""
     crossing = {source for name, sources in reads.items() for source in sources if machine[source] != machine[name]}
     level: dict[str, int] = {}
     for name, sources in reads.items():
@@ -25,7 +25,7 @@ def fragment_keys(reads: Mapping[str, Sequence[str]], machine: Mapping[str, int]
 
 
 def _pieces(reads: Mapping[str, Sequence[str]], machine: Mapping[str, int], level: Mapping[str, int]) -> dict[str, int]:
-    """Node -> the number of the first node it is connected to on its machine and level."""
+    """Return, for each node, the number of the first node it is connected to on its machine and level."""
     parent = {name: number for number, name in enumerate(reads)}
     names = list(reads)
 

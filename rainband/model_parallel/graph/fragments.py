@@ -1,4 +1,4 @@
-"""Fragments: the pieces in which the machines of a placement run a cut model, and what goes between them."""
+"""Fragments: the parts of a cut model that machines of a placement run, and the values between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rainband.model_parallel.graph.graph import Cut
 
 @dataclass(frozen=True)
 class Fragment:
-    """Some nodes of one machine that run together; see levels.py."""
+    """Some nodes of one machine that run together; see fragment_order.py."""
 
     machine: int
     level: int
@@ -25,17 +25,17 @@ class Fragment:
 
 @dataclass(frozen=True)
 class FragmentLayout:
-    """All fragments of a placement, in an order in which they can run, and who needs which value."""
+    """All fragments of a placement, in an order in which they can run, with the readers of each value."""
 
     fragments: tuple[Fragment, ...]
     maker: Mapping[str, int]  # value -> the index of the fragment that makes it
     readers: Mapping[str, tuple[int, ...]]  # value -> indices of fragments that read it
-    answer_machine: int  # where the model's outputs come together
+    answer_machine: int  # where the model's outputs are collected
     outputs: tuple[str, ...]
 
     @property
     def answer_fragment(self) -> int:
-        """After this one the loss can be computed: it makes the last of the outputs."""
+        """The fragment that makes the last output, after which the loss can be computed."""
         return max(
             (self.maker[value] for value in self.outputs if value in self.maker), default=len(self.fragments) - 1
         )
@@ -44,7 +44,7 @@ class FragmentLayout:
         return sorted({fragment.machine for fragment in self.fragments})
 
     def destinations(self, value: str) -> tuple[int, ...]:
-        """The other machines that need a value, each once."""
+        """Return the other machines that need a value, each once."""
         home = self.fragments[self.maker[value]].machine
         needing = {self.fragments[index].machine for index in self.readers.get(value, ())}
         if value in self.outputs:
@@ -52,19 +52,19 @@ class FragmentLayout:
         return tuple(sorted(needing - {home}))
 
     def crossings(self) -> list[tuple[str, int]]:
-        """(value, destination machine), each once: exactly the messages of one forward pass."""
+        """Return (value, destination machine), each once: the messages of one forward pass."""
         return [(value, machine) for value in self.maker for machine in self.destinations(value)]
 
 
 def by_level(cut: Cut, placement: Mapping[str, int]) -> FragmentLayout:
-    """Fragments of any placement of the cut's units on machines."""
+    """Return the fragments of any placement of the cut's units on machines."""
     machine = {name: placement[cut.leaders[name]] for name in cut.nodes}
     reads = {name: [value for value in cut.reads(name) if value in cut.nodes] for name in cut.nodes}
     return _layout(cut, fragment_keys(reads, machine))
 
 
 def by_stage(cut: Cut, stages: Mapping[str, int]) -> FragmentLayout:
-    """One fragment per pipeline stage; the machine of a fragment is its stage."""
+    """Return one fragment per pipeline stage; the machine of a fragment is its stage."""
     keys = {name: (stages[cut.leaders[name]], stages[cut.leaders[name]], 0) for name in cut.nodes}
     back = [(v, n) for n in cut.nodes for v in cut.reads(n) if v in keys and keys[v] > keys[n]]
     if back:
@@ -80,7 +80,7 @@ LEVELS = 1 << 20  # of a stage, at most: levels of stage s are counted from s * 
 
 
 def by_stage_and_level(cut: Cut, stages: Mapping[str, int], machines: Mapping[str, int]) -> FragmentLayout:
-    """Fragments of stages that are each on several machines: units -> stages, and units -> machines."""
+    """Return the fragments of stages on several machines each, from units -> stages and units -> machines."""
     keys: dict[str, Key] = {}
     for stage in sorted(set(stages.values())):
         inside = [name for name in cut.nodes if stages[cut.leaders[name]] == stage]
@@ -91,7 +91,7 @@ def by_stage_and_level(cut: Cut, stages: Mapping[str, int], machines: Mapping[st
 
 
 def dealt(layout: FragmentLayout, machines: int) -> FragmentLayout:
-    """Deal stages to `machines` machines in turn: stage s to machine s mod `machines`."""
+    """Return the same stages dealt to `machines`: stage s is on machine s mod their number."""
     fragments = tuple(replace(fragment, machine=fragment.machine % machines) for fragment in layout.fragments)
     return replace(layout, fragments=fragments, answer_machine=layout.answer_machine % machines)
 
@@ -122,7 +122,7 @@ def _layout(cut: Cut, keys: Mapping[str, Key]) -> FragmentLayout:
 
 
 def _where_the_answer_is(cut: Cut, fragments: list[Fragment], maker: Mapping[str, int]) -> int:
-    """The machine of the output that is made last."""
+    """Return the machine of the output that is made last."""
     made = [maker[value] for value in cut.outputs if value in maker]
     return fragments[max(made)].machine if made else fragments[-1].machine
 
@@ -132,7 +132,7 @@ def _in_order(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def as_module(cut: Cut, fragment: Fragment) -> fx.GraphModule:
-    """The fragment as a module of its own: takes the values it reads, returns the tuple of those it makes.
+    """Return the fragment as a module that takes the values it reads and returns the tuple of those it makes.
 
     Submodules and parameters are the cut's own objects, under their own names. A node that writes into its input
     gets a copy of it where that memory is not its own alone.
@@ -158,6 +158,6 @@ def as_module(cut: Cut, fragment: Fragment) -> fx.GraphModule:
 
 
 def _is_alone(cut: Cut, fragment: Fragment, writer: fx.Node, source: fx.Node) -> bool:
-    """Return True if only the writer reads the value that it overwrites."""
+    """Return True if only the writer reads the memory that it overwrites."""
     made_here = source.name in fragment.nodes
     return made_here and list(source.users) == [writer] and not cut.writers[writer.name].has_other_names

@@ -1,4 +1,4 @@
-"""A module that was cut: its nodes in order, what each reads, and who must stay together."""
+"""A cut module: its nodes in order, their inputs, and the nodes that must stay together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPUTES = ("call_module", "call_function", "call_method")
 
 
 class GraphText(NamedTuple):
-    """The target that an in-place node writes into."""
+    """The value that an in-place node overwrites."""
 
     value: str
     has_other_names: bool  # views of it are read by others
@@ -33,7 +33,7 @@ class Cut:
     writers: Mapping[str, GraphText]  # nodes that write into what they read
     guards: Callable[..., Any] | None = None  # raises when inputs are of a shape that was not traced
     nodes: Mapping[str, fx.Node] = field(init=False)
-    inputs: tuple[str, ...] = field(init=False)  # the module's inputs, which every machine can read itself
+    inputs: tuple[str, ...] = field(init=False)  # the module's inputs, which every machine has
 
     def __post_init__(self) -> None:
         every = self.module.graph.nodes
@@ -46,30 +46,30 @@ class Cut:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The values that the module returns."""
+        """Return the values that the module returns."""
         return tuple(dict.fromkeys(node.name for node in self.output.all_input_nodes if node.op != "get_attr"))
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Return the units that a placement assigns to machines, in the order in which they compute."""
+        """The leaders, which a placement places, in the order in which they compute."""
         return tuple(name for name in self.nodes if self.leaders[name] == name)
 
     def reads(self, name: str) -> tuple[str, ...]:
-        """The values a node reads: the module's inputs and other nodes' values, not parameters."""
+        """Return the values a node reads: the module's inputs and other nodes' values, not parameters."""
         return tuple(dict.fromkeys(node.name for node in self.nodes[name].all_input_nodes if node.op != "get_attr"))
 
     def members(self, unit: str) -> tuple[str, ...]:
         return tuple(name for name in self.nodes if self.leaders[name] == unit)
 
     def what(self, unit: str) -> str:
-        """The kind of a node, for people: the class of a module, the name of a function."""
+        """Return the kind of a node for display: the class of a module, or the name of a function."""
         node = self.nodes[unit]
         if node.op == "call_module":
             return type(self.module.get_submodule(str(node.target))).__name__
         return str(getattr(node.target, "__name__", node.target))
 
     def unit_edges(self) -> list[tuple[str, str, str]]:
-        """(value, the unit that makes it, another unit that reads it)."""
+        """Return (value, the unit that makes it, another unit that reads it)."""
         edges = {
             (value, self.leaders[value], self.leaders[name])
             for name in self.nodes
@@ -80,7 +80,7 @@ class Cut:
         return sorted(edges, key=lambda edge: tuple(place[word] for word in edge))
 
     def parameters_of(self, names: Sequence[str]) -> dict[str, nn.Parameter]:
-        """The parameters that these nodes use, under their names in the module."""
+        """Return the parameters that these nodes use, under their names in the module."""
         found: dict[str, nn.Parameter] = {}
         for name in names:
             node = self.nodes[name]
@@ -94,7 +94,7 @@ class Cut:
         return found
 
     def buffers_of(self, names: Sequence[str]) -> list[Tensor]:
-        """The buffers that these nodes use, in submodules or directly; and constants."""
+        """Return the buffers and constants that these nodes use, in submodules or directly."""
         found: list[Tensor] = []
         for name in names:
             node = self.nodes[name]
@@ -107,7 +107,7 @@ class Cut:
         return found
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The call's arguments by the names of the graph's inputs; refuses shapes that were not traced."""
+        """Return the call's arguments by the names of the graph's inputs; refuse shapes that were not traced."""
         if self.how == "export":
             flat = pytree.tree_leaves((tuple(args), dict(kwargs or {})))
             if self.guards is not None:

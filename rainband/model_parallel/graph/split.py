@@ -1,8 +1,8 @@
-"""Layers of a model in pieces, by name: `split(model, {"fc1": Columns(2)})` gives a model whose pieces can be placed.
+"""Split layers of a model by name: `split(model, {"fc1": Columns(2)})` returns a model whose shards can be placed.
 
-    fc1=2  fc1=columns:2     a linear layer, each piece makes some of its outputs
-    fc1=rows:2               a linear layer, each piece takes some of its inputs
-    mlp=pair:2  0:3=pair:2   linear, something elementwise, linear: nothing crosses in between
+    fc1=2  fc1=columns:2     a linear layer, each shard computes some of its outputs
+    fc1=rows:2               a linear layer, each shard takes some of its inputs
+    mlp=pair:2  0:3=pair:2   linear, elementwise, linear: nothing crosses in between
     conv=2x2  0:5=2x2        convolutions, pooling and locally connected layers, by tiles of the image
 
 A name is that of a submodule, or of some children of an nn.Sequential one after the other: 0:3 are its first three.
@@ -61,7 +61,7 @@ class _Target:
 
     @property
     def named(self) -> dict[str, nn.Module]:
-        """Return the modules of this part by name; a Sequential that was named as a whole is replaced by its layers."""
+        """Return the named layers; of a Sequential that is named as a whole, its children."""
         found = {key: self.parent.get_submodule(key) for key in self.keys}
         first = found[self.keys[0]]
         return dict(first.named_children()) if len(found) == 1 and isinstance(first, nn.Sequential) else found
@@ -79,9 +79,9 @@ def split(
     example: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Replace layers by their pieces, with the same numbers; the model is changed, and returned.
+    """Replace layers by their shards, with the same values; change the model in place, and return it.
 
-    `example` and `kwargs` are inputs of the model, which show how large the images are that come to tiles.
+    `example` and `kwargs` are inputs of the model, which determine the image sizes of tiled layers.
     """
     targets = {name: _find(model, name) for name in hows}
     sizes = _image_sizes(model, {n: targets[n] for n, how in hows.items() if isinstance(how, Tiles)}, example, kwargs)
@@ -92,7 +92,7 @@ def split(
 
 
 def joined(model: nn.Module) -> nn.Module:
-    """The opposite: pieces become ordinary layers again, under their old names and with the numbers they have now."""
+    """Undo `split`: shards become ordinary layers again, under their old names and with their present values."""
     for parent in list(model.modules()):
         for key, child in list(parent.named_children()):
             layers = _whole_layers(child)
@@ -117,7 +117,7 @@ def _whole_layers(module: nn.Module) -> list[nn.Module] | None:
 
 
 def _put_back(parent: nn.Module, key: str, layers: Mapping[str, nn.Module]) -> None:
-    """In the place of one child, in the order in which an nn.Sequential runs them."""
+    """Replace one child by others, in the order in which an nn.Sequential runs them."""
     after = dict(list(parent.named_children())[1 + [name for name, _ in parent.named_children()].index(key) :])
     for name in [key, *after]:
         delattr(parent, name)
@@ -126,7 +126,7 @@ def _put_back(parent: nn.Module, key: str, layers: Mapping[str, nn.Module]) -> N
 
 
 def read_split(words: str) -> tuple[str, How]:
-    """fc1=2 and the like, as they are typed."""
+    """Parse splits as typed, such as fc1=2."""
     name, equals, how = words.rpartition("=")
     if grid := re.fullmatch(r"(?:tiles:)?(\d+)x(\d+)", how):
         return name, Tiles(int(grid[1]), int(grid[2]))
@@ -181,7 +181,7 @@ def _pieces(target: _Target, how: How, image_size: tuple[int, int] | None) -> nn
 def _image_sizes(
     model: nn.Module, targets: Mapping[str, _Target], example: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> dict[str, tuple[int, int]]:
-    """Height and width of what comes to these layers, seen in one run on the example."""
+    """Return height and width of these layers' inputs, from one run on the example."""
     if not targets or not (example or kwargs):
         return {}
     seen: dict[str, tuple[int, int]] = {}

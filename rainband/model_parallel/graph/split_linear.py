@@ -1,10 +1,10 @@
-r"""A linear layer in pieces that can be on different machines.
+r"""A linear layer in shards that can be on different machines.
 
     columns   W = [W_1; W_2; …] by outputs:   y = [x W_1ᵀ + b_1,  x W_2ᵀ + b_2, …]       x goes to all
     rows      W = [W_1, W_2, …] by inputs:    y = x_1 W_1ᵀ + x_2 W_2ᵀ + … + b            sums come back
     pair      columns, then rows:             y = sum_i f(x A_iᵀ + a_i) B_iᵀ + b          what is between never crosses
 
-Each piece is an nn.Linear of its own, so it is a node of its own when the model is cut, with its own parameters.
+Each shard is an nn.Linear of its own, so it is a node of the graph, with its own parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class ByColumns(nn.Module):
-    """Each piece makes some of the outputs."""
+    """A linear layer of which each shard computes some of the outputs."""
 
     def __init__(self, linear: nn.Linear, ways: int) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class ByColumns(nn.Module):
         return torch.cat([piece(x) for piece in self.pieces_of], dim=-1)
 
     def as_linear(self) -> nn.Linear:
-        """One layer with the weights of all pieces, as they are now."""
+        """Return one layer with the present weights of all shards."""
         pieces = _pieces(self.pieces_of)
         biases = [piece.bias.detach() for piece in pieces if piece.bias is not None]
         return _linear(torch.cat([p.weight.detach() for p in pieces]), torch.cat(biases) if biases else None)
 
 
 class ByRows(nn.Module):
-    """Each piece takes some of the inputs; what they make is summed, in the order of the pieces."""
+    """A linear layer of which each shard takes some of the inputs; results are summed in the order of the shards."""
 
     def __init__(self, linear: nn.Linear, ways: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class ByRows(nn.Module):
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
 
     def reset_parameters(self) -> None:
-        """The bias anew, as nn.Linear does it; each piece does its own weights."""
+        """Initialize the bias as nn.Linear does; each shard initializes its own weights."""
         if self.bias is not None:
             bound = 1 / math.sqrt(sum(self.sizes))
             nn.init.uniform_(self.bias, -bound, bound)
@@ -61,13 +61,13 @@ class ByRows(nn.Module):
         return total if self.bias is None else total + self.bias
 
     def as_linear(self) -> nn.Linear:
-        """One layer with the weights of all pieces, as they are now."""
+        """Return one layer with the present weights of all shards."""
         weights = [piece.weight.detach() for piece in _pieces(self.pieces_of)]
         return _linear(torch.cat(weights, dim=1), None if self.bias is None else self.bias.detach())
 
 
 class SomeInputs(nn.Linear):
-    """A linear layer that takes some of the inputs of another; made anew, its weights are as small as the other's."""
+    """A linear layer that takes some of another's inputs; its weights are initialized with the other's range."""
 
     _rainband_whole = True  # one node, as an nn.Linear is
 
@@ -83,7 +83,7 @@ class SomeInputs(nn.Linear):
 
 
 class AsPair(nn.Module):
-    """Two layers with something elementwise between them: the first by columns, the second by rows."""
+    """Two linear layers with elementwise layers between them: the first split by columns, the second by rows."""
 
     def __init__(self, first: nn.Linear, between: nn.Module, second: nn.Linear, ways: int) -> None:
         super().__init__()

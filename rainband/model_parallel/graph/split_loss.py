@@ -1,4 +1,4 @@
-"""A task over several machines: its loss calls the model, which is somewhere else, so the call is taken apart."""
+"""Split a task's loss into the model's inputs and a function of its answer: the model is on several machines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LossMicrobatch:
 
 
 class _Asked(Exception):
-    """The loss has called the model."""
+    """Raised by the stand-in for the model when the loss calls it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.call = args, kwargs
@@ -52,7 +52,7 @@ class _Answering(nn.Module):
 
 
 def inputs_of(task: Task, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with which the task's loss calls the model for a batch."""
+    """Return the arguments with which the task's loss calls the model for this batch."""
     try:
         task.loss(_Asking(), batch)
     except _Asked as asked:
@@ -66,12 +66,12 @@ def inputs_of(task: Task, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def loss_of(task: Task, batch: Any) -> Callable[[Any], Tensor]:
-    """The task's loss as a function of the model's answer."""
+    """Return the task's loss as a function of the model's answer."""
     return lambda answer: task.loss(_Answering(answer), batch)
 
 
 def build_model(task: Task) -> nn.Module:
-    """The task's model; without values if the task is `deferred`: then each machine makes those of its own part."""
+    """Return the task's model; without values if the task is `deferred`: each machine then initializes its own part."""
     if not getattr(task, "deferred", False):
         return task.model()
     with torch.device("meta"):
@@ -79,7 +79,7 @@ def build_model(task: Task) -> nn.Module:
 
 
 def cut_task(task: Task, model: nn.Module, data: Data, batch_size: int) -> tuple[Cut, tuple[Any, ...], dict[str, Any]]:
-    """The task's model, cut, and an example of its inputs."""
+    """Return the task's model, cut, and an example of its inputs."""
     size = min(batch_size, len(data))
     if size < 2:
         raise ValueError("a model is cut with an example of at least two samples: take a larger batch (--batch-size).")
@@ -88,7 +88,7 @@ def cut_task(task: Task, model: nn.Module, data: Data, batch_size: int) -> tuple
 
 
 def measure_samples(task: Task, cut: Cut, data: Data, samples: int, name: str = "", threads: int = 1) -> Profile:
-    """Measure the cost of `samples` samples (or all), with as many torch threads as a worker has."""
+    """Return the profile for this many samples (or all there are), with a worker's number of torch threads."""
     args, kwargs = inputs_of(task, data.batch(range(min(samples, len(data)))))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -99,7 +99,7 @@ def measure_samples(task: Task, cut: Cut, data: Data, samples: int, name: str = 
 
 
 def microbatches_of(task: Task, data: Data, indices: Sequence[Sequence[int]]) -> list[LossMicrobatch]:
-    """Microbatches for a pipeline: one for each list of samples."""
+    """Return the microbatches of a pipeline, one for each list of samples."""
     microbatches = []
     for chosen in indices:
         batch = data.batch(chosen)

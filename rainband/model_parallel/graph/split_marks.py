@@ -1,4 +1,4 @@
-"""Marks with which a user says, in the model, where it may be split."""
+"""Marks in a user's model that say where it may be cut."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 
-WHOLE = "_rainband_whole"  # the attribute of a module that is not to be cut
+WHOLE = "_rainband_whole"  # the attribute of a module that must not be cut
 Module = TypeVar("Module", bound=nn.Module)
 
 
 @runtime_checkable
 class InPieces(Protocol):
-    """A model that says itself where it can be cut: what it computes is its pieces, one after the other."""
+    """A model that says where it can be cut: it computes its pieces one after the other."""
 
     def pieces(self) -> Sequence[nn.Module]:
-        """Modules whose composition is the model: the first takes the model's inputs, each other one value."""
+        """Return modules whose composition is the model: the first takes the model's inputs, each other one value."""
 
 
 def whole(module: Module) -> Module:
-    """Mark a submodule that is not to be cut: all of it stays on one machine."""
+    """Mark a submodule that must not be cut: all of it stays on one machine."""
     setattr(module, WHOLE, True)
     return module
 
@@ -30,7 +30,7 @@ def is_whole(module: nn.Module) -> bool:
 
 
 def refuse_lost_parameters(model: nn.Module, pieces: Sequence[nn.Module]) -> None:
-    """Parameters outside all pieces would silently not be trained."""
+    """Raise ValueError if parameters are outside all pieces: they would silently not be trained."""
     kept = {id(parameter) for piece in pieces for parameter in piece.parameters()}
     lost = [name for name, parameter in model.named_parameters() if id(parameter) not in kept]
     if lost:

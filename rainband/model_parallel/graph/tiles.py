@@ -1,7 +1,7 @@
 """Local layers (convolutions, locally connected layers, pooling) cut into image tiles, for different machines.
 
-A tile needs a rim of its neighbours' values, its halo. Each strip of it is a node of the neighbour's, so only the strip
-crosses when the model is cut, once for each layer that needs it. A convolution's weights are shared by all tiles; a
+A tile needs a border of its neighbors' values, its halo. Each strip of it is a node of the neighbor, so only the strip
+crosses machines, once for each layer that needs it. A convolution's weights are shared by all tiles; a
 locally connected layer's are divided among them.
 """
 
@@ -22,7 +22,7 @@ from rainband.model.layers import LocallyConnected2d
 
 
 class Window(NamedTuple):
-    """A local layer in one direction: what an output place sees of the input."""
+    """A local layer in one direction: the input range of each output pixel."""
 
     kernel: int = 1
     stride: int = 1
@@ -33,7 +33,7 @@ class Window(NamedTuple):
         return (inputs + 2 * self.padding - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
 
     def sees(self, begin: int, end: int, inputs: int) -> Seen:
-        """The inputs of output places begin to end; those outside the image are padding."""
+        """Return the input range of output pixels begin to end; pixels outside the image are padding."""
         first = begin * self.stride - self.padding
         last = (end - 1) * self.stride - self.padding + self.dilation * (self.kernel - 1) + 1
         return Seen(max(0, first), min(inputs, last), max(0, -first), max(0, last - inputs))
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A piece of a tile, in the tile's own coordinates."""
+    """A part of a tile, in the tile's own coordinates."""
 
     tile: int
     begin: int
@@ -55,14 +55,14 @@ class Overlap(NamedTuple):
 
 
 def bounds(length: int, tiles: int) -> list[int]:
-    """Return the edges of tiles of about equal length, none of them empty."""
+    """Return where tiles begin, and the end: about equal, none empty."""
     if not 1 <= tiles <= length:
         raise ValueError(f"cannot cut {length} rows or columns into {tiles} tiles: choose from 1 to {length}.")
     return [length * n // tiles for n in range(tiles + 1)]
 
 
 def overlaps(edges: list[int], begin: int, end: int) -> list[Overlap]:
-    """The tiles that hold begin to end, with their pieces of it."""
+    """Return the tiles that hold pixels begin to end, with their parts of that range."""
     found = []
     for tile, (first, last) in enumerate(pairwise(edges)):
         low, high = max(first, begin), min(last, end)
@@ -81,8 +81,8 @@ class Tiled(nn.Module):
         super().__init__()
         self.shape = (rows, columns)
         self.num_layers = len(layers)
-        self.places: dict[str, list[int]] = {}  # of a piece of a locally connected layer: the layer's places it has
-        self._blank = [copy.deepcopy(layer).to("meta") for layer in layers]  # what layers there were, without numbers
+        self.places: dict[str, list[int]] = {}  # of a shard of a locally connected layer: its pixels of the layer
+        self._blank = [copy.deepcopy(layer).to("meta") for layer in layers]  # the original layers, without values
         height, width = input_size
         above, across = bounds(height, rows), bounds(width, columns)
         self._cut_input(above, across)
@@ -113,7 +113,7 @@ class Tiled(nn.Module):
         return torch.cat(lines, dim=2)
 
     def as_layers(self) -> nn.Sequential:
-        """The layers as they were before, with the numbers that the tiles have now."""
+        """Return the original layers with the present values of the tiles."""
         layers: list[nn.Module] = []
         for number, blank in enumerate(self._blank):
             pieces = [self.get_submodule(f"tile{tile}_layer{number}") for tile in range(self.shape[0] * self.shape[1])]
@@ -159,13 +159,13 @@ class Tiled(nn.Module):
 
 
 def tile_of(unit: str) -> int | None:
-    """The tile that a unit of a cut model belongs to; None: to no tile."""
+    """Return the tile that a unit of a cut model belongs to; None: to no tile."""
     found = re.search(r"(?:^|_)tile(\d+)_(?:input|layer)", unit)
     return int(found[1]) if found else None
 
 
 class Strip(nn.Module):
-    """A part of an image, in memory of its own, because it is sent."""
+    """A part of an image in memory of its own, because it may be sent."""
 
     _rainband_whole = True
 
@@ -195,7 +195,7 @@ class Assemble(nn.Module):
 
 
 class ConvolutionPiece(nn.Module):
-    """A convolution whose padding was done before; its weights are those of the layer it comes from."""
+    """A convolution of an input that is padded already, with the weights of the original layer."""
 
     _rainband_whole = True
 
@@ -205,7 +205,7 @@ class ConvolutionPiece(nn.Module):
         self.stride, self.dilation, self.groups = convolution.stride, convolution.dilation, convolution.groups
 
     def reset_parameters(self) -> None:
-        """Anew, as nn.Conv2d does it."""
+        """Initialize the weights as nn.Conv2d does."""
         bound = 1 / math.sqrt(self.weight[0].numel())
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -216,7 +216,7 @@ class ConvolutionPiece(nn.Module):
 
 
 def _windows(layer: nn.Module) -> tuple[Window, Window]:
-    """Return a layer's windows over its input: vertical and horizontal."""
+    """Return the windows of a layer, vertical and horizontal."""
     if isinstance(layer, ELEMENTWISE):
         return Window(), Window()
     if isinstance(layer, nn.Conv2d) and layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
@@ -242,18 +242,18 @@ def _is_plain(layer: nn.MaxPool2d | nn.AvgPool2d) -> bool:
 
 
 def _places(here: tuple[int, int, int, int], width: int) -> list[int]:
-    """The numbers of output rows and columns `here`, of an output of this width, row by row."""
+    """Return the indices of the pixels in rows and columns `here`, of an output of this width."""
     top, bottom, left, right = here
     return [row * width + column for row in range(top, bottom) for column in range(left, right)]
 
 
 def _piece(layer: nn.Module, here: tuple[int, int, int, int], places: list[int]) -> nn.Module:
-    """Return a module that computes one tile of a layer: the output rows and columns `here`."""
+    """Return the module that computes one tile of a layer: output rows and columns `here`."""
     if isinstance(layer, nn.Conv2d):
         return ConvolutionPiece(layer)
     if isinstance(layer, LocallyConnected2d):
         return _local_piece(layer, here, places)
-    return copy.deepcopy(layer)  # has no parameters, and works on any part; a copy, to be a node of its own
+    return copy.deepcopy(layer)  # has no parameters and works on any part; a copy, so that it is a node of its own
 
 
 def _local_piece(layer: LocallyConnected2d, here: tuple[int, int, int, int], places: list[int]) -> LocallyConnected2d:

@@ -15,7 +15,7 @@ from rainband.model_parallel.graph.split_marks import is_whole, refuse_lost_para
 
 
 class OpeningTracer(fx.Tracer):
-    """torch.fx, but a submodule that cannot be traced stays one node instead of ending everything."""
+    """A torch.fx tracer that keeps a submodule it cannot trace as one node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class OpeningTracer(fx.Tracer):
         before = len(self.graph.nodes)
         try:
             return super().call_module(m, forward, args, kwargs)
-        except Exception as error:  # whatever a user's forward does not like about proxies
+        except Exception as error:  # a user's forward may fail on proxies in any way
             self.reasons[self.path_of_module(m)] = str(error)
             for node in list(reversed(self.graph.nodes))[: len(self.graph.nodes) - before]:
                 self.graph.erase_node(node)
@@ -44,7 +44,7 @@ class OpeningTracer(fx.Tracer):
         return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
 
     def _layers_of(self, encoder: nn.TransformerEncoder, value: Any) -> Any:
-        """Call the layers as nn.TransformerEncoder does without masks, because its forward cannot be traced."""
+        """The function of nn.TransformerEncoder without masks, because its forward cannot be traced."""
         for layer in encoder.layers:
             value = layer(value)
         return value if encoder.norm is None else encoder.norm(value)
@@ -57,7 +57,7 @@ def by_fx(model: nn.Module) -> fx.GraphModule:
 
 
 def by_pieces(model: nn.Module, pieces: Sequence[nn.Module]) -> fx.GraphModule:
-    """A chain with one node per piece, in the user's own cut; pieces keep the names they have in the model."""
+    """Return a chain with one node per piece of the user's; pieces keep their names in the model."""
     refuse_lost_parameters(model, pieces)
     names = {id(module): name for name, module in model.named_modules()}
     root, graph = nn.Module(), fx.Graph()
@@ -86,7 +86,7 @@ def _put(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def by_export(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.GraphModule:
-    """torch.export with dimension 0 of every tensor free, so that any batch size may come."""
+    """Trace with torch.export, with dimension 0 of every tensor free, so that batches may have any size."""
     free = pytree.tree_map(_batch_is_free, (tuple(args), dict(kwargs)))
     names = _argument_names(model, args)
     shapes = dict(zip(names, free[0], strict=True)) | free[1]

@@ -1,4 +1,4 @@
-"""Place units on machines so that one batch takes least time, under a limit of memory: branches go side by side.
+"""Place units on machines so that one batch takes the least time within a memory limit: branches run in parallel.
 
 Small graphs are searched completely. Larger ones start from several guesses (all on one machine, equal stretches of the
 order, each unit where it would finish first) and move one unit at a time while that helps.
@@ -16,12 +16,12 @@ from rainband.model_parallel.placement.profile import Profile, Resources
 
 MAX_COMPLETE = 5_000  # placements that are all tried
 MAX_UNITS = 32  # more are merged along chains
-NEARLY = 1.05  # as slow as this is as good as the best, if it takes fewer machines
-MAX_ROUNDS = 20  # of moving every unit everywhere
+NEARLY = 1.05  # times within this factor of the best count as equal: fewer machines win
+MAX_ROUNDS = 20  # each tries every unit on every machine
 
 
 def balanced(profile: Profile, resources: Resources) -> Placement:
-    """The partition of the smallest predicted time that was found, or one on fewer machines that is nearly as fast."""
+    """Return the partition with the smallest predicted time found, or one on fewer machines that is nearly as fast."""
     coarse = along_chains(profile, MAX_UNITS)
     search = _Search(coarse.profile, resources)
     if resources.num_machines ** max(0, len(coarse.profile.units) - 1) <= MAX_COMPLETE:
@@ -57,7 +57,7 @@ class _Search:
             self.seconds(where)
 
     def choice(self) -> tuple[int, ...]:
-        """Of all that are nearly as fast as the fastest, the one on the fewest machines."""
+        """Return the placement on the fewest machines among those nearly as fast as the fastest."""
         enough_s = min(self.known.values()) * NEARLY
         near = [where for where, seconds in self.known.items() if seconds <= enough_s]
         return min(near, key=lambda where: (len(set(where)), self.known[where], where))
@@ -71,7 +71,7 @@ class _Search:
         return all(self.resources.fits(parameters[m], activations[m], in_flight=1) for m in parameters)
 
     def everything(self) -> Iterator[tuple[int, ...]]:
-        """All placements; where all machines are alike, the first unit may as well be on machine 0."""
+        """Yield all placements; with equal machines, only those with the first unit on machine 0."""
         machines = range(self.resources.num_machines)
         first = machines if self.resources.network.machines_per_group else range(1)
         yield from product(first, *([machines] * (len(self.profile.units) - 1)))
@@ -84,7 +84,7 @@ class _Search:
         yield self._first_fit()
 
     def _stretches(self, used: int, weights: list[float] | list[int]) -> tuple[int, ...]:
-        """Consecutive units, of about equal weight for each machine."""
+        """Return consecutive units for each machine, of about equal weight."""
         total, so_far, where = sum(weights) or 1, 0.0, []
         for weight in weights:
             where.append(min(used - 1, int((so_far + weight / 2) / total * used)))
@@ -92,7 +92,7 @@ class _Search:
         return tuple(where)
 
     def _first_fit(self) -> tuple[int, ...]:
-        """The first machine with room, going on to the next and never back."""
+        """Return a placement that fills one machine after the other."""
         where: list[int] = []
         for number in range(len(self.profile.units)):
             at = where[-1] if where else 0
@@ -104,7 +104,7 @@ class _Search:
         return tuple(where)
 
     def _earliest_finish(self) -> tuple[int, ...]:
-        """Each unit, in order, where its forward would end first (list scheduling)."""
+        """Place each unit, in order, where its forward would end first (list scheduling)."""
         place = self.profile.place
         network = self.resources.network
         where: list[int] = []
@@ -121,7 +121,7 @@ class _Search:
         return tuple(where)
 
     def improve(self, where: tuple[int, ...]) -> None:
-        """Move one unit at a time to where it is best, until nothing helps."""
+        """Move one unit at a time to its best machine, until no move helps."""
         for _ in range(MAX_ROUNDS):
             before = where
             for number in range(len(where)):

@@ -1,4 +1,4 @@
-"""Measure a cut model on this machine: every unit alone, forward and backward, and what it makes and keeps."""
+"""Measure a cut model on this machine: time, outputs and activations of every unit, forward and backward."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MULTIPLICATIONS_PER_S = 1e10  # of a model that cannot be run
 def measure(
     cut: Cut, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, model: str = "", repeats: int = 5
 ) -> Profile:
-    """Run the cut unit by unit; times are medians of `repeats`, after one that does not count.
+    """Run the cut unit by unit; times are medians of `repeats` runs, after one run for warm-up.
 
-    Buffers, gradients and torch's random numbers are left as they were. Where the model has no values (device meta)
-    nothing can be measured, and times are its multiplications at a speed of 10 billion a second.
+    Buffers, gradients and torch's random numbers stay unchanged. If the model has no values (device meta),
+    times are estimated: its multiplications at 10 billion per second.
     """
     buffers = [(buffer, buffer.clone()) for buffer in cut.module.buffers()]
     if any(parameter.is_meta for parameter in cut.module.parameters()):
@@ -47,7 +47,7 @@ def measure(
 
 
 def _in_running_order(cut: Cut) -> list[str]:
-    """Units such that each comes after all that it reads, its followers' reads included."""
+    """Return the units in an order in which each follows all units that it, or a node that stays with it, reads."""
     waiting, order = list(cut.units), []
     before = {unit: {maker for _, maker, reader in cut.unit_edges() if reader == unit} for unit in waiting}
     while waiting:
@@ -84,7 +84,7 @@ def _measure_unit(cut: Cut, unit: str, values: dict[str, Any], repeats: int) -> 
 
 
 def _fresh(value: Any) -> Any:
-    """Cut off, and wanting a gradient, as a value is that comes from another machine."""
+    """Return a value detached and requiring a gradient, like one received from another machine."""
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
@@ -93,7 +93,7 @@ def _fresh(value: Any) -> Any:
 
 
 def _timed(run: Callable[[], Any], counted: bool) -> tuple[Any, float]:
-    """The result, and the seconds it took; where only shapes are known, what its multiplications would take."""
+    """Return the result and its seconds; for a model without values, the estimate from its multiplications."""
     if not counted:
         began = time.perf_counter()
         result = run()
@@ -113,14 +113,14 @@ def _time_backward(results: Any, sources: Sequence[Tensor], counted: bool) -> fl
 
 
 def _kept_bytes(results: Any, given: Any) -> int:
-    """Of the memory a unit takes: what is only another view of its inputs, or of another result, is not counted."""
+    """Return the bytes of a unit's results, without views of its inputs or of other results."""
     read = {_memory(tensor) for tensor in tensors_in(given)}
     made = {_memory(tensor): _bytes(tensor) for tensor in tensors_in(results)}
     return sum(count for memory, count in made.items() if memory not in read)
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same for tensors over the same memory, also where there is none: all of meta is at address 0."""
+    """Return a key that is equal for tensors over the same memory; meta tensors all have address 0."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or int(storage._cdata)
 
@@ -130,7 +130,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _value(cut: Cut, name: str, values: Mapping[str, Any]) -> CutValue | None:
-    """A value that other units read."""
+    """Return the description of a value that other units read."""
     maker = cut.leaders[name]
     readers = {cut.leaders[other] for other in cut.nodes if name in cut.reads(other)} - {maker}
     if not readers:

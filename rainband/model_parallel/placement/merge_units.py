@@ -1,4 +1,4 @@
-"""A smaller profile of the same model: units that need not be told apart are merged, so that a search stays quick."""
+"""Merge units of a profile so that a search has fewer of them to place."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Coarse:
 
 
 def along_order(profile: Profile, at_most: int) -> Coarse:
-    """Merge neighbours in the order of computing: stages of a pipeline are stretches of it."""
+    """Merge neighbors in the order of computing, of which pipeline stages are stretches."""
     return _merged(profile, at_most, lambda small: [(i, i + 1) for i in range(len(small.units) - 1)])
 
 
 def along_chains(profile: Profile, at_most: int) -> Coarse:
-    """Merge units with their only reader, if it reads nothing else: branches stay apart."""
+    """Merge units with their only reader, if it reads nothing else, so branches stay apart."""
     return _merged(profile, at_most, _links_of_chains)
 
 
@@ -54,7 +54,7 @@ def _merged(profile: Profile, at_most: int, pairs_of: Callable[[Profile], list[t
 
 
 def _merge(profile: Profile, first: int, second: int) -> Profile:
-    """Put the first unit where the second is, as one, under the first's name."""
+    """Merge two units at the position of the second, under the name of the first."""
     a, b = profile.units[first], profile.units[second]
     both = Unit(
         a.name,

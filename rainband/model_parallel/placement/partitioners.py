@@ -15,7 +15,7 @@ from rainband.model_parallel.placement.profile import Profile, Resources
 
 
 def split_layers(profile: Profile, resources: Resources) -> Placement:
-    """A partition whose pieces are on different machines, whatever that takes: `balanced` asks what is fastest."""
+    """Return a partition with the shards of each layer on different machines, even if it is slower; see `balanced`."""
     if all(piece_of(name) is None for name in profile.names):
         raise ValueError(
             f"{profile.model or 'the model'} has no pieces to place: split a layer (--split fc1=2), or let another "
@@ -37,7 +37,7 @@ def split_layers(profile: Profile, resources: Resources) -> Placement:
 
 
 def piece_of(unit: str) -> int | None:
-    """The number of the piece or tile that a unit is, or belongs to; None: of none."""
+    """Return the number of the shard or tile that a unit belongs to; None: to none."""
     found = re.search(r"(?:^|_)pieces_of_(\d+)", unit)
     return int(found[1]) if found else tile_of(unit)
 
@@ -76,7 +76,7 @@ def make_plan(partitioner: Partitioner, profile: Profile, resources: Resources) 
     plan = partitioner(profile, resources)
     if not isinstance(plan, Placement):
         raise ValueError(
-            f"the partitioner returned a {type(plan).__name__}: it should return a rainband.model_parallel Plan."
+            f"the partitioner returned a {type(plan).__name__}: it must return a rainband.model_parallel Placement."
         )
     check(plan, profile, resources)
     return predicted(plan, profile, resources)

@@ -1,4 +1,4 @@
-r"""PipeDream's dynamic programme: cut a chain of units into stages, and replicate stages (Narayanan et al. 2019).
+r"""PipeDream's dynamic program: cut a chain of units into stages, and replicate stages (Narayanan et al. 2019).
 
 With the units in their order, T_l the time of unit l, w_l its parameters, a_s what crosses behind unit s,
 
@@ -31,24 +31,24 @@ from rainband.model_parallel.placement.placement import PlacedStage, Placement
 from rainband.model_parallel.placement.predict import predicted, ring_bytes
 from rainband.model_parallel.placement.profile import Profile, Resources
 
-Shape = tuple[tuple[int, int], ...]  # stages as (end, replicas): units up to `end`, on `replicas` machines
+Shape = tuple[tuple[int, int], ...]  # stages as (end, replicas): the units up to `end`, and the number of machines
 Placed = list[tuple[int, tuple[int, ...]]]  # stages as (end, machines)
 NEVER: tuple[float, Shape] = (float("inf"), ())
-MAX_UNITS = 40  # neighbours are merged until there are so few
+MAX_UNITS = 40  # neighbors are merged until at most this many are left
 
 
 def pipedream(profile: Profile, resources: Resources) -> Placement:
-    """The pipeline that gives batches most often; of equals the one with the fewest machines."""
+    """Return the pipeline with the most batches per second; of equals, the one on the fewest machines."""
     return _best_plan(profile, resources, "pipedream", resources.num_machines)
 
 
 def one_machine_per_stage(profile: Profile, resources: Resources) -> Placement:
-    """The same without replicas, one machine for each stage, as schedules that flush need it."""
+    """Return the best pipeline without replicas, as schedules that flush require."""
     return _best_plan(profile, resources, "one_machine_per_stage", 1)
 
 
 def in_stages(profile: Profile, resources: Resources) -> Placement:
-    """As many stages as there are machines, no fewer, also where fewer would be faster."""
+    """Return a pipeline with exactly one stage per machine, even where fewer stages would be faster."""
     coarse = along_order(profile, MAX_UNITS)
     stages = resources.num_machines
     sums = _Sums(coarse.profile, resources.network.bytes_per_s, resources, stages, exact=True)
@@ -65,7 +65,7 @@ def in_stages(profile: Profile, resources: Resources) -> Placement:
 
 
 def interleaved(profile: Profile, resources: Resources, stages_per_worker: int = 2) -> Placement:
-    """Several stages on each machine, dealt in turn, as the schedule of that name needs it: no stage is replicated."""
+    """Return a pipeline with several stages per machine, dealt in turn, without replicas."""
     if resources.num_machines == 1:
         return one_machine_per_stage(profile, resources)
     stages = stages_per_worker * resources.num_machines
@@ -121,7 +121,7 @@ class _Sums:
         self.bytes_per_s = bytes_per_s
         self.resources = resources
         self.used = used  # machines in all
-        self.exact = exact  # are the machines before a stage known?
+        self.exact = exact  # True if the machines before a stage are known
         self.most_replicas = used
         units = profile.units
         self.seconds = list(accumulate((unit.seconds for unit in units), initial=0.0))
@@ -142,7 +142,7 @@ class _Sums:
         return max(alone_s, sync_s) / replicas
 
     def over_groups_s(self, inner: tuple[float, Shape], begin: int, groups: int) -> float:
-        """A pipeline inside one group, in several of them: an update comes once in a round of its replicas."""
+        """A pipeline inside one group, replicated in several groups: one update per round of its replicas."""
         alone_s, shape = inner
         sync_s = 0.0
         for end, replicas in shape:
@@ -154,7 +154,7 @@ class _Sums:
 def _best_from(
     sums: _Sums, begin: int, stage_s: Callable[[int, int, int, int], float]
 ) -> Callable[[int, int], tuple[float, Shape]]:
-    """A(end, machines) for the units from `begin` on: (seconds, stages)."""
+    """Return A(end, machines) for the units from `begin` on: (seconds, stages)."""
 
     @cache
     def best(end: int, machines: int) -> tuple[float, Shape]:
@@ -174,7 +174,7 @@ def _best_from(
 
 
 def _two_levels(profile: Profile, resources: Resources) -> Iterator[Placed]:
-    """The programme over groups, on top of the programme inside a group."""
+    """Run the dynamic program over groups, on top of that inside a group."""
     network = resources.network
     size, count = network.machines_per_group, len(profile.units)
     for groups in range(1, resources.num_machines // size + 1):
@@ -206,7 +206,7 @@ def _consecutive(shape: Shape) -> Placed:
 
 
 def _nested(outer: Shape, starts: list[Callable[[int, int], tuple[float, Shape]]], size: int) -> Placed:
-    """Each outer stage is some groups with the same pipeline inside; its stages have replicas in all of them."""
+    """Return the stages: those inside an outer stage have replicas in all of its groups."""
     placed: Placed = []
     begin = group = 0
     for end, groups in outer:

@@ -1,4 +1,4 @@
-"""A plan: which unit of a model runs on which machine. It is data: printed, drawn, saved, edited, checked."""
+"""A placement: the machine of each unit of a model, as data that is printed, drawn, saved, edited and checked."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ SUFFIXES = (".json", ".toml")
 
 
 class PlacedStage(msgspec.Struct, frozen=True):
-    """Units that run together; on several machines: each is a replica, and batches are dealt in turn."""
+    """Units that run together. With several machines, each is a replica, and they take batches in turn."""
 
     machines: tuple[int, ...]
     units: tuple[str, ...]
-    split: dict[str, int] = {}  # unit -> which of `machines`; then these are no replicas, but share each microbatch
+    split: dict[str, int] = {}  # unit -> index in `machines`, which then are not replicas but share each microbatch
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """The predicted performance of a placement."""
+    """The prediction of a partitioner for its placement."""
 
-    batch_s: float  # between two batches that come out, once it runs
+    batch_s: float  # between two finished batches, in the steady state
     alone_s: float  # on one machine
     crossing_bytes: int  # in one batch, forward and backward
-    memory_bytes: tuple[int, ...]  # of each stage's machine
+    memory_bytes: tuple[int, ...]  # on each stage's machine
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Stages of a model on machines.
 
-    partition   one batch at a time; any unit may be anywhere, and every stage is one machine
-    pipeline    many batches on the way; values go from earlier stages to later ones only
+    partition   one batch at a time; any unit may be on any machine, and every stage is one machine
+    pipeline    many batches in flight; values go only from earlier stages to later ones
 
     A pipeline's stage may be on several machines (replicas), or a machine may have several stages, dealt in turn.
     """
@@ -47,18 +47,18 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Prediction | None = None
 
     def placement(self) -> dict[str, int]:
-        """Unit -> its (first) machine."""
+        """Return the (first) machine of each unit."""
         return {unit: stage.machines[0] for stage in self.stages for unit in stage.units}
 
     def stage_of(self) -> dict[str, int]:
-        """Unit -> the number of its stage."""
+        """Return the number of each unit's stage."""
         return {unit: number for number, stage in enumerate(self.stages) for unit in stage.units}
 
     def replicas(self) -> tuple[int, ...]:
         return tuple(1 if stage.split else len(stage.machines) for stage in self.stages)
 
     def move(self, unit: str, stage: int) -> Placement:
-        """The same plan with one unit elsewhere; what was predicted no longer holds."""
+        """Return the placement with one unit on another machine, without a prediction."""
         if unit not in self.stage_of():
             raise ValueError(f"the plan has no unit '{unit}': it has {', '.join(self.stage_of())}.")
         if not 0 <= stage < len(self.stages):
@@ -76,12 +76,12 @@ def is_interleaved(plan: Placement) -> bool:
 
 
 def in_flight(replicas: tuple[int, ...], stage: int) -> int:
-    """Batches that a machine of this stage has begun and not finished, at most: one, and those of the warm-up."""
+    """Return the most batches that a machine of this stage has in flight: one, and those of the warm-up."""
     return (sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage] + 1
 
 
 def check(plan: Placement, profile: Profile, resources: Resources | None = None) -> None:
-    """Raise ValueError, which says what to change, if the plan does not fit the model or the machines."""
+    """Raise ValueError, which says what to change, if the placement does not fit the model or the machines."""
     _check_units(plan, profile)
     _check_machines(plan)
     if plan.kind == "pipeline":
@@ -126,7 +126,7 @@ def _check_machines(plan: Placement) -> None:
 
 
 def _are_dealt_in_turn(plan: Placement) -> bool:
-    """Stage s is on machine s mod P, and all machines have equally many."""
+    """Raise ValueError unless stage s is on machine s mod P and all machines have equally many stages."""
     homes = [stage.machines for stage in plan.stages]
     count = len(set(homes))
     rounds = len(homes) // count
@@ -158,10 +158,10 @@ def _check_memory(plan: Placement, profile: Profile, resources: Resources) -> No
 
 
 def memory(plan: Placement, profile: Profile, resources: Resources) -> tuple[int, ...]:
-    """Bytes that a machine of each stage needs for it.
+    """Return the bytes that a machine of each stage needs for it.
 
-    In a pipeline that is as much as a schedule without a flush takes: a version and activations for each batch on the
-    way. Stages that share a machine are for a schedule that flushes: one version, the activations of one batch.
+    In a pipeline, as much as a schedule without a flush requires: a version and activations for each batch in
+    flight. Stages that share a machine require a schedule that flushes: one version, the activations of one batch.
     """
     replicas, one_batch = plan.replicas(), plan.kind == "partition" or is_interleaved(plan)
     return tuple(
@@ -175,7 +175,7 @@ def memory(plan: Placement, profile: Profile, resources: Resources) -> tuple[int
 
 
 def from_placement(profile: Profile, placement: Mapping[str, int], partitioner: str, num_machines: int) -> Placement:
-    """A partition from a map of units to machines."""
+    """Return the partition for a map of units to machines."""
     machines = sorted(set(placement.values()))
     stages = [PlacedStage((m,), tuple(unit for unit in profile.names if placement[unit] == m)) for m in machines]
     return Placement(
@@ -210,7 +210,7 @@ def check_file_name(path: Path) -> None:
 
 
 def _to_toml(plan: Placement) -> str:
-    """TOML needs no library to be written when it is this small: one table per stage, easy to edit."""
+    """Return the placement as TOML: one table per stage, easy to edit."""
     word = msgspec.json.encode  # strings and lists of them are written as in JSON
     lines = [f"{name} = {word(getattr(plan, name)).decode()}" for name in ("model", "kind", "partitioner")]
     lines.append(f"num_machines = {plan.num_machines}")

@@ -1,17 +1,17 @@
-r"""Predict the time of a placement, from a profile and a network.
+r"""Predict a placement's time per batch from a profile and a network.
 
-A partition runs one batch at a time: fragments in their order, each when its machine is free and its inputs have
-arrived. A value is sent once to each machine that reads it, and its gradient comes back once; messages queue at the
-sender's and the receiver's network card.
+A partition computes one batch at a time: fragments in their order, each when its machine is free and its inputs have
+arrived. A value is sent once to each machine that reads it, and its gradient is sent back once; messages queue at the
+sender's NIC and at the receiver's.
 
-The throughput of a pipeline is that of its slowest part (PipeDream, Narayanan et al. 2019). For a stage of m machines
-with parameters w, and the values a that go to later stages,
+A pipeline finishes batches at the rate of its slowest stage or link (PipeDream, Narayanan et al. 2019). For a stage
+of m machines with parameters w, and the values a that go to later stages,
 
     stage     max( sum T_l , 2 (m - 1) / m |w| / B ) / m
     between   2 a / B                                   (here: the bytes forward and backward, as measured)
 
 A round of m batches is one update, for which each machine sends 2 (m - 1) / m |w| bytes, as in a ring: B is the speed
-of a machine's own card, in each direction. (The paper's first version has twice that, for lines that send and receive
+of a machine's NIC, in each direction. (The paper's first version has twice that, for lines that send and receive
 in turn.) In a stage that is in G groups, a group sends 2 (G - 1) / G |w| to the others, once in a round.
 """
 
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 def predicted(plan: Placement, profile: Profile, resources: Resources) -> Placement:
-    """The plan with what it should take."""
+    """Return the placement with its prediction."""
     network = resources.network
     if plan.kind == "pipeline":
         batch_s = pipeline_s(plan, profile, network)
@@ -54,7 +54,7 @@ def predicted(plan: Placement, profile: Profile, resources: Resources) -> Placem
 
 
 def crossings(plan: Placement, profile: Profile) -> list[tuple[CutValue, int, int]]:
-    """(value, stage that reads it, bytes both ways), once per value and stage that is not its own."""
+    """Return (value, reading stage, bytes both ways) for each value and each other stage that reads it."""
     stage = plan.stage_of()
     found = []
     for value in profile.values:
@@ -64,7 +64,7 @@ def crossings(plan: Placement, profile: Profile) -> list[tuple[CutValue, int, in
 
 
 def pipeline_s(plan: Placement, profile: Profile, network: LinkSpeed) -> float:
-    """Seconds between two batches, in the steady state: the slowest machine or link."""
+    """Return the seconds between two batches in the steady state: those of the slowest machine or link."""
     machines: dict[tuple[int, ...], float] = {}
     links: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
     for number, stage in enumerate(plan.stages):
@@ -79,7 +79,7 @@ def pipeline_s(plan: Placement, profile: Profile, network: LinkSpeed) -> float:
 
 
 def _stage_s(stage: PlacedStage, profile: Profile, network: LinkSpeed) -> float:
-    """A batch's share of a round: batches are dealt to all machines alike, gradients summed in each group."""
+    """Return the seconds per batch of a replicated stage: batches in turn, gradients summed in each group."""
     groups = [network.group(machine) for machine in stage.machines]
     together = max(map(groups.count, groups))
     sync_s = ring_bytes(together, profile.parameter_bytes(stage.units)) / network.speed(True)
@@ -87,7 +87,7 @@ def _stage_s(stage: PlacedStage, profile: Profile, network: LinkSpeed) -> float:
 
 
 def _between_groups_s(plan: Placement, profile: Profile, network: LinkSpeed) -> list[float]:
-    """Of each group: all its stages that are in other groups, too, share the way there."""
+    """Return the seconds per batch of each group's link: its stages that span several groups share it."""
     used: dict[int, float] = {}
     for stage in plan.stages:
         spread = _groups(stage, network)
@@ -98,28 +98,28 @@ def _between_groups_s(plan: Placement, profile: Profile, network: LinkSpeed) -> 
 
 
 def ring_bytes(machines: int, num_bytes: int) -> float:
-    """Return the bytes that each machine sends in a ring all-reduce of a vector."""
+    """Return the bytes that each of `machines` sends to sum vectors of this size in a ring."""
     return 2 * (machines - 1) / machines * num_bytes
 
 
 def _groups(stage: PlacedStage, network: LinkSpeed) -> tuple[int, ...]:
-    """The groups that a stage is spread over."""
+    """Return the groups in which a stage has machines."""
     return tuple(sorted({network.group(machine) for machine in stage.machines}))
 
 
 def _crossing_bytes(plan: Placement, profile: Profile, stage: int) -> int:
-    """Between this stage and those before it on one side, and all later ones on the other."""
+    """Return the bytes between the stages up to this one and all later ones."""
     of = plan.stage_of()
     return sum(v.num_bytes for v in profile.values if of[v.maker] <= stage < max(of[r] for r in v.readers))
 
 
 def partition_s(profile: Profile, placement: Mapping[str, int], network: LinkSpeed) -> float:
-    """Seconds of one batch, forward and backward."""
+    """Return the seconds of one batch, forward and backward."""
     return PartitionClock(profile, network).batch_s(placement)
 
 
 class PartitionClock:
-    """Plays one batch of a partition; made once, because a search asks it thousands of times."""
+    """Plays batches of a partition; made once, because a search plays thousands of placements."""
 
     def __init__(self, profile: Profile, network: LinkSpeed) -> None:
         self.network = network
@@ -135,7 +135,7 @@ class PartitionClock:
         return self.play(placement, microbatches).total_s
 
     def play(self, placement: Mapping[str, int], microbatches: int = 1) -> Times[Step]:
-        """Return the times of all fragments for microbatches one after the other, each forward, then backward."""
+        """Return when each fragment runs: microbatches one after the other, each forward, then backward."""
         key = fragment_keys(self.read, placement)
         order = sorted(set(key.values()))
         rows: dict[int, list[Step]] = {}
@@ -148,13 +148,15 @@ class PartitionClock:
         return play(list(rows.values()), seconds, sends)
 
     def _sends(self, key: Mapping[str, Key], order: Sequence[Key], microbatch: int) -> Iterator[Send[Step]]:
-        """Yield values forward and gradients back, once per reading machine; the loss needs all that nobody reads."""
+        """Yield the messages of values and gradients, once per reading machine; the loss reads all unread values."""
         read: set[Key] = set()
         for value in self.values:
             home, readers = key[value.maker], sorted({key[reader] for reader in value.readers} - {key[value.maker]})
             if readers:
                 read.add(home)
-            machines = {reader[1] for reader in readers}  # beginning with the next: not all with the first
+            machines = {
+                reader[1] for reader in readers
+            }  # each starts at the next machine, so that not all start at the first
             for machine in sorted(machines, key=lambda other, here=home[1]: (other < here, other)):  # type: ignore[misc]
                 those = [reader for reader in readers if reader[1] == machine]
                 there = self.network.sending_s(value.forward_bytes, home[1], machine)

@@ -1,4 +1,4 @@
-"""Profiles: the time, parameters and activations of each unit of a split model, and the values between units."""
+"""The costs of each unit of a cut model: time, parameters, activations, and the values between units."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import msgspec
 
 
 class Unit(msgspec.Struct, frozen=True):
-    """A node that a plan places, with the nodes that stay with it."""
+    """A node that a placement places, with the nodes that stay with it."""
 
     name: str
     forward_s: float = 0.0
     backward_s: float = 0.0
     parameter_bytes: int = 0
-    activation_bytes: int = 0  # kept from its forward to its backward
-    what: str = ""  # Conv2d, relu, …: for people
+    activation_bytes: int = 0  # kept between its forward and its backward
+    what: str = ""  # Conv2d, relu, …: for display
 
     @property
     def seconds(self) -> float:
@@ -24,13 +24,13 @@ class Unit(msgspec.Struct, frozen=True):
 
 
 class CutValue(msgspec.Struct, frozen=True):
-    """A tensor, or a pytree of them, that goes from one unit to others."""
+    """A tensor, or a pytree of them, that one unit makes and others read."""
 
     name: str
     maker: str
     readers: tuple[str, ...]
     forward_bytes: int
-    backward_bytes: int  # of its gradient; integers have none
+    backward_bytes: int  # of its gradient; 0 for integers
 
     @property
     def num_bytes(self) -> int:
@@ -38,13 +38,13 @@ class CutValue(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True, dict=True):
-    """A model in numbers, measured for one batch size; units are in an order in which they can compute."""
+    """The costs of a model for one batch size; units are in an order in which they can compute."""
 
     model: str
     batch_size: int
     units: tuple[Unit, ...]
     values: tuple[CutValue, ...]
-    counted: bool = False  # nothing could be run: times are those of its multiplications, at 10 G/s
+    counted: bool = False  # the model has no values: times are those of its multiplications at 10 billion per second
 
     def __post_init__(self) -> None:
         place = {unit.name: number for number, unit in enumerate(self.units)}
@@ -67,7 +67,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         return {name: number for number, name in enumerate(self.names)}
 
     def crossing_bytes(self, end: int) -> int:
-        """Forward and backward, between the first `end` units and the rest; a value counts once."""
+        """Return the bytes forward and backward between the first `end` units and the rest; each value counts once."""
         place = self.place
         return sum(
             value.num_bytes
@@ -85,7 +85,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         return sum(self.by_name[name].activation_bytes for name in names)
 
     def scaled(self, seconds: float = 1.0, num_bytes: float = 1.0) -> Profile:
-        """Return the profile with all times and all bytes multiplied by these factors."""
+        """Return the profile with times, and the bytes of values, multiplied by these factors."""
         units = [
             msgspec.structs.replace(u, forward_s=u.forward_s * seconds, backward_s=u.backward_s * seconds)
             for u in self.units
@@ -100,12 +100,12 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
 
 
 class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Machines in groups: fast inside a group, slower between groups. One group: all machines are alike."""
+    """The network's speed inside a group of machines and between groups."""
 
     bytes_per_s: float = 1e9
     latency_s: float = 100e-6
     machines_per_group: int = 0  # 0: there is one group
-    between_bytes_per_s: float = 0.0  # between groups; 0: as inside
+    between_bytes_per_s: float = 0.0  # between groups; 0: as inside a group
     between_latency_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -118,26 +118,26 @@ class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True):
         return machine // self.machines_per_group if self.machines_per_group else 0
 
     def speed(self, same_group: bool) -> float:
-        """Bytes a second."""
+        """Return the bytes per second between two machines."""
         return self.bytes_per_s if same_group else self.between_bytes_per_s or self.bytes_per_s
 
     def transfer_s(self, num_bytes: int, source: int, destination: int) -> float:
         return 0.0 if source == destination else sum(self.sending_s(num_bytes, source, destination))
 
     def sending_s(self, num_bytes: int, source: int, destination: int) -> tuple[float, float]:
-        """For how long a message occupies a card, and how much longer it is on its way."""
+        """Return how long a message occupies a NIC, and its additional latency."""
         near = self.group(source) == self.group(destination)
         latency_s = self.latency_s if near else self.between_latency_s or self.latency_s
         return num_bytes / self.speed(near), latency_s
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
-    """The machines and network that a partitioner may use."""
+    """The machines that a partitioner may use."""
 
     num_machines: int
     memory_bytes: int = 0  # of each machine; 0: no limit
     network: LinkSpeed = LinkSpeed()
-    state_copies: int = 2  # vectors beside each version of the parameters: a gradient, and one of an optimizer
+    state_copies: int = 2  # vectors per version of the parameters: the gradient, and one of the optimizer
 
     def __post_init__(self) -> None:
         if self.num_machines < 1:
@@ -155,5 +155,5 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
         return not self.memory_bytes or self.needed(parameter_bytes, activation_bytes, in_flight) <= self.memory_bytes
 
     def needed(self, parameter_bytes: int, activation_bytes: int, in_flight: int) -> int:
-        """Bytes of a machine: a version of its parameters and the activations for each batch on the way."""
+        """Return the bytes of a machine: parameters and activations for each batch in flight."""
         return parameter_bytes * (in_flight + self.state_copies) + activation_bytes * in_flight

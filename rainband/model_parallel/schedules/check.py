@@ -1,4 +1,4 @@
-"""Play a schedule table against the clock: does it end, how long is it idle, what must it keep?"""
+"""Check a schedule table and play it: its times, idle time, activations and versions in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rainband.model_parallel.schedules.version_rule import LiveVersions
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each action of a stage; a stage given no time of its own takes the first."""
+    """Seconds of each action, by stage; a stage without a time of its own has that of stage 0."""
 
     forward_s: tuple[float, ...] = (1.0,)
     backward_s: tuple[float, ...] = (2.0,)
@@ -33,7 +33,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """The time span of an action."""
+    """The time at which a machine performs an action."""
 
     machine: int
     action: Action
@@ -43,17 +43,17 @@ class ActionSpan:
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """The results of a simulated schedule; lists have one number per machine."""
+    """The result of a check; tuples have one number per machine."""
 
     spans: tuple[ActionSpan, ...]
     total_s: float
-    bubble: float  # share of the machines' time in which they had nothing to do
-    peak_activations: tuple[int, ...]  # microbatches, times stages, whose forward is kept
-    peak_versions: tuple[int, ...]  # memories of parameters, largest number for one of the machine's stages
+    bubble: float  # fraction of the machines' time in which they are idle
+    peak_activations: tuple[int, ...]  # forwards (of a microbatch through a stage) kept at the same time
+    peak_versions: tuple[int, ...]  # versions in memory at the same time, of one stage
 
 
 def check(table: Table, costs: Costs | None = None) -> ScheduleFacts:
-    """Raise ValueError, naming actions, if the table cannot be played or is incomplete; else say what it takes."""
+    """Return the table's times and memory; raise ValueError, naming actions, if it is incomplete or deadlocks."""
     _check_complete(table)
     _check_versions(table)
     spans = _play(table, costs or Costs())
@@ -123,7 +123,7 @@ def _check_versions(table: Table) -> None:
 
 
 def _check_version(table: Table, machine: int, action: Action, version: dict[tuple[int, int], int]) -> None:
-    """Versions come in their order, and none is used before it is made."""
+    """Raise ValueError if versions are not made in order, or are used before they are made."""
     key = (machine, action.stage)
     newest = version.get(key, 0)
     if action.kind == "U":

@@ -1,7 +1,7 @@
-"""Forecast a model-parallel run from a profile: what each worker computes and sends, and when.
+"""Predict a run in stages from a profile: what each worker computes and sends, and when.
 
-A forecast has no costs that are not in a profile: reading data, the loss, updates, servers. It does have the exchange
-of gradients between replicas of a stage, because that decides where a placement has replicas.
+Reading data, the loss, updates and servers are left out, because a profile does not measure them. The exchange of
+gradients between stage replicas is included, because it decides where a placement has replicas.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from rainband.model_parallel.schedules.check import Costs, ScheduleFacts, check
 from rainband.model_parallel.schedules.play import Times
 from rainband.model_parallel.schedules.table import Table, need
 
-FLUSHES = ("gpipe", "one_f_one_b", "interleaved")  # they train as one process does on the whole batch
+FLUSHES = ("gpipe", "one_f_one_b", "interleaved")  # the result is that of one process on the whole batch
 # Other schedules: one_machine_per_stage.
 PLAN_WITH: dict[str, Partitioner] = {"pipedream": pipedream, "interleaved": interleaved}
 
 
 @dataclass(frozen=True)
 class Played:
-    """A schedule of a plan."""
+    """A placement's schedule, and its times."""
 
     plan: Placement
     table: Table
     facts: ScheduleFacts
-    batch_s: float  # between two batches, once it runs
-    late: int  # updates between the parameters a gradient was computed at and those it is applied to, at most
+    batch_s: float  # between two batches in the steady state
+    late: int  # maximum number of updates between a gradient's parameters and those it is applied to
 
 
 def partitioner_for(schedule: str | None) -> Partitioner:
-    """Return the default partitioner for a schedule."""
+    """Return the default partitioner of a schedule."""
     return pipedream if schedule is None else PLAN_WITH.get(schedule, one_machine_per_stage)
 
 
 def check_schedule(name: str, plan: Placement | None = None) -> None:
-    """Raise ValueError if there is no such schedule, or not for this plan; it says what to type."""
+    """Raise ValueError if there is no such schedule, or not for this placement."""
     need(name in SCHEDULES, f"no schedule named '{name}': choose from {', '.join(SCHEDULES)}, or all.")
     if plan is None:
         return
@@ -75,27 +75,27 @@ def check_schedule(name: str, plan: Placement | None = None) -> None:
 
 
 def played(name: str, plan: Placement, profile: Profile, resources: Resources, microbatches: int) -> Played:
-    """Simulate a schedule with the stages of a placement."""
+    """Play a schedule with the placement's stages and `microbatches` per batch."""
     check_schedule(name, plan)
     costs = costs_of(name, plan, profile, resources, microbatches)
     table = table_of(name, plan, microbatches, batches=1)
     batch_s = steady_s(name, plan, microbatches, costs)
-    if name == "pipedream" and plan.predicted is not None:  # replicas' updates take time, too
+    if name == "pipedream" and plan.predicted is not None:  # includes the replicas' exchange of gradients
         batch_s = max(batch_s, plan.predicted.batch_s)
     return Played(plan, table, check(table, costs), batch_s, _late(table))
 
 
 def steady_s(name: str, plan: Placement, microbatches: int, costs: Costs) -> float:
-    """Seconds between two batches, once the pipeline is full: what doubling the number of batches adds."""
+    """Return the seconds between two batches once the pipeline is full: the time that doubling the batches adds."""
     if name == "pipedream":
-        microbatches = 1  # each microbatch is a batch of its own
+        microbatches = 1  # each microbatch is a batch
     full = full_after(name, plan)
     once, twice = (check(table_of(name, plan, microbatches, batches), costs).total_s for batches in (full, 2 * full))
     return (twice - once) / full
 
 
 def full_after(name: str, plan: Placement) -> int:
-    """Return the number of batches after which a pipeline is full and all replicas of a stage have had as many."""
+    """Return after how many batches a pipeline is full and all replicas of a stage have computed equally many."""
     if name == "pipedream":
         return 2 * math.lcm(*plan.replicas()) * len(plan.stages)
     return 1 if name in FLUSHES else 2
@@ -104,7 +104,7 @@ def full_after(name: str, plan: Placement) -> int:
 def every_schedule(
     profile: Profile, resources: Resources, microbatches: int, stages_per_worker: int = 2
 ) -> dict[str, Played | ValueError]:
-    """Each schedule with the plan that suits it; where there is none, why."""
+    """Return each schedule with the placement of its default partitioner, or the error if there is none."""
     found: dict[str, Played | ValueError] = {}
     for name in SCHEDULES:
         try:
@@ -118,7 +118,7 @@ def every_schedule(
 
 
 def table_of(name: str, plan: Placement, microbatches: int, batches: int) -> Table:
-    """Return the schedule's table for a number of batches and microbatches."""
+    """Return the schedule's table for a number of batches, and of microbatches in each."""
     stages = len(plan.stages)
     match name:
         case "gpipe":
@@ -135,7 +135,7 @@ def table_of(name: str, plan: Placement, microbatches: int, batches: int) -> Tab
 
 
 def costs_of(name: str, plan: Placement, profile: Profile, resources: Resources, microbatches: int) -> Costs:
-    """Of a microbatch: a batch's share, except where each microbatch is a batch of its own."""
+    """Return the costs of a microbatch: a fraction of a batch's, except where each microbatch is a batch."""
     share = 1 if name == "pipedream" else microbatches
     units = [[profile.by_name[unit] for unit in stage.units] for stage in plan.stages]
     return Costs(
@@ -146,7 +146,7 @@ def costs_of(name: str, plan: Placement, profile: Profile, resources: Resources,
 
 
 def _links(plan: Placement, profile: Profile, network: LinkSpeed, share: int) -> dict[tuple[int, int], float]:
-    """(stage, the next) and back: what a microbatch's values take on their way. What skips a stage comes meanwhile."""
+    """Return the seconds of a microbatch's values between neighboring stages; values that skip a stage are ignored."""
     links: dict[tuple[int, int], float] = {}
     for a, (stage, after) in enumerate(pairwise(plan.stages)):
         made, read = set(stage.units), set(after.units)
@@ -160,7 +160,7 @@ def _links(plan: Placement, profile: Profile, network: LinkSpeed, share: int) ->
 
 
 def _late(table: Table) -> int:
-    """An update makes version v + 1 of version v: how old is the oldest gradient in it?"""
+    """Return the age, in updates, of the oldest gradient in an update."""
     late = 0
     for row in table.rows:
         for action in row:
@@ -171,19 +171,19 @@ def _late(table: Table) -> int:
 
 
 NEVER_FLUSHED = "pipedream"
-PARTITION = "partition"  # in the place of a schedule: one microbatch after the other, fragments as soon as they can
+PARTITION = "partition"  # instead of a schedule: microbatches in order, each fragment as early as possible
 
 
 class TimeShare(NamedTuple):
-    """Of one batch: what the workers of one or more stages compute and send, all of them together."""
+    """The computation and traffic of all workers of one or more stages, for one batch."""
 
-    workers: int  # among whom batches are dealt
+    workers: int  # that take batches in turn
     compute_s: float
     sent_bytes: float
 
 
 class ForecastSpan(NamedTuple):
-    """A stretch of a worker's time."""
+    """A stretch of a worker's predicted time."""
 
     rank: int  # of the worker in its replica
     label: str  # F3, B3: forward and backward of microbatch 3
@@ -193,7 +193,7 @@ class ForecastSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan, and how batches go through it."""
+    """The prediction for a placement and a schedule."""
 
     plan: Placement
     profile: Profile  # of one batch
@@ -203,24 +203,24 @@ class Forecast:
 
     @cached_property
     def batch_s(self) -> float:
-        """Seconds between two batches, once it runs."""
+        """Seconds between two batches in the steady state."""
         if self.schedule == PARTITION:
             return self._partition(2).total_s - self._partition(1).total_s
         return steady_s(self.schedule, self.plan, self.microbatches, self._costs)
 
     @property
     def alone_s(self) -> float:
-        """Seconds of a batch on one machine, without any waiting."""
+        """Seconds of a batch on one machine, without waits."""
         return self.profile.seconds(self.profile.names)
 
     @property
     def busy(self) -> float:
-        """The part of the workers' time in which they compute."""
+        """The fraction of the workers' time in which they compute."""
         return self.alone_s / (self.batch_s * sum(share.workers for share in self.shares)) if self.batch_s else 1.0
 
     @cached_property
     def shares(self) -> list[TimeShare]:
-        """In the order of the workers; stages that are on the same machines are one share."""
+        """By rank; stages on the same machines are one entry."""
         return [
             TimeShare(len(machines), self.profile.seconds(units), self._sent_bytes(machines, units))
             for machines, units in self._homes.items()
@@ -234,7 +234,7 @@ class Forecast:
         return homes
 
     def _sent_bytes(self, machines: tuple[int, ...], units: list[str]) -> float:
-        """A value goes once to each machine that reads it, and its gradient back; replicas exchange gradients."""
+        """Count each value once per reading machine, its gradient once, and the replicas' exchange of gradients."""
         home = {unit: where for where, those in self._homes.items() for unit in those}
         sent = 0.0
         for value in self.profile.values:
@@ -248,7 +248,7 @@ class Forecast:
 
     @property
     def _costs(self) -> Costs:
-        """Replicas of a stage wait for each other's gradients: two messages, in turn."""
+        """Costs with the exchange of gradients between stage replicas: two messages, one after the other."""
         resources = Resources(num_machines=self.plan.num_machines, network=self.network)
         costs = costs_of(self.schedule, self.plan, self.profile, resources, self.microbatches)
         links = dict(costs.links_s)
@@ -263,12 +263,12 @@ class Forecast:
     def _micro(self) -> Profile:
         return self.profile.scaled(1 / self.microbatches, 1 / self.microbatches)
 
-    # ---- when who does what ----------------------------------------------------------------------------------------
+    # ---- spans -----------------------------------------------------------------------------------------------------
 
     def spans(self, batches: int, first: int = 0) -> list[ForecastSpan]:
-        """Some batches in the middle of a run, from the moment on when the first of them begins.
+        """Return the spans of some batches in the middle of a run, from the start of the first of them.
 
-        Where a pipeline is never flushed, batches on the way before and after them are there, too, and labels count
+        If the pipeline is never flushed, they include those of batches in flight before and after, and labels count
         from `first`.
         """
         if self.schedule == PARTITION:
@@ -309,6 +309,6 @@ class Forecast:
 
 
 def as_batch(microbatch: Profile, samples: int) -> Profile:
-    """Return the profile of a batch of `samples` samples, computed in microbatches like this one."""
+    """Scale the profile of a microbatch to a batch of `samples`, computed in such microbatches."""
     times = samples / microbatch.batch_size
     return msgspec.structs.replace(microbatch.scaled(times, times), batch_size=samples)

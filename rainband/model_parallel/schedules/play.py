@@ -1,12 +1,12 @@
-"""Play rows of tasks against the clock: the one player behind checking, predicting, forecasting and drawing.
+"""Compute when each task of a schedule runs: used to check schedules, to predict and to draw them.
 
 A machine does the tasks of its row in order. A task starts when its machine is free and everything it reads has
-arrived. Events are handled in the order of time, so messages that meet at a machine's NIC queue as they come:
+arrived. Events are handled in the order of time, so messages queue at a machine's NIC in the order they arrive:
 
     leaves    max(last maker done, NIC of the sender free)         occupies that NIC for `occupies_s`
     arrives   max(left + latency_s, NIC of the reader free) + occupies_s
 
-A message with occupies_s = 0 is a plain delay, and then NICs make no difference.
+With occupies_s = 0 a message is a plain delay, and NICs do not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Send(NamedTuple, Generic[Task]):
 
 
 class ScheduleDeadlock(Exception):
-    """Some machines wait for each other: `waiting` has each with the task it is at."""
+    """Some machines wait for each other: `waiting` has the task at which each is stuck."""
 
     def __init__(self, waiting: Mapping[int, Any]) -> None:
         super().__init__(f"machines {', '.join(map(str, waiting))} wait for each other")
@@ -38,7 +38,7 @@ class ScheduleDeadlock(Exception):
 
 @dataclass(frozen=True)
 class Times(Generic[Task]):
-    """The start and end of each task."""
+    """The start and the end of each task."""
 
     start_s: Mapping[Task, float]
     end_s: Mapping[Task, float]
@@ -49,7 +49,7 @@ class Times(Generic[Task]):
 
 
 def play(rows: Sequence[Sequence[Task]], seconds: Mapping[Task, float], sends: Iterable[Send[Task]]) -> Times[Task]:
-    """Return when each task runs; raise Stuck, which names who waits, if the rows cannot be played to their end."""
+    """Return when each task runs; raise ScheduleDeadlock, with the waiting tasks, if there is no end."""
     machine = {task: number for number, row in enumerate(rows) for task in row}
     position = {task: place for row in rows for place, task in enumerate(row)}
     missing = dict.fromkeys(machine, 0)
