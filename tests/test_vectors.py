@@ -42,7 +42,7 @@ from rainband.protocol.vectors import (
     norm,
     scale,
     swap,
-    validate_push_id,
+    validate_operations,
 )
 from rainband.server.server import Server
 from rainband.strategies.sandblaster import Sandblaster
@@ -116,19 +116,19 @@ def test_axpy_and_back_again_changes_nothing(values: list[int], times: int) -> N
     ],
 )
 def test_a_wrong_program_is_refused_with_its_reason(operations: list[Operation], why: str) -> None:
-    assert why in validate_push_id(operations, {PARAMS}, room=2)
+    assert why in validate_operations(operations, {PARAMS}, room=2)
 
 
 def test_a_good_program_is_not_refused() -> None:
     program = [fill("a", 0), fill("b", 0), drop("a"), copy("c", "b"), swap("b", "c"), dot("b", PARAMS)]
-    assert validate_push_id(program, {PARAMS}, room=2) == ""
+    assert validate_operations(program, {PARAMS}, room=2) == ""
 
 
 @given(st.lists(st.builds(Operation, st.sampled_from(KINDS), st.sampled_from("abcd"), st.sampled_from("abcd"))))
 def test_a_program_that_is_not_refused_can_be_done_and_has_at_most_its_room(program: list[Operation]) -> None:
     v, todo = vectors(1.0, 2.0), []
     for operation in program:  # as much of it as is allowed
-        if not validate_push_id([*todo, operation], {PARAMS}, room=2):
+        if not validate_operations([*todo, operation], {PARAMS}, room=2):
             todo.append(operation)
     for operation in todo:
         v.run(operation)

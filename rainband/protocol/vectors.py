@@ -86,7 +86,7 @@ def norm(target: str) -> Operation:
     return Operation("norm", target)
 
 
-def validate_push_id(operations: Iterable[Operation], names: Iterable[str], room: int) -> str:
+def validate_operations(operations: Iterable[Operation], names: Iterable[str], room: int) -> str:
     """Say what is wrong with a program, before any of it is done; "" if nothing is.
 
     `names` are the vectors there are, params among them; `room` is how many there may be beside params.

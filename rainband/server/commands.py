@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rainband.protocol.messages import Answer, Command, Evaluated, Message, Push
-from rainband.protocol.vectors import ANSWERED, GRADIENT, PARAMS, Operation, fill, validate_push_id
+from rainband.protocol.vectors import ANSWERED, GRADIENT, PARAMS, Operation, fill, validate_operations
 
 if TYPE_CHECKING:
     from rainband.server.block import Block
@@ -47,7 +47,7 @@ class CommandExecutor:
         if command.number != number + 1:
             return [self._refused(command, f"command {command.number} came when {number + 1} was expected")]
         operations = (*command.operations, *((fill(GRADIENT, 0.0),) if command.work_items else ()))
-        if wrong := validate_push_id(operations, self.names, self.room):
+        if wrong := validate_operations(operations, self.names, self.room):
             return [self._refused(command, wrong)]
         self.term = command.term
         results = self._do(operations, bool(command.work_items), blocks)
