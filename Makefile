@@ -39,8 +39,8 @@ check: $(READY)  ## check format, lint, types and the direction of imports
 	@$(BIN)/ruff check --quiet .
 	@echo "check: types"
 	@$(BIN)/mypy
-	@echo "check: layers"
-	@$(BIN)/python -m pytest -q tests/test_layers.py
+	@echo "check: layers, structure and words"
+	@$(BIN)/python -m pytest -q tests/test_layers.py tests/test_structure.py tests/test_words.py
 
 format: $(READY)  ## format the code and repair what lint can repair
 	@$(BIN)/ruff format --quiet .

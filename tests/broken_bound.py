@@ -30,7 +30,7 @@ class Boundless(StaleSync):
 
 
 def stand_still(run: Any, pipe: str) -> None:
-    """In a loop of one's own: worker 1 goes on after its first step when worker 0 has done five."""
+    """In a custom training loop: worker 1 goes on after its first step when worker 0 has done five."""
     if run.index == 0:
         os.write(opened(pipe), b".")
     elif run.index == 1:

@@ -35,7 +35,7 @@ class Gated:
     curved: bool = False  # square the loss, so that the gradient depends on the parameters
     nan_at: int = NOWHERE  # samples whose batches come to grief
     crash_at: int = NOWHERE
-    die_at: int = NOWHERE  # whoever computes it is killed, every time
+    die_at: int = NOWHERE  # any process that computes it is killed, every time
     hang_at: int = NOWHERE
     says: str = ""  # printed at every batch
     broken: bool = False  # cannot be built

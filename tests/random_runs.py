@@ -23,7 +23,7 @@ from tests.ledger import LR, Case
 
 @dataclass(frozen=True)
 class Ragged(Strategy):
-    """Downpour whose workers cut a work item differently, as loops of their own would: no two begin alike."""
+    """Downpour whose workers cut a work item differently, as custom training loops would: no two begin alike."""
 
     batches_per_item: int = 4
 

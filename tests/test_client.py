@@ -1,4 +1,4 @@
-"""A worker's half of the protocol: what it sends, and what it makes of the answers."""
+"""A worker part of the protocol: what it sends, and what it makes of the answers."""
 
 from __future__ import annotations
 

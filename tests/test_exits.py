@@ -21,7 +21,7 @@ from tests.processes import LR, Run, RunLauncher
 pytestmark = pytest.mark.processes
 
 
-def model_has_what_the_books_say(run: Run) -> bool:
+def model_has_what_the_accounting_says(run: Run) -> bool:
     """The gradient of the bias is 1, so it counts the batches that were applied."""
     return bool(run.parameters()["bias"].item() == -LR * run.result().accounting["applied"])
 
@@ -36,7 +36,7 @@ def ended_as(run: Run) -> tuple[str, int | None]:
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
-def test_ctrl_c_once_finishes_the_batches_at_hand_saves_the_model_and_balances_the_books(
+def test_ctrl_c_once_finishes_the_batches_at_hand_saves_the_model_and_balances_the_accounting(
     launcher: RunLauncher, tmp_path: Path, transport: str
 ) -> None:
     with launcher.run(tmp_path, transport=transport) as run:
@@ -51,7 +51,7 @@ def test_ctrl_c_once_finishes_the_batches_at_hand_saves_the_model_and_balances_t
         assert (accounting["lost"], accounting["applied_twice"]) == (0, 0)
         assert 10 <= accounting["applied"] <= 60  # the two at hand, and hardly more
         assert accounting["applied"] + accounting["not_processed"] == accounting["batches"] == 256
-        assert model_has_what_the_books_say(run)
+        assert model_has_what_the_accounting_says(run)
         assert ended_as(run) == ("stopped", 130)
 
 
@@ -76,7 +76,7 @@ def test_a_polite_kill_is_obeyed_and_the_exit_code_says_try_again(
         run.gate.open()
         assert run.ended() == 75
         assert run.result().outcome == "stopped"
-        assert model_has_what_the_books_say(run)
+        assert model_has_what_the_accounting_says(run)
 
 
 def test_ctrl_c_before_anyone_has_joined_ends_at_once(launcher: RunLauncher, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_an_error_while_the_model_is_measured_does_not_cost_the_model(launcher: 
         assert ended_as(run) == ("failed", 1)
         (error,) = run.all(events.UserError)
         assert error.error == "ArithmeticError: this model cannot be measured"
-        assert model_has_what_the_books_say(run)
+        assert model_has_what_the_accounting_says(run)
 
 
 def test_the_terminal_shows_a_crash_once_from_the_users_own_line_on(launcher: RunLauncher, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_fence_holds_for_smaller_lease_numbers_and_never_falls() -> None:
 
 
 def test_what_was_written_under_a_lease_that_was_taken_back_is_counted_and_not_marked() -> None:
-    """The books say so: it was applied once more than it is marked."""
+    """The batch accounting say so: it was applied once more than it is marked."""
     hogwild_server, memory = kept()
     batch = Batch(1, 2, 1)
     memory.begin(0, batch)

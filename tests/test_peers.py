@@ -1,4 +1,4 @@
-"""Workers that talk to each other: real sockets and shared memory, each end on a switchboard of its own."""
+"""Workers that talk to each other: real sockets and shared memory, each end on its own event loop."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[PeerLinks]]:
 
 @given(pytree=pytrees)
 def test_what_is_sent_arrives_to_the_last_bit(pair: list[PeerLinks], pytree: Any) -> None:
-    pair[0].send(1, ("nest",), pytree)
-    assert same(pytree, get(pair[1], 0, "nest"))
+    pair[0].send(1, ("pytree",), pytree)
+    assert same(pytree, get(pair[1], 0, "pytree"))
 
 
 @both_ways

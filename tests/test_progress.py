@@ -213,6 +213,16 @@ def test_who_is_lost_and_who_is_back_is_said() -> None:
     assert lasting_lines(events.Returned(at_s=4.0, node="worker 1"), so_far) == ["worker 1 is active again"]
 
 
+def test_paused_and_inactive_workers_are_not_called_lost() -> None:
+    so_far = running(progress(2, 100))
+    paused = events.Lost(at_s=3.0, node="worker 1", why="paused, by its own request")
+    inactive = events.Lost(at_s=3.0, node="worker 1", why="inactive: heartbeats, but no push for 12.0 s")
+    assert [line for event in (paused, inactive) for line in lasting_lines(event, so_far)] == [
+        "worker 1 paused, by its own request; its batches are reassigned",
+        "worker 1 is inactive: heartbeats, but no push for 12.0 s; its batches are reassigned",
+    ]
+
+
 def test_what_processes_print_is_marked_and_a_flood_is_counted() -> None:
     printed = events.ProcessOutput(at_s=1.0, lines=("hello", "world"), left_out=1500)
     assert lasting_lines(printed, running()) == ["| ... 1,500 lines before this in output.log", "| hello", "| world"]
@@ -463,7 +473,7 @@ def test_a_measure_that_is_not_finite_is_said_to_be_so(tmp_path: Path) -> None:
 
 
 def diverged(skipped: int, **settings: object) -> list[str]:
-    """What is said of a run of 900 batches, so many of them skipped."""
+    """Return the warnings for a run of 900 batches with some of them skipped."""
     accounting = {**ACCOUNTING, "applied": 900 - skipped, "skipped": {"not finite": skipped}}
     start = msgspec.structs.replace(started(), settings=settings)
     return warnings(RunSoFar.from_events([start, msgspec.structs.replace(ended(), accounting=accounting)]))

@@ -115,7 +115,7 @@ def test_a_worker_that_cannot_reach_a_server_leaves_and_its_work_is_done_by_othe
 
 @pytest.mark.parametrize("by_s", [0.5, 60.0, 3600.0])
 def test_a_clock_that_jumps_costs_leases_and_nothing_else(by_s: float) -> None:
-    """The coordinator takes everyone for late; whoever is alive comes back with its next word."""
+    """The coordinator takes everyone for late; any worker that is alive comes back with its next word."""
     for strategy in KINDS:
         verdict = check(Case(3, strategy, 4, 2, parse(f"0.2 skew coordinator by {by_s}")), keep_trace=True)
         assert (verdict.outcome, verdict.violations) == ("finished", [])

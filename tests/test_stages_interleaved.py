@@ -215,7 +215,7 @@ QUICK = [pytest.param(p, v, m, marks=() if m in (p, 6) else pytest.mark.slow) fo
 
 
 @pytest.mark.parametrize("machines, stages_per_worker, microbatches", QUICK)
-def test_every_size_comes_to_its_end_whoever_is_slow(machines: int, stages_per_worker: int, microbatches: int) -> None:
+def test_every_size_ends_with_any_slow_worker(machines: int, stages_per_worker: int, microbatches: int) -> None:
     task = Weaving(batch_size=6, samples=12)
     plan = dealt(task, machines, stages_per_worker, microbatches)
     whole = whole_gradient(task, BATCH)

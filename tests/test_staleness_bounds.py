@@ -25,7 +25,7 @@ from tests.test_simulation import world_of
 
 SAMPLES = 64
 PROMISED = "the strategy did not keep its promise: readers may miss 0 clocks, and"
-# The sample that the first batch of all begins with: whoever has it is still at clock 0.
+# The sample that the first batch of all begins with: the worker that has it is still at clock 0.
 FIRST_SAMPLE = int(np.random.Generator(np.random.PCG64([0, 0])).permutation(SAMPLES)[0])
 
 
@@ -52,7 +52,7 @@ def test_in_virtual_time_the_command_fails_and_says_by_how_much(tmp_path: Path) 
 
 
 def test_fit_raises_it(tmp_path: Path) -> None:
-    """Machines that are alike: whoever is a moment sooner reads what another one has not pushed yet."""
+    """Machines that are alike: the worker that is a moment sooner reads what another one has not pushed yet."""
     with pytest.raises(RainbandError, match=PROMISED):
         rainband.fit("digits", Boundless(), workers=4, servers=1, epochs=1, runtime="sim", runs=tmp_path)
 
