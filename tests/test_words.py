@@ -195,19 +195,9 @@ def matches(table: dict[str, str], words: str, match: Any) -> list[tuple[str, st
 
 # Files with offenders that wait to be repaired: nothing may be added, and what is repaired must be deleted here.
 NOT_YET: set[str] = {
-    "rainband/coordinator/__init__.py",
-    "rainband/coordinator/admission.py",
-    "rainband/coordinator/coordinator.py",
     "rainband/coordinator/divergence_guard.py",
     "rainband/coordinator/full_batch.py",
-    "rainband/coordinator/full_batch_duty.py",
-    "rainband/coordinator/journal.py",
     "rainband/coordinator/leases.py",
-    "rainband/coordinator/liveness.py",
-    "rainband/coordinator/pending_command.py",
-    "rainband/coordinator/planning.py",
-    "rainband/coordinator/reporting.py",
-    "rainband/coordinator/shutdown.py",
     "rainband/coordinator/state.py",
     "rainband/coordinator/work_queue.py",
     "rainband/runtimes/hogwild/server.py",
