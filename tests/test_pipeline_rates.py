@@ -136,8 +136,12 @@ def test_stages_that_are_not_dealt_in_turn_are_refused(homes: tuple[int, ...]) -
 @pytest.mark.parametrize(
     ("name", "planned_for", "message"),
     [
-        ("interleaved", "gpipe", "interleaved needs several stages on each machine"),
-        ("gpipe", "interleaved", "several stages on a machine, which only the schedule interleaved knows, not gpipe"),
+        ("interleaved", "gpipe", "interleaved requires several stages per machine"),
+        (
+            "gpipe",
+            "interleaved",
+            "several stages on a machine, which only the schedule interleaved supports, not gpipe",
+        ),
     ],
 )
 def test_a_schedule_that_does_not_suit_the_plan_is_told(name: str, planned_for: str, message: str) -> None:

@@ -196,7 +196,7 @@ def test_a_split_is_read_as_it_is_typed(words: str, found: tuple[str, How]) -> N
 
 @pytest.mark.parametrize("words", ["fc1", "fc1=", "=2", "fc1=half", "fc1=diagonal:2"])
 def test_what_says_no_split_is_told(words: str) -> None:
-    with pytest.raises(ValueError, match=r"says no split: type fc1=2 or fc1=columns:2"):
+    with pytest.raises(ValueError, match=r"is not a split: type fc1=2 or fc1=columns:2"):
         read_split(words)
 
 
@@ -245,7 +245,7 @@ def test_the_command_plans_pieces_on_different_machines(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--split", "nothing=2"], "no layer 'nothing' to split: it has 6 (Linear), 8 (Linear)"),
-        (["--split", "6"], "'6' says no split"),
+        (["--split", "6"], "'6' is not a split"),
         (["--split", "0:7=2x2"], "Flatten(start_dim=1, end_dim=-1) cannot be cut into tiles"),
         (["--partitioner", "split_layers"], "has no pieces to place: split a layer (--split fc1=2)"),
     ],

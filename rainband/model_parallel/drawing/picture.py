@@ -29,16 +29,16 @@ def draw_plan(plan: Placement, profile: Profile, path: Path) -> bool:
     if figure is None:
         return False
     _draw_values(axes, plan, profile, where)
-    homes = list(dict.fromkeys(stage.machines for stage in plan.stages))
+    groups = list(dict.fromkeys(stage.machines for stage in plan.stages))
     for stage in plan.stages:
         for unit in stage.units:
-            _draw_unit(axes, profile.by_name[unit], where[unit], color_of(homes.index(stage.machines)))
+            _draw_unit(axes, profile.by_name[unit], where[unit], color_of(groups.index(stage.machines)))
     span = max(columns + 0.4, MIN_INCHES / COLUMN_INCHES)  # so that boxes of a chain are as wide as others
     axes.set_xlim((columns - 1 - span) / 2, (columns - 1 + span) / 2)
     axes.set_ylim(rows - 0.4, -0.6)
     axes.axis("off")
     axes.set_title(_title(plan, profile), fontsize=10, loc="left")
-    _legend(axes, [_machines(machines) for machines in homes])
+    _legend(axes, [_machines(machines) for machines in groups])
     figure.savefig(path, dpi=130)
     return True
 
@@ -63,10 +63,10 @@ def _draw_values(axes: Any, plan: Placement, profile: Profile, where: dict[str, 
     """Draw a line for each reader; a crossing value has its bytes beside it, once per reading stage."""
     stage = plan.stage_of()
     labelled = set()
-    home = {unit: s.machines for s in plan.stages for unit in s.units}
+    machines_of = {unit: s.machines for s in plan.stages for unit in s.units}
     for value in profile.values:
         for reader in value.readers:
-            crosses = home[reader] != home[value.maker]
+            crosses = machines_of[reader] != machines_of[value.maker]
             bend = _draw_line(axes, where[value.maker], where[reader], crosses)
             if crosses and (value.name, stage[reader]) not in labelled:
                 labelled.add((value.name, stage[reader]))
@@ -100,7 +100,7 @@ def _draw_line(axes: Any, maker: Spot, reader: Spot, crosses: bool) -> tuple[flo
 def _title(plan: Placement, profile: Profile) -> str:
     crossing = sum(count for _, _, count in crossings(plan, profile))
     crossed = f"{plan.kind}, {bytes_text(crossing)} cross for each batch of {profile.batch_size}"
-    text = f"{plan.model or 'model'}: {crossed if crossing else 'in one piece'}"
+    text = f"{plan.model or 'model'}: {crossed if crossing else 'on one machine'}"
     if plan.predicted is not None and plan.predicted.batch_s:
         text += f"\npredicted: {plan.predicted.alone_s / plan.predicted.batch_s:.2f} times as fast as one machine"
     return text
@@ -189,12 +189,12 @@ def spots(profile: Profile) -> dict[str, Spot]:
             above[reader].append(value.maker)
             below[value.maker].append(reader)
     rows = _rows(profile, above)
-    place = {name: float(number) for row in rows for number, name in enumerate(row)}
+    position = {name: float(number) for row in rows for number, name in enumerate(row)}
     for _ in range(SWEEPS):
         for order, near in ((rows, above), (rows[::-1], below)):
             for row in order:
-                row.sort(key=lambda name: _mean([place[other] for other in near[name]], place[name]))
-                place.update({name: float(number) for number, name in enumerate(row)})
+                row.sort(key=lambda name: _mean([position[other] for other in near[name]], position[name]))
+                position.update({name: float(number) for number, name in enumerate(row)})
     widest = max(map(len, rows))
     return {
         name: Spot(number + (widest - len(row)) / 2, float(level))

@@ -32,7 +32,7 @@ def plan_lines(plan: Placement, profile: Profile, resources: Resources) -> list[
     rows = [("stage", "machines", "units", "ms", "parameters kB", "memory kB", "from", "to")]
     needed = memory(plan, profile, resources)
     for number, stage in enumerate(plan.stages):
-        units = sorted(stage.units, key=profile.place.__getitem__)
+        units = sorted(stage.units, key=profile.position.__getitem__)
         figures = (f"{profile.seconds(units) * 1e3:.3f}", _kilobytes(profile.parameter_bytes(units)))
         machines = ",".join(map(str, stage.machines))
         rows.append((str(number), machines, str(len(units)), *figures, _kilobytes(needed[number]), units[0], units[-1]))
@@ -129,5 +129,5 @@ def _kilobytes(count: int) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    widths = [max(len(row[position]) for row in rows) for position in range(len(rows[0]))]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

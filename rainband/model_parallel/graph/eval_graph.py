@@ -67,18 +67,19 @@ def placed_alike(evaluation: Cut, training: Cut, stages: Mapping[str, int], is_p
     placed: dict[str, int] = {}
     for unit in evaluation.units:
         earliest = max((placed[maker] for _, maker, reader in edges if reader == unit and maker in placed), default=0)
-        homes = set(stages.values())
+        possible_stages = set(stages.values())
         for tensor in _tensors_of(evaluation, unit):
-            unused = {0} if isinstance(tensor, nn.Parameter) else homes  # in training: then the first stage holds it
-            homes &= holders.get(id(tensor), unused)
-        possible = sorted(home for home in homes if not is_pipeline or home >= earliest)
+            # A parameter that training does not use is held by the first stage.
+            unused = {0} if isinstance(tensor, nn.Parameter) else possible_stages
+            possible_stages &= holders.get(id(tensor), unused)
+        possible = sorted(stage for stage in possible_stages if not is_pipeline or stage >= earliest)
         if not possible:
             raise ValueError(
                 f"in evaluation the model's unit {unit} needs parameters that are not together, or not after what it "
-                f"reads (stage {earliest}), in this plan: use fewer stages, or give the model a method pieces()."
+                f"reads (stage {earliest}), in this placement: use fewer stages, or give the model a method pieces()."
             )
         same = stages.get(unit, -1) if _is_same(evaluation, training, unit) else -1
-        placed[unit] = next((home for home in (same, earliest) if home in possible), possible[0])
+        placed[unit] = next((stage for stage in (same, earliest) if stage in possible), possible[0])
     return placed
 
 

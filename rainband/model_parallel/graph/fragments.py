@@ -45,11 +45,11 @@ class FragmentLayout:
 
     def destinations(self, value: str) -> tuple[int, ...]:
         """Return the other machines that need a value, each once."""
-        home = self.fragments[self.maker[value]].machine
+        own = self.fragments[self.maker[value]].machine
         needing = {self.fragments[index].machine for index in self.readers.get(value, ())}
         if value in self.outputs:
             needing.add(self.answer_machine)
-        return tuple(sorted(needing - {home}))
+        return tuple(sorted(needing - {own}))
 
     def crossings(self) -> list[tuple[str, int]]:
         """Return (value, destination machine), each once: the messages of one forward pass."""

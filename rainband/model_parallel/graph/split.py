@@ -47,7 +47,7 @@ class Tiles:
 
 
 How = Columns | Rows | LayerPair | Tiles
-NAMES = "_rainband_split_names"  # the attribute of pieces that says which children they stand for
+NAMES = "_rainband_split_names"  # attribute of a split layer: the names of the children it replaces
 WORDS: dict[str, type[Columns | Rows | LayerPair]] = {"columns": Columns, "rows": Rows, "pair": LayerPair}
 
 
@@ -133,7 +133,7 @@ def read_split(words: str) -> tuple[str, How]:
     found = re.fullmatch(r"(?:(\w+):)?(\d+)", how)
     if not equals or not name or not found or (found[1] or "columns") not in WORDS:
         raise ValueError(
-            f"'{words}' says no split: type fc1=2 or fc1=columns:2 (outputs of a linear layer), fc1=rows:2 (its "
+            f"'{words}' is not a split: type fc1=2 or fc1=columns:2 (outputs of a linear layer), fc1=rows:2 (its "
             "inputs), mlp=pair:2 (two linear layers) or conv=2x2 (tiles), with the name of a layer."
         )
     return name, WORDS[found[1] or "columns"](int(found[2]))

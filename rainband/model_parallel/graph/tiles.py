@@ -81,7 +81,7 @@ class Tiled(nn.Module):
         super().__init__()
         self.shape = (rows, columns)
         self.num_layers = len(layers)
-        self.places: dict[str, list[int]] = {}  # of a shard of a locally connected layer: its pixels of the layer
+        self.pixels: dict[str, list[int]] = {}  # of a shard of a locally connected layer: its pixels of the layer
         self._blank = [copy.deepcopy(layer).to("meta") for layer in layers]  # the original layers, without values
         height, width = input_size
         above, across = bounds(height, rows), bounds(width, columns)
@@ -99,8 +99,8 @@ class Tiled(nn.Module):
                 self._add_halo(tile, number, seen, above, across)
                 here = (below[r], below[r + 1], right[c], right[c + 1])
                 name = f"tile{tile}_layer{number}"
-                self.places[name] = _places(here, right[-1])
-                self.add_module(name, _piece(layer, here, self.places[name]))
+                self.pixels[name] = _places(here, right[-1])
+                self.add_module(name, _piece(layer, here, self.pixels[name]))
             above, across = below, right
         self.output_size = (above[-1], across[-1])
 
@@ -118,8 +118,8 @@ class Tiled(nn.Module):
         for number, blank in enumerate(self._blank):
             pieces = [self.get_submodule(f"tile{tile}_layer{number}") for tile in range(self.shape[0] * self.shape[1])]
             if isinstance(blank, LocallyConnected2d):
-                places = [self.places[f"tile{tile}_layer{number}"] for tile in range(len(pieces))]
-                layers.append(_whole_again(blank, [p for p in pieces if isinstance(p, LocallyConnected2d)], places))
+                pixels = [self.pixels[f"tile{tile}_layer{number}"] for tile in range(len(pieces))]
+                layers.append(_whole_again(blank, [p for p in pieces if isinstance(p, LocallyConnected2d)], pixels))
             elif isinstance(blank, nn.Conv2d) and isinstance(pieces[0], ConvolutionPiece):
                 layer = copy.deepcopy(blank)
                 layer.weight, layer.bias = pieces[0].weight, pieces[0].bias
@@ -247,16 +247,16 @@ def _places(here: tuple[int, int, int, int], width: int) -> list[int]:
     return [row * width + column for row in range(top, bottom) for column in range(left, right)]
 
 
-def _piece(layer: nn.Module, here: tuple[int, int, int, int], places: list[int]) -> nn.Module:
+def _piece(layer: nn.Module, here: tuple[int, int, int, int], pixels: list[int]) -> nn.Module:
     """Return the module that computes one tile of a layer: output rows and columns `here`."""
     if isinstance(layer, nn.Conv2d):
         return ConvolutionPiece(layer)
     if isinstance(layer, LocallyConnected2d):
-        return _local_piece(layer, here, places)
+        return _local_piece(layer, here, pixels)
     return copy.deepcopy(layer)  # has no parameters and works on any part; a copy, so that it is a node of its own
 
 
-def _local_piece(layer: LocallyConnected2d, here: tuple[int, int, int, int], places: list[int]) -> LocallyConnected2d:
+def _local_piece(layer: LocallyConnected2d, here: tuple[int, int, int, int], pixels: list[int]) -> LocallyConnected2d:
     top, bottom, left, right = here
     pairs = zip(layer.kernel_size, layer.stride, (bottom - top, right - left), strict=True)
     height_in, width_in = [(count - 1) * stride + kernel for kernel, stride, count in pairs]
@@ -269,19 +269,19 @@ def _local_piece(layer: LocallyConnected2d, here: tuple[int, int, int, int], pla
         bias=layer.bias is not None,
     ).to(layer.weight)
     with torch.no_grad():
-        piece.weight.copy_(layer.weight[places])
+        piece.weight.copy_(layer.weight[pixels])
         if piece.bias is not None and layer.bias is not None:
             piece.bias.copy_(layer.bias[:, top:bottom, left:right])
     return piece
 
 
 def _whole_again(
-    blank: nn.Module, pieces: Sequence[LocallyConnected2d], places: Sequence[list[int]]
+    blank: nn.Module, pieces: Sequence[LocallyConnected2d], pixels: Sequence[list[int]]
 ) -> LocallyConnected2d:
     layer = copy.deepcopy(blank).to_empty(device=pieces[0].weight.device)
     assert isinstance(layer, LocallyConnected2d)
     with torch.no_grad():
-        for piece, numbers in zip(pieces, places, strict=True):
+        for piece, numbers in zip(pieces, pixels, strict=True):
             layer.weight[numbers] = piece.weight
             if layer.bias is not None and piece.bias is not None:
                 layer.bias.flatten(1)[:, numbers] = piece.bias.flatten(1)

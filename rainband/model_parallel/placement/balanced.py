@@ -105,12 +105,12 @@ class _Search:
 
     def _earliest_finish(self) -> tuple[int, ...]:
         """Place each unit, in order, where its forward would end first (list scheduling)."""
-        place = self.profile.place
+        position = self.profile.position
         network = self.resources.network
         where: list[int] = []
         free, done = [0.0] * self.resources.num_machines, [0.0] * len(self.profile.units)
         for number, unit in enumerate(self.profile.units):
-            read = [(v.num_bytes, place[v.maker]) for v in self.profile.values if unit.name in v.readers]
+            read = [(v.num_bytes, position[v.maker]) for v in self.profile.values if unit.name in v.readers]
             ends = []
             for machine in range(self.resources.num_machines):
                 arrivals = [done[m] + network.transfer_s(size, where[m], machine) for size, m in read]

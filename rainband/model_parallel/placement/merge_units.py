@@ -29,8 +29,8 @@ def _links_of_chains(profile: Profile) -> list[tuple[int, int]]:
     makers: dict[int, set[int]] = {}
     for value in profile.values:
         for reader in value.readers:
-            readers.setdefault(profile.place[value.maker], set()).add(profile.place[reader])
-            makers.setdefault(profile.place[reader], set()).add(profile.place[value.maker])
+            readers.setdefault(profile.position[value.maker], set()).add(profile.position[reader])
+            makers.setdefault(profile.position[reader], set()).add(profile.position[value.maker])
     pairs = [(maker, min(found)) for maker, found in sorted(readers.items()) if len(found) == 1]
     return [(maker, reader) for maker, reader in pairs if len(makers[reader]) == 1]
 

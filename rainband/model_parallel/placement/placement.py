@@ -94,7 +94,7 @@ def _check_units(plan: Placement, profile: Profile) -> None:
     placed = [unit for stage in plan.stages for unit in stage.units]
     if twice := sorted({unit for unit in placed if placed.count(unit) > 1}):
         raise ValueError(f"the plan places {', '.join(twice)} more than once: give each unit one stage.")
-    if unknown := [unit for unit in placed if unit not in profile.place]:
+    if unknown := [unit for unit in placed if unit not in profile.position]:
         raise ValueError(
             f"the plan places {', '.join(unknown)}, which {profile.model or 'the model'} does not have: its units are "
             f"{', '.join(profile.names)}. Make a new plan if the model has changed."

@@ -47,11 +47,11 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     counted: bool = False  # the model has no values: times are those of its multiplications at 10 billion per second
 
     def __post_init__(self) -> None:
-        place = {unit.name: number for number, unit in enumerate(self.units)}
+        position = {unit.name: number for number, unit in enumerate(self.units)}
         for value in self.values:
-            if value.maker not in place or not place.keys() >= set(value.readers):
+            if value.maker not in position or not position.keys() >= set(value.readers):
                 raise ValueError(f"value {value.name} goes from or to a unit that the profile does not have.")
-            if any(place[reader] <= place[value.maker] for reader in value.readers):
+            if any(position[reader] <= position[value.maker] for reader in value.readers):
                 raise ValueError(f"value {value.name} is read before {value.maker} has made it: sort the units.")
 
     @cached_property
@@ -63,16 +63,16 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         return {unit.name: unit for unit in self.units}
 
     @cached_property
-    def place(self) -> dict[str, int]:
+    def position(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.names)}
 
     def crossing_bytes(self, end: int) -> int:
         """Return the bytes forward and backward between the first `end` units and the rest; each value counts once."""
-        place = self.place
+        position = self.position
         return sum(
             value.num_bytes
             for value in self.values
-            if place[value.maker] < end and any(place[reader] >= end for reader in value.readers)
+            if position[value.maker] < end and any(position[reader] >= end for reader in value.readers)
         )
 
     def seconds(self, names: Iterable[str]) -> float:

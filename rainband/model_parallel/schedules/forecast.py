@@ -59,18 +59,18 @@ def check_schedule(name: str, plan: Placement | None = None) -> None:
     replicas = plan.replicas()
     need(
         name == "pipedream" or max(replicas) == 1,
-        f"the plan has replicas {replicas} of stages, which only the schedule pipedream knows: leave --partitioner "
-        "out, or use one_machine_per_stage.",
+        f"the placement has stage replicas {replicas}, which only the schedule pipedream supports: omit --partitioner, "
+        "or use one_machine_per_stage.",
     )
     several = is_interleaved(plan)
     need(
         name != "interleaved" or several or len(replicas) == 1,
-        "interleaved needs several stages on each machine, and the plan has one: plan anew, without --partitioner and "
+        "interleaved requires several stages per machine, and the placement has one: omit --partitioner and "
         "--placement.",
     )
     need(
         name == "interleaved" or not several,
-        f"the plan has several stages on a machine, which only the schedule interleaved knows, not {name}.",
+        f"the placement has several stages on a machine, which only the schedule interleaved supports, not {name}.",
     )
 
 
@@ -223,23 +223,23 @@ class Forecast:
         """By rank; stages on the same machines are one entry."""
         return [
             TimeShare(len(machines), self.profile.seconds(units), self._sent_bytes(machines, units))
-            for machines, units in self._homes.items()
+            for machines, units in self._units_of.items()
         ]
 
     @property
-    def _homes(self) -> dict[tuple[int, ...], list[str]]:
-        homes: dict[tuple[int, ...], list[str]] = {}
+    def _units_of(self) -> dict[tuple[int, ...], list[str]]:
+        units_of: dict[tuple[int, ...], list[str]] = {}
         for stage in self.plan.stages:
-            homes.setdefault(stage.machines, []).extend(stage.units)
-        return homes
+            units_of.setdefault(stage.machines, []).extend(stage.units)
+        return units_of
 
     def _sent_bytes(self, machines: tuple[int, ...], units: list[str]) -> float:
         """Count each value once per reading machine, its gradient once, and the replicas' exchange of gradients."""
-        home = {unit: where for where, those in self._homes.items() for unit in those}
+        machines_of = {unit: where for where, those in self._units_of.items() for unit in those}
         sent = 0.0
         for value in self.profile.values:
-            readers = {home[reader] for reader in value.readers} - {home[value.maker]}
-            sent += value.forward_bytes * len(readers) if home[value.maker] == machines else 0
+            readers = {machines_of[reader] for reader in value.readers} - {machines_of[value.maker]}
+            sent += value.forward_bytes * len(readers) if machines_of[value.maker] == machines else 0
             sent += value.backward_bytes if machines in readers else 0
         return sent + ring_bytes(len(machines), self.profile.parameter_bytes(units))
 

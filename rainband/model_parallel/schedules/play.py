@@ -51,7 +51,7 @@ class Times(Generic[Task]):
 def play(rows: Sequence[Sequence[Task]], seconds: Mapping[Task, float], sends: Iterable[Send[Task]]) -> Times[Task]:
     """Return when each task runs; raise ScheduleDeadlock, with the waiting tasks, if there is no end."""
     machine = {task: number for number, row in enumerate(rows) for task in row}
-    position = {task: place for row in rows for place, task in enumerate(row)}
+    position = {task: number for row in rows for number, task in enumerate(row)}
     missing = dict.fromkeys(machine, 0)
     leaving: dict[Task, list[Send[Task]]] = {}
     for send in sends:
