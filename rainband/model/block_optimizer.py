@@ -1,4 +1,4 @@
-"""Run a torch optimizer over one block of the flat vector, and find out which optimizers allow that."""
+"""Run a torch optimizer on one block of the flat parameters, and test which optimizers allow that."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.opti
 
 
 class BlockOptimizer:
-    """One torch optimizer over one block's segments, in the user's groups."""
+    """A torch optimizer over one block's segments, in the user's parameter groups."""
 
     def __init__(
         self, spec: OptimizerSpec, block: BlockSpec, values: Tensor, groups: Sequence[Mapping[str, object]]
     ) -> None:
-        """`values` is the block's memory; what a group sets counts more than what the spec does."""
+        """`values` is the block's memory; settings of a group override those of the spec."""
         assert values.dtype in (torch.float32, torch.float64), f"{values.dtype} loses small steps"
         assert values.shape == (block.numel,), f"block {block.index} has {block.numel} elements"
         self._class = optimizer_class(spec.name)
@@ -47,10 +47,10 @@ class BlockOptimizer:
         self._bare_step = _without_wrappers(self._class)
         self._lr_scale = 1.0
         self._without_momentum = self._find_without_momentum()
-        self.single_pass = self._writes_once()  # so others may read meanwhile: they see old or new, no third
+        self.single_pass = self._writes_once()  # concurrent readers see old or new values, nothing else
 
     def step(self, gradient: Tensor, absent: Collection[int] = (), lr_scale: float = 1.0) -> None:
-        """Apply a gradient. Parameters in `absent` have none: they stay, momentum and decay or not."""
+        """Apply a gradient. Parameters in `absent` have none and do not change, not even by momentum or decay."""
         if not self._segments:  # a block without elements, where only time is simulated
             return
         assert gradient.shape == self._values.shape and gradient.dtype == self._values.dtype
@@ -65,7 +65,7 @@ class BlockOptimizer:
             self._step(together, slices)
 
     def update_groups(self, groups: Sequence[Mapping[str, object]]) -> None:
-        """Take new numbers from the user's schedule. What is no number cannot change; then nothing does."""
+        """Use new numbers from the user's schedule; if another setting differs, raise and change nothing."""
         if len(groups) != len(self._settings):
             raise ValueError(
                 f"there are {len(groups)} parameter groups, but the run began with {len(self._settings)}: "
@@ -85,13 +85,13 @@ class BlockOptimizer:
         return sum(value.nbytes for value in kept if isinstance(value, Tensor))
 
     def state(self) -> dict[str, list[Tensor]]:
-        """Copies of the state, by name and segment; an empty vector where a segment has none yet."""
+        """Return copies of the state by name and segment; an empty vector where a segment has none yet."""
         entries = [self._optimizer.state.get(tensor, {}) for tensor in self._tensors]
         names = dict.fromkeys(name for entry in entries for name in entry)
         return {name: [_as_tensor(entry.get(name)) for entry in entries] for name in names}
 
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Go on from a state of the same segments. What does not fit is refused; then nothing changes."""
+        """Continue from a state of the same segments; if it does not fit, raise and change nothing."""
         for name, tensors in state.items():
             if len(tensors) != len(self._segments):
                 raise ValueError(
@@ -127,13 +127,13 @@ class BlockOptimizer:
                 self._tensors[i].grad = slices[self._slice_of[i]]
             with torch.no_grad():
                 self._bare_step(self._optimizer)
-        finally:  # the gradient's memory belongs to someone else, who will write the next one into it
+        finally:  # the gradient's memory is lent, and reused for the next one
             for i in segments:
                 self._tensors[i].grad = None
         self._without_momentum.difference_update(segments)
 
     def _steppable_together(self, present: Sequence[int]) -> list[Sequence[int]]:
-        """Torch's fused SGD cannot take segments with and without a momentum buffer in one call."""
+        """Split segments: torch's fused SGD cannot take some with and some without a momentum buffer in one call."""
         if not self._without_momentum:
             return [present] if present else []
         first = [i for i in present if i in self._without_momentum]
@@ -151,7 +151,7 @@ class BlockOptimizer:
         }
 
     def _writes_once(self) -> bool:
-        """A fused kernel does, but with decoupled decay it writes what fills no SIMD register twice.
+        """Return True if a step writes each value once. Fused kernels do, except remainders with decoupled decay.
 
         Whether there is any decay now does not count, because a schedule may bring it in later.
         """
@@ -171,7 +171,7 @@ class BlockOptimizer:
 
 
 def _without_wrappers(cls: type[Optimizer]) -> Callable[[Optimizer], object]:
-    """The class's own step. Torch wraps it for its profiler and for hooks: half the price of a block's update."""
+    """Return the class's own step, without torch's wrappers for hooks and profiling: half the cost of an update."""
     step: Callable[[Optimizer], object] = cls.step
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
@@ -179,7 +179,7 @@ def _without_wrappers(cls: type[Optimizer]) -> Callable[[Optimizer], object]:
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """Return the class that a spec names. A module:Class is imported: take such a name from no stranger."""
+    """Return the class that a spec names. A module:Class is imported: trust its source."""
     module_name, colon, class_name = name.partition(":")
     if not colon:
         return cast(type[Optimizer], getattr(torch.optim, BUILT_IN[name]))
@@ -196,7 +196,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
 
 
 def build(spec: OptimizerSpec, params_groups: Iterable[Tensor] | Iterable[Mapping[str, Any]]) -> Optimizer:
-    """The optimizer over tensors, or groups as torch.optim takes them; fused where torch can on a CPU."""
+    """Return the optimizer over tensors or groups as torch.optim takes them; fused if torch can on a CPU."""
     cls = optimizer_class(spec.name)
     given: list[Any] = list(params_groups)
     groups = [{"params": given}] if any(isinstance(item, Tensor) for item in given) else given
@@ -208,7 +208,7 @@ def build(spec: OptimizerSpec, params_groups: Iterable[Tensor] | Iterable[Mappin
 def blockwise_obstacle(
     spec_or_class: OptimizerSpec | type[Optimizer], settings: Mapping[str, object] | None = None
 ) -> str | None:
-    """Try an optimizer on a tensor, whole and cut in two: None if a server can run it, otherwise why not."""
+    """Try an optimizer on a whole tensor and on two parts; return None if servers can run it, else why not."""
     settings = settings or {}
     if isinstance(spec_or_class, OptimizerSpec):
         return blockwise_obstacle(optimizer_class(spec_or_class.name), {**spec_or_class.settings, **settings})
@@ -229,12 +229,12 @@ def _trial(make: Callable[[Tensor], Optimizer]) -> str | None:
     whole = torch.linspace(-1.0, 2.0, 48).reshape(6, 8)
     tensors = [whole, whole.flatten()[:UNIT].clone(), whole.flatten()[UNIT:].clone()]
     try:
-        # One optimizer per piece, as on two servers: a common one might carry numbers from piece to piece.
+        # One optimizer per part, as on two servers: a common one might carry state from part to part.
         optimizers = [make(tensor) for tensor in tensors]
         before = [_numbers(optimizer) for optimizer in optimizers]
         for k in (1, 2, 3):
             _trial_step(k, tensors, optimizers)
-    except Exception as error:  # anybody's class may raise anything
+    except Exception as error:  # user-defined classes may raise anything
         return f"it fails on a piece of a parameter: {error}"
     if [_numbers(optimizer) for optimizer in optimizers] != before:
         return "it keeps state in its parameter groups, which blocks do not save"
@@ -246,7 +246,7 @@ def _trial(make: Callable[[Tensor], Optimizer]) -> str | None:
 
 
 def _trial_step(k: int, tensors: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:
-    slope = torch.linspace(0.1, 3.0, 48)  # gives the pieces gradients of different norms
+    slope = torch.linspace(0.1, 3.0, 48)  # gives the parts gradients of different norms
     gradient = slope * torch.cos(k * torch.arange(48.0))
     slices = gradient.reshape(6, 8), gradient[:UNIT], gradient[UNIT:]
     for tensor, part, optimizer in zip(tensors, slices, optimizers, strict=True):
@@ -276,7 +276,7 @@ def _needs_closure(cls: type[Optimizer]) -> bool:
 
 
 def _stretches(block: BlockSpec) -> tuple[list[int], list[int]]:
-    """Lengths of all stretches of a block, those between segments too, and which stretch each segment is."""
+    """Return the lengths of all segments and gaps of a block, and the index of each segment among them."""
     sizes: list[int] = []
     slice_of: list[int] = []
     end = 0
@@ -307,12 +307,12 @@ def _constructor_names(cls: type[Optimizer]) -> list[str]:
 def _complete(
     cls: type[Optimizer], settings: Mapping[str, object], groups: Sequence[Mapping[str, object]]
 ) -> list[Settings]:
-    """All settings of each group: its own, else the given ones, else the optimizer's defaults."""
+    """Return all settings of each group: its own, else the given ones, else the optimizer's defaults."""
     names = _constructor_names(cls)
     defaults = _defaults(cls, {name: value for name, value in plain(settings).items() if name in names})
     given = own_settings(cls.__name__, settings, dict.fromkeys([*names, *defaults]))
     complete = [{**defaults, **given, **own_settings(cls.__name__, group, defaults)} for group in groups]
-    for group in complete:  # torch looks at the values in the constructor, but not at those of a group
+    for group in complete:  # torch validates the constructor's arguments, but not those of a group
         _defaults(cls, {name: value for name, value in group.items() if name in names})
     return complete
 
@@ -339,7 +339,7 @@ def _as_tensor(value: Tensor | float | None) -> Tensor:
 
 
 def _entry(given: Mapping[str, Tensor], example: Mapping[str, Any], numel: int) -> dict[str, Any]:
-    """One segment's state as the optimizer keeps it: nothing, or all that it keeps in the example."""
+    """Return one segment's state as the optimizer stores it: nothing, or all names of the example."""
     present = {name: tensor for name, tensor in given.items() if tensor.shape != (0,)}
     if present and present.keys() != example.keys():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The mean of what workers keep for themselves: buffers such as BatchNorm's running statistics.
+"""The mean of the workers' buffers, such as BatchNorm's running statistics.
 
 Buffers are no function of gradients, so servers do not hold them: each worker's follow its own batches. The saved
 model gets their mean, weighted by the samples each worker has seen; counters are rounded. They travel as float64.
@@ -22,7 +22,7 @@ class BufferMean:
             return
         values = np.frombuffer(body, dtype=np.float64) * samples
         if self.total is not None and self.total.shape != values.shape:
-            return  # a worker with other buffers was refused at join; nothing to do with these
+            return  # not of this model: a worker with other buffers is refused at join
         self.total = values if self.total is None else self.total + values
         self.samples += samples
 

@@ -1,4 +1,4 @@
-"""A module's parameters in one memory per dtype and device, and still an ordinary module to every tool."""
+"""Flat parameters: a module's parameters in one vector per dtype and device; the module stays an ordinary one."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Flat:
         return [self._make_view(self.layout.parameters[number], self.parameters[number]) for number in self.own]
 
     def check(self) -> None:
-        """Bring back parameters that left their place, or say what to do. Cheap enough for every step."""
+        """Move parameters that were reassigned back into the vectors, or raise. Cheap enough for every step."""
         assert self.vectors, "this Flat was released"
         held = self._held()
         if [parameter.data_ptr() for parameter in held] == self._addresses:
@@ -96,7 +96,7 @@ class Flat:
             _move_into(parameter, flat_view)
 
     def check_identity(self) -> None:
-        """Raise if the module lost one of these Parameter objects. Too dear for every step."""
+        """Raise if the module lost one of these Parameter objects. Too slow for every step."""
         now = {id(parameter) for parameter in self.module.parameters()}
         everyone = zip(self.layout.parameters, self.parameters, strict=True)
         lost = [spec.name for spec, parameter in everyone if id(parameter) not in now]
@@ -107,7 +107,7 @@ class Flat:
             )
 
     def gradients(self) -> list[Tensor | None]:
-        """Each parameter's gradient, where autograd put it; None where there is none, which is not zero."""
+        """Return each parameter's gradient as autograd left it; None, which is not zero, where there is none."""
         found: list[Tensor | None] = [None] * len(self.parameters)
         for number in self.own:
             gradient = self.parameters[number].grad
@@ -115,7 +115,7 @@ class Flat:
         return found
 
     def absent(self, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-        """The numbers of the parameters held here that have no tensor."""
+        """Return the numbers of the parameters held here that have no tensor."""
         return tuple(number for number in self.own if tensors[number] is None)
 
     def write(self, block: BlockSpec, tensors: Sequence[Tensor | None], out: Tensor) -> None:
@@ -137,11 +137,11 @@ class Flat:
             out.copy_(sources[0])
         elif out.device == memory.device:
             torch.cat(sources, out=out)
-        else:  # one transfer instead of one for each piece
+        else:  # one transfer instead of one per stretch
             out.copy_(torch.cat(sources))
 
     def contiguous_slice(self, block: BlockSpec, tensors: Sequence[Tensor | None]) -> Tensor | None:
-        """This block's slice where it already lies in one stretch of one tensor, ready to be sent as it is."""
+        """Return this block's slice if it lies in one contiguous stretch of one tensor, else None."""
         stretches = self._stretches_of(block)
         parameter = stretches[0].parameter
         tensor = None if len(stretches) > 1 or parameter is None else tensors[parameter]
@@ -152,12 +152,12 @@ class Flat:
         return sources[0] if len(sources) == 1 and sources[0].is_contiguous() else None
 
     def view(self, block: BlockSpec) -> Tensor:
-        """The parameters' own memory of this block, 1-D: what a pull is copied into."""
+        """Return this block of the vectors, 1-D: a pull is copied into it."""
         return self.vectors[block.vector][block.start : block.stop]
 
     @torch.no_grad()
     def add_(self, tensors: Sequence[Tensor | None], alpha: float) -> None:
-        """Add alpha times its tensor to every parameter that has one: a worker's own, local step."""
+        """Add alpha times its tensor to every parameter that has one: a worker's local step."""
         assert self.vectors, "this Flat was released"
         present = [(p, t) for p, t in zip(self.parameters, tensors, strict=True) if t is not None]
         if present:
@@ -168,7 +168,7 @@ class Flat:
         return self.over([vector.clone() for vector in self.vectors])
 
     def over(self, vectors: Sequence[Tensor]) -> Flat:
-        """The same module's parameters in memory that is handed in, with the values that are there."""
+        """Return the same module's parameters over these vectors, with the values in them."""
         other = copy.copy(self)
         other.vectors = list(vectors)
         other._parameter_views = other._make_views()
@@ -177,7 +177,7 @@ class Flat:
 
     @property
     def parameter_views(self) -> Sequence[Tensor]:
-        """This memory, as one tensor of the right shape for each parameter."""
+        """One tensor per parameter, in the parameter's shape, over the vectors."""
         return self._parameter_views
 
     def attach(self) -> None:
@@ -186,7 +186,7 @@ class Flat:
             parameter.data = flat_view
 
     def release(self) -> None:
-        """Give each parameter private memory of its own again. Afterwards this object is of no use."""
+        """Give each parameter its own memory again; this object cannot be used afterwards."""
         for parameter, address in zip(self._held(), self._addresses, strict=True):
             if parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()
@@ -200,7 +200,7 @@ class Flat:
         return from_dlpack(memory).as_strided(parameter.shape, parameter.stride())
 
     def _stretches_of(self, block: BlockSpec) -> list[_Stretch]:
-        """The block from first to last element: segments and the gaps between them; worked out once."""
+        """Return the block's segments and the gaps between them, in order; cached."""
         key = (block.vector, block.start, block.stop)
         if key not in self._stretches:
             self._stretches[key] = list(self._walk(block))
@@ -243,7 +243,7 @@ def is_finite(tensors: Sequence[Tensor | None]) -> bool:
     element. A sum that is not finite may also have overflowed: only then check each.
     """
     present = [tensor for tensor in tensors if tensor is not None]
-    sums: dict[torch.device, list[Tensor]] = {}  # asked once per device, because each answer waits for it
+    sums: dict[torch.device, list[Tensor]] = {}  # read once per device, because each read waits for it
     for tensor in present:
         sums.setdefault(tensor.device, []).append(tensor.sum())
     if all(bool(torch.stack(on_device).isfinite().all()) for on_device in sums.values()):
@@ -263,7 +263,7 @@ class _Stretch(NamedTuple):
 
 
 def _in_memory_order(stretch: _Stretch, tensor: Tensor) -> Sequence[Tensor]:
-    """This piece of a tensor, 1-D, in the order in which its parameter lies in memory."""
+    """Return this stretch of a tensor, 1-D, in the memory order of its parameter."""
     if stretch.parameter is None:
         return (tensor,)
     assert tensor.shape == stretch.shape, f"tensor of shape {tuple(tensor.shape)} for a parameter {stretch.shape}"
@@ -277,7 +277,7 @@ def _in_memory_order(stretch: _Stretch, tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _stretch(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
-    """Elements start to stop of a strided tensor, counted row by row, without copying the rest of it."""
+    """Return elements `start` to `stop` of a strided tensor, counted row by row, without copying the rest."""
     row = tensor.numel() // len(tensor)
     first_whole, end_whole = -(-start // row), stop // row
     if first_whole > end_whole:  # it begins and ends inside one row
@@ -308,7 +308,7 @@ class _Member(NamedTuple):
 
 
 def _members(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[_Member]:
-    """Every parameter that is in a group, in the module's order; of several names the first."""
+    """Return the parameters of all groups, in the module's order, each under its first name."""
     names = {id(parameter): name for name, parameter in _named_parameters(module)}
     group_of: dict[int, int] = {}
     for number, group in enumerate(groups):
@@ -328,13 +328,13 @@ def _members(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[_Me
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names as before torch.compile, which puts a prefix in: compiled or not, it is the same model."""
+    """Yield parameters under their names without the prefix of torch.compile."""
     for name, parameter in module.named_parameters():
         yield name.replace("_orig_mod.", ""), parameter
 
 
 def _params(group: Mapping[str, Any]) -> list[Tensor]:
-    """A group's parameters: torch.optim takes one tensor, several, or pairs of name and tensor."""
+    """Return a group's parameters: torch.optim takes one tensor, several, or pairs of name and tensor."""
     params = group["params"]
     several = [params] if isinstance(params, Tensor) else list(params)
     return [item[1] if isinstance(item, tuple) else item for item in several]
@@ -362,7 +362,7 @@ def _settings(number: int, group: Mapping[str, Any]) -> Settings:
 
 
 def _scalar(value: Any) -> Scalar:
-    """Of a number, string or None, or of a tensor or numpy number that holds one element."""
+    """Return a number, string or None as it is, and the element of a tensor or numpy scalar."""
     plain = value.item() if hasattr(value, "item") else value
     if plain is None or isinstance(plain, float | int | bool | str):
         return plain
@@ -370,7 +370,7 @@ def _scalar(value: Any) -> Scalar:
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions as they lie in memory, slowest first; those of length 1 lie anywhere, so come first."""
+    """Return the dimensions in memory order, slowest first; those of length 1 come first."""
     if tensor.is_contiguous():
         return tuple(range(tensor.dim()))
     strides = tensor.stride()
@@ -411,7 +411,7 @@ def _reason_against(parameter: nn.Parameter) -> str | None:
 
 
 def _refuse_shared_memory(module: nn.Module, members: set[str]) -> None:
-    """Two objects over one memory are one value to the user; moving one of them would cut the tie."""
+    """Refuse parameters that share memory with another object: moving one would break the tie."""
     tensors: list[tuple[str, Tensor]] = [*_named_parameters(module), *module.named_buffers()]
     ranges = sorted((*_addresses(tensor), name) for name, tensor in tensors if _has_memory(tensor))
     reached, owner = ("", 0), ""
@@ -432,7 +432,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _addresses(tensor: Tensor) -> tuple[str, int, int]:
-    """Device, first address, and the one after the last."""
+    """Return the device, the first address, and the one after the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 

@@ -1,4 +1,4 @@
-"""The sum of some batches' gradients, as autograd left them: one tensor per parameter, None where there was none."""
+"""The sum of some batches' gradients: one tensor per parameter, None where there is no gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Gradient:
-    """Gradients of a module's parameters and the names of the batches they came from."""
+    """Gradients of a module's parameters, and the batches they were computed from."""
 
     def __init__(self, tensors: list[Tensor | None], batches: tuple[Batch, ...], samples: int, loss: float) -> None:
         self.tensors = tensors
@@ -41,7 +41,7 @@ class Gradient:
         return BlockTensors(flat, block, self.tensors)
 
     def __add__(self, other: Gradient) -> Gradient:
-        """The sum. It takes over this gradient's memory: do not use the summands afterwards."""
+        """Return the sum, in this gradient's memory: do not use the summands afterwards."""
         return self.plus(other)
 
     def plus(self, other: Gradient, times: float = 1.0) -> Gradient:
@@ -54,7 +54,7 @@ class Gradient:
         samples = self.samples + other.samples
         loss = (self.loss * self.samples + other.loss * other.samples) / max(1, samples)
         total = Gradient(tensors, self.batches + other.batches, samples, loss)
-        total.began, total.read = self.began, self.read  # the older: it has missed the most
+        total.began, total.read = self.began, self.read  # of the older one, which is the stalest
         return total
 
     def __mul__(self, factor: float) -> Gradient:
@@ -67,7 +67,7 @@ class Gradient:
         return product
 
     def push_id(self) -> PushId:
-        """The set of batches, as ranges with their leases."""
+        """Return the set of batches, as ranges with their leases."""
         if len(self.batches) == 1:  # nearly always: nothing to sort
             batch = self.batches[0]
             return (BatchRange(batch.portion, batch.k, batch.k + 1, batch.lease),)

@@ -14,16 +14,16 @@ Pair = int | tuple[int, int]
 
 
 class LocallyConnected2d(nn.Module):
-    """A convolution that shares nothing: every place of the output has weights of its own (Le et al. 2012).
+    """A convolution without weight sharing: every output position has its own weights (Le et al. 2012).
 
         y[n, o, i, j] = bias[o, i, j] + sum over c, a, b of  weight[i, j, o, a, b, c] * x[n, c, i s + a, j s + b]
 
-    `weight` is (places, out channels, kernel height * kernel width * in channels), places row by row. Costs what a
+    `weight` is (positions, out channels, kernel height * kernel width * in channels), row by row. Costs what a
     convolution costs in arithmetic, and as many times more memory as there are places: 28 x 28 places of 5 x 5 x 8 to 8
     channels are 1.25 M weights.
     """
 
-    _rainband_whole = True  # one node, wherever the model is cut
+    _rainband_whole = True  # one node of the traced graph
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class LocallyConnected2d(nn.Module):
         padding: Pair = 0,
         bias: bool = True,
     ) -> None:
-        """`input_size`: height and width of the images, which fix how many places there are."""
+        """`input_size`: height and width of the images, which determine the number of positions."""
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.input_size = _pair(kernel_size), _pair(input_size)
@@ -48,7 +48,7 @@ class LocallyConnected2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As nn.Conv2d: uniform, by the number of inputs of a place."""
+        """As nn.Conv2d: uniform, by the number of inputs of a position."""
         bound = 1 / math.sqrt(self.weight.shape[2])
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -82,7 +82,7 @@ class LocallyConnected2d(nn.Module):
 
 
 class _EveryPosition(torch.autograd.Function):
-    """One matrix product per place, all in one call.
+    """One matrix product per position, all in one call.
 
     Inside, the batch is the last dimension: then a window is a few long stretches of memory, and gathering windows, and
     adding their gradients up again, runs at the speed of copying.

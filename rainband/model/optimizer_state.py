@@ -19,7 +19,7 @@ Numbers = dict[str, dict[int, float]]  # state that is one number per parameter:
 
 @dataclass
 class State:
-    """The state of all parameters of a flat vector, in its order; what a parameter does not have is absent."""
+    """Optimizer state of all parameters, in their order; None where a parameter has none."""
 
     tensors: dict[str, list[Tensor | None]] = field(default_factory=dict)  # name -> one per parameter
     numbers: Numbers = field(default_factory=dict)
@@ -29,7 +29,7 @@ class State:
 
 
 def spec_of(optimizers: Sequence[Optimizer]) -> OptimizerSpec:
-    """The optimizer by its name: one of torch.optim's, or module:Class."""
+    """Return the optimizer's name: one of torch.optim's, or module:Class."""
     kinds = list(dict.fromkeys(type(optimizer) for optimizer in optimizers))
     if len(kinds) > 1:
         names = " and ".join(kind.__name__ for kind in kinds)
@@ -63,7 +63,7 @@ def _plain(value: Any) -> Any:
 
 
 def state_of(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> State:
-    """The state that a user's optimizers have gathered so far."""
+    """Return the current state of a user's optimizers."""
     state, example = State(), _example(optimizers[0])
     for number, parameter in enumerate(parameters):
         owner = _owner(optimizers, parameter)
@@ -79,7 +79,7 @@ def state_of(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]
 
 
 def put_state(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter], state: State) -> None:
-    """Make it the user's optimizers' own, in place of what they have."""
+    """Replace the state of a user's optimizers."""
     example = _example(optimizers[0])
     for number, parameter in enumerate(parameters):
         entry: dict[str, Any] = {}
@@ -123,7 +123,7 @@ def _number_like(example: Any, number: float | None) -> Any:
 
 
 class Gathered:
-    """State that comes back from the servers, block by block, and is put together per parameter."""
+    """State received from the servers block by block, assembled per parameter."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -137,14 +137,14 @@ class Gathered:
                 memory[segment.offset : segment.offset + segment.numel] = values[segment.start : segment.stop]
 
     def add_numbers(self, numbers: Numbers) -> None:
-        """Each block counts its own steps; the one that has had most says how many there were."""
+        """Add numbers such as step counts: each block has its own, and the largest counts."""
         for name, of in numbers.items():
             known = self.state.numbers.setdefault(name, {})
             for parameter, number in of.items():
                 known[parameter] = max(number, known.get(parameter, number))
 
     def _memory(self, part: str, number: int) -> Tensor:
-        """One parameter's state, 1-D, in the order of the parameter's memory."""
+        """Return one parameter's state, 1-D, in the parameter's memory order."""
         if (part, number) not in self._memories:
             like = torch.zeros_like(self.parameters[number].detach())
             self.state.tensors.setdefault(part, [None] * len(self.parameters))[number] = like
@@ -158,7 +158,7 @@ class Gathered:
 def by_segment(
     segments: Sequence[BlockSegment], parts: Mapping[str, tuple[Tensor, Sequence[int]]], numbers: Numbers
 ) -> dict[str, list[Tensor]]:
-    """State as it travels, turned into what a block's optimizer takes: name -> one tensor per segment."""
+    """Convert state from messages to what a block's optimizer takes: name -> one tensor per segment."""
     none = torch.empty(0)
     state = {
         name: [none if s.parameter in absent else values[s.start : s.stop] for s in segments]
@@ -174,7 +174,7 @@ def by_segment(
 def as_parts(
     block: BlockSpec, state: Mapping[str, Sequence[Tensor]]
 ) -> tuple[dict[str, tuple[Tensor, tuple[int, ...]]], Numbers]:
-    """A block's state as it travels: tensors as long as the block, with who has none; and the numbers."""
+    """Convert a block's state for messages: tensors as long as the block, parameters without state, and numbers."""
     parts: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
     numbers: Numbers = {}
     for name, tensors in state.items():

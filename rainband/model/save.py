@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def save_model(module: nn.Module, path: str) -> None:
-    """Write beside, then rename: a crash leaves the old file or the new one, whole."""
+    """Save to a temporary file and rename it: a crash leaves the old file or the new one."""
     if not path:
         return
     beside = Path(f"{path}.{os.getpid()}.part")
@@ -23,7 +23,7 @@ def save_model(module: nn.Module, path: str) -> None:
 
 
 def save_part(tensors: Mapping[str, Tensor], path: str, part: int) -> str:
-    """Write one worker's part of a model beside the file that it is to become; returns where."""
+    """Save one worker's submodel beside the final file; return its path."""
     if not path:
         return ""
     beside = f"{path}.{part}.part"
@@ -32,11 +32,11 @@ def save_part(tensors: Mapping[str, Tensor], path: str, part: int) -> str:
 
 
 def join_parts(parts: Sequence[Path], path: str) -> None:
-    """Make one file of the parts, which are removed. No process ever holds more of it than a piece at a time."""
+    """Merge the submodels into one file, in chunks of 1 MiB, and remove them."""
     if not path:
         return
     header: dict[str, dict[str, Any]] = {}
-    bodies: list[tuple[Path, int, int]] = []  # file, where its tensors begin, how many bytes they are
+    bodies: list[tuple[Path, int, int]] = []  # file, offset and size of its tensors
     end = 0
     for part in parts:
         length, described = _header_of(part)

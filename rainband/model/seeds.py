@@ -1,4 +1,4 @@
-"""Random numbers fixed by a seed, on whichever devices something computes; afterwards all go on as before."""
+"""Random numbers from a fixed seed on all devices of some tensors; the generators are restored afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @contextmanager
 def random_numbers_from(seed: int, tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, the CPU's generator and those of the tensors' devices start from this seed."""
+    """Seed the generators of the CPU and the tensors' devices inside the block."""
     devices = sorted({t.device for t in tensors if t.device.type not in ("cpu", "meta")}, key=str)
     with ExitStack() as restored:
         state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Open a connection to a node and shake hands, blocking."""
+"""Connect to a node and authenticate, blocking; sockets that a node listens on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOCKET_BUFFER_BYTES = 4 << 20
 
 
 def this_machine() -> str:
-    """A name that two processes share only when they can share memory."""
+    """Return a name that two processes share only if they can share memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/ipc').readlink()} {Path('/proc/self/ns/net').readlink()}"
@@ -24,13 +24,13 @@ def this_machine() -> str:
 
 
 def can_share_memory(address: Address) -> bool:
-    """Shared memory needs one machine, Linux's sealed memory files, and stores that others see in order (x86)."""
+    """Return True on the same Linux machine, if processors see each other's stores in order (x86)."""
     ordered = platform.machine().lower() in ("x86_64", "amd64", "i686")
     return sys.platform == "linux" and ordered and bool(address.unix) and address.machine == this_machine()
 
 
 def listen_unix(name: str) -> socket.socket:
-    """An abstract Unix socket: it has no file, so nothing is left behind whatever is killed."""
+    """Listen on an abstract Unix socket, which leaves no file behind if the process is killed."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(b"\0" + name.encode())
     sock.listen(128)
@@ -55,7 +55,7 @@ def listen_tcp(host: str, port: int = 0) -> socket.socket:
 def connect(
     address: Address, unix: bool, secret: bytes, run_id: bytes, me: Peer, timeout_s: float
 ) -> tuple[socket.socket, Identity, int]:
-    """Connect and shake hands; returns the socket, who is there, and the connection's key."""
+    """Connect and authenticate; return the socket, the peer's identity, and the connection's key."""
     sock = _connect(address, unix, timeout_s)
     shake = ClientHandshake(secret, run_id, Identity(me.role, me.index, me.incarnation))
     answered = False

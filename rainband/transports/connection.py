@@ -1,4 +1,4 @@
-"""One authenticated, non-blocking connection: frames in, frames out, and replies that are read when they leave."""
+"""One authenticated, non-blocking connection. Parameters for replies are read when the reply leaves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rainband.protocol.messages import Message, Params, Peer, decode, encode
 from rainband.transports.auth import Handshake, Identity
 from rainband.transports.frames import BadFrame, BodyMemory, FrameReader, pack
 
-ROOM_BYTES = 4 << 20  # replies wait for their turn while more than this is queued
+ROOM_BYTES = 4 << 20  # replies wait while more than this is queued
 
 ReadNow = Callable[[Message], tuple[Message, memoryview | None]]
 
 
 class Connection:
-    """A peer at the other end of a socket."""
+    """A connection to one peer: receives frames, queues and sends messages."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class Connection:
         self.out: deque[memoryview] = deque()
         self.out_bytes = 0
         self.reads: deque[Message] = deque()
-        self.num_kept = 0  # pieces at the front of `out` that nobody else writes to
+        self.num_kept = 0  # entries at the front of `out` that are private copies
         self.fds: list[int] = []
         self.wants_out = False  # the loop waits until it can be written to again
         self.takes_fds = sock.family == socket.AF_UNIX
-        self.mailbox: Any = None  # where its payloads lie, when memory is shared
+        self.mailbox: Any = None  # with the payloads of its pushes, if memory is shared
 
     def opened(self, peer: Identity, key: int) -> None:
         self.peer = Peer(peer.role, peer.index, peer.incarnation)
@@ -108,11 +108,11 @@ class Connection:
         socket.send_fds(self.sock, [pack(encode(message), None, self.key)], [fd])
 
     def flush(self, read_now: ReadNow | None = None) -> bool:
-        """Send what goes; returns whether something is left that did not go."""
+        """Send as much as the socket takes; return True if something is left."""
         while True:
             while self.reads and self.out_bytes < ROOM_BYTES and read_now is not None:
                 message, values = read_now(self.reads.popleft())
-                # Where memory is shared the reader looks at the block itself.
+                # With shared memory, the reader copies the block itself.
                 shared = self.mailbox is not None and isinstance(message, Params)
                 self.send(message, None if values is None or shared else values)
             if not self.out:
@@ -120,12 +120,12 @@ class Connection:
             try:
                 sent = self.sock.sendmsg([*self.out] if len(self.out) <= 64 else [self.out[i] for i in range(64)])
             except BlockingIOError:
-                self._keep_the_rest()
+                self._copy_unsent()
                 return True
             self._sent(sent)
 
-    def _keep_the_rest(self) -> None:
-        """Blocks change on: of replies that could not leave at once, what is left is copied."""
+    def _copy_unsent(self) -> None:
+        """Copy what could not be sent at once, because blocks go on changing."""
         for number in range(self.num_kept, len(self.out)):
             self.out[number] = memoryview(bytes(self.out[number]))
         self.num_kept = len(self.out)

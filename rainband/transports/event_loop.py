@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 
 class EventLoop:
-    """Callbacks always run on the thread that waits, so nothing behind them needs a lock."""
+    """Calls back on the thread that waits, so callbacks need no locks."""
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
         self.callbacks: dict[int, Callable[[], None]] = {}
         self.posted: deque[Callable[[], None]] = deque()
-        self.rung = False
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.watch(self.bell, self._run_posted)
+        self.waking = False
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.watch(self.wake_fd, self._call_posted)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         self.callbacks[fd] = callback
@@ -28,27 +28,27 @@ class EventLoop:
             self.epoll.unregister(fd)
 
     def post(self, callback: Callable[[], None]) -> None:
-        """From any thread: have this called by the thread that waits."""
+        """Have a function called by the thread that waits; may be called from any thread."""
         self.posted.append(callback)
-        if not self.rung:  # one ring for all that is posted until it is heard
-            self.rung = True
-            os.eventfd_write(self.bell, 1)
+        if not self.waking:  # one wake-up for all functions posted until it is handled
+            self.waking = True
+            os.eventfd_write(self.wake_fd, 1)
 
-    def _run_posted(self) -> None:
-        os.eventfd_read(self.bell)
-        self.rung = False  # before looking: what is posted from now on rings again
+    def _call_posted(self) -> None:
+        os.eventfd_read(self.wake_fd)
+        self.waking = False  # first: functions posted from now on cause another wake-up
         try:
             while self.posted:
                 self.posted.popleft()()
         finally:
-            if self.posted and not self.rung:  # one has raised: the others are for the next to wait
-                self.rung = True
-                os.eventfd_write(self.bell, 1)
+            if self.posted and not self.waking:  # one has raised: the next wait calls the others
+                self.waking = True
+                os.eventfd_write(self.wake_fd, 1)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until something has happened and deal with it; False: nothing came in time."""
+        """Wait for events and handle them; return False if there was none in time."""
         ready = self.epoll.poll(timeout_s)
         for fd, _ in ready:
-            if fd in self.callbacks:  # one before it may have had it removed
+            if fd in self.callbacks:  # an earlier callback may have removed it
                 self.callbacks[fd]()
         return bool(ready)

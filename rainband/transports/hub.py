@@ -1,4 +1,4 @@
-"""A node's network loop: accepts connections, checks who they are, hands over messages, sends answers. One thread."""
+"""A node's network loop, on one thread: accepts and authenticates connections, delivers and sends messages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rainband.transports.frames import BadFrame, BodyMemory
 
 log = logging.getLogger("rainband")
 
-MAX_UNKNOWN = 256  # connections that have not shown who they are; of more the oldest is closed
-FRAMES_BEFORE_FLUSH = 4  # answer early enough that the sender can go on, rarely enough to save system calls
+MAX_UNKNOWN = 256  # unauthenticated connections; if there are more, the oldest is closed
+FRAMES_BEFORE_FLUSH = 4  # early enough for the sender to go on, rarely enough to save system calls
 
 
 class Handler(Protocol):
@@ -46,7 +46,7 @@ class Hub:
         read_now: ReadNow | None = None,
         body_memory: BodyMemory | None = None,
     ) -> None:
-        """`body_memory`: where bodies of these headers and lengths are received; they are handed over in it."""
+        """`body_memory`: returns the memory in which the body of a frame is received, given its header and length."""
         self.me = Identity(me.role, me.index, me.incarnation)
         self.secret = secret
         self.run_id = run_id
@@ -61,7 +61,7 @@ class Hub:
         self.peers: dict[Peer, Connection] = {}
         self.watched: dict[int, Callable[[], None]] = {}
         self.unflushed: dict[int, Connection] = {}
-        self.spare = socket.socket()  # a descriptor for the moment when there is none
+        self.spare = socket.socket()  # released when no file descriptor is left: see _turn_away
         self.closed_quietly = 0
         self.last_complaint_at = -1e9
 
@@ -71,14 +71,14 @@ class Hub:
         self.epoll.register(sock.fileno(), select.EPOLLIN)
 
     def adopt(self, sock: socket.socket, peer: Identity, key: int) -> Connection:
-        """Take over a connection that this node opened itself."""
+        """Add a connection that this node opened itself."""
         connection = self._add(sock, Connection(sock, self.max_body_bytes, None, float("inf"), self.body_memory))
         connection.opened(peer, key)
         self.peers[connection.peer] = connection
         return connection
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call back when something else can be read."""
+        """Call back when another file descriptor is readable."""
         self.watched[fd] = callback
         self.epoll.register(fd, select.EPOLLIN)
 
@@ -87,7 +87,7 @@ class Hub:
             self.epoll.unregister(fd)
 
     def send(self, to: Peer, message: Message, body: memoryview | bytes | None = None) -> None:
-        """Queue a message; one to a peer that is gone is dropped, as it would be in its hands."""
+        """Queue a message; drop it if the peer is lost."""
         connection = self.peers.get(to)
         if connection is not None:
             connection.send(message, body)
@@ -111,7 +111,7 @@ class Hub:
         self._drop_the_slow()
 
     def close(self) -> None:
-        """Say what is left to say as far as it goes at once, and close everything."""
+        """Send what can be sent at once, and close everything."""
         self.flush()
         for connection in list(self.connections.values()):
             connection.sock.close()
@@ -139,7 +139,7 @@ class Hub:
                 self._turn_away(listener)
             return
         unknown = [c for c in self.connections.values() if c.reader is None]
-        if len(unknown) >= MAX_UNKNOWN:  # one of ours says who it is in milliseconds: it is not the oldest
+        if len(unknown) >= MAX_UNKNOWN:  # a node of the run authenticates within milliseconds
             self._complain("too many connections that do not say who they are")
             self._drop(unknown[0])
         shake = ServerHandshake(self.secret, self.run_id, self.me)
@@ -147,7 +147,7 @@ class Hub:
         self._add(sock, Connection(sock, self.max_body_bytes, shake, deadline, self.body_memory))
 
     def _turn_away(self, listener: socket.socket) -> None:
-        """Close the connection that waits, with the descriptor kept for that: it would wake us again and again."""
+        """Accept and close one connection with the spare descriptor: left waiting, it would wake the loop forever."""
         self.spare.close()
         with suppress(OSError):
             listener.accept()[0].close()
@@ -180,7 +180,7 @@ class Hub:
         self.peers[connection.peer] = connection
 
     def refuse(self, connection: Connection, why: str) -> None:
-        """Close a connection whose peer does not keep to the rules."""
+        """Close a connection whose peer violates the protocol."""
         self._complain(f"closed the connection of {connection.peer}: {why}")
         self._drop(connection)
 
@@ -206,7 +206,7 @@ class Hub:
                 self._drop(connection)
 
     def flush(self) -> None:
-        """Send what is queued, as far as it goes."""
+        """Send what is queued, as much as the sockets take."""
         if not self.unflushed:
             return
         for fd, connection in list(self.unflushed.items()):
@@ -222,17 +222,17 @@ class Hub:
                 self.epoll.modify(fd, wanted)
 
     def want_room(self, connection: Connection) -> None:
-        """Wake up when this connection can be written to again, also if nothing is queued for it."""
+        """Wake up when this connection is writable again, even if nothing is queued for it."""
         connection.wants_out = True
         self.epoll.modify(connection.sock.fileno(), select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLOUT)
 
     def queue(self, connection: Connection) -> None:
-        """This connection has something to send."""
-        if connection.sock.fileno() >= 0:  # or it was closed by what it sent before
+        """Flush this connection in the next `flush`."""
+        if connection.sock.fileno() >= 0:  # otherwise an earlier message has closed it
             self.unflushed[connection.sock.fileno()] = connection
 
     def _complain(self, what: str) -> None:
-        """One line, and no flood of them: a port scan must not fill a disk."""
+        """Log a warning, at most one per second: a port scan must not fill the disk."""
         now = time.monotonic()
         if now - self.last_complaint_at < 1.0:
             self.closed_quietly += 1

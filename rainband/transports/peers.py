@@ -1,6 +1,6 @@
-"""The links of one worker to the other workers of its run: tagged messages of tensors and numbers.
+"""Links of one worker to other workers: tagged messages of tensors and numbers.
 
-On one machine they go through shared memory, otherwise by TCP; who sends or asks never knows which.
+They go through shared memory on one machine and by TCP otherwise; callers need not know which.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PeerLinks:
         timeout_s: float = 5.0,
         on_lost: Callable[[int], None] | None = None,
     ) -> None:
-        """`transport`: auto, shm or tcp. `on_lost` is called, while waiting, with the number of a worker that is gone.
+        """`transport`: auto, shm or tcp. `on_lost` is called, while waiting, with the number of a lost worker.
 
         What it raises comes out of whatever waits.
         """
@@ -51,7 +51,7 @@ class PeerLinks:
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Workers whose link has broken, and why."""
+        """Lost workers, and why their links are closed."""
         return self.inbox.lost
 
     def listen(self, host: str = "127.0.0.1") -> Address:
@@ -71,7 +71,7 @@ class PeerLinks:
         return Address(host, port, unix, this_machine())
 
     def connect(self, peers: Mapping[int, Address]) -> None:
-        """Link up with these workers, who do the same: each calls those with a lower number.
+        """Connect to these workers, which do the same: each worker calls those with lower numbers.
 
         Returns when all are there. Raises PeerLost, which names them, when some are not there within the timeout.
         """
@@ -103,20 +103,20 @@ class PeerLinks:
         self.sent_bytes += pytree.num_bytes
 
     def recv(self, source: int, tag: Tag) -> Received:
-        """Ask for one message of this tag; what came before it was asked for is kept. To be awaited."""
+        """Request one message of this tag, which may have arrived already; await the result."""
         return self.inbox.ask(source, tag)
 
     def close(self) -> None:
         """Close the links; values that were sent still arrive, but nothing is received."""
-        for way in (self._shared, self._tcp):
-            if way is not None:
-                way.close()
+        for links in (self._shared, self._tcp):
+            if links is not None:
+                links.close()
         self._shared = self._tcp = None
 
     def _call(self, index: int, address: Address, deadline: float) -> None:
         shared = self._shared is not None and can_share_memory(address)
-        way = self._shared if shared else self._tcp
-        if way is None:
+        links = self._shared if shared else self._tcp
+        if links is None:
             raise ValueError(f"worker {index} is not on this machine, or memory cannot be shared: use --transport tcp.")
         timeout_s = max(0.1, deadline - time.monotonic())
         try:
@@ -128,20 +128,20 @@ class PeerLinks:
         if (peer.role, peer.index) != ("worker", index):
             sock.close()
             raise HandshakeFailed(f"{peer.role} {peer.index} answers where worker {index} should be.")
-        way.adopt(sock, peer, key)
+        links.adopt(sock, peer, key)
 
     def close_in_child(self) -> None:
-        """After a fork: these connections are the parent's, and must end when it does."""
-        for way in (self._shared, self._tcp):
-            if way is not None:
-                hub = way.hub
+        """Close the connections in a forked process: they must end when the parent does."""
+        for links in (self._shared, self._tcp):
+            if links is not None:
+                hub = links.hub
                 for sock in [*hub.listeners.values(), *(connection.sock for connection in hub.connections.values())]:
                     if sock.fileno() >= 0:
                         os.close(sock.detach())
 
 
 def _close_in_children(links: PeerLinks) -> None:
-    """A forked data loader must not keep the links open: others would learn of our death seconds later."""
+    """Close the links in forked processes: held open by a data loader, they would hide this process's death."""
     known = weakref.ref(links)
 
     def close() -> None:

@@ -1,4 +1,4 @@
-"""From worker to worker through shared memory: values lie in segments that are lent, small messages say where.
+"""Links between workers through shared memory: values lie in lent segments that small messages refer to.
 
 Everything happens on the computing thread: it has to do the copying anyway. A segment belongs to the receiver from the
 message that names it until it is given back, never to a timer. The receiver copies on arrival, so a segment comes back
@@ -22,25 +22,25 @@ from rainband.transports.hub import Hub
 from rainband.transports.pytrees import Outgoing, as_tensor, incoming
 from rainband.transports.shared_memory import PAGE, SharedSegment
 
-MAX_SEGMENTS = 64  # of one link, each an open file at both ends; who has lent them all waits for one to come back
+MAX_SEGMENTS = 64  # per link; each is an open file at both ends
 MAX_SEGMENT_BYTES = 1 << 34
-INLINE_BYTES = PAGE  # less than this follows its header: lending would cost more than copying twice
+INLINE_BYTES = PAGE  # smaller values are sent with the message: cheaper than a segment
 MAX_BODY_BYTES = 1 << 16
 
 
 @dataclass
 class Link:
-    """One other worker on this machine: what it was lent, and what it has lent to us."""
+    """A link to one worker on this machine, with the segments lent to it and borrowed from it."""
 
     connection: Connection
     lent: dict[int, SharedSegment] = field(default_factory=dict)
-    free: list[int] = field(default_factory=list)  # of the lent ones; the one that came back last is at the end
+    free: list[int] = field(default_factory=list)  # lent segments that were given back, the latest at the end
     borrowed: dict[int, SharedSegment] = field(default_factory=dict)
 
     def best_free(self, num_bytes: int) -> int | None:
-        """The smallest that is large enough, or else the largest, of equal ones the one used last: it is in the cache.
+        """Return the smallest free segment that is large enough, else the largest; of equals the one used last.
 
-        None: all are with the other side.
+        None: the other side has them all.
         """
 
         def size(number: int) -> int:
@@ -66,14 +66,14 @@ class SharedPeerLinks:
         event_loop.watch(self.hub.epoll.fileno(), lambda: self.hub.run_once(0.0))
 
     def adopt(self, sock: socket.socket, peer: Identity, key: int) -> None:
-        """Take over a connection that we opened."""
+        """Add a connection that this worker opened."""
         connection = self.hub.adopt(sock, peer, key)
         self._open(connection)
-        connection.send(Hello())  # the other side has a link with its first message
-        self._see_off(peer.index, connection)
+        connection.send(Hello())  # with the first message the other side makes its link
+        self._flush(peer.index, connection)
 
     def send(self, to: int, tag: Tag, pytree: Outgoing) -> None:
-        """Send; waits for room, serving what comes meanwhile."""
+        """Send a value; handle arriving messages while waiting for room."""
         link = self.links[to]
         if pytree.num_bytes <= INLINE_BYTES:
             link.connection.send(PeerValue(tag, pytree.structure), pytree.copied())
@@ -81,7 +81,7 @@ class SharedPeerLinks:
             number = self._segment(to, link, pytree.num_bytes)
             pytree.fill(link.lent[number].bytes)
             link.connection.send(PeerValue(tag, pytree.structure, number))
-        self._see_off(to, link.connection)
+        self._flush(to, link.connection)
 
     def close(self) -> None:
         self.event_loop.unwatch(self.hub.epoll.fileno())
@@ -91,7 +91,7 @@ class SharedPeerLinks:
     # ---- out -------------------------------------------------------------------------------------------------------
 
     def _segment(self, to: int, link: Link, num_bytes: int) -> int:
-        """A segment to write to, which is the other side's from now on."""
+        """Return a segment to write to; it belongs to the other side when it is named in a message."""
         while not link.free and len(link.lent) >= MAX_SEGMENTS:
             self._wait(to, link.connection)
         number = link.best_free(num_bytes)
@@ -106,7 +106,7 @@ class SharedPeerLinks:
     def _lend(self, to: int, link: Link, number: int, num_bytes: int) -> None:
         segment = SharedSegment.create("rainband values", num_bytes)
         while True:
-            self._see_off(to, link.connection)  # a descriptor travels alone
+            self._flush(to, link.connection)  # a descriptor is sent with the first byte of its message
             try:
                 link.connection.send_with_fd(Lend(number, num_bytes), segment.fd)
                 break
@@ -118,8 +118,8 @@ class SharedPeerLinks:
         os.close(segment.fd)  # the mapping stays
         link.lent[number] = segment
 
-    def _see_off(self, to: int, connection: Connection) -> None:
-        """Until everything has left: the computing thread may be busy for long from now on."""
+    def _flush(self, to: int, connection: Connection) -> None:
+        """Wait until everything is sent: the computing thread may be busy for long afterwards."""
         self.hub.queue(connection)
         self.hub.flush()
         while connection.out:

@@ -1,4 +1,4 @@
-"""From worker to worker by TCP: one thread moves the bytes of all links, so that traffic overlaps computing."""
+"""Links between workers by TCP: one thread serves all of them, so that transfers overlap computing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rainband.transports.hub import Hub
 from rainband.transports.pytrees import Outgoing, as_tensor, fresh_memory, incoming
 
 MAX_BODY_BYTES = 1 << 32
-ROOM_BYTES = 64 << 20  # who sends waits while more than this has not left
-TICK_S = 1.0  # now and then, to close connections that never say who they are
+ROOM_BYTES = 64 << 20  # the sender waits while more than this is unsent
+TICK_S = 1.0  # how often unauthenticated connections are checked
 
 
 class TcpPeerLinks:
     """All links of one worker to workers anywhere.
 
-    The hub and what belongs to it are the thread's; the computing thread leaves messages in `outbox` and rings.
+    The hub and what belongs to it are the thread's; the computing thread leaves messages in `outbox` and wakes it.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class TcpPeerLinks:
         self.event_loop = event_loop
         self.inbox = inbox
         self.timeout_s = timeout_s
-        # Values arrive where they stay: nothing is copied again.
+        # Values are received in their final memory: nothing is copied again.
         self.hub = Hub(me, secret, run_id, self, MAX_BODY_BYTES, timeout_s, body_memory=lambda _, n: fresh_memory(n))
         self.connections: dict[int, Connection] = {}
         self.outbox: deque[tuple[int, PeerValue, memoryview | None]] = deque()
         self.adopted: deque[tuple[socket.socket, Identity, int]] = deque()
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.hub.watch(self.bell, self._rung)
-        self.given_bytes = 0  # written by the computing thread only
-        self.taken_bytes = 0  # these two by the other one only
-        self.left_bytes = 0  # of what was taken: has left, or has nowhere to go
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.hub.watch(self.wake_fd, self._woken)
+        self.given_bytes = 0  # handed over; written by the computing thread only
+        self.taken_bytes = 0  # from the outbox; this and the next are written by the other thread only
+        self.left_bytes = 0  # sent, or dropped because the peer is lost
         self.wants_room = False
         self.closing_at = float("inf")
         self.thread = threading.Thread(target=self._run, name="peers", daemon=True)
@@ -55,12 +55,12 @@ class TcpPeerLinks:
     # ---- the computing thread ---------------------------------------------------------------------------------------
 
     def adopt(self, sock: socket.socket, peer: Identity, key: int) -> None:
-        """Take over a connection that we opened."""
+        """Add a connection that this worker opened."""
         self.adopted.append((sock, peer, key))
-        self._ring()
+        self._wake()
 
     def send(self, to: int, tag: Tag, pytree: Outgoing) -> None:
-        """Hand over a copy; waits for room, serving what comes meanwhile."""
+        """Queue a copy; handle arriving messages while waiting for room."""
         self.wants_room = True
         while self.given_bytes - self.left_bytes > ROOM_BYTES:
             self.event_loop.wait()
@@ -69,18 +69,18 @@ class TcpPeerLinks:
         self.wants_room = False
         self.given_bytes += pytree.num_bytes
         self.outbox.append((to, PeerValue(tag, pytree.structure), pytree.copied()))
-        self._ring()
+        self._wake()
 
     def close(self) -> None:
         """Close the links after all sent values have left, within the timeout."""
         self.closing_at = time.monotonic() + self.timeout_s
-        self._ring()
+        self._wake()
         self.thread.join()
         self.hub.close()
-        os.close(self.bell)
+        os.close(self.wake_fd)
 
-    def _ring(self) -> None:
-        os.eventfd_write(self.bell, 1)
+    def _wake(self) -> None:
+        os.eventfd_write(self.wake_fd, 1)
 
     # ---- the thread -------------------------------------------------------------------------------------------------
 
@@ -104,8 +104,8 @@ class TcpPeerLinks:
             and not any(connection.out for connection in self.connections.values())
         )
 
-    def _rung(self) -> None:
-        os.eventfd_read(self.bell)
+    def _woken(self) -> None:
+        os.eventfd_read(self.wake_fd)
         while self.adopted:
             connection = self.hub.adopt(*self.adopted.popleft())
             self._open(connection)
@@ -114,9 +114,9 @@ class TcpPeerLinks:
             to, message, body = self.outbox.popleft()
             self.taken_bytes += 0 if body is None else len(body)
             known = self.connections.get(to)
-            if known is not None:  # or it is gone, and who sent this will hear of it
+            if known is not None:  # otherwise the peer is lost, which the sender learns from the inbox
                 known.send(message, body)
-                known.num_kept = len(known.out)  # copies already
+                known.num_kept = len(known.out)  # they are copies already
                 self.hub.queue(known)
 
     def _count(self) -> None:

@@ -41,18 +41,18 @@ Number = None | bool | int | float | str
 
 
 class TensorNode(msgspec.Struct, frozen=True, array_like=True, tag="tensor"):
-    """A tensor: its shape in the order in which it lies in memory, slowest first, and how to get its own back."""
+    """A tensor: its shape in memory order, slowest dimension first, and the order of its own dimensions."""
 
     dtype: str
     shape: tuple[int, ...]
-    order: tuple[int, ...] = ()  # which of its own dimensions each of these is; none: they are the same
+    order: tuple[int, ...] = ()  # its own dimension at each position of `shape`; empty: the same order
 
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def check(self) -> None:
-        """Refuse what is no tensor's description."""
+        """Raise BadFrame if this does not describe a tensor."""
         if self.dtype not in DTYPES:
             raise BadFrame(f"a tensor of the unknown dtype {self.dtype!r}.")
         if len(self.shape) > MAX_DIMS or min(self.shape, default=0) < 0:
@@ -90,8 +90,8 @@ class Outgoing(NamedTuple):
     """A pytree that is ready to be sent."""
 
     structure: bytes
-    tensors: list[tuple[int, Tensor]]  # where each begins, and the tensor in the order of its memory
-    num_bytes: int  # that the tensors take
+    tensors: list[tuple[int, Tensor]]  # offset, and the tensor in memory order
+    num_bytes: int  # of the tensors, with padding
 
     def fill(self, memory: Tensor) -> None:
         """Copy the tensors' contents into bytes of memory."""
@@ -100,7 +100,7 @@ class Outgoing(NamedTuple):
             raw.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def copied(self) -> memoryview | None:
-        """The tensors' contents in memory of their own; none if there are none."""
+        """Return a copy of the tensors' contents, or None if there are none."""
         if not self.num_bytes:
             return None
         memory = fresh_memory(self.num_bytes)
@@ -109,12 +109,12 @@ class Outgoing(NamedTuple):
 
 
 def as_tensor(body: memoryview | None) -> Tensor:
-    """Bytes that came, as memory to read from."""
+    """Return received bytes as a tensor."""
     return torch.empty(0, dtype=torch.uint8) if body is None else torch.frombuffer(body, dtype=torch.uint8)
 
 
 def fresh_memory(num_bytes: int) -> memoryview:
-    """Memory of nobody else, on a boundary that suits every dtype."""
+    """Return new memory, aligned for every dtype."""
     return memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -162,7 +162,7 @@ def _places(sizes: list[int]) -> tuple[list[int], int]:
 def _node(value: Any, found: list[Tensor]) -> Node:
     if isinstance(value, Tensor):
         return _tensor_node(value, found)
-    kind = type(value)  # exactly: what a subclass adds would be lost on the way
+    kind = type(value)  # exact types only: attributes of a subclass would be lost
     if kind is list:
         return ListNode(tuple(_node(item, found) for item in value))
     if kind is tuple:
@@ -201,7 +201,7 @@ def _tensor_node(tensor: Tensor, found: list[Tensor]) -> TensorNode:
         )
     tensor = tensor.detach()
     order: tuple[int, ...] = ()
-    if not tensor.is_contiguous():  # channels last, transposed: copied as it lies, and lies so again where it arrives
+    if not tensor.is_contiguous():  # channels last, transposed: sent in memory order, which the receiver restores
         strides = tensor.stride()
         order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
         tensor = tensor.permute(order)

@@ -19,20 +19,20 @@ from rainband.protocol.layout import BlockSpec
 from rainband.protocol.parameter_buffers import ParameterBuffer
 
 PAGE = 4096
-WORD_BYTES = 64  # one cache line per version word: writers of neighbours do not disturb readers
-READ_TRIES = 8  # then a read is taken as it is, at its smaller version, and counted as torn
+WORD_BYTES = 64  # one cache line per version word, against false sharing
+READ_TRIES = 8  # then a torn read is accepted at its lower version, and counted
 
 
 class SharedSegment:
-    """A memory file, mapped."""
+    """A memory file that is mapped into this process."""
 
     def __init__(self, fd: int, num_bytes: int, writable: bool) -> None:
         self.fd = fd
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        populate = getattr(mmap, "MAP_POPULATE", 0)  # a page fault per page later costs eight times as much
+        populate = getattr(mmap, "MAP_POPULATE", 0)  # page faults later would cost eight times as much
         self.mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | populate, prot=protection)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that read-only memory must not be written; we know
+            warnings.simplefilter("ignore")  # torch warns about read-only memory
             self.bytes = torch.frombuffer(self.mapping, dtype=torch.uint8)
 
     @classmethod
@@ -41,32 +41,32 @@ class SharedSegment:
 
     @staticmethod
     def reserve(name: str) -> int:
-        """A memory file whose size is not known yet, to be handed to children."""
+        """Return a memory file of unknown size, to be inherited by child processes."""
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     @classmethod
     def settle(cls, fd: int, num_bytes: int) -> SharedSegment:
-        """Give a reserved file its size, once and for all."""
+        """Give a reserved file its final size."""
         os.ftruncate(fd, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return cls(fd, num_bytes, writable=True)
 
     @classmethod
     def open(cls, fd: int, num_bytes: int, writable: bool) -> SharedSegment:
-        """Map what another process made; refuses a file that could be cut off under our feet. The fd is used up."""
+        """Map the file of another process, and close `fd`; refuse one that could still be truncated."""
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             if seals & fcntl.F_SEAL_SHRINK and os.fstat(fd).st_size == num_bytes:
                 return cls(fd, num_bytes, writable)
         except OSError:
-            pass  # it is no memory file at all
+            pass  # not a memory file
         finally:
             os.close(fd)  # the mapping has its own
         raise ValueError(f"shared memory of {num_bytes} bytes was announced, something else was handed over.")
 
     def seal_against_writers(self) -> None:
-        """We go on writing; nobody else can map it writable any more."""
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, 0x10)  # F_SEAL_FUTURE_WRITE, which Python 3.11 has no name for
+        """Prevent other processes from mapping it writable; existing mappings stay writable."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, 0x10)  # F_SEAL_FUTURE_WRITE, which Python 3.11 does not define
 
 
 def buffer_offsets(specs: Sequence[BlockSpec], buffers: int) -> tuple[list[list[int]], int]:
@@ -81,7 +81,7 @@ def buffer_offsets(specs: Sequence[BlockSpec], buffers: int) -> tuple[list[list[
 
 
 class Published:
-    """A server's parameters, where every process of the machine can read them."""
+    """A server's parameters in shared memory, readable by every process of the machine."""
 
     def __init__(self, segment: SharedSegment, specs: Sequence[BlockSpec], buffers: int) -> None:
         self.segment = segment
@@ -111,29 +111,29 @@ class Published:
         return ParameterBuffer(self.words, self.at[spec.index], self.values[spec.index])
 
     def read(self, block: int, out: Tensor) -> tuple[int, int]:
-        """Copy a block as it is; returns its version, and how often it changed while we looked."""
+        """Copy a block's newest parameters; return their version and the number of torn tries."""
         at, buffers = self.at[block], self.values[block]
         for torn in range(READ_TRIES):
             before = self.words[at]
             out.copy_(buffers[(before >> 1) % len(buffers)])
             if before & 1 == 0 and self.words[at] == before:
                 return before >> 1, torn
-            os.sched_yield()  # its writer may be waiting for our core
+            os.sched_yield()  # the writer may be waiting for this core
         return before >> 1, READ_TRIES
 
     def read_round(self, block: int, version: int, out: Tensor) -> bool:
-        """Copy exactly this version of a block; False when it is gone, also when it went while we copied."""
+        """Copy exactly this version of a block; return False if it is, or became, overwritten."""
         at = self.at[block]
         buffers = self.values[block]
-        last = version + len(buffers) - 1  # with two buffers a version is kept beside the next one
+        last = version + len(buffers) - 1  # two buffers hold a version and the next one
         if not version <= self.words[at] >> 1 <= last:
             return False
         out.copy_(buffers[version % len(buffers)])
-        return self.words[at] <= 2 * last  # beyond that its buffer is being written again
+        return self.words[at] <= 2 * last  # otherwise its buffer is being overwritten
 
 
 class Mailbox:
-    """A ring of slots in which one worker leaves payloads for one server."""
+    """Slots in which one worker leaves payloads for one server."""
 
     def __init__(self, segment: SharedSegment, slots: int, slot_bytes: int) -> None:
         self.segment = segment
@@ -155,7 +155,7 @@ class Mailbox:
         return cls(SharedSegment.open(fd, slots * slot_bytes, writable=False), slots, slot_bytes)
 
     def tensor(self, slot: int, dtype: str, numel: int) -> Tensor:
-        """The payload in a slot; the tensors are kept, as the same few are asked for again and again."""
+        """Return the payload in a slot; tensors are cached, because the same few are requested repeatedly."""
         key = slot, dtype, numel
         tensor = self._tensors.get(key)
         if tensor is None:
