@@ -1,4 +1,4 @@
-"""Every message between nodes: typed records, encoded by msgspec, never anything that could run.
+"""All messages between nodes: typed records, encoded by msgspec; decoding never runs code.
 
 Tensor bytes travel raw beside a message, as its payload. Who sent a message is known from the connection's
 handshake, so no message says who it is from.
@@ -18,7 +18,7 @@ from rainband.protocol.vectors import Operation
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """A node: its role, its number within the role, and which life of it this is."""
+    """A node: its role, its number within the role, and its incarnation (the number of restarts)."""
 
     role: str  # worker, server, coordinator
     index: int
@@ -39,29 +39,29 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Message, frozen=True, tag=1):
-    """A worker opens its data connection; over shared memory its mailbox comes along as a file descriptor."""
+    """A worker opens its data connection; with shared memory, its mailbox is passed as a file descriptor."""
 
     slots: int = 0
     slot_bytes: int = 0
 
 
 class InitBlock(Message, frozen=True, tag=2):
-    """The first values of a block, or before them a part of its optimizer's first state; the payload is the values."""
+    """The initial values of a block, or before them a part of its optimizer's initial state, as the payload."""
 
     block: int
     dtype: str
     numel: int
     slot: int = -1
-    part: str = ""  # the state's name; none: the parameters themselves, which come last
+    part: str = ""  # the name of the optimizer state; empty: the parameters, which are sent last
     absent: tuple[int, ...] = ()  # parameters that have no such state yet
     numbers: dict[str, dict[int, float]] = {}  # state that is one number per parameter: name -> parameter -> number
 
 
 class Push(Message, frozen=True, tag=3):
-    """One block of a gradient, named by the set of batches it sums; the payload is the gradient."""
+    """One block of a gradient, with the IDs of the batches it sums; the payload is the gradient."""
 
     block: int
-    worker: int  # must be the sender's own number
+    worker: int  # must be the sender's rank
     sequence: int  # the sender's number for this push, the same on every block
     push_id: PushId
     samples: int
@@ -70,13 +70,13 @@ class Push(Message, frozen=True, tag=3):
     version: int
     dtype: str
     numel: int
-    at_version: int = -1  # the round, where the algorithm fixes the parameters
+    at_version: int = -1  # the round, if the strategy has rounds
     absent: tuple[int, ...] = ()  # parameters that had no gradient; not the same as zero
-    skip: str = ""  # a reason: mark the batches, there is no gradient
+    skip: str = ""  # a reason: mark the batches as skipped, there is no gradient
     want: bool = False  # send the block's parameters back as soon as the rule admits it
-    slot: int = -1  # place in the sender's mailbox; -1: the bytes follow the header
+    slot: int = -1  # slot in the sender's mailbox; -1: the bytes follow the header
     groups: tuple[dict[str, Any], ...] = ()  # the sender's optimizer settings, when they changed since its last push
-    began: int = -1  # the sender's clock when it began to compute this
+    began: int = -1  # the sender's clock when it started to compute this
     loss: float = 0.0  # in an evaluation: the mean over the samples; it travels with the gradient
 
 
@@ -85,12 +85,12 @@ class FetchState(Message, frozen=True, tag=4):
 
 
 class Pull(Message, frozen=True, tag=5):
-    """Asks for the parameters: of a round exactly (point), or as they are when the rule admits this clock."""
+    """Requests the parameters: those of a round (at_version), or the current ones once the rule admits this clock."""
 
     sequence: int
     clock: int = -1  # work items the reader has pushed; -1: not a training read, which never waits
     at_version: int = -1
-    base: int = 0  # the clock at which the reader began; it has pushed nothing before
+    base: int = 0  # the clock at which the reader joined; it has pushed nothing before
     part: int = 0  # the blocks of this part of the model
 
 
@@ -102,20 +102,20 @@ class RoundChosen(Message, frozen=True, tag=6):
 
 
 class Idle(Message, frozen=True, tag=7):
-    """A worker has nothing to do: it need not be waited for until it pulls again."""
+    """A worker is idle: no reader needs to wait for it until it pulls again."""
 
 
 # ---- server to worker -----------------------------------------------------------------------------------------------
 
 
 class Opened(Message, frozen=True, tag=20):
-    """Answer to Hello; over shared memory the published parameters come along as a file descriptor."""
+    """Answer to Hello; with shared memory, the published parameters are passed as a file descriptor."""
 
     buffers: int = 1
 
 
 class BlockReady(Message, frozen=True, tag=21):
-    """A block has its first values."""
+    """A block has its initial values."""
 
     block: int
     slot: int = -1
@@ -157,28 +157,28 @@ class Ack(Message, frozen=True, tag=22):
 
 
 class Params(Message, frozen=True, tag=23):
-    """One block's parameters may be read now; the payload is the values, unless they lie in shared memory."""
+    """One block's parameters may be read; the payload is the values, unless they lie in shared memory."""
 
     block: int
     sequence: int
     term: int
     version: int
     at_version: int = -1
-    round_over: bool = False  # the round asked for is over, its parameters are lost
-    asks: bool = False  # readers must ask each time, also where memory is shared: the rule admits them
-    clock: int = -1  # the reader's, as this block has it; if it is behind that, it was given up and begins anew
-    kept: int = -1  # the reader, if a copy is kept of what it is given
+    round_over: bool = False  # the requested round is over, and its parameters no longer exist
+    asks: bool = False  # readers must ask each time, even with shared memory: the rule admits them
+    clock: int = -1  # the reader's, as this block counts it; a larger one: the reader was forgotten, and starts there
+    kept: int = -1  # the reader, if the rule keeps a copy of what it received
 
 
 class PullDelayed(Message, frozen=True, tag=24):
-    """A pull is held back: the reader is too far ahead of this worker."""
+    """A pull is delayed: the reader is too far ahead of this worker."""
 
     sequence: int
     worker: int
 
 
 class StatePart(Message, frozen=True, tag=25):
-    """A part of one block's optimizer state; the payload is its values. The last part has no name, but the numbers."""
+    """A part of one block's optimizer state, as the payload. The last part has no name, and carries the numbers."""
 
     block: int
     part: str
@@ -192,13 +192,13 @@ class StatePart(Message, frozen=True, tag=25):
 class PeerValue(Message, frozen=True, tag=40):
     """A pytree of values for another worker; the payload is its tensors, unless they are in shared memory."""
 
-    tag: tuple[int | str, ...]  # what the receiver asks for it by
+    tag: tuple[int | str, ...]  # the receiver requests it by this tag
     pytree: bytes  # all but the tensors' contents, see transports/pytrees.py
     segment: int = -1  # of the sender's; -1: the bytes follow the header
 
 
 class Lend(Message, frozen=True, tag=41):
-    """Memory in which values will lie; it comes along as a file descriptor. A number used again replaces the former."""
+    """Memory for values, passed as a file descriptor. A segment number that is used again replaces the old one."""
 
     segment: int
     num_bytes: int
@@ -214,10 +214,10 @@ class GiveBack(Message, frozen=True, tag=42):
 
 
 class ServerJoin(Message, frozen=True, tag=60):
-    """A server says where workers find it."""
+    """A server announces its address."""
 
     address: Address
-    capability: str = ""  # torch version and CPU capability: copies must agree
+    capability: str = ""  # torch version and CPU capability
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -247,13 +247,13 @@ class Planned(Message, frozen=True, tag=62):
 
 
 class Ready(Message, frozen=True, tag=63):
-    """All blocks have their first values."""
+    """All blocks have their initial values."""
 
 
 class Revoke(Message, frozen=True, tag=64):
-    """To servers: fence a portion, that is refuse smaller lease numbers from now on, and answer with the sets.
+    """To servers: fence a portion (reject smaller lease numbers) and answer with the accepted batches.
 
-    To the worker that had it: leave it to others.
+    To the worker that had the lease: stop working on it.
     """
 
     portion: int
@@ -269,21 +269,21 @@ class AcceptedBatches(Message, frozen=True, tag=65):
 
 
 class Forget(Message, frozen=True, tag=66):
-    """Do not wait for that worker; what it gave stays."""
+    """Stop waiting for a worker; what it pushed stays."""
 
     worker: int
 
 
 class AdjustRule(Message, frozen=True, tag=67):
-    """Go on with another learning rate, or another bound."""
+    """Change the learning rate or the bound."""
 
-    number: int  # a decision that comes twice counts once
-    lr_factor: float = 1.0  # on the rate that holds now
+    number: int  # a decision that arrives twice counts once
+    lr_factor: float = 1.0  # on the current learning rate
     bound: int | None = None
 
 
 class ReportRequest(Message, frozen=True, tag=68):
-    """Asks for a Report."""
+    """Requests a Report."""
 
 
 class Flush(Message, frozen=True, tag=69):
@@ -291,9 +291,9 @@ class Flush(Message, frozen=True, tag=69):
 
 
 class Command(Message, frozen=True, tag=70):
-    """Vector arithmetic on every block, and perhaps an evaluation of the loss that begins with it.
+    """Vector operations on every block, and the start of an evaluation of the loss, if any.
 
-    Numbered by (term, number): who gets one again answers the same again, and does nothing.
+    Numbered by (term, number): a server that receives one again repeats its answer, and does nothing else.
     """
 
     term: int  # the coordinator's
@@ -329,13 +329,13 @@ class Skipped(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tally(msgspec.Struct, frozen=True, array_like=True):
-    """One block's counts of batches: what is marked must be what was applied, skipped or is still buffered."""
+    """One block's batch counts: accepted must equal applied + skipped + buffered."""
 
     accepted: int
     applied: int
     skipped: int
     buffered: int
-    untracked_pushes: int = 0  # pushes that are named by their sender, not by batches
+    untracked_pushes: int = 0  # pushes without batch IDs
 
 
 class Missed(msgspec.Struct, frozen=True, array_like=True):
@@ -352,36 +352,36 @@ class StalenessLimit(msgspec.Struct, frozen=True, array_like=True):
 
     bound: float
     unit: str
-    largest: float  # that any gradient's reader missed
-    exceeded: int = 0  # gradients whose readers missed more than the bound
+    largest: float  # of any gradient's reader
+    exceeded: int = 0  # gradients whose readers exceeded the bound
 
 
 class Report(Message, frozen=True, tag=73):
-    """The marks and the measurements of one server."""
+    """The accepted batches and the measurements of one server."""
 
     first_open: int  # every portion below is complete on all of this server's blocks
     full: tuple[int, ...]  # and these above it
-    accepted: int  # batches had, the least over its blocks
+    accepted: int  # batches accepted, the minimum over its blocks
     updates: int  # applied to its blocks so far
     blocks: tuple[Tally, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     refused: dict[str, int] = {}
     staleness: dict[int, dict[int, int]] = {}  # worker -> updates missed -> how often
     flushed: bool = False
-    measured: bool = True  # no: the staleness is left out, the last one told holds
+    measured: bool = True  # False: the staleness is omitted, the last report's holds
     missed: tuple[Missed, ...] = ()  # by each block
     limit: StalenessLimit | None = None  # of the worst block
-    bound: int | None = None  # that holds now
-    gradients_per_update: int | None = None  # gradients that make one update now; none: each rule has its own way
-    lock_free: bool = False  # workers add in place: whether two additions overwrote each other is not known
-    cut_short: int = 0  # updates that were being written, by a worker itself, when it was lost
+    bound: int | None = None  # the current one
+    gradients_per_update: int | None = None  # gradients averaged into an update now; none: not a fixed number
+    lock_free: bool = False  # workers add in place: lost updates cannot be counted
+    cut_short: int = 0  # updates that a worker was writing when it was lost
 
 
 # ---- coordinator and worker -----------------------------------------------------------------------------------------
 
 
 class Join(Message, frozen=True, tag=100):
-    """A worker has built the task: what it found decides the plan, or must agree with it."""
+    """A worker has built the task: the first one's description decides the data plan, the others' must agree."""
 
     fingerprint: str
     num_samples: int
@@ -392,9 +392,9 @@ class Join(Message, frozen=True, tag=100):
     rounds: bool
     warm_start_batches: int = 0
     custom_loop: bool = False  # its data is known later or never, and the run ends when the loops do
-    optimizer: OptimizerSpec | None = None  # the user's, for the servers to run
-    coordinated: bool = False  # the coordinator leads: the data is gone over as often as it asks for
-    address: Address | None = None  # where the others of its team reach it; none: it computes the whole model
+    optimizer: OptimizerSpec | None = None  # of a custom loop, to be run by the servers
+    coordinated: bool = False  # full-batch: the coordinator part decides how often the data is used
+    address: Address | None = None  # where the other workers of its replica reach it; none: it computes the whole model
 
 
 class Dataset(Message, frozen=True, tag=101):
@@ -403,40 +403,40 @@ class Dataset(Message, frozen=True, tag=101):
     fingerprint: str
     num_samples: int
     batch_size: int
-    epochs: int  # 0: as many as the loops go on for
+    epochs: int  # 0: not known; the loops decide
 
 
 class Paused(Message, frozen=True, tag=102):
-    """A worker will not work for a while, by its own word: its work is for others, but the end waits for it."""
+    """A worker pauses: its batches are reassigned, but the run does not end without it."""
 
 
 class NoWork(Message, frozen=True, tag=103):
-    """Answer to Want: all data is leased or done; some may come back."""
+    """Answer to LeaseRequest: all data is leased or done; leases may still be revoked."""
 
 
 class Welcome(Message, frozen=True, tag=104):
-    """The plan, and who owns which block."""
+    """The data plan, and which server holds which block."""
 
     plan: DataPlan
     servers: tuple[Address, ...]
     owners: tuple[int, ...]  # server of each block
     blocks: tuple[BlockSpec, ...]
-    load: bool = False  # send the servers your parameters: they are the first values
+    load: bool = False  # send the servers your parameters: they are the initial values
     replica_addresses: tuple[Address, ...] = ()  # of the workers of its replica, in the order of their machines
 
 
 class Go(Message, frozen=True, tag=105):
-    """The servers are ready: begin."""
+    """The servers are ready: start training."""
 
 
 class LeaseRequest(Message, frozen=True, tag=106):
     """A worker asks for a lease."""
 
-    idle: bool = False  # it has nothing to do until it gets one
+    idle: bool = False  # it is idle until it receives one
 
 
 class Lease(Message, frozen=True, tag=107):
-    """A portion, or what is missing of it, is this worker's to do."""
+    """A portion, or what is missing of it, is leased to this worker."""
 
     portion: int
     lease: int
@@ -458,7 +458,7 @@ class ItemsDelivered(Message, frozen=True, tag=109):
 
 
 class Return(Message, frozen=True, tag=110):
-    """A worker gives a lease back."""
+    """A worker returns a lease."""
 
     portion: int
     lease: int
@@ -466,26 +466,26 @@ class Return(Message, frozen=True, tag=110):
 
 
 class Heartbeat(Message, frozen=True, tag=111):
-    """A worker is alive; its acknowledged pushes say that it works."""
+    """A worker is alive; its acknowledged pushes show that it makes progress."""
 
     acked: int = 0
-    waiting: bool = False  # for others: then it is not to blame for not working
+    waiting: bool = False  # for other workers: then it counts as active
     waited_s: float = 0.0
     steps: int = 0
     samples: int = 0
-    loss: float = 0.0  # mean over the samples since the last beat
+    loss: float = 0.0  # mean over the samples since the last heartbeat
     loss_samples: int = 0
     pushed_bytes: int = 0
     pulled_bytes: int = 0
     torn_reads: int = 0
-    waited_for: dict[int, float] = {}  # worker -> seconds that it was too slow for this one
-    metrics: dict[str, float] = {}  # the last that it measured
-    computed_s: float = 0.0  # gradients, or pieces of them
-    sent_bytes: int = 0  # to the others of its team
+    waited_for: dict[int, float] = {}  # worker -> seconds that this one waited for it
+    metrics: dict[str, float] = {}  # the last ones measured
+    computed_s: float = 0.0  # computing gradients, or parts of them
+    sent_bytes: int = 0  # to the other workers of its replica
 
 
 class Finish(Message, frozen=True, tag=112):
-    """Every batch is done: the loops over data end."""
+    """Every batch is processed: the loops over data end."""
 
 
 class Halt(Message, frozen=True, tag=113):
@@ -521,7 +521,7 @@ class Failed(Message, frozen=True, tag=117):
 
 
 class Shutdown(Message, frozen=True, tag=118):
-    """The run is over; nothing will be answered any more."""
+    """The run is over; no message will be answered any more."""
 
     reason: str = ""
 
@@ -543,9 +543,9 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """Raises msgspec.DecodeError for anything that is not one of our messages."""
+    """Decode a message; raise msgspec.DecodeError for anything else."""
     try:
         message: Message = _decoder.decode(data)
     except UnicodeDecodeError as error:
-        raise msgspec.DecodeError(f"a word is no text: {error}") from None
+        raise msgspec.DecodeError(f"a string is not UTF-8: {error}") from None
     return message
