@@ -23,11 +23,11 @@ class Staleness(msgspec.Struct, frozen=True):
     per_worker_mean: dict[int, float]
     per_worker_max: dict[int, int] = {}
     per_block: dict[int, BlockStaleness] = {}
-    bound: float | None = None  # what the rule lets a reader miss, in its own unit; none: it promises nothing
+    bound: float | None = None  # the rule's bound, in its own unit; none: unbounded
     unit: str = ""
-    largest: float = 0.0  # what a reader did miss, in that unit
-    exceeded: int = 0  # gradients whose readers missed more
-    waited_for: dict[int, dict[int, float]] = {}  # worker -> for whom it was held back -> seconds
+    largest: float = 0.0  # the largest staleness of a reader, in that unit
+    exceeded: int = 0  # gradients whose readers exceeded the bound
+    waited_for: dict[int, dict[int, float]] = {}  # worker -> the worker it waited for -> seconds
 
     @property
     def broken(self) -> str:
@@ -41,7 +41,7 @@ class Staleness(msgspec.Struct, frozen=True):
 
 
 class BlockStaleness(msgspec.Struct, frozen=True):
-    """Of the updates of one block."""
+    """Staleness of the gradients of one block."""
 
     mean: float
     max: int
@@ -53,10 +53,10 @@ class BatchAccounting(msgspec.Struct, frozen=True):
     batches: int  # in the plan
     applied: int  # on every block
     skipped: dict[str, int]  # reason -> batches
-    lost: int  # marked as had by a block, yet neither applied nor skipped there; the worst block
-    applied_twice: int  # applied more often than marked; the worst block
-    not_processed: int  # the run ended before their turn
-    reassigned: int  # portions taken from a worker and given to another
+    lost: int  # accepted by a block, yet neither applied nor skipped there; the worst block
+    applied_twice: int  # applied more often than accepted; the worst block
+    not_processed: int  # when the run ended
+    reassigned: int  # portions revoked and leased again
     refused: dict[str, int]  # pushes refused, by reason
     updates: int  # applied to blocks, all together
     untracked_pushes: int = (
@@ -73,7 +73,7 @@ class BatchAccounting(msgspec.Struct, frozen=True):
 
 
 def worst_limit(limits: Iterable[StalenessLimit | None]) -> StalenessLimit | None:
-    """All together: the most that any reader missed on any block, and how often it was too much."""
+    """Combine limits: the largest staleness on any block, and how many gradients exceeded the bound."""
     known = [limit for limit in limits if limit is not None]
     if not known:
         return None
@@ -113,7 +113,7 @@ def staleness_of(reports: Iterable[Report]) -> Staleness:
 
 
 def staleness_so_far(reports: Iterable[Report]) -> Staleness:
-    """The same without who missed what: of thousands of workers that takes long."""
+    """Return the staleness without histograms, which take long with thousands of workers."""
     reports = list(reports)
     blocks = [missed for report in reports for missed in report.missed]
     pushes = sum(missed.pushes for missed in blocks)
@@ -141,7 +141,7 @@ def _mean(counts: Mapping[int, int]) -> float:
 
 
 def balance(plan: DataPlan, reports: Iterable[Report], reassigned: int) -> BatchAccounting:
-    """Add up the reports of all owners of blocks."""
+    """Add up the reports of all servers."""
     reports = list(reports)
     blocks = [tally for report in reports for tally in report.blocks]
     unexplained = [tally.accepted - tally.applied - tally.skipped - tally.buffered for tally in blocks]

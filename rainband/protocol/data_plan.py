@@ -84,7 +84,7 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
         return max(0, min(self.portion_batches, with_this_column - first))
 
     def full(self, portion: int) -> int:
-        """The mask of a portion that lacks nothing."""
+        """Return the mask of all batches of a portion."""
         return (1 << self.batches_in(portion)) - 1
 
     def number(self, portion: int, k: int) -> int:
@@ -101,7 +101,7 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
         return left if left < self.batch_size else self.batch_size
 
     def round_of(self, portion: int, k: int) -> int:
-        """The round, numbered through all epochs, that batch k of a portion belongs to."""
+        """Return the round, numbered through all epochs, of batch k of a portion."""
         inside = portion % self.portions_per_epoch
         return (
             self.epoch_of(portion) * self.rounds_per_epoch + inside // self.items_per_round * self.portion_batches + k
@@ -111,7 +111,7 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
         return portion % self.portions_per_epoch % self.items_per_round
 
     def items_in_round(self, round_: int) -> int:
-        """K of a round; an epoch's last round may be short."""
+        """Count the work items of a round; an epoch's last round may be short."""
         inside = round_ % self.rounds_per_epoch
         return min(self.items_per_round, self.batches_per_epoch - inside * self.items_per_round)
 
@@ -143,7 +143,7 @@ PushId = tuple[BatchRange, ...]  # the set of batches a push sums
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The places of the ones in a mask, lowest first."""
+    """Yield the positions of the ones in a mask, lowest first."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -151,7 +151,7 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def ranges(portion: int, batches: Iterable[int], lease: int) -> PushId:
-    """The shortest name for some batches of one portion."""
+    """Return the push ID of some batches of one portion."""
     result: list[BatchRange] = []
     for k in sorted(batches):
         if result and result[-1].last == k:
@@ -166,7 +166,7 @@ def num_batches(name: PushId) -> int:
 
 
 def validate_push_id(plan: DataPlan, name: PushId, at_version: int = -1) -> str | None:
-    """Say what is wrong with a name, or None: what comes from the network is checked before it is used."""
+    """Return what is wrong with a push ID, or None: data from the network is checked before it is used."""
     if len(name) == 1 and not plan.items_per_round:  # nearly always
         [r] = name
         if 0 <= r.portion < plan.num_portions and 0 <= r.first < r.last <= plan.batches_in(r.portion):
@@ -201,7 +201,7 @@ class AcceptedSet:
         self._compact()
 
     def of(self, portion: int) -> int:
-        """The mask of one portion."""
+        """Return the mask of one portion."""
         return self.plan.full(portion) if portion < self.first_open else self.open.get(portion, 0)
 
     def has_all(self, name: PushId) -> bool:
@@ -222,7 +222,7 @@ class AcceptedSet:
         return self.of(portion) == self.plan.full(portion)
 
     def add(self, name: PushId) -> list[int]:
-        """Remember these batches; returns the portions that became complete by it."""
+        """Add these batches; return the portions that are complete because of it."""
         completed = []
         for r in name:
             portion = r.portion
@@ -249,12 +249,12 @@ class AcceptedSet:
 
 
 def groups(full: int, masks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The batches that some block lacks, grouped by which blocks have them.
+    """Group the batches that some block lacks by which blocks have them.
 
     A push never mixes two groups: so each block either has all of it or none, and nothing can cross.
     """
     patterns: dict[tuple[int, ...], list[int]] = {}
-    distinct = sorted(set(masks))  # blocks with equal marks are one case
+    distinct = sorted(set(masks))  # blocks with equal masks are one case
     for k in bits(full):
         pattern = tuple(mask >> k & 1 for mask in distinct)
         if not all(pattern):

@@ -1,4 +1,4 @@
-"""Facts about a run, as typed records: progress bars, reports and pages read only these."""
+"""Events of a run, as typed records: the only source of progress displays, reports and files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class RunStarted(Event, frozen=True):
     num_workers: int
     num_servers: int
     version: str
-    started_at: str = ""  # the calendar's time in UTC, as 2026-11-16T09:30:00+00:00; "" in virtual time
+    started_at: str = ""  # UTC, such as 2026-11-16T09:30:00+00:00; "" in a simulation
 
 
 class PlanMade(Event, frozen=True):
-    """The data was cut into batches and the model into blocks."""
+    """The data was divided into batches and the model into blocks."""
 
     num_samples: int
     num_batches: int
@@ -58,14 +58,14 @@ class PipelinePredicted(Event, frozen=True):
 
 
 class PhaseChanged(Event, frozen=True):
-    """The run as a whole goes on to its next phase; one that is stopped says why."""
+    """The run enters its next phase; `reason`: why it is stopped."""
 
     phase: str  # forming, loading, running, flushing, finishing, concluding, over
     reason: str = ""
 
 
 class Joined(Event, frozen=True):
-    """A node is there."""
+    """A node has joined."""
 
     node: str
 
@@ -77,14 +77,14 @@ class FirstStep(Event, frozen=True):
 
 
 class Lost(Event, frozen=True):
-    """A node is gone, or does not work in time."""
+    """A node was lost, or a worker is inactive."""
 
     node: str
     why: str
 
 
 class Returned(Event, frozen=True):
-    """A worker that was given up works again."""
+    """A worker that was inactive makes progress again, or a node is back."""
 
     node: str
 
@@ -98,15 +98,15 @@ class BatchesReassigned(Event, frozen=True):
 
 
 class GuardActed(Event, frozen=True):
-    """Training was about to diverge, or is well enough to loosen: what was seen, and what was changed."""
+    """The divergence guard changed the learning rate or the bound; `why`: the measurements."""
 
     why: str
-    lr_factor: float  # on the learning rate, all changes together
-    bound: int | None  # from now on; none: the strategy has none
+    lr_factor: float  # on the learning rate, all changes so far
+    bound: int | None  # from now on; none: the strategy has no bound
 
 
 class UpdateSizeChanged(Event, frozen=True):
-    """Workers have come or gone, and so an update is made of another number of gradients from now on."""
+    """The number of live workers has changed, and with it the number of gradients averaged into an update."""
 
     gradients: int
 
@@ -134,16 +134,16 @@ class Progress(Event, frozen=True):
 
 
 class IterationDone(Event, frozen=True):
-    """An iteration of a strategy that the coordinator leads is over."""
+    """An iteration of a full-batch strategy is done."""
 
     iteration: int
     loss: float | None
     gradient_norm: float | None
-    step: float  # how far it went along its direction
+    step: float  # the step along its direction
     evaluations: int  # of the loss, so far
     work_items: int  # of these evaluations, so far
     backups: int  # backup copies of work items of slow workers, so far
-    end: str = ""  # it was the last one, because of this
+    end: str = ""  # why it was the last one
 
 
 class ProcessOutput(Event, frozen=True):

@@ -1,4 +1,4 @@
-"""The model as data: where each parameter lies in the flat vectors, and how those are cut into blocks."""
+"""The layout of a model: the offset of each parameter in flat vectors, and how these are cut into blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Settings = dict[str, float | int | bool | str | list[Scalar] | None]
 
 
 class BlockSegment(msgspec.Struct, frozen=True, array_like=True):
-    """The piece of one parameter inside one block."""
+    """The part of one parameter inside one block."""
 
     parameter: int  # index into Layout.parameters
     offset: int  # first element of that parameter's memory that lies here
-    start: int  # place inside the block, in elements
+    start: int  # offset inside the block, in elements
     stop: int
     group: int  # index into Layout.groups
 
@@ -35,12 +35,12 @@ class BlockSegment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A stretch of one vector. What lies between its segments belongs to no parameter."""
+    """A contiguous range of one vector. Elements between its segments belong to no parameter."""
 
     index: int
     vector: int  # index into Layout.vectors
     dtype: str
-    start: int  # place inside the vector, in elements
+    start: int  # offset inside the vector, in elements
     stop: int
     segments: tuple[BlockSegment, ...]
     part: int = 0  # of a model that several workers compute together: whose parameters these are
@@ -55,7 +55,7 @@ class BlockSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParameterSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One parameter and its place. The vector holds its elements in the order of its own memory."""
+    """One parameter and its offset. The vector holds its elements in their order in memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ class VectorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Everything about a model that its values do not say."""
+    """The structure of a model, without its values."""
 
     vectors: tuple[VectorSpec, ...]
     parameters: tuple[ParameterSpec, ...]
@@ -94,7 +94,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayoutEntry(msgspec.Struct, frozen=True):
-    """A parameter that has no place yet."""
+    """A parameter that has no offset yet."""
 
     name: str
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ class LayoutEntry(msgspec.Struct, frozen=True):
 
 
 def arrange(entries: Iterable[LayoutEntry], groups: Sequence[Settings] = ({},)) -> Layout:
-    """Give each parameter its place: one vector per part, dtype and device, every start on a 64-byte boundary."""
+    """Give each parameter its offset: one vector per part, dtype and device, every start on a 64-byte boundary."""
     vectors: dict[tuple[str, str, int], int] = {}
     ends: list[int] = []
     parameters = []

@@ -14,7 +14,7 @@ class Schedule:
     """The factor on the learning rate at a position from 0 (start) to 1 (end)."""
 
     shape: Shape = "constant"
-    warmup: float = 0.0  # the part of the run in which the rate rises from 0
+    warmup: float = 0.0  # learning-rate warm-up from 0, as a fraction of the run
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < 1:
