@@ -56,7 +56,7 @@ class BatchAccounting(msgspec.Struct, frozen=True):
     lost: int  # accepted by a block, yet neither applied nor skipped there; the worst block
     applied_twice: int  # applied more often than accepted; the worst block
     not_processed: int  # when the run ended
-    reassigned: int  # portions revoked and leased again
+    reassigned: int  # portions revoked and given to another worker
     refused: dict[str, int]  # pushes refused, by reason
     updates: int  # applied to blocks, all together
     untracked_pushes: int = (
