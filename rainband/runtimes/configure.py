@@ -223,7 +223,8 @@ def _servers(options: RunOptions, name: str, requires: Requirements, usual: int)
 
 
 def _with_servers() -> str:
-    return " or ".join(name for name in strategy_names() if find_strategy(name)().requires.servers)
+    names = [name for name in strategy_names() if find_strategy(name)().requires.servers]
+    return f"one of {', '.join(names)}"
 
 
 def _check_cores(**numbers: int) -> None:
