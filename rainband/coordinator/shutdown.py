@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from rainband.coordinator.reporting import Reporting
 from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, WorkerState
-from rainband.model.buffer_mean import BufferMean
 from rainband.protocol.messages import Conclude, Concluded, Ended, Finish, Flush, Halt, Peer, ReportRequest, Shutdown
 
 
@@ -191,3 +192,27 @@ class RunEnd:
         return [
             CoordinatorOutput(peer, Shutdown(state.reason)) for peer in [w.peer for w in state.connected()] + servers
         ]
+
+
+class BufferMean:
+    """The mean of the workers' buffers, such as BatchNorm's running statistics, for the saved model.
+
+    Servers do not hold buffers, which are no function of gradients: each worker's follow its own batches. The mean is
+    weighted by the samples of each worker; counters are rounded. Buffers are sent as one float64 vector per worker.
+    """
+
+    def __init__(self) -> None:
+        self.total: NDArray[np.float64] | None = None
+        self.samples = 0
+
+    def add(self, body: bytes | memoryview | None, samples: int) -> None:
+        if body is None or not len(body) or not samples:
+            return
+        values = np.frombuffer(body, dtype=np.float64) * samples
+        if self.total is not None and self.total.shape != values.shape:
+            return  # not of this model: a worker with other buffers is refused at join
+        self.total = values if self.total is None else self.total + values
+        self.samples += samples
+
+    def mean(self) -> bytes | None:
+        return None if self.total is None else (self.total / self.samples).tobytes()
