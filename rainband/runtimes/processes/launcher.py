@@ -19,15 +19,16 @@ from typing import Any
 
 import msgspec
 
-from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
+from rainband.coordinator.coordinator import Coordinator
 from rainband.observer import Observer
 from rainband.plugins import load_strategy
 from rainband.protocol import events
 from rainband.protocol.messages import COORDINATOR, Address, Message, Peer
 from rainband.runtimes.config import Job, RunConfig, encode_job
-from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, HogwildServer
+from rainband.runtimes.coordinator_host import CoordinatorHost
+from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
-from rainband.runtimes.run import Phases, Run, View
+from rainband.runtimes.run import Run, View
 from rainband.runtimes.run import RunResult as RunResult
 from rainband.runtimes.run_directory import OutputLog, calendar_time
 from rainband.strategy import Strategy
@@ -86,7 +87,6 @@ class Launcher(Run):
     ) -> None:
         """`observer` is that of the coordinator."""
         super().__init__(config, view)
-        self.observer = observer
         self.entries = entries
         self.fds = fds
         self.output = OutputLog(self.directory) if capture else None
@@ -98,15 +98,21 @@ class Launcher(Run):
         self.strategy = strategy
         one_memory = strategy.requires.shared_memory
         self.memory = SharedSegment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
-        self.hogwild_server = HogwildServer(self._make_room) if one_memory else None
-        settings = msgspec.structs.replace(self.settings, num_servers=1) if self.hogwild_server else self.settings
+        hogwild_server = HogwildServer(self._make_room) if one_memory else None
+        settings = msgspec.structs.replace(self.settings, num_servers=1) if hogwild_server else self.settings
         self.coordinator = Coordinator(settings, strategy)
-        if self.hogwild_server is not None:
-            self.hogwild_server.join(self.coordinator)
         self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
         self.processes: dict[int, Peer] = {}  # token -> who
         self.causes: dict[Peer, str] = {}  # how processes ended
-        self.phases = Phases(self.coordinator, self.emit, self._now)
+        self.host = CoordinatorHost(
+            self.coordinator,
+            self._now,
+            lambda out: self.hub.send(out.to, out.message, out.body),
+            self.emit,
+            hogwild_server,
+            observer,
+            why_all_must_join=self._why_not_joined,
+        )
         self.interrupts = 0
 
     def stop_soon(self) -> None:
@@ -169,13 +175,12 @@ class Launcher(Run):
         while self.coordinator.state.phase != "over" and self.interrupts < 2:
             self.hub.run_once(max(0.0, self._look_at(ticked_at + tick_s) - time.monotonic()))
             if self.interrupts and self.coordinator.state.outcome == "finished":
-                self._send(self.coordinator.shutdown.stop("stopped", "interrupted"))
+                self.host.send(self.coordinator.shutdown.stop("stopped", "interrupted"))
             if time.monotonic() - ticked_at >= tick_s:
                 self.hub.run_once(0.0)  # we may have slept: hear what came meanwhile before judging who is late
                 ticked_at = time.monotonic()
-                self._send(self.coordinator.tick(self._now()))
+                self.host.tick()
                 self._show_output()
-            self.phases.show()
         self.hub.flush()
 
     def _look_at(self, tick_at: float) -> float:
@@ -184,7 +189,7 @@ class Launcher(Run):
         if due_at is None:
             return tick_at
         if due_at <= self._now():
-            self._send(self.coordinator.look(self._now()))
+            self.host.look()
             return tick_at
         return min(tick_at, self.started_at + due_at)
 
@@ -211,14 +216,6 @@ class Launcher(Run):
         assert self.memory is not None
         return SharedSegment.settle(self.memory, num_bytes).mapping
 
-    def _send(self, outs: list[CoordinatorOutput]) -> None:
-        if self.hogwild_server is not None:
-            outs = self.hogwild_server.answered(self.coordinator, outs, self._now())
-        for out in outs:
-            self.hub.send(out.to, out.message, out.body)
-            if self.observer is not None:
-                self.observer.sent(out.message)
-
     def _show_output(self, to_the_end: bool = False) -> None:
         if self.output is None:
             return
@@ -229,11 +226,7 @@ class Launcher(Run):
     # ---- the hub's handler -----------------------------------------------------------------------------------------
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
-        if self.observer is not None:
-            self.observer.receiving(message)
-        if self.hogwild_server is not None and isinstance(message, FROM_WORKERS):
-            return self._send([CoordinatorOutput(KEEPER, message)])
-        self._send(self.coordinator.receive(connection.peer, message, self._now(), body))
+        self.host.receive(connection.peer, message, body)
 
     def lost(self, peer: Peer) -> None:
         """A connection closed; how its process ended is known a moment later."""
@@ -244,8 +237,7 @@ class Launcher(Run):
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 break
             self._children()
-        self._send(self.coordinator.lost(peer, self._now(), self.causes.get(peer, "its connection closed")))
-        self._died_early(peer)
+        self.host.lost(peer, self.causes.get(peer, "its connection closed"), for_good=peer in self.causes)
 
     # ---- processes -------------------------------------------------------------------------------------------------
 
@@ -253,7 +245,7 @@ class Launcher(Run):
         ended = []
         for event in self.zygote.events():
             if isinstance(event, SpawnFailed):
-                self._send(self.coordinator.shutdown.stop("failed", event.reason))
+                self.host.send(self.coordinator.shutdown.stop("failed", event.reason))
             if isinstance(event, Exited):
                 peer = self.processes[event.token]
                 self.causes[peer] = _how(event)
@@ -263,21 +255,12 @@ class Launcher(Run):
     def _children(self) -> None:
         for peer in self._note_exits():
             if peer not in self.hub.peers:
-                self._send(self.coordinator.lost(peer, self._now(), self.causes[peer]))
-                self._died_early(peer)
+                self.host.lost(peer, self.causes[peer])
 
-    def _died_early(self, peer: Peer) -> None:
-        known = peer.index in (
-            self.coordinator.state.workers if peer.role == "worker" else self.coordinator.state.servers
-        )
-        if not known and self.coordinator.state.phase == "forming":
-            cause = self.causes.get(peer, "its connection closed")
-            why = f"{peer} ended before it joined ({cause})"
-            if self.config.script and cause == FINE:
-                why = f"{self.config.task} never joined: it needs `with rainband.join(model, optimizer) as run:`"
-            self._send(self.coordinator.shutdown.stop("failed", why))
-        elif not known and peer.role == "worker" and peer in self.causes:
-            self._send(self.coordinator.liveness.never_joins(peer, self._now(), self.causes[peer]))
+    def _why_not_joined(self, peer: Peer, cause: str) -> str:
+        if self.config.script and cause == FINE:
+            return f"{self.config.task} never joined: it needs `with rainband.join(model, optimizer) as run:`"
+        return f"{peer} ended before it joined ({cause})"
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -317,7 +300,7 @@ class Launcher(Run):
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _result(self) -> RunResult:
-        self.phases.show()
+        self.host.send([])  # the last events
         self._show_output(to_the_end=True)
         twice = "interrupted twice" if self.interrupts > 1 else ""
         result = self.result(RunResult, self.coordinator, self._now(), self._exit_code(), twice)

@@ -117,9 +117,6 @@ class SimulatedCluster:
         known = msgspec.structs.replace(settings, num_servers=1) if one_server else settings
         self.coordinator = Coordinator(known, scenario.strategy)
         self.coordinator_node = self._add_coordinator(self.network.machine())
-        self.coordinator_node.hogwild_server = scenario.hogwild_server
-        if scenario.hogwild_server is not None:
-            scenario.hogwild_server.join(self.coordinator)
         self.servers: dict[int, ServerNode | AggregatedServersNode] = {}
         self.workers: dict[int, WorkerNode] = {}
         self.restarts = 0  # of the coordinator, that are still to come
@@ -148,7 +145,8 @@ class SimulatedCluster:
         adapt = unchanged if scenario.real else as_one_block if scenario.aggregated else without_elements
         occupy = partial(self.cores.work, nodes.message_s, nothing, COORDINATOR) if nodes.cores else nothing
         observer = self.notes.observe(COORDINATOR)
-        node = CoordinatorNode(self, machine, self.coordinator, self.notes.show, adapt, occupy, observer)
+        hogwild_server, show = scenario.hogwild_server, self.notes.show
+        node = CoordinatorNode(self, machine, self.coordinator, show, adapt, occupy, hogwild_server, observer)
         self.bus.nodes[COORDINATOR] = node
         return node
 

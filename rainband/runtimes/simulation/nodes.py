@@ -30,8 +30,8 @@ from rainband.protocol.messages import (
 )
 from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.protocol.ports import Port
-from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, HogwildServer
-from rainband.runtimes.run import Phases
+from rainband.runtimes.coordinator_host import CoordinatorHost
+from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, MessageBus, Node, Payload
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel
 from rainband.runtimes.simulation.models.network import Machine
@@ -89,11 +89,11 @@ class CoordinatorNode(Node):
         show: Callable[[events.AnyEvent], None],
         adapt: Callable[[Message], Message],
         occupy: Callable[[], None],
+        hogwild_server: HogwildServer | None = None,
         observer: Observer | None = None,
     ) -> None:
         """`adapt` changes the blocks that nodes are told of; `occupy` is called for each message."""
         super().__init__(cluster.bus, COORDINATOR, machine)
-        self.observer = observer
         self.coordinator = coordinator
         self.show = show
         self.tick_s = cluster.tick_s
@@ -101,23 +101,20 @@ class CoordinatorNode(Node):
         self.occupy = occupy
         self.block_bytes: list[int] = []  # the true sizes
         self.looks_at: float | None = None  # when a node may be overdue
-        self.phases = Phases(coordinator, lambda event: self.show(event), self.clock.now_s)
-        self.hogwild_server: HogwildServer | None = None  # if all workers share one memory
+        view = lambda event: self.show(event)  # noqa: E731  # tests replace `show`
+        self.host = CoordinatorHost(
+            coordinator, self._now, self._post, view, hogwild_server, observer, phase_time=self.clock.now_s
+        )
         self.clock.after(self.tick_s, self._tick, idle=True)
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
         self.occupy()
-        if self.observer is not None:
-            self.observer.receiving(message)
-        if self.hogwild_server is not None and isinstance(message, FROM_WORKERS):
-            return self.send([CoordinatorOutput(KEEPER, message)])
-        self.send(self.coordinator.receive(sender, message, self._now(), payload))
+        self.host.receive(sender, message, payload)
+        self._plan_look()
 
     def lost(self, peer: Peer) -> None:
-        why = "its connection closed"
-        if peer.role == "worker" and peer.index not in self.coordinator.state.workers:
-            self.send(self.coordinator.liveness.never_joins(peer, self._now(), why))
-        self.send(self.coordinator.lost(peer, self._now(), why))
+        self.host.lost(peer, "its connection closed")
+        self._plan_look()
 
     def _now(self) -> float:
         """Return the time on its own clock."""
@@ -128,16 +125,13 @@ class CoordinatorNode(Node):
         self.wake(lambda: self.send(self.coordinator.tick(self._now())))
 
     def send(self, outs: list[CoordinatorOutput]) -> None:
-        if self.hogwild_server is not None:
-            outs = self.hogwild_server.answered(self.coordinator, outs, self._now())
-        for out in outs:
-            message = self._adapted(out.message)
-            size = HEADER_BYTES + len(out.body or b"")
-            self.bus.send(self, out.to, message, out.body, size)
-            if self.observer is not None:
-                self.observer.sent(message)
-        if self.coordinator.state.events or self.coordinator.state.phase != self.phases.phase:
-            self.phases.show()
+        self.host.send(outs)
+        self._plan_look()
+
+    def _post(self, out: CoordinatorOutput) -> None:
+        self.bus.send(self, out.to, self._adapted(out.message), out.body, HEADER_BYTES + len(out.body or b""))
+
+    def _plan_look(self) -> None:
         due_at = self.coordinator.due_at()
         if due_at is not None and (self.looks_at is None or due_at < self.looks_at):
             self.looks_at = due_at

@@ -186,7 +186,7 @@ class Simulation(Run):
         for server in self.cluster.servers.values():
             for block in server.server.blocks.values():
                 self.trace.values(block.values.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
-        hogwild_server = self.cluster.coordinator_node.hogwild_server
+        hogwild_server = self.cluster.coordinator_node.host.hogwild_server
         for vector in (
             hogwild_server.memory.vectors if hogwild_server is not None and hogwild_server.memory is not None else ()
         ):

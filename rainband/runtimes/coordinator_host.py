@@ -1,0 +1,81 @@
+"""What surrounds the coordinator in every runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
+from rainband.observer import Observer
+from rainband.protocol.messages import Message, Peer
+from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, HogwildServer
+from rainband.runtimes.run import Phases, View
+
+WhyAllMustJoin = Callable[[Peer, str], str]
+
+
+class CoordinatorHost:
+    """Passes messages to and from the coordinator, and its events to the view.
+
+    Where all workers share one copy of the parameters, `hogwild_server` answers in place of servers. A runtime
+    supplies the clock, sends messages, and calls `tick` and, at `coordinator.due_at()`, `look`.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        now: Callable[[], float],
+        post: Callable[[CoordinatorOutput], None],
+        view: View,
+        hogwild_server: HogwildServer | None = None,
+        observer: Observer | None = None,
+        phase_time: Callable[[], float] | None = None,
+        why_all_must_join: WhyAllMustJoin | None = None,
+    ) -> None:
+        """`why_all_must_join`: a node that is lost before it joined ends the run for this reason, until it runs."""
+        self.coordinator = coordinator
+        self.now = now
+        self.post = post
+        self.hogwild_server = hogwild_server
+        self.observer = observer
+        self.why_all_must_join = why_all_must_join
+        self.phases = Phases(coordinator, view, phase_time or now)
+        if hogwild_server is not None:
+            hogwild_server.join(coordinator)
+
+    def receive(self, sender: Peer, message: Message, body: Any) -> None:
+        if self.observer is not None:
+            self.observer.receiving(message)
+        if self.hogwild_server is not None and isinstance(message, FROM_WORKERS):
+            self.send([CoordinatorOutput(KEEPER, message)])
+        else:
+            self.send(self.coordinator.receive(sender, message, self.now(), body))
+
+    def lost(self, peer: Peer, why: str, for_good: bool = True) -> None:
+        """A node's connection closed, or its process ended; `for_good`: it is not started again."""
+        coordinator = self.coordinator
+        self.send(coordinator.lost(peer, self.now(), why))
+        if peer.index in (coordinator.state.workers if peer.role == "worker" else coordinator.state.servers):
+            return
+        if self.why_all_must_join is not None and coordinator.state.phase == "forming":
+            self.send(coordinator.shutdown.stop("failed", self.why_all_must_join(peer, why)))
+        elif peer.role == "worker" and for_good:
+            self.send(coordinator.liveness.never_joins(peer, self.now(), why))
+
+    def tick(self) -> None:
+        self.send(self.coordinator.tick(self.now()))
+
+    def look(self) -> None:
+        """A node may be overdue by now."""
+        self.send(self.coordinator.look(self.now()))
+
+    def send(self, outs: Sequence[CoordinatorOutput]) -> None:
+        """Send what the coordinator has returned, and show what has happened."""
+        if self.hogwild_server is not None:
+            outs = self.hogwild_server.answered(self.coordinator, outs, self.now())
+        for out in outs:
+            self.post(out)
+            if self.observer is not None:
+                self.observer.sent(out.message)
+        if self.coordinator.state.events or self.coordinator.state.phase != self.phases.phase:
+            self.phases.show()
