@@ -1,4 +1,4 @@
-"""Join a custom training loop to a run: `with rainband.join(model, optimizer) as run:`."""
+"""Join a run from a custom training loop: `with rainband.join(model, optimizer) as run:`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from rainband.runtimes.training_loop.loop import TrainingLoop
     from rainband.runtimes.training_loop.single_process import SingleProcessLoop
 
-MEMBERSHIP = "__rainband__"  # `rainband run` leaves a script's place in the run under this name in its __main__
+MEMBERSHIP = "__rainband__"  # the name in __main__ under which `rainband run` gives a script its link to the run
 
 
 @cache
-def _say_alone() -> None:
-    print("rainband: training alone; rainband run --workers 4 SCRIPT trains with others.", file=sys.stderr)
+def _say_single_process() -> None:
+    print("rainband: training in one process; rainband run --workers 4 SCRIPT trains with several.", file=sys.stderr)
 
 
 def rank() -> int:
@@ -38,15 +38,15 @@ def num_workers() -> int:
 
 
 def join(model: nn.Module, optimizer: Any) -> TrainingLoop | SingleProcessLoop:
-    """Train this model together with the other workers; in a script started by `rainband run`.
+    """Train this model with the other workers, in a script started by `rainband run`.
 
         with rainband.join(model, optimizer) as run:
             for epoch in run.epochs(10):
                 for x, y in run.batches(dataset, batch_size=64):
                     ...  # zero_grad, forward, backward, optimizer.step(): as ever
 
-    The optimizer may be one of another library that wraps a torch optimizer, or a list of several. On leaving, every
-    worker has the final parameters. Started by plain `python`, the script trains alone, and says so.
+    `optimizer` is a torch optimizer, a wrapper of one from another library, or a list of several. After the `with`
+    block every worker has the final parameters. Started with `python`, the script trains in one process and says so.
     """
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     if not optimizers:
@@ -56,10 +56,10 @@ def join(model: nn.Module, optimizer: Any) -> TrainingLoop | SingleProcessLoop:
     if member is None:
         from rainband.runtimes.training_loop.single_process import SingleProcessLoop
 
-        _say_alone()
+        _say_single_process()
         return SingleProcessLoop()
     if getattr(member, "joined", False):
-        raise ValueError("this script has joined its run already: train all that is to be trained in one `with`.")
+        raise ValueError("a script can join its run only once: train everything inside one `with rainband.join(...)`.")
     member.joined = True
     from rainband.runtimes.training_loop.loop import TrainingLoop
 

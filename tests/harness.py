@@ -1,4 +1,4 @@
-"""A whole run in one process: the real coordinator, servers and clients, with faults, replayed from a seed.
+"""A whole run in one process: the real coordinator, servers and workers, with faults, replayed from a seed.
 
 Nodes talk over lines: first in, first out, one for each direction between two nodes. Which line delivers next, who
 computes next and what breaks is drawn from one random generator, so a seed gives the same run for ever. What the run
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
@@ -32,17 +32,14 @@ from rainband.protocol.messages import (
     Ack,
     Address,
     Conclude,
-    Concluded,
     Dataset,
-    Ended,
+    Failed,
     Finish,
     Forget,
-    Go,
     Heartbeat,
     InitBlock,
     Join,
     Lease,
-    LeaseEnd,
     LeaseRequest,
     Message,
     Params,
@@ -54,21 +51,22 @@ from rainband.protocol.messages import (
     Return,
     Revoke,
     ServerJoin,
-    Shutdown,
     Welcome,
     decode,
     encode,
 )
 from rainband.protocol.parameter_buffers import ParameterBuffer
-from rainband.protocol.ports import BlockValues
-from rainband.protocol.steps import Handle
+from rainband.protocol.ports import BlockValues, Port
+from rainband.protocol.steps import Handle, Steps
 from rainband.server.block import Block
 from rainband.server.server import Server
 from rainband.strategy import Batch, ServerPart
 from rainband.worker.client import Client
-from rainband.worker.pulls import PullHandle
-from rainband.worker.session import join_of
-from rainband.worker.worker import Compute, ModuleWorker, ServerSide
+from rainband.worker.lifecycle import run_worker
+from rainband.worker.session import Dismissed, Session, join_of
+from rainband.worker.work_items import StillNeeded
+from rainband.worker.worker import Compute, ModuleWorker
+from rainband.worker.worker_model import Buffers, WorkerModel, pull_final
 from tests.ledger import ELEMENTS, Case, CountingOptimizer, Ledger, Memory, Wrong, check_block, number_of
 
 TIMEOUT_S = 5.0
@@ -178,156 +176,107 @@ class LinePort:
         return in_flight
 
 
-class WorkerParameters:
-    """The worker's own copy of the parameters, for its local steps."""
+class LedgerModel(WorkerModel[ModuleWorker]):
+    """A worker's parameters as a ledger; its gradients are computed by the node."""
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
+    def __init__(self, node: Node) -> None:
+        self.node = node
 
-    def step(self, gradient: Gradient, lr: float) -> None:
-        self.memory.add_(gradient.tensors, -lr)
+    def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
+        memory: Any = self.node.memory
+        return Client(me, welcome.plan, memory, welcome.blocks, welcome.owners, ports, tell)
+
+    def worker(self, index: int, client: Client) -> ModuleWorker:
+        nothing: Any = None
+        return ModuleWorker(index, self.node.case.num_workers, nothing, nothing, torch.nn.Module(), client)
+
+    async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float]:
+        await pull_final(worker.client)
+        self.node.cluster.saved = [parameter.clone() for parameter in self.node.memory.parameters]
+        return {}
 
 
 class Node:
-    """A worker from its first word to its last: the same steps as its process takes."""
+    """A worker as a runtime: the real life of a worker, advanced when the cluster's random generator says so."""
 
     def __init__(self, cluster: SimulatedCluster, peer: Peer) -> None:
         self.cluster = cluster
         self.case = cluster.case
         self.peer = peer
         self.rank = peer.index
-        self.num_workers = cluster.case.num_workers
         self.memory = Memory(cluster.layout, cluster.ledger)
-        self.params = WorkerParameters(self.memory)
-        self.client: Client | None = None
         self.ports: list[LinePort] = []
-        self.welcome: Welcome | None = None
-        self.go = False
-        self.early: list[Message] = []  # that came before there was a client
-        self.conclude = False
         self.dismissed = False
         self.paused = False
-        self.dies_at = -1  # at so many more frames
-        self.waits_for: Callable[[], bool] = lambda: True
-        self.life = self._live()
-
-    # ---- what a strategy may touch ----
-
-    work_items = ModuleWorker.work_items
+        self.dies_at = -1  # after this many more frames
+        self.session = Session(peer, self)
+        self.session.prepare(self.case.strategy, cluster.join(), LedgerModel(self))
+        self.life: Steps[None] | None = None  # once it has begun
+        self.needed: Any = None  # what it needs to go on
 
     @property
-    def servers(self) -> ServerSide:
-        assert self.client is not None
-        return ServerSide(self.client)
+    def client(self) -> Client | None:
+        return self.session.client
 
-    def gradient(self, batch: Batch) -> Compute:
-        return Compute(self, batch)  # type: ignore[arg-type]
+    # ---- what a runtime supplies ----
 
-    # ---- its life ----
+    def tell(self, message: Message, body: bytes | None = None) -> None:
+        if isinstance(message, Failed):
+            raise Wrong(f"{self.peer} failed: {message.error}\n{message.traceback}")
+        self.cluster.bus(self.peer, COORDINATOR, InFlight(message, body=body))
+
+    def open_links(self, welcome: Welcome, part: int) -> list[Port]:
+        self.ports = [LinePort(self.cluster, self, Peer("server", i)) for i in range(self.case.num_servers)]
+        return list(self.ports)
+
+    def before_training(self, worker: ModuleWorker) -> None: ...
+
+    def flush_output(self) -> None: ...
+
+    async def saved(self) -> None: ...
+
+    async def failure_is_known(self) -> None: ...
+
+    # ---- being driven ----
 
     def runnable(self) -> bool:
-        return not self.paused and not self.dismissed and self.waits_for()
+        return not self.paused and not self.dismissed and self._can_go_on()
+
+    def _can_go_on(self) -> bool:
+        needed = self.needed
+        if not isinstance(needed, Handle) or isinstance(needed, StillNeeded):
+            return True  # to compute, or to begin
+        ready = needed.ready()
+        if self.session.training:
+            self.session.stats.waiting = not ready
+        return ready or self.session.must_stop(needed)
 
     def run(self) -> None:
-        self.waits_for = next(self.life, lambda: False)
+        """Provide what the worker needs, and let it go on until it needs something else."""
+        needed, error = self.needed, None
+        self.life = self.life or Steps(run_worker(self.session))
+        if isinstance(needed, Compute):
+            needed.result = self._compute(needed.worker.client, needed.batch)
+        elif isinstance(needed, StillNeeded):
+            needed.looked = True
+        elif needed is not None and not needed.ready():
+            self.session.stopped, error = True, Stop()
+        self.needed = self.life.go_on(error)
 
     def may_die(self) -> None:
         self.dies_at -= 1
         if self.dies_at == 0:
             raise Killed
 
-    def tell(self, message: Message, body: bytes | None = None) -> None:
-        self.cluster.bus(self.peer, COORDINATOR, InFlight(message, body=body))
-
     def receive(self, sender: Peer, in_flight: InFlight) -> None:
-        message = in_flight.message
-        assert message is not None
+        assert in_flight.message is not None
         if sender.role == "server":
             in_flight = self.ports[sender.index].arrived(in_flight)
-            assert self.client is not None
-            self.client.receive(message, in_flight.payload)
-            return
-        match message:
-            case Shutdown():
-                self.dismissed = True
-            case Welcome():
-                self.welcome = message
-            case Go():
-                self.go = True
-            case Conclude():
-                self.conclude = True
-            case _ if self.client is None:
-                self.early.append(message)
-            case _:
-                self.client.receive(message)
-
-    def _live(self) -> Iterator[Callable[[], bool]]:
-        self.tell(self.cluster.join())
-        yield lambda: self.welcome is not None
-        client = self._enter()
-        yield lambda: self.go or self._must_load()
-        if self._must_load():
-            client.load()
-            yield lambda: self.go
-        yield from self._drive(client)
-        yield lambda: not client.pushes.in_flight
-        client.leases.give_all_back(LeaseEnd.STOPPED)
-        self.tell(client.stats.heartbeat())
-        self.tell(Ended(client.stats.samples))
-        while True:
-            yield lambda: self.conclude
-            self.conclude = False
-            pull = client.pull_latest()
-            yield pull.ready
-            self.cluster.saved = [parameter.clone() for parameter in self.memory.parameters]
-            self.tell(Concluded({}))
-
-    def _must_load(self) -> bool:
-        return self.welcome is not None and self.welcome.load
-
-    def _enter(self) -> Client:
-        assert self.welcome is not None
-        self.ports = [LinePort(self.cluster, self, Peer("server", i)) for i in range(self.case.num_servers)]
-        self.client = Client(
-            self.peer,
-            self.welcome.plan,
-            self.memory,  # type: ignore[arg-type]
-            self.welcome.blocks,
-            self.welcome.owners,
-            self.ports,
-            self.tell,
-        )
-        for message in self.early:
-            self.client.receive(message)
-        return self.client
-
-    def _drive(self, client: Client) -> Iterator[Callable[[], bool]]:
-        coroutine = self.case.strategy.run(self)  # type: ignore[arg-type]
-        thrown = False
+            assert in_flight.message is not None
         try:
-            wanted = coroutine.send(None)
-            while True:
-                if isinstance(wanted, Compute):
-                    yield lambda: True
-                    wanted.result = self._compute(client, wanted.batch)
-                else:
-                    yield self._until(client, wanted, thrown)
-                    if not wanted.ready():
-                        thrown = True
-                        wanted = coroutine.throw(Stop())
-                        continue
-                wanted = coroutine.send(None)
-        except (StopIteration, Stop):
-            return
-
-    def _until(self, client: Client, wanted: Any, thrown: bool) -> Callable[[], bool]:
-        assert isinstance(wanted, Handle), f"a strategy may only await what its worker gave, not {wanted!r}"
-
-        def ready() -> bool:
-            client.stats.waiting = not wanted.ready()
-            return not client.stats.waiting or (client.stopping and isinstance(wanted, PullHandle) and not thrown)
-
-        return ready
+            self.session.receive(in_flight.message, in_flight.payload)
+        except Dismissed:
+            self.dismissed = True
 
     def _compute(self, client: Client, batch: Batch) -> Gradient:
         plan = client.plan

@@ -188,7 +188,7 @@ def test_a_zygote_killed_ends_the_run_which_says_so(launcher: RunLauncher, tmp_p
         run.under_way()
         run.process("rainband zygote").kill()
         assert ended_as(run) == ("failed", 1)
-        assert "the process that starts the others" in run.result().reason
+        assert "the fork server (zygote" in run.result().reason
 
 
 def test_a_directory_that_holds_a_run_is_not_written_to(tmp_path: Path) -> None:

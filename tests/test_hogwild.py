@@ -38,7 +38,7 @@ from rainband.protocol.messages import (
 )
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.configure import check_custom_loop
-from rainband.runtimes.hogwild.memory import STALEST, SharedParameters, places_of
+from rainband.runtimes.hogwild.memory import STALEST, SharedParameters, offsets_of
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.hogwild.worker import _rate, add_in_place
 from rainband.runtimes.simulation import run as sim
@@ -83,19 +83,19 @@ def write(memory: SharedParameters, worker: int, batch: Batch, missed: int = 0) 
 
 
 def test_parameters_and_tables_lie_beside_each_other_on_lines_of_their_own() -> None:
-    places = places_of(BLOCKS, PLAN, WORKERS)
-    own, staleness, fences, done, skipped = places[:5]
-    ((dtype, numel, vector),) = places.vectors
+    offsets = offsets_of(BLOCKS, PLAN, WORKERS)
+    own, staleness, fences, done, skipped = offsets[:5]
+    ((dtype, numel, vector),) = offsets.vectors
 
     assert (own, staleness - own) == (64, 3 * 64)
     assert fences - staleness >= 3 * (STALEST + 1) * 8
     assert done - fences == skipped - done == vector - skipped == 64  # three words each
-    assert (dtype, numel) == ("float32", 32) and places.num_bytes == vector + 128
-    assert all(place % 64 == 0 for place in (*places[:5], vector))
+    assert (dtype, numel) == ("float32", 32) and offsets.num_bytes == vector + 128
+    assert all(place % 64 == 0 for place in (*offsets[:5], vector))
 
 
 def test_two_who_map_the_same_bytes_see_the_same() -> None:
-    buffer = bytearray(places_of(BLOCKS, PLAN, WORKERS).num_bytes)
+    buffer = bytearray(offsets_of(BLOCKS, PLAN, WORKERS).num_bytes)
     mine, yours = (SharedParameters(buffer, BLOCKS, PLAN, WORKERS) for _ in range(2))
 
     mine.vectors[0][7] = 2.5

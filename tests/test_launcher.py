@@ -66,7 +66,7 @@ def two_are_killed(launcher: RunLauncher, tmp_path: Path, strategy: str, transpo
             time.sleep(chance.uniform(0.0, 0.03))  # not for anything: any instant is as good as another
             run.worker(index).kill()
             lost = run.first(events.Lost, node=f"worker {index}")
-            assert lost.why == "killed by signal 9, often for want of memory"
+            assert lost.why == "killed by signal 9, often because memory ran out"
         run.gate.open()
         assert finished_exactly(run)
         assert run.result().accounting["reassigned"] == len(run.all(events.BatchesReassigned)) >= 2

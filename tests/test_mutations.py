@@ -40,7 +40,7 @@ from tests.random_runs import run_seed
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
 MAX_STEPS = 6_000  # a sound run takes some hundred, so more is a run that hangs
-MAX_SEEDS = 400
+MAX_SEEDS = 800
 
 
 def no_dedup(patch: pytest.MonkeyPatch) -> None:

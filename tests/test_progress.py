@@ -296,7 +296,7 @@ def test_the_frame_shows_how_far_how_fast_how_stale_and_each_worker() -> None:
 
 def many(workers: int) -> RunSoFar:
     rates = [100.0] * (workers - 1) + [5.0]
-    lost = events.Lost(at_s=3.0, node="worker 7", why="killed by signal 9, often for want of memory " * 5)
+    lost = events.Lost(at_s=3.0, node="worker 7", why="killed by signal 9, often because memory ran out " * 5)
     joined = [events.Joined(at_s=1.0, node=f"worker {i}") for i in range(workers)]
     story = [progress(s, 10**6 * s, rates, waited=[0.1 * s] * workers, samples=10**9) for s in (2.0, 3.0, 4.0)]
     return running(*joined, lost, *story, workers=workers)

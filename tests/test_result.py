@@ -57,7 +57,7 @@ def test_a_run_that_applied_something_is_what_the_coordinator_says() -> None:
 def test_a_run_that_applied_nothing_has_failed_and_says_what_to_try() -> None:
     outcome, reason = judged("finished", "", accounting(0, 16), config())
     assert outcome == "failed"
-    assert reason.startswith("nothing was learnt: every batch was skipped (16 not finite). Try a smaller learning rate")
+    assert reason.startswith("the model has not changed: every batch was skipped (16 not finite). Try a smaller")
     assert judged("finished", "", accounting(0, 16, "too hard"), config()).reason.endswith("(16 too hard).")
     assert judged("finished", "", accounting(0, 16, untracked_pushes=1), config()).outcome == "finished"
 
@@ -65,7 +65,7 @@ def test_a_run_that_applied_nothing_has_failed_and_says_what_to_try() -> None:
 def test_a_strategy_may_not_return_early_but_a_loop_of_ones_own_may() -> None:
     outcome, reason = judged("finished", "", accounting(3, 1), config("mylab:Mine"))
     assert (outcome, reason.partition(":")[0]) == ("failed", "the strategy mylab")
-    assert "mylab:Mine returned with 4 of 16 batches done" in reason
+    assert "mylab:Mine returned after 4 of 16 batches" in reason
     assert judged("finished", "", accounting(3, 1), config(script="train.py")) == ("finished", "")
 
 
@@ -76,7 +76,7 @@ def test_a_strategy_that_returns_before_the_data_is_done_ends_the_run_with_a_mes
     result = local.run(hasty, lambda event: None)
     assert (result.outcome, result.exit_code) == ("failed", 1)
     done = result.accounting["applied"]
-    assert f"tests.test_result:Hasty returned with {done} of 16 batches done" in result.reason
+    assert f"tests.test_result:Hasty returned after {done} of 16 batches" in result.reason
     assert 0 < done < 16 and (result.accounting["lost"], result.accounting["applied_twice"]) == (0, 0)
     assert 0 < result.training_s < result.seconds
     assert result.samples_per_s == pytest.approx(result.samples / result.training_s)

@@ -94,7 +94,7 @@ def test_two_workers_in_rounds_are_one_with_batches_twice_as_large(tmp_path: Pat
     assert (together.exit_code, alone.exit_code) == (0, 0), together.err + alone.err
     first, second = together.sums
     assert first == second == pytest.approx(alone.sums[0], abs=1e-5)
-    assert "training alone" in alone.err and "training alone" not in together.err
+    assert "training in one process" in alone.err and "training alone" not in together.err
     accounting = together.json["accounting"]
     assert (accounting["applied"], accounting["batches"], accounting["lost"], accounting["applied_twice"]) == (
         40,
@@ -233,13 +233,13 @@ def test_a_script_is_run_with_the_options_of_train_that_it_shares(
 
 
 def test_torch_numbers_differ_between_workers_from_joining_on() -> None:
-    from rainband.runtimes.training_loop.script_random import own_random_numbers, same_random_numbers
+    from rainband.runtimes.training_loop.script_random import seed_by_rank, seed_equally
 
     drawn = []
     for index in (0, 1, 2):
-        same_random_numbers(7)
+        seed_equally(7)
         before = torch.rand(1).item()
-        own_random_numbers(index)
+        seed_by_rank(index)
         drawn.append((before, torch.rand(1).item()))
     assert len({before for before, _ in drawn}) == 1
     assert len({after for _, after in drawn}) == 3

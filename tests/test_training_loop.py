@@ -1012,7 +1012,7 @@ def test_skipping_without_servers_is_in_the_books_too() -> None:
 
 def test_an_optimizer_that_servers_cannot_run_is_told_with_the_strategies_that_can() -> None:
     model = net()
-    with pytest.raises(ValueError, match=r"Muon cannot be cut into blocks, so downpour .*--strategy .*single"):
+    with pytest.raises(ValueError, match=r"Muon cannot run block by block on the servers.*--strategy .*single"):
         with pytest.warns(UserWarning, match="not shared"), joined(model, muon(model), OneProcess()):
             pass
 
@@ -1054,7 +1054,7 @@ def _turn_momentum_on(model: nn.Module, optimizer: Optimizer) -> None:
 @pytest.mark.parametrize(
     ("change", "advice"),
     [
-        (_add_a_group, "before rainband.join"),
+        (_add_a_group, "since rainband.join"),
         (_change_the_kind, "before joining"),
         (_turn_momentum_on, "set momentum before"),
     ],
@@ -1082,9 +1082,9 @@ class Endless(torch.utils.data.IterableDataset[int]):
         ({"dataset": Endless(), "batch_size": 4}, "map-style"),
         ({"dataset": [], "batch_size": 4}, "empty"),
         ({"dataset": DATA, "batch_size": 0}, "1 or more"),
-        ({"dataset": DATA, "batch_size": 4, "shuffle": False}, "leave it out"),
-        ({"dataset": DATA, "batch_size": 4, "drop_last": True}, "leave it out"),
-        ({"dataset": DATA, "batch_size": 4, "sampler": [1]}, "leave it out"),
+        ({"dataset": DATA, "batch_size": 4, "shuffle": False}, "omit it"),
+        ({"dataset": DATA, "batch_size": 4, "drop_last": True}, "omit it"),
+        ({"dataset": DATA, "batch_size": 4, "sampler": [1]}, "omit it"),
     ],
 )
 @pytest.mark.parametrize("together", [True, False])
@@ -1105,12 +1105,12 @@ def test_other_data_and_more_passes_than_planned_are_refused() -> None:
                 train(model, optimizer, batch)
         with pytest.raises(ValueError, match="all 1 passes are over"):
             run.batches(DATA, batch_size=4)
-        with pytest.raises(ValueError, match="comes before"):
+        with pytest.raises(ValueError, match="must be called before"):
             run.epochs(3)
     other = net()
     with joined(other, SGD(other.parameters()), OneProcess()) as run:
         run.batches(DATA, batch_size=4)
-        with pytest.raises(ValueError, match="one data set"):
+        with pytest.raises(ValueError, match="one dataset"):
             run.batches(DATA, batch_size=8)
 
 
@@ -1126,7 +1126,7 @@ def test_after_an_error_in_the_loop_the_model_is_an_ordinary_one() -> None:
 
 
 def test_without_a_run_a_script_trains_alone_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
-    sys.modules["rainband.join"]._say_alone.cache_clear()  # another test may have trained alone before
+    sys.modules["rainband.join"]._say_single_process.cache_clear()  # another test may have trained alone before
     model = net()
     for _ in range(2):
         with public_join(model, SGD(model.parameters())) as run:
@@ -1134,7 +1134,7 @@ def test_without_a_run_a_script_trains_alone_and_says_so_once(capsys: pytest.Cap
             run.skip()
             with run.paused():
                 pass
-    assert capsys.readouterr().err.count("training alone") == 1
+    assert capsys.readouterr().err.count("training in one process") == 1
 
 
 def test_a_script_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1144,7 +1144,7 @@ def test_a_script_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with public_join(model, optimizer) as run:
         for batch in run.batches(DATA, batch_size=4):
             train(model, optimizer, batch)
-    with pytest.raises(ValueError, match="one `with`"):
+    with pytest.raises(ValueError, match="one `with rainband.join"):
         public_join(model, optimizer)
     with pytest.raises(ValueError, match="needs an optimizer"):
         public_join(model, [])

@@ -200,9 +200,6 @@ NOT_YET: set[str] = {
     "rainband/coordinator/leases.py",
     "rainband/coordinator/state.py",
     "rainband/coordinator/work_queue.py",
-    "rainband/runtimes/hogwild/server.py",
-    "rainband/runtimes/processes/launcher.py",
-    "rainband/runtimes/run.py",
 }
 
 

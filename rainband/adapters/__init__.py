@@ -1,1 +1,1 @@
-"""Join a run from inside other people's training loops: one file per library, each needs that library installed."""
+"""Join a run from the training loop of another library: one file per library, which must be installed."""

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def join(accelerator: Accelerator, model: Any, optimizer: Any) -> TrainingLoop | SingleProcessLoop:
-    """As rainband.join, with what accelerator.prepare(...) made of the model and the optimizer."""
+    """Call rainband.join for the model and the optimizer that accelerator.prepare(...) returned."""
     if accelerator.num_processes > 1:
         raise ValueError(
-            f"Accelerate runs {accelerator.num_processes} processes itself: start the script with `rainband run` "
-            "instead of `accelerate launch`."
+            f"Accelerate has started {accelerator.num_processes} processes, but a worker has one: start the script "
+            "with `rainband run`, not with `accelerate launch`."
         )
     return join_plainly(accelerator.unwrap_model(model), optimizer)

@@ -3,8 +3,8 @@
     from rainband.adapters.hf import RainbandTrainerCallback
     trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[RainbandTrainerCallback()])
 
-in a script started by `rainband run`. Each worker goes through the whole dataset, and in the same order if it has the
-same seed; to share it out give each its part, dataset.shard(rainband.num_workers(), rainband.rank()).
+in a script started by `rainband run`. Each worker iterates over the whole dataset, in the same order for the same seed.
+To shard it, pass dataset.shard(rainband.num_workers(), rainband.rank()).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rainband.join import join
 
 
 class RainbandTrainerCallback(TrainerCallback):  # type: ignore[misc]
-    """Joins when the training begins, and leaves, with the final parameters, when it ends."""
+    """Joins the run when the training begins; when it ends, the model has the final parameters."""
 
     run: Any = None
 

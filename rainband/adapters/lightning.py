@@ -3,9 +3,9 @@
     from rainband.adapters.lightning import RainbandCallback
     trainer = Trainer(max_epochs=3, callbacks=[RainbandCallback()])
 
-in a script started by `rainband run`. Each worker goes through the whole dataloader, in an order of its own if it
-shuffles; to share the data out give each its part, say Subset(data, range(index, len(data), number)), where
-`rainband.rank()` and `rainband.num_workers()`.
+in a script started by `rainband run`. Each worker iterates over the whole dataloader, in its own order if that
+shuffles. To shard the data, use Subset(data, range(rank, len(data), num_workers)), where `rank` is
+`rainband.rank()` and `num_workers` is `rainband.num_workers()`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ModuleNotFoundError:  # the same under its older name
+except ModuleNotFoundError:  # its older name
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 from rainband.join import join
 
 
 class RainbandCallback(Callback):  # type: ignore[misc]
-    """Joins when the training starts, and leaves, with the final parameters, when it ends."""
+    """Joins the run when the training starts; when it ends, the model has the final parameters."""
 
     run: Any = None
 

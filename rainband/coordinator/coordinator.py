@@ -165,6 +165,8 @@ class Coordinator:
             outs += self.leases.repeat_requests()
             self.reporting.report_progress(now)
             outs += self.guard.check(now)
+        elif state.phase is Phase.FINISHING:
+            outs += self.leases.forget_ended_workers()
         if state.phase is Phase.CONCLUDING:
             outs += self.shutdown.request_last_reports()
         return outs + self.leases.give(now)

@@ -7,6 +7,8 @@ block lacks are leased again, grouped by which blocks have them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, WorkerState
 from rainband.protocol import events
@@ -268,9 +270,15 @@ class Leases:
     def _forget_idle_workers(self) -> list[CoordinatorOutput]:
         """Idle workers tell the servers themselves; that message may be lost."""
         state = self.state
-        idle = [index for index in self.wanting if not state.workers[index].leases]
-        bounded = [s.peer for s in state.servers.values() if s.report is not None and s.report.limit is not None]
-        return [CoordinatorOutput(server, Forget(index)) for index in idle for server in bounded]
+        return self._forget([index for index in self.wanting if not state.workers[index].leases])
+
+    def forget_ended_workers(self) -> list[CoordinatorOutput]:
+        """Release readers that servers hold back for a worker that has ended: it will push nothing more."""
+        return self._forget([index for index, worker in self.state.workers.items() if worker.ended])
+
+    def _forget(self, workers: Sequence[int]) -> list[CoordinatorOutput]:
+        bounded = [s.peer for s in self.state.servers.values() if s.report is not None and s.report.limit is not None]
+        return [CoordinatorOutput(server, Forget(index)) for index in workers for server in bounded]
 
     def describe(self) -> str:
         """Return who has which lease, for reports of deadlocks."""

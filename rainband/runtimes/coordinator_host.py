@@ -1,4 +1,4 @@
-"""What surrounds the coordinator in every runtime."""
+"""The coordinator's side of a run that is the same in every runtime."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
 from rainband.observer import Observer
 from rainband.protocol.messages import Message, Peer
-from rainband.runtimes.hogwild.server import FROM_WORKERS, KEEPER, HogwildServer
+from rainband.runtimes.hogwild.server import FROM_WORKERS, HOGWILD_SERVER, HogwildServer
 from rainband.runtimes.run import Phases, View
 
 WhyAllMustJoin = Callable[[Peer, str], str]
@@ -47,7 +47,7 @@ class CoordinatorHost:
         if self.observer is not None:
             self.observer.receiving(message)
         if self.hogwild_server is not None and isinstance(message, FROM_WORKERS):
-            self.send([CoordinatorOutput(KEEPER, message)])
+            self.send([CoordinatorOutput(HOGWILD_SERVER, message)])
         else:
             self.send(self.coordinator.receive(sender, message, self.now(), body))
 

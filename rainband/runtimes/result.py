@@ -1,4 +1,4 @@
-"""The outcome of a run: a run that ended normally may still have failed or diverged."""
+"""The outcome of a run. A run that finished may still have failed, for example if no batch was applied."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from rainband.protocol.accounting import BatchAccounting
 from rainband.runtimes.config import RunConfig
 
-NOT_FINITE = "not finite"  # the reason for skipping a gradient with infinities or NaN
-MANY = 0.05  # of all batches; a few at the start are usual with mixed precision
+NOT_FINITE = "not finite"  # the reason for which a gradient with infinities or NaN is skipped
+MANY = 0.05  # of all batches; mixed precision usually skips a few at the start
 
 
 class DivergenceCheck(NamedTuple):
@@ -18,7 +18,7 @@ class DivergenceCheck(NamedTuple):
 
 
 def diverged(accounting: Mapping[str, Any]) -> DivergenceCheck | None:
-    """Return the counts of skipped batches if many gradients were not finite, otherwise None."""
+    """Return how many batches were skipped because their gradients were not finite; None if these were few."""
     skipped = accounting.get("skipped", {}).get(NOT_FINITE, 0)
     batches = accounting.get("batches", 0) - accounting.get("not_processed", 0)
     return DivergenceCheck(skipped, batches) if batches and skipped / batches >= MANY else None
@@ -30,22 +30,24 @@ class RunVerdict(NamedTuple):
 
 
 def judged(outcome: str, reason: str, accounting: BatchAccounting | None, config: RunConfig) -> RunVerdict:
-    """A run in which nothing was applied, or whose strategy returned before the data was done, has failed."""
+    """Return the outcome; a run that applied no batch, or whose strategy returned too early, has failed."""
     if outcome != "finished" or accounting is None:
         return RunVerdict(outcome, reason)
     skipped = sum(accounting.skipped.values())
     if skipped and not accounting.applied and not accounting.untracked_pushes:
         reasons = ", ".join(f"{number:,} {why}" for why, number in accounting.skipped.items())
-        return RunVerdict("failed", f"nothing was learnt: every batch was skipped ({reasons}).{_hint(accounting)}")
+        return RunVerdict(
+            "failed", f"the model has not changed: every batch was skipped ({reasons}).{_hint(accounting)}"
+        )
     if accounting.not_processed and not config.script:  # a custom training loop may end early
         done = accounting.batches - accounting.not_processed
         return RunVerdict(
             "failed",
-            f"the strategy {config.strategy} returned with {done:,} of {accounting.batches:,} batches done: "
+            f"the strategy {config.strategy} returned after {done:,} of {accounting.batches:,} batches: "
             "its `run` must continue until worker.work_items() ends.",
         )
     return RunVerdict(outcome, reason)
 
 
 def _hint(accounting: BatchAccounting) -> str:
-    return " Try a smaller learning rate, and look for NaN in the data." if NOT_FINITE in accounting.skipped else ""
+    return " Try a smaller learning rate, and check the data for NaN." if NOT_FINITE in accounting.skipped else ""

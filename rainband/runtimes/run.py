@@ -1,4 +1,4 @@
-"""One run as others see it, in every runtime: its directory, its events and phases, its result and exit code."""
+"""The frame of a run in every runtime: its directory, events, phases, result and exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ View = Callable[[events.AnyEvent], None]
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run came to: the last line of `rainband train --json`."""
+    """The result of a run: the last line of `rainband train --json`."""
 
     outcome: str  # finished, stopped, failed
     reason: str
@@ -29,8 +29,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     servers: int
     samples: int
     seconds: float  # from the start of the first process to the end
-    training_s: float = 0.0  # of these, from the beginning of the first step to the end of the last
-    samples_per_s: float  # while it trained
+    training_s: float = 0.0  # of these, from the start of the first step to the end of the last one
+    samples_per_s: float  # during training
     metrics: dict[str, float]
     accounting: dict[str, Any]
     staleness: dict[str, Any]
@@ -42,18 +42,18 @@ Result = TypeVar("Result", bound=RunResult)
 
 
 class Phases:
-    """Passes on the coordinator's events, and says when its phase changes."""
+    """Passes on the coordinator's events, and adds one when its phase changes."""
 
     def __init__(self, coordinator: Coordinator, emit: View, now: Callable[[], float]) -> None:
         self.coordinator = coordinator
         self.emit = emit
         self.now = now
-        self.phase = coordinator.state.phase  # the last one that was told
+        self.phase = coordinator.state.phase  # the last one that was shown
 
     def show(self) -> None:
         coordinator, changed = self.coordinator, self.coordinator.state.phase != self.phase
         if changed and coordinator.state.phase == "concluding":
-            coordinator.reporting.report_progress(self.now())  # every worker has told its last numbers
+            coordinator.reporting.report_progress(self.now())  # every worker has reported its last statistics
         for event in coordinator.state.take_events():
             self.emit(event)
         if changed:
@@ -62,7 +62,7 @@ class Phases:
 
 
 class Run:
-    """The frame of a run. A runtime starts the nodes and drives them between `begin` and `end`."""
+    """The frame of a run. A runtime starts the nodes and runs them between `begin` and `end`."""
 
     def __init__(self, config: RunConfig, view: View) -> None:
         self.config = config
@@ -79,7 +79,7 @@ class Run:
         self.view(event)
 
     def begin(self, started_at: str = "") -> None:
-        """Write down what is run, and say that it begins."""
+        """Write the configuration, and emit the first event."""
         config = self.config
         write_config(self.directory, config)
         self.emit(
@@ -104,7 +104,7 @@ class Run:
         stopped: str = "",
         **more: Any,
     ) -> Result:
-        """What it came to. `exit_code`: of a run that was interrupted; `stopped`: why it was not seen to its end."""
+        """Return the result. `exit_code`: of an interrupted run; `stopped`: the reason why its end was not awaited."""
         config, accounting, samples = (
             self.config,
             coordinator.reporting.accounting(),
@@ -134,7 +134,7 @@ class Run:
         )
 
     def end(self, result: RunResult) -> None:
-        """Say what it came to: the last event. Whoever made the run closes its log, once."""
+        """Emit the last event. The owner of the run closes its log, once."""
         self.emit(
             events.RunEnded(
                 at_s=result.seconds,
@@ -151,7 +151,7 @@ class Run:
 
 
 def settings_of(config: RunConfig, model_path: str) -> RunSettings:
-    """What the coordinator must know."""
+    """Return the settings of the coordinator."""
     return RunSettings(
         num_workers=config.num_workers,
         num_servers=config.num_servers,

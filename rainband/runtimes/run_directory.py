@@ -1,4 +1,4 @@
-"""A run's directory: its configuration, its events, its model. Two runs never share one."""
+"""A run's directory: its configuration, events and model. Two runs never share one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rainband.views.training_time import TrainingTime
 
 log = logging.getLogger("rainband")
 
-MAX_LINES = 20  # shown of what processes print between two looks: the last ones; the rest is in output.log
-CHUNK_BYTES = 1 << 20  # read at a look; what is more is for the next
+MAX_LINES = 20  # shown of the output between two checks: the last ones; the rest is in output.log
+CHUNK_BYTES = 1 << 20  # read at one check; the rest at the next one
 MAX_LINE_CHARS = 500
 
 
 def new_directory(root: Path, task: str, strategy: str) -> Path:
-    """Make a directory that nobody has: the time, what runs, and a number where that is taken."""
+    """Make a new directory named after the time, the task and the strategy, with a number if that name exists."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     name = f"{stamp}-{_plain(task)}-{_plain(strategy)}"
     try:
@@ -37,9 +37,9 @@ def new_directory(root: Path, task: str, strategy: str) -> Path:
                 path.mkdir()
                 return path
     except OSError as error:
-        why = f"{error.strerror}, so no run can have its directory there; give another place with --runs"
+        why = f"{error.strerror}, so runs cannot be written there: use another folder with --runs"
         raise OSError(error.errno, why, str(root)) from None
-    raise ValueError(f"cannot make a directory for the run in {root}: clear it, or give another with --runs.")
+    raise ValueError(f"cannot make a directory for the run in {root}: clear it, or use another folder with --runs.")
 
 
 def _plain(name: str) -> str:
@@ -47,39 +47,39 @@ def _plain(name: str) -> str:
 
 
 def calendar_time() -> str:
-    """The time now, in UTC, to the millisecond: such times sort as text."""
+    """Return the time now in UTC, to the millisecond; such times sort as text."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def write_config(directory: Path, config: RunConfig) -> None:
-    """Write the settings that reproduce the run, without its secret."""
+    """Write config.json, which is enough to repeat the run."""
     data = msgspec.json.encode(config)
     (directory / "config.json").write_bytes(msgspec.json.format(data, indent=2) + b"\n")
 
 
 def read_config(path: Path) -> RunConfig:
-    """The configuration of an earlier run, from its config.json or its directory."""
+    """Read the configuration of an earlier run from its config.json or its directory."""
     path = path / "config.json" if path.is_dir() else path
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunConfig)
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}. Give the config.json of a run.") from None
+        raise ValueError(f"cannot read {path}: {error.strerror}. Use the config.json of a run.") from None
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{path} is no configuration of a run: {error}.") from None
+        raise ValueError(f"{path} is not the configuration of a run: {error}.") from None
 
 
 class EventLog:
-    """Writes events as lines of JSON; a line is whole as soon as it is there, so a crash leaves it readable.
+    """Writes events as lines of JSON. Each line is written at once, so the file is readable after a crash.
 
-    The file is locked while the run lives. The kernel takes the lock away when the process ends, however it
-    does, so a reader can tell a run that goes on from one that was killed.
+    The file is locked while the run lasts. The kernel releases the lock when the process ends in any way, so a
+    reader can distinguish a run in progress from one that was killed.
     """
 
     def __init__(self, directory: Path) -> None:
         try:
             self.file = (directory / "events.jsonl").open("xb", buffering=0)
         except FileExistsError:
-            raise ValueError(f"{directory} already holds a run: two never share a directory.") from None
+            raise ValueError(f"{directory} already holds a run: use another directory.") from None
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.encoder = msgspec.json.Encoder()
@@ -98,17 +98,17 @@ class EventLog:
 
 
 class OutputLog:
-    """Collects the output of a run's processes in output.log, so that it does not disturb the progress view."""
+    """The output of a run's processes, in output.log, so that it does not disturb the progress view."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "output.log"
         self.file = self.path.open("ab+", buffering=0)
         self.read_to = 0
-        self.rest = b""  # of a line that has not ended yet
+        self.rest = b""  # of a line without its end
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
-        """Processes started inside, and theirs, print into the file."""
+        """Processes started inside, and their children, print into the file."""
         kept = [(fd, os.dup(fd)) for fd in (1, 2)]
         try:
             for fd, _ in kept:
@@ -120,14 +120,14 @@ class OutputLog:
                 os.close(copy)
 
     def new_lines(self, to_the_end: bool = False) -> tuple[list[str], int]:
-        """The last whole lines since the last call, and how many came before; at the end an unfinished one."""
+        """Return the last whole lines since the last call, and how many lines before them are left out."""
         data = self.rest + self._unread(to_the_end)
         self.read_to += len(data) - len(self.rest)
         whole, newline, self.rest = data.rpartition(b"\n")
         if to_the_end or len(self.rest) > MAX_LINE_CHARS:
             whole, self.rest = whole + newline + self.rest, b""
         lines = [line for line in whole.decode(errors="replace").splitlines() if line.strip()]
-        # The last ones: a traceback ends with what went wrong.
+        # The last ones: a traceback ends with the error.
         return [line[:MAX_LINE_CHARS] for line in lines[-MAX_LINES:]], max(0, len(lines) - MAX_LINES)
 
     def _unread(self, to_the_end: bool) -> bytes:
@@ -138,7 +138,7 @@ class OutputLog:
         return data
 
     def close(self) -> None:
-        """Leave no empty file."""
+        """Close the file, and remove it if it is empty."""
         empty = os.fstat(self.file.fileno()).st_size == 0
         self.file.close()
         if empty:

@@ -1,1 +1,1 @@
-"""Workers that update one copy of the parameters in shared memory."""
+"""Workers that update one copy of the parameters in shared memory, without locks."""

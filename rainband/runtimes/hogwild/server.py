@@ -1,7 +1,7 @@
-"""Who answers for a memory that all workers write to: the coordinator's questions, from the memory's own tables.
+"""The server of a hogwild run: answers the coordinator from the tables in shared memory.
 
-To the coordinator it is a server, but no gradient ever comes here: workers write in place, and it only reads what they
-have noted. A state machine like the servers; it lives where the coordinator does.
+No gradients arrive here, because workers update the parameters in place. It is a state machine like other servers,
+and runs beside the coordinator.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from rainband.protocol.messages import (
     Skipped,
     Tally,
 )
-from rainband.runtimes.hogwild.memory import SharedParameters, places_of
+from rainband.runtimes.hogwild.memory import SharedParameters, offsets_of
 
-KEEPER = Peer("server", 0)
+HOGWILD_SERVER = Peer("server", 0)
 NOT_FINITE = "not finite"
-FROM_WORKERS = (ReportRequest, BlockReady)  # what workers say to it, over their connection to the coordinator
+FROM_WORKERS = (ReportRequest, BlockReady)  # messages of workers to it, over their connection to the coordinator
 
 
 class HogwildServer:
-    """Makes the memory when its size is known, and says what is in its tables."""
+    """Makes the shared memory when its size is known, and reports what its tables say."""
 
     def __init__(self, make_room: Callable[[int], Any]) -> None:
-        """`make_room` gives so many writable bytes, all zero."""
+        """`make_room(num_bytes)` returns writable memory that is zero."""
         self.make_room = make_room
         self.memory: SharedParameters | None = None
-        self.tuned = 0  # the last decision that was taken
-        self.cut_short: set[int] = set()  # workers that were lost while they wrote
+        self.tuned = 0  # the number of the last adjustment
+        self.cut_short: set[int] = set()  # workers that were lost during an update
 
     def join(self, coordinator: Coordinator) -> None:
-        """Take a server's place, before anyone else is there."""
-        coordinator.receive(KEEPER, ServerJoin(Address("", 0)), 0.0)
-        coordinator.state.events.clear()  # nobody has come
+        """Join as the only server, before any worker does."""
+        coordinator.receive(HOGWILD_SERVER, ServerJoin(Address("", 0)), 0.0)
+        coordinator.state.events.clear()  # this is not worth an event
 
     def answered(
         self, coordinator: Coordinator, outs: Sequence[CoordinatorOutput], now: float
     ) -> list[CoordinatorOutput]:
-        """What is left to send when all that was meant for the keeper is answered."""
+        """Answer the messages for this server, and return the others."""
         waiting, left = deque(outs), list[CoordinatorOutput]()
         while waiting:
             out = waiting.popleft()
-            if out.to != KEEPER:
+            if out.to != HOGWILD_SERVER:
                 left.append(out)
                 continue
             for reply in self.receive(out.message):
-                waiting += coordinator.receive(KEEPER, reply, now)
+                waiting += coordinator.receive(HOGWILD_SERVER, reply, now)
         return left
 
     def receive(self, message: Message) -> list[Message]:
-        """Take one message; returns what to tell the coordinator."""
+        """Take one message, and return the answers to the coordinator."""
         if isinstance(message, Assign):
-            num_bytes = places_of(message.blocks, message.plan, message.num_replicas).num_bytes
+            num_bytes = offsets_of(message.blocks, message.plan, message.num_replicas).num_bytes
             self.memory = SharedParameters(
                 self.make_room(num_bytes), message.blocks, message.plan, message.num_replicas
             )
@@ -97,10 +97,10 @@ class HogwildServer:
         return []
 
     def report(self, flushed: bool = False) -> Report:
-        """As a server's: the marks and the measurements."""
-        assert self.memory is not None, "there is nothing to report before the run has begun"
-        memory, accepted_set = self.memory, self.memory.all_marks()
-        full = accepted_set == memory.full_marks
+        """Return a server's report: accepted batches and measurements."""
+        assert self.memory is not None, "reports begin with the run"
+        memory, accepted_set = self.memory, self.memory.accepted_sets()
+        full = accepted_set == memory.all_batches
         first_open = int(np.argmin(full)) if not full.all() else len(full)
         begun = np.flatnonzero(accepted_set).tolist()
         skipped = [(portion, mask) for portion in begun if (mask := memory.skipped_in(portion))]

@@ -1,4 +1,4 @@
-"""A worker whose parameters are memory that all workers share: it computes there, and adds its steps there."""
+"""A worker whose parameters are in memory that all workers share, and which updates them in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import BlockReady, LeaseEnd, Message, Peer, ReportRequest, Welcome
 from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.protocol.ports import Port
-from rainband.runtimes.hogwild.memory import SharedParameters, places_of
+from rainband.runtimes.hogwild.memory import SharedParameters, offsets_of
 from rainband.strategy import Batch
 from rainband.tasks.task import Data, Task
 from rainband.transports.shared_memory import SharedSegment
@@ -23,11 +23,11 @@ from rainband.worker.client import Client
 from rainband.worker.worker import Compute, ModuleWorker
 from rainband.worker.worker_model import ModuleModel
 
-LOOK_EVERY_S = 0.05  # at what the coordinator has said: workers that never wait would not hear it
+CHECK_INTERVAL_S = 0.05  # at which a worker that never waits checks for messages
 
 
 class MemoryClient(Client):
-    """A client without servers: the first values go into the memory, and the tables there stand for answers."""
+    """A client without servers: first values are written to shared memory, whose tables replace answers."""
 
     def __init__(
         self, me: Peer, welcome: Welcome, flat: Flat, memory: SharedParameters, tell: Callable[[Message], None]
@@ -36,49 +36,49 @@ class MemoryClient(Client):
         self.memory = memory
 
     def load_memory(self, values: Sequence[Tensor]) -> None:
-        """Write the first values, and say so."""
+        """Write the first values, and report that."""
         for vector, first in zip(self.memory.vectors, values, strict=True):
             vector.copy_(first)
         self.tell(BlockReady(0))
 
     def load(self, state: object = None) -> None:
-        """This worker's own parameters are the first values."""
+        """Write this worker's own parameters as the first values."""
         self.load_memory(self.flat.vectors)
 
 
 class MemoryWorker(ModuleWorker):
-    """A worker that steps in the memory of all."""
+    """A worker that updates the shared parameters."""
 
     client: MemoryClient
-    began_at = 0  # updates in the memory when it began to compute
+    began_at = 0  # number of updates in the memory when it began to compute
 
     def gradient(self, batch: Batch) -> Compute:
         self.began_at = self.client.memory.version
         return Compute(self, batch)
 
     def tensors(self) -> list[Tensor | None]:
-        """Gradients as autograd left them: of a sparse one only the rows that were touched are written."""
+        """Return the gradients as autograd left them. Of a sparse one, only its rows are written."""
         grads = [parameter.grad for parameter in self.flat.parameters]
         return [g.coalesce() if g is not None and g.layout is torch.sparse_coo else g for g in grads]
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> InPlace:  # type: ignore[override]
-        places = self.flat.over(self.client.memory.vectors).parameter_views
+        shared = self.flat.over(self.client.memory.vectors).parameter_views
         lr = spec.settings["lr"]
-        assert isinstance(lr, int | float), "every strategy's optimizer has one"
-        return InPlace(self, places, lr, schedule)
+        assert isinstance(lr, int | float), "every strategy's optimizer has a learning rate"
+        return InPlace(self, shared, lr, schedule)
 
 
 class InPlace:
-    """w -= lr * g, component by component, in the memory of all: no lock, and nobody is asked."""
+    """Updates shared parameters: w -= lr * g, without locks."""
 
-    def __init__(self, worker: MemoryWorker, places: Sequence[Tensor], lr: float, schedule: Schedule) -> None:
+    def __init__(self, worker: MemoryWorker, shared: Sequence[Tensor], lr: float, schedule: Schedule) -> None:
         self.worker = worker
         self.client = worker.client
         self.memory = worker.client.memory
         self.schedule = schedule
         layout = worker.flat.layout
         rates = [_rate(number, group, lr) for number, group in enumerate(layout.groups)]
-        self.places = [(place, rates[spec.group]) for place, spec in zip(places, layout.parameters, strict=True)]
+        self.parameters = [(values, rates[spec.group]) for values, spec in zip(shared, layout.parameters, strict=True)]
 
     def step(self, gradient: Gradient) -> None:
         (batch,) = gradient.batches
@@ -96,31 +96,30 @@ class InPlace:
             memory.skip(batch)
         self.client.stats.acked += 1
         if memory.is_complete(batch.portion):
-            self.client.tell(ReportRequest())  # the keeper looks, and tells how far it is
+            self.client.tell(ReportRequest())  # so that the hogwild server reports the progress
         self.client.leases.settle(gradient.push_id())
 
     def _position(self, batch: Batch) -> float:
         return self.worker.plan.progress(batch.portion, batch.k)
 
     def _add(self, tensors: Sequence[Tensor | None], factor: float) -> None:
-        for (place, rate), tensor in zip(self.places, tensors, strict=True):
+        for (values, rate), tensor in zip(self.parameters, tensors, strict=True):
             if tensor is not None:
-                add_in_place(place, tensor, -rate * factor)
+                add_in_place(values, tensor, -rate * factor)
 
 
 @torch.no_grad()
-def add_in_place(place: Tensor, tensor: Tensor, factor: float) -> None:
+def add_in_place(values: Tensor, tensor: Tensor, factor: float) -> None:
     """Add `factor` times a tensor to shared memory; of a sparse tensor only its rows are written."""
-    place.add_(tensor, alpha=factor)
+    values.add_(tensor, alpha=factor)
 
 
 def _rate(number: int, group: Settings, lr: float) -> float:
-    """The learning rate of a parameter group, which can have nothing else of its own."""
+    """Return the learning rate of a parameter group, which may have no other setting."""
     if other := {name: value for name, value in group.items() if name != "lr" and value}:
         told = ", ".join(f"{name}={value}" for name, value in other.items())
         raise ValueError(
-            f"parameter group {number} has {told}, and plain SGD in shared memory knows only lr: leave it out, or "
-            "choose downpour."
+            f"parameter group {number} has {told}, and hogwild supports only lr: leave it out, or choose downpour."
         )
     rate = group.get("lr", lr)
     assert isinstance(rate, int | float), "torch.optim has checked it"
@@ -128,7 +127,7 @@ def _rate(number: int, group: Settings, lr: float) -> float:
 
 
 class MemoryModel(ModuleModel):
-    """A model whose parameters are memory that all workers share, inherited as the file `fd`."""
+    """A model whose parameters are in shared memory, the inherited file `fd`."""
 
     def __init__(self, num_workers: int, task: Task, data: Data, flat: Flat, fd: int) -> None:
         _refuse_other_devices(flat)
@@ -136,7 +135,7 @@ class MemoryModel(ModuleModel):
         self.fd = fd
 
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
-        num_bytes = places_of(welcome.blocks, welcome.plan, self.num_workers).num_bytes
+        num_bytes = offsets_of(welcome.blocks, welcome.plan, self.num_workers).num_bytes
         segment = SharedSegment.open(self.fd, num_bytes, writable=True)
         memory = SharedParameters(segment.mapping, welcome.blocks, welcome.plan, self.num_workers)
         return MemoryClient(me, welcome, self.flat.over(memory.vectors), memory, tell)
@@ -156,22 +155,22 @@ def _refuse_other_devices(flat: Flat) -> None:
     others = {vector.device for vector in flat.layout.vectors} - {"cpu"}
     if others:
         raise ValueError(
-            f"the model is on {', '.join(sorted(others))}: hogwild's memory is that of the CPU. Build the model there, "
-            "or choose downpour."
+            f"the model is on {', '.join(sorted(others))}, and hogwild requires the CPU: build it there, or choose "
+            "downpour."
         )
 
 
-class Looking:
-    """Looks now and then at what has come, because a worker that always has work never waits."""
+class MessageCheck:
+    """Handles messages at intervals, because a worker that always has work never waits."""
 
     def __init__(self, wait: Callable[[float], object], then: Callable[[], None] | None) -> None:
         self.wait = wait
         self.then = then
-        self.next_at = time.monotonic() + LOOK_EVERY_S
+        self.next_at = time.monotonic() + CHECK_INTERVAL_S
 
     def before_step(self) -> None:
         if time.monotonic() >= self.next_at:
             self.wait(0.0)
-            self.next_at = time.monotonic() + LOOK_EVERY_S
+            self.next_at = time.monotonic() + CHECK_INTERVAL_S
         if self.then is not None:
             self.then()

@@ -1,4 +1,4 @@
-"""The processes that a zygote has forked: started, signalled, collected, and at the end all of them gone."""
+"""The processes that a zygote has forked: it starts, signals and reaps them, and at the end kills the rest."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rainband.runtimes.processes.zygote import Exited
 
 
 class Children:
-    """The processes that were forked, each the leader of its own process group."""
+    """The forked processes, each the leader of its own process group."""
 
     def __init__(self) -> None:
-        self.pids: dict[int, int] = {}  # token -> pid, and back
+        self.pids: dict[int, int] = {}  # by token; `tokens` is the inverse
         self.tokens: dict[int, int] = {}
 
     def fork(self, token: int) -> int:
@@ -27,7 +27,7 @@ class Children:
                 _reset_signals()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        # Both sides make the group, so that neither finds it missing; the later one may be refused.
+        # Parent and child both make the group, so that neither finds it missing; the second attempt may fail.
         with suppress(OSError):
             os.setpgid(pid, pid)
         if pid != 0:
@@ -43,16 +43,16 @@ class Children:
             _signal_group(pid, signum)
 
     def reap(self) -> Iterator[Exited]:
-        """Collect the dead; what is left of their groups (a DataLoader's workers) is killed."""
-        while (pid := _next_dead()) is not None:
+        """Collect processes that have ended, and kill the rest of their groups (a DataLoader's workers)."""
+        while (pid := _next_ended()) is not None:
             if pid in self.tokens:
-                # Before collecting it: until then its number cannot be another's.
+                # Before collecting it: until then no other process can have its number.
                 _signal_group(pid, signal.SIGKILL)
             yield from self._collect(pid)
 
     def end(self) -> list[Exited]:
-        """Kill and collect all that is left, also orphans that had left their group."""
-        import psutil  # here: what is imported before a fork weighs on every child
+        """Kill and collect all remaining processes, also orphans that have left their group."""
+        import psutil  # imported here, because imports before a fork cost every child memory
 
         self.signal_groups(signal.SIGKILL)
         exited: list[Exited] = []
@@ -74,11 +74,11 @@ class Children:
 
 
 def _signal_group(pid: int, signum: int) -> None:
-    with suppress(ProcessLookupError):  # it may have moved to another group
+    with suppress(ProcessLookupError):  # it may have changed its group
         os.killpg(pid, signum)
 
 
-def _next_dead() -> int | None:
+def _next_ended() -> int | None:
     with suppress(ChildProcessError):
         dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return dead.si_pid if dead else None

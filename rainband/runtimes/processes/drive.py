@@ -72,7 +72,10 @@ def _provide(needed: object, wait: Wait, training: Session | None) -> Stop | Non
     else:
         assert isinstance(needed, Handle)
         while not needed.ready():
-            wait(needed.left_s() if isinstance(needed, Deadline) else None)
+            if isinstance(needed, Deadline):
+                wait(needed.left_s())
+            else:
+                wait()
     return None
 
 

@@ -1,7 +1,7 @@
-"""The world `local`: one run as processes on this machine, forked from a zygote, led from here.
+"""The runtime `processes`: the coordinator runs here, workers and servers are processes on this machine.
 
-Any exit leaves nothing behind: children belong to the zygote, which ends them when this process does, however that
-happens; memory files and sockets have no names.
+Nothing outlives a run: the processes are children of a fork server (the zygote), which ends them when this process
+ends in any way; memory files and sockets have no names in the file system.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ ENTRIES = {
     "worker": "rainband.runtimes.processes.worker_main:main",
     "server": "rainband.runtimes.processes.server_process:main",
 }
-SCRIPT = "rainband.runtimes.training_loop.script_process:main"  # the entry of a worker that runs a script of the user's
-# Servers are forked first: they need no torch._dynamo, and so do not hold its 70 MB.
+SCRIPT = "rainband.runtimes.training_loop.script_process:main"  # the entry of a worker that runs a user's script
+# Servers are forked first, without torch._dynamo, which takes 70 MB and which they do not need.
 SERVERS_NEED = ("torch", ENTRIES["server"].partition(":")[0])
 WORKERS_NEED = ("torch._dynamo", *(entry.partition(":")[0] for entry in (ENTRIES["worker"], SCRIPT)))
 MAX_BODY_BYTES = 1 << 28  # a worker's buffers
 GRACE_S = 1.0
-EXIT_KNOWN_S = 0.2  # a process has ended when its connections close; the zygote says how, a moment later
+EXIT_KNOWN_S = 0.2  # how long after its connections have closed the zygote may report how a process ended
 FINE = "exit code 0"
-MAX_TICK_S = 1.0  # people watch the progress, however patient the failure timeout is
+MAX_TICK_S = 1.0  # so that the progress is shown every second, even with a long failure timeout
 
 
 def run(
@@ -61,10 +61,11 @@ def run(
     fds: Sequence[int] = (),
     strategy: Strategy | None = None,
 ) -> RunResult:
-    """Run to the end; returns also when it failed, with the reason.
+    """Run to the end, and return the result also if the run failed.
 
-    With `capture`, what the processes print becomes `ProcessOutput` events and output.log. `entries` says which
-    function is a process of which role; each process gets copies of `fds`. A `strategy` that has no name is handed in.
+    With `capture`, the output of the processes goes to `ProcessOutput` events and output.log. `entries` are the
+    functions that the processes call, by role; each process gets copies of `fds`. `strategy` replaces the one that
+    the configuration names.
     """
     entries = {**entries, "worker": SCRIPT} if config.script else entries
     launcher = Launcher(config, view, capture, entries, fds, strategy)
@@ -73,7 +74,7 @@ def run(
 
 
 class Launcher(Run):
-    """Starts the processes, leads them through the coordinator, and clears up."""
+    """Starts the processes, hosts the coordinator, and cleans up."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Launcher(Run):
         self.fds = fds
         self.output = OutputLog(self.directory) if capture else None
         with self.output.inherited() if self.output else nullcontext():
-            self.zygote = Zygote.start(SERVERS_NEED)  # before all else: its imports take the longest
+            self.zygote = Zygote.start(SERVERS_NEED)  # first: its imports take the longest
         self.started_at = time.monotonic()
         self.run_id, self.secret = new_run_id(), new_secret()
         strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
@@ -102,7 +103,7 @@ class Launcher(Run):
         settings = msgspec.structs.replace(self.settings, num_servers=1) if hogwild_server else self.settings
         self.coordinator = Coordinator(settings, strategy)
         self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
-        self.processes: dict[int, Peer] = {}  # token -> who
+        self.processes: dict[int, Peer] = {}  # by token
         self.causes: dict[Peer, str] = {}  # how processes ended
         self.host = CoordinatorHost(
             self.coordinator,
@@ -116,7 +117,7 @@ class Launcher(Run):
         self.interrupts = 0
 
     def stop_soon(self) -> None:
-        """As Ctrl-C does: workers finish the cell at hand."""
+        """Stop as after Ctrl-C: workers finish their current work items."""
         self.interrupts += 1
 
     def run(self) -> RunResult:
@@ -128,18 +129,18 @@ class Launcher(Run):
             self._start_processes(Address("", 0, f"rainband-{self.run_id.hex()}", this_machine()))
             self._predict()
             self._loop()
-            self._see_scripts_out()
+            self._await_scripts()
         finally:
             self.hub.close()
             self.zygote.close(0.0 if self.interrupts > 1 else GRACE_S)
             if self.memory is not None:
                 os.close(self.memory)
-            for half in self.directory.glob("*.part"):  # of one that was ended while it saved
-                half.unlink()
+            for unfinished in self.directory.glob("*.part"):  # of a process that ended while it saved
+                unfinished.unlink()
         return self._result()
 
     def _predict(self) -> None:
-        """Say how fast a model in stages should be trained."""
+        """Emit the predicted speed of a model in stages."""
         if self.config.stage_plan is None:
             return
         from rainband.runtimes.stage_forecast import predicted_of
@@ -177,14 +178,14 @@ class Launcher(Run):
             if self.interrupts and self.coordinator.state.outcome == "finished":
                 self.host.send(self.coordinator.shutdown.stop("stopped", "interrupted"))
             if time.monotonic() - ticked_at >= tick_s:
-                self.hub.run_once(0.0)  # we may have slept: hear what came meanwhile before judging who is late
+                self.hub.run_once(0.0)  # after a suspend: receive first, before deciding which node is late
                 ticked_at = time.monotonic()
                 self.host.tick()
                 self._show_output()
         self.hub.flush()
 
     def _look_at(self, tick_at: float) -> float:
-        """Until when to wait for messages: the next tick, or when someone is overdue."""
+        """Return until when to wait for messages: the next tick, or the time at which a node becomes overdue."""
         due_at = self.coordinator.due_at()
         if due_at is None:
             return tick_at
@@ -193,26 +194,26 @@ class Launcher(Run):
             return tick_at
         return min(tick_at, self.started_at + due_at)
 
-    def _see_scripts_out(self) -> None:
-        """The run is over, but a user's script may go on to evaluate and to save: it ends by itself."""
+    def _await_scripts(self) -> None:
+        """Wait for the user's scripts, which may evaluate and save after the run is over."""
         if not self.config.script or self.coordinator.state.outcome == "failed":
             return
         workers = [peer for peer in self.processes.values() if peer.role == "worker"]
         while self.interrupts < 2 and not all(peer in self.causes for peer in workers):
             self.hub.run_once(MAX_TICK_S)
             self._show_output()
-        # Those that were lost during the training are known, and their work was done by others.
+        # Workers that were lost during training do not count: others did their work.
         known = self.coordinator.state.workers
         there = [peer for peer in workers if peer.index in known and known[peer.index].active]
         wrong = [f"{peer}: {self.causes[peer]}" for peer in there if self.causes.get(peer, FINE) != FINE]
         if wrong and not self.interrupts:
-            self.coordinator.state.fail(f"the script failed after the training ({'; '.join(wrong)})")
+            self.coordinator.state.fail(f"the script failed after training ({'; '.join(wrong)})")
 
     def _now(self) -> float:
         return time.monotonic() - self.started_at
 
     def _make_room(self, num_bytes: int) -> Any:
-        """The memory of all workers, when its size is known."""
+        """Give the shared parameters their size, which is known now."""
         assert self.memory is not None
         return SharedSegment.settle(self.memory, num_bytes).mapping
 
@@ -229,7 +230,7 @@ class Launcher(Run):
         self.host.receive(connection.peer, message, body)
 
     def lost(self, peer: Peer) -> None:
-        """A connection closed; how its process ended is known a moment later."""
+        """A connection closed; the zygote reports a moment later how the process ended."""
         deadline = time.monotonic() + EXIT_KNOWN_S
         poll = select.poll()
         poll.register(self.zygote.fileno(), select.POLLIN)
@@ -264,9 +265,9 @@ class Launcher(Run):
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Ctrl-C once: finish cleanly; twice: now. The same for a polite kill and a closed terminal.
+        """Stop cleanly after the first Ctrl-C, SIGTERM or SIGHUP, and at once after the second.
 
-        Only the main thread can be asked; in any other the run is not interrupted.
+        Python delivers signals to the main thread only; in another thread the run is not interrupted.
         """
         self.signal = 0
         if threading.current_thread() is not threading.main_thread():
@@ -318,7 +319,7 @@ class Launcher(Run):
 
 def _how(exited: Exited) -> str:
     if exited.signal == signal.SIGKILL:
-        return "killed by signal 9, often for want of memory"
+        return "killed by signal 9, often because memory ran out"
     if exited.signal:
         return f"killed by signal {exited.signal}"
     return f"exit code {exited.code}"

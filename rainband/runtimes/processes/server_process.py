@@ -1,4 +1,4 @@
-"""A server as a process: the state machine, behind a hub."""
+"""A server process: the server's state machine behind a hub."""
 
 from __future__ import annotations
 
@@ -44,25 +44,28 @@ MAX_MAILBOX_BYTES = 1 << 30
 
 
 def main(job: bytes, fds: list[int]) -> None:
-    """The entry of a server's process."""
+    """Run the server that a job describes."""
     serve(decode_job(job))
 
 
 def serve(job: Job, strategy: Strategy | None = None) -> None:
-    """Be a server; a strategy that is not handed in is the one that the configuration names."""
-    torch.set_num_threads(1)  # one thread owns the blocks: no locks, and the same bits on every machine
+    """Run a server. By default the strategy is the one that the configuration names."""
+    torch.set_num_threads(1)  # one thread owns the blocks: no locks, and results do not depend on the number of cores
     leave_out_the_compiler()
-    if job.config.script:  # an optimizer of the user's own may lie beside it
+    if job.config.script:  # the script's optimizer may be in a module beside it
         sys.path.insert(0, os.path.dirname(job.config.script))
     ServerProcess(job, strategy).run()
 
 
 def leave_out_the_compiler() -> None:
-    """Torch imports its compiler, 70 MB, to keep it away from some methods of optimizers. A server compiles nothing."""
+    """Prevent torch from importing its compiler (70 MB), which a server does not use.
+
+    Torch imports it to disable it for some methods of optimizers.
+    """
     for wrapped in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
         method = getattr(wrapped, "__wrapped__", None)
         if method is not None:
-            setattr(method, "__dynamo_disable", method)  # where torch looks for what it made the first time
+            setattr(method, "__dynamo_disable", method)  # where torch caches the disabled method
 
 
 def _observers(job: Job) -> list[Observer]:
@@ -80,7 +83,7 @@ def _observers(job: Job) -> list[Observer]:
 
 
 class ServerProcess:
-    """Hands messages from the hub to the server and its answers back."""
+    """Passes messages from the hub to the server, and its answers back."""
 
     def __init__(self, job: Job, strategy: Strategy | None = None) -> None:
         config = job.config
@@ -112,7 +115,7 @@ class ServerProcess:
         try:
             sock, peer, key = connect(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
         except PeerLost:
-            sys.exit(1)  # the run has ended before we came to it
+            sys.exit(1)  # the run has ended already
         self.hub.adopt(sock, peer, key)
         here = Address("127.0.0.1", tcp.getsockname()[1], unix.getsockname()[1:].decode(), this_machine())
         self.hub.send(COORDINATOR, ServerJoin(here, f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"))
@@ -124,7 +127,7 @@ class ServerProcess:
                 self.hub.send(COORDINATOR, Heartbeat())
         self.hub.close()
 
-    # ---- the hub's handler -----------------------------------------------------------------------------------------
+    # ---- messages from the hub -------------------------------------------------------------------------------------
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
         if isinstance(message, Hello):
@@ -134,8 +137,8 @@ class ServerProcess:
             return
         try:
             payload = self._payload(connection, message, body)
-        except (ValueError, RuntimeError):  # the second is torch's, of a dtype that memory cannot be viewed as
-            payload = None  # the server refuses it, with a reason
+        except (ValueError, RuntimeError):  # torch raises RuntimeError if the bytes do not fit the dtype
+            payload = None  # the server refuses the message, with a reason
         for out in self.server.receive(connection.peer, message, payload):
             target = self.hub.peers.get(out.to)
             if target is None:
@@ -152,7 +155,7 @@ class ServerProcess:
         self.server.lost(peer)
 
     def _open(self, connection: Connection, hello: Hello) -> None:
-        """A worker's data connection; with shared memory, take its mailbox and show it our parameters."""
+        """Accept a worker's data connection; with shared memory, exchange its mailbox and the parameters."""
         fds, connection.fds = connection.fds, []
         connection.takes_fds = False
         shared, spare = (fds[:1], fds[1:]) if hello.slots and self.published is not None else ([], fds)
@@ -176,7 +179,7 @@ class ServerProcess:
         return None if body is None else torch.frombuffer(body, dtype=torch.uint8)
 
     def _read_now(self, asked: Message) -> tuple[Message, memoryview | None]:
-        """The reply to a pull, at the moment it leaves; the connection makes a private copy of it."""
+        """Return the reply to a pull when it is sent; the connection copies the values."""
         assert isinstance(asked, Params | StatePart)
         message, values = self.server.read_state(asked) if isinstance(asked, StatePart) else self.server.read(asked)
         if values is None:

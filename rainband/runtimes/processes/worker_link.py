@@ -1,4 +1,4 @@
-"""A worker's place in a run: its connections to the coordinator and the servers, and the way in and out."""
+"""The connections of a worker process to the coordinator and the servers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from rainband.worker.worker import ModuleWorker
 
 
 def flush_output() -> None:
-    """Write out what the user's code has printed, before the run ends and processes are terminated."""
+    """Flush what the user's code has printed: when the run ends, processes are ended quickly."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with suppress(OSError, ValueError):  # closed by the user, or nobody reads it
+        with suppress(OSError, ValueError):  # closed by the user, or without a reader
             stream.flush()
 
 
 class NullPort:
-    """In the place of the way to a server that holds nothing of ours."""
+    """Takes the place of a port to a server that holds none of this worker's blocks."""
 
     direct = False
 
@@ -47,7 +47,7 @@ class NullPort:
 
 
 class WorkerLink:
-    """One worker of a run. Messages are dealt with on the thread that waits."""
+    """One worker process of a run. Messages are handled on the thread that waits."""
 
     def __init__(self, job: Job, strategy: Strategy | None = None, observer: Observer | None = None) -> None:
         self.job = job
@@ -61,36 +61,36 @@ class WorkerLink:
         self.session = Session(self.me, self, observer)
         self.stats = self.session.stats
         self.control: CoordinatorLink | None = None
-        self.joined = False  # a custom training loop has joined
-        self.left = False  # and has come to its end
-        self.asked_rank = False  # the user has asked which part of the data is this worker's
+        self.joined = False  # a custom training loop uses it
+        self.left = False  # and has ended
+        self.asked_rank = False  # the script has asked for this worker's rank, so it may shard its own data
 
     def connect(self) -> None:
-        """Call the coordinator; from then on it hears our heartbeats."""
+        """Connect to the coordinator, and begin to send heartbeats."""
         if self.control is not None:
             return
         address, timeout_s = self.job.coordinator, self.config.failure_timeout_s
         try:
             sock, _, key = connect(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
         except RainbandError as error:
-            raise CoordinatorLost("the coordinator", f"calling it ({error})") from None
+            raise CoordinatorLost("the coordinator", f"connecting to it ({error})") from None
         self.control = CoordinatorLink(sock, key, self.event_loop, self._from_coordinator, self.stats, timeout_s / 5)
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
-        """Send something to the coordinator."""
+        """Send a message to the coordinator."""
         assert self.control is not None, "connect first"
         self.control.send(message, body)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until something has come and deal with it; False: nothing came in time."""
+        """Wait for messages and handle them; return False if none arrived in time."""
         return self.event_loop.wait(timeout_s)
 
-    # ---- what a worker's life needs ----------------------------------------------------------------------------------
+    # ---- for the worker's life --------------------------------------------------------------------------------------
 
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
-        """Call the servers; where several workers compute one model, only those that hold blocks of this part."""
+        """Connect to the servers; with stages, only to those that hold blocks of this stage."""
         if self.job.memory:
-            return []  # the parameters are memory that all workers share
+            return []  # all workers share one copy of the parameters
         needed = {owner for block, owner in zip(welcome.blocks, welcome.owners, strict=False) if block.part == part}
         return [
             self._port(i, address, welcome) if i in needed or not welcome.replica_addresses else NullPort()
@@ -98,13 +98,13 @@ class WorkerLink:
         ]
 
     def before_training(self, worker: ModuleWorker) -> None:
-        """A process prepares its worker here."""
+        """Prepare the worker of a task; a custom training loop needs nothing."""
 
     def flush_output(self) -> None:
         flush_output()
 
     async def saved(self) -> None:
-        """Saving returns when the file is there."""
+        """Return at once: the file was written synchronously."""
 
     async def failure_is_known(self) -> None:
         deadline = Deadline(self.config.failure_timeout_s)
@@ -120,12 +120,14 @@ class WorkerLink:
 
     def _port(self, index: int, address: Address, welcome: Welcome) -> Port:
         peer = Peer("server", index)
-        # A record, and a rule that keeps what it gave, need reads that have one version: memory may be written to
-        # while it is read.
+        # Recording, and rules that keep copies of what was read, need reads of exactly one version. Shared memory may
+        # be written to during a read.
         one_version = self.config.record or self._reads_are_kept()
         shared = can_share_memory(address) and self.config.transport != "tcp" and not one_version
         if self.config.transport == "shm" and not shared:
-            raise ValueError(f"{peer} is not on this machine, or memory cannot be shared here: use --transport tcp.")
+            raise ValueError(
+                f"--transport shm requires {peer} on this machine, and memory that can be shared: use --transport tcp."
+            )
         specs = [welcome.blocks[b] for b, owner in enumerate(welcome.owners) if owner == index]
         sock, _, key = connect(
             address, shared, self.job.secret, self.job.run_id, self.me, self.config.failure_timeout_s

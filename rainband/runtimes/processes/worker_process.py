@@ -1,4 +1,4 @@
-"""One worker as a process: builds the task and the model, and drives its life by blocking."""
+"""A worker process: builds the task and the model, and runs the worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rainband.record.message_cost import WorkerCost
 from rainband.record.record import Recorder
 from rainband.record.spans import SpanFile, SpanRecorder
 from rainband.runtimes.config import Job
-from rainband.runtimes.hogwild.worker import Looking, MemoryModel
+from rainband.runtimes.hogwild.worker import MemoryModel, MessageCheck
 from rainband.runtimes.processes.compute import min_step_time, prefetched
 from rainband.runtimes.processes.drive import drive
 from rainband.runtimes.processes.worker_link import WorkerLink
@@ -33,7 +33,7 @@ from rainband.worker.worker_model import ModuleModel, WorkerModel
 
 
 class WorkerProcess(WorkerLink):
-    """One worker of a run, as a process."""
+    """A worker that trains a task."""
 
     def __init__(self, job: Job, task: Task | None, strategy: Strategy | None, memory: int | None = None) -> None:
         super().__init__(job, strategy, join_observers(_observers(job)))
@@ -51,7 +51,7 @@ class WorkerProcess(WorkerLink):
         data, model, flat = self._build(task)
         server_part = strategy.server(self.config.num_replicas)
         if server_part is not None:
-            build(server_part.optimizer, [torch.zeros(1)])  # a wrong setting is told here, not by a server later
+            build(server_part.optimizer, [torch.zeros(1)])  # reports a wrong setting here, before a server does
         batch_size, epochs = self.config.batch_size or task.batch_size, self.config.epochs or task.epochs
         dataset = Dataset(fingerprint(data), len(data), batch_size, epochs)
         join = join_of(strategy, flat.layout, dataset, address=self._address())
@@ -67,7 +67,7 @@ class WorkerProcess(WorkerLink):
         return data, MemoryModel(num_workers, task, data, flat, self.memory), flat
 
     def _address(self) -> Address | None:
-        """Return the address for the other workers of its replica."""
+        """Return the address for the other workers of its replica, if there are any."""
         return None
 
     def before_training(self, worker: ModuleWorker) -> None:
@@ -77,7 +77,7 @@ class WorkerProcess(WorkerLink):
 
     def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
         measuring = self._measuring(worker)
-        return measuring if self.memory is None else Looking(self.wait, measuring).before_step
+        return measuring if self.memory is None else MessageCheck(self.wait, measuring).before_step
 
     def _measuring(self, worker: ModuleWorker) -> Callable[[], None] | None:
         if self.index or not self.config.eval_every_s:

@@ -1,8 +1,8 @@
-"""Starts processes: forks of the zygote, a small process that has imported torch and never computes.
+"""The launcher's side of the fork server (zygote), a small process that has imported torch and never computes.
 
-A fork takes milliseconds where a fresh interpreter needs seconds to import torch, and what was imported is
-shared. Here are the launcher's side and the messages; `zygote_main` is the zygote itself. They talk over a
-Unix socket that keeps messages apart; a job's bytes go along in a memory file, so they may have any size.
+Forking it takes milliseconds, where a new interpreter takes seconds to import torch; the imported modules are
+shared. `zygote_main` is the zygote itself. The two exchange messages over a Unix socket of type SOCK_SEQPACKET; the
+bytes of a job are passed as a memory file, so they may have any size.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from contextlib import suppress
 
 import msgspec
 
-MAX_MESSAGE_BYTES = 64 * 1024  # well below the socket's buffer; only a traceback comes near
+MAX_MESSAGE_BYTES = 64 * 1024  # well below the socket's buffer; only tracebacks are long
 MAX_FDS = 253  # the kernel's limit for one message
 
-_END_TIMEOUT_S = 10.0  # killing takes milliseconds; more than this and the kernel is stuck
+_END_TIMEOUT_S = 10.0  # killing takes milliseconds
 _BOOT = """
 import sys
 control_fd, sys.path[:] = int(sys.argv[1]), sys.argv[2:]
@@ -38,14 +38,14 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Started(_Message, frozen=True):
-    """Job `token` runs, as process `pid`."""
+    """Job `token` runs as process `pid`."""
 
     token: int
     pid: int
 
 
 class Exited(_Message, frozen=True):
-    """Process `pid` has ended: by itself with `code`, or killed by `signal` (the other one is None)."""
+    """Process `pid` has ended with exit code `code`, or was killed by `signal`; the other one is None."""
 
     token: int
     pid: int
@@ -54,20 +54,20 @@ class Exited(_Message, frozen=True):
 
 
 class SpawnFailed(_Message, frozen=True):
-    """Job `token` could not be started. Without a token: the zygote is gone, with all jobs, for good."""
+    """Job `token` could not be started. Without a token: the zygote has ended, and all jobs with it."""
 
     token: int | None
     reason: str
 
 
 class Preload(_Message, frozen=True):
-    """Import these before the next job is started; those that run already are not burdened with them."""
+    """Import these modules before the next job is started; jobs that run already do not get them."""
 
     modules: tuple[str, ...]
 
 
 class Spawn(_Message, frozen=True):
-    """Comes with 1 + `num_fds` open files: the job's bytes first."""
+    """Start a job. Sent with 1 + `num_fds` open files, the job's bytes first."""
 
     token: int
     entry: str
@@ -92,41 +92,41 @@ _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 class Zygote:
-    """Starts processes by forking from a small process that has imported torch and never computes.
+    """Starts processes by forking a small process that has imported torch and never computes.
 
-    Whatever happens to the launcher, nothing below the zygote outlives it. To be used by one thread.
+    The zygote and its processes end when the launcher does, in whatever way. To be used by one thread.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self._process = process
         self._control = control
         self._num_jobs = 0
-        self._running: dict[int, int] = {}  # token -> pid
-        self._unread: list[Event] = []  # came while closing
+        self._running: dict[int, int] = {}  # pids by token
+        self._unread: list[Event] = []  # events that arrived while closing
         self._closing = False
         self._gone = False
-        # A process forked from the launcher (by a DataLoader, say) must not keep the connection open.
+        # A process forked from the launcher (for example by a DataLoader) must not keep the connection open.
         os.register_at_fork(after_in_child=_closer(control))
 
     @classmethod
     def start(cls, preload: Sequence[str] = ("torch", "torch._dynamo")) -> Zygote:
-        """Start a zygote and return at once; it imports in the background, jobs queue up meanwhile.
+        """Start a zygote and return at once; it imports in the background, while jobs are queued.
 
-        A module that does not exist is left out; an error in one that does ends the zygote: a `Failed` event.
+        A module that does not exist is skipped; an error in one that exists ends the zygote (`SpawnFailed`).
         """
         if sys.platform != "linux":
             raise RuntimeError(
-                f"forking processes from a zygote needs Linux's prctl, and this is {sys.platform}: "
-                "run it on Linux, in a container or in a virtual machine."
+                f"starting processes requires Linux (its prctl), and this is {sys.platform}: use Linux, a container or "
+                "a virtual machine."
             )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(None)  # whatever socket.setdefaulttimeout was told
+        ours.settimeout(None)  # independent of socket.setdefaulttimeout
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C in the terminal is the launcher's alone
+                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
             )
         zygote = cls(process, ours)
         zygote.preload(preload)
@@ -137,19 +137,19 @@ class Zygote:
         return self._process.pid
 
     def preload(self, modules: Sequence[str]) -> None:
-        """Have it import more, for the jobs that are spawned from now on."""
+        """Import more modules, for jobs that are spawned from now on."""
         self._send(Preload(tuple(modules)))
 
     def spawn(self, entry: str, job: bytes, title: str, fds: Sequence[int] = (), threads: int | None = None) -> int:
         """Queue a process that calls `entry`, "package.module:function", with (job, fds); return its token.
 
-        `threads` is for torch.set_num_threads. The fds have other numbers there, and stay open here.
+        `threads` is passed to torch.set_num_threads. The fds get other numbers there, and stay open here.
         """
         _check_entry(entry)
         if threads is not None and threads < 1:
-            raise ValueError(f"cannot compute with {threads} threads: choose 1 or more (--threads).")
+            raise ValueError(f"threads is {threads}, and must be 1 or more (--threads).")
         if len(fds) >= MAX_FDS:
-            raise ValueError(f"cannot hand {len(fds)} files to one process: at most {MAX_FDS - 1} go.")
+            raise ValueError(f"a process can be given at most {MAX_FDS - 1} files, not {len(fds)}.")
         token = self._num_jobs
         self._num_jobs += 1
         job_fd = _memory_file(job)
@@ -160,26 +160,26 @@ class Zygote:
         return token
 
     def fileno(self) -> int:
-        """Readable when `events` has something to return, and for ever once the zygote is gone."""
+        """Return a file that is readable when there are `events`, and always once the zygote has ended."""
         return self._control.fileno()
 
     def events(self) -> list[Event]:
-        """Return what has happened since the last call, without waiting."""
+        """Return the events since the last call, without waiting."""
         events = self._unread + self._receive()
         self._unread = []
         return events
 
     def signal(self, token: int, signum: int) -> None:
-        """Send a signal to the job's process (not to its group); nothing happens if it has ended."""
+        """Send a signal to the job's process (not to its group), if it has not ended."""
         if signum not in signal.valid_signals():
-            raise ValueError(f"there is no signal {signum}: choose one from Python's signal module.")
+            raise ValueError(f"{signum} is not a signal: use one of Python's signal module.")
         self._send(Signal(token, signum))
 
     def close(self, grace_s: float) -> None:
-        """End all: SIGTERM to the process groups, SIGKILL after the grace; return as soon as nothing is left.
+        """End all processes: SIGTERM to their groups, SIGKILL after `grace_s`; return when none is left.
 
-        A job not yet reported as started gets no grace. Interrupted (a second Ctrl-C), it kills at once.
-        `events` returns the exits afterwards.
+        A job that has not been reported as started is killed at once. So are all if this call is interrupted (by a
+        second Ctrl-C). `events` returns the exits afterwards.
         """
         if self._control.fileno() == -1:
             return
@@ -188,10 +188,10 @@ class Zygote:
             self._closing = True
             if self._running:
                 self._send(Close(grace_s))
-                self._wait_until_gone(grace_s + _END_TIMEOUT_S)
+                self._wait_until_ended(grace_s + _END_TIMEOUT_S)
         finally:
             self._gone = True
-            self._control.close()  # the zygote kills whatever is left
+            self._control.close()  # then the zygote kills all remaining processes
             self._wait_for_zygote()
 
     def _send(self, command: Command, fds: Sequence[int] = ()) -> None:
@@ -201,8 +201,8 @@ class Zygote:
                 f"entry and title take {len(message)} of {MAX_MESSAGE_BYTES} bytes: put data into the job."
             )
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-        with suppress(BrokenPipeError, ConnectionResetError):  # events() tells why the zygote is gone
-            self._control.sendmsg([message], rights, socket.MSG_NOSIGNAL)  # send_fds() forgets the flag
+        with suppress(BrokenPipeError, ConnectionResetError):  # events() says why the zygote has ended
+            self._control.sendmsg([message], rights, socket.MSG_NOSIGNAL)  # send_fds() ignores the flag
 
     def _receive(self) -> list[Event]:
         events: list[Event] = []
@@ -212,9 +212,9 @@ class Zygote:
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                continue  # the zygote died with commands unread; what it had said comes after this
+                continue  # the zygote ended with unread commands; its last events follow
             if not message:
-                events += self._mourn()
+                events += self._zygote_lost()
                 break
             event = _event_decoder.decode(message)
             self._note(event)
@@ -230,27 +230,27 @@ class Zygote:
             case SpawnFailed(token=None):
                 self._gone = True
 
-    def _mourn(self) -> list[Event]:
+    def _zygote_lost(self) -> list[Event]:
         self._gone = True
         if self._closing:
             return []
-        cause = self._cause_of_death()
+        cause = self._how_it_ended()
         self._kill_groups()
         return [SpawnFailed(None, cause)]
 
-    def _cause_of_death(self) -> str:
+    def _how_it_ended(self) -> str:
         code = self._wait_for_zygote()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"the process that starts the others (pid {self.pid}) {how}, and they ended with it."
+        return f"the fork server (zygote, pid {self.pid}) {how}, and all processes ended with it."
 
     def _kill_groups(self) -> None:
-        """A dying zygote takes its children along, but not theirs: those still have the child's group."""
+        """Kill the children's own children, which do not end with the zygote but are in the children's groups."""
         for pid in self._running.values():
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         self._running.clear()
 
-    def _wait_until_gone(self, timeout_s: float) -> None:
+    def _wait_until_ended(self, timeout_s: float) -> None:
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         deadline = time.monotonic() + timeout_s
@@ -269,7 +269,7 @@ class Zygote:
 def _check_entry(entry: str) -> None:
     module, colon, function = entry.partition(":")
     if not (module and colon and function.isidentifier()):
-        raise ValueError(f"{entry!r} names no function: write package.module:function.")
+        raise ValueError(f"{entry!r} is not the name of a function: use package.module:function.")
 
 
 def _memory_file(content: bytes) -> int:

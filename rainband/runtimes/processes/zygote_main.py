@@ -1,6 +1,6 @@
-"""The zygote: imports the slow modules once, forks a process for each job, reaps it, ends with its launcher.
+"""The fork server (zygote): imports slow modules once, forks a process for each job, ends with its launcher.
 
-It never computes: a forked child hangs for ever in its first parallel region if its parent has had one.
+It never computes: a forked child would hang in its first OpenMP parallel region if its parent has had one.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class ForkJob(NamedTuple):
 
 
 def main(control_fd: int) -> None:
-    """Be the zygote; in each forked child, go on to its job and leave by the interpreter's normal exit."""
+    """Serve as the zygote; in each forked child, do its job and leave by the interpreter's normal exit."""
     del sys.argv[1:]
     set_title("rainband zygote")
     job = _serve(socket.socket(fileno=control_fd))
     if job is None:
-        os._exit(0)  # taking torch down would take half a second, and somebody may be waiting for us
+        os._exit(0)  # unloading torch would take half a second, and the launcher may be waiting
     _do(job)
 
 
@@ -72,12 +72,12 @@ def _serve(control: socket.socket) -> ForkJob | None:
     control.set_inheritable(False)
     _set_zygote_signals()
     _share_one_heap()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below us become our children, so that we find them
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children of this process, so that it can kill them
     return Loop(control).run()
 
 
 class Loop:
-    """Takes commands, reports events, and notices the dead."""
+    """Takes commands, reports events, and reaps children."""
 
     def __init__(self, control: socket.socket) -> None:
         self.pid = os.getpid()
@@ -88,14 +88,14 @@ class Loop:
         self.wake_reader, self.wake_writer = socket.socketpair()
         self.wake_reader.setblocking(False)
         self.wake_writer.setblocking(False)
-        self.selector = selectors.PollSelector()  # not epoll, whose list a forked child would share
+        self.selector = selectors.PollSelector()  # not epoll, whose registrations a forked child would share
         self.selector.register(control, selectors.EVENT_READ)
         self.selector.register(self.wake_reader, selectors.EVENT_READ)
         signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
 
     def run(self) -> ForkJob | None:
-        """Serve until the launcher is gone or has closed; a forked child returns from here with its job."""
+        """Serve until the launcher has ended or closed; a forked child returns from here with its job."""
         while not self._closed():
             for key, mask in self.selector.select(self._timeout_s()):
                 if key.fileobj is self.wake_reader:
@@ -111,7 +111,7 @@ class Loop:
                     if (job := self._obey(command, fds)) is not None:
                         return job
         self.outbox += self.children.end()
-        self._flush(flag=0)  # nothing else to do: wait
+        self._flush(flag=0)  # blocking, because nothing else is left to do
         return None
 
     def _obey(self, command: Command, fds: list[int]) -> ForkJob | None:
@@ -133,7 +133,7 @@ class Loop:
         if not _preload(self.control, names, gone):
             return False
         _give_back_freed_memory()
-        gc.freeze()  # children need not walk over what was imported, and so do not copy it
+        gc.freeze()  # so that collections in children do not touch, and thus copy, the imported modules
         return True
 
     def _spawn(self, spawn: Spawn, fds: list[int]) -> ForkJob | None:
@@ -153,7 +153,7 @@ class Loop:
         return None
 
     def _leave(self) -> None:
-        """In a child: close what is the zygote's alone, and never outlive it."""
+        """In a child: close the zygote's files, and end when the zygote does."""
         for theirs in (self.selector, self.control, self.wake_reader, self.wake_writer):
             theirs.close()
         _die_with(self.pid)
@@ -170,7 +170,7 @@ class Loop:
         self._flush()
 
     def _flush(self, flag: int = socket.MSG_DONTWAIT) -> None:
-        """Send what the launcher has room for; do not wait for it, as it may be waiting for us."""
+        """Send as many events as the launcher has room for, without waiting: it may be waiting for the zygote."""
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self.outbox:
                 self.control.send(msgspec.msgpack.encode(self.outbox[0]), socket.MSG_NOSIGNAL | flag)
@@ -186,7 +186,7 @@ class Loop:
 
 
 def _receive(control: socket.socket) -> tuple[Command | None, list[int]]:
-    """Wait for a command and its open files; None if the launcher is gone."""
+    """Wait for a command and its open files; return None if the launcher has ended."""
     try:
         message, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, MAX_FDS)
     except ConnectionResetError:
@@ -202,9 +202,9 @@ def _preload(control: socket.socket, names: Sequence[str], gone: Callable[[], No
             for name in names:
                 _import_if_there(name)
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()  # or each child would print it again
+            stream.flush()  # else each child would print it again
     except BaseException:
-        reason = traceback.format_exc()[-MAX_MESSAGE_BYTES // 5 :]  # a letter may take four bytes
+        reason = traceback.format_exc()[-MAX_MESSAGE_BYTES // 5 :]  # a character may take four bytes
         with suppress(BrokenPipeError):
             control.send(msgspec.msgpack.encode(SpawnFailed(None, reason)), socket.MSG_NOSIGNAL)
         return False
@@ -213,23 +213,23 @@ def _preload(control: socket.socket, names: Sequence[str], gone: Callable[[], No
 
 def _import_if_there(name: str) -> None:
     try:
-        __import__(name)  # unlike importlib.import_module, it leaves no frames of its own in a traceback
+        __import__(name)  # unlike importlib.import_module, without frames of its own in a traceback
     except ModuleNotFoundError as error:
         if not _is_missing(name, error):
             raise
 
 
 def _is_missing(name: str, error: ModuleNotFoundError) -> bool:
-    """Return True if the module itself or its package does not exist, and not a module that it imports."""
+    """Return True if the module itself or its package does not exist, not a module that it imports."""
     return error.name is not None and f"{name}.".startswith(f"{error.name}.")
 
 
 @contextmanager
 def _ending_with(control: socket.socket, gone: Callable[[], None]) -> Iterator[None]:
-    """Importing takes seconds: if the launcher goes away meanwhile, the zygote goes at once."""
+    """Call `gone` at once if the launcher ends during the imports, which take seconds."""
     stop_reader, stop_writer = socket.socketpair()
     poll = select.poll()
-    poll.register(control, 0)  # only the end of the connection, not the jobs that queue up
+    poll.register(control, 0)  # only the end of the connection, not the queued jobs
     poll.register(stop_reader, 0)
 
     def watch() -> None:
@@ -242,14 +242,14 @@ def _ending_with(control: socket.socket, gone: Callable[[], None]) -> Iterator[N
         yield
     finally:
         stop_writer.close()
-        watcher.join()  # a fork wants no other thread
+        watcher.join()  # a process should not fork while it has other threads
         stop_reader.close()
 
 
 def _give_back_freed_memory() -> None:
-    """Release the memory that imports have freed, because otherwise it counts for every child."""
-    linecache.clearcache()  # torch reads its own sources
-    sys.path_importer_cache.clear()  # listings of all folders that modules came from
+    """Release memory that the imports have left over, because it counts for every child."""
+    linecache.clearcache()  # torch reads its own sources while it is imported
+    sys.path_importer_cache.clear()  # directory listings
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -257,7 +257,7 @@ def _give_back_freed_memory() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc keep large blocks: a gradient given back to the kernel is paged in anew at every step."""
+    """Let malloc keep large blocks: a gradient returned to the kernel would be paged in again at every step."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
         libc.mallopt(_M_MMAP_MAX, 0)
@@ -266,25 +266,25 @@ def _keep_freed_memory() -> None:
 
 
 def _share_one_heap() -> None:
-    """Before there are threads: what one of them receives would lie in a heap of its own, given back at every step."""
+    """Use one heap for all threads; a second one would be returned to the kernel at every step."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def _set_zygote_signals() -> None:
-    """Nothing but the launcher's end ends the zygote.
+    """Ignore signals: only the end of the launcher ends the zygote.
 
-    Schedulers and service managers send SIGTERM to every process at once, and the jobs must get their grace.
+    Schedulers and service managers send SIGTERM to all processes at once, and the jobs must get their grace period.
     """
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what the launcher's thread had blocked
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the launcher's thread may have blocked some
 
 
 def _die_with(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -330,13 +330,13 @@ def _first_bytes(text: str, num_bytes: int) -> str:
 
 
 def _set_num_threads(threads: int) -> None:
-    import torch  # in the zygote already, unless it was told otherwise
+    import torch  # usually imported by the zygote
 
     torch.set_num_threads(threads)
 
 
 def _seed_anew() -> None:
-    """Children would otherwise draw the same numbers (Python's own `random` sees to itself)."""
+    """Seed anew, else all children would draw the same numbers. Python's own `random` does that itself."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
@@ -344,10 +344,10 @@ def _seed_anew() -> None:
 
 
 def _print_by_line() -> None:
-    """Flush output after every line, so that it is visible at once and not lost when the process is killed."""
+    """Write each printed line at once, as one write, so that none is lost however the process ends."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)  # a line is one write, whatever was asked
+            stream.reconfigure(line_buffering=True, write_through=False)  # whatever PYTHONUNBUFFERED says
 
 
 def _find(spawn: Spawn) -> Callable[[bytes, list[int]], object]:
@@ -371,7 +371,7 @@ def _not_found(spawn: Spawn, reason: str) -> str:
 
 def _read(fd: int) -> bytes:
     with open(fd, "rb") as file:
-        file.seek(0)  # the launcher has left it at the end
+        file.seek(0)  # the launcher has written it, and left the offset at the end
         return file.read()
 
 
@@ -381,7 +381,7 @@ def _show_without_our_frames(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Print a traceback that begins where the job's own code does."""
+    """Print a traceback from the first frame of the job's own code on."""
     first, frame = trace, trace
     while frame is not None:
         if frame.tb_frame.f_code.co_filename == __file__ and frame.tb_next is not None:

@@ -1,1 +1,1 @@
-"""Custom training loops: a user's script as a worker."""
+"""Custom training loops: a user's script runs as a worker."""

@@ -1,4 +1,4 @@
-"""The batches that a custom training loop draws: taken from leases, loaded by a DataLoader, pushed by the next step."""
+"""The batches of a custom training loop: taken from leases, loaded by a DataLoader, counted by the next step."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from rainband.tasks.task import DatasetData, fingerprint
 from rainband.worker.client import Client
 from rainband.worker.worker import Sampler
 
-OURS = ("batch_sampler", "sampler", "shuffle", "drop_last")  # arguments of a DataLoader that the plan decides
+OURS = ("batch_sampler", "sampler", "shuffle", "drop_last")  # arguments of a DataLoader that the data plan decides
 Indices = list[int]
 
 
 class LoopBatches:
-    """The batches to draw next, those that the loop has drawn but not stepped on, and the end of each epoch."""
+    """The order of batches, the batches drawn since the last step, and the end of a pass over the data."""
 
     def __init__(
-        self, client: Client, wait: Callable[[float | None], object], push_what_is_owed: Callable[[], bool]
+        self, client: Client, wait: Callable[[float | None], object], push_gathered: Callable[[], bool]
     ) -> None:
         self.client = client
         self.wait = wait
-        self.push_what_is_owed = push_what_is_owed  # steps the strategy has not pushed yet, because it gathers several
-        self.passes = 0  # begun so far
+        self.push_gathered = push_gathered  # push the steps that the strategy has gathered; False: there are none
+        self.passes = 0  # begun
         self.pass_is_over = False
-        self.queue: deque[Batch] = deque()  # of the current work item
-        self.ahead: deque[Batch] = deque()  # the loader has them, the loop not yet
-        self.unstepped: list[Batch] = []  # the loop has them, and has not stepped since
+        self.queue: deque[Batch] = deque()  # of the work item taken last
+        self.ahead: deque[Batch] = deque()  # fetched by the loader, not yet drawn by the loop
+        self.unstepped: list[Batch] = []  # drawn by the loop since its last step
         self.last: Batch | None = None
         self.item_ends: set[Batch] = set()
 
@@ -43,10 +43,10 @@ class LoopBatches:
         self.pass_is_over = False
 
     def __iter__(self) -> Iterator[Indices]:
-        """For the loader: the samples of one batch after the other, in so far as they are leased to us.
+        """Yield, for the loader, the sample indices of each batch leased to this worker, until the pass is over.
 
-        It ends when the pass is over; a loader that fetches ahead gets no more for now than there is without
-        waiting, because what we would wait for may be that the loop steps on what it has fetched.
+        A loader that fetches ahead gets only batches that are available without waiting, because new leases may
+        require that the loop first steps on batches that were fetched.
         """
         sampler = Sampler(self.client.plan)
         while (batch := self._next(may_wait=not self.ahead)) is not None:
@@ -54,16 +54,16 @@ class LoopBatches:
             yield sampler.indices(batch).tolist()
 
     def hand_over(self) -> Batch | None:
-        """The loader has brought its oldest batch. None: its lease was taken back meanwhile."""
+        """Return the loader's oldest batch; None if its lease was revoked meanwhile."""
         batch = self.ahead.popleft()
-        if not self._is_ours(batch):
+        if not self._is_leased(batch):
             return None
         self.unstepped.append(batch)
         self.last = batch
         return batch
 
     def take(self) -> tuple[Batch, ...]:
-        """The batches drawn since the step before: they name this one."""
+        """Return and forget the batches drawn since the last step."""
         batches, self.unstepped = tuple(self.unstepped), []
         return batches
 
@@ -74,23 +74,23 @@ class LoopBatches:
         return bool(ends)
 
     def put_back(self) -> None:
-        """The loop was left early: what the loader has fetched is drawn again later."""
+        """Return fetched batches to the queue, because the loop ended the pass early."""
         self.queue.extendleft(reversed(self.ahead))
         self.ahead.clear()
 
     def forget(self) -> None:
-        """The leases were given up; what the loader has fetched by them is left out when it comes."""
+        """Forget all leases. Batches that were fetched with them are then left out."""
         self.client.leases.held.clear()
         self.client.leases.request_again()
 
-    def _is_ours(self, batch: Batch) -> bool:
+    def _is_leased(self, batch: Batch) -> bool:
         lease = self.client.leases.held.get(batch.portion)
         return lease is not None and lease.number == batch.lease
 
     def _next(self, may_wait: bool) -> Batch | None:
         client = self.client
-        self.wait(0)  # what has come meanwhile
-        self.queue = deque(filter(self._is_ours, self.queue))
+        self.wait(0)  # handle messages that have arrived
+        self.queue = deque(filter(self._is_leased, self.queue))
         while not self.queue:
             if (work_item := client.next_item()) is not None:
                 self.queue.extend(work_item.batches)
@@ -109,9 +109,9 @@ class LoopBatches:
         return self.queue.popleft()
 
     def _wait_for_more(self) -> None:
-        """Wait for a lease. Others may wait for what we have stepped on; if nobody pushed, nobody would get more."""
-        if self.client.leases.no_work and self.push_what_is_owed():
-            return  # a lease may have come meanwhile
+        """Wait for a lease. Push first: other workers may be waiting for these steps, and hold the only leases."""
+        if self.client.leases.no_work and self.push_gathered():
+            return  # a lease may have arrived
         stats, started = self.client.stats, time.monotonic()
         stats.waiting = True
         self.wait(None)
@@ -120,7 +120,7 @@ class LoopBatches:
 
 
 class InOrderBatches:
-    """All batches of one pass, for a script that trains alone."""
+    """All batches of one pass, for a script in a single process."""
 
     def __init__(self, plan: DataPlan, epoch: int) -> None:
         self.plan = plan
@@ -135,41 +135,41 @@ class InOrderBatches:
 
 
 def described(dataset: Any, batch_size: int, epochs: int, arguments: dict[str, Any]) -> Dataset:
-    """Return the dataset for the data plan; raise an error for wrong data or arguments of the loader."""
+    """Return what the data plan needs to know; raise ValueError for unsuitable data or loader arguments."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"{type(dataset).__name__} has no length, so its samples cannot be shared out: give a map-style dataset "
-            "(with __len__ and __getitem__), or loop over a loader of your own inside rainband.join."
+            f"{type(dataset).__name__} has no length, so its samples cannot be distributed: use a map-style dataset "
+            "(with __len__ and __getitem__), or iterate over your own loader inside rainband.join."
         )
     if not len(dataset):
-        raise ValueError("the dataset is empty: there is nothing to train on.")
+        raise ValueError("the dataset is empty: it must have at least one sample.")
     if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}: give a whole number, 1 or more.")
+        raise ValueError(f"batch_size={batch_size} must be an integer, 1 or more.")
     for name in OURS:
         if arguments.get(name) and not (name == "shuffle" and arguments[name] is True):
-            raise ValueError(f"{name} is decided by the run, which shuffles and shares the data out: leave it out.")
+            raise ValueError(f"{name} is decided by the run, which shuffles and distributes the data: omit it.")
     if arguments.get("shuffle") is False:
-        raise ValueError("shuffle=False cannot be kept by several workers: leave it out.")
+        raise ValueError("shuffle=False is not supported, because workers draw batches in any order: omit it.")
     return Dataset(_fingerprint(dataset, arguments.get("collate_fn")), len(dataset), batch_size, epochs)
 
 
 def _fingerprint(dataset: Any, collate: Any) -> str:
     try:
         return fingerprint(DatasetData(dataset, collate))
-    except (ValueError, TypeError):  # batches of the user's own kind: the number of samples must do
+    except (ValueError, TypeError):  # batches of another type: then only the number of samples is compared
         return "unknown"
 
 
 def loader(
     dataset: Any, batches: LoopBatches | InOrderBatches, arguments: dict[str, Any], ahead: bool = True
 ) -> DataLoader[Any]:
-    """A real DataLoader. Without `ahead` it fetches a batch when it is asked for, and not before."""
+    """Return a DataLoader. Without `ahead` it fetches each batch only when it is requested."""
     given = {name: value for name, value in arguments.items() if name not in OURS}
     if not ahead:
         for name in ("num_workers", "prefetch_factor", "persistent_workers"):
             given.pop(name, None)
     if given.get("num_workers"):
         given.setdefault("persistent_workers", True)
-    # It draws a number for its workers whenever it begins; which must not change the numbers of the user's own code.
+    # A DataLoader draws a random number at each start, which must not change the user's own random numbers.
     given.setdefault("generator", torch.Generator().manual_seed(torch.initial_seed() % (1 << 63)))
     return DataLoader(dataset, batch_sampler=batches, **given)

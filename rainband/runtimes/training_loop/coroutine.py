@@ -1,4 +1,4 @@
-"""A strategy's coroutine inside a custom training loop: suspended at the next gradient until the user steps."""
+"""A strategy's coroutine inside a custom training loop: suspended until the user's next step."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from rainband.stage import PipelineStage, StageVersions
     from rainband.worker.session import Session
 
-SOME_BATCH = Batch(-1, -1, -1)  # in a work item whose batches the user has not drawn yet
+SOME_BATCH = Batch(-1, -1, -1)  # of a work item whose batches the user has not drawn yet
 
 
 class UsersTurn:
-    """Something that only the user's loop can give."""
+    """Something that only the user's loop can supply."""
 
-    come = False
+    given = False
     result: Any = None
 
     def give(self, result: Any) -> None:
-        self.come, self.result = True, result
+        self.given, self.result = True, result
 
     def __await__(self) -> Generator[UsersTurn, None, Any]:
-        while not self.come:
+        while not self.given:
             yield self
         return self.result
 
 
 class NextGradient(UsersTurn):
-    """The gradient that the user's next step brings."""
+    """The gradient of the user's next step."""
 
 
 class NextWorkItem(UsersTurn):
-    """A request for the next work item; None at the end."""
+    """The next work item; None at the end."""
 
 
 class LoopEnd(UsersTurn):
@@ -55,7 +55,7 @@ class LoopEnd(UsersTurn):
 
 
 class LoopWorker:
-    """The worker that a strategy uses when a custom training loop computes the gradients."""
+    """The worker that a strategy gets when a custom training loop computes the gradients."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LoopWorker:
         self.step_now = step_now
         self.accounting = None if client.servers.ports else LocalAccounting(client)
         self.given = 0  # gradients of the current work item
-        # In rounds a work item is a batch of the plan, known when it is drawn; otherwise a number of steps of the user.
+        # In rounds a work item is a batch of the plan, known when it is drawn; otherwise it is a number of user steps.
         self.rounds = strategy.requires.waits == "rounds"
         self.steps_per_item = strategy.requires.batches_per_item
         self.ending = False
@@ -92,7 +92,7 @@ class LoopWorker:
 
     @property
     def seen(self) -> int:
-        """Statistics count by the samples seen; of a loader of one's own only the steps are known."""
+        """Return the samples seen, or the steps if the user's own loader gives no samples."""
         return self.client.stats.samples or self.client.stats.steps
 
     def buffers(self) -> bytes:
@@ -102,7 +102,7 @@ class LoopWorker:
         return NextGradient()
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> UsersOptimizer:
-        """The user's own, whatever the strategy would have chosen."""
+        """Return the user's optimizer instead of the strategy's choice."""
         return UsersOptimizer(self)
 
     def still_needed(self, work_item: WorkItem) -> StillNeeded:
@@ -110,11 +110,11 @@ class LoopWorker:
 
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         raise ValueError(
-            "a custom training loop computes the whole model: use rainband train --stages 2 for a pipeline."
+            "a custom training loop computes the whole model: a pipeline requires rainband train --stages 2."
         )
 
     def skip(self, batches: tuple[Batch, ...], reason: str) -> None:
-        """Mark batches that no step will name."""
+        """Report batches as skipped."""
         nothing = Gradient([None] * len(self.client.flat.parameters), batches, 0, 0.0)
         if self.accounting is not None:
             self.accounting.add(nothing.push_id(), reason)
@@ -123,35 +123,35 @@ class LoopWorker:
 
 
 class LoopServers:
-    """The servers that a strategy uses; an empty gradient, which ends a work item early, is not sent."""
+    """The servers, as a strategy sees them. An empty gradient, which ends a work item early, is not sent."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
 
     def push(self, gradient: Gradient) -> PushHandle:
-        return self.client.push(gradient) if _is_something(gradient) else PushHandle((), 0)
+        return self.client.push(gradient) if _is_not_empty(gradient) else PushHandle((), 0)
 
     def exchange(self, gradient: Gradient) -> PullHandle:
-        return self.client.exchange(gradient) if _is_something(gradient) else self.client.pull()
+        return self.client.exchange(gradient) if _is_not_empty(gradient) else self.client.pull()
 
     def pull(self, round: int | None = None, ahead: int = 0) -> PullHandle:
         return self.client.pull(round, ahead)
 
 
-def _is_something(gradient: Gradient) -> bool:
+def _is_not_empty(gradient: Gradient) -> bool:
     return bool(gradient.batches) or any(tensor is not None for tensor in gradient.tensors)
 
 
 class LoopParameters:
-    """The worker's own copy of the parameters; its steps follow the user's learning rates."""
+    """The worker's copy of the parameters; its local steps follow the user's learning rates."""
 
     def __init__(self, client: Client, rates: Callable[[], Sequence[float]]) -> None:
         self.flat = client.flat
-        self.rates = rates  # of each parameter group, now
+        self.rates = rates  # the current one of each parameter group
         self.first_rate = rates()[0]
 
     def step(self, gradient: Gradient, lr: float) -> None:
-        """params -= lr * gradient, where the user's schedule scales lr as it has scaled each group's rate."""
+        """Step with params -= lr * gradient, where lr is scaled as the user's schedule scaled each group's rate."""
         if not gradient.is_finite:
             return
         factor = lr / self.first_rate if self.first_rate else 1.0
@@ -165,13 +165,13 @@ class LoopParameters:
 
 
 class UsersOptimizer:
-    """The user's own optimizer, stepping on this worker at the moment the strategy says so."""
+    """The user's optimizer, which steps on this worker when the strategy requests it."""
 
     def __init__(self, worker: LoopWorker) -> None:
         self.worker = worker
 
     def step(self, gradient: Gradient) -> None:
-        if not _is_something(gradient):
+        if not _is_not_empty(gradient):
             return
         if not gradient.is_finite:
             self.worker.skip(gradient.batches, "not finite")
@@ -182,13 +182,13 @@ class UsersOptimizer:
 
 
 class LoopCoroutine:
-    """Goes on with the worker's life whenever the user's loop gives it something, until it is the user's turn again."""
+    """Advances the worker's coroutine when the user's loop supplies something, until it needs the user again."""
 
     def __init__(self, session: Session, wait: Callable[..., object]) -> None:
         self.session = session
         self.wait = wait
         self.life = Steps(live(session))
-        self.wanted: UsersTurn | None = None
+        self.needed: UsersTurn | None = None
         self._go_on()
 
     @property
@@ -199,50 +199,50 @@ class LoopCoroutine:
 
     @property
     def over(self) -> bool:
-        """The strategy has returned, or was stopped."""
+        """Return True if the strategy has returned or was stopped."""
         return not self.session.training
 
     def _go_on(self) -> None:
-        self.wanted = drive_until(self.life, self.wait, self.session, (UsersTurn,))
+        self.needed = drive_until(self.life, self.wait, self.session, (UsersTurn,))
 
     def step(self, gradient: Gradient) -> None:
-        """The user has stepped."""
+        """Give the strategy the gradient of a user's step."""
         if self.over:
             return  # the run was stopped
-        assert isinstance(self.wanted, NextGradient), "in rounds a step needs a batch"
+        assert isinstance(self.needed, NextGradient), "in rounds a step needs a batch"
         self.worker.given += 1
         gradient.began, gradient.read = self.worker.client.pushes.clock, tuple(self.worker.client.pulls.versions)
-        self.wanted.give(gradient)
+        self.needed.give(gradient)
         self._go_on()
 
     def begin(self, work_item: WorkItem) -> bool:
-        """Begin the work item that the user has drawn, in rounds; return False if it is no longer needed."""
-        if isinstance(self.wanted, NextWorkItem):
-            self.wanted.give(work_item)
+        """In rounds: begin the work item of the drawn batch; return False if the strategy does not need it anymore."""
+        if isinstance(self.needed, NextWorkItem):
+            self.needed.give(work_item)
             self._go_on()
-        return isinstance(self.wanted, NextGradient)
+        return isinstance(self.needed, NextGradient)
 
     def end_item(self) -> bool:
-        """End the work item early and let the strategy push; return False if it has nothing to push."""
-        nothing = Gradient([None] * len(self.worker.client.flat.parameters), (), 0, 0.0)
-        owes = isinstance(self.wanted, NextGradient) and bool(self.worker.given)
-        while isinstance(self.wanted, NextGradient) and self.worker.given:
-            self.step(nothing)
-        return owes
+        """Let the strategy push a work item that is not full; return False if it has no gradient to push."""
+        empty = Gradient([None] * len(self.worker.client.flat.parameters), (), 0, 0.0)
+        has_gradients = isinstance(self.needed, NextGradient) and bool(self.worker.given)
+        while isinstance(self.needed, NextGradient) and self.worker.given:
+            self.step(empty)
+        return has_gradients
 
     def end_round(self) -> None:
-        """End the work item, which was skipped, in rounds."""
+        """In rounds: end the current work item, which was skipped."""
         self.worker.given += 1
         self.end_item()
 
     def finish(self) -> None:
-        """The loop is over: let the strategy push what it has, and return; then the worker leaves the run."""
+        """Let the strategy push what it has gathered, and return; then the worker leaves the run."""
         self.worker.ending = True
-        self.worker.given += 1  # also for a work item that has not begun
+        self.worker.given += 1  # also if the work item has not begun
         self.end_item()
-        if isinstance(self.wanted, NextWorkItem):
-            self.wanted.give(None)
+        if isinstance(self.needed, NextWorkItem):
+            self.needed.give(None)
             self._go_on()
-        assert isinstance(self.wanted, LoopEnd), "a strategy returns when there are no more work items"
-        self.wanted.give(None)
+        assert isinstance(self.needed, LoopEnd), "a strategy must return when there are no more work items"
+        self.needed.give(None)
         self._go_on()

@@ -1,12 +1,12 @@
-"""A user's own training loop as a worker: their optimizer.step() drives the strategy's coroutine.
+"""A custom training loop as a worker: its optimizer.step() advances the strategy's coroutine.
 
     with rainband.join(model, optimizer) as run:
         for x, y in run.batches(dataset, batch_size=64):
-            ...                                            their zero_grad, forward, backward, step
+            ...                                            the user's zero_grad, forward, backward, step
 
-Entering sends the optimizer's class, settings and state to the servers and fetches the common parameters. Each step
-hands its gradient, named by the batches drawn since the step before, to the strategy, and goes on with it until it
-wants the next one. Leaving waits for the others, and brings the final parameters and the optimizer's state back.
+Entering sends the optimizer's class, settings and state to the servers, and fetches the common parameters. Each step
+passes its gradient, with the batches drawn since the last step, to the strategy, and runs it until it needs the next
+gradient. Leaving waits for the other workers, and fetches the final parameters and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rainband.protocol.ports import Port
 from rainband.runtimes.training_loop.batches import LoopBatches, described, loader
 from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopEnd, LoopParameters, LoopWorker
 from rainband.runtimes.training_loop.optimizer_checks import check, following, takes_any_optimizer
-from rainband.runtimes.training_loop.script_random import own_random_numbers
+from rainband.runtimes.training_loop.script_random import seed_by_rank
 from rainband.runtimes.training_loop.step_hooks import StepHooks, unwrapped
 from rainband.strategy import Batch, Strategy, WorkItem
 from rainband.worker.client import Client
@@ -42,12 +42,12 @@ NOT_KNOWN_YET = Dataset(fingerprint="", num_samples=0, batch_size=1, epochs=1)  
 
 
 class Membership(Protocol):
-    """This process's place in a run."""
+    """The link of a script's process to its run."""
 
     index: int
     num_workers: int
     strategy: Strategy
-    optimizers: Sequence[str]  # module:Class of those that servers may import besides torch's own
+    optimizers: Sequence[str]  # module:Class of those that servers may import besides torch's
     session: Session
     left: bool
     asked_rank: bool
@@ -60,7 +60,7 @@ class Membership(Protocol):
 
 
 class TrainingLoop:
-    """One training loop among several: what `with rainband.join(...) as run` gives."""
+    """The training loop of one worker: the `run` of `with rainband.join(...) as run`."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], member: Membership) -> None:
         self.model = model
@@ -71,7 +71,7 @@ class TrainingLoop:
         self.strategy = following(member.strategy, self.optimizers)
         self.rounds = self.strategy.requires.waits == "rounds"
         self.served = not takes_any_optimizer(self.strategy)  # the servers run the user's optimizer
-        self.num_epochs = 0  # 0: as many as the loop goes on for
+        self.num_epochs = 0  # 0: not known
         self.planned = False
         check(self.model, self.optimizers, member.strategy, member.optimizers)
 
@@ -87,9 +87,9 @@ class TrainingLoop:
         optimizer = spec_of(self.optimizers) if self.served else None
         join = join_of(self.strategy, self.flat.layout, NOT_KNOWN_YET, custom_loop=True, optimizer=optimizer)
         self.member.session.prepare(self.strategy, join, LoopModel(self))
-        self.suspended = LoopCoroutine(self.member.session, self.member.wait)
-        own_random_numbers(self.index)
-        self.draws = LoopBatches(self.client, self.member.wait, lambda: self.suspended.end_item())
+        self.coroutine = LoopCoroutine(self.member.session, self.member.wait)
+        seed_by_rank(self.index)
+        self.drawn = LoopBatches(self.client, self.member.wait, lambda: self.coroutine.end_item())
         self.state_hooks = self._guard_state()
         return self
 
@@ -106,9 +106,9 @@ class TrainingLoop:
             self.flat.release()
 
     def _leave(self) -> None:
-        """Settle what is open, wait until everyone has, and take the results home."""
+        """Skip open batches, wait for the other workers, and fetch the results."""
         self.skip("never stepped on")
-        self.suspended.finish()
+        self.coroutine.finish()
         self.member.left = True
 
     @property
@@ -122,11 +122,13 @@ class TrainingLoop:
     # ---- data ------------------------------------------------------------------------------------------------------
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Say how many passes over the data there will be: `for epoch in run.epochs(10):`."""
+        """Iterate over this many passes over the data: `for epoch in run.epochs(10):`."""
         if number < 1:
-            raise ValueError(f"run.epochs({number}): give 1 or more.")
+            raise ValueError(f"run.epochs({number}) must be 1 or more.")
         if self.planned:
-            raise ValueError("run.epochs(...) comes before the first run.batches(...): it is part of the plan.")
+            raise ValueError(
+                "run.epochs(...) must be called before the first run.batches(...), because the data plan depends on it."
+            )
         self.num_epochs = number
         return self._epochs()
 
@@ -137,24 +139,24 @@ class TrainingLoop:
             yield epoch
 
     def batches(self, dataset: Any, batch_size: int = 1, **loader_arguments: Any) -> Iterator[Any]:
-        """One pass over the data, shared with the other workers: this one's part of it, batch by batch.
+        """Iterate over this worker's batches of one pass over the data, which all workers share.
 
-        Arguments are those of a DataLoader, such as collate_fn and num_workers. Who is fast gets more batches. All
-        together a pass takes every sample once.
+        Other arguments are those of a DataLoader, such as collate_fn and num_workers. Faster workers get more batches;
+        together the workers use every sample once per pass.
         """
         self._plan(dataset, batch_size, loader_arguments)
-        # A round's next batch is known when the round begins: fetching ahead could only fetch the wrong one.
-        return self._one_pass(loader(dataset, self.draws, loader_arguments, ahead=not self.rounds))
+        # The next batch of a round is known only when the round begins, so it cannot be fetched ahead.
+        return self._one_pass(loader(dataset, self.drawn, loader_arguments, ahead=not self.rounds))
 
     def _plan(self, dataset: Any, batch_size: int, arguments: dict[str, Any]) -> None:
-        if self.num_epochs and self.draws.passes >= self.num_epochs:
-            raise ValueError(f"all {self.num_epochs} passes are over: say how many there are with run.epochs(...).")
+        if self.num_epochs and self.drawn.passes >= self.num_epochs:
+            raise ValueError(f"all {self.num_epochs} passes are over: set their number with run.epochs(...).")
         if self.planned:
             plan = self.client.plan
             if (len(dataset), batch_size) != (plan.num_samples, plan.batch_size):
                 raise ValueError(
-                    f"run.batches(...) drew batches of {plan.batch_size} from {plan.num_samples} samples, and now "
-                    f"{batch_size} from {len(dataset)}: a run has one data set; use a DataLoader for any other."
+                    f"run.batches(...) was called for batches of {plan.batch_size} of {plan.num_samples} samples, and "
+                    f"now for {batch_size} of {len(dataset)}: a run has one dataset; use a DataLoader for any other."
                 )
             return
         before = self.client.plan
@@ -164,32 +166,32 @@ class TrainingLoop:
         self.planned = True
 
     def _one_pass(self, batches: Any) -> Iterator[Any]:
-        draws = self.draws
-        draws.begin_pass()
+        drawn = self.drawn
+        drawn.begin_pass()
         try:
-            while not draws.pass_is_over:
+            while not drawn.pass_is_over:
                 for samples in batches:
-                    batch = draws.hand_over()
+                    batch = drawn.hand_over()
                     if batch is not None and self._begin(batch):
                         self.hooks.be_last()
                         yield samples
                         self._refuse_to_accumulate()
         finally:
-            draws.put_back()
+            drawn.put_back()
 
     def _begin(self, batch: Batch) -> bool:
         if not self.rounds:
             return True
-        if self.suspended.begin(WorkItem((batch,), self._round(batch))):
+        if self.coroutine.begin(WorkItem((batch,), self._round(batch))):
             return True
-        self.draws.take()  # the others have done it
+        self.drawn.take()  # other workers have delivered it
         return False
 
     def _refuse_to_accumulate(self) -> None:
-        if self.rounds and self.draws.unstepped:
+        if self.rounds and self.drawn.unstepped:
             raise ValueError(
-                f"{self._name} works in rounds of one step per batch, and this batch was not stepped on: call "
-                "run.skip() for a batch you leave out; instead of accumulating gradients give a larger batch_size."
+                f"{self._name} requires one step per batch, and this batch had none: call run.skip() to leave "
+                "a batch out; instead of accumulating gradients, use a larger batch_size."
             )
 
     def _round(self, batch: Batch) -> int:
@@ -197,73 +199,73 @@ class TrainingLoop:
 
     @property
     def progress(self) -> float:
-        """Return the progress of the run from 0 to 1, equal on every worker at the same batch, for schedules."""
+        """Return the fraction of the run, from 0 to 1, at the current batch: for learning-rate schedules."""
         if not self.num_epochs:
-            raise ValueError("how far the run is can be said when its length is: write `for epoch in run.epochs(10):`.")
+            raise ValueError("run.progress needs the number of epochs: write `for epoch in run.epochs(10):`.")
         if self.client.finished:
             return 1.0
-        last = self.draws.last
+        last = self.drawn.last
         return 0.0 if last is None else self.client.plan.progress(last.portion, last.k)
 
     def skip(self, reason: str = "skipped by the loop") -> None:
-        """Leave out the batches drawn since the last step, so that the next one is not named after them."""
-        batches = self.draws.take()
+        """Skip the batches drawn since the last step, so that they do not count as part of the next one."""
+        batches = self.drawn.take()
         if not batches:
             return
-        self.suspended.worker.skip(batches, reason)
+        self.coroutine.worker.skip(batches, reason)
         if self.rounds:
-            self.suspended.end_round()
-            self._see_through(batches)
+            self.coroutine.end_round()
+            self._await_round(batches)
 
     def log(self, *, loss: float | Tensor) -> None:
-        """Tell the loss of the batches at hand, for those who watch. Nothing depends on it, so it may be left out."""
-        stats, plan, batch = self.client.stats, self.client.plan, self.draws.last
+        """Report the loss of the current batches for progress views. Training does not depend on it."""
+        stats, plan, batch = self.client.stats, self.client.plan, self.drawn.last
         samples = plan.samples_in(batch.portion, batch.k) if self.planned and batch is not None else 1
         stats.loss_sum += (loss.item() if isinstance(loss, Tensor) else float(loss)) * samples
         stats.loss_samples += samples
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nobody waits for this worker: for an evaluation that takes long. Its batches go to others."""
-        if self.draws.unstepped:
-            raise ValueError("run.paused() while a batch is open: step on it, or call run.skip(), before.")
-        self.suspended.end_item()
+        """Let no worker wait for this one inside, for example during a long evaluation; its batches are reassigned."""
+        if self.drawn.unstepped:
+            raise ValueError("run.paused() was called with an open batch: call optimizer.step() or run.skip() first.")
+        self.coroutine.end_item()
         while self.client.pushes.in_flight:
             self._wait()
-        self.draws.forget()
+        self.drawn.forget()
         self.member.tell(Paused())
         yield
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def _step(self, optimizer: Optimizer, unscale: float) -> None:
-        """The user has called step(): the strategy gets the gradient, and goes on until it wants the next."""
-        self.member.wait(0)  # what has come meanwhile
-        self._heed_stop()
+        """Give the strategy the gradient of a user's step, and run it until it needs the next one."""
+        self.member.wait(0)  # handle messages that have arrived
+        self._check_stop()
         self.flat.check()
-        batches = self.draws.take()
+        batches = self.drawn.take()
         if self.rounds and not batches:
             raise ValueError(
-                f"{self._name} works in rounds of one step per batch of run.batches(...), and there is no new one: use "
-                "downpour for steps without a batch and for a loader of your own."
+                f"{self._name} requires a new batch of run.batches(...) for each step: use downpour for steps without "
+                "a batch and for your own data loader."
             )
         self._note_own_loader()
         self._note_settings()
         gradient = self._gradient(optimizer, unscale, batches)
         self._check_identity(gradient)
-        self.suspended.step(gradient)
-        if self.draws.end_an_item(batches):
-            self.suspended.end_item()
-        self._see_through(batches)
+        self.coroutine.step(gradient)
+        if self.drawn.end_an_item(batches):
+            self.coroutine.end_item()
+        self._await_round(batches)
 
     def _check_identity(self, gradient: Gradient) -> None:
-        """Raise an error if the module's parameters are not those of the join; checked rarely."""
+        """Check that the module still has the parameters that joined: after 2^n steps, and if none has a gradient."""
         steps = self.client.stats.steps
         if steps & (steps - 1) == 0 or all(tensor is None for tensor in gradient.tensors):
             self.flat.check_identity()
 
     def _note_own_loader(self) -> None:
-        """Said once, by one of them: each may be going over the same data."""
+        """Warn once, on one worker, that all workers may be training on the same data."""
         if self.planned or self.client.stats.steps or self.index or self.num_workers == 1:
             return
         if not self.member.asked_rank:
@@ -282,26 +284,26 @@ class TrainingLoop:
         tensors = [gradient if id(parameter) in own else None for parameter, gradient in pairs]
         if unscale != 1.0:
             tensors = [None if tensor is None else tensor * unscale for tensor in tensors]
-        elif self.suspended.worker.steps_per_item > 1:  # the strategy keeps it, and the next backward writes there
+        elif self.coroutine.worker.steps_per_item > 1:  # the strategy keeps it, and the next backward overwrites it
             tensors = [None if tensor is None else tensor.clone() for tensor in tensors]
         samples = sum(self.client.plan.samples_in(batch.portion, batch.k) for batch in batches)
         stats = self.client.stats
         stats.steps += 1
         stats.samples += samples
         if stats.steps == 1:
-            self.member.tell(stats.heartbeat())  # at once: people watch for the first sign of life
+            self.member.tell(stats.heartbeat())  # at once, so that views show that training has begun
         return Gradient(tensors, batches, max(1, samples), 0.0)
 
     def _step_now(self, gradients: Sequence[Tensor | None]) -> None:
         self.hooks.step_now(self.flat.parameters, gradients)
 
     def _note_settings(self) -> None:
-        """Send settings that a scheduler has changed with the next push."""
+        """Send settings that a schedule has changed with the next push."""
         now = settings_of(self.optimizers)
         if now == self.settings:
             return
         if len(now) != len(self.settings):
-            raise ValueError("the optimizer has other parameter groups than at join: add them before rainband.join.")
+            raise ValueError("the optimizer's parameter groups have changed since rainband.join: add groups before it.")
         if self.served:
             kind = type(self.optimizers[0]).__name__
             for number, (old, new) in enumerate(zip(self.settings, now, strict=True)):
@@ -309,8 +311,8 @@ class TrainingLoop:
             self.client.pushes.groups = tuple(now)
         self.settings = now
 
-    def _see_through(self, batches: tuple[Batch, ...]) -> None:
-        """Wait, in rounds, until the step has its new parameters, which need the other workers' batches."""
+    def _await_round(self, batches: tuple[Batch, ...]) -> None:
+        """In rounds: wait for the other workers, so that the parameters are new after a step, as in plain PyTorch."""
         if not self.rounds or not batches:
             return
         round_, stats = self._round(batches[-1]), self.client.stats
@@ -319,12 +321,12 @@ class TrainingLoop:
             self._wait()
         stats.waiting = False
 
-    def _heed_stop(self) -> None:
-        """A loop over run.batches(...) ends by itself; one over a loader of its own must be interrupted."""
+    def _check_stop(self) -> None:
+        """Interrupt a loop over the user's own loader; one over run.batches(...) ends by itself."""
         if self.client.stopping and not self.planned:
             raise KeyboardInterrupt("the run is being stopped")
 
-    # ---- the optimizer's state, which is on the servers --------------------------------------------------------------
+    # ---- the optimizer's state, which the servers have --------------------------------------------------------------
 
     def _fetch_state(self) -> None:
         fetched = self.client.fetch_state()
@@ -333,7 +335,7 @@ class TrainingLoop:
         put_state(self.optimizers, self.flat.parameters, fetched.gathered.state)
 
     def _guard_state(self) -> list[Any]:
-        """Saving the optimizer inside the loop fetches its state first; loading it there would change nothing."""
+        """Fetch the optimizer's state when the user saves it, and refuse to load it, which would have no effect."""
         if not self.served:
             return []
 
@@ -341,7 +343,7 @@ class TrainingLoop:
             self._fetch_state()
 
         def refuse(optimizer: Optimizer, state: Any) -> None:
-            raise ValueError("the optimizer's state is on the servers now: load it before rainband.join.")
+            raise ValueError("the servers have the optimizer's state now: load it before rainband.join.")
 
         saving = [optimizer.register_state_dict_pre_hook(fetch) for optimizer in self.optimizers]
         return saving + [optimizer.register_load_state_dict_pre_hook(refuse) for optimizer in self.optimizers]
@@ -352,9 +354,9 @@ class TrainingLoop:
 
 
 class LoopModel(WorkerModel[LoopWorker]):
-    """The user's module and optimizers in a worker's life."""
+    """The user's module and optimizers, as the model of a worker."""
 
-    stays = False  # the user's script goes on
+    stays = False  # the user's script continues
 
     def __init__(self, loop: TrainingLoop) -> None:
         self.loop = loop
@@ -370,7 +372,7 @@ class LoopModel(WorkerModel[LoopWorker]):
         self.state = None
         if self.loop.served:
             for optimizer in self.loop.optimizers:
-                optimizer.state.clear()  # the servers have it now, it comes back at the end
+                optimizer.state.clear()  # the servers have it until the end
         await pull_latest(client)
 
     def worker(self, index: int, client: Client) -> LoopWorker:

@@ -1,4 +1,4 @@
-"""Check which optimizers a strategy's servers can run, and explain why others cannot join."""
+"""Checks, when a script joins, whether the servers can run its optimizer with this strategy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rainband.strategy import Strategy
 
 
 def takes_any_optimizer(strategy: Strategy) -> bool:
-    """Return True if the user's optimizer runs on the worker, so that any optimizer works."""
+    """Return True if the user's optimizer runs on the workers, and may thus be any."""
     return strategy.requires.optimizer == "workers"
 
 
@@ -28,13 +28,13 @@ def following(strategy: Strategy, optimizers: Sequence[Optimizer]) -> Strategy:
 
 
 def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, importable: Sequence[str]) -> None:
-    """Say what is wrong with joining these; `importable` are the classes that servers may import besides torch's."""
+    """Raise or warn if these cannot be joined; `importable` are optimizers that servers may import besides torch's."""
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
     if left_out:
         warnings.warn(
-            f"{len(left_out)} parameters of the model are in no group of the optimizer ({left_out[0]}, ...): they are "
-            "not shared. If another optimizer trains them, join both: rainband.join(model, [first, second]).",
+            f"{len(left_out)} parameters of the model are in no group of the optimizer ({left_out[0]}, ...), and are "
+            "not shared between workers. If another optimizer trains them: rainband.join(model, [first, second]).",
             stacklevel=5,
         )
     check_custom_loop(type(strategy).__name__.lower(), strategy.requires)
@@ -49,15 +49,15 @@ def _check_optimizer(
     reason = blockwise_obstacle(kind, settings_of(optimizers)[0])
     if reason:
         raise ValueError(
-            f"{kind.__name__} cannot be cut into blocks, so {name} cannot run it on the servers: {reason}. "
-            f"Use a strategy that leaves it to the workers (--strategy {', '.join(_strategies_for_any())}), "
-            "or an optimizer that works element by element, such as SGD, Adam or Adagrad."
+            f"{kind.__name__} cannot run block by block on the servers of {name}: {reason}. "
+            f"Use a strategy that runs it on the workers (--strategy {', '.join(_strategies_for_any())}), "
+            "or an element-wise optimizer, such as SGD, Adam or Adagrad."
         )
     if ":" in spec.name and spec.name not in importable:
-        where = "" if not spec.name.startswith("__main__") else " Put it into a module first, beside the script."
+        where = "" if not spec.name.startswith("__main__") else " Move it to a module beside the script first."
         raise ValueError(
-            f"{kind.__name__} is not one of torch.optim, and servers import only what the one who starts them names: "
-            f"type rainband run --optimizer {spec.name.replace('__main__', 'module')} ...{where}"
+            f"{kind.__name__} is not in torch.optim, and servers import other optimizers only if the command allows "
+            f"it: type rainband run --optimizer {spec.name.replace('__main__', 'module')} ...{where}"
         )
 
 
@@ -67,6 +67,6 @@ def _strategies_for_any() -> list[str]:
         try:
             if takes_any_optimizer(find_strategy(name)()):
                 names.append(name)
-        except (ValueError, TypeError):  # one that cannot be made without settings
+        except (ValueError, TypeError):  # it requires settings
             continue
     return names

@@ -1,4 +1,4 @@
-"""A worker that runs a script of the user's as `python train.py` would, with a place in the run for `join`."""
+"""A worker process that runs a user's script as `python train.py` does; `rainband.join` finds its link to the run."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from rainband.plugins import load_strategy
 from rainband.runtimes.config import decode_job
 from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.runtimes.training_loop import loop as custom_loop  # noqa: F401  imported in the zygote, for all scripts at once
-from rainband.runtimes.training_loop.script_random import same_random_numbers
+from rainband.runtimes.training_loop.script_random import seed_equally
 from rainband.worker.session import Dismissed
 
 
 def main(job: bytes, fds: list[int]) -> None:
-    """The entry of the process."""
+    """Run the script of the worker that a job describes."""
     decoded = decode_job(job)
     config = decoded.config
     member = WorkerLink(decoded, load_strategy(config.strategy, config.strategy_settings))
-    same_random_numbers(config.seed)
+    seed_equally(config.seed)
     try:
         run_script(config.script, config.arguments, member)
     except Dismissed:
-        sys.exit(1)  # the launcher knows why, and tells it once
+        sys.exit(1)  # the launcher reports the reason
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         if member.left and not isinstance(error, RainbandError):
-            raise  # the run is over, so nobody else would show it
+            raise  # the run is over, so only Python can show it
         member.report(error)
         sys.exit(1)
 
 
 def run_script(path: str, arguments: tuple[str, ...], member: object) -> None:
-    """Execute a file as __main__, for good: what it leaves to the end of the process still finds its names."""
+    """Execute a file as __main__, whose names stay until the process ends (for atexit functions)."""
     main_module = ModuleType("__main__")
     main_module.__file__ = path
     main_module.__loader__ = SourceFileLoader("__main__", path)

@@ -1,4 +1,4 @@
-"""Random numbers in scripts that run several times: alike until they join, so that models start alike, then apart."""
+"""Random numbers of scripts that run on several workers: equal until they join, so that models start equal."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 import torch
 
 
-def same_random_numbers(seed: int) -> None:
-    """Every script begins with these numbers."""
+def seed_equally(seed: int) -> None:
+    """Seed all generators: every script begins with the same numbers."""
     random.seed(seed)
     torch.manual_seed(seed)
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed(seed)
 
 
-def own_random_numbers(index: int) -> None:
-    """From here on workers differ: else all would drop out and shuffle alike. The first goes on as it is."""
+def seed_by_rank(index: int) -> None:
+    """Seed each worker differently, else all would use the same dropout masks. The first one keeps its state."""
     if index == 0:
         return
     random.seed(f"{random.random()} {index}")

@@ -1,4 +1,4 @@
-"""A script with rainband.join that was started without a run: it trains alone, with the same batches in one process."""
+"""A script with rainband.join that was started by `python`: it trains in this process, with the same batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPEN_ENDED = 1 << 20
 
 
 class SingleProcessLoop:
-    """Has all that a loop among several has, and leaves model and optimizer as they are."""
+    """Has the methods of a TrainingLoop, and leaves model and optimizer unchanged."""
 
     index = 0
     num_workers = 1
@@ -31,12 +31,12 @@ class SingleProcessLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """There is nobody to wait for."""
+        """Do nothing: there are no other workers."""
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Say how many passes over the data there will be."""
+        """Iterate over this many passes over the data."""
         if number < 1:
-            raise ValueError(f"run.epochs({number}): give 1 or more.")
+            raise ValueError(f"run.epochs({number}) must be 1 or more.")
         self.num_epochs = number
         return iter(range(number))
 
@@ -64,18 +64,18 @@ class SingleProcessLoop:
 
     @property
     def progress(self) -> float:
-        """Return the progress of the run, from 0 to 1."""
+        """Return the fraction of the run that is done, from 0 to 1."""
         if not self.num_epochs:
-            raise ValueError("how far the run is can be said when its length is: write `for epoch in run.epochs(10):`.")
+            raise ValueError("run.progress needs the number of epochs: write `for epoch in run.epochs(10):`.")
         return 0.0 if self.plan is None else self.batches_done / self.plan.num_batches
 
     def skip(self, reason: str = "") -> None:
-        """Nobody counts the batches."""
+        """Do nothing: batches are not counted."""
 
     def log(self, *, loss: object) -> None:
-        """Nobody watches."""
+        """Do nothing: losses are not shown."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nobody waits."""
+        """Do nothing: no other worker waits for this one."""
         yield

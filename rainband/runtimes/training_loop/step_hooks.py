@@ -1,4 +1,4 @@
-"""Hooks around a user's own optimizer.step(): they take the gradients and leave the rest of the step as it is."""
+"""Hooks around the user's optimizer.step(): they take the gradients, and leave the rest of the step unchanged."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ OnInfinite = Callable[[], None]
 SCALING: tuple[str, ...] = (
     "grad_scale",
     "found_inf",
-)  # what a GradScaler leaves on a fused optimizer during a step
+)  # attributes that a GradScaler sets on a fused optimizer during a step
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside the wrappers of other libraries, which have no hooks of their own."""
+    """Return the torch optimizer inside wrappers of other libraries, which have no hooks."""
     inside = optimizer
     while not hasattr(inside, "_optimizer_step_pre_hooks"):
         inside = getattr(inside, "optimizer", None)
         if inside is None:
-            raise ValueError(f"{type(optimizer).__name__} is no torch.optim.Optimizer, and wraps none: give one.")
+            raise ValueError(
+                f"{type(optimizer).__name__} is not a torch.optim.Optimizer and wraps none: pass such an optimizer."
+            )
     found: Optimizer = inside
     return found
 
 
 class StepHooks:
-    """To everyone else a step stays an ordinary step: schedulers count it, profilers see it, hooks run.
+    """Take the gradients of each step. Schedulers still count it, profilers see it, and other hooks run.
 
-    The gradients are put aside meanwhile, so the step itself finds nothing to do. A strategy that wants the user's
-    optimizer to step calls `step_now`.
+    During the step the parameters have no gradients, so that it changes nothing. A strategy that lets the user's
+    optimizer step calls `step_now`.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], on_step: OnStep, on_infinite: OnInfinite) -> None:
@@ -46,11 +48,11 @@ class StepHooks:
         for (
             optimizer,
             handle,
-        ) in self.after.items():  # so that others' hooks find the gradients in place again
+        ) in self.after.items():  # first, so that other hooks find the gradients restored
             _ordered(optimizer._optimizer_step_post_hooks).move_to_end(handle.id, last=False)
 
     def be_last(self) -> None:
-        """Run after others' hooks, which may change the gradients, also after those that came later."""
+        """Run after all other hooks, which may change the gradients, also after those added later."""
         for optimizer, handle in self.before.items():
             _ordered(optimizer._optimizer_step_pre_hooks).move_to_end(handle.id)
 
@@ -60,7 +62,7 @@ class StepHooks:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._is_inside():
-            return None  # a subclass that calls super().step() comes here twice
+            return None  # a subclass whose step() calls super().step()
         args, kwargs = _with_closure_run(args, kwargs)
         self.stepping, self.aside = optimizer, None
         try:
@@ -82,7 +84,7 @@ class StepHooks:
         self.be_last()
 
     def _is_inside(self) -> bool:
-        """Return True while a strategy steps, or keeps gradients aside; new gradients mean that a step raised."""
+        """Return True inside a step. New gradients mean that the last step raised an error before its end."""
         if self.stepping is not None:
             return True
         return self.aside is not None and all(parameter.grad is None for parameter, _ in self.aside)
@@ -94,9 +96,9 @@ class StepHooks:
             parameter.grad = None
 
     def step_now(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        """Let the user's own optimizer step with these gradients, which are not scaled."""
+        """Let the user's optimizer step with these gradients, which are not scaled."""
         optimizer = self.stepping
-        assert optimizer is not None, "a strategy steps when the user does"
+        assert optimizer is not None, "a strategy may step only during a step of the user"
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if id(p) in own]
         kept = [parameter.grad for parameter, _ in pairs]
@@ -112,7 +114,7 @@ class StepHooks:
 
 
 def _with_closure_run(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Compute the loss now, and pass it on: in the step itself the gradients would come too late."""
+    """Run the closure now and pass its loss on: during the step its gradients would be too late."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         return args, kwargs
@@ -124,7 +126,7 @@ def _with_closure_run(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _found_infinite(optimizer: Optimizer) -> bool:
-    """A GradScaler tells a fused optimizer so, and calls step() all the same."""
+    """Return True if a GradScaler has found infinities; it calls a fused optimizer's step() nevertheless."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found > 0)
 
@@ -139,6 +141,6 @@ def _ordered(hooks: Any) -> OrderedDict[int, Any]:
 
 
 def _bare_step(optimizer: Optimizer) -> None:
-    """The optimizer's step without its hooks: they run around the user's own call."""
+    """Step without hooks: they run around the user's call."""
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer)
