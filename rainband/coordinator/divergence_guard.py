@@ -40,7 +40,7 @@ class GuardReading:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to change, and why. The bound is in the unit of the rule."""
+    """A change and its reason. The bound is in the unit of the rule."""
 
     why: str
     lr_factor: float = 1.0  # on the current learning rate

@@ -121,7 +121,7 @@ class FullBatchRun:
         self.coordinate = coordinate
         self.journal = journal or Journal()
         self.found = len(self.journal.entries)  # results of the previous coordinator
-        self.crew: EvaluationWorkers | None = None
+        self.nodes: EvaluationWorkers | None = None
         self.steps: Steps[None] | None = None
         self.pending: PendingCommand | None = None
         self.number = 0
@@ -141,26 +141,26 @@ class FullBatchRun:
 
     @property
     def num_items(self) -> int:
-        assert self.crew is not None
-        return self.crew.plan.num_portions
+        assert self.nodes is not None
+        return self.nodes.plan.num_portions
 
     @property
     def seed(self) -> int:
-        assert self.crew is not None
-        return self.crew.seed
+        assert self.nodes is not None
+        return self.nodes.seed
 
     def compute(self, *operations: Operation) -> Awaitable[tuple[float, ...]]:
         return Computed(self._command(operations, ()))
 
     def evaluate(self, *operations: Operation, work_items: Sequence[int] | None = None) -> Awaitable[Evaluation]:
-        assert self.crew is not None
+        assert self.nodes is not None
         if self.stopping:
             raise Stop  # the workers have stopped computing
         chosen = tuple(range(self.num_items)) if work_items is None else tuple(sorted(set(work_items)))
         assert chosen, "an evaluation has at least one work item"
         self.evaluations += 1
         self.work_items += len(chosen)
-        self.batches += sum(map(self.crew.plan.batches_in, chosen))
+        self.batches += sum(map(self.nodes.plan.batches_in, chosen))
         return Evaluating(self._command(operations, chosen))
 
     def report(self, iteration: int, loss: float, gradient_norm: float, step: float, end: str = "") -> None:
@@ -181,18 +181,18 @@ class FullBatchRun:
         )
 
     def _command(self, operations: Sequence[Operation], work_items: tuple[int, ...]) -> PendingCommand:
-        assert self.crew is not None
+        assert self.nodes is not None
         assert self.pending is None or self.pending.ready(), "await the command before giving another"
         self.after_stop += self.stopping
         if self.after_stop > MAX_AFTER_STOP:
             raise Stop  # it would never end by itself
         self.number += 1
         command = Command(self.journal.term, self.number, tuple(operations), len(work_items))
-        self.pending = PendingCommand(command, self.crew.servers, self.crew.first, work_items)
+        self.pending = PendingCommand(command, self.nodes.servers, self.nodes.first, work_items)
         if self.number <= self.found:
             self._look_up(self.pending)
         else:
-            self.outs += [(server, command) for server in self.crew.servers]
+            self.outs += [(server, command) for server in self.nodes.servers]
         return self.pending
 
     def _look_up(self, pending: PendingCommand) -> None:
@@ -207,8 +207,8 @@ class FullBatchRun:
 
     # ---- running it ------------------------------------------------------------------------------------------------
 
-    def start(self, crew: EvaluationWorkers, now: float) -> list[To]:
-        self.crew, self.now = crew, now
+    def start(self, nodes: EvaluationWorkers, now: float) -> list[To]:
+        self.nodes, self.now = nodes, now
         self.steps = Steps(self.coordinate(self))
         return self._go_on()
 

@@ -55,7 +55,7 @@ class Phase(StrEnum):
 
 
 class FailureCause(Enum):
-    """Why a run failed, for programs; `RunState.reason` says it to people."""
+    """The cause of a failure, for programs; `RunState.reason` is the text for people."""
 
     OTHER = auto()
     NO_WORKER_LEFT = auto()
@@ -81,7 +81,7 @@ ENDING = (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER)
 
 @dataclass
 class WorkerState:
-    """What is known of one worker."""
+    """The state of one worker."""
 
     peer: Peer
     address: Address | None = None  # where the other workers of its replica reach it
@@ -100,7 +100,7 @@ class WorkerState:
 
 @dataclass
 class ServerState:
-    """What is known of one server."""
+    """The state of one server."""
 
     peer: Peer
     address: Address
@@ -112,7 +112,7 @@ class ServerState:
 
 
 class RunState:
-    """What is known of a run. It answers questions; the other classes of this package change it."""
+    """The state of a run. It answers questions; the other classes of this package change it."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings

@@ -22,7 +22,7 @@ REMEMBERED = 64  # items whose times make the median
 
 @dataclass
 class WorkerPace:
-    """How long items take, and where each worker started the last evaluation; kept between evaluations."""
+    """The usual time of an item, and the first item of each worker, kept between evaluations."""
 
     times_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     first: dict[int, int] = field(default_factory=dict)  # worker -> its first item: its data may still be cached

@@ -57,9 +57,8 @@ class StageProcess(WorkerProcess):
         module = build_model(task)
         data = task.data()
         submodel = Submodel(task, module, data, self.plan, self.rank)
-        model = SavedInParts(task, data, submodel, self.config.num_replicas)
+        model = SavedInParts(task, data, submodel, self.config.num_replicas, self._drive)
         model.links = ReplicaLinks(StageLinks(self.links, self.first), self.rank, self.plan.size)
-        model.drive = self._drive
         return data, model, model.flat
 
     def _address(self) -> Address | None:
@@ -85,7 +84,16 @@ class StageProcess(WorkerProcess):
 class SavedInParts(StageModel):
     """Each process saves its part; the leader joins the files and evaluates with the others."""
 
-    drive: Callable[[Coroutine[Any, None, Any]], Any]
+    def __init__(
+        self,
+        task: Task,
+        data: Data,
+        submodel: Submodel,
+        num_replicas: int,
+        drive: Callable[[Coroutine[Any, None, Any]], Any],
+    ) -> None:
+        super().__init__(task, data, submodel, num_replicas)
+        self.drive = drive
 
     def own_part(self, path: str) -> str:
         return save_part(self.submodel.held(), path, self.submodel.rank)
