@@ -368,7 +368,7 @@ def test_an_entry_that_is_not_there_is_named(nursery: Nursery, entry: str, compl
 
 @pytest.mark.parametrize("entry", ["json.dumps", "json:", ":dumps", "json:dumps()"])
 def test_an_entry_that_is_no_function_is_refused_at_once(nursery: Nursery, entry: str) -> None:
-    with pytest.raises(ValueError, match=r"write package\.module:function"):
+    with pytest.raises(ValueError, match=r"use package\.module:function"):
         nursery.zygote.spawn(entry, b"", "a test")
 
 
