@@ -2,7 +2,7 @@
 
 A portion is done when the servers' accepted sets say so, never because a worker says so. To revoke a lease, the
 coordinator fences the portion at every server. Each answers with its accepted sets, and only the batches that some
-block lacks are leased again, grouped by which blocks have them.
+block lacks are reassigned, grouped by which blocks have them.
 """
 
 from __future__ import annotations

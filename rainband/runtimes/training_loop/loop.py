@@ -59,6 +59,7 @@ class Membership(Protocol):
     def wait(self, timeout_s: float | None = None) -> bool: ...
 
 
+# size: users call half of its methods on `run`; the others share the state of the current step
 class TrainingLoop:
     """The training loop of one worker: the `run` of `with rainband.join(...) as run`."""
 
