@@ -70,7 +70,7 @@ def test_the_schedules_do_what_they_are_for() -> None:
     assert {random_case(seed).strategy for seed in range(100)} == set(KINDS)
     results = [check(random_case(seed, strategy), keep_trace=True) for seed in range(40) for strategy in (None, "sync")]
     words = {line.what.split(" ")[0] for verdict in results for line in verdict.trace.lines or []}
-    assert {"revoke", "accepted", "revoked", "duplicate", "late", "killed", "paused"} <= words
+    assert {"revoke", "accepted_batches", "revoked", "duplicate", "late", "killed", "paused"} <= words
     assert {verdict.outcome for verdict in results} >= {"finished", "failed"}
 
 
@@ -151,7 +151,7 @@ def test_a_worker_killed_between_two_blocks_of_one_push_is_made_up_for() -> None
         verdict = check(Case(1, "downpour", 2, 2, parse(f"{ms / 1000} kill worker 0")), keep_trace=True)
         assert not verdict.violations, told(verdict)
         lines = [line.what for line in verdict.trace.lines or []]
-        accepted = {line.split(" ")[2] for line in lines if line.startswith("accepted") and "#" in line}
+        accepted = {line.split(" ")[2] for line in lines if line.startswith("accepted_batches")}
         partially_applied += len(accepted) > 1
     assert partially_applied > 0
 

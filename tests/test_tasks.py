@@ -746,7 +746,7 @@ def test_a_task_of_ones_own_is_a_class_an_instance_or_a_function_in_the_current_
         ("./mylab:mine", {}, "type module:name, such as mylab:mine"),
         (":mine", {}, "type module:name"),
         ("mylab_for_tasks:mime", {}, r"has no 'mime' \(did you mean mine\?\)"),
-        ("mylab_for_tasks:Needs", {}, "Needs needs size"),
+        ("mylab_for_tasks:Needs", {}, "Needs requires size"),
         ("mylab_for_tasks:Plain", {"epochs": "1"}, "no settings, so omit epochs, or make Plain a dataclass"),
         ("mylab_for_tasks:Sizeless", {}, "batch_size, epochs must be whole numbers"),
         ("mylab_for_tasks:number", {}, "is not a task: it has no model, data, loss, evaluate"),

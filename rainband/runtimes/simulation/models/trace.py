@@ -148,7 +148,7 @@ def brief(message: Message) -> str:
         case Revoke():
             return f"revoke {message.portion}#{message.lease}"
         case AcceptedBatches():
-            return f"accepted {message.portion}#{message.lease} {' '.join(map(bin, message.masks))}"
+            return f"accepted_batches {message.portion}#{message.lease} {' '.join(map(bin, message.masks))}"
     return type(message).__name__.lower()
 
 
