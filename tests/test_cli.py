@@ -384,8 +384,7 @@ def test_a_directory_that_cannot_be_made_is_told_without_a_traceback(
     said = Said("train", "digits", "sync", "--runs", tmp_path / "file")
     assert said.exit_code == 1 and "Traceback" not in said.err
     assert said.err == (
-        f"rainband: {tmp_path}/file: File exists, so no run can have its directory there; "
-        "give another place with --runs.\n"
+        f"rainband: {tmp_path}/file: File exists, so runs cannot be written there: use another folder with --runs.\n"
     )
 
 

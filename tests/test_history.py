@@ -226,7 +226,7 @@ def test_what_is_written_reproduces_the_configuration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [("{", "no configuration of a run"), ('{"task": 3}', "no configuration of a run")],
+    [("{", "is not the configuration of a run"), ('{"task": 3}', "is not the configuration of a run")],
 )
 def test_a_file_that_is_no_configuration_is_told(tmp_path: Path, content: str, complaint: str) -> None:
     (tmp_path / "config.json").write_text(content)

@@ -24,7 +24,7 @@ from tests.test_run_script import Told
 from tests.test_simulation import world_of
 
 SAMPLES = 64
-PROMISED = "the strategy did not keep its promise: readers may miss 0 clocks, and"
+PROMISED = "the staleness bound was exceeded: readers may miss 0 clocks, and"
 # The sample that the first batch of all begins with: the worker that has it is still at clock 0.
 FIRST_SAMPLE = int(np.random.Generator(np.random.PCG64([0, 0])).permutation(SAMPLES)[0])
 
