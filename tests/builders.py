@@ -46,7 +46,7 @@ def make_push(name: PushId, worker: int = 0, block: int = 0, **others: Any) -> P
     return Push(block=block, worker=worker, push_id=name, **{**given, **others})
 
 
-def cell_push(plan: DataPlan, round_: int, position: int, **others: Any) -> Push:
+def item_push(plan: DataPlan, round_: int, position: int, **others: Any) -> Push:
     """The push of one work item of a round."""
     group, k = divmod(round_, plan.portion_batches)
     return make_push(named(group * plan.items_per_round + position, k), at_version=round_, **others)

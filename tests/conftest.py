@@ -1,4 +1,4 @@
-"""What all tests share: steady hypothesis, one thread per process, and no process left behind."""
+"""Fixtures of all tests: deterministic hypothesis, one thread per process, and no process left behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_process_is_left_behind() -> Iterator[None]:
 
 
 def is_ours(process: psutil.Process) -> bool:
-    """Say whether the process is alive and more than Python's own book-keeping."""
+    """Return True if the process is alive and not a helper of Python's multiprocessing."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
     except psutil.NoSuchProcess:

@@ -127,7 +127,7 @@ class Rosenbrock(Logistic):
 
 @dataclass
 class Ran:
-    """What came of a run."""
+    """The results of a run."""
 
     iterated: list[events.IterationDone] = field(default_factory=list)
     iterates: list[Tensor] = field(default_factory=list)  # the parameters after each iteration

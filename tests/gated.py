@@ -1,6 +1,6 @@
 """The task `linear` with a gate before every batch, and with accidents at chosen samples: for tests of real runs.
 
-A gate is a folder with pipes. A batch is computed when it has taken a byte from `tokens`, so a test lets exactly so
+A gate is a folder with pipes. A batch is computed when it has taken a byte from `tokens`, so a test decides how
 many batches pass. The one that meets sample `hang_at` takes another from `hang`; with `slow_build` a worker takes one
 from `build` before it builds the model. Beside the pipes every worker has a file with its process number for a name,
 one byte long for each batch it has begun.
@@ -113,11 +113,11 @@ class Gate:
             self.fds[name] = os.open(folder / name, os.O_RDWR | os.O_NONBLOCK)
 
     def let(self, num_batches: int) -> None:
-        """So many batches may pass."""
+        """Let `num_batches` more batches pass."""
         os.write(self.fds["tokens"], b"." * num_batches)
 
     def is_dry(self) -> bool:
-        """Does nothing pass now?"""
+        """Return True if no batch may pass now."""
         return not select.select([self.fds["tokens"]], [], [], 0)[0]
 
     def open(self) -> None:

@@ -95,7 +95,7 @@ class Killed(BaseException):
 
 
 class InFlight(NamedTuple):
-    """What travels on a line."""
+    """A message on a line."""
 
     message: Message | None  # None: the connection has closed
     payload: Tensor | None = None
@@ -113,7 +113,7 @@ def replaced(message: M, **changes: object) -> M:
 
 @dataclass(frozen=True)
 class Faults:
-    """How many of each; when and to whom is the seed's choice."""
+    """The number of faults of each kind; the seed decides when they happen, and to which node."""
 
     kills: int = 0
     restarts: int = 0  # a killed worker comes back under its own number
@@ -291,7 +291,7 @@ class Node:
         return Gradient(self.gradients(number), (batch,), samples, 0.0)
 
     def check_round_read(self, round_: int, plan: DataPlan) -> None:
-        """A cell of a round is computed at exactly that round's version of every block."""
+        """Check that a work item of a round is computed at exactly that round's version of every block."""
         for block, (parameter, versions) in enumerate(
             zip(self.memory.parameters, self.cluster.versions_of(plan), strict=True)
         ):
@@ -314,12 +314,12 @@ class Node:
         return tensors
 
 
-# ---- the world -------------------------------------------------------------------------------------------------------
+# ---- the runtime -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Outcome:
-    """What a run came to."""
+    """The results of a run."""
 
     steps: int
     seconds: float
@@ -359,7 +359,7 @@ class SimulatedCluster:
         self.versions: list[list[Tensor]] = []
         self.trace: deque[tuple[object, ...]] = deque(maxlen=40)
         self.pace = self.random.choice((0.3, 1.0, 5.0))  # how fast computing is, beside the lines
-        self.time_passes = 0.015  # at so many of the steps; 0: never
+        self.time_passes = 0.015  # at this fraction of the steps; 0: never
         self.coordinator = Coordinator(
             RunSettings(num_workers=case.num_workers, num_servers=case.num_servers, failure_timeout_s=TIMEOUT_S),
             case.strategy,
@@ -466,7 +466,7 @@ class SimulatedCluster:
     # ---- faults ----
 
     def _draw_faults(self) -> list[tuple[int, Callable[[], None]]]:
-        """What goes wrong, and after how many steps."""
+        """Draw the faults, each with the number of steps before it."""
         f = self.faults
         kinds: list[Callable[[], None]] = [self._kill] * f.kills + [self._pause] * f.pauses
         kinds += [self._suspect] * f.suspicions + [self._reconnect] * f.reconnects
@@ -496,7 +496,7 @@ class SimulatedCluster:
             victim.dies_at = self.random.randint(1, 2 * self.case.num_blocks)
 
     def bury(self, node: Node) -> None:
-        """What is on its lines arrives up to some point, as with TCP; then they close."""
+        """Deliver the messages on its lines up to some message, as TCP does; then close the lines."""
         self.trace.append((node.peer, "dies"))
         del self.workers[node.peer]
         for (sender, to), line in list(self.lines.items()):
@@ -525,7 +525,7 @@ class SimulatedCluster:
         self.todo.append((self.steps + steps, do))
 
     def _suspect(self, node: Node | None = None) -> None:
-        """Nothing is heard of it for too long, while the heartbeats of the others come through."""
+        """Let a node's heartbeats be late, while those of the others arrive."""
         node = node or self.random.choice(self._alive())
         self.trace.append((node.peer, "is suspected"))
         self.now += TIMEOUT_S + 0.1
@@ -639,7 +639,7 @@ def check(cluster: SimulatedCluster, outcome: Outcome) -> None:
         return  # stopped before there was a plan
     assert accounting is not None
     if not accounting.balanced:
-        raise Wrong(f"the books do not balance: {accounting}")
+        raise Wrong(f"the batch accounting does not balance: {accounting}")
     for index, block in outcome.blocks.items():
         check_block(cluster.ledger, index, block)
     if coordinator.state.outcome == "stopped" and cluster.faults.stop:
@@ -650,7 +650,7 @@ def check(cluster: SimulatedCluster, outcome: Outcome) -> None:
         frozenset((key, mask) for key, mask in b.accounting.skipped.items() if mask) for b in outcome.blocks.values()
     }
     if case.rounds and len(skipped) > 1:
-        raise Wrong(f"the blocks have made rounds of different cells: they skipped {skipped}")
+        raise Wrong(f"the blocks have made rounds of different work items: they skipped {skipped}")
     for index, block in outcome.blocks.items():
         if block.accounting.accepted_set.count != case.num_batches:
             raise Wrong(f"block {index} had {block.accounting.accepted_set.count} batches of {case.num_batches}")

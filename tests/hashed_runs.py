@@ -26,7 +26,7 @@ ITERATIONS = {"iterations": "3"}
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What must stay equal: the schedule of messages, the results, and the bytes of the saved model."""
+    """The facts that must stay equal: the schedule of messages, the results, and the bytes of the saved model."""
 
     trace_hash: str
     model_hash: str
@@ -44,7 +44,7 @@ def digits(strategy: str, workers: int = 4, servers: int = 2, faults: str = "", 
 
 
 def stages(strategy: str, count: int, replicas: int, faults: str = "", servers: int = 2, **settings: Any) -> RunConfig:
-    """A model in so many stages, placed by hand: a measured placement would differ from run to run."""
+    """Return a run of a model in `count` stages, placed by hand: a measured placement would differ from run to run."""
     task = Shaped("chain", samples=48)
     return RunConfig(
         task="tests.stage_tasks:Shaped",

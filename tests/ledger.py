@@ -1,8 +1,8 @@
-"""The parameters as a ledger: what a run must come to, worked out from its plan alone.
+"""The parameters as a ledger: the expected results of a run, derived from its plan alone.
 
 Each block has one element per batch of the run, and the gradient of batch i is zero but for element i, whatever the
-parameters are. So the elements count how often each batch reached each block, apart from any name, mark or book, to
-the last bit; and every version that a round may read is known beforehand.
+parameters are. So the elements count how often each batch reached each block, to the last bit, without push IDs
+or batch accounting. Every version that a round may read is known beforehand.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Case:
 
 
 class Ledger:
-    """What the parameters must be, worked out from the plan alone."""
+    """The expected parameters, derived from the plan alone."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         assert case.num_batches <= ELEMENTS, "one element per batch"
 
     def amount(self, block: int, batch: int) -> float:
-        """What one application of a batch adds to its element, before the learning rate."""
+        """Return the value that one application of a batch adds to its element, before the learning rate."""
         if batch in self.case.not_finite or (batch, block) in self.case.absent:
             return 0.0
         return float(AMOUNT << block % 4)  # neighbours differ, so a block in the wrong place shows

@@ -1,4 +1,4 @@
-"""What tests of pipelines train: a small chain, its batches, and the same in one process."""
+"""A small chain for tests of pipelines, its batches, and the same training in one process."""
 
 from __future__ import annotations
 

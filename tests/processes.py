@@ -46,7 +46,7 @@ _event_decoder = msgspec.json.Decoder(events.AnyEvent)
 
 
 class Order(msgspec.Struct):
-    """What a launcher has to do: a run, or the command line's words."""
+    """The job of a launcher: a run, or the words of a command line."""
 
     output: str
     config: RunConfig | None = None
@@ -87,7 +87,7 @@ def do_nothing(job: bytes, fds: list[int]) -> None:
 
 
 def forked_zygote(preload: Sequence[str] = ()) -> Zygote:
-    """What `Zygote.start` does, without waiting for a new interpreter to import everything again."""
+    """Do what `Zygote.start` does, without waiting for a new interpreter to import everything again."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
@@ -208,7 +208,7 @@ class RunLauncher:
         return self.seen
 
     def all(self, kind: type[E2], token: int) -> list[E2]:
-        """What has happened to one of the processes that were started from here."""
+        """Return the events of one of the processes that were started from here."""
         return [event for event in self.note() if isinstance(event, kind) and event.token == token]
 
     def processes(self) -> list[psutil.Process]:
@@ -259,7 +259,7 @@ class RunLauncher:
 
     @contextmanager
     def command(self, path: Path, *words: str, deaf: bool = False) -> Iterator[Run]:
-        """What `rainband train` does when it is typed, from parsing to its exit code; the run is not gated."""
+        """Do what `rainband train` does, from parsing to its exit code; the run is not gated."""
         order = Order(str(path / "launcher"), None, ("train", *words, "--runs", str(path / "runs")), deaf)
         with self._launched(order, path / "runs", None) as run:
             yield run
@@ -354,7 +354,7 @@ class Run:
         self.sockets |= sockets_of(self.pids)
 
     def done(self, num_batches: int) -> None:
-        """Wait until so many batches are applied on every block."""
+        """Wait until `num_batches` batches are applied on every block."""
         wait_for(lambda: [p for p in self.all(events.Progress) if p.batches_done >= num_batches], f"{num_batches} done")
 
     def printed(self) -> str:
@@ -460,7 +460,7 @@ def all_sockets() -> set[str]:
 
 
 def _listening() -> Iterator[tuple[str, str]]:
-    """What listens on this machine, with the number of its socket."""
+    """Yield the sockets that listen on this machine, with their numbers."""
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         fields = line.split()
         if len(fields) == 8:
@@ -472,7 +472,7 @@ def _listening() -> Iterator[tuple[str, str]]:
 
 
 def exact(run: Run) -> bool:
-    """Are the parameters those of every batch applied exactly once, to the last bit?"""
+    """Return True if the parameters are those of every batch applied exactly once, to the last bit."""
     task = Gated(**{name: value for name, value in run.config.task_settings.items() if name != "gate"})
     work_items = run.config.num_workers if run.config.strategy == "sync" else 1  # a round steps once, by their mean
     num_steps = task.samples // task.batch_size * task.epochs / work_items

@@ -1,4 +1,4 @@
-"""What a seed stands for: a run of some size, and what goes wrong in it."""
+"""The run that a seed stands for: its size and its faults."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def planned(
     replicas: Sequence[int] | None = None,
     **settings: Any,
 ) -> StagePlan:
-    """A plan by hand: unit -> machine; or so many stages of about as many units each."""
+    """A plan by hand: unit -> machine; or a number of stages with about equally many units."""
     graph = cut(build_model(task), task.data().batch(range(2)))
     if isinstance(placement, int):
         placement = {unit: number * placement // len(graph.units) for number, unit in enumerate(graph.units)}

@@ -17,8 +17,8 @@ from rainband.rules import MeanOfRound
 from rainband.server.block import Block
 from tests.builders import (
     NUMEL,
-    cell_push,
     full,
+    item_push,
     make_block,
     make_buffer,
     make_plan,
@@ -136,7 +136,7 @@ def test_in_rounds_version_r_is_not_touched_while_r_plus_1_is_made() -> None:
     block = make_block(plan := rounds_plan(items_per_round=1), make_server_part(MeanOfRound))
 
     for round_ in range(3):
-        block.apply(full(1.0), [cell_push(plan, round_ % 2, 0)], ())
+        block.apply(full(1.0), [item_push(plan, round_ % 2, 0)], ())
         assert block.version == round_ + 1
         assert set(block.buffer.at(block.version).tolist()) == {-0.5 * block.version}
         assert set(block.buffer.at(block.version - 1).tolist()) == {-0.5 * round_}
@@ -145,7 +145,7 @@ def test_in_rounds_version_r_is_not_touched_while_r_plus_1_is_made() -> None:
 
 def test_a_round_without_a_step_is_a_version_like_any_other() -> None:
     block = make_block(rounds_plan(), make_server_part(MeanOfRound))
-    block.apply(full(1.0), [cell_push(block.plan, 0, 0)], ())
+    block.apply(full(1.0), [item_push(block.plan, 0, 0)], ())
 
     block.advance([])
 
@@ -195,8 +195,8 @@ def test_the_tally_counts_what_is_marked_applied_skipped_and_buffered() -> None:
     block = make_block(
         plan := rounds_plan(num_batches=9, items_per_round=3, portion_batches=3), make_server_part(MeanOfRound)
     )
-    pushes = [cell_push(plan, 0, 0), cell_push(plan, 0, 1, skip="not finite"), cell_push(plan, 0, 2)]
-    pushes.append(cell_push(plan, 1, 2))
+    pushes = [item_push(plan, 0, 0), item_push(plan, 0, 1, skip="not finite"), item_push(plan, 0, 2)]
+    pushes.append(item_push(plan, 1, 2))
     for push in pushes:
         block.accounting.accepted_set.add(push.push_id)
         if push.skip:

@@ -40,7 +40,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Said:
-    """What a command came to."""
+    """The output and exit code of a command."""
 
     def __init__(self, *words: str | Path) -> None:
         result = CliRunner().invoke(build_app(), list(map(str, words)), prog_name="rainband")
@@ -261,7 +261,7 @@ def test_an_infinite_setting_survives_the_file(tmp_path: Path) -> None:
     assert config_of(config=run).strategy_settings == {"bound": "inf"}
 
 
-# ---- train, with a world that does nothing ----
+# ---- train, with a runtime that does nothing ----
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, story: list[events.AnyEvent], exit_code: int = 0) -> list[RunConfig]:
@@ -657,7 +657,7 @@ def test_a_real_run_ends_with_one_json_object_and_a_directory_that_can_be_looked
     directory = Path(told["directory"])
     names = {path.name for path in directory.iterdir()}
     assert names == {"config.json", "events.jsonl", "metrics.sqlite", "model.safetensors", "output.log"}
-    # Once for each batch; on a machine too busy to be heard of in time, a batch may be computed again.
+    # Once for each batch; if heartbeats are late on a busy machine, a batch may be computed again.
     printed = (directory / "output.log").read_text().splitlines()
     assert len(printed) >= 256 and set(printed) == {"a word from a worker"}
     shown = Said("runs", "show", "last", "--json").json

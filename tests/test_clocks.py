@@ -115,18 +115,18 @@ class Brute:
     bound: int
     began: dict[int, int] = field(default_factory=dict)  # member -> its clock when it began
     sent: dict[int, int] = field(default_factory=dict)  # worker -> its own clock
-    on_the_way: dict[int, list[int]] = field(default_factory=dict)  # worker -> cells not arrived, in any order
+    on_the_way: dict[int, list[int]] = field(default_factory=dict)  # worker -> work items not arrived, in any order
     arrived: dict[int, set[int]] = field(default_factory=dict)
 
     def clock_here(self, worker: int) -> int:
-        """All cells up to this one have arrived."""
+        """Return the clock up to which all work items of the worker have arrived."""
         clock = self.began[worker]
         while clock + 1 in self.arrived[worker]:
             clock += 1
         return clock
 
     def admits(self, reader: int) -> bool:
-        """Every member's cells up to clock c - bound are in, and all of the reader's own."""
+        """Return True if every member's work items up to clock c - bound have arrived, and all of the reader's own."""
         c = self.sent[reader]
         return self.clock_here(reader) >= c and all(self.clock_here(i) >= c - self.bound for i in self.began)
 
@@ -137,7 +137,7 @@ class Brute:
 
 @given(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=120))
 def test_a_reader_is_admitted_exactly_when_the_definition_admits_it(bound: int, moves: list[tuple[int, int]]) -> None:
-    """Random schedules: cells arrive in any order, workers come, rest and come back."""
+    """Random schedules: work items arrive in any order; workers join, become idle and return."""
     rule, tasks, block, brute = StalenessBound(bound), TaskBound(bound), Recorder(make_plan(64)), Brute(bound)
     tasks.clocks = rule.clocks
     for worker, move in moves:
@@ -228,7 +228,7 @@ def make_server(bound: int, num_blocks: int = 1) -> Server:
 
 
 def told(server: Server, sender: Peer, message: Message) -> list[tuple[str, object]]:
-    """What everyone but the coordinator is told, without the answers to pushes."""
+    """Return the messages to all nodes but the coordinator, without the answers to pushes."""
     payload = full(1.0) if type(message).__name__ == "Push" else None
     return [
         (str(out.to), out.message)
@@ -384,7 +384,7 @@ def test_whatever_goes_wrong_nobody_waits_for_ever(seed: int) -> None:
 
 
 def test_it_is_lock_step_with_bound_0_and_two_workers() -> None:
-    """Nobody begins its second cell before the other has done its first."""
+    """No worker begins its second work item before the other has done its first."""
     Reader.reads, Reader.pushed = [], {}
     SimulatedCluster(3, Case(StaleSync(bound=0, lr=LR), 2, num_samples=40), node=Reader).run()
     for read in Reader.reads:

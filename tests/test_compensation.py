@@ -28,7 +28,7 @@ from tests.builders import (
 )
 from tests.harness import Faults, SimulatedCluster
 from tests.ledger import Case
-from tests.test_simulation import INSTANT, world_of
+from tests.test_simulation import INSTANT, cluster_of
 
 STRATEGIES: list[Strategy] = [
     Downpour(lr=0.05, optimizer="sgd", compensation=0.5),
@@ -49,7 +49,7 @@ def make_server(rule: Rule) -> Server:
 
 
 def pull(server: Server, worker: int, clock: int = 0) -> tuple[int, float]:
-    """What a worker is given: the version, and the value of all elements."""
+    """Return the version that a worker is given, and the value of all elements."""
     (out,) = server.receive(WORKERS[worker], Pull(1, clock=clock))
     assert isinstance(out.message, Params)
     message, values = server.read(out.message)
@@ -181,7 +181,7 @@ def test_every_gradient_finds_the_copy_it_was_computed_with(
         true_absorb(rule, block, push, gradient)
 
     monkeypatch.setattr(Compensated, "absorb", absorb)
-    cluster = world_of(strategy, 3, INSTANT)
+    cluster = cluster_of(strategy, 3, INSTANT)
     cluster.start()
     cluster.run()
     assert cluster.coordinator.state.outcome == "finished" and missing == []

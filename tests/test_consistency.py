@@ -14,7 +14,7 @@ from rainband.strategies.bounded_delay import BoundedDelay
 from rainband.strategies.downpour import Downpour
 from rainband.strategies.stale_sync import StaleSync
 from rainband.tasks.linear import Linear
-from tests.test_simulation import INSTANT, world_of
+from tests.test_simulation import INSTANT, cluster_of
 
 # Worker 1 takes 4 s for a step, worker 0 takes 1 s; nothing else takes time.
 ONE_IS_SLOW = replace(INSTANT, compute=replace(INSTANT.compute, slow_workers=(1,), slow_factor=4.0))
@@ -24,7 +24,7 @@ TASK = Linear(dimension=48, samples=60, batch_size=1, epochs=1)
 @pytest.mark.parametrize("bound, steps_of_the_fast_one", [(0, 5), (1, 6), (2, 7), (7, 12), (100, 17)])
 def test_the_fast_one_runs_ahead_as_far_as_the_bound_goes(bound: int, steps_of_the_fast_one: int) -> None:
     """After 17.5 s the slow one has done 4 steps; the fast one may do the one after 4 + bound, if it has the time."""
-    cluster = world_of(StaleSync(bound=bound, lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
+    cluster = cluster_of(StaleSync(bound=bound, lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
     cluster.start()
     cluster.run(until_s=17.5)
 
@@ -33,7 +33,7 @@ def test_the_fast_one_runs_ahead_as_far_as_the_bound_goes(bound: int, steps_of_t
 
 
 def test_it_is_told_for_whom_and_how_long_everyone_waited() -> None:
-    cluster = world_of(StaleSync(bound=0, lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
+    cluster = cluster_of(StaleSync(bound=0, lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
     cluster.start()
     cluster.run(until_s=16.5)
 
@@ -42,8 +42,8 @@ def test_it_is_told_for_whom_and_how_long_everyone_waited() -> None:
 
 
 @pytest.mark.parametrize("tau, steps_of_the_fast_one", [(0, 5), (1, 6), (3, 8)])
-def test_with_bounded_delay_the_fast_one_has_so_many_tasks_more(tau: int, steps_of_the_fast_one: int) -> None:
-    cluster = world_of(BoundedDelay(tau=tau, lr=0.25), 2, ONE_IS_SLOW, task=TASK)
+def test_with_bounded_delay_the_fast_one_is_ahead_by_tau_tasks(tau: int, steps_of_the_fast_one: int) -> None:
+    cluster = cluster_of(BoundedDelay(tau=tau, lr=0.25), 2, ONE_IS_SLOW, task=TASK)
     cluster.start()
     cluster.run(until_s=17.5)
 
@@ -59,7 +59,7 @@ def test_with_a_delay_of_1_reading_takes_no_time_beside_computing(tau: int, seco
         compute=replace(INSTANT.compute, step_s=2.0),
     )
     task = Linear(dimension=48, samples=64, batch_size=1, epochs=1)
-    cluster = world_of(BoundedDelay(tau=tau, lr=0.25), 1, model, num_servers=1, task=task)
+    cluster = cluster_of(BoundedDelay(tau=tau, lr=0.25), 1, model, num_servers=1, task=task)
     cluster.start()
     cluster.run()
 
@@ -70,7 +70,7 @@ def test_with_a_delay_of_1_reading_takes_no_time_beside_computing(tau: int, seco
 
 
 def test_downpour_waits_for_nobody_and_promises_nothing() -> None:
-    cluster = world_of(Downpour(lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
+    cluster = cluster_of(Downpour(lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
     cluster.start()
     cluster.run()
 
@@ -79,7 +79,7 @@ def test_downpour_waits_for_nobody_and_promises_nothing() -> None:
 
 
 def test_the_run_says_who_waited_for_whom_at_its_end() -> None:
-    cluster = world_of(StaleSync(bound=1, lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
+    cluster = cluster_of(StaleSync(bound=1, lr=0.25, optimizer="sgd"), 2, ONE_IS_SLOW, task=TASK)
     cluster.start()
     cluster.run()
     staleness = cluster.coordinator.reporting.staleness()

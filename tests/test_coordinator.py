@@ -295,7 +295,7 @@ def test_nobody_takes_a_servers_answer_from_a_worker() -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "silent", "revoked", "overlaps", "stopped"])
-def test_a_lease_is_taken_back_by_a_fence_and_what_is_missing_leased_again(how: str) -> None:
+def test_a_lease_is_revoked_by_a_fence_and_missing_batches_are_reassigned(how: str) -> None:
     run = running(num_samples=64)
     (lease,) = run.wants(0)
     assert len(lease.groups[0]) == 8
@@ -343,7 +343,7 @@ def test_a_fence_that_is_not_answered_is_asked_for_again() -> None:
     assert Revoke(0, 2) in run.told("server 1") and Revoke(0, 2) not in run.told("server 0")
 
 
-def test_a_portion_that_lacks_nothing_is_not_leased_again() -> None:
+def test_a_portion_that_lacks_nothing_is_not_reassigned() -> None:
     run = running(num_samples=64)
     (lease,) = run.wants(0)
     run.lost("worker", 0)

@@ -175,7 +175,9 @@ def test_a_worker_killed_before_it_has_joined_is_told_and_not_waited_for(launche
         assert run.result().reason.startswith("no worker is left: worker ")
 
 
-def test_a_batch_that_ends_whoever_computes_it_ends_the_run_after_three(launcher: RunLauncher, tmp_path: Path) -> None:
+def test_a_batch_that_ends_every_worker_that_computes_it_ends_the_run_after_three(
+    launcher: RunLauncher, tmp_path: Path
+) -> None:
     with launcher.run(tmp_path, workers=4, samples=256, die_at=100) as run:
         run.drip()
         assert ended_as(run) == ("failed", 1)

@@ -29,7 +29,7 @@ EVERY_WAY = pytest.mark.parametrize(
 
 
 def balanced(result: RunResult) -> bool:
-    """Is every batch of the plan accounted for, none lost, none applied twice?"""
+    """Return True if every batch of the plan is accounted for, none lost, none applied twice."""
     accounting = result.accounting
     done = accounting["applied"] + sum(accounting["skipped"].values()) + accounting["not_processed"]
     return (accounting["lost"], accounting["applied_twice"], done) == (0, 0, accounting["batches"])

@@ -65,7 +65,7 @@ def high_water_mark(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_groups(patch: pytest.MonkeyPatch) -> None:
-    """What is missing somewhere is reassigned in one piece, whichever blocks have it."""
+    """Batches that are missing somewhere are reassigned together, whichever blocks have accepted them."""
 
     def groups(full: int, masks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         missing = [k for k in range(full.bit_length()) if not all(mask >> k & 1 for mask in masks)]
@@ -75,7 +75,7 @@ def no_groups(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_drops_buffer(patch: pytest.MonkeyPatch) -> None:
-    """What a dead worker gave to an unfinished round is thrown away."""
+    """The gradients of a dead worker in an unfinished round are discarded."""
 
     def forget(rule: MeanOfRound, block: Block, worker: int) -> None:
         rule.early = {position: kept for position, kept in rule.early.items() if kept[0].worker != worker}
@@ -163,7 +163,7 @@ def each_server_forgets_the_dead(patch: pytest.MonkeyPatch) -> None:
 
 
 def inexact_round_reads(patch: pytest.MonkeyPatch) -> None:
-    """Who asks for version r gets whatever is newest."""
+    """A reader that asks for version r gets the newest version."""
 
     def read(server: Server, params: Params) -> tuple[Params, Tensor]:
         block = server.blocks[params.block]
@@ -283,7 +283,7 @@ def who_comes_back_starts_where_it_was(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_lost_are_not_asked_about(patch: pytest.MonkeyPatch) -> None:
-    """What a dead worker had leased is not reassigned."""
+    """The batches that a dead worker had leased are not reassigned."""
     patch.setattr(Leases, "revoke", lambda *_: [])
 
 

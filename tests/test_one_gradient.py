@@ -5,14 +5,14 @@ the test. The model is w . x with two weights, the data are four samples, so eve
 
 Each step below is one file:
 
-    portions.py      which samples a batch has, and how a push is named
-    coordinator.py   who may compute it
-    worker.py        the gradient
-    client.py        one message per block
-    server.py        accepted, or refused with a reason
-    rules/           when it is applied
-    block.py         the step, and where readers see it
-    books.py         what became of it
+    protocol/data_plan.py        the samples of a batch, and the ID of a push
+    coordinator/coordinator.py   the worker that may compute it
+    worker/worker.py             the gradient
+    worker/client.py             one message per block
+    server/server.py             accepted, or refused with a reason
+    rules/                       when it is applied
+    server/block.py              the step, and the values that readers see
+    protocol/accounting.py       the outcome of each batch
 """
 
 from __future__ import annotations

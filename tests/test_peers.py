@@ -45,7 +45,7 @@ def links_of(
 
 @contextmanager
 def linked(number: int, transport: str, lost: list[int] | None = None) -> Iterator[list[PeerLinks]]:
-    """So many workers, each linked to all others; those who call need others who answer, so each has a thread."""
+    """Link `number` workers to each other; a connecting worker needs one that answers, so each has a thread."""
     run_id = new_run_id()
     links = [links_of(index, transport, run_id, lost=lost) for index in range(number)]
     addresses = {index: link.listen() for index, link in enumerate(links)}
@@ -78,7 +78,7 @@ def at_once(*works: Callable[[], object]) -> None:
 
 
 def seen(link: PeerLinks, received: Received) -> Any:
-    """Wait for a message as a world would."""
+    """Wait for a message as a runtime does."""
     until(link, received.ready)
     return received.result()
 

@@ -29,7 +29,7 @@ class Watch:
 
 
 class Counted:
-    """Measures how often it was asked; each time takes so long."""
+    """Counts its evaluations; each takes the same time."""
 
     def __init__(self, watch: Watch, takes_s: float = 0.0) -> None:
         self.watch = watch

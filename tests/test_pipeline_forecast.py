@@ -1,4 +1,4 @@
-"""How a run in stages should go: seconds, bytes and the order of things, from a profile with round numbers."""
+"""The forecast of a run in stages: seconds, bytes and the order of events, from a profile with round numbers."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_a_model_without_values_has_the_bytes_of_one_with_them() -> None:
     kept = [[(u.parameter_bytes, u.activation_bytes) for u in profile.units] for profile in (there, not_there)]
     assert kept[0] == kept[1] == [(144, 32), (0, 0), (0, 0), (60, 24)]
     assert not_there.values == there.values
-    assert not_there.units[0].forward_s == 2 * 8 * 4 / 1e10  # so many multiplications
+    assert not_there.units[0].forward_s == 2 * 8 * 4 / 1e10  # the number of multiplications
 
 
 def test_the_parts_of_a_tuple_are_told_apart() -> None:

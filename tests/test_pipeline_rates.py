@@ -1,4 +1,4 @@
-"""What each schedule should give, several stages on one machine, and where units stand in pictures."""
+"""The rate of each schedule, several stages on one machine, and the position of units in pictures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FREE = LinkSpeed(bytes_per_s=1e15, latency_s=0.0)
 
 
 def chain(units: int, parameters: int = 10**12, size: int = 0) -> Profile:
-    """Units that take 1 s forward and 2 s backward; with so many parameters that nobody replicates them."""
+    """Units that take 1 s forward and 2 s backward; they have too many parameters to be replicated."""
     names = [f"u{n}" for n in range(units)]
     made = tuple(Unit(name, 1.0, 2.0, parameters, 7) for name in names)
     values = tuple(CutValue(a, a, (b,), size, size) for a, b in pairwise(names))

@@ -61,7 +61,7 @@ def test_skips_and_outputs_of_early_stages_reach_the_loss(table: Table, recomput
 
 
 class Shared(nn.Module):
-    """What the first layer makes is read by the second and is an output, too."""
+    """The second layer reads the output of the first, which is also an output of the model."""
 
     def __init__(self) -> None:
         super().__init__()

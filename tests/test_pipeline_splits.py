@@ -45,7 +45,7 @@ def gradients(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def plainly(layer: LocallyConnected2d, x: Tensor) -> Tensor:
-    """What the docstring says, by unfolding and one einsum."""
+    """Compute the layer as its docstring defines it, by unfolding and one einsum."""
     (height, width), (rows, columns) = layer.kernel_size, layer.output_size
     windows = functional.unfold(x, layer.kernel_size, padding=layer.padding, stride=layer.stride)
     windows = windows.view(len(x), layer.in_channels, height * width, rows * columns)

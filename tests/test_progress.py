@@ -224,8 +224,8 @@ def test_paused_and_inactive_workers_are_not_called_lost() -> None:
 
 
 def test_what_processes_print_is_marked_and_a_flood_is_counted() -> None:
-    printed = events.ProcessOutput(at_s=1.0, lines=("hello", "world"), left_out=1500)
-    assert lasting_lines(printed, running()) == ["| ... 1,500 lines before this in output.log", "| hello", "| world"]
+    printed = events.ProcessOutput(at_s=1.0, lines=("hello", "there"), left_out=1500)
+    assert lasting_lines(printed, running()) == ["| ... 1,500 lines before this in output.log", "| hello", "| there"]
     assert lasting_lines(printed, running(in_the_users_file())) == []
 
 

@@ -16,7 +16,7 @@ from rainband.protocol.messages import Pull, Push
 from rainband.rules import ApplyOnArrival, MeanOfRound
 from rainband.rules.around import Around
 from rainband.rules.rule import Rule
-from tests.builders import cell_push, make_plan, make_push, named, rounds_plan
+from tests.builders import item_push, make_plan, make_push, named, rounds_plan
 
 
 class Recorder:
@@ -79,19 +79,19 @@ def test_anyone_reads_what_there_is() -> None:
 def test_1_2_and_6_give_3() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=3))
 
-    rule.absorb(block, cell_push(plan, 0, position=0), number(1.0))
-    rule.absorb(block, cell_push(plan, 0, position=1), number(2.0))
+    rule.absorb(block, item_push(plan, 0, position=0), number(1.0))
+    rule.absorb(block, item_push(plan, 0, position=1), number(2.0))
     assert block.numbers() == [] and rule.buffered == 2
 
-    rule.absorb(block, cell_push(plan, 0, position=2), number(6.0))
+    rule.absorb(block, item_push(plan, 0, position=2), number(6.0))
     assert block.numbers() == [3.0] and rule.buffered == 0
 
 
 def test_a_work_item_of_three_samples_weighs_three_times_one_of_one() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=2))
 
-    rule.absorb(block, cell_push(plan, 0, position=0, samples=3), number(2.0))
-    rule.absorb(block, cell_push(plan, 0, position=1, samples=1), number(10.0))
+    rule.absorb(block, item_push(plan, 0, position=0, samples=3), number(2.0))
+    rule.absorb(block, item_push(plan, 0, position=1, samples=1), number(10.0))
 
     assert block.numbers() == [4.0]  # (3 * 2 + 1 * 10) / 4
 
@@ -103,7 +103,7 @@ def test_the_bits_do_not_depend_on_who_was_faster(order: tuple[int, ...]) -> Non
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=3))
 
     for position in order:
-        rule.absorb(block, cell_push(plan, 0, position=position), number(work_items[position]))
+        rule.absorb(block, item_push(plan, 0, position=position), number(work_items[position]))
 
     in_work_item_order = (number(work_items[0]) + number(work_items[1])).add_(number(work_items[2])) / 3
     assert torch.equal(block.applied[0], in_work_item_order)
@@ -113,19 +113,19 @@ def test_the_bits_do_not_depend_on_who_was_faster(order: tuple[int, ...]) -> Non
 def test_a_parameter_is_absent_only_if_it_is_absent_in_all_work_items() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=2))
 
-    rule.absorb(block, cell_push(plan, 0, position=0, absent=(1, 2)), number(1.0))
-    rule.absorb(block, cell_push(plan, 0, position=1, absent=(2, 3)), number(1.0))
+    rule.absorb(block, item_push(plan, 0, position=0, absent=(1, 2)), number(1.0))
+    rule.absorb(block, item_push(plan, 0, position=1, absent=(2, 3)), number(1.0))
 
     assert block.absent == [{2}]
 
 
-def test_a_skipped_work_item_counts_for_nothing_in_the_mean() -> None:
+def test_a_skipped_work_item_does_not_count_in_a_mean() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=3))
 
-    rule.absorb(block, cell_push(plan, 0, position=0, absent=(1,)), number(1.0))
-    rule.absorb(block, cell_push(plan, 0, position=1, samples=0, skip="not finite"), None)
+    rule.absorb(block, item_push(plan, 0, position=0, absent=(1,)), number(1.0))
+    rule.absorb(block, item_push(plan, 0, position=1, samples=0, skip="not finite"), None)
     assert rule.buffered == 1
-    rule.absorb(block, cell_push(plan, 0, position=2, absent=(1,)), number(5.0))
+    rule.absorb(block, item_push(plan, 0, position=2, absent=(1,)), number(5.0))
 
     assert block.numbers() == [3.0] and block.absent == [{1}]
 
@@ -134,7 +134,7 @@ def test_a_round_in_which_all_is_skipped_goes_by_without_a_step() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=2))
 
     for position in (1, 0):
-        rule.absorb(block, cell_push(plan, 0, position=position, samples=0, skip="not finite"), None)
+        rule.absorb(block, item_push(plan, 0, position=position, samples=0, skip="not finite"), None)
 
     assert block.applied == [] and block.version == 1
 
@@ -142,9 +142,9 @@ def test_a_round_in_which_all_is_skipped_goes_by_without_a_step() -> None:
 def test_the_short_last_round_of_an_epoch_needs_only_its_own_work_items() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(num_batches=4, items_per_round=3))
     for position in range(3):
-        rule.absorb(block, cell_push(plan, 0, position=position), number(1.0))
+        rule.absorb(block, item_push(plan, 0, position=position), number(1.0))
 
-    rule.absorb(block, cell_push(plan, 1, position=0), number(7.0))
+    rule.absorb(block, item_push(plan, 1, position=0), number(7.0))
 
     assert block.numbers() == [1.0, 7.0]
 
@@ -153,19 +153,19 @@ def test_a_round_begins_empty() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=2))
     for round_, value in ((0, 1.0), (1, 5.0)):
         for position in (1, 0):
-            rule.absorb(block, cell_push(plan, round_, position=position, absent=(round_,)), number(value))
+            rule.absorb(block, item_push(plan, round_, position=position, absent=(round_,)), number(value))
 
     assert block.numbers() == [1.0, 5.0] and block.absent == [{0}, {1}]
 
 
 def test_a_gradient_is_only_lent() -> None:
-    """What waits for its turn is a copy: the sender's memory is used again."""
+    """A gradient that waits for its turn is copied, because the sender's memory is used again."""
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=2))
     lent = number(4.0)
 
-    rule.absorb(block, cell_push(plan, 0, position=1), lent)
+    rule.absorb(block, item_push(plan, 0, position=1), lent)
     lent.fill_(100.0)
-    rule.absorb(block, cell_push(plan, 0, position=0), lent.fill_(2.0))
+    rule.absorb(block, item_push(plan, 0, position=0), lent.fill_(2.0))
 
     assert block.numbers() == [3.0]
     assert lent.item() == 2.0
@@ -173,14 +173,14 @@ def test_a_gradient_is_only_lent() -> None:
 
 def test_what_a_forgotten_worker_gave_stays() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=3))
-    rule.absorb(block, cell_push(plan, 0, position=0, worker=1), number(1.0))
-    rule.absorb(block, cell_push(plan, 0, position=2, worker=1), number(6.0))
+    rule.absorb(block, item_push(plan, 0, position=0, worker=1), number(1.0))
+    rule.absorb(block, item_push(plan, 0, position=2, worker=1), number(6.0))
 
     rule.forget(block, worker=1)
     rule.flush(block)
     assert rule.buffered == 2 and block.numbers() == []
 
-    rule.absorb(block, cell_push(plan, 0, position=1, worker=0), number(2.0))
+    rule.absorb(block, item_push(plan, 0, position=1, worker=0), number(2.0))
     assert block.numbers() == [3.0]
 
 
@@ -191,12 +191,12 @@ def test_version_r_may_be_read_once_it_is_there() -> None:
 
 
 @given(st.permutations(range(4)), st.lists(st.integers(-99, 99), min_size=4, max_size=4))
-def test_whoever_comes_first_the_mean_is_the_mean(order: list[int], values: list[int]) -> None:
+def test_the_mean_does_not_depend_on_the_order_of_arrival(order: list[int], values: list[int]) -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(num_batches=4, items_per_round=4, portion_batches=1))
 
     for position in order:
         assert rule.buffered == order.index(position)
-        rule.absorb(block, cell_push(plan, 0, position=position), number(4.0 * values[position]))
+        rule.absorb(block, item_push(plan, 0, position=position), number(4.0 * values[position]))
 
     assert block.numbers() == [float(sum(values))]
 

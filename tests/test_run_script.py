@@ -57,7 +57,7 @@ def net():
 
 
 class Told:
-    """What a command said and left behind."""
+    """The output and the files of a command."""
 
     def __init__(self, folder: Path, words: list[str], **pieces: str) -> None:
         filled = {"optimizer": "torch.optim.SGD", "inside": "", "after": "", **pieces}

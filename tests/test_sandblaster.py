@@ -1,4 +1,4 @@
-"""Sandblaster and conjugate gradient: the same iterates as one process, whoever computes, dies or is slow."""
+"""Sandblaster and conjugate gradient: the same iterates as one process, whichever worker computes, dies or is slow."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.full_batch_runs import (
 )
 
 TASKS = [pytest.param(Logistic(), id="logistic"), pytest.param(SmallNet(), id="net")]
-IN_TWO_CELLS = [pytest.param(Logistic(batch_size=30), id="logistic"), pytest.param(SmallNet(batch_size=30), id="net")]
+IN_TWO_ITEMS = [pytest.param(Logistic(batch_size=30), id="logistic"), pytest.param(SmallNet(batch_size=30), id="net")]
 
 
 def same_iterates(ours: list[Tensor], plain: list[Tensor]) -> None:
@@ -92,7 +92,7 @@ def test_on_a_small_problem_it_goes_where_torchs_own_lbfgs_goes() -> None:
 THOROUGH = {"iterations": 1500, "weight_decay": 0.01, "loss_tolerance": 1e-12, "n_push": 1}
 
 
-@pytest.mark.parametrize("task", IN_TWO_CELLS)
+@pytest.mark.parametrize("task", IN_TWO_ITEMS)
 @pytest.mark.parametrize("strategy", [Sandblaster(**THOROUGH), ConjugateGradient(**THOROUGH)], ids=["lbfgs", "cg"])
 def test_the_final_loss_is_scipys(task: Any, strategy: Any) -> None:
     optimize = pytest.importorskip("scipy.optimize")
@@ -208,12 +208,12 @@ def test_a_lead_that_asks_for_something_else_the_second_time_is_told_so() -> Non
         await coordinator.compute(norm(PARAMS))
 
     server = Peer("server", 0)
-    crew = EvaluationWorkers(make_plan(coordinated=True), (server,), server, 0)
+    evaluation_workers = EvaluationWorkers(make_plan(coordinated=True), (server,), server, 0)
     first = FullBatchRun(coordinate)
-    first.start(crew, now=0.0)
+    first.start(evaluation_workers, now=0.0)
     first.receive(server, Answer(1, 1, (), version=1), now=0.0)
     second = FullBatchRun(coordinate, journal=first.journal.resumed())
-    second.start(crew, now=0.0)
+    second.start(evaluation_workers, now=0.0)
     assert second.over and "coordinate() gave another command 1 than before" in second.error
 
 
@@ -258,7 +258,7 @@ def test_in_a_storm_it_is_the_same_result_or_there_is_a_reason(seed: int) -> Non
 
 
 def test_a_worker_that_is_five_times_slower_hardly_matters() -> None:
-    """Three equal workers and one that does a fifth: 15 cells take at best 15 / 3.2 = 4.7 s, in a static split 20 s."""
+    """Three equal workers and one that does a fifth: 15 work items take at least 4.7 s, in a static split 20 s."""
     even: dict[str, Any] = {"kind": "constant", "step_s": 1.0}
     strategy = Sandblaster(iterations=1, n_push=1, **EXACT)
     slow = led(strategy, Logistic(), 4, 1, with_compute(**even, slow_workers=(3,), slow_factor=5.0))
@@ -270,7 +270,7 @@ def test_a_worker_that_is_five_times_slower_hardly_matters() -> None:
 
 
 def test_who_computes_what_another_has_delivered_leaves_off_between_two_batches() -> None:
-    """Two cells of four batches. Worker 1 takes 10 s for a batch, 40 s for its cell; at 8 s the other begins a copy."""
+    """Two work items of four batches. Worker 1 takes 10 s for a batch, 40 s in all; at 8 s the other begins a copy."""
     steps = with_compute(kind="constant", step_s=1.0, slow_workers=(1,), slow_factor=10.0)
     ran = led(Sandblaster(n_push=4, **EXACT), Logistic(samples=32), 2, 1, steps, run=False)
     ran.cluster.run(until_s=12.5)
@@ -284,7 +284,7 @@ def test_equal_workers_do_no_copies() -> None:
     assert ran.iterated[-1].backups == 0
 
 
-def test_every_worker_pulls_once_in_an_evaluation_and_every_cell_is_pushed_once() -> None:
+def test_every_worker_pulls_once_in_an_evaluation_and_every_work_item_is_pushed_once() -> None:
     ran = led(Sandblaster(iterations=3, n_push=2), Logistic(), 2, 2, with_compute(kind="constant", step_s=1.0))
     evaluations, model_bytes = ran.iterated[-1].evaluations, 8 * 48  # 20 weights and a bias, each on its boundary
     pulled = [worker.stats.pulled_bytes for worker in ran.cluster.workers.values()]
@@ -293,7 +293,7 @@ def test_every_worker_pulls_once_in_an_evaluation_and_every_cell_is_pushed_once(
     assert sum(w.stats.pushed_bytes for w in ran.cluster.workers.values()) == evaluations * 8 * model_bytes
 
 
-def test_three_deaths_at_one_cell_end_the_run() -> None:
+def test_three_deaths_at_one_work_item_end_the_run() -> None:
     kills = "\n".join(f"{at:.3f} kill worker {worker}" for worker, at in enumerate((1.5, 3.5, 5.5)))
     ran = led(Sandblaster(n_push=64), Logistic(), 4, 1, with_compute(kind="constant", step_s=1.0), kills)
     assert ran.cluster.coordinator.state.outcome == "failed"
@@ -480,7 +480,7 @@ def test_it_ends_at_once_where_the_gradient_is_zero() -> None:
 # ---- what the screen says ----
 
 
-def test_the_screen_tells_iteration_loss_gradient_step_evaluations_cells_and_copies() -> None:
+def test_the_screen_tells_iteration_loss_gradient_step_evaluations_work_items_and_copies() -> None:
     ran = led(Sandblaster(iterations=2, n_push=1), Logistic())
     so_far = RunSoFar()
     for event in ran.iterated:

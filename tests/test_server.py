@@ -38,8 +38,8 @@ from tests.builders import (
     NUMEL,
     WORKERS,
     answer,
-    cell_push,
     full,
+    item_push,
     make_buffer,
     make_plan,
     make_push,
@@ -275,8 +275,8 @@ def test_in_rounds_late_comes_before_had_and_bad_before_late() -> None:
     server, plan = a_server_in_round(1)
     before = state(server)
 
-    assert send(server, cell_push(plan, 0, position=0)) == PushResult.LATE
-    assert send(server, replaced(cell_push(plan, 0, position=0), samples=0)) == PushResult.BAD
+    assert send(server, item_push(plan, 0, position=0)) == PushResult.LATE
+    assert send(server, replaced(item_push(plan, 0, position=0), samples=0)) == PushResult.BAD
     assert state(server) == before
 
 
@@ -330,16 +330,16 @@ def a_server_in_round(round_: int, num_blocks: int = 1, items_per_round: int = 2
     for done in range(round_):
         for block in range(num_blocks):
             for position in range(items_per_round):
-                assert send(server, cell_push(plan, done, position, block=block)) == PushResult.ACCEPTED
+                assert send(server, item_push(plan, done, position, block=block)) == PushResult.ACCEPTED
     return server, plan
 
 
 def test_a_round_is_one_update_when_all_its_work_items_are_there() -> None:
     server, plan = a_server_in_round(0)
 
-    assert send(server, cell_push(plan, 0, position=1, samples=3), 2.0) == PushResult.ACCEPTED
+    assert send(server, item_push(plan, 0, position=1, samples=3), 2.0) == PushResult.ACCEPTED
     assert server.blocks[0].version == 0 and server.updates == 0
-    assert send(server, cell_push(plan, 0, position=0, samples=1, worker=1), 6.0) == PushResult.ACCEPTED
+    assert send(server, item_push(plan, 0, position=0, samples=1, worker=1), 6.0) == PushResult.ACCEPTED
 
     assert server.blocks[0].version == server.updates == 1
     assert value_of(server.blocks[0]) == -1.5  # half of (3 * 2 + 1 * 6) / 4
@@ -349,19 +349,19 @@ def test_a_work_item_of_a_round_that_is_over_is_late_and_of_one_to_come_early() 
     server, plan = a_server_in_round(1)
     before = state(server)
 
-    assert send(server, cell_push(plan, 0, position=1)) == PushResult.LATE
-    assert send(server, cell_push(plan, 2, position=1)) == PushResult.EARLY
+    assert send(server, item_push(plan, 0, position=1)) == PushResult.LATE
+    assert send(server, item_push(plan, 2, position=1)) == PushResult.EARLY
 
     assert state(server) == before
-    assert send(server, cell_push(plan, 1, position=1)) == PushResult.ACCEPTED
+    assert send(server, item_push(plan, 1, position=1)) == PushResult.ACCEPTED
 
 
 def test_the_same_work_item_from_two_workers_counts_once() -> None:
     server, plan = a_server_in_round(0, items_per_round=2)
 
-    assert send(server, cell_push(plan, 0, position=1, worker=0), 4.0) == PushResult.ACCEPTED
-    assert send(server, cell_push(plan, 0, position=1, worker=1), 4.0) == PushResult.DUPLICATE
-    assert send(server, cell_push(plan, 0, position=0), 2.0) == PushResult.ACCEPTED
+    assert send(server, item_push(plan, 0, position=1, worker=0), 4.0) == PushResult.ACCEPTED
+    assert send(server, item_push(plan, 0, position=1, worker=1), 4.0) == PushResult.DUPLICATE
+    assert send(server, item_push(plan, 0, position=0), 2.0) == PushResult.ACCEPTED
 
     assert value_of(server.blocks[0]) == -1.5
 
@@ -419,9 +419,9 @@ def test_a_pull_of_a_round_is_held_until_the_round_is_there_block_by_block() -> 
     server, plan = a_server_in_round(0, num_blocks=2, items_per_round=1)
 
     assert server.receive(WORKERS[1], Pull(sequence=1, at_version=1)) == []
-    outs = server.receive(WORKERS[0], cell_push(plan, 0, 0, block=1), full(1.0))
+    outs = server.receive(WORKERS[0], item_push(plan, 0, 0, block=1), full(1.0))
     assert [p.block for _, p in params(outs)] == [1]
-    outs = server.receive(WORKERS[0], cell_push(plan, 0, 0, block=0), full(1.0))
+    outs = server.receive(WORKERS[0], item_push(plan, 0, 0, block=0), full(1.0))
     assert [p.block for _, p in params(outs)] == [0]
 
 
@@ -433,7 +433,7 @@ def test_version_r_is_kept_beside_r_plus_1_and_then_late() -> None:
     assert (message.version, message.round_over) == (0, False)
     assert values is not None and set(values.tolist()) == {0.0}
 
-    send(server, cell_push(plan, 1, 0))
+    send(server, item_push(plan, 1, 0))
     message, values = server.read(ask)
     assert message.round_over and values is None
     message, values = server.read(replaced(ask, at_version=1))
@@ -458,7 +458,7 @@ def test_a_readers_newer_question_takes_the_place_of_its_older_one() -> None:
     server.receive(WORKERS[1], Pull(sequence=1, at_version=1))
 
     assert [p.sequence for _, p in params(server.receive(WORKERS[0], Pull(sequence=2, at_version=0)))] == [2]
-    outs = server.receive(WORKERS[2], cell_push(plan, 0, 0, worker=2), full(1.0))
+    outs = server.receive(WORKERS[2], item_push(plan, 0, 0, worker=2), full(1.0))
 
     assert [to for to, _ in params(outs)] == [WORKERS[1]]
 
@@ -467,7 +467,7 @@ def test_nobody_answers_a_reader_that_is_gone() -> None:
     server, plan = a_server_in_round(0, items_per_round=1)
     server.receive(WORKERS[1], Pull(sequence=1, at_version=1))
     server.lost(WORKERS[1])
-    assert params(server.receive(WORKERS[0], cell_push(plan, 0, 0), full(1.0))) == []
+    assert params(server.receive(WORKERS[0], item_push(plan, 0, 0), full(1.0))) == []
 
 
 # ---- first values ----
@@ -581,7 +581,7 @@ def test_a_report_counts_what_was_refused_and_how_stale_what_was_applied_was() -
 
 def test_flush_and_forget_change_no_round_that_is_not_complete() -> None:
     server, plan = a_server_in_round(0, items_per_round=2)
-    send(server, cell_push(plan, 0, position=0, worker=1))
+    send(server, item_push(plan, 0, position=0, worker=1))
     before = state(server)
 
     assert server.receive(COORDINATOR, Forget(worker=1)) == []

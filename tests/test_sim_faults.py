@@ -319,8 +319,12 @@ BROKEN: dict[str, tuple[broken.Mutation, str, int]] = {
     "the lost take the gathered along": (the_count_forgets_the_lost_gradients, "soft_sync", 0),
     "no bound on tasks": (tasks_are_not_waited_for, "bounded_delay", 0),
     "no bound that moves": (anyone_may_read, "adaptive_bound", 0),
-    "a cell counts twice": (a_work_item_is_added_whenever_it_comes, "sandblaster", 0),
-    "a cell counts twice, with conjugate gradients": (a_work_item_is_added_whenever_it_comes, "conjugate_gradient", 0),
+    "a work item counts twice": (a_work_item_is_added_whenever_it_comes, "sandblaster", 0),
+    "a work item counts twice, with conjugate gradients": (
+        a_work_item_is_added_whenever_it_comes,
+        "conjugate_gradient",
+        0,
+    ),
 }
 
 

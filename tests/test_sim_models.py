@@ -307,7 +307,7 @@ MS = 1e-3
 
 
 def ends_of(num_cores: int, works: list[tuple[float, str, float]], **settings: float) -> dict[str, float]:
-    """When each is done, in milliseconds; works are (from when, who, how long), in milliseconds too."""
+    """Return the end of each work in milliseconds; a work is (start, process, duration), in milliseconds too."""
     clock = VirtualClock()
     cores, ends = Cores(clock, num_cores, **settings), {}
 

@@ -49,7 +49,7 @@ INSTANT = ClusterModel(
 TASK = Linear(dimension=48, samples=32, batch_size=2, epochs=1)  # 16 batches
 
 
-def world_of(
+def cluster_of(
     strategy: object,
     num_workers: int,
     model: ClusterModel = INSTANT,
@@ -83,7 +83,7 @@ def steps_of(cluster: SimulatedCluster, worker: int) -> int:
 
 
 def test_two_workers_take_half_the_steps_each_and_half_the_time() -> None:
-    cluster = world_of(Downpour(), 2)
+    cluster = cluster_of(Downpour(), 2)
     cluster.start()
     cluster.run()
     assert (cluster.clock.now, steps_of(cluster, 0), steps_of(cluster, 1)) == (8.0, 8, 8)
@@ -91,7 +91,7 @@ def test_two_workers_take_half_the_steps_each_and_half_the_time() -> None:
 
 def test_with_downpour_a_fast_worker_does_the_slow_ones_work() -> None:
     slow = ComputeModel(kind="constant", step_s=1.0, slow_workers=(1,), slow_factor=3.0)
-    cluster = world_of(Downpour(), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
+    cluster = cluster_of(Downpour(), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
     cluster.start()
     cluster.run()
     assert (steps_of(cluster, 0), steps_of(cluster, 1), cluster.clock.now) == (12, 4, 12.0)
@@ -100,7 +100,7 @@ def test_with_downpour_a_fast_worker_does_the_slow_ones_work() -> None:
 
 def test_with_sync_everyone_waits_for_the_slow_one() -> None:
     slow = ComputeModel(kind="constant", step_s=1.0, slow_workers=(1,), slow_factor=3.0)
-    cluster = world_of(load_strategy("sync", {}), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
+    cluster = cluster_of(load_strategy("sync", {}), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
     cluster.start()
     cluster.run()
     assert (steps_of(cluster, 0), steps_of(cluster, 1), cluster.clock.now) == (8, 8, 24.0)
@@ -108,12 +108,12 @@ def test_with_sync_everyone_waits_for_the_slow_one() -> None:
 
 
 def test_with_sync_who_comes_later_shares_the_work_at_once() -> None:
-    """Rounds of two cells, a second each. Until 2.5 s the first worker is alone: it has made one, and begun the next.
+    """Rounds of two batches, a second each. Until 2.5 s the first worker is alone: it has made one, and begun the next.
 
-    It hears of the other when it next waits: the second cell of that round is computed by both, until 3.5 and 4 s. From
-    then on they share: six more rounds of one second. Without that it would compute all 16 cells alone.
+    It learns of the other when it next waits: both compute the second batch of that round, until 3.5 and 4 s. From then
+    on they share: six more rounds of one second. Without that it would compute all 16 batches alone.
     """
-    cluster = world_of(load_strategy("sync", {}), 2)
+    cluster = cluster_of(load_strategy("sync", {}), 2)
     for server in range(2):
         cluster.add_server(server)
     cluster.add_worker(0)
@@ -125,7 +125,7 @@ def test_with_sync_who_comes_later_shares_the_work_at_once() -> None:
 def test_a_slow_network_adds_what_it_should() -> None:
     """One worker, no overlap: per step a push of 192 bytes and a pull of as many, at 2 x 10 ms latency."""
     model = ClusterModel(NetworkModel(latency_s=0.01, bytes_per_s=inf), INSTANT.compute, INSTANT.nodes)
-    cluster = world_of(Downpour(overlap=False), 1, model)
+    cluster = cluster_of(Downpour(overlap=False), 1, model)
     cluster.start()
     cluster.run()
     span_s = [span.from_s for span in cluster.spans or [] if span.what == "compute"]
@@ -136,7 +136,7 @@ def test_a_slow_network_adds_what_it_should() -> None:
 def test_every_message_that_a_worker_sends_or_takes_costs_it_time() -> None:
     """Per step it sends a push to each of two servers, and takes an answer and parameters from each: six messages."""
     nodes = replace(INSTANT.nodes, worker_message_s=0.125)
-    cluster = world_of(Downpour(overlap=False), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    cluster = cluster_of(Downpour(overlap=False), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
     cluster.start()
     cluster.run()
     starts = [span.from_s for span in cluster.spans or [] if span.what == "compute"]
@@ -146,7 +146,7 @@ def test_every_message_that_a_worker_sends_or_takes_costs_it_time() -> None:
 def test_on_one_core_copying_is_work_like_any_other() -> None:
     """16 steps of two workers: a second to compute and a second to copy what is pushed, one after the other."""
     nodes = replace(INSTANT.nodes, push_bytes_per_s=192, cores=1)
-    cluster = world_of(Downpour(), 2, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    cluster = cluster_of(Downpour(), 2, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
     cluster.start()
     cluster.run()
     assert 16 * 2.0 <= cluster.clock.now <= 16 * 2.0 + 3.0  # and a second for the first values
@@ -161,7 +161,7 @@ def test_only_the_last_push_of_a_round_makes_a_step(gather_bytes_per_s: float, r
     """A second to compute, a quarter to add a gradient of 192 bytes to another, a second to make the step."""
     nodes = replace(INSTANT.nodes, apply_bytes_per_s=192, gather_bytes_per_s=gather_bytes_per_s)
     model = ClusterModel(INSTANT.network, INSTANT.compute, nodes)
-    cluster = world_of(load_strategy("sync", {}), 2, model, num_servers=1)
+    cluster = cluster_of(load_strategy("sync", {}), 2, model, num_servers=1)
     cluster.start()
     cluster.run()
     starts = starts_of(cluster, 0)
@@ -174,7 +174,7 @@ def test_on_one_machine_answers_to_what_came_meanwhile_leave_together(cores: int
     the other two pushes and what all three ask."""
     nodes = replace(INSTANT.nodes, apply_bytes_per_s=192, cores=cores)
     model = ClusterModel(INSTANT.network, INSTANT.compute, nodes)
-    cluster = world_of(Downpour(overlap=False), 3, model, num_servers=1)
+    cluster = cluster_of(Downpour(overlap=False), 3, model, num_servers=1)
     cluster.start()
     cluster.run()
     second = [starts_of(cluster, worker)[1] for worker in range(3)]
@@ -184,7 +184,7 @@ def test_on_one_machine_answers_to_what_came_meanwhile_leave_together(cores: int
 def test_taking_parameters_over_counts_as_waiting_as_it_does_for_a_real_worker() -> None:
     """192 bytes at 768 a second, 16 times and once before the first step."""
     nodes = replace(INSTANT.nodes, pull_bytes_per_s=768)
-    cluster = world_of(Downpour(overlap=False), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    cluster = cluster_of(Downpour(overlap=False), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
     cluster.start()
     cluster.run()
     assert cluster.workers[0].stats.waited_s == pytest.approx(17 * 0.25, abs=0.3)
@@ -195,7 +195,7 @@ def test_copying_a_reply_keeps_a_server_from_its_next_message() -> None:
     nodes = NodeModel(
         apply_bytes_per_s=inf, read_bytes_per_s=960, push_bytes_per_s=inf, pull_bytes_per_s=inf, message_s=0.0
     )
-    cluster = world_of(Downpour(overlap=False), 2, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    cluster = cluster_of(Downpour(overlap=False), 2, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
     cluster.start()
     cluster.run()
     first = {f"worker {i}": inf for i in range(2)}
@@ -210,7 +210,7 @@ def test_what_a_killed_worker_had_not_sent_is_gone() -> None:
     nodes = NodeModel(
         apply_bytes_per_s=inf, read_bytes_per_s=inf, push_bytes_per_s=192, pull_bytes_per_s=inf, message_s=0.0
     )
-    cluster = world_of(Downpour(), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
+    cluster = cluster_of(Downpour(), 1, ClusterModel(INSTANT.network, INSTANT.compute, nodes))
     cluster.clock.at(
         2.75, lambda: cluster.kill(cluster.workers[0], keep=lambda in_flight: True)
     )  # 1 s to load, 1 to compute
@@ -225,7 +225,7 @@ def test_time_passes_alike_with_and_without_gradients() -> None:
     ends = []
     for real in (True, False):
         model = ClusterModel(NetworkModel(latency_s=0.01, bytes_per_s=1e4), ComputeModel(), NodeModel())
-        cluster = world_of(Downpour(), 3, model, real=real)
+        cluster = cluster_of(Downpour(), 3, model, real=real)
         cluster.start()
         cluster.run()
         ends.append((cluster.clock.now, [w.stats.waited_s for w in cluster.workers.values()]))
@@ -238,7 +238,7 @@ def test_time_passes_alike_with_and_without_gradients() -> None:
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_every_batch_arrives_once_to_the_last_bit(num_workers: int) -> None:
     model = ClusterModel(NetworkModel(jitter_s=0.1), ComputeModel(kind="exponential"), NodeModel())
-    cluster = world_of(Downpour(optimizer="sgd", lr=0.25), num_workers, model)
+    cluster = cluster_of(Downpour(optimizer="sgd", lr=0.25), num_workers, model)
     cluster.start()
     cluster.run()
     assert torch.equal(parameters(cluster), TASK.after(0.25))
@@ -279,7 +279,7 @@ class Normed(Linear):
 
 def test_every_worker_has_its_own_batchnorm_statistics() -> None:
     task = Normed(dimension=48, samples=32, batch_size=2, epochs=1)
-    cluster = world_of(Downpour(), 2, task=task)
+    cluster = cluster_of(Downpour(), 2, task=task)
     cluster.start()
     cluster.run()
     first, second = (cluster.workers[i].compute.memory.buffers for i in (0, 1))  # type: ignore[attr-defined]
@@ -367,7 +367,7 @@ class Stubborn(ApplyOnArrival):
 
 
 def test_a_deadlock_names_who_waits_for_whom_and_since_when() -> None:
-    cluster = world_of(Stuck(), 2)
+    cluster = cluster_of(Stuck(), 2)
     cluster.start()
     with pytest.raises(Deadlock) as caught:
         cluster.run()
@@ -386,7 +386,7 @@ class Stuck(Downpour):
 
 def test_a_long_step_is_no_deadlock() -> None:
     model = ClusterModel(INSTANT.network, ComputeModel(kind="constant", step_s=200.0), INSTANT.nodes)
-    cluster = world_of(load_strategy("sync", {}), 2, model)
+    cluster = cluster_of(load_strategy("sync", {}), 2, model)
     cluster.start()
     cluster.run()
     assert cluster.coordinator.state.outcome == "finished"
@@ -396,7 +396,7 @@ def test_a_long_step_is_no_deadlock() -> None:
 
 
 def measured_at(directory: Path, **given: Any) -> tuple[float, list[float]]:
-    """When the run was over, and the virtual moments at which another measurement had come."""
+    """Return the end of the run, and the virtual times of its evaluations."""
     seen: dict[float, float] = {}
 
     def view(event: events.AnyEvent) -> None:
@@ -410,7 +410,7 @@ def measured_at(directory: Path, **given: Any) -> tuple[float, list[float]]:
     return result.seconds, sorted(seen.values())
 
 
-def test_a_simulated_run_measures_every_so_many_virtual_seconds_and_that_takes_no_time(tmp_path: Path) -> None:
+def test_a_simulated_run_evaluates_at_virtual_intervals_and_that_takes_no_time(tmp_path: Path) -> None:
     """1024 samples in batches of 64, twice, by 2 workers: 16 steps of a second each."""
     never_s, never = measured_at(tmp_path / "never", eval_every_s=0.0)
     often_s, often = measured_at(tmp_path / "often", eval_every_s=4.0)
@@ -451,7 +451,7 @@ def test_in_bulk_what_would_not_count_is_refused(setting: dict[str, Any]) -> Non
         make_aggregated(replace(INSTANT, nodes=NodeModel(**setting)), layout, num_servers=2)
 
 
-def test_in_bulk_the_books_are_those_of_every_server(tmp_path: Path) -> None:
+def test_aggregated_servers_report_the_accounting_of_every_server(tmp_path: Path) -> None:
     settings = SimSettings(time_only=True, aggregated=True, steps=3)
     config = config_of(tmp_path / "run", "downpour", 200, sim=settings)
     result = sim.run(config, lambda event: None)
@@ -548,7 +548,7 @@ def test_a_run_is_typed_with_its_network_its_paces_and_its_faults_and_again_from
     assert first.exit_code == 0, first.output
     found = json.loads(first.output.splitlines()[-1])
     assert found["accounting"]["reassigned"] >= 1 and found["accounting"]["lost"] == 0
-    again = typed("--config", found["directory"], *runs)  # it remembers its world, too
+    again = typed("--config", found["directory"], *runs)  # the configuration has the runtime, too
     assert json.loads(again.output.splitlines()[-1])["trace_hash"] == found["trace_hash"]
 
 
@@ -569,7 +569,7 @@ def test_the_schedule_does_not_depend_on_the_values_of_gradients() -> None:
     digests = set()
     for seed in (0, 1):
         model = ClusterModel(NetworkModel(jitter_s=0.01), ComputeModel(), NodeModel())
-        cluster = world_of(
+        cluster = cluster_of(
             Downpour(), 3, model, task=Linear(dimension=48, samples=32, batch_size=2, epochs=1, seed=seed)
         )
         cluster.start()

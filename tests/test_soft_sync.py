@@ -15,10 +15,10 @@ from rainband.strategies.soft_sync import SoftSync
 from rainband.tasks.linear import Linear
 from tests.builders import make_plan, make_push, named
 from tests.test_rules import Recorder, number
-from tests.test_simulation import INSTANT, world_of
+from tests.test_simulation import INSTANT, cluster_of
 
 
-def test_1_2_and_6_give_3_whoever_they_are_from() -> None:
+def test_1_2_and_6_give_3_from_any_workers() -> None:
     rule, block = ApplyEvery(count=3), Recorder(make_plan())
 
     rule.absorb(block, make_push(named(0, 0), worker=1, absent=(4, 5)), number(1.0))
@@ -125,7 +125,7 @@ def test_who_comes_back_or_is_new_counts_from_its_first_push_on() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=60), st.integers(1, 4))
-def test_every_update_is_of_so_many_gradients_as_the_workers_at_its_beginning_say(
+def test_the_number_of_gradients_of_an_update_follows_the_workers_at_its_beginning(
     story: list[tuple[int, bool]], n: int
 ) -> None:
     strategy, block = SoftSync(n=n, scaling="none"), Recorder(make_plan())
@@ -147,7 +147,7 @@ def test_in_a_run_with_a_kill_c_follows_and_an_event_says_so() -> None:
     """Six workers and n = 2: updates of 3. Two are lost: updates of 2, and the mean staleness is that of four."""
     seen: list[events.AnyEvent] = []
     task = Linear(dimension=16, samples=1200, batch_size=1, epochs=1)
-    cluster = world_of(SoftSync(n=2, lr=0.25), 6, INSTANT, num_servers=1, task=task)
+    cluster = cluster_of(SoftSync(n=2, lr=0.25), 6, INSTANT, num_servers=1, task=task)
     cluster.coordinator_node.show = seen.append
     cluster.start()
     cluster.run(until_s=40.25)
@@ -199,7 +199,7 @@ def test_mean_staleness_of_a_run_is_lambda_minus_1_over_c_for_any_mix_of_speeds(
     """Six workers, one of them three times slower, looked at while all of them compute."""
     compute = replace(INSTANT.compute, kind=kind, slow_workers=(2,), slow_factor=3.0)
     task = Linear(dimension=16, samples=1200, batch_size=1, epochs=1)
-    cluster = world_of(SoftSync(n=n, lr=0.25), 6, replace(INSTANT, compute=compute), num_servers=1, task=task)
+    cluster = cluster_of(SoftSync(n=n, lr=0.25), 6, replace(INSTANT, compute=compute), num_servers=1, task=task)
     cluster.start()
     cluster.run(until_s=100.25)
 

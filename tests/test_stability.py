@@ -41,7 +41,7 @@ def descend(rate: float, delay: int, steps: int, by_staleness: bool = False) -> 
 
 
 def growth(sizes: list[float]) -> float:
-    """How many times larger the swings are in the last tenth than in the second."""
+    """Return the ratio of the swings in the last tenth to those in the second."""
     tenth = len(sizes) // 10
     return max(sizes[-tenth:]) / max(sizes[tenth : 2 * tenth])
 

@@ -34,7 +34,7 @@ STEP_S = 1.0
 
 
 def round_profile(task: Shaped) -> Profile:
-    """What a batch really sends, and times that are easy to think with: unit n takes n + 1 forward, as often 2 back."""
+    """Profile the bytes of a real batch, with simple times: unit n takes n + 1 forward, and twice that backward."""
     profile = measure(cut(build_model(task), args := task.data().batch(range(task.batch_size))), args, repeats=1)
     units = [Unit(u.name, n + 1.0, 2.0 * (n + 1), u.parameter_bytes) for n, u in enumerate(profile.units)]
     return msgspec.structs.replace(profile, units=tuple(units))

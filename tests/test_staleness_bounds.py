@@ -21,7 +21,7 @@ from tests.broken_bound import Boundless
 from tests.processes import Run, RunLauncher
 from tests.test_consistency import ONE_IS_SLOW, TASK
 from tests.test_run_script import Told
-from tests.test_simulation import world_of
+from tests.test_simulation import cluster_of
 
 SAMPLES = 64
 PROMISED = "the staleness bound was exceeded: readers may miss 0 clocks, and"
@@ -31,7 +31,7 @@ FIRST_SAMPLE = int(np.random.Generator(np.random.PCG64([0, 0])).permutation(SAMP
 
 def steps_until(strategy: StaleSync, until_s: float) -> int:
     """Of the fast one: it takes 1 s a step, the other 4 s."""
-    cluster = world_of(strategy, 2, ONE_IS_SLOW, task=TASK)
+    cluster = cluster_of(strategy, 2, ONE_IS_SLOW, task=TASK)
     cluster.start()
     cluster.run(until_s=until_s)
     return cluster.workers[0].stats.steps

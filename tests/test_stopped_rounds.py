@@ -8,12 +8,12 @@ from rainband.protocol.messages import Peer
 from rainband.runtimes.simulation.fault_injector import FaultInjector
 from rainband.runtimes.simulation.models.faults import parse
 from rainband.strategies.sync import Sync
-from tests.test_simulation import world_of
+from tests.test_simulation import cluster_of
 
 
 def test_when_a_worker_dies_with_a_push_on_one_server_only_the_round_before_is_saved() -> None:
     """Steps take 1 s. Of what worker 1 pushes at 3 s, server 1 hears nothing; then it dies, and the run is stopped."""
-    cluster = world_of(Sync(lr=0.25), 2)
+    cluster = cluster_of(Sync(lr=0.25), 2)
     FaultInjector(cluster, parse("2.5 slow worker 1 > server 1 for 9 by 5"), seed=0)
     cluster.start()
     cluster.run(until_s=3.05)

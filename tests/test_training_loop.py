@@ -1,4 +1,4 @@
-"""A loop of one's own, joined by one worker that waits for its pushes, is plain PyTorch: in every everyday pattern."""
+"""A custom training loop, joined by one worker that waits for its pushes, equals plain PyTorch in common patterns."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def train(model: nn.Module, optimizer: Optimizer, batch: Any) -> Tensor:
 
 
 def same_as_plain(script: Script, pushes: int, strategy: Any = PLAIN) -> OneProcess:
-    """Run the script alone and joined; the models must be equal, and so many gradients have been pushed."""
+    """Run the script alone and joined; the models must be equal, and `pushes` gradients pushed."""
     plain = script(lambda model, optimizer: SingleProcessLoop())
     member = OneProcess(strategy)
     shared = script(lambda model, optimizer: joined(model, optimizer, member))
@@ -625,7 +625,7 @@ def test_sums_of_three_steps_are_pushed_and_the_rest_at_the_end() -> None:
 
 
 def test_a_step_that_waits_for_a_second_one_is_pushed_when_there_are_no_more_batches() -> None:
-    """Nobody else would get this batch: whoever kept it would wait for another, and all for the end."""
+    """No other worker would get this batch: its owner would wait for another batch, and all for the end."""
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
     member = OneProcess(Downpour(n_push=2))
@@ -709,7 +709,7 @@ def test_a_push_is_applied_with_its_own_senders_rate() -> None:
     assert [len(push.groups) for push in member.pushes] == [0, 1, 1]
 
 
-def test_whoever_pushed_before_a_push_has_its_own_senders_rate() -> None:
+def test_each_push_has_the_learning_rate_of_its_own_sender() -> None:
     member = OneProcess(num_servers=1)
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -732,7 +732,7 @@ def test_whoever_pushed_before_a_push_has_its_own_senders_rate() -> None:
 
 
 @given(st.lists(st.sampled_from(["step", "accumulate", "skip", "again"]), max_size=12))
-def test_whatever_the_loop_does_with_its_batches_the_books_say_so(deeds: list[str]) -> None:
+def test_whatever_the_loop_does_with_its_batches_the_accounting_says_so(deeds: list[str]) -> None:
     member = OneProcess(PLAIN)
     model = nn.Linear(5, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -992,7 +992,7 @@ def test_a_strategys_own_gradient_is_what_the_users_optimizer_steps_with() -> No
         assert model.weight.item() == -1.0  # 0.5 times twice the gradient 1
 
 
-def test_skipping_without_servers_is_in_the_books_too() -> None:
+def test_skipping_without_servers_is_accounted_for() -> None:
     member = OneProcess(Single())
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)

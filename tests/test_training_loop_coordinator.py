@@ -1,4 +1,4 @@
-"""How the coordinator leads own loops: they begin together, say later what they draw from, end when all have left."""
+"""The coordinator of custom training loops: they start together, report their data later, and end when all left."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_when_all_is_leased_who_asks_is_told() -> None:
     assert [kinds(outs) for outs in answers] == [[(A, Lease)]] * 8 + [[(A, NoWork)]]
 
 
-def test_a_lease_that_was_not_used_is_leased_again_without_a_word() -> None:
+def test_an_unused_lease_is_reassigned_without_an_event() -> None:
     coordinated = CommandExecutor().drawing()
     [lease] = [out.message for out in coordinated.say(A, LeaseRequest())]
     assert isinstance(lease, Lease)

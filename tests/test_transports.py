@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
@@ -141,7 +142,7 @@ class Worker:
         self.came.append((message, None if payload is None else payload.clone()))
 
     def wait(self, kind: type[Message], number: int) -> list[tuple[Any, Tensor | None]]:
-        """Wait until so many messages of a kind have come."""
+        """Wait until `number` messages of a kind have arrived."""
         until = time.monotonic() + DEADLINE_S
         while len(found := [(m, p) for m, p in self.came if isinstance(m, kind)]) < number:
             assert time.monotonic() < until, f"{number} x {kind.__name__} expected, {self.came} came"
@@ -306,7 +307,7 @@ def test_a_slot_is_freed_by_a_refusal_too() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_server_that_goes_away_is_noticed_by_whoever_waits(transport: str) -> None:
+def test_a_server_that_goes_away_is_noticed_by_waiting_workers(transport: str) -> None:
     with served() as server:
         worker = Worker(server, transport)
         worker.load_zeros()
@@ -617,12 +618,14 @@ def test_a_mailbox_that_is_not_what_it_says_is_refused(
         worker = Worker(server, "shm")
         worker.load_zeros()
         fd = make(num_bytes)
+        gc.collect()  # closes what earlier tests left open
         open_before = os.listdir("/proc/self/fd")
         sock, _, key = connect(server.address, True, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
         socket.send_fds(sock, [frames.pack(encode(hello), None, key)], [fd, fd])
         assert is_closed(sock)
         assert worker.push_ones(0) == PushResult.ACCEPTED
         assert Peer("worker", 1) not in server.hub.peers
+        gc.collect()
         assert os.listdir("/proc/self/fd") == open_before  # the server has kept none of it
         os.close(fd)
 

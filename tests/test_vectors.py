@@ -221,7 +221,7 @@ def test_commands_out_of_order_or_of_a_term_that_is_over_change_nothing() -> Non
 
 
 def test_a_coordinator_that_was_started_again_hears_what_came_of_the_command_under_way() -> None:
-    """It is done once: by the servers that had heard of it before, and by the others now."""
+    """It is done once: by the servers that received it before, and by the others now."""
     rig = Rig()
     rig.command(1, scale(PARAMS, 2.0), dot(PARAMS, PARAMS))
     (answer,) = rig.command(1, scale(PARAMS, 2.0), dot(PARAMS, PARAMS), term=2)

@@ -1,4 +1,4 @@
-"""What a worker has in hand: it asks in time, says when it idles, and leaves off what others have delivered."""
+"""A worker's work items: it requests them in time, reports when it is idle, and skips those that others delivered."""
 
 from __future__ import annotations
 

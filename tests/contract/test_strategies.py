@@ -1,4 +1,4 @@
-"""What is true of every strategy, found by its file; and what some of them promise besides."""
+"""The laws of every strategy, found by its file, and further promises of some of them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_wrong_optimizer_is_told_when_the_strategy_is_made(name: str) -> None:
         load_strategy(name, {"optimizer": "sdg"})
 
 
-# ---- its servers' half ----
+# ---- its server part ----
 
 
 @every_strategy_with_servers
@@ -154,7 +154,7 @@ def test_it_can_be_stopped(name: str) -> None:
 
 @every_strategy_with_servers
 def test_it_runs_with_torchs_own_optimizer_and_its_own_defaults(name: str) -> None:
-    """Here nothing is exact, and the books must balance all the same."""
+    """The parameters are not exact here; the batch accounting must still balance."""
     runtime = SimulatedCluster(0, Case(load_strategy(name, {}), num_workers=2, num_servers=2), node=OnASlope)
     accounting = runtime.run().coordinator.reporting.accounting()
     assert accounting is not None and accounting.balanced and accounting.applied == accounting.batches == 8
