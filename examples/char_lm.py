@@ -70,7 +70,7 @@ def main() -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
 
-    if run.index == 0:  # every worker runs this, with the same model
+    if run.rank == 0:  # every worker runs this, with the same model
         print(repr(write(model, "The ", 60)))
 
 

@@ -43,7 +43,7 @@ def main() -> None:
     model.eval()
     with torch.no_grad():
         right = (model(test_images).argmax(1) == test_labels).float().mean().item()
-    if run.index == 0:  # every worker runs this, with the same model
+    if run.rank == 0:  # every worker runs this, with the same model
         print(f"accuracy {right:.3f}")
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     with torch.no_grad():
         rows, targets = test
         explained = 1 - functional.mse_loss(model(rows).squeeze(1), targets) / targets.var()
-    if run.index == 0:  # every worker runs this, with the same model
+    if run.rank == 0:  # every worker runs this, with the same model
         print(f"explains {100 * explained.item():.0f} % of the variance")
 
 

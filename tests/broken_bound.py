@@ -31,9 +31,9 @@ class Boundless(StaleSync):
 
 def stand_still(run: Any, pipe: str) -> None:
     """In a custom training loop: worker 1 goes on after its first step when worker 0 has done five."""
-    if run.index == 0:
+    if run.rank == 0:
         os.write(opened(pipe), b".")
-    elif run.index == 1:
+    elif run.rank == 1:
         five_steps(pipe)
 
 

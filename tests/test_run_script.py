@@ -38,7 +38,7 @@ with rainband.join(model, optimizer) as run:
             mse_loss(model(inputs), targets).backward()
             optimizer.step()
             {inside}
-print("worker", run.index, "of", run.num_workers, [round(p.double().sum().item(), 6) for p in model.parameters()])
+print("worker", run.rank, "of", run.num_workers, [round(p.double().sum().item(), 6) for p in model.parameters()])
 {after}
 """
 BESIDE = """
@@ -114,7 +114,7 @@ def test_when_a_worker_is_killed_the_others_do_its_batches(tmp_path: Path) -> No
         tmp_path,
         [*words, "train.py", "--lr", "0.01"],
         optimizer="__import__('beside').Lion",
-        inside="if run.index == 1 and epoch == 0: __import__('os').kill(__import__('os').getpid(), 9)",
+        inside="if run.rank == 1 and epoch == 0: __import__('os').kill(__import__('os').getpid(), 9)",
     )
     assert told.exit_code == 0, told.err
     accounting = told.json["accounting"]

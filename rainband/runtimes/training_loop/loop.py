@@ -67,7 +67,7 @@ class TrainingLoop:
         self.model = model
         self.optimizers = [unwrapped(optimizer) for optimizer in optimizers]
         self.member = member
-        self.index = member.index
+        self.rank = member.index
         self.num_workers = member.num_workers
         self.strategy = following(member.strategy, self.optimizers)
         self.rounds = self.strategy.requires.waits == "rounds"
@@ -89,7 +89,7 @@ class TrainingLoop:
         join = join_of(self.strategy, self.flat.layout, NOT_KNOWN_YET, custom_loop=True, optimizer=optimizer)
         self.member.session.prepare(self.strategy, join, LoopModel(self))
         self.coroutine = LoopCoroutine(self.member.session, self.member.wait)
-        seed_by_rank(self.index)
+        seed_by_rank(self.rank)
         self.drawn = LoopBatches(self.client, self.member.wait, lambda: self.coroutine.end_item())
         self.state_hooks = self._guard_state()
         return self
@@ -267,7 +267,7 @@ class TrainingLoop:
 
     def _note_own_loader(self) -> None:
         """Warn once, on one worker, that all workers may be training on the same data."""
-        if self.planned or self.client.stats.steps or self.index or self.num_workers == 1:
+        if self.planned or self.client.stats.steps or self.rank or self.num_workers == 1:
             return
         if not self.member.asked_rank:
             print(

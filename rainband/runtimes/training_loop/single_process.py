@@ -16,7 +16,7 @@ OPEN_ENDED = 1 << 20
 class SingleProcessLoop:
     """Has the methods of a TrainingLoop, and leaves model and optimizer unchanged."""
 
-    index = 0
+    rank = 0
     num_workers = 1
 
     def __init__(self) -> None:
