@@ -234,9 +234,6 @@ def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Note
     )
 
 
-# ---- by name, where that is possible ----
-
-
 def _named(thing: Any, family: str) -> tuple[str, dict[str, Any]]:
     """Return the name and settings from which another process makes an equal object; "" if there is no such name."""
     from rainband.settings import as_dict, as_plain
@@ -259,9 +256,6 @@ def _can_be_imported(kind: type) -> bool:
     except ImportError:
         return False
     return getattr(module, kind.__name__, None) is kind and bool(inspect.getsourcefile(kind))
-
-
-# ---- through inherited memory, where it is not ----
 
 
 @contextmanager

@@ -109,10 +109,7 @@ class StageOptions(TypedDict, total=False):
     microbatches: Annotated[
         int | None, Option("With --stages: microbatches per batch.", "N", "2 for each stage", min=1)
     ]
-    schedule: Annotated[
-        str | None,
-        Option("With --stages: one_f_one_b, gpipe or interleaved.", "NAME", "one_f_one_b"),
-    ]
+    schedule: Annotated[str | None, Option("With --stages: one_f_one_b, gpipe or interleaved.", "NAME", "one_f_one_b")]
     stages_per_worker: Annotated[int | None, Option("With --schedule interleaved: stages per worker.", "N", "2", min=2)]
 
 
@@ -201,9 +198,6 @@ def declared(*groups: type) -> dict[str, DeclaredOption]:
                 *_, kind, _ = get_args(kind)  # the widest of the union, before None
             found[name] = DeclaredOption(name, (group.__doc__ or "").strip(), kind, option)
     return found
-
-
-# ---- mistakes ----
 
 
 def opt(name: str, value: object = None) -> str:

@@ -111,9 +111,6 @@ def _no_such_setting(owner: str, name: str, known: list[str]) -> str:
     return f"{owner} has no setting '{name}'{did_you_mean(name, known)}: it has {', '.join(known) or 'none'}."
 
 
-# ---- from an annotation to a function that reads a value ----
-
-
 @dataclass(frozen=True)
 class _Kind:
     read: Callable[[object], object]  # raises ValueError when the value is not of this kind
@@ -246,9 +243,6 @@ def _items(value: object) -> list[object]:
     if isinstance(value, list | tuple):
         return list(value)
     raise ValueError
-
-
-# ---- the comments beside fields in the source ----
 
 
 def _docs_of(cls: type) -> dict[str, str]:

@@ -28,8 +28,7 @@ def names() -> list[str]:
 
 def bench(
     name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help=f"One of {', '.join(names())}, or all.", autocompletion=names),
+        str, typer.Argument(metavar="NAME", help=f"One of {', '.join(names())}, or all.", autocompletion=names)
     ] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: faster and less precise.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
@@ -77,11 +76,7 @@ def as_table(name: str, rows: list[Row], width: int) -> list[str]:
     texts = [_texts(row) for row in rows]
     room = max([len("value"), *(len(value) for value, *_ in texts)])
     head = ("value".rjust(room), "unit", "target", "met", "what")
-    return [
-        f"bench {name}",
-        *table([head, *((c[0].rjust(room), *c[1:]) for c in texts)], indent="  ", width=width),
-        "",
-    ]
+    return [f"bench {name}", *table([head, *((c[0].rjust(room), *c[1:]) for c in texts)], indent="  ", width=width), ""]
 
 
 def one_line(row: Row) -> str:

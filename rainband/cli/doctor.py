@@ -203,9 +203,6 @@ def _open_files() -> Finding:
     return Finding("open files", "ok", found)
 
 
-# ---- libraries ----
-
-
 def _libraries() -> Iterator[Finding]:
     """Check the libraries that Rainband requires, then those of each extra."""
     from importlib import metadata

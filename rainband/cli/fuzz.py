@@ -33,8 +33,7 @@ def command(
         ),
     ] = None,
     faults: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File of faults to inject.", show_default="drawn from the seed"),
+        Path | None, typer.Option(metavar="FILE", help="File of faults to inject.", show_default="drawn from the seed")
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Show every message.")] = False,
     shrink: Annotated[bool, typer.Option("--shrink", help="Reduce the faults of a failing run to a few.")] = False,

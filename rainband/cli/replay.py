@@ -32,8 +32,7 @@ def command(
     ] = "last",
     runs: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the runs.")] = Path("runs"),
     until: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="Recorded runs: stop after N updates of every block."),
+        int | None, typer.Option(min=0, metavar="N", help="Recorded runs: stop after N updates of every block.")
     ] = None,
     model: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Recorded runs: save the parameters at the end, or at N.")

@@ -34,9 +34,7 @@ def train(
     task: Annotated[
         str | None,
         typer.Argument(
-            metavar="TASK",
-            help="Model and data: a built-in task, or module:name.",
-            autocompletion=completion.tasks,
+            metavar="TASK", help="Model and data: a built-in task, or module:name.", autocompletion=completion.tasks
         ),
     ] = None,
     strategy: Annotated[

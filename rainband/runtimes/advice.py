@@ -30,9 +30,6 @@ def expected_staleness(strategy: Strategy, num_workers: int) -> float | None:
     return strategy.staleness(num_workers)
 
 
-# ---- stragglers ----
-
-
 def straggler_of(config: RunConfig) -> Straggler | None:
     """Return the straggler that the run's settings of computing times define, if any."""
     if not config.sim.compute:

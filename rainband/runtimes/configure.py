@@ -131,9 +131,6 @@ def _sim_settings(base: RunConfig, options: RunOptions) -> SimSettings:
     return settings
 
 
-# ---- the one check ----
-
-
 def resolve(
     options: RunOptions,
     name: str,
@@ -281,9 +278,6 @@ def _check_record(options: RunOptions, name: str, requires: Requirements, size: 
         )
 
 
-# ---- models in stages ----
-
-
 def _placement(base: RunConfig, options: RunOptions) -> Placement | None:
     """Return the placement that was given, or that of the earlier run; None: the model is yet to be placed."""
     if file := options.get("placement"):
@@ -400,9 +394,6 @@ def _stage_lines(stage_plan: StagePlan) -> Iterator[str]:
         if stage_plan.stages_per_worker > 1:
             where = f" (on worker {number % len(stage_plan.workers)})"
         yield f"  stage {number}{where}: {units}"
-
-
-# ---- the task ----
 
 
 def check_task(name: str, settings: Mapping[str, Any]) -> None:

@@ -98,9 +98,6 @@ def _details(event: AnyEvent) -> list[str]:
     return []
 
 
-# ---- the beginning of a run ----
-
-
 def headline(so_far: RunSoFar) -> str:
     """Return the task, the strategy and the number of processes."""
     started = so_far.started
@@ -139,9 +136,6 @@ def plan_made(plan: PlanMade) -> str:
         return f"{model}, {samples} in batches of {plan.batch_size}, as many passes as needed"
     batches = f"{count(plan.num_batches, 'batch')} of {plan.batch_size}"
     return f"{model}, {count(plan.epochs, 'epoch')} of {samples}, {batches}"
-
-
-# ---- its progress ----
 
 
 def progress_line(so_far: RunSoFar) -> str:
@@ -220,10 +214,7 @@ def time_left(so_far: RunSoFar) -> str:
 
 def slow_and_lost(so_far: RunSoFar) -> str:
     slow = [f"worker {worker.index}" for worker in so_far.workers() if worker.slow]
-    parts = [
-        f"slow: {_named(slow)}" if slow else "",
-        f"lost: {_named(list(so_far.lost))}" if so_far.lost else "",
-    ]
+    parts = [f"slow: {_named(slow)}" if slow else "", f"lost: {_named(list(so_far.lost))}" if so_far.lost else ""]
     return "  ".join(part for part in parts if part)
 
 

@@ -31,8 +31,7 @@ def duration(seconds: float) -> str:
         return f"{max(0.001, seconds) * 1000:.0f} ms"
     if seconds < 10:
         return f"{seconds:.1f} s"
-    total = round(seconds)
-    minutes, seconds = divmod(total, 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:

@@ -225,9 +225,6 @@ def _middle_without(value: float, ordered: list[float]) -> float:
     return (ordered[low + (low >= index)] + ordered[high + (high >= index)]) / 2
 
 
-# ---- a run's directory ----
-
-
 @dataclass(frozen=True)
 class PastRun:
     """The contents of a run's directory; a killed run has no end, and its last line may be truncated."""

@@ -32,8 +32,7 @@ class PlainView:
     """Writes a line every few seconds of the events' own time, so that a stored run gives the same lines."""
 
     def __init__(self, stream: TextIO, verbose: bool = False) -> None:
-        self.stream = stream
-        self.verbose = verbose
+        self.stream, self.verbose = stream, verbose
         self.so_far = RunSoFar()
         self.next_line_s = 0.0
 
@@ -69,8 +68,7 @@ class RunWatch:
     """A context manager that shows events and log records, and restores the terminal and the logger."""
 
     def __init__(self, stream: TextIO, verbose: bool = False, sinks: Sequence[Callable[[], Sink]] = ()) -> None:
-        self.stream = stream
-        self.verbose = verbose
+        self.stream, self.verbose = stream, verbose
         self.sinks = [SafeSink(open_sink, self.say) for open_sink in sinks]
         self.view: View | None = None
         self.closed = False

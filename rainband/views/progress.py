@@ -50,8 +50,7 @@ class LiveView:
 
     def _draw(self) -> None:
         width, height = self.console.size
-        lines = frame(self.so_far, width, height, self.ink)
-        self.live.update(Group(*lines), refresh=True)
+        self.live.update(Group(*frame(self.so_far, width, height, self.ink)), refresh=True)
 
 
 def frame(so_far: RunSoFar, width: int, height: int, ink: Ink = BLOCKS) -> list[Text]:

@@ -32,9 +32,6 @@ def to_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-# ---- one run ----
-
-
 def as_record(run: PastRun) -> dict[str, Any]:
     """Return the run as a record for programs."""
     so_far = run.so_far
@@ -165,9 +162,6 @@ def _histogram_of(run: PastRun) -> dict[int, int]:
 
 def _local_time(text: str) -> str:
     return datetime.datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-# ---- two runs ----
 
 
 def compared(a: PastRun, b: PastRun) -> list[str]:

@@ -103,8 +103,7 @@ def _typical(lengths_s: Sequence[float]) -> int:
     """Return the index of the length closest to the median; of several, the one next to the middle."""
     usual_s = median(lengths_s)
     return min(
-        range(len(lengths_s)),
-        key=lambda n: (round(abs(lengths_s[n] / usual_s - 1), 6), abs(n - len(lengths_s) // 2)),
+        range(len(lengths_s)), key=lambda n: (round(abs(lengths_s[n] / usual_s - 1), 6), abs(n - len(lengths_s) // 2))
     )
 
 
@@ -143,9 +142,6 @@ def predicted_spans(seen: Excerpt) -> list[Span]:
         for span in seen.predicted
         if span.label != WAIT
     ]
-
-
-# ---- the picture ---------------------------------------------------------------------------------------------------
 
 
 def draw_schedules(seen: Excerpt, path: Path, title: str) -> bool:

@@ -46,9 +46,6 @@ def run(effort: Effort) -> Iterator[Row]:
         yield _scale()
 
 
-# ---- accuracy ----
-
-
 def _compare(size: str, strategy: str, num_workers: int, repeats: int) -> list[Row]:
     """Calibrate and run in turns, so that a slow minute hits both; predict from the calibrations before and after."""
     real, predicted = [], []
@@ -132,9 +129,6 @@ def _measured(config: RunConfig, runtime: Runtime) -> SimMeasurement:
     seconds = last.at_s - first.at_s
     waited = [last.waited_s[worker] - first.waited_s.get(worker, 0.0) for worker in last.waited_s]
     return SimMeasurement((last.samples_done - first.samples_done) / seconds, sum(waited) / len(waited) / seconds)
-
-
-# ---- speed ----
 
 
 def _throughput(repeats: int) -> list[Row]:

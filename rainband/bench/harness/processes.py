@@ -26,8 +26,7 @@ class BenchProcess:
 
     def __init__(self, zygote: Zygote, entry: str, order: msgspec.Struct, title: str, fds: Sequence[int] = ()) -> None:
         self.reader, writer = os.pipe()
-        job = msgspec.msgpack.encode(order)
-        self.token = zygote.spawn(entry, job, title, [writer, *fds], 1)
+        self.token = zygote.spawn(entry, msgspec.msgpack.encode(order), title, [writer, *fds], 1)
         os.close(writer)
 
     def read_byte(self, idle: Callable[[], object] | None = None) -> bytes:

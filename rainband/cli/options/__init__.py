@@ -90,8 +90,5 @@ def _parameter(one: DeclaredOption, complete: Callable[[str], list[str]] | None)
     )
     kind: Any = bool if is_flag else one.kind | None
     return inspect.Parameter(
-        one.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False if is_flag else None,
-        annotation=Annotated[kind, shown],
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=False if is_flag else None, annotation=Annotated[kind, shown]
     )

@@ -61,8 +61,7 @@ def draw_bars(axes: Any, bars: Sequence[Bar], rows: Sequence[str], scale: float 
         if bar.text and width_s > narrow_s * max(map(len, bar.text.split("\n"))):
             middle = (bar.from_s + width_s / 2) * scale
             axes.text(middle, bar.row + 0.5, bar.text, ha="center", va="center", fontsize=7, linespacing=0.9, zorder=4)
-    step = math.ceil(len(rows) / MAX_LABELS)
-    named = range(0, len(rows), max(1, step))
+    named = range(0, len(rows), max(1, math.ceil(len(rows) / MAX_LABELS)))
     axes.set_yticks([row + 0.5 for row in named], [rows[row] for row in named])
     axes.set_ylim(len(rows), 0)
     axes.tick_params(axis="y", length=0)

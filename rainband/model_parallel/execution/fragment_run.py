@@ -104,8 +104,7 @@ class FragmentRun:
         compute: FragmentCompute | None = None,
     ) -> None:
         """`modules`: those of another run of the same machine, for a second microbatch at the same time."""
-        self.layout = layout
-        self.machine = machine
+        self.layout, self.machine = layout, machine
         self.mine = [index for index, fragment in enumerate(layout.fragments) if fragment.machine == machine]
         self.modules = modules or {index: as_module(cut, layout.fragments[index]) for index in self.mine}
         self.compute = compute or AtLiveWeights(self.modules)
@@ -121,8 +120,6 @@ class FragmentRun:
         self.found: dict[tuple[str, int], Gradients] = {}  # (value, reader) -> gradients of that reader's leaves
         self.forward_done: set[int] = set()
         self.backward_done: set[int] = set()
-
-    # ---- forward ----
 
     def give(self, inputs: Mapping[str, Any]) -> None:
         """Start a new microbatch; every machine gets the model's inputs."""
@@ -206,8 +203,6 @@ class FragmentRun:
         if value in self.layout.outputs and self.machine == self.layout.answer_machine:
             readers.append(LOSS)
         return readers
-
-    # ---- backward ----
 
     def answered(self) -> list[FragmentMessage]:
         """Take the gradients that the loss has put on `outputs()`; return those to send at once."""

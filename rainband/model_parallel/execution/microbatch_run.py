@@ -26,9 +26,7 @@ class FragmentWork(Work):
     """The computation of one fragment; awaiting it returns its result."""
 
     def __init__(self, compute: Callable[[], Any], share: float, label: str) -> None:
-        self.compute = compute
-        self.share = share
-        self.label = label
+        self.compute, self.share, self.label = compute, share, label
         self.done = False
         self.result: Any = None
 
@@ -54,9 +52,7 @@ class AnyOf(Handle):
     def __init__(self, arrivals: Sequence[RunHooks], links: ReplicaLinks, source: int | None = None) -> None:
         """`source`: the rank that must act for it; None: any of the others may have to."""
         assert arrivals, "nothing to wait for"
-        self.arrivals = arrivals
-        self.links = links
-        self.source = source
+        self.arrivals, self.links, self.source = arrivals, links, source
 
     def ready(self) -> bool:
         return any(arrival.ready() for arrival in self.arrivals)

@@ -65,8 +65,7 @@ class Submodel:
 
     def __init__(self, task: Task, model: nn.Module, data: Data, plan: StagePlan, rank: int) -> None:
         """`rank`: of the worker in its replica; where no stage has replicas, that is its machine."""
-        self.plan = plan
-        self.rank = rank
+        self.plan, self.rank = plan, rank
         self.machine, self.replica = plan.machine_and_replica(rank)
         self.model = model
         self.cut, args, kwargs = cut_task(task, model, data, plan.example_size)

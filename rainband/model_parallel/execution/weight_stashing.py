@@ -103,8 +103,6 @@ class WeightStashing:
             groups[group_of.get(id(parameter), 0)]["params"].append(parameter)
         return build(spec, [group for group in groups if group["params"]])
 
-    # ---- order of actions ------------------------------------------------------------------------------------------
-
     async def train(self, items: AsyncIterator[WorkItem]) -> None:
         """Process work items: `ahead` forwards, then a forward and a backward in turn; the pipeline may run empty."""
         await run_actions(self._actions(items), self)
@@ -162,8 +160,6 @@ class WeightStashing:
         newest = self.stage.versions.newest if newest is None else newest
         return emptied + self.rule.version(position, newest - emptied)
 
-    # ---- forward and backward --------------------------------------------------------------------------------------
-
     def fragments(self, action: Action) -> list[int]:
         return self.submodel.first.mine
 
@@ -202,8 +198,6 @@ class WeightStashing:
     def _full_update(self) -> int:
         """Return the samples of an update of which no batch is short or missing."""
         return self.rule.batches * self.worker.plan.batch_size
-
-    # ---- update ----------------------------------------------------------------------------------------------------
 
     async def update(self, action: Action) -> None:
         """Step with the mean over the samples of an update's batches, on this worker and its stage replicas."""

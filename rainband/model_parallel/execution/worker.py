@@ -59,8 +59,7 @@ class ReplicaPull:
     """A pull of a round's parameters that succeeds on all workers of a replica, or on none."""
 
     def __init__(self, handle: PullHandle, links: ReplicaLinks) -> None:
-        self.handle = handle
-        self.links = links
+        self.handle, self.links = handle, links
 
     def has_every(self) -> bool:
         return self.handle.has_every()  # for observers of the worker
@@ -86,8 +85,7 @@ class RoundQuery:
     """The leader's question whether a round has opened on all blocks of this worker."""
 
     def __init__(self, number: int, client: Client) -> None:
-        self.number = number
-        self.client = client
+        self.number, self.client = number, client
 
     def ready(self) -> bool:
         return self.client.pulls.has_opened()
@@ -107,8 +105,7 @@ class StageWorker(ModuleWorker):
         links: ReplicaLinks,
     ) -> None:
         super().__init__(rank, num_replicas, task, data, submodel.module, client)
-        self.submodel = submodel
-        self.links = links
+        self.submodel, self.links = submodel, links
         self.servers = StageServers(client, links)
         links.stats = client.stats  # so that sent bytes are counted
         self.orders = 0
@@ -133,8 +130,6 @@ class StageWorker(ModuleWorker):
     @property
     def leads(self) -> bool:
         return self.submodel.rank == LEADER
-
-    # ---- work items ----------------------------------------------------------------------------------------------
 
     async def work_items(self) -> AsyncIterator[WorkItem]:
         if not self.leads:
@@ -239,8 +234,6 @@ class StageWorker(ModuleWorker):
         self.links.tell_all(tag, wanted)
         return wanted
 
-    # ---- a gradient ------------------------------------------------------------------------------------------------
-
     def gradient(self, batch: Batch) -> Awaitable[Gradient]:  # type: ignore[override]
         return self._gradient(batch)
 
@@ -302,8 +295,6 @@ class StageWorker(ModuleWorker):
         else:  # the leader counts the samples
             self.client.stats.steps += 1
 
-    # ---- a stage of a pipeline that is never flushed -----------------------------------------------------------------
-
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> WeightStashing:
         return WeightStashing(self, spec, schedule, how)
 
@@ -331,8 +322,6 @@ class StageWorker(ModuleWorker):
             stats.samples += samples
         if stats.steps == 1:
             self.client.tell(stats.heartbeat())
-
-    # ---- the model's answer, for evaluation -----------------------------------------------------------------------
 
     async def answer(self, call: Any) -> Any:
         """Compute the model's answer together, without gradients; return it on the leader, None elsewhere."""

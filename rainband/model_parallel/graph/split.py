@@ -74,10 +74,7 @@ class _Target:
 
 
 def split(
-    model: nn.Module,
-    hows: Mapping[str, How],
-    example: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    model: nn.Module, hows: Mapping[str, How], example: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> nn.Module:
     """Replace layers by their shards, with the same values; change the model in place, and return it.
 

@@ -52,8 +52,7 @@ class OpeningTracer(fx.Tracer):
 
 def by_fx(model: nn.Module) -> fx.GraphModule:
     tracer = OpeningTracer()
-    graph = tracer.trace(model)
-    return fx.GraphModule(tracer.root, graph)
+    return fx.GraphModule(tracer.root, tracer.trace(model))
 
 
 def by_pieces(model: nn.Module, pieces: Sequence[nn.Module]) -> fx.GraphModule:
@@ -88,10 +87,8 @@ def _put(root: nn.Module, name: str, module: nn.Module) -> None:
 def by_export(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.GraphModule:
     """Trace with torch.export, with dimension 0 of every tensor free, so that batches may have any size."""
     free = pytree.tree_map(_batch_is_free, (tuple(args), dict(kwargs)))
-    names = _argument_names(model, args)
-    shapes = dict(zip(names, free[0], strict=True)) | free[1]
-    program = torch.export.export(model, tuple(args), dict(kwargs), dynamic_shapes=shapes)
-    module = program.module()
+    shapes = dict(zip(_argument_names(model, args), free[0], strict=True)) | free[1]
+    module = torch.export.export(model, tuple(args), dict(kwargs), dynamic_shapes=shapes).module()
     assert isinstance(module, fx.GraphModule)
     return module
 

@@ -42,8 +42,7 @@ def balanced(profile: Profile, resources: Resources) -> Placement:
 
 class _Search:
     def __init__(self, profile: Profile, resources: Resources) -> None:
-        self.profile = profile
-        self.resources = resources
+        self.profile, self.resources = profile, resources
         self.clock = PartitionClock(profile, resources.network)
         self.known: dict[tuple[int, ...], float] = {}  # placements that fit, and their times
 

@@ -118,8 +118,7 @@ class _Sums:
     """Prefix sums over the units, and the cost of one stage."""
 
     def __init__(self, profile: Profile, bytes_per_s: float, resources: Resources, used: int, exact: bool) -> None:
-        self.bytes_per_s = bytes_per_s
-        self.resources = resources
+        self.bytes_per_s, self.resources = bytes_per_s, resources
         self.used = used  # machines in all
         self.exact = exact  # True if the machines before a stage are known
         self.most_replicas = used

@@ -179,11 +179,7 @@ def from_placement(profile: Profile, placement: Mapping[str, int], partitioner: 
     machines = sorted(set(placement.values()))
     stages = [PlacedStage((m,), tuple(unit for unit in profile.names if placement[unit] == m)) for m in machines]
     return Placement(
-        model=profile.model,
-        kind="partition",
-        partitioner=partitioner,
-        num_machines=num_machines,
-        stages=tuple(stages),
+        model=profile.model, kind="partition", partitioner=partitioner, num_machines=num_machines, stages=tuple(stages)
     )
 
 

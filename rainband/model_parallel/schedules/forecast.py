@@ -263,8 +263,6 @@ class Forecast:
     def _micro(self) -> Profile:
         return self.profile.scaled(1 / self.microbatches, 1 / self.microbatches)
 
-    # ---- spans -----------------------------------------------------------------------------------------------------
-
     def spans(self, batches: int, first: int = 0) -> list[ForecastSpan]:
         """Return the spans of some batches in the middle of a run, from the start of the first of them.
 

@@ -24,8 +24,7 @@ class SafeSink:
     """A sink whose failure, such as a full disk, is reported once and does not end the run."""
 
     def __init__(self, open_sink: Callable[[], Sink], complain: Callable[[str], None]) -> None:
-        self.open_sink = open_sink
-        self.complain = complain
+        self.open_sink, self.complain = open_sink, complain
         self.sink: Sink | None = None
         self.failed = False
 
