@@ -50,8 +50,8 @@ WAKEUP = WakeupLatency(wake_s=5e-5, moves=0.25)
 def app() -> Typer:
     app = Typer()
     app.callback()(lambda: None)
-    calibrate_command.register(app)
-    fuzz.register(app)
+    app.command("calibrate")(calibrate_command.command)
+    app.command("fuzz")(fuzz.command)
     return app
 
 

@@ -103,7 +103,7 @@ def test_another_order_gives_other_bits(recorded: Path, tmp_path: Path) -> None:
 def test_the_command_says_that_the_model_is_the_same(recorded: Path, tmp_path: Path) -> None:
     app = Typer()
     app.callback()(lambda: None)
-    replay_command.register(app)
+    app.command("replay")(replay_command.command)
     result = CliRunner().invoke(app, ["replay", str(recorded), "--table"])
     assert result.exit_code == 0 and "bit for bit: 32 numbers" in result.output, result.output
     [said] = [line for line in result.output.splitlines() if "bit for bit" in line]
@@ -116,7 +116,7 @@ def test_the_command_says_that_the_model_is_the_same(recorded: Path, tmp_path: P
 def test_a_repetition_can_stop_in_the_middle_and_save_what_is_there(recorded: Path, tmp_path: Path) -> None:
     app = Typer()
     app.callback()(lambda: None)
-    replay_command.register(app)
+    app.command("replay")(replay_command.command)
     file = tmp_path / "at_10.safetensors"
     result = CliRunner().invoke(app, ["replay", str(recorded), "--until", "10", "--model", str(file), "--table"])
     assert result.exit_code == 0 and "20 updates of blocks repeated" in result.output, result.output
@@ -129,7 +129,7 @@ def test_a_simulated_run_is_repeated_from_its_seed(tmp_path: Path) -> None:
     sim.run(config_of(tmp_path / "run", epochs=1, record=False), lambda event: None)
     app = Typer()
     app.callback()(lambda: None)
-    replay_command.register(app)
+    app.command("replay")(replay_command.command)
     result = CliRunner().invoke(app, ["replay", str(tmp_path / "run")])
     assert result.exit_code == 0 and "equal bit for bit" in result.output, result.output
     saved = tmp_path / "run" / "simulation.json"

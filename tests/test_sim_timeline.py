@@ -10,7 +10,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from rainband.cli.timeline import chrome_trace, draw, nodes_of, register, within
+from rainband.cli.timeline import chrome_trace, command, draw, nodes_of, within
 from rainband.record.spans import Span, read_spans, write_spans
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation import run as sim
@@ -26,7 +26,7 @@ SPANS = [
 def app() -> Typer:
     app = Typer()
     app.callback()(lambda: None)
-    register(app)
+    app.command("timeline")(command)
     return app
 
 

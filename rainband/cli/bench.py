@@ -16,17 +16,13 @@ if TYPE_CHECKING:
     from rainband.bench.harness.rows import Row
 
 
-def register(app: typer.Typer) -> None:
-    app.command("bench")(bench)
-
-
 def names() -> list[str]:
     """Return the names of the benchmarks, which are those of their files."""
     folder = Path(__file__).parents[1] / "bench" / "cases"
     return sorted({file.stem for file in folder.glob("*.py")} - {"__init__"})
 
 
-def bench(
+def command(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help=f"One of {', '.join(names())}, or all.", autocompletion=names)
     ] = "all",

@@ -12,10 +12,6 @@ from rainband.cli.report_errors import report_errors
 from rainband.options import RunOptions
 
 
-def register(app: typer.Typer) -> None:
-    app.command("calibrate")(command)
-
-
 def command(
     task: Annotated[
         str, typer.Argument(metavar="TASK", help="Task to measure.", autocompletion=completion.tasks)

@@ -7,14 +7,15 @@ import platform
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
 from rainband import __version__
+from rainband.cli.options import PrintJson, print_lines
 from rainband.cli.report_errors import FAILED
 from rainband.views.formatting import size, table, whole
 
@@ -32,11 +33,7 @@ class Finding:
     advice: str = ""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
-
-
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def command(as_json: PrintJson = False) -> None:
     """Check that this machine has what a run requires."""
     findings = examine()
     well = all(finding.verdict != "missing" for finding in findings)
@@ -45,26 +42,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
         typer.echo(msgspec.json.encode({"ok": well, "findings": list(map(asdict, findings))}).decode())
     else:
-        for line in _report(findings, well):
-            typer.echo(line)
+        print_lines(_report(findings, well))
     raise typer.Exit(0 if well else FAILED)
 
 
 def examine() -> list[Finding]:
     """Run all checks, in the order of the report."""
-    checks: list[Callable[[], Finding]] = [
-        _python,
-        _system,
-        _cores,
-        _memory,
-        _shared_memory,
-        _dev_shm,
-        _torch,
-        _loopback,
-        _local_sockets,
-        _open_files,
-    ]
-    return [*(check() for check in checks), *_libraries()]
+    machine = _python, _system, _cores, _memory, _shared_memory, _dev_shm, _torch
+    return [*(check() for check in (*machine, _loopback, _local_sockets, _open_files)), *_libraries()]
 
 
 def _report(findings: list[Finding], well: bool) -> list[str]:
@@ -89,18 +74,21 @@ def _system() -> Finding:
 
 
 def _cores() -> Finding:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_cores()
+    from rainband.runtimes.configure import usable_cores
+
+    usable = usable_cores()
+    quota = _cgroup_limit("cpu.max")
     limit = f", limited to {quota:g} by the container" if quota and quota < usable else ""
     if min(usable, quota or usable) < 2:
         return Finding("cores", "note", f"{usable}{limit}", "several workers are not faster than one on one core")
     return Finding("cores", "ok", f"{usable}{limit}")
 
 
-def _cgroup_cores() -> float | None:
+def _cgroup_limit(name: str) -> float | None:
+    """Return a limit of the container: a number, or a quota per period; None: no limit, or unknown."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
+        limit, *period = Path("/sys/fs/cgroup", name).read_text().split()
+        return None if limit == "max" else int(limit) / int(period[0] if period else 1)
     except (OSError, ValueError):
         return None
 
@@ -109,7 +97,7 @@ def _memory() -> Finding:
     import psutil
 
     memory = psutil.virtual_memory()
-    limit = _cgroup_bytes()
+    limit = _cgroup_limit("memory.max")
     total = min(memory.total, limit) if limit else memory.total
     found = f"{size(memory.available)} free of {size(total)}"
     if min(memory.available, total) < LITTLE_MEMORY_BYTES:
@@ -118,14 +106,6 @@ def _memory() -> Finding:
         )
         return Finding("memory", "note", found, advice)
     return Finding("memory", "ok", found)
-
-
-def _cgroup_bytes() -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return None if text == "max" else int(text)
-    except (OSError, ValueError):
-        return None
 
 
 def _shared_memory() -> Finding:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rainband.cli.options import completion
+from rainband.cli.options import PrintJson, completion, print_lines
 from rainband.cli.report_errors import report_errors
 from rainband.errors import did_you_mean
 from rainband.views.formatting import assignment, table
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
     from rainband.settings import Setting
 
 
-def register(app: typer.Typer) -> None:
-    app.command("explain")(explain)
-
-
-def explain(
+def command(
     name: Annotated[
         str | None,
         typer.Argument(
@@ -42,7 +38,7 @@ def explain(
     workers: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of workers for which to estimate the staleness.")
     ] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: PrintJson = False,
 ) -> None:
     """Describe a strategy or a task, with its equations and settings."""
     from rainband.plugins import strategy_names
@@ -58,8 +54,7 @@ def explain(
         typer.echo(msgspec.json.encode(state[0] if name else state).decode())
         return
     width = min(110, shutil.get_terminal_size().columns)
-    for line in _one(state[0], width) if name else _all(state, width):
-        typer.echo(line)
+    print_lines(_one(state[0], width) if name else _all(state, width))
 
 
 def facts_of(name: str) -> dict[str, Any]:

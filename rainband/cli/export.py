@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli.options import completion
+from rainband.cli.options import Run, RunsDirectory
 from rainband.cli.report_errors import report_errors
 from rainband.views.formatting import count, size
 
@@ -17,21 +17,10 @@ if TYPE_CHECKING:
     from rainband.views.history import PastRun
 
 
-def register(app: typer.Typer) -> None:
-    app.command("export")(export)
-
-
-def export(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="Run: its directory, its name or the beginning of its name; last: the newest.",
-            autocompletion=completion.runs,
-        ),
-    ],
+def command(
+    run: Run,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as model.safetensors.")],
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the runs.")] = Path("runs"),
+    runs: RunsDirectory = Path("runs"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")] = False,
 ) -> None:
     """Copy the model of a run to a file that PyTorch loads without Rainband."""

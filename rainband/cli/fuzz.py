@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from rainband.runtimes.simulation.oracle.scenarios import Case
 
 
-def register(app: typer.Typer) -> None:
-    app.command("fuzz")(command)
-
-
 def command(
     seeds: Annotated[
         str, typer.Argument(metavar="SEED", help="One seed, such as 17; or several, such as 0-1000.")

@@ -13,19 +13,9 @@ import typer
 from rainband import __version__
 from rainband.cli.report_errors import EXIT_CODES
 
-# Every command is a module of this package with a function `register(app)`. To add one, add its name here.
+# Modules of this package, in the order of --help, with a function `command`; or `register(app)`, if that needs more.
 COMMANDS = (
-    "train",
-    "run",
-    "explain",
-    "runs",
-    "export",
-    "replay",
-    "timeline",
-    "calibrate",
-    "fuzz",
-    "placement",
-    "bench",
+    *("train", "run", "explain", "runs", "export", "replay", "timeline", "calibrate", "fuzz", "placement", "bench"),
     "doctor",
 )
 
@@ -39,7 +29,7 @@ def main() -> None:
 
 
 def _flush_stdout() -> None:
-    """Flush, and keep the exit code if nobody reads the output (`| head`, a closed terminal)."""
+    """Flush, and keep the exit code if the reader of the output has ended (`| head`, a closed terminal)."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -57,8 +47,13 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_global_options)
     for name in COMMANDS:
-        if find_spec(f"rainband.cli.{name}") is not None:
-            importlib.import_module(f"rainband.cli.{name}").register(app)
+        if find_spec(f"rainband.cli.{name}") is None:
+            continue
+        module = importlib.import_module(f"rainband.cli.{name}")
+        if hasattr(module, "register"):
+            module.register(app)
+        else:
+            app.command(name)(module.command)
     return app
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli.options import GroupedCommand, completion, with_options
+from rainband.cli.options import GroupedCommand, completion, print_lines, with_options
 from rainband.cli.report_errors import report_errors
 from rainband.options import Option, OptionError, declared, opt
 
@@ -188,22 +188,14 @@ def _resources(options: PlacementOptions, machines: int) -> Resources:
         raise OptionError(f"{opt('inter_group_network')} requires {opt('machines_per_group')}.")
     far = load_model(between).network if between else near
     racks = near.rack_size if not group and machines > near.rack_size > 0 else 0
-    kinds = LinkSpeed(
+    network = LinkSpeed(
         bytes_per_s=near.bytes_per_s,
         latency_s=near.latency_s,
-        machines_per_group=group if group < machines else 0,
-        between_bytes_per_s=far.bytes_per_s,
-        between_latency_s=far.latency_s,
+        machines_per_group=racks or (group if group < machines else 0),
+        between_bytes_per_s=near.uplink_bytes_per_s if racks else far.bytes_per_s,
+        between_latency_s=near.latency_s + near.uplink_latency_s if racks else far.latency_s,
     )
-    if racks:
-        kinds = LinkSpeed(
-            bytes_per_s=near.bytes_per_s,
-            latency_s=near.latency_s,
-            machines_per_group=racks,
-            between_bytes_per_s=near.uplink_bytes_per_s,
-            between_latency_s=near.latency_s + near.uplink_latency_s,
-        )
-    return Resources(num_machines=machines, memory_bytes=int(options.memory * 1e6), network=kinds)
+    return Resources(num_machines=machines, memory_bytes=int(options.memory * 1e6), network=network)
 
 
 def _profile(name: str, settings: Sequence[str], options: PlacementOptions) -> Profile:
@@ -259,23 +251,14 @@ def _print(
     play: Played | None,
     compared: Mapping[str, Played | ValueError] | None,
 ) -> None:
-    from rainband.model_parallel.drawing.text import (
-        compared_lines,
-        plan_lines,
-        profile_lines,
-        rate_lines,
-        schedule_lines,
-    )
+    from rainband.model_parallel.drawing import text
 
     typer.echo(f"{profile.model}: {len(profile.units)} units, measured with batches of {profile.batch_size}\n")
-    for line in [*profile_lines(profile), "", *plan_lines(plan, profile, resources), ""]:
-        typer.echo(line)
+    print_lines([*text.profile_lines(profile), "", *text.plan_lines(plan, profile, resources), ""])
     if play is not None:
-        for line in [*schedule_lines(play.table, play.facts), *rate_lines(play, profile), ""]:
-            typer.echo(line)
+        print_lines([*text.schedule_lines(play.table, play.facts), *text.rate_lines(play, profile), ""])
     if compared is not None:
-        for line in [*compared_lines(compared, profile), ""]:
-            typer.echo(line)
+        print_lines([*text.compared_lines(compared, profile), ""])
 
 
 def _draw(plan: Placement, profile: Profile, play: Played | None, path: Path) -> list[Path]:

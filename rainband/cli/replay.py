@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rainband.cli.options import completion
+from rainband.cli.options import Run, RunsDirectory
 from rainband.cli.report_errors import FAILED, report_errors
 from rainband.views.formatting import count
 from rainband.views.formatting import table as as_table
@@ -17,20 +17,9 @@ if TYPE_CHECKING:
     from rainband.record.replay import Replayed, ReplayedUpdate
 
 
-def register(app: typer.Typer) -> None:
-    app.command("replay")(command)
-
-
 def command(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="Run: its directory, its name or the beginning of its name; last: the newest.",
-            autocompletion=completion.runs,
-        ),
-    ] = "last",
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the runs.")] = Path("runs"),
+    run: Run = "last",
+    runs: RunsDirectory = Path("runs"),
     until: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Recorded runs: stop after N updates of every block.")
     ] = None,

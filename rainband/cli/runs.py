@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rainband.cli.options import completion
+from rainband.cli.options import PrintJson, Run, RunsDirectory, print_lines
 from rainband.cli.report_errors import report_errors
-
-Root = Annotated[Path, typer.Option(metavar="DIR", help="Directory of the runs.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-WHICH = "Run: its directory, its name or the beginning of its name; last: the newest."
 
 
 def register(app: typer.Typer) -> None:
@@ -32,9 +27,9 @@ def register(app: typer.Typer) -> None:
 
 def list_them(
     ctx: typer.Context,
-    runs: Root = Path("runs"),
+    runs: RunsDirectory = Path("runs"),
     limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="Number of runs.")] = 20,
-    as_json: Json = False,
+    as_json: PrintJson = False,
 ) -> None:
     """List the runs, newest first."""
     if ctx.invoked_subcommand:
@@ -50,15 +45,15 @@ def list_them(
     if not found:
         typer.echo(f"There are no runs in {runs}. Train something: rainband train digits downpour")
         return
-    _print(listed(found, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
+    print_lines(listed(found, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
     if len(directories) > limit:
         typer.echo(f"... and {len(directories) - limit} older: rainband runs -n {len(directories)}")
 
 
 def show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=completion.runs)],
-    runs: Root = Path("runs"),
-    as_json: Json = False,
+    run: Run,
+    runs: RunsDirectory = Path("runs"),
+    as_json: PrintJson = False,
 ) -> None:
     """Show a run: its batches, its staleness, its loss curve."""
     from rainband.views.history import find_run, read_run
@@ -69,14 +64,14 @@ def show(
     if as_json:
         typer.echo(to_json({**as_record(found), "progress": found.so_far.progress}))
         return
-    _print(shown(found))
+    print_lines(shown(found))
 
 
 def compare(
-    first: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=completion.runs)],
-    second: Annotated[str, typer.Argument(metavar="RUN", help=WHICH, autocompletion=completion.runs)],
-    runs: Root = Path("runs"),
-    as_json: Json = False,
+    first: Run,
+    second: Run,
+    runs: RunsDirectory = Path("runs"),
+    as_json: PrintJson = False,
 ) -> None:
     """Compare two runs: the settings that differ, and the results."""
     from rainband.views.history import find_run, read_run
@@ -87,9 +82,4 @@ def compare(
     if as_json:
         typer.echo(to_json([as_record(run) for run in pair]))
         return
-    _print(compared(*pair))
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        typer.echo(line)
+    print_lines(compared(*pair))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from rainband.cli.options import completion
+from rainband.cli.options import Run, RunsDirectory
 from rainband.cli.report_errors import report_errors
 from rainband.model_parallel.drawing.gantt import Bar, Style, draw_bars, figure_of
 from rainband.views.formatting import count
@@ -44,20 +44,9 @@ class Loss(NamedTuple):
     loss: float
 
 
-def register(app: typer.Typer) -> None:
-    app.command("timeline")(command)
-
-
 def command(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="Run: its directory, its name or the beginning of its name; last: the newest.",
-            autocompletion=completion.runs,
-        ),
-    ] = "last",
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the runs.")] = Path("runs"),
+    run: Run = "last",
+    runs: RunsDirectory = Path("runs"),
     begin: Annotated[float, typer.Option("--from", metavar="SECONDS", help="Start of the excerpt.")] = 0.0,
     end: Annotated[float | None, typer.Option("--to", metavar="SECONDS", help="End of the excerpt.")] = None,
 ) -> None:

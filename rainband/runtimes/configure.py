@@ -224,8 +224,12 @@ def _with_servers() -> str:
     return f"one of {', '.join(names)}"
 
 
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _check_cores(**numbers: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     for name, number in numbers.items():
         if number > MOST_PER_CORE * cores:
             raise OptionError(

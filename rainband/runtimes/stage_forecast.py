@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from rainband.model_parallel.placement.profile import LinkSpeed
 from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, PARTITION, Forecast, as_batch
 from rainband.protocol import events
+from rainband.runtimes.configure import usable_cores
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES
 from rainband.runtimes.stage_plan import is_pipeline
 
@@ -31,7 +31,7 @@ def predicted_of(
     forecast = forecast_of(config, _schedule(config.stage_plan, strategy), model)
     if forecast is None:
         return None
-    cores = model.nodes.cores if model is not None else _usable_cores()
+    cores = model.nodes.cores if model is not None else usable_cores()
     batches_per_s = config.num_replicas / forecast.batch_s
     if cores:  # with fewer cores than workers, workers compute in turns
         batches_per_s = min(batches_per_s, cores / forecast.alone_s)
@@ -78,10 +78,6 @@ def _as_simulated(model: ClusterModel) -> LinkSpeed:
     network = model.network
     header_s = HEADER_BYTES / network.bytes_per_s
     return LinkSpeed(bytes_per_s=network.bytes_per_s, latency_s=network.latency_s + network.jitter_s + header_s)
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _left_out(config: RunConfig, forecast: Forecast, model: ClusterModel | None) -> list[str]:

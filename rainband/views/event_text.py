@@ -5,21 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rainband.protocol.events import (
-    AnyEvent,
-    BatchesReassigned,
-    GuardActed,
-    IterationDone,
-    Joined,
-    Lost,
-    PhaseChanged,
-    PlanMade,
-    ProcessOutput,
-    Returned,
-    RunStarted,
-    UpdateSizeChanged,
-    UserError,
-)
+from rainband.protocol import events
+from rainband.protocol.events import AnyEvent
 from rainband.views.formatting import assignment, count, cut, duration, percent, short, whole
 from rainband.views.history import RunSoFar
 
@@ -30,27 +17,27 @@ MAX_NAMED = 3  # nodes in one sentence
 def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> list[str]:
     """Return the lines to keep of an event: lost nodes, output of the processes, errors."""
     match event:
-        case Lost():
+        case events.Lost():
             return [_lost(event, so_far)]
-        case UpdateSizeChanged():
+        case events.UpdateSizeChanged():
             return [f"workers joined or left: each update now averages {count(event.gradients, 'gradient')}"]
-        case GuardActed():
+        case events.GuardActed():
             return [_guard_acted(event)]
-        case Returned():
+        case events.Returned():
             return [f"{event.node} is active again"]
-        case IterationDone() if event.end:
+        case events.IterationDone() if event.end:
             return [f"done at iteration {event.iteration}: {event.end}"]
-        case PhaseChanged(reason=str(reason)) if reason and event.phase == "finishing" and not so_far.error:
+        case events.PhaseChanged(reason=str(reason)) if reason and event.phase == "finishing" and not so_far.error:
             return [f"stopping ({reason}): workers finish their current batches; press Ctrl-C again to end now"]
-        case ProcessOutput() if so_far.error is None:  # later output only shows how the processes were ended
+        case events.ProcessOutput() if so_far.error is None:  # later output only shows how the processes were ended
             before = [f"| ... {count(event.left_out, 'line')} before this in output.log"] if event.left_out else []
             return [*before, *(f"| {line}" for line in event.lines)]
-        case UserError():
+        case events.UserError():
             return user_error(event, verbose)
     return _details(event) if verbose else []
 
 
-def _lost(event: Lost, so_far: RunSoFar) -> str:
+def _lost(event: events.Lost, so_far: RunSoFar) -> str:
     has_others = so_far.started is not None and so_far.started.num_workers > 1
     reassigns = event.node.startswith("worker") and has_others and so_far.phase == "running"
     after = "; its batches are reassigned" if reassigns else ""
@@ -61,13 +48,13 @@ def _lost(event: Lost, so_far: RunSoFar) -> str:
     return f"lost {event.node} ({event.why}){after}"
 
 
-def _guard_acted(event: GuardActed) -> str:
+def _guard_acted(event: events.GuardActed) -> str:
     bound = "" if event.bound is None else f"; the bound is now {event.bound}"
     rate = "" if event.lr_factor == 1 else f"; the learning rate is now {event.lr_factor:g} times its setting"
     return f"divergence guard: {event.why}{bound}{rate}"
 
 
-def user_error(event: UserError, verbose: bool = False) -> list[str]:
+def user_error(event: events.UserError, verbose: bool = False) -> list[str]:
     """Return the traceback with rank and step, or the message alone where rainband itself found the mistake."""
     where = f"worker {event.worker} " + (f"failed at step {event.step}" if event.step else "could not start")
     if event.traceback and (verbose or not raised_by_rainband(event)):
@@ -75,7 +62,7 @@ def user_error(event: UserError, verbose: bool = False) -> list[str]:
     return [f"{where}: {event.error.removeprefix('ValueError: ')}"]
 
 
-def raised_by_rainband(event: UserError) -> bool:
+def raised_by_rainband(event: events.UserError) -> bool:
     """Return True for a ValueError of rainband's own code, whose message says what to do."""
     files = re.findall(r'^  File "([^"]*)"', event.traceback, re.MULTILINE)
     return event.error.startswith("ValueError: ") and bool(files) and files[-1].startswith(PACKAGE)
@@ -83,17 +70,17 @@ def raised_by_rainband(event: UserError) -> bool:
 
 def _details(event: AnyEvent) -> list[str]:
     match event:
-        case RunStarted():
+        case events.RunStarted():
             settings = " ".join(assignment(name, value) for name, value in event.settings.items())
             return [f"{event.strategy} {settings}"]
-        case PlanMade():
+        case events.PlanMade():
             return [plan_made(event)]
-        case Joined():
+        case events.Joined():
             return [f"{event.node} joined"]
-        case BatchesReassigned():
+        case events.BatchesReassigned():
             whose = f" of worker {event.from_worker}" if event.from_worker >= 0 else ""
             return [f"portion {event.portion}{whose}: {count(event.batches, 'batch')} reassigned"]
-        case PhaseChanged():
+        case events.PhaseChanged():
             return [f"phase: {event.phase}" + (f" ({cut(event.reason, 200)})" if event.reason else "")]
     return []
 
@@ -129,7 +116,7 @@ def waiting_for(so_far: RunSoFar) -> str:
     return "waiting for the first steps ..."
 
 
-def plan_made(plan: PlanMade) -> str:
+def plan_made(plan: events.PlanMade) -> str:
     model = f"{count(plan.num_parameters, 'parameter')} in {count(plan.num_blocks, 'block')}"
     samples = count(plan.num_samples, "sample")
     if not plan.epochs:

@@ -14,22 +14,8 @@ from typing import Any
 
 import msgspec
 
-from rainband.protocol.events import (
-    AnyEvent,
-    BatchesReassigned,
-    IterationDone,
-    Joined,
-    Lost,
-    PhaseChanged,
-    PipelinePredicted,
-    PlanMade,
-    ProcessOutput,
-    Progress,
-    Returned,
-    RunEnded,
-    RunStarted,
-    UserError,
-)
+from rainband.protocol import events
+from rainband.protocol.events import AnyEvent
 from rainband.views.training_time import TrainingTime
 
 WINDOW = 6  # Progress events over which rates are averaged
@@ -57,18 +43,18 @@ class RunSoFar:
     at_s: float = 0.0
     phase: str = "forming"
     stopping: str = ""  # why it ends early
-    started: RunStarted | None = None
-    plan: PlanMade | None = None
-    predicted: PipelinePredicted | None = None  # of a model-parallel run
+    started: events.RunStarted | None = None
+    plan: events.PlanMade | None = None
+    predicted: events.PipelinePredicted | None = None  # of a model-parallel run
     joined: set[str] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)  # node that is lost or inactive -> why
     num_lost: int = 0  # events of that kind so far
     reassigned: int = 0
     training: TrainingTime = field(default_factory=TrainingTime)
-    progress: list[Progress] = field(default_factory=list)
-    last_iteration: IterationDone | None = None  # of a full-batch strategy
-    error: UserError | None = None
-    ended: RunEnded | None = None
+    progress: list[events.Progress] = field(default_factory=list)
+    last_iteration: events.IterationDone | None = None  # of a full-batch strategy
+    error: events.UserError | None = None
+    ended: events.RunEnded | None = None
 
     @classmethod
     def from_events(cls, events: Iterable[AnyEvent]) -> RunSoFar:
@@ -83,37 +69,37 @@ class RunSoFar:
         self.at_s = max(self.at_s, event.at_s)
         self.training.absorb(event)
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self.started = event
-            case PlanMade():
+            case events.PlanMade():
                 self.plan = event
-            case PipelinePredicted():
+            case events.PipelinePredicted():
                 self.predicted = event
-            case PhaseChanged():
+            case events.PhaseChanged():
                 self.phase, self.stopping = event.phase, event.reason
-            case Joined():
+            case events.Joined():
                 self.joined.add(event.node)
                 self.lost.pop(event.node, None)
-            case Lost():
+            case events.Lost():
                 self.lost[event.node] = event.why
                 self.num_lost += 1
-            case Returned():
+            case events.Returned():
                 self.lost.pop(event.node, None)
-            case BatchesReassigned():
+            case events.BatchesReassigned():
                 self.reassigned += 1
-            case Progress():
+            case events.Progress():
                 self.progress.append(event)
-            case IterationDone():
+            case events.IterationDone():
                 self.last_iteration = event
-            case UserError():
+            case events.UserError():
                 self.error = self.error or event
-            case RunEnded():
+            case events.RunEnded():
                 self.ended = event
-            case ProcessOutput():
+            case events.ProcessOutput():
                 pass
 
     @property
-    def last(self) -> Progress | None:
+    def last(self) -> events.Progress | None:
         return self.progress[-1] if self.progress else None
 
     @property
@@ -342,7 +328,7 @@ def _started_at(directory: Path) -> str:
             event = _decoder.decode(line)
         except msgspec.MsgspecError:
             break
-        if isinstance(event, RunStarted) and event.started_at:
+        if isinstance(event, events.RunStarted) and event.started_at:
             return event.started_at
         break
     files = [directory / "config.json", directory / "events.jsonl"]
@@ -362,7 +348,7 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def loss_curve(progress: Iterable[Progress], over_time: bool = False) -> list[tuple[float, float]]:
+def loss_curve(progress: Iterable[events.Progress], over_time: bool = False) -> list[tuple[float, float]]:
     """Return pairs of samples done (or seconds) and loss, where the loss is known and finite."""
     known = [(p, p.loss) for p in progress if p.loss is not None and math.isfinite(p.loss)]
     return [(p.at_s if over_time else p.samples_done, loss) for p, loss in known]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from rainband.cli.options import completion
 from rainband.cli.report_errors import report_errors
 from rainband.options import DeclaredOption, RunOptions, check_value, declared
 
@@ -25,6 +27,23 @@ Json = Annotated[
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show every event and log record.", rich_help_panel=OUTPUT)
 ]
+
+
+PrintJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunsDirectory = Annotated[Path, typer.Option(metavar="DIR", help="Directory of the runs.")]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Run: its directory, its name or the beginning of its name; last: the newest.",
+        autocompletion=completion.runs,
+    ),
+]
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(line)
 
 
 class GroupedCommand(TyperCommand):
