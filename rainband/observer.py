@@ -6,7 +6,7 @@ called in the process where the thing happens, so an observer has its own files 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -77,67 +77,21 @@ class Observer:
         """A block is about to get another version; without a gradient: by a command of the coordinator."""
 
 
+def _calling_all(name: str) -> Callable[..., None]:
+    def call_all(self: Observers, *args: object, **named: object) -> None:
+        for observer in self.observers:
+            getattr(observer, name)(*args, **named)
+
+    return call_all
+
+
 class Observers(Observer):
-    """Several observers as one."""
+    """Several observers as one: each method of `Observer` calls that of all of them, in order."""
 
     def __init__(self, observers: Iterable[Observer]) -> None:
         self.observers = tuple(observers)
 
-    def receiving(self, message: Message) -> None:
-        for observer in self.observers:
-            observer.receiving(message)
-
-    def received(self, message: Message) -> None:
-        for observer in self.observers:
-            observer.received(message)
-
-    def sent(self, message: Message) -> None:
-        for observer in self.observers:
-            observer.sent(message)
-
-    def spent(self, activity: Activity, from_s: float, to_s: float, label: str = "") -> None:
-        for observer in self.observers:
-            observer.spent(activity, from_s, to_s, label)
-
-    def joined(self, client: Client, welcome: Welcome) -> None:
-        for observer in self.observers:
-            observer.joined(client, welcome)
-
-    def computing(self, worker: ModuleWorker, batch: Batch) -> None:
-        for observer in self.observers:
-            observer.computing(worker, batch)
-
-    def computed(self, worker: ModuleWorker, batch: Batch) -> None:
-        for observer in self.observers:
-            observer.computed(worker, batch)
-
-    def began(self, work: TimedWork) -> None:
-        for observer in self.observers:
-            observer.began(work)
-
-    def ended(self, work: TimedWork) -> None:
-        for observer in self.observers:
-            observer.ended(work)
-
-    def pushed(self, handle: PushHandle) -> None:
-        for observer in self.observers:
-            observer.pushed(handle)
-
-    def pulled(self, handle: PullHandle) -> None:
-        for observer in self.observers:
-            observer.pulled(handle)
-
-    def assigned(self, server: Server) -> None:
-        for observer in self.observers:
-            observer.assigned(server)
-
-    def answered(self, push: Push, result: PushResult) -> None:
-        for observer in self.observers:
-            observer.answered(push, result)
-
-    def applying(self, block: Block, gradient: Tensor | None, pushes: Sequence[Push]) -> None:
-        for observer in self.observers:
-            observer.applying(block, gradient, pushes)
+    vars().update({name: _calling_all(name) for name in vars(Observer) if not name.startswith("_")})
 
 
 def join_observers(observers: Iterable[Observer]) -> Observer | None:

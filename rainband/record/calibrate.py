@@ -136,9 +136,8 @@ def assemble(
     slower = max(1.0, _trimmed_mean([t for one in together for t in one.compute_s]) / _trimmed_mean(alone.compute_s))
     crowding = (slower - 1) / (num_busy - 1) if num_busy > 1 else 0.0
     block_bytes = alone.model_bytes / alone.num_blocks
-    pace = (
-        _trimmed_mean(alone.compute_s) / message_cost.compute_s
-    )  # the machine may have been faster or slower in the short run
+    # The machine may have been faster or slower in the short run.
+    pace = _trimmed_mean(alone.compute_s) / message_cost.compute_s
     nodes = NodeModel(
         apply_bytes_per_s=block_bytes / _trimmed_mean(alone.apply_s),
         gather_bytes_per_s=block_bytes / _trimmed_mean(alone.gather_s) if _trimmed_mean(alone.gather_s) else 0.0,
@@ -165,9 +164,6 @@ def _trimmed_mean(values: list[float]) -> float:
     ordered = sorted(values)
     middle = ordered[len(ordered) // 10 : len(ordered) - len(ordered) // 10]
     return fsum(middle) / len(middle) if middle else 0.0
-
-
-# ---- processes ----
 
 
 class Meter:
@@ -211,9 +207,6 @@ def measure_main(job: bytes, fds: list[int]) -> None:
             data = msgspec.msgpack.encode(stopwatch.measure(int.from_bytes(asked, "little")))
             writer.write(len(data).to_bytes(4, "little") + data)
             writer.flush()
-
-
-# ---- taking the time ----
 
 
 class Stopwatch:

@@ -33,7 +33,6 @@ from rainband.runtimes.simulation.nodes import publish
 from rainband.runtimes.simulation.run import Simulated, make_scenario, one_thread
 from rainband.runtimes.simulation.worker import SimulatedCompute
 from rainband.server.server import Server
-from rainband.strategy import ServerPart
 from rainband.worker.client import Client
 from rainband.worker.worker import Compute, ModuleWorker
 
@@ -181,20 +180,13 @@ class Replay:
         """Start the servers with the initial values, which follow from the seed."""
         first = next(iter(self.actors.values())).client
         for assigned in self.record.servers:
-            server = Server(self._server_part, publish)
+            server = Server(self.scenario.server_part, publish)
             server.receive(Peer("coordinator", 0), assigned.assign)
             self.servers.append(server)
             for spec in assigned.assign.blocks:
                 load = InitBlock(spec.index, spec.dtype, spec.numel)
                 server.receive(Peer("worker", 0), load, first.servers.views[spec.index].clone())
                 self.owner[spec.index] = server
-
-    def _server_part(self, num_workers: int) -> ServerPart:
-        server_part = self.scenario.strategy.server(num_workers)
-        assert server_part is not None
-        return server_part
-
-    # ---- going on --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         while self._everyone_goes_on() | self._blocks_go_on():
@@ -204,9 +196,7 @@ class Replay:
             raise ValueError(f"the record does not fit: {left} updates could not be repeated.")
 
     def _everyone_goes_on(self) -> bool:
-        return bool(
-            sum(self._go_on(actor) for actor in self.actors.values())
-        )  # all of them: `any` would stop at the first
+        return bool(sum(self._go_on(actor) for actor in self.actors.values()))  # `any` would stop at the first
 
     def _go_on(self, actor: Actor) -> bool:
         moved = self._answer(actor)
@@ -263,8 +253,6 @@ class Replay:
             for actor in self.actors.values():
                 actor.client.receive(Finish())
         return True
-
-    # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _update(self, push: Push, version: int) -> ReplayedUpdate:
         losses = [self.losses[r.portion, k] for r in push.push_id for k in range(r.first, r.last)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +86,7 @@ def write_spans(directory: Path, spans: Iterable[Span]) -> None:
 
 
 def read_spans(directory: Path) -> list[Span]:
-    """Read all spans of a run; ignores an incomplete last line of a process that was killed."""
+    """Read all spans of a run, in seconds since the first one; ignores an incomplete last line of a killed process."""
     decoder = msgspec.json.Decoder(Span)
     spans: list[Span] = []
     for path in sorted(directory.glob(FILES)):
@@ -95,10 +95,5 @@ def read_spans(directory: Path) -> list[Span]:
                 spans.append(decoder.decode(line))
             except msgspec.MsgspecError:
                 continue
-    return from_zero(spans)
-
-
-def from_zero(spans: Sequence[Span]) -> list[Span]:
-    """Return spans with times as seconds since the first one."""
     first = min((span.from_s for span in spans), default=0.0)
     return [Span(s.node, s.what, s.from_s - first, s.to_s - first, s.label) for s in spans]

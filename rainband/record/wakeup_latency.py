@@ -49,14 +49,20 @@ def pinned(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, everywhere)
 
 
-def _wakes_after(zygote: Zygote, core: int) -> float:
-    """Return the seconds until a process on a core receives a message."""
+@contextmanager
+def _spawned(zygote: Zygote, what: str, core: int) -> Iterator[socket.socket]:
+    """Connect to a new process that runs `echo_main` or `sleeper_main` with a core."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            zygote.spawn(
-                "rainband.record.wakeup_latency:echo_main", b"%d" % core, "rainband echo", [theirs.fileno()], 1
-            )
+            entry = f"rainband.record.wakeup_latency:{what}_main"
+            zygote.spawn(entry, b"%d" % core, f"rainband {what}", [theirs.fileno()], 1)
+        yield ours
+
+
+def _wakes_after(zygote: Zygote, core: int) -> float:
+    """Return the seconds until a process on a core receives a message."""
+    with _spawned(zygote, "echo", core) as ours:
         seconds: list[float] = []
         for _ in range(WAKES):
             _be_busy()
@@ -67,12 +73,7 @@ def _wakes_after(zygote: Zygote, core: int) -> float:
 
 
 def _moves(zygote: Zygote, home: int) -> float:
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            zygote.spawn(
-                "rainband.record.wakeup_latency:sleeper_main", b"%d" % home, "rainband sleeper", [theirs.fileno()], 1
-            )
+    with _spawned(zygote, "sleeper", home) as ours:
         moved = 0
         for _ in range(WAKES):
             ours.sendall(b"!")

@@ -13,30 +13,13 @@ from typing import Any
 import numpy as np
 
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
-from rainband.protocol.messages import (
-    AcceptedBatches,
-    Address,
-    AdjustRule,
-    Assign,
-    BlockReady,
-    Flush,
-    Forget,
-    Message,
-    Missed,
-    Peer,
-    Ready,
-    Report,
-    ReportRequest,
-    Revoke,
-    ServerJoin,
-    Skipped,
-    Tally,
-)
+from rainband.protocol import messages
+from rainband.protocol.messages import Message, Peer
 from rainband.runtimes.hogwild.memory import SharedParameters, offsets_of
 
 HOGWILD_SERVER = Peer("server", 0)
 NOT_FINITE = "not finite"
-FROM_WORKERS = (ReportRequest, BlockReady)  # messages of workers to it, over their connection to the coordinator
+FROM_WORKERS = (messages.ReportRequest, messages.BlockReady)  # over their connection to the coordinator
 
 
 class HogwildServer:
@@ -51,7 +34,7 @@ class HogwildServer:
 
     def join(self, coordinator: Coordinator) -> None:
         """Join as the only server, before any worker does."""
-        coordinator.receive(HOGWILD_SERVER, ServerJoin(Address("", 0)), 0.0)
+        coordinator.receive(HOGWILD_SERVER, messages.ServerJoin(messages.Address("", 0)), 0.0)
         coordinator.state.events.clear()  # this is not worth an event
 
     def answered(
@@ -70,7 +53,7 @@ class HogwildServer:
 
     def receive(self, message: Message) -> list[Message]:
         """Take one message, and return the answers to the coordinator."""
-        if isinstance(message, Assign):
+        if isinstance(message, messages.Assign):
             num_bytes = offsets_of(message.blocks, message.plan, message.num_replicas).num_bytes
             self.memory = SharedParameters(
                 self.make_room(num_bytes), message.blocks, message.plan, message.num_replicas
@@ -80,23 +63,24 @@ class HogwildServer:
         if memory is None:
             return []
         match message:
-            case BlockReady():
-                return [Ready()]
-            case ReportRequest():
+            case messages.BlockReady():
+                return [messages.Ready()]
+            case messages.ReportRequest():
                 return [self.report()]
-            case Flush():
+            case messages.Flush():
                 return [self.report(flushed=True)]
-            case Revoke():
+            case messages.Revoke():
                 memory.fence(message.portion, message.lease)
-                return [AcceptedBatches(message.portion, message.lease, (memory.accepted_set(message.portion),))]
-            case Forget() if memory.is_writing(message.worker):
+                masks = (memory.accepted_set(message.portion),)
+                return [messages.AcceptedBatches(message.portion, message.lease, masks)]
+            case messages.Forget() if memory.is_writing(message.worker):
                 self.cut_short.add(message.worker)
-            case AdjustRule() if message.number > self.tuned:
+            case messages.AdjustRule() if message.number > self.tuned:
                 self.tuned = message.number
                 memory.lower(message.lr_factor)
         return []
 
-    def report(self, flushed: bool = False) -> Report:
+    def report(self, flushed: bool = False) -> messages.Report:
         """Return a server's report: accepted batches and measurements."""
         assert self.memory is not None, "reports begin with the run"
         memory, accepted_set = self.memory, self.memory.accepted_sets()
@@ -108,17 +92,17 @@ class HogwildServer:
         staleness = memory.staleness()
         total: Counter[int] = sum(staleness.values(), Counter())
         updates = total.total()
-        return Report(
+        return messages.Report(
             first_open=first_open,
             full=tuple((first_open + np.flatnonzero(full[first_open:])).tolist()),
             accepted=accepted,
             updates=updates,
-            blocks=(Tally(accepted, updates, sum(mask.bit_count() for _, mask in skipped), 0),),
-            skipped=tuple(Skipped(portion, mask, NOT_FINITE) for portion, mask in skipped),
+            blocks=(messages.Tally(accepted, updates, sum(mask.bit_count() for _, mask in skipped), 0),),
+            skipped=tuple(messages.Skipped(portion, mask, NOT_FINITE) for portion, mask in skipped),
             refused={"revoked": refused} if (refused := memory.refused()) else {},
             staleness={worker: dict(counts) for worker, counts in staleness.items()},
             flushed=flushed,
-            missed=(Missed(0, updates, sum(n * times for n, times in total.items()), max(total, default=0)),),
+            missed=(messages.Missed(0, updates, sum(n * times for n, times in total.items()), max(total, default=0)),),
             lock_free=True,
             cut_short=len(self.cut_short),
         )

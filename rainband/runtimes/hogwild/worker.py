@@ -90,7 +90,10 @@ class InPlace:
             return
         if gradient.is_finite:
             memory.begin(index, batch)
-            self._add(gradient.tensors, memory.lr_factor * self.schedule.scale(self._position(batch)))
+            self._add(
+                gradient.tensors,
+                memory.lr_factor * self.schedule.scale(self.worker.plan.progress(batch.portion, batch.k)),
+            )
             memory.wrote(index, batch, max(0, memory.version - self.worker.began_at))
         else:
             memory.skip(batch)
@@ -98,9 +101,6 @@ class InPlace:
         if memory.is_complete(batch.portion):
             self.client.tell(ReportRequest())  # so that the hogwild server reports the progress
         self.client.leases.settle(gradient.push_id())
-
-    def _position(self, batch: Batch) -> float:
-        return self.worker.plan.progress(batch.portion, batch.k)
 
     def _add(self, tensors: Sequence[Tensor | None], factor: float) -> None:
         for (values, rate), tensor in zip(self.parameters, tensors, strict=True):

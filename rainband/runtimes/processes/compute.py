@@ -23,10 +23,7 @@ class MinStepTime:
     """
 
     def __init__(
-        self,
-        pace: ComputePace,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        self, pace: ComputePace, now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self.pace = pace
         self.now = now

@@ -224,8 +224,6 @@ class Launcher(Run):
         if lines:
             self.emit(events.ProcessOutput(at_s=self._now(), lines=tuple(lines), left_out=left_out))
 
-    # ---- the hub's handler -----------------------------------------------------------------------------------------
-
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
         self.host.receive(connection.peer, message, body)
 
@@ -239,8 +237,6 @@ class Launcher(Run):
                 break
             self._children()
         self.host.lost(peer, self.causes.get(peer, "its connection closed"), for_good=peer in self.causes)
-
-    # ---- processes -------------------------------------------------------------------------------------------------
 
     def _note_exits(self) -> list[Peer]:
         ended = []
@@ -297,8 +293,6 @@ class Launcher(Run):
                 signal.signal(number, handler)
             ours.close()
             theirs.close()
-
-    # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _result(self) -> RunResult:
         self.host.send([])  # the last events

@@ -14,22 +14,9 @@ from torch.optim import Optimizer
 from rainband.errors import PeerLost
 from rainband.observer import Observer, join_observers
 from rainband.plugins import load_strategy
+from rainband.protocol import messages
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import (
-    COORDINATOR,
-    Address,
-    Heartbeat,
-    Hello,
-    InitBlock,
-    Message,
-    Opened,
-    Params,
-    Peer,
-    Push,
-    ServerJoin,
-    Shutdown,
-    StatePart,
-)
+from rainband.protocol.messages import COORDINATOR, Address, InitBlock, Message, Peer
 from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.runtimes.config import Job, decode_job
 from rainband.server.server import Server
@@ -118,21 +105,21 @@ class ServerProcess:
             sys.exit(1)  # the run has ended already
         self.hub.adopt(sock, peer, key)
         here = Address("127.0.0.1", tcp.getsockname()[1], unix.getsockname()[1:].decode(), this_machine())
-        self.hub.send(COORDINATOR, ServerJoin(here, f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"))
+        self.hub.send(
+            COORDINATOR, messages.ServerJoin(here, f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
+        )
         heartbeat_at = time.monotonic()
         while not self.over:
             self.hub.run_once(timeout_s / 5)
             if time.monotonic() - heartbeat_at > timeout_s / 5:
                 heartbeat_at = time.monotonic()
-                self.hub.send(COORDINATOR, Heartbeat())
+                self.hub.send(COORDINATOR, messages.Heartbeat())
         self.hub.close()
 
-    # ---- messages from the hub -------------------------------------------------------------------------------------
-
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             return self._open(connection, message)
-        if isinstance(message, Shutdown) and connection.peer == COORDINATOR:
+        if isinstance(message, messages.Shutdown) and connection.peer == COORDINATOR:
             self.over = True
             return
         try:
@@ -154,7 +141,7 @@ class ServerProcess:
             self.over = True
         self.server.lost(peer)
 
-    def _open(self, connection: Connection, hello: Hello) -> None:
+    def _open(self, connection: Connection, hello: messages.Hello) -> None:
         """Accept a worker's data connection; with shared memory, exchange its mailbox and the parameters."""
         fds, connection.fds = connection.fds, []
         connection.takes_fds = False
@@ -162,26 +149,28 @@ class ServerProcess:
         for fd in spare:
             os.close(fd)
         if not shared:
-            connection.send(Opened())
+            connection.send(messages.Opened())
             self.hub.queue(connection)
             return
         assert self.published is not None
         try:
             connection.mailbox = Mailbox.open(shared[0], hello.slots, hello.slot_bytes, MAX_MAILBOX_BYTES)
-            connection.send_with_fd(Opened(self.published.buffers), self.published.segment.fd)
+            connection.send_with_fd(messages.Opened(self.published.buffers), self.published.segment.fd)
         except (ValueError, OSError) as error:
             self.hub.refuse(connection, str(error))
 
     def _payload(self, connection: Connection, message: Message, body: memoryview | None) -> Tensor | None:
-        if isinstance(message, Push | InitBlock) and message.slot >= 0 and connection.mailbox is not None:
+        if isinstance(message, messages.Push | InitBlock) and message.slot >= 0 and connection.mailbox is not None:
             tensor: Tensor = connection.mailbox.tensor(message.slot, message.dtype, message.numel)
             return tensor
         return None if body is None else torch.frombuffer(body, dtype=torch.uint8)
 
     def _read_now(self, asked: Message) -> tuple[Message, memoryview | None]:
         """Return the reply to a pull when it is sent; the connection copies the values."""
-        assert isinstance(asked, Params | StatePart)
-        message, values = self.server.read_state(asked) if isinstance(asked, StatePart) else self.server.read(asked)
+        assert isinstance(asked, messages.Params | messages.StatePart)
+        message, values = (
+            self.server.read_state(asked) if isinstance(asked, messages.StatePart) else self.server.read(asked)
+        )
         if values is None:
             return message, None
         return message, memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]

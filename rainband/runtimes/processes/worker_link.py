@@ -85,8 +85,6 @@ class WorkerLink:
         """Wait for messages and handle them; return False if none arrived in time."""
         return self.event_loop.wait(timeout_s)
 
-    # ---- for the worker's life --------------------------------------------------------------------------------------
-
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
         """Connect to the servers; with stages, only to those that hold blocks of this stage."""
         if self.job.memory:

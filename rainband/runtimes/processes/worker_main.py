@@ -24,7 +24,10 @@ def work(job: Job, task: Task | None = None, strategy: Strategy | None = None, m
 
     `memory` is the open file that holds the parameters of all workers.
     """
-    process = make_process(job, task, strategy, memory)
+    if job.config.stage_plan is None:
+        process = WorkerProcess(job, task, strategy, memory)
+    else:
+        process = StageProcess(job, task, strategy)
     try:
         process.run()
     except Dismissed:
@@ -33,9 +36,3 @@ def work(job: Job, task: Task | None = None, strategy: Strategy | None = None, m
     except CoordinatorLost:
         pass  # the launcher has ended, and would not read a message
     sys.exit(1)
-
-
-def make_process(job: Job, task: Task | None, strategy: Strategy | None, memory: int | None) -> WorkerProcess:
-    if job.config.stage_plan is None:
-        return WorkerProcess(job, task, strategy, memory)
-    return StageProcess(job, task, strategy)

@@ -32,9 +32,7 @@ from rainband.server.server import Server
 from rainband.strategy import ServerPart
 
 ALL = Peer("server", 0)  # the coordinator knows one server, which stands for all
-Arriving = tuple[
-    float, int, WorkerNode, Message, float
-]  # (arrives at, number, its sender, message, first byte left at)
+Arriving = tuple[float, int, WorkerNode, Message, float]  # (arrives at, number, sender, message, first byte left at)
 
 
 class AggregatedServersNode(Node):
@@ -55,12 +53,9 @@ class AggregatedServersNode(Node):
         self.arriving: list[Arriving] = []  # a heap: in the order in which they begin to arrive
         self.number = 0
         # The server in the middle handles one message after the other, and so does its NIC: both are in order of time.
-        self.taken: deque[tuple[float, WorkerNode, Message, Times]] = (
-            deque()
-        )  # (handled at, its sender, message, by each server)
-        self.leaving: deque[tuple[float, WorkerNode, Params, float]] = (
-            deque()
-        )  # (leaves at, reader, message, arrives at)
+        # (handled at, its sender, message, by each server) and (leaves at, reader, message, arrives at)
+        self.taken: deque[tuple[float, WorkerNode, Message, Times]] = deque()
+        self.leaving: deque[tuple[float, WorkerNode, Params, float]] = deque()
         self.looks_at = inf
         self.trace_message = bus.trace.message
 

@@ -33,7 +33,6 @@ from rainband.runtimes.simulation.models.trace import NodeEvent, Trace
 from rainband.runtimes.simulation.nodes import CoordinatorNode, Processor, ServerNode, unchanged, without_elements
 from rainband.runtimes.simulation.stages import StageCompute, StageNode
 from rainband.runtimes.simulation.worker import SimPort, SimulatedCompute, WorkerNode
-from rainband.server.server import Server
 from rainband.strategy import ServerPart, Strategy
 from rainband.worker.client import StateChanged
 from rainband.worker.pulls import PullHandle
@@ -45,27 +44,15 @@ KERNEL_PATIENCE_S = 20.0  # until the kernel closes a connection to a machine th
 Show = Callable[[events.AnyEvent], None]
 
 
-def show_nothing(event: events.AnyEvent) -> None:
-    """Ignore the events of a run."""
-
-
-def observe_nothing(peer: Peer) -> None:
-    """Give a node no observer but the one for spans."""
-
-
-def survives(in_flight: InFlight) -> bool:
-    """Let everything that is under way arrive."""
-    return True
-
-
 @dataclass
 class Notes:
     """The records of a run: trace, spans, events."""
 
     trace: Trace = field(default_factory=Trace)
     spans: list[Span] | None = None  # None: no spans
-    show: Show = show_nothing
-    observe: Callable[[Peer], Observer | None] = observe_nothing  # called for each node when it is made
+    show: Show = field(default=lambda event: None)
+    # Called for each node when it is made.
+    observe: Callable[[Peer], Observer | None] = field(default=lambda peer: None)
 
 
 @dataclass
@@ -80,6 +67,11 @@ class Scenario:
     eval_every_s: float = 0.0  # between two evaluations by worker 0; 0: only at the end
     hogwild_server: HogwildServer | None = None  # if all workers share one memory
     stage_compute: Callable[[int], StageCompute] | None = None  # by worker, if several compute one model together
+
+    def server_part(self, num_workers: int) -> ServerPart:
+        part = self.strategy.server(num_workers)
+        assert part is not None, "a strategy without servers was given one"
+        return part
 
 
 class SimulatedCluster:
@@ -100,6 +92,7 @@ class SimulatedCluster:
         self.settings = settings
         self.model = model
         self.notes = notes
+        self.trace, self.spans = notes.trace, notes.spans
         self.tick_s = tick_s
         # At every tick; with thousands of workers just often enough that none is declared lost.
         self.heartbeat_s = max(tick_s, 0.8 * settings.failure_timeout_s) if scenario.aggregated else tick_s
@@ -120,14 +113,6 @@ class SimulatedCluster:
         self.servers: dict[int, ServerNode | AggregatedServersNode] = {}
         self.workers: dict[int, WorkerNode] = {}
         self.restarts = 0  # of the coordinator, that are still to come
-
-    @property
-    def trace(self) -> Trace:
-        return self.notes.trace
-
-    @property
-    def spans(self) -> list[Span] | None:
-        return self.notes.spans
 
     # ---- nodes -----------------------------------------------------------------------------------------------------
 
@@ -158,14 +143,9 @@ class SimulatedCluster:
 
     def _add_aggregated(self) -> None:
         aggregated = make_aggregated(self.model, self.scenario.join.layout, self.settings.num_servers)
-        node = AggregatedServersNode(self.bus, self.network.machine(), self.server_part, aggregated)
+        node = AggregatedServersNode(self.bus, self.network.machine(), self.scenario.server_part, aggregated)
         self.servers[0] = self.bus.nodes[node.peer] = node
         self.bus.send(node, COORDINATOR, ServerJoin(Address("", 0, node.name)))
-
-    def server_part(self, num_workers: int) -> ServerPart:
-        part = self.scenario.strategy.server(num_workers)
-        assert part is not None, "a strategy without servers was given one"
-        return part
 
     def add_worker(self, index: int, incarnation: int = 0) -> WorkerNode:
         scenario = self.scenario
@@ -185,8 +165,8 @@ class SimulatedCluster:
 
     def _observer(self, peer: Peer) -> Observer | None:
         observers = [self.notes.observe(peer)]
-        if self.notes.spans is not None:
-            observers.append(SpanRecorder(f"{peer.role} {peer.index}", self.clock.now_s, self.notes.spans.append))
+        if self.spans is not None:
+            observers.append(SpanRecorder(f"{peer.role} {peer.index}", self.clock.now_s, self.spans.append))
         return join_observers(filter(None, observers))
 
     def port(self, worker: WorkerNode, server: int) -> Port:
@@ -194,10 +174,7 @@ class SimulatedCluster:
         node = self.servers.get(server)  # a hogwild server is not among them
         if isinstance(node, AggregatedServersNode):
             return AggregatedPort(worker, node)
-        return SimPort(worker, server, lambda: self._server(server), self.scenario.real)
-
-    def _server(self, index: int) -> Server:
-        return self.servers[index].server
+        return SimPort(worker, server, lambda: self.servers[server].server, self.scenario.real)
 
     def block_bytes(self, block: int) -> int:
         """Return the true size of a block, also where the nodes' blocks are hollow."""
@@ -205,7 +182,7 @@ class SimulatedCluster:
 
     # ---- faults ----------------------------------------------------------------------------------------------------
 
-    def kill(self, node: Node, keep: Callable[[InFlight], bool] = survives, silent: bool = False) -> None:
+    def kill(self, node: Node, keep: Callable[[InFlight], bool] = lambda in_flight: True, silent: bool = False) -> None:
         """End a node now. Messages that have not left are lost; of those under way, those that `keep` returns arrive.
 
         The others see its connections close: at once, or if `silent`, when their kernels give the machine up.

@@ -11,7 +11,7 @@ from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
 from rainband.protocol.ports import Port
-from rainband.runtimes.simulation.shared_module import SharedModule, WrittenGradient, hollow_flat
+from rainband.runtimes.simulation.shared_module import EmptyFlat, SharedModule, WrittenGradient
 from rainband.runtimes.simulation.worker import SimulatedCompute
 from rainband.strategy import Batch
 from rainband.tasks.task import Data, Task
@@ -62,7 +62,7 @@ class TimingOnly(SimulatedCompute):
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
-        self.flat: Flat = hollow_flat()
+        self.flat = cast(Flat, EmptyFlat())
         self.module = nn.Module()
 
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:

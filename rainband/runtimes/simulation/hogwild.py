@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
 from rainband.protocol.ports import Port
-from rainband.runtimes.hogwild.memory import SharedParameters
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.hogwild.worker import MemoryClient, MemoryWorker
 from rainband.runtimes.simulation.gradients import GradientCompute
@@ -40,11 +39,8 @@ class HogwildCompute(GradientCompute):
         self.hogwild_server = hogwild_server
 
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
-        return MemoryClient(me, welcome, self.memory.flat, self._memory(), tell)
-
-    def _memory(self) -> SharedParameters:
         assert self.hogwild_server.memory is not None, "it is made before a worker is welcomed"
-        return self.hogwild_server.memory
+        return MemoryClient(me, welcome, self.memory.flat, self.hogwild_server.memory, tell)
 
     def worker(self, index: int, client: Client) -> ModuleWorker:
         worker = ReadingWorker(index, self.num_workers, self.task, self.data, self.memory.module, client)

@@ -6,37 +6,22 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from rainband.protocol.messages import (
-    AcceptedBatches,
-    Ack,
-    Answer,
-    Command,
-    Evaluated,
-    Finish,
-    Heartbeat,
-    Lease,
-    LeaseRequest,
-    Message,
-    Peer,
-    Pull,
-    Push,
-    Report,
-    ReportRequest,
-    Return,
-    Revoke,
-)
+from rainband.protocol import messages
+from rainband.protocol.messages import Message, Peer
 from rainband.runtimes.simulation.models.clock import VirtualClock
 from rainband.runtimes.simulation.models.network import Flow, Machine, Network, Parcel
 from rainband.runtimes.simulation.models.trace import NodeEvent, Trace
 
 HEADER_BYTES = 100  # a message without its payload, about
+# Messages that ticks repeat: when only these are left, the run is stuck.
 PERIODIC = frozenset(
-    (Heartbeat, ReportRequest, Report, Revoke, AcceptedBatches)
-)  # messages that ticks repeat: when only these are left, the run is stuck
-MAY_OVERTAKE = frozenset((Push, Ack))
+    (messages.Heartbeat, messages.ReportRequest, messages.Report, messages.Revoke, messages.AcceptedBatches)
+)
+MAY_OVERTAKE = frozenset((messages.Push, messages.Ack))
 MAY_BE_DUPLICATED = (
-    *(Push, Ack, Pull, Revoke, AcceptedBatches, ReportRequest, Report, Lease, LeaseRequest, Return, Heartbeat, Finish),
-    *(Command, Answer, Evaluated),
+    *(messages.Push, messages.Ack, messages.Pull, messages.Revoke, messages.AcceptedBatches, messages.Return),
+    *(messages.ReportRequest, messages.Report, messages.Lease, messages.LeaseRequest, messages.Heartbeat),
+    *(messages.Finish, messages.Command, messages.Answer, messages.Evaluated),
 )
 
 Payload = Any  # a tensor, bytes, or None

@@ -13,21 +13,9 @@ from torch import Tensor
 
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput, RunSettings
 from rainband.observer import Observer
-from rainband.protocol import events
+from rainband.protocol import events, messages
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import (
-    COORDINATOR,
-    Address,
-    Assign,
-    InitBlock,
-    Message,
-    Params,
-    Peer,
-    Push,
-    ServerJoin,
-    Shutdown,
-    Welcome,
-)
+from rainband.protocol.messages import COORDINATOR, Address, InitBlock, Message, Params, Peer, Push
 from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.protocol.ports import Port
 from rainband.runtimes.coordinator_host import CoordinatorHost
@@ -38,7 +26,6 @@ from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, hollow
 from rainband.server.readers import ServerOutput
 from rainband.server.server import Server
-from rainband.strategy import ServerPart
 from rainband.transports.hub import FRAMES_BEFORE_FLUSH
 
 if TYPE_CHECKING:
@@ -69,8 +56,6 @@ class ClusterContext(Protocol):
 
     def port(self, worker: WorkerNode, server: int) -> Port:
         """Return a worker's port to a server."""
-
-    def server_part(self, num_workers: int) -> ServerPart: ...
 
     def block_bytes(self, block: int) -> int:
         """Return the true size of a block, also where the nodes' blocks are hollow."""
@@ -143,12 +128,12 @@ class CoordinatorNode(Node):
         self.send(self.coordinator.look(self._now()))
 
     def _adapted(self, message: Message) -> Message:
-        if not isinstance(message, (Welcome, Assign)):
+        if not isinstance(message, (messages.Welcome, messages.Assign)):
             return message
         adapted = self.adapt(message)
-        if isinstance(message, Welcome) and not self.block_bytes:
+        if isinstance(message, messages.Welcome) and not self.block_bytes:
             sizes = [block.num_bytes for block in message.blocks]
-            assert isinstance(adapted, Welcome)
+            assert isinstance(adapted, messages.Welcome)
             self.block_bytes = sizes if len(adapted.blocks) == len(sizes) else [sum(sizes)]  # one stands for all
         return adapted
 
@@ -159,7 +144,7 @@ def unchanged(message: Message) -> Message:
 
 def without_elements(message: Message) -> Message:
     """Replace the blocks that nodes are told of by hollow ones."""
-    assert isinstance(message, (Welcome, Assign))
+    assert isinstance(message, (messages.Welcome, messages.Assign))
     return msgspec.structs.replace(message, blocks=tuple(map(hollow, message.blocks)))
 
 
@@ -169,7 +154,7 @@ class ServerNode(Node):
     def __init__(self, cluster: ClusterContext, peer: Peer, machine: Machine, observer: Observer | None = None) -> None:
         super().__init__(cluster.bus, peer, machine)
         self.observer = observer
-        self.server = Server(cluster.server_part, publish, observer)
+        self.server = Server(cluster.scenario.server_part, publish, observer)
         self.costs = costs = cluster.model.nodes
         self.cores = cluster.cores
         self.block_bytes = cluster.block_bytes
@@ -185,7 +170,7 @@ class ServerNode(Node):
         self.owed_s = 0.0  # work for replies that were just sent; it comes before the next message
 
     def join(self, coordinator: Peer) -> None:
-        self.bus.send(self, coordinator, ServerJoin(Address("", 0, self.name)))
+        self.bus.send(self, coordinator, messages.ServerJoin(Address("", 0, self.name)))
 
     def receive(self, sender: Peer, message: Message | None, payload: Payload) -> None:
         self.queue.append((sender, message, payload))
@@ -213,7 +198,7 @@ class ServerNode(Node):
             self._answer([])
             return
         updates = self.server.updates
-        outs = [] if isinstance(message, Shutdown) else self.server.receive(sender, message, payload)
+        outs = [] if isinstance(message, messages.Shutdown) else self.server.receive(sender, message, payload)
         if not isinstance(message, Push):
             self._answer(outs)
             return

@@ -183,14 +183,12 @@ class Simulation(Run):
         return result
 
     def _trace_hash(self) -> str:
-        for server in self.cluster.servers.values():
-            for block in server.server.blocks.values():
-                self.trace.values(block.values.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
+        vectors = [b.values for server in self.cluster.servers.values() for b in server.server.blocks.values()]
         hogwild_server = self.cluster.coordinator_node.host.hogwild_server
-        for vector in (
-            hogwild_server.memory.vectors if hogwild_server is not None and hogwild_server.memory is not None else ()
-        ):
-            self.trace.values(vector.view(torch.uint8).numpy().tobytes())
+        if hogwild_server is not None and hogwild_server.memory is not None:
+            vectors += hogwild_server.memory.vectors
+        for vector in vectors:
+            self.trace.values(vector.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
         return self.trace.digest()
 
     def _write_simulated(self, trace_hash: str) -> None:

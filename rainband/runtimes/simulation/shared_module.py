@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import isfinite
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -116,8 +116,8 @@ class SharedSampler(Sampler):
         return self.of_epoch[epoch].indices(batch)
 
 
-class EmptyModule:
-    """Stands in for the parameters in timing-only runs, which have none."""
+class EmptyFlat:
+    """Stands in for a Flat in timing-only runs, as far as pushes, pulls and a worker's own step use one."""
 
     def view(self, block: BlockSpec) -> Tensor:
         return NOTHING
@@ -130,11 +130,6 @@ class EmptyModule:
 
     def add_(self, tensors: list[Tensor | None], alpha: float) -> None:
         """Add nothing."""
-
-
-def hollow_flat() -> Flat:
-    """Return a stand-in for a Flat, as far as pushes, pulls and a worker's own step use one."""
-    return cast(Flat, EmptyModule())
 
 
 def hollow(spec: BlockSpec) -> BlockSpec:

@@ -81,8 +81,6 @@ class StageNode(WorkerNode):
             self.arrivals.opened(other)
         compute.links = ReplicaLinks(self, self.rank, self.workers_per_replica)
 
-    # ---- the links to the others: what ReplicaLinks uses -----------------------------------------------------------
-
     def send(self, to: int, tag: Tag, payload: Any) -> None:
         copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), payload)
         tensors = [leaf for leaf in pytree.tree_leaves(copied) if isinstance(leaf, Tensor)]

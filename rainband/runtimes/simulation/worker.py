@@ -81,9 +81,7 @@ class WorkerNode(Node):
         self.eval_every_s = 0.0  # seconds between two evaluations; 0: none before the end
         self.measuring: PeriodicEval | None = None
         self.inbox: list[tuple[Message, Payload]] = []
-        self.later: list[
-            tuple[float, Message]
-        ] = []  # (arrives at, message): handled with the next one, see `can_wait_with`
+        self.later: list[tuple[float, Message]] = []  # (arrives at, message): see `can_wait_with`
         self.life = Steps(run_worker(self.session))
         self.waiting: Handle | None = None
         self.waiting_since = 0.0
@@ -137,8 +135,6 @@ class WorkerNode(Node):
             saved_at = self.clock.now + self.disk_s
             self.clock.at(saved_at, lambda: self.wake(self._look_if_waiting))
             await Until("its disk", lambda: self.clock.now >= saved_at)
-
-    # ---- lost peers ---------------------------------------------------------------------------------------------
 
     def join_again(self) -> None:
         """Join a coordinator that was started again and knows no worker."""

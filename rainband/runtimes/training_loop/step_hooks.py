@@ -45,10 +45,7 @@ class StepHooks:
         self.aside: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self.before = {o: o.register_step_pre_hook(self._before) for o in optimizers}
         self.after = {o: o.register_step_post_hook(self._after) for o in optimizers}
-        for (
-            optimizer,
-            handle,
-        ) in self.after.items():  # first, so that other hooks find the gradients restored
+        for optimizer, handle in self.after.items():  # first, so that other hooks find the gradients restored
             _ordered(optimizer._optimizer_step_post_hooks).move_to_end(handle.id, last=False)
 
     def be_last(self) -> None:

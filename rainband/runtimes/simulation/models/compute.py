@@ -44,7 +44,6 @@ class ComputePace:
 
     def __init__(self, model: ComputeModel, seed: int, worker: int) -> None:
         self.model = model
-        self.is_usual = model.kind == "lognormal"
         self.random = Random(f"compute {seed} {worker}")
         self.factor = model.slow_factor if worker in model.slow_workers else 1.0
         self.next_step = self.random.randrange(len(model.trace_s)) if model.kind == "trace" else 0
@@ -52,8 +51,7 @@ class ComputePace:
     def next_s(self) -> float:
         """Return the time of the next step."""
         model = self.model
-        ordinary_s = model.step_s * lognormal(self.random, model.spread) if self.is_usual else self._ordinary_s()
-        time_s = self.factor * ordinary_s
+        time_s = self.factor * self._ordinary_s()
         if model.straggler_chance and self.random.random() < model.straggler_chance:
             return time_s * model.straggler_factor
         return time_s
@@ -72,9 +70,8 @@ class ComputePace:
                 return model.trace_s[self.next_step]
 
 
-# ---- random times ----
-# From additions, multiplications and divisions only: the exponential and the logarithm of the C library may differ in
-# the last bit between machines, and a schedule would then differ too.
+# Random times, from additions, multiplications and divisions only: the exponential and the logarithm of the C library
+# may differ in the last bit between machines, and a schedule would then differ too.
 
 LN2 = 0.6931471805599453
 SQRT_HALF = 0.7071067811865476

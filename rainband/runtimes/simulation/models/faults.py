@@ -110,22 +110,8 @@ def _random_fault(random: Random, num_workers: int, num_servers: int, chances: C
     at_s = random.uniform(0, chances.length_s)
     lasts_s = chances.timeout_s * random.choice((0.2, 0.9, 1.5, 4.0))
     worker, server = f"worker {random.randrange(num_workers)}", f"server {random.randrange(num_servers)}"
-    kinds = [
-        "kill",
-        "kill",
-        "crash",
-        "pause",
-        "netsplit",
-        "slow",
-        "duplicate",
-        "join",
-        "stall",
-        "reset",
-        "skew",
-        "disk",
-        "reorder",
-        "tear",
-    ]
+    kinds = ["kill", "kill", "crash", "pause", "netsplit", "slow", "duplicate"]
+    kinds += ["join", "stall", "reset", "skew", "disk", "reorder", "tear"]
     match random.choice(kinds + ["end"] * chances.servers_die + ["replace"] * 3 * chances.coordinator_returns):
         case "kill" | "crash" as what:
             back = [Fault(at_s + lasts_s, "start", worker)] if random.random() < 0.7 else []
@@ -186,10 +172,7 @@ def _leave_out(script: Script, fails: FailsWith) -> Script:
     """Leave out halves, then quarters, down to single faults, as long as the script still fails."""
     size = max(1, len(script) // 2)
     while True:
-        shorter = next(
-            (rest for rest in _without_each(script, size) if fails(rest)),
-            None,
-        )
+        shorter = next((rest for rest in _without_each(script, size) if fails(rest)), None)
         if shorter is not None:
             script = shorter
         elif size == 1:

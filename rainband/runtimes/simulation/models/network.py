@@ -99,16 +99,8 @@ class Flow:
     """One direction of a connection: first in, first out."""
 
     __slots__ = (
-        "broken",
-        "crosses_racks",
-        "duplicate_until",
-        "extra_s",
-        "reorder_s",
-        "reorder_until",
-        "source",
-        "split_until",
-        "target",
-        "under_way",
+        *("broken", "crosses_racks", "duplicate_until", "extra_s", "reorder_s", "reorder_until"),
+        *("source", "split_until", "target", "under_way"),
     )
 
     def __init__(self, source: Machine, target: Machine) -> None:

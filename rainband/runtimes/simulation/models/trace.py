@@ -10,25 +10,14 @@ from typing import Any, get_args
 import msgspec
 import xxhash
 
+from rainband.protocol import messages
 from rainband.protocol.data_plan import PushId
-from rainband.protocol.messages import (
-    AcceptedBatches,
-    Ack,
-    AnyMessage,
-    InitBlock,
-    Lease,
-    Message,
-    Params,
-    Pull,
-    Push,
-    Return,
-    Revoke,
-)
+from rainband.protocol.messages import AnyMessage, Message
 
 # The numbers that are hashed for a message, besides its kind: no names, so that neither a new field nor another word
 # changes the hash of a run.
 SCHEDULE: dict[type[Message], Callable[[Any], object]] = {
-    Push: lambda m: (
+    messages.Push: lambda m: (
         m.block,
         m.worker,
         m.sequence,
@@ -40,14 +29,14 @@ SCHEDULE: dict[type[Message], Callable[[Any], object]] = {
         m.want,
         not m.skip,
     ),
-    Ack: lambda m: (m.block, m.sequence, m.result, m.version),
-    Pull: lambda m: (m.sequence, m.clock, m.at_version, m.base, m.part),
-    Params: lambda m: (m.block, m.sequence, m.version, m.at_version, m.round_over, m.clock),
-    InitBlock: lambda m: (m.block, m.numel, len(m.part)),
-    Lease: lambda m: (m.portion, m.lease, m.groups),
-    Return: lambda m: (m.portion, m.lease, m.reason),
-    Revoke: lambda m: (m.portion, m.lease),
-    AcceptedBatches: lambda m: (m.portion, m.lease, m.masks),
+    messages.Ack: lambda m: (m.block, m.sequence, m.result, m.version),
+    messages.Pull: lambda m: (m.sequence, m.clock, m.at_version, m.base, m.part),
+    messages.Params: lambda m: (m.block, m.sequence, m.version, m.at_version, m.round_over, m.clock),
+    messages.InitBlock: lambda m: (m.block, m.numel, len(m.part)),
+    messages.Lease: lambda m: (m.portion, m.lease, m.groups),
+    messages.Return: lambda m: (m.portion, m.lease, m.reason),
+    messages.Revoke: lambda m: (m.portion, m.lease),
+    messages.AcceptedBatches: lambda m: (m.portion, m.lease, m.masks),
 }
 
 
@@ -127,33 +116,30 @@ def name_of(name: PushId) -> str:
 def brief(message: Message) -> str:
     """Describe a message in a few words, without values of gradients."""
     match message:
-        case Push():
+        case messages.Push():
             skip = f" skip({message.skip})" if message.skip else ""
             at_version = f" round {message.at_version}" if message.at_version >= 0 else ""
             read = f" read v{message.version}"
             return f"push {message.sequence} block {message.block} {name_of(message.push_id)}{at_version}{read}{skip}"
-        case Ack():
+        case messages.Ack():
             return f"{message.result.name.lower()} {message.sequence} block {message.block} v{message.version}"
-        case Pull():
+        case messages.Pull():
             return f"pull {message.sequence}" + (f" round {message.at_version}" if message.at_version >= 0 else "")
-        case Params():
+        case messages.Params():
             late = " late" if message.round_over else ""
             return f"params {message.sequence} block {message.block} v{message.version}{late}"
-        case InitBlock():
+        case messages.InitBlock():
             return f"load block {message.block}"
-        case Lease():
-            return f"lease {message.portion}#{message.lease} {_groups(message.groups)}"
-        case Return():
+        case messages.Lease():
+            groups = "|".join(",".join(map(str, group)) for group in message.groups)
+            return f"lease {message.portion}#{message.lease} {groups}"
+        case messages.Return():
             return f"return {message.portion}#{message.lease} {message.reason.name.lower()}"
-        case Revoke():
+        case messages.Revoke():
             return f"revoke {message.portion}#{message.lease}"
-        case AcceptedBatches():
+        case messages.AcceptedBatches():
             return f"accepted_batches {message.portion}#{message.lease} {' '.join(map(bin, message.masks))}"
     return type(message).__name__.lower()
-
-
-def _groups(groups: Iterable[Iterable[int]]) -> str:
-    return "|".join(",".join(map(str, group)) for group in groups)
 
 
 def table(lines: Iterable[Line], hide: tuple[str, ...] = ("heartbeat", "reportrequest", "report")) -> str:
