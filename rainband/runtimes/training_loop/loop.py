@@ -83,7 +83,7 @@ class TrainingLoop:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         pairs = zip(groups, self.settings, strict=True)
         self.flat = Flat(self.model, [{"params": group["params"], **settings} for group, settings in pairs])
-        self.hooks = StepHooks(self.optimizers, self._step, self._infinite_step)
+        self.hooks = StepHooks(self.optimizers, self._step, lambda: self.skip("not finite"))
         self.member.connect()
         optimizer = spec_of(self.optimizers) if self.served else None
         join = join_of(self.strategy, self.flat.layout, NOT_KNOWN_YET, custom_loop=True, optimizer=optimizer)
@@ -276,9 +276,6 @@ class TrainingLoop:
                 file=sys.stderr,
             )
 
-    def _infinite_step(self) -> None:
-        self.skip("not finite")
-
     def _gradient(self, optimizer: Optimizer, unscale: float, batches: tuple[Batch, ...]) -> Gradient:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         pairs = zip(self.flat.parameters, self.flat.gradients(), strict=True)
@@ -329,7 +326,7 @@ class TrainingLoop:
 
     # ---- the optimizer's state, which the servers have --------------------------------------------------------------
 
-    def _fetch_state(self) -> None:
+    def _fetch_state(self, optimizer: Optimizer) -> None:
         fetched = self.client.fetch_state()
         while not fetched.ready():
             self._wait()
@@ -340,13 +337,10 @@ class TrainingLoop:
         if not self.served:
             return []
 
-        def fetch(optimizer: Optimizer) -> None:
-            self._fetch_state()
-
         def refuse(optimizer: Optimizer, state: Any) -> None:
             raise ValueError("the servers have the optimizer's state now: load it before rainband.join.")
 
-        saving = [optimizer.register_state_dict_pre_hook(fetch) for optimizer in self.optimizers]
+        saving = [optimizer.register_state_dict_pre_hook(self._fetch_state) for optimizer in self.optimizers]
         return saving + [optimizer.register_load_state_dict_pre_hook(refuse) for optimizer in self.optimizers]
 
     @property

@@ -12,10 +12,7 @@ from torch.optim import Optimizer
 
 OnStep = Callable[[Optimizer, float], None]  # the optimizer, and the factor that undoes a GradScaler's scale
 OnInfinite = Callable[[], None]
-SCALING: tuple[str, ...] = (
-    "grad_scale",
-    "found_inf",
-)  # attributes that a GradScaler sets on a fused optimizer during a step
+SCALING = ("grad_scale", "found_inf")  # attributes that a GradScaler sets on a fused optimizer during a step
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

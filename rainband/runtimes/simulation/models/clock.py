@@ -34,7 +34,11 @@ class VirtualClock:
     @property
     def done(self) -> int:
         """Return the number of events that have happened."""
-        return self._number - len(self.planned) - self.num_later
+        return self._number - self.num_planned
+
+    @property
+    def num_planned(self) -> int:
+        return len(self.planned) + self.num_later
 
     def now_s(self) -> float:
         return self.now
