@@ -29,8 +29,7 @@ from rainband.runtimes.run import Run, RunResult, View
 from rainband.runtimes.run import settings_of as settings_of
 from rainband.runtimes.simulation.cluster import Notes, Scenario, SimulatedCluster
 from rainband.runtimes.simulation.fault_injector import FaultInjector
-from rainband.runtimes.simulation.gradients import GradientCompute, TimingOnly
-from rainband.runtimes.simulation.hogwild import HogwildCompute
+from rainband.runtimes.simulation.gradients import GradientCompute, HogwildCompute, TimingOnly
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, load_model
 from rainband.runtimes.simulation.models.faults import parse
 from rainband.runtimes.simulation.models.trace import Trace, write_lines
