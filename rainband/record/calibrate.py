@@ -41,6 +41,7 @@ from rainband.worker.worker import ModuleWorker
 
 PRELOAD = ("torch", "torch._dynamo", "rainband.record.calibrate")
 TURNS = 5  # of measuring alone, then together
+PIECES = ("compute", "push", "step", "apply", "gather", "read")  # of work in a step
 ENDLESS = 1_000_000  # epochs: a measurement must not reach the end of the data
 IN_MEMORY_S = 1e-6  # a message arrives at once; sending, waking up and reading are in other costs
 INSTANT = ClusterModel(NetworkModel(latency_s=0.0), ComputeModel(kind="constant", step_s=1.0), NodeModel())
@@ -114,9 +115,8 @@ def short_run(config: RunConfig, num_workers: int, steps: int) -> MessageCost:
 
 def joined(parts: list[Measurements]) -> Measurements:
     """Concatenate measurements of one process."""
-    lists = ("compute_s", "push_s", "step_s", "apply_s", "gather_s", "read_s")
-    pieces: dict[str, list[float]] = {name: [t for part in parts for t in getattr(part, name)] for name in lists}
-    return Measurements(**pieces, model_bytes=parts[0].model_bytes, num_blocks=parts[0].num_blocks)
+    seconds = {f"{name}_s": [t for part in parts for t in getattr(part, f"{name}_s")] for name in PIECES}
+    return Measurements(**seconds, model_bytes=parts[0].model_bytes, num_blocks=parts[0].num_blocks)
 
 
 def assemble(
@@ -213,8 +213,7 @@ class Stopwatch:
     """Times the pieces of work in a simulated run."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.seconds: dict[str, list[float]] = {}
-        self._forget()
+        self.seconds: dict[str, list[float]] = {name: [] for name in PIECES}
         config = msgspec.structs.replace(config, epochs=ENDLESS)
         scenario = make_scenario(config)
         scenario = replace(scenario, make_compute=partial(computing_as_in_a_process, scenario.make_compute))
@@ -223,17 +222,12 @@ class Stopwatch:
         self.runtime.start()
         self._run(WARM_UP)
 
-    def _forget(self) -> None:
-        for name in ("compute", "push", "step", "apply", "gather", "read"):
-            self.seconds[name] = []
-
     def _run(self, steps: int) -> None:
         while len(self.seconds["compute"]) < steps:
             self.runtime.run(until_s=self.runtime.clock.now + 1.0)
 
     def measure(self, steps: int) -> Measurements:
-        """Measure more steps."""
-        self._forget()
+        self.seconds.update({name: [] for name in PIECES})
         self._run(steps)
         blocks = self.runtime.coordinator_node.block_bytes
         pieces = {f"{name}_s": seconds for name, seconds in self.seconds.items()}

@@ -263,7 +263,6 @@ class Replay:
         )
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the current parameters by name."""
         compute = next(iter(self.actors.values())).compute
         assert isinstance(compute, GradientCompute)
         flat = compute.memory.flat

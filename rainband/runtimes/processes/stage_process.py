@@ -26,6 +26,8 @@ from rainband.worker.periodic_eval import PeriodicEval, measure
 from rainband.worker.worker import ModuleWorker
 from rainband.worker.worker_model import WorkerModel
 
+Drive = Callable[[Coroutine[Any, None, Any]], Any]
+
 
 class StageLinks:
     """The links to the other workers of a replica, by their ranks."""
@@ -84,14 +86,7 @@ class StageProcess(WorkerProcess):
 class SavedInParts(StageModel):
     """Each process saves its part; the leader joins the files and evaluates with the others."""
 
-    def __init__(
-        self,
-        task: Task,
-        data: Data,
-        submodel: Submodel,
-        num_replicas: int,
-        drive: Callable[[Coroutine[Any, None, Any]], Any],
-    ) -> None:
+    def __init__(self, task: Task, data: Data, submodel: Submodel, num_replicas: int, drive: Drive) -> None:
         super().__init__(task, data, submodel, num_replicas)
         self.drive = drive
 

@@ -30,7 +30,7 @@ from rainband.runtimes.simulation.models.compute import ComputePace
 from rainband.runtimes.simulation.models.cores import Cores, OwnCore, nothing
 from rainband.runtimes.simulation.models.network import Machine, Network
 from rainband.runtimes.simulation.models.trace import NodeEvent, Trace
-from rainband.runtimes.simulation.nodes import CoordinatorNode, Processor, ServerNode, unchanged, without_elements
+from rainband.runtimes.simulation.nodes import CoordinatorNode, ServerNode, unchanged, without_elements
 from rainband.runtimes.simulation.stages import StageCompute, StageNode
 from rainband.runtimes.simulation.worker import SimPort, SimulatedCompute, WorkerNode
 from rainband.strategy import ServerPart, Strategy
@@ -101,7 +101,7 @@ class SimulatedCluster:
         self.network = Network(model.network, self.clock, self.seed)
         self.bus = MessageBus(self.clock, self.network, notes.trace)
         nodes = model.nodes
-        self.cores: Processor = (
+        self.cores: Cores | OwnCore = (
             Cores(self.clock, nodes.cores, nodes.crowding, nodes.wake_s, nodes.moves)
             if nodes.cores
             else OwnCore(self.clock)
@@ -170,7 +170,6 @@ class SimulatedCluster:
         return join_observers(filter(None, observers))
 
     def port(self, worker: WorkerNode, server: int) -> Port:
-        """Return a worker's port to a server."""
         node = self.servers.get(server)  # a hogwild server is not among them
         if isinstance(node, AggregatedServersNode):
             return AggregatedPort(worker, node)

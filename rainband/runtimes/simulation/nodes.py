@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from torch import Tensor
 
-from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput, RunSettings
+from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
 from rainband.observer import Observer
 from rainband.protocol import events, messages
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import COORDINATOR, Address, InitBlock, Message, Params, Peer, Push
 from rainband.protocol.parameter_buffers import ParameterBuffer
-from rainband.protocol.ports import Port
 from rainband.runtimes.coordinator_host import CoordinatorHost
 from rainband.runtimes.hogwild.server import HogwildServer
-from rainband.runtimes.simulation.message_bus import HEADER_BYTES, MessageBus, Node, Payload
-from rainband.runtimes.simulation.models.cluster_model import ClusterModel
+from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Node, Payload
 from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, hollow
 from rainband.server.readers import ServerOutput
@@ -29,38 +27,7 @@ from rainband.server.server import Server
 from rainband.transports.hub import FRAMES_BEFORE_FLUSH
 
 if TYPE_CHECKING:
-    from rainband.runtimes.simulation.cluster import Scenario
-    from rainband.runtimes.simulation.worker import WorkerNode
-
-
-class Processor(Protocol):
-    """Something that performs work in a node's time: a core of its own, or cores shared with others."""
-
-    def work(self, amount_s: float, then: Callable[[], None], who: Hashable) -> None:
-        """Call `then` when a node's work is done, which takes `amount_s` on a core of its own."""
-
-    def alongside(self, start_s: float, amount_s: float, who: Hashable) -> float:
-        """Add work that a node does by itself from a moment on; returns how long it takes."""
-
-
-class ClusterContext(Protocol):
-    """A simulated cluster, as its nodes see it."""
-
-    bus: MessageBus
-    scenario: Scenario
-    settings: RunSettings
-    model: ClusterModel
-    cores: Processor
-    tick_s: float
-    heartbeat_s: float
-
-    def port(self, worker: WorkerNode, server: int) -> Port:
-        """Return a worker's port to a server."""
-
-    def block_bytes(self, block: int) -> int:
-        """Return the true size of a block, also where the nodes' blocks are hollow."""
-
-    def kill(self, node: Node) -> None: ...
+    from rainband.runtimes.simulation.cluster import SimulatedCluster
 
 
 class CoordinatorNode(Node):
@@ -68,14 +35,14 @@ class CoordinatorNode(Node):
 
     def __init__(
         self,
-        cluster: ClusterContext,
+        cluster: SimulatedCluster,
         machine: Machine,
         coordinator: Coordinator,
         show: Callable[[events.AnyEvent], None],
         adapt: Callable[[Message], Message],
         occupy: Callable[[], None],
-        hogwild_server: HogwildServer | None = None,
-        observer: Observer | None = None,
+        hogwild_server: HogwildServer | None,
+        observer: Observer | None,
     ) -> None:
         """`adapt` changes the blocks that nodes are told of; `occupy` is called for each message."""
         super().__init__(cluster.bus, COORDINATOR, machine)
@@ -151,7 +118,9 @@ def without_elements(message: Message) -> Message:
 class ServerNode(Node):
     """Hosts a server: one thread that handles messages one after the other; applying a gradient takes time."""
 
-    def __init__(self, cluster: ClusterContext, peer: Peer, machine: Machine, observer: Observer | None = None) -> None:
+    def __init__(
+        self, cluster: SimulatedCluster, peer: Peer, machine: Machine, observer: Observer | None = None
+    ) -> None:
         super().__init__(cluster.bus, peer, machine)
         self.observer = observer
         self.server = Server(cluster.scenario.server_part, publish, observer)

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from rainband.model.gradient import Gradient
     from rainband.model_parallel.placement.stage_plan import StagePlan
     from rainband.protocol.peer_inbox import Arrival
+    from rainband.runtimes.simulation.cluster import SimulatedCluster
     from rainband.runtimes.simulation.models.compute import ComputePace
     from rainband.runtimes.simulation.models.network import Machine
-    from rainband.runtimes.simulation.nodes import ClusterContext
 
 
 class StageCompute(StageModel, SimulatedCompute):
@@ -66,12 +66,12 @@ class StageNode(WorkerNode):
 
     def __init__(
         self,
-        cluster: ClusterContext,
+        cluster: SimulatedCluster,
         peer: Peer,
         machine: Machine,
         compute: StageCompute,
         pace: ComputePace,
-        observer: Observer | None = None,
+        observer: Observer | None,
     ) -> None:
         super().__init__(cluster, peer, machine, compute, pace, observer)
         self.rank = compute.submodel.rank

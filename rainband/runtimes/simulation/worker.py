@@ -32,7 +32,7 @@ from rainband.worker.worker import Compute, ModuleWorker
 from rainband.worker.worker_model import WorkerModel
 
 if TYPE_CHECKING:
-    from rainband.runtimes.simulation.nodes import ClusterContext
+    from rainband.runtimes.simulation.cluster import SimulatedCluster
 
 TAKES_TIME = frozenset((Compute, PullHandle))
 
@@ -44,7 +44,6 @@ class SimulatedCompute(WorkerModel[Any]):
         """Attach the worker's parameters to the module, because the worker continues."""
 
     def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
-        """Compute the gradient of a batch."""
         raise NotImplementedError
 
 
@@ -61,12 +60,12 @@ class WorkerNode(Node):
 
     def __init__(
         self,
-        cluster: ClusterContext,
+        cluster: SimulatedCluster,
         peer: Peer,
         machine: Machine,
         compute: SimulatedCompute,
         pace: ComputePace,
-        observer: Observer | None = None,
+        observer: Observer | None,
     ) -> None:
         super().__init__(cluster.bus, peer, machine)
         self.cluster = cluster

@@ -49,7 +49,6 @@ class ComputePace:
         self.next_step = self.random.randrange(len(model.trace_s)) if model.kind == "trace" else 0
 
     def next_s(self) -> float:
-        """Return the time of the next step."""
         model = self.model
         time_s = self.factor * self._ordinary_s()
         if model.straggler_chance and self.random.random() < model.straggler_chance:

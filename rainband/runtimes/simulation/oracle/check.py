@@ -54,7 +54,6 @@ class OracleVerdict:
 
 
 def check(case: Case, keep_trace: bool = False) -> OracleVerdict:
-    """Run a case and check it."""
     return _play(case, keep_trace)[0]
 
 
