@@ -339,7 +339,7 @@ CAUGHT_BY_AN_EXACT_TEST: list[tuple[Mutation, Callable[[], None]]] = [
     (high_water_mark, test_server.test_batches_may_come_in_any_order),
     (
         no_groups,
-        lambda: test_coordinator.test_a_lease_is_taken_back_by_a_fence_and_what_is_missing_leased_again("killed"),
+        lambda: test_coordinator.test_a_lease_is_revoked_by_a_fence_and_missing_batches_are_reassigned("killed"),
     ),
     (no_fence, test_server.test_revoke_answers_with_the_sets_of_every_block_and_fences_smaller_leases),
     (what_crosses_is_applied, test_server.test_what_meets_the_marks_halfway_is_crossed),
