@@ -114,8 +114,6 @@ class SimulatedCluster:
         self.workers: dict[int, WorkerNode] = {}
         self.restarts = 0  # of the coordinator, that are still to come
 
-    # ---- nodes -----------------------------------------------------------------------------------------------------
-
     def start(self) -> None:
         if self.scenario.aggregated:
             self._add_aggregated()
@@ -178,8 +176,6 @@ class SimulatedCluster:
     def block_bytes(self, block: int) -> int:
         """Return the true size of a block, also where the nodes' blocks are hollow."""
         return self.coordinator_node.block_bytes[block]
-
-    # ---- faults ----------------------------------------------------------------------------------------------------
 
     def kill(self, node: Node, keep: Callable[[InFlight], bool] = lambda in_flight: True, silent: bool = False) -> None:
         """End a node now. Messages that have not left are lost; of those under way, those that `keep` returns arrive.
@@ -253,8 +249,6 @@ class SimulatedCluster:
             self.trace.note(self.clock.now, node.name, NodeEvent.PAUSED, f"paused for {for_s}")
             node.paused_until = max(node.paused_until, self.clock.now + for_s)
 
-    # ---- driving it ------------------------------------------------------------------------------------------------
-
     def run(self, until_s: float | None = None) -> None:
         """Run until the run is over, or until a moment; raises Deadlock when nothing can happen any more."""
         clock, state, planned = self.clock, self.coordinator.state, self.clock.planned
@@ -277,9 +271,6 @@ class SimulatedCluster:
         """Return a time longer than any deadline of the coordinator, which may yet declare a node lost."""
         slowest = max((w.slowest_s for w in self.coordinator.state.workers.values()), default=0.0)
         return 10 * self.settings.failure_timeout_s + 20 * slowest + 10 * self.tick_s
-
-
-# ---- deadlocks -------------------------------------------------------------------------------------------------------
 
 
 def who_waits(cluster: SimulatedCluster) -> str:

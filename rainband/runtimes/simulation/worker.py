@@ -114,8 +114,6 @@ class WorkerNode(Node):
         if self.clock.now >= self.paused_until:
             self.bus.send(self, COORDINATOR, self.stats.heartbeat())
 
-    # ---- what its lifecycle needs ----------------------------------------------------------------------------------
-
     def open_links(self, welcome: Welcome, part: int) -> list[Port]:
         return [self.cluster.port(self, server) for server in range(len(welcome.servers))]
 
@@ -155,8 +153,6 @@ class WorkerNode(Node):
         if not self.over:
             self._go_through(ServerLost(str(server), "waiting for its answers"))
             self.cluster.kill(self)
-
-    # ---- being driven ----------------------------------------------------------------------------------------------
 
     def receive(self, sender: Peer, message: Message, payload: Payload) -> None:
         self.inbox.append((message, payload))

@@ -76,8 +76,6 @@ class TrainingLoop:
         self.planned = False
         check(self.model, self.optimizers, member.strategy, member.optimizers)
 
-    # ---- in and out ------------------------------------------------------------------------------------------------
-
     def __enter__(self) -> TrainingLoop:
         self.settings = settings_of(self.optimizers)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -119,8 +117,6 @@ class TrainingLoop:
 
     def _wait(self) -> None:
         self.member.wait()
-
-    # ---- data ------------------------------------------------------------------------------------------------------
 
     def epochs(self, number: int) -> Iterator[int]:
         """Iterate over this many passes over the data: `for epoch in run.epochs(10):`."""
@@ -237,8 +233,6 @@ class TrainingLoop:
         self.member.tell(Paused())
         yield
 
-    # ---- steps -----------------------------------------------------------------------------------------------------
-
     def _step(self, optimizer: Optimizer, unscale: float) -> None:
         """Give the strategy the gradient of a user's step, and run it until it needs the next one."""
         self.member.wait(0)  # handle messages that have arrived
@@ -323,8 +317,6 @@ class TrainingLoop:
         """Interrupt a loop over the user's own loader; one over run.batches(...) ends by itself."""
         if self.client.stopping and not self.planned:
             raise KeyboardInterrupt("the run is being stopped")
-
-    # ---- the optimizer's state, which the servers have --------------------------------------------------------------
 
     def _fetch_state(self, optimizer: Optimizer) -> None:
         fetched = self.client.fetch_state()
