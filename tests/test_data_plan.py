@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rainband.protocol.accepted_set import AcceptedSet, groups
 from rainband.protocol.data_plan import (
     MAX_PORTION_BATCHES,
-    AcceptedSet,
     BatchRange,
     DataPlan,
     bits,
     choose_portion_batches,
-    groups,
     num_batches,
     ranges,
     validate_push_id,

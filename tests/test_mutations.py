@@ -23,7 +23,8 @@ from rainband.coordinator.leases import Leases
 from rainband.coordinator.state import RunState
 from rainband.model.flat_parameters import BlockTensors
 from rainband.model.gradient import Gradient
-from rainband.protocol.data_plan import AcceptedSet, PushId
+from rainband.protocol.accepted_set import AcceptedSet
+from rainband.protocol.data_plan import PushId
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Params, Push, PushResult, Return
 from rainband.rules import ApplyEvery, Clocks, FirstArrivalsOfRound, MeanOfRound, StalenessBound

@@ -24,12 +24,12 @@ positions = st.floats(0, 1, exclude_max=True)
         (Schedule("cosine"), 0.0, 1.0),
         (Schedule("cosine"), 0.5, 0.5),
         (Schedule("cosine"), 1.0, 0.0),
-        (Schedule(warmup=0.5), 0.0, 0.0),
-        (Schedule(warmup=0.5), 0.25, 0.5),
-        (Schedule(warmup=0.5), 0.5, 1.0),
-        (Schedule("linear", warmup=0.5), 0.25, 0.5),
-        (Schedule("linear", warmup=0.5), 0.5, 1.0),
-        (Schedule("linear", warmup=0.5), 0.75, 0.5),
+        (Schedule(warmup_fraction=0.5), 0.0, 0.0),
+        (Schedule(warmup_fraction=0.5), 0.25, 0.5),
+        (Schedule(warmup_fraction=0.5), 0.5, 1.0),
+        (Schedule("linear", warmup_fraction=0.5), 0.25, 0.5),
+        (Schedule("linear", warmup_fraction=0.5), 0.5, 1.0),
+        (Schedule("linear", warmup_fraction=0.5), 0.75, 0.5),
     ],
 )
 def test_the_factor_at_a_place_is(schedule: Schedule, at: float, scale: float) -> None:
@@ -58,8 +58,8 @@ def test_a_schedule_that_says_it_is_constant_is(shape: Shape, warmup: float, at:
 
 @pytest.mark.parametrize("warmup", [-0.1, 1.0, 2.0])
 def test_a_warm_up_is_a_part_of_the_run(warmup: float) -> None:
-    with pytest.raises(ValueError, match=f"warmup is {warmup}: give the part of the run, from 0 to below 1"):
-        Schedule(warmup=warmup)
+    with pytest.raises(ValueError, match=f"warmup_fraction={warmup}: give a fraction from 0 to below 1"):
+        Schedule(warmup_fraction=warmup)
 
 
 def test_an_unknown_shape_is_told_which_there_are() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rainband.coordinator.liveness import Liveness
-from rainband.protocol.data_plan import AcceptedSet
+from rainband.protocol.accepted_set import AcceptedSet
 from rainband.protocol.messages import Push, RoundChosen
 from rainband.rules import ApplyEvery, Compensated, FirstArrivalsOfRound, StalenessBound, TaskBound
 from rainband.runtimes.simulation.models.faults import (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, WorkerState
 from rainband.protocol import events
-from rainband.protocol.data_plan import groups
+from rainband.protocol.accepted_set import groups
 from rainband.protocol.messages import AcceptedBatches, Forget, Lease, LeaseEnd, NoWork, Peer, Return, Revoke
 
 

@@ -14,22 +14,22 @@ class Schedule:
     """The factor on the learning rate at a position from 0 (start) to 1 (end)."""
 
     shape: Shape = "constant"
-    warmup: float = 0.0  # learning-rate warm-up from 0, as a fraction of the run
+    warmup_fraction: float = 0.0  # learning-rate warm-up from 0, as a fraction of the run
 
     def __post_init__(self) -> None:
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"warmup is {self.warmup}: give the part of the run, from 0 to below 1.")
+        if not 0 <= self.warmup_fraction < 1:
+            raise ValueError(f"warmup_fraction={self.warmup_fraction}: give a fraction from 0 to below 1.")
         if self.shape not in ("constant", "linear", "cosine"):
             raise ValueError(f"no schedule named {self.shape!r}: choose constant, linear or cosine.")
 
     @property
     def is_constant(self) -> bool:
-        return self.shape == "constant" and not self.warmup
+        return self.shape == "constant" and not self.warmup_fraction
 
     def scale(self, position: float) -> float:
-        if position < self.warmup:
-            return position / self.warmup
-        rest = (position - self.warmup) / (1 - self.warmup)
+        if position < self.warmup_fraction:
+            return position / self.warmup_fraction
+        rest = (position - self.warmup_fraction) / (1 - self.warmup_fraction)
         match self.shape:
             case "constant":
                 return 1.0

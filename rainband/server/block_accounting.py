@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rainband.protocol.data_plan import AcceptedSet, DataPlan, PushId, num_batches
+from rainband.protocol.accepted_set import AcceptedSet
+from rainband.protocol.data_plan import DataPlan, PushId, num_batches
 from rainband.protocol.messages import Missed, Tally
 
 if TYPE_CHECKING:

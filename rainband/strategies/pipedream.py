@@ -64,7 +64,9 @@ class Pipedream(OptimizerSettings, Strategy):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(servers=False, max_replicas=1, optimizer="workers", stages=self.stashes())
+        return Requirements(
+            servers=False, max_replicas=1, optimizer="workers", stages=self.stashes(), custom_loop=False
+        )
 
     async def run(self, worker: Worker) -> None:
         stage = worker.stage(self.spec(), self.schedule(), self.stashes())

@@ -12,7 +12,8 @@ import xxhash
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
-from rainband.protocol.data_plan import AcceptedSet, DataPlan, PushId, num_batches
+from rainband.protocol.accepted_set import AcceptedSet
+from rainband.protocol.data_plan import DataPlan, PushId, num_batches
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Report, Skipped, Tally
 from rainband.protocol.steps import Work
