@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rainband.strategy import Cluster
 
 SLOWER = 2.0  # times as slow as the others: a straggler
-MANY_TIMES = 10.0  # too large a rate is worth a word from here on
+MANY_TIMES = 10.0  # warn if the largest stable learning rate is smaller by this factor
 
 
 def of_momentum(momentum: float, missed: float, cluster: Cluster) -> list[str]:
@@ -19,12 +19,12 @@ def of_momentum(momentum: float, missed: float, cluster: Cluster) -> list[str]:
         return []
     return [
         f"momentum={momentum:g} with {cluster}: gradients miss {missed:.3g} updates on average, which "
-        f"acts as a momentum of {own:.2f} by itself; together they are 1 or more. Leave momentum out, or choose sync."
+        f"acts as a momentum of {own:.2f} by itself; their sum is 1 or more. Omit momentum, or choose sync."
     ]
 
 
 def of_stale_rate(optimizer: str, missed: float) -> list[str]:
-    """x <- x - a h x(t - s) is stable for a h < 2 sin(pi / (4 s + 2)); with s = 0 that is 2."""
+    """Warn about a large rate: x <- x - a h x(t - s) is stable for a h < 2 sin(pi / (4 s + 2)); with s = 0 that is 2."""
     times = 1 / math.sin(math.pi / (4 * missed + 2))
     if optimizer != "sgd" or times < MANY_TIMES:
         return []
@@ -35,7 +35,7 @@ def of_stale_rate(optimizer: str, missed: float) -> list[str]:
 
 
 def of_waiting(cluster: Cluster, bound: int = 0, how: str = "") -> list[str]:
-    """Those who wait for the slowest go at its speed, `bound` steps later."""
+    """Warn about a straggler: workers that wait for it run at its speed, `bound` steps later."""
     straggler = cluster.straggler
     if straggler is None:
         return []
@@ -43,13 +43,13 @@ def of_waiting(cluster: Cluster, bound: int = 0, how: str = "") -> list[str]:
     idle = 1 - 1 / straggler.factor
     if not straggler.always:
         if bound:
-            return []  # that is what a bound is for
+            return []  # the bound absorbs it
         return [
-            f"{straggler.who} takes {straggler.factor:.3g} times as long, and {setting} everyone waits for it: "
+            f"{straggler.who} takes {straggler.factor:.3g} times as long, and {setting} all workers wait for it: "
             f"{100 * idle:.0f} % of such a step. Choose stale_sync bound=3, or soft_sync."
         ]
     after = "" if not bound else f" after {bound} steps"
     return [
-        f"{straggler.who} is {straggler.factor:.3g} times slower, and {setting}{after} everyone goes at its speed: the "
-        f"others wait {100 * idle:.0f} % of the time. Choose soft_sync or downpour, or sync backup_workers=1."
+        f"{straggler.who} is {straggler.factor:.3g} times slower, and {setting}{after} all workers run at its "
+        f"speed: the others wait {100 * idle:.0f} % of the time. Choose soft_sync or downpour, or sync backup_workers=1."
     ]

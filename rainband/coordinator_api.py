@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from rainband.protocol.events import EndCause
     from rainband.protocol.vectors import Operation
 
 
@@ -14,6 +15,13 @@ class Evaluation(NamedTuple):
 
     loss: float  # mean over the samples; not finite if it is not finite for one of them
     samples: int
+
+
+class End(NamedTuple):
+    """The reason why an iteration was the last one."""
+
+    cause: EndCause
+    text: str  # for people
 
 
 class CoordinatorApi(Protocol):
@@ -35,5 +43,5 @@ class CoordinatorApi(Protocol):
     def evaluate(self, *operations: Operation, work_items: Sequence[int] | None = None) -> Awaitable[Evaluation]:
         """The same, then find the loss and its gradient at the new parameters, over some work items or all."""
 
-    def report(self, iteration: int, loss: float, gradient_norm: float, step: float, end: str = "") -> None:
-        """Report that an iteration is done; `end`: it was the last one, for this reason."""
+    def report(self, iteration: int, loss: float, gradient_norm: float, step: float, end: End | None = None) -> None:
+        """Report that an iteration is done; `end`: why it was the last one."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from rainband.tasks.task import Task
 
 METHODS = {"lbfgs": "sandblaster", "cg": "conjugate_gradient"}
-CONVERGED = ("the gradient norm is at most", "the loss changed by at most")
-STATUS = {"iterations are done": 1, "no lower loss": 2, "not finite": 3, "stopped": 4}
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class MinimizeResult:
     fun: float  # the loss at x
     gradient_norm: float
     success: bool  # it ended because a tolerance was reached
-    status: int  # 0 converged, 1 out of iterations, 2 no lower loss was found, 3 not finite, 4 stopped
+    status: int  # an EndCause: 0 converged, 1 out of iterations, 2 no lower loss was found, 3 not finite, 4 stopped
     message: str  # why it ended
     nit: int  # iterations
     nfev: int  # evaluations of the loss, each with its gradient
@@ -91,19 +89,19 @@ def minimize(
 def _result(fitted: FitResult, history: list[IterationDone]) -> MinimizeResult:
     from torch.nn.utils import parameters_to_vector
 
+    from rainband.protocol.events import EndCause
+
     if not history:
         raise ValueError("the run was stopped before the loss was known: there is no result.")
     last = history[-1]
-    message = last.end or "stopped"
-    converged = message.startswith(CONVERGED)
-    status = 0 if converged else next(number for words, number in STATUS.items() if words in message)
+    cause = EndCause.STOPPED if last.end_cause is None else last.end_cause
     return MinimizeResult(
         x=parameters_to_vector(fitted.module.parameters()).detach().numpy(),
         fun=float("nan") if last.loss is None else last.loss,
         gradient_norm=float("nan") if last.gradient_norm is None else last.gradient_norm,
-        success=converged,
-        status=status,
-        message=message,
+        success=cause is EndCause.CONVERGED,
+        status=int(cause),
+        message=last.end or "stopped",
         nit=last.iteration,
         nfev=last.evaluations,
         njev=last.evaluations,

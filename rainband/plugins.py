@@ -1,4 +1,4 @@
-"""Find a strategy by its name: a file in strategies/, or module:Class of the user's own."""
+"""Find a strategy or a task by its name: a file in its folder, or module:name of the user's own."""
 
 from __future__ import annotations
 
@@ -6,53 +6,88 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rainband.errors import did_you_mean
 from rainband.settings import build
 from rainband.strategy import Strategy
 
 
+class Family(NamedTuple):
+    """Plugins of one kind: the built-in ones are classes, each in a file of its own in one folder of the package."""
+
+    kind: str  # "strategy" or "task"
+    folder: str
+    is_plugin: Callable[[object], bool]
+    no_plugins: frozenset[str] = frozenset()  # other files in this folder
+
+
+def _is_strategy(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, Strategy)
+
+
+STRATEGIES = Family("strategy", "strategies", _is_strategy)
+
+
+def names_of(family: Family) -> list[str]:
+    """Return the names of the built-in plugins, without importing them."""
+    files = (Path(__file__).parent / family.folder).glob("*.py")
+    return sorted({file.stem for file in files if not file.stem.startswith("_")} - family.no_plugins)
+
+
+def find(family: Family, name: str) -> Any:
+    """Return the class of a built-in plugin, or whatever the user's module has under this name."""
+    if ":" in name:
+        return _find_in_module(*name.split(":", 1))
+    if name not in (names := names_of(family)):
+        raise ValueError(
+            f"no {family.kind} named '{name}'{did_you_mean(name, names)}: choose from {', '.join(names)}, "
+            f"or type module:name for your own {family.kind}."
+        )
+    module = importlib.import_module(f"rainband.{family.folder}.{name}")
+    classes = [value for value in vars(module).values() if inspect.isclass(value) and family.is_plugin(value)]
+    (found,) = [cls for cls in classes if cls.__module__ == module.__name__]
+    return found
+
+
+def _find_in_module(module_name: str, name: str) -> object:
+    module = _import_users_module(module_name)
+    if not hasattr(module, name):
+        names = [known for known in vars(module) if not known.startswith("_")]
+        raise ValueError(f"{module_name} has no '{name}'{did_you_mean(name, names)}: it has {', '.join(names)}.")
+    return getattr(module, name)
+
+
+def _import_users_module(name: str) -> Any:
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)  # permanently, because the module may import others later
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"'{name}' is not the name of a module: type module:name, such as mylab:mine.")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module exists, but one that it imports does not
+        hint = f" Omit the ending: {name.removesuffix('.py')}." if name.endswith(".py") else ""
+        raise ValueError(f"no module named '{name}', neither installed nor in {folder}.{hint}") from error
+
+
 def strategy_names() -> list[str]:
-    """The built-in strategies, by their files; nothing is imported for it."""
-    folder = Path(__file__).parent / "strategies"
-    return sorted(file.stem for file in folder.glob("*.py") if not file.stem.startswith("_"))
+    return names_of(STRATEGIES)
 
 
 def find_strategy(name: str) -> type[Strategy]:
-    """The strategy's class."""
-    if ":" in name:
-        return _from_outside(name)
-    if name not in strategy_names():
-        names = strategy_names()
-        raise ValueError(
-            f"no strategy named {name!r}{did_you_mean(name, names)}: choose from {', '.join(names)}, or give "
-            "module:Class."
-        )
-    module = importlib.import_module(f"rainband.strategies.{name}")
-    [cls] = [
-        member
-        for member in vars(module).values()
-        if inspect.isclass(member) and member.__module__ == module.__name__ and issubclass(member, Strategy)
-    ]
+    """Return the strategy's class."""
+    found = find(STRATEGIES, name)
+    if not _is_strategy(found):
+        raise ValueError(f"{name} is not a strategy: make it a dataclass that inherits from rainband.Strategy.")
+    cls: type[Strategy] = found
     return cls
 
 
 def load_strategy(name: str, settings: Mapping[str, object]) -> Strategy:
-    """The strategy with these settings, checked against its fields."""
+    """Return the strategy with these settings, checked against its fields."""
     return build(find_strategy(name), settings)
-
-
-def _from_outside(name: str) -> type[Strategy]:
-    module_name, _, class_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        message = f"cannot load the strategy {name}: {error}. Give module:Class, importable from here."
-        raise ValueError(message) from None
-    if not inspect.isclass(cls) or not issubclass(cls, Strategy):
-        raise ValueError(f"{name} is no strategy: a strategy is a dataclass that inherits from rainband.Strategy.")
-    return cls

@@ -191,7 +191,7 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         ),
         (("nowhere.at_all:Task", "sync"), {}, "no module named 'nowhere.at_all', neither installed nor in"),
         (("mine.py:Task", "sync"), {}, "Omit the ending: mine:Task."),
-        (("digits", "json:JSONDecoder"), {}, "no strategy"),
+        (("digits", "json:JSONDecoder"), {}, "json:JSONDecoder is not a strategy"),
         (
             ("digits", "sync"),
             {"servers": 0},

@@ -26,7 +26,7 @@ class Layer(NamedTuple):
 # A new module needs a place here. Imports under `if TYPE_CHECKING:` are free, and so is rainband.__version__.
 LAYERS = {
     "contracts": Layer(
-        "strategy stage coordinator_api errors options settings advice observer protocol", may_import=""
+        "strategy stage coordinator_api errors options settings plugins advice observer protocol", may_import=""
     ),
     # Computing without communicating: tensors in, tensors out.
     "model": Layer("model", may_import="contracts"),
@@ -38,7 +38,7 @@ LAYERS = {
     ),
     "full_batch": Layer("full_batch", may_import="contracts"),
     # The algorithms: they know what to send, never how it travels.
-    "strategies": Layer("strategies optimizer_settings plugins", may_import="contracts rules full_batch"),
+    "strategies": Layer("strategies optimizer_settings", may_import="contracts rules full_batch"),
     # State machines without I/O.
     "nodes": Layer("server worker coordinator", may_import="contracts model rules tasks"),
     "execution": Layer("model_parallel.execution", may_import="contracts model graphs nodes"),

@@ -448,7 +448,8 @@ def test_a_part_keeps_half_of_the_one_before() -> None:
     ],
 )
 def test_when_it_stops(iteration: int, before: float, now: SearchPoint, why: str) -> None:
-    assert Limits(iterations=9, gradient_tolerance=0.1, loss_tolerance=0.01).reached(iteration, before, now) == why
+    end = Limits(iterations=9, gradient_tolerance=0.1, loss_tolerance=0.01).reached(iteration, before, now)
+    assert (end.text if end else "") == why
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ def _strategy(name: str) -> dict[str, Any]:
     from rainband.settings import fields_of
 
     cls = find_strategy(name)
+    shared = {name for base in cls.__mro__[1:] for name in vars(base).get("__annotations__", ())}
+    settings = sorted(fields_of(cls), key=lambda setting: setting.name in shared)  # its own first
     text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or cls.__doc__ or "").strip()
     return {
         "kind": "strategy",
@@ -103,7 +105,7 @@ def _strategy(name: str) -> dict[str, Any]:
         "summary": text.partition("\n")[0],
         "text": text,
         "file": inspect.getsourcefile(cls) or "",
-        "settings": [_setting(setting) for setting in fields_of(cls)],
+        "settings": [_setting(setting) for setting in settings],
     }
 
 

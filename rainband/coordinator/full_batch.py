@@ -14,7 +14,7 @@ from rainband.coordinator.pending_command import Computed, Evaluating, PendingCo
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, ServerState, WorkerState
 from rainband.coordinator.work_queue import WorkerPace, WorkQueue
-from rainband.coordinator_api import CoordinatorApi, Evaluation
+from rainband.coordinator_api import CoordinatorApi, End, Evaluation
 from rainband.errors import RainbandError, Stop
 from rainband.protocol import events
 from rainband.protocol.data_plan import DataPlan
@@ -163,7 +163,7 @@ class FullBatchRun:
         self.batches += sum(map(self.nodes.plan.batches_in, chosen))
         return Evaluating(self._command(operations, chosen))
 
-    def report(self, iteration: int, loss: float, gradient_norm: float, step: float, end: str = "") -> None:
+    def report(self, iteration: int, loss: float, gradient_norm: float, step: float, end: End | None = None) -> None:
         if self.number <= self.found:
             return  # the previous coordinator has reported it
         self.notes.append(
@@ -176,7 +176,8 @@ class FullBatchRun:
                 evaluations=self.evaluations,
                 work_items=self.work_items,
                 backups=self.dispatch.backups,
-                end=end,
+                end=end.text if end else "",
+                end_cause=end.cause if end else None,
             )
         )
 

@@ -7,6 +7,7 @@ import msgspec
 from rainband.coordinator.state import RunState
 from rainband.protocol import events
 from rainband.protocol.accounting import (
+    NOT_FINITE,
     BatchAccounting,
     Staleness,
     balance,
@@ -45,7 +46,7 @@ class Reporting:
     def not_finite(self) -> int:
         """Count the batches that were skipped because their gradient was not finite."""
         accounting = self.accounting()
-        return 0 if accounting is None else accounting.skipped.get("not finite", 0)
+        return 0 if accounting is None else accounting.skipped.get(NOT_FINITE, 0)
 
     def staleness(self) -> Staleness:
         """Return the staleness of gradients, the bound on it, and how long workers waited for others because of it."""

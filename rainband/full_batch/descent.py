@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
+from rainband.coordinator_api import End
 from rainband.errors import Stop
 from rainband.full_batch.line_search import Search, Trial
+from rainband.protocol.events import EndCause
 from rainband.protocol.vectors import GRADIENT, PARAMS, Operation, axpy, copy, dot, norm, scale
 from rainband.strategy import Requirements, Strategy
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from rainband.coordinator_api import CoordinatorApi, Evaluation
     from rainband.strategy import Gradient, Worker
 
+NO_LOWER_LOSS = End(EndCause.NO_LOWER_LOSS, "no lower loss was found along the negative gradient")
 START = "start"  # the parameters where the iteration began
 
 
@@ -95,17 +98,18 @@ class Limits:
     gradient_tolerance: float
     loss_tolerance: float
 
-    def reached(self, iteration: int, before: float, now: SearchPoint) -> str:
-        """Return why this iteration is the last; "" if it is not."""
+    def reached(self, iteration: int, before: float, now: SearchPoint) -> End | None:
+        """Return why this iteration is the last; None if it is not."""
         if not math.isfinite(now.loss):
-            return "the loss is not finite"
+            return End(EndCause.NOT_FINITE, "the loss is not finite")
         if now.gradient_norm <= self.gradient_tolerance:
-            return f"the gradient norm is at most {self.gradient_tolerance:g}"
+            return End(EndCause.CONVERGED, f"the gradient norm is at most {self.gradient_tolerance:g}")
         if iteration and before - now.loss <= self.loss_tolerance * max(abs(before), abs(now.loss)):
-            return f"the loss changed by at most a fraction of {self.loss_tolerance:g}"
+            text = f"the loss changed by at most a fraction of {self.loss_tolerance:g}"
+            return End(EndCause.CONVERGED, text)
         if iteration >= self.iterations:
-            return f"{self.iterations} iterations are done"
-        return ""
+            return End(EndCause.OUT_OF_ITERATIONS, f"{self.iterations} iterations are done")
+        return None
 
 
 @dataclass(frozen=True)

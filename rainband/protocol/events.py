@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 
 import msgspec
 
@@ -133,6 +134,16 @@ class Progress(Event, frozen=True):
     sent_bytes: dict[int, int] = {}  # the same: of tensors, to the others of its team
 
 
+class EndCause(IntEnum):
+    """The reason why a full-batch strategy ended; also the status of a `MinimizeResult`."""
+
+    CONVERGED = 0  # a tolerance was reached
+    OUT_OF_ITERATIONS = 1
+    NO_LOWER_LOSS = 2
+    NOT_FINITE = 3
+    STOPPED = 4
+
+
 class IterationDone(Event, frozen=True):
     """An iteration of a full-batch strategy is done."""
 
@@ -143,7 +154,8 @@ class IterationDone(Event, frozen=True):
     evaluations: int  # of the loss, so far
     work_items: int  # of these evaluations, so far
     backups: int  # backup copies of work items of slow workers, so far
-    end: str = ""  # why it was the last one
+    end: str = ""  # why it was the last one, for people
+    end_cause: EndCause | None = None
 
 
 class ProcessOutput(Event, frozen=True):

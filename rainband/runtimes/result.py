@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rainband.protocol.accounting import BatchAccounting
+from rainband.protocol.accounting import NOT_FINITE, BatchAccounting
 from rainband.runtimes.config import RunConfig
 
-NOT_FINITE = "not finite"  # the reason for which a gradient with infinities or NaN is skipped
 MANY = 0.05  # of all batches; mixed precision usually skips a few at the start
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rainband.coordinator_api import CoordinatorApi
-from rainband.full_batch.descent import START, Descent, FullBatch, SearchPoint, deliver_items
+from rainband.full_batch.descent import NO_LOWER_LOSS, START, Descent, FullBatch, SearchPoint, deliver_items
 from rainband.full_batch.line_search import Trial, strong_wolfe
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.optimizer_spec import element_wise
@@ -57,9 +57,9 @@ class ConjugateGradient(FullBatch):
             iteration += 1
             chosen, there = await self._search(descent, here, slope, step)
             moved = there.loss < here.loss and chosen.step > 0
-            end = limits.reached(iteration, here.loss, there) if moved else ""
+            end = limits.reached(iteration, here.loss, there) if moved else None
             if not moved and restarted:
-                end = "no lower loss was found along the negative gradient"
+                end = NO_LOWER_LOSS
             before, here = slope, there
             if not end:
                 slope, restarted = await self._turn(coordinator, restart=not moved)

@@ -31,7 +31,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from rainband.coordinator_api import CoordinatorApi
-from rainband.full_batch.descent import START, Descent, FullBatch, Sampling, SearchPoint, deliver_items
+from rainband.full_batch.descent import NO_LOWER_LOSS, START, Descent, FullBatch, Sampling, SearchPoint, deliver_items
 from rainband.full_batch.line_search import Search, Trial, armijo, strong_wolfe
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.optimizer_spec import element_wise
@@ -103,7 +103,7 @@ class Sandblaster(FullBatch):
                 await coordinator.compute(*(drop(name) for pair in history.pairs for name in (pair.s, pair.y)))
                 history = History()
             else:
-                end = "no lower loss was found along the negative gradient"
+                end = NO_LOWER_LOSS
             if not end and not sampling.is_whole:
                 descent.work_items = sampling.draw(
                     iteration, coordinator.seed, coordinator.num_items, descent.work_items

@@ -13,6 +13,7 @@ from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.protocol.accepted_set import AcceptedSet
+from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.data_plan import DataPlan, PushId, num_batches
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Report, Skipped, Tally
@@ -228,7 +229,7 @@ class WorkerOptimizer:
 
     def step(self, gradient: Gradient) -> None:
         if not gradient.is_finite:
-            self.accounting.add(gradient.push_id(), "not finite")
+            self.accounting.add(gradient.push_id(), NOT_FINITE)
             return
         first = gradient.batches[0]
         scale = self.schedule.scale(self.worker.plan.progress(first.portion, first.k))

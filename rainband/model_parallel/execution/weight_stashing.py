@@ -22,6 +22,7 @@ from rainband.model_parallel.execution.stage_replicas import StageReplicas
 from rainband.model_parallel.graph.split_loss import inputs_of, loss_of
 from rainband.model_parallel.schedules.table import Action
 from rainband.model_parallel.schedules.version_rule import VersionRule, check_stage_versions
+from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.data_plan import ranges
 from rainband.worker.worker import LocalAccounting
 
@@ -213,7 +214,7 @@ class WeightStashing:
         self._step(total if finite else {}, first)
         self.updates += 1
         if not finite:
-            self.skipped[update] = "not finite"
+            self.skipped[update] = NOT_FINITE
         self._accept()
 
     def _step(self, total: Mapping[str, Tensor], batch: Batch) -> None:

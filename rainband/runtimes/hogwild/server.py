@@ -14,11 +14,11 @@ import numpy as np
 
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
 from rainband.protocol import messages
+from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.messages import Message, Peer
 from rainband.runtimes.hogwild.memory import SharedParameters, offsets_of
 
 HOGWILD_SERVER = Peer("server", 0)
-NOT_FINITE = "not finite"
 FROM_WORKERS = (messages.ReportRequest, messages.BlockReady)  # over their connection to the coordinator
 
 

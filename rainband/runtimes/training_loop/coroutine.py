@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rainband.model.gradient import Gradient
+from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.steps import Steps
 from rainband.runtimes.processes.drive import drive_until
 from rainband.strategy import Batch, Strategy, WorkItem
@@ -174,7 +175,7 @@ class UsersOptimizer:
         if not _is_not_empty(gradient):
             return
         if not gradient.is_finite:
-            self.worker.skip(gradient.batches, "not finite")
+            self.worker.skip(gradient.batches, NOT_FINITE)
             return
         self.worker.step_now(gradient.tensors)
         if self.worker.accounting is not None:

@@ -24,6 +24,7 @@ from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.model.optimizer_state import put_state, settings_of, spec_of, state_of
 from rainband.model.save import save_model
+from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.messages import Conclude, Dataset, LeaseEnd, Message, Paused, Peer, Welcome
 from rainband.protocol.optimizer_spec import changed_numbers, plain
 from rainband.protocol.ports import Port
@@ -81,7 +82,7 @@ class TrainingLoop:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         pairs = zip(groups, self.settings, strict=True)
         self.flat = Flat(self.model, [{"params": group["params"], **settings} for group, settings in pairs])
-        self.hooks = StepHooks(self.optimizers, self._step, lambda: self.skip("not finite"))
+        self.hooks = StepHooks(self.optimizers, self._step, lambda: self.skip(NOT_FINITE))
         self.member.connect()
         optimizer = spec_of(self.optimizers) if self.served else None
         join = join_of(self.strategy, self.flat.layout, NOT_KNOWN_YET, custom_loop=True, optimizer=optimizer)
