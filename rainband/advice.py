@@ -24,7 +24,7 @@ def of_momentum(momentum: float, missed: float, cluster: Cluster) -> list[str]:
 
 
 def of_stale_rate(optimizer: str, missed: float) -> list[str]:
-    """Warn about a large rate: x <- x - a h x(t - s) is stable for a h < 2 sin(pi / (4 s + 2)); with s = 0 that is 2."""
+    """Warn that x <- x - a h x(t - s) is stable only for a h < 2 sin(pi / (4 s + 2)); with s = 0 that is 2."""
     times = 1 / math.sin(math.pi / (4 * missed + 2))
     if optimizer != "sgd" or times < MANY_TIMES:
         return []
@@ -50,6 +50,6 @@ def of_waiting(cluster: Cluster, bound: int = 0, how: str = "") -> list[str]:
         ]
     after = "" if not bound else f" after {bound} steps"
     return [
-        f"{straggler.who} is {straggler.factor:.3g} times slower, and {setting}{after} all workers run at its "
-        f"speed: the others wait {100 * idle:.0f} % of the time. Choose soft_sync or downpour, or sync backup_workers=1."
+        f"{straggler.who} is {straggler.factor:.3g} times slower, and {setting}{after} all workers run at its speed: "
+        f"the others wait {100 * idle:.0f} % of the time. Choose soft_sync or downpour, or sync backup_workers=1."
     ]
