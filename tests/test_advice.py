@@ -73,19 +73,19 @@ def test_a_small_momentum_or_one_worker_or_lock_step_is_no_reason_to_warn() -> N
 @pytest.mark.parametrize(
     "strategy, settings, how",
     [
-        ("sync", {}, "in rounds everyone"),
-        ("stale_sync", {"bound": 0}, "with a bound of 0 everyone"),
-        ("stale_sync", {"bound": 3}, "with a bound of 3 after 3 steps everyone"),
-        ("stale_sync", {"bound": 0, "compensation": 0.1}, "with a bound of 0 everyone"),
-        ("bounded_delay", {"tau": 0}, "with a bound of 0 everyone"),
-        ("adaptive_bound", {"max_bound": 4}, "with a bound of 4 after 4 steps everyone"),
+        ("sync", {}, "in rounds all workers"),
+        ("stale_sync", {"bound": 0}, "with a bound of 0 all workers"),
+        ("stale_sync", {"bound": 3}, "with a bound of 3 after 3 steps all workers"),
+        ("stale_sync", {"bound": 0, "compensation": 0.1}, "with a bound of 0 all workers"),
+        ("bounded_delay", {"tau": 0}, "with a bound of 0 all workers"),
+        ("adaptive_bound", {"max_bound": 4}, "with a bound of 4 after 4 steps all workers"),
     ],
 )
 def test_who_waits_for_a_worker_that_is_always_slow_is_told_for_how_long(
     strategy: str, settings: dict[str, Any], how: str
 ) -> None:
     warning = told(strategy, 4, SLOW, **settings)
-    assert f"worker 3 is 5 times slower, and {how} goes at its speed: the others wait 80 % of the time" in warning
+    assert f"worker 3 is 5 times slower, and {how} run at its speed: the others wait 80 % of the time" in warning
 
 
 @pytest.mark.parametrize(

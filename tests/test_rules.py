@@ -14,7 +14,7 @@ from torch import Tensor
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.messages import Pull, Push
 from rainband.rules import ApplyOnArrival, MeanOfRound
-from rainband.rules.around import Around
+from rainband.rules.compensated import Around
 from rainband.rules.rule import Rule
 from tests.builders import item_push, make_plan, make_push, named, rounds_plan
 

@@ -137,8 +137,6 @@ class FullBatchRun:
         self.samples = 0  # of complete evaluations
         self.batches = self.work_items = self.evaluations = 0  # requested so far
 
-    # ---- what a strategy may use -----------------------------------------------------------------------------------
-
     @property
     def num_items(self) -> int:
         assert self.nodes is not None
@@ -206,8 +204,6 @@ class FullBatchRun:
         pending.known = known
         self.samples += known.samples
 
-    # ---- running it ------------------------------------------------------------------------------------------------
-
     def start(self, nodes: EvaluationWorkers, now: float) -> list[To]:
         self.nodes, self.now = nodes, now
         self.steps = Steps(self.coordinate(self))
@@ -246,8 +242,6 @@ class FullBatchRun:
     def _throw_stop(self) -> list[To]:
         self.cut_short = False
         return self._go_on(Stop())
-
-    # ---- messages --------------------------------------------------------------------------------------------------
 
     def receive(self, sender: Peer, message: Answer | Evaluated, now: float) -> list[To]:
         """Take a message of a server."""

@@ -32,8 +32,6 @@ class Leases:
         self.unconfirmed: dict[int, float] = {}  # returned as done, not yet in the accepted sets -> since when
         self.wanting: dict[int, None] = {}  # workers that asked for a lease, longest first
 
-    # ---- leasing ---------------------------------------------------------------------------------------------------
-
     def requested(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
         self.wanting.setdefault(worker.peer.index)
         return self.give(now, worker.peer.index) or self._no_work(worker) or self._rebalance(worker)
@@ -188,8 +186,6 @@ class Leases:
         worker.leases[portion] = self.numbers[portion]
         return CoordinatorOutput(worker.peer, Lease(portion, self.numbers[portion], groups_))
 
-    # ---- revoking --------------------------------------------------------------------------------------------------
-
     def returned(self, worker: WorkerState, message: Return, now: float) -> list[CoordinatorOutput]:
         """Take a returned lease: its batches are done, or must be reassigned."""
         if worker.leases.get(message.portion) != message.lease:
@@ -245,8 +241,6 @@ class Leases:
             )
         self.rebalanced.discard(sets.portion)
         return self.give(now) + self.shutdown.when_done()
-
-    # ---- lost messages ---------------------------------------------------------------------------------------------
 
     def confirm(self, now: float) -> list[CoordinatorOutput]:
         """Revoke what was returned as done and is not in the accepted sets within the failure timeout."""

@@ -26,8 +26,6 @@ class Liveness:
         self.full_batch = full_batch
         self.deaths: dict[int, int] = {}  # portion -> workers that died while they processed it
 
-    # ---- signs of life ---------------------------------------------------------------------------------------------
-
     def heartbeat(self, worker: WorkerState, heartbeat: Heartbeat, now: float) -> list[CoordinatorOutput]:
         state = self.state
         if heartbeat.steps and not any(w.heartbeat.steps for w in state.workers.values()):
@@ -64,8 +62,6 @@ class Liveness:
         servers = self.state.servers.values() if self.state.phase is Phase.RUNNING else ()
         work_items = [] if self.full_batch is None else self.full_batch.forget(worker, now, ended=True)
         return [CoordinatorOutput(s.peer, Forget(worker.peer.index)) for s in servers] + work_items
-
-    # ---- inactive workers ------------------------------------------------------------------------------------------
 
     def deactivate_late_workers(self, now: float) -> list[CoordinatorOutput]:
         state, ending = self.state, self.shutdown
@@ -168,8 +164,6 @@ class Liveness:
                 outs.append(CoordinatorOutput(server.peer, ReportRequest()))
         return outs
 
-    # ---- lost nodes ------------------------------------------------------------------------------------------------
-
     def lost(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         """React to a closed connection, or to the end of a process."""
         if self.state.phase is Phase.OVER:
@@ -219,11 +213,7 @@ class Liveness:
             return self.lost(sender, now, failed.error)
         state.events.append(
             events.UserError(
-                at_s=now,
-                worker=sender.index,
-                step=failed.step,
-                error=failed.error,
-                traceback=failed.traceback,
+                at_s=now, worker=sender.index, step=failed.step, error=failed.error, traceback=failed.traceback
             )
         )
         where = f"{sender} failed at step {failed.step}" if failed.step else f"{sender} could not start"

@@ -26,8 +26,6 @@ class RunEnd:
         self.last_reports: set[int] = set()  # servers whose last report, with every push in it, has not arrived
         self.last_pulls: set[int] = set()  # workers of custom loops that do not have the final parameters yet
 
-    # ---- why it ends -----------------------------------------------------------------------------------------------
-
     def stop(self, outcome: str, reason: str, cause: FailureCause = FailureCause.OTHER) -> list[CoordinatorOutput]:
         """End early: workers finish their work item and return their leases."""
         state = self.state
@@ -96,8 +94,6 @@ class RunEnd:
             return []
         waited_for = [w for w in state.connected() if w.active or w.paused]
         return self.flush() if waited_for and all(w.ended for w in waited_for) else []
-
-    # ---- the steps --------------------------------------------------------------------------------------------------
 
     def flush(self) -> list[CoordinatorOutput]:
         """Let the servers apply what their rules have buffered: there is no more data."""

@@ -134,8 +134,6 @@ class RunState:
         self.reassigned = 0
         self.events: list[events.AnyEvent] = []
 
-    # ---- the phase -------------------------------------------------------------------------------------------------
-
     def enter(self, phase: Phase) -> None:
         """Go to a phase; it may be the current one."""
         assert phase is self.phase or phase in NEXT[self.phase], f"a run does not go from {self.phase} to {phase}"
@@ -154,8 +152,6 @@ class RunState:
         taken = self.events[:]
         self.events.clear()  # the same list: others add to it
         return taken
-
-    # ---- the workers -----------------------------------------------------------------------------------------------
 
     def connected(self) -> list[WorkerState]:
         return [w for w in self.workers.values() if w.connected]
@@ -202,8 +198,6 @@ class RunState:
     def addresses(self, worker: int) -> tuple[Address, ...]:
         return tuple(other.address for other in self.replica_of(worker) if other.address is not None)
 
-    # ---- the data --------------------------------------------------------------------------------------------------
-
     def is_custom_loop(self) -> bool:
         return self.join is not None and self.join.custom_loop
 
@@ -214,8 +208,6 @@ class RunState:
         """Return whether the number of batches is known: not of full-batch runs or loops without a number of epochs."""
         endless = self.dataset is not None and self.dataset.epochs == 0
         return self.has_data() and self.full_batch is None and not endless
-
-    # ---- the accepted batches --------------------------------------------------------------------------------------
 
     def reports(self) -> list[Report]:
         return [s.report for s in self.servers.values() if s.report is not None]

@@ -61,11 +61,7 @@ class FullBatch(Strategy):
     @property
     def requires(self) -> Requirements:
         return Requirements(
-            optimizer="commands",
-            batches_per_item=self.n_push,
-            coordinated=True,
-            whole_model=True,
-            custom_loop=False,
+            optimizer="commands", batches_per_item=self.n_push, coordinated=True, whole_model=True, custom_loop=False
         )
 
     @property

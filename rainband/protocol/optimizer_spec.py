@@ -30,12 +30,7 @@ TAKERS = {  # which of them take what a strategy can set; importing torch to see
     "momentum": {"sgd", "rmsprop"},
     "weight_decay": set(BUILT_IN) - {"rprop"},
 }
-HOW_TO_COMPUTE = {
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-}  # chosen by us, not a setting of the update
+HOW_TO_COMPUTE = {"foreach", "fused", "capturable", "differentiable"}  # chosen by us, not a setting of the update
 NOTES = {  # what torch's schedulers and users write into a parameter group for themselves
     *("params", "param_names", "name"),
     *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),

@@ -5,16 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from rainband.rules.around import Around
+from rainband.rules.rule import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rainband.protocol.messages import Push
-    from rainband.rules.rule import Rule, RuleBlock
+    from rainband.rules.rule import RuleBlock
 
 
 TINY = 1e-7  # added to the mean of squares before the square root
+
+
+class Around(Rule):
+    """A rule around another, `rule`: whatever a subclass does not override is that of the inner rule."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+
+def _of_inner_rule(name: str) -> property:
+    return property(lambda self: getattr(self.rule, name))
+
+
+for _name in [name for name in vars(Rule) if not name.startswith("_")]:
+    setattr(Around, _name, _of_inner_rule(_name))
 
 
 class Compensated(Around):

@@ -88,8 +88,6 @@ class Block:
             return self.plan.progress(push.push_id[0].portion, push.push_id[0].first)
         return min(1.0, self.accounting.accepted_set.count / self.plan.num_batches)
 
-    # ---- what a command of the coordinator does --------------------------------------------------------------------
-
     def compute(self, operations: Sequence[Operation], new_version: bool) -> list[float]:
         """Do vector operations; with `new_version` readers see all changes of the parameters at once."""
         if new_version and self.observer is not None:

@@ -30,11 +30,7 @@ class BlockParameters:
     """Values in working precision, stepped by a torch optimizer and published for readers."""
 
     def __init__(
-        self,
-        spec: BlockSpec,
-        buffer: ParameterBuffer,
-        server_part: ServerPart,
-        groups: Sequence[dict[str, object]],
+        self, spec: BlockSpec, buffer: ParameterBuffer, server_part: ServerPart, groups: Sequence[dict[str, object]]
     ) -> None:
         self.spec = spec
         self.buffer = buffer

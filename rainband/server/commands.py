@@ -33,8 +33,6 @@ class CommandExecutor:
         self.complete = 0  # work items that every block has accepted
         self.losses: dict[int, tuple[float, int]] = {}  # work item -> loss and samples, from pushes to the first block
 
-    # ---- commands --------------------------------------------------------------------------------------------------
-
     def command(self, command: Command, blocks: Sequence[Block]) -> list[Message]:
         """Execute a command unless that was done; return the messages for the coordinator."""
         if command.term < self.term:
@@ -82,8 +80,6 @@ class CommandExecutor:
             else:
                 self.names.add(operation.target)
         return tuple(totals)
-
-    # ---- evaluations -----------------------------------------------------------------------------------------------
 
     def _begin(self, work_items: int, blocks: Sequence[Block]) -> None:
         for block in blocks:

@@ -141,8 +141,6 @@ class Server:
             self.validator.forget_below(report.first_open)
         return report
 
-    # ---- pushes ----------------------------------------------------------------------------------------------------
-
     def _push(self, sender: Peer, push: Push, payload: Tensor | None) -> list[ServerOutput]:
         block = self.blocks.get(push.block)
         if block is None:
@@ -212,8 +210,6 @@ class Server:
         last = next(reversed(self.blocks.values()), None)
         return self.readers.admit_all() + ([] if last is None else self._report_progress(last))
 
-    # ---- reads -----------------------------------------------------------------------------------------------------
-
     def read(self, params: Params) -> tuple[Params, Tensor | None]:
         """Return a reply that is about to leave with the parameters of this moment."""
         return self.readers.read(params)
@@ -233,8 +229,6 @@ class Server:
             return message, None
         values, absent = self.blocks[message.block].parameters.state_part(message.part)
         return StatePart(message.block, message.part, absent), values
-
-    # ---- the beginning of a run ------------------------------------------------------------------------------------
 
     def _assign(self, assign: Assign) -> list[ServerOutput]:
         self.term = self.readers.term = assign.term
@@ -280,8 +274,6 @@ class Server:
             block.replan(planned.plan)
         self.progress.follow(planned.plan)
         return [ServerOutput(COORDINATOR, Ready())]
-
-    # ---- other messages of the coordinator -------------------------------------------------------------------------
 
     def _command(self, command: Command) -> list[ServerOutput]:
         if self.commands is None:

@@ -52,8 +52,6 @@ class Connection:
         self.key = key
         self.reader = FrameReader(self.max_body_bytes, key, self.body_memory)
 
-    # ---- in --------------------------------------------------------------------------------------------------------
-
     def receive(self) -> list[tuple[Message, memoryview | None]] | None:
         """Return the messages that have arrived, or None at the end. Raises BadFrame or HandshakeFailed."""
         if self.reader is None:
@@ -89,8 +87,6 @@ class Connection:
         if self.shake.done:
             self.opened(self.shake.peer, self.shake.key)
         return []
-
-    # ---- out -------------------------------------------------------------------------------------------------------
 
     def send(self, message: Message, body: memoryview | bytes | None = None) -> None:
         """Queue a message; `flush` sends it. The body must not change until then."""

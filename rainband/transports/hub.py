@@ -120,8 +120,6 @@ class Hub:
         self.epoll.close()
         self.spare.close()
 
-    # ---- connections -----------------------------------------------------------------------------------------------
-
     def _add(self, sock: socket.socket, connection: Connection) -> Connection:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:

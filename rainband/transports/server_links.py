@@ -170,8 +170,6 @@ class TcpPort(ThreadedLink):
         self.start_receiving()
         self.send(Hello())
 
-    # ---- sending ---------------------------------------------------------------------------------------------------
-
     def send(self, message: Message) -> None:
         self.outbox.put((message, None, None))
 
@@ -216,8 +214,6 @@ class TcpPort(ThreadedLink):
                     self.room.release()
         except OSError as error:
             self.fail(ServerLost(self.name, f"sending to it ({error.strerror})"))
-
-    # ---- receiving -------------------------------------------------------------------------------------------------
 
     def frame_received(self, frame: Frame) -> None:
         message, payload = (decode(frame.header), None) if frame.body is None else self.arriving.popleft()

@@ -134,8 +134,6 @@ class Client:
             state_changed.changed = True
         self.waiting_for_change.clear()
 
-    # ---- what others read ------------------------------------------------------------------------------------------
-
     @property
     def plan(self) -> DataPlan:
         return self.leases.plan
@@ -161,8 +159,6 @@ class Client:
     def stopping(self) -> bool:
         """True when the run ends early."""
         return self.leases.stopping
-
-    # ---- work items ------------------------------------------------------------------------------------------------
 
     def next_item(self) -> WorkItem | None:
         """Return the next work item to compute, in rounds one of the lowest round; None if there is none now."""
@@ -205,8 +201,6 @@ class Client:
         if any(self.leases.next_round(lease) <= round_ for lease in self.leases.with_work()):
             return True
         return self.pulls.round(round_ + 1).ready()
-
-    # ---- pushes and pulls ------------------------------------------------------------------------------------------
 
     def push(self, gradient: Gradient) -> PushHandle:
         """Send a gradient to every block; it may be overwritten when this returns."""
@@ -252,8 +246,6 @@ class Client:
             self.plan.items_per_round and len(versions) > 1
         ):  # they differ by one: a block keeps the version before its newest
             await self.pulls.round(min(versions))
-
-    # ---- first values and optimizer state --------------------------------------------------------------------------
 
     def load(self, state: State | None = None) -> None:
         """Send the servers this worker's parameters and optimizer state: the first values of the run."""

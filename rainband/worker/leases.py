@@ -33,8 +33,6 @@ class HeldLeases:
         self.finished = False  # every batch of the run is done
         self.stopping = False  # the run ends early
 
-    # ---- messages of the coordinator -------------------------------------------------------------------------------
-
     def add(self, lease: Lease) -> None:
         self.requested = self.no_work = False
         held = self.held.get(lease.portion)
@@ -49,8 +47,6 @@ class HeldLeases:
         held = self.held.get(revoke.portion)
         if held is not None and held.number < revoke.lease:
             del self.held[revoke.portion]
-
-    # ---- work items ------------------------------------------------------------------------------------------------
 
     def with_work(self) -> list[HeldLease]:
         """Return the leases with work items that are not begun; request another one if they run low."""
@@ -87,8 +83,6 @@ class HeldLeases:
     def request_again(self) -> None:
         """Forget that a lease was requested: the request is lost, or the leases were given up."""
         self.requested = False
-
-    # ---- settling --------------------------------------------------------------------------------------------------
 
     @property
     def has_unsettled(self) -> bool:

@@ -75,8 +75,6 @@ class Pulls:
         self.asks: bool | None = None  # must servers in shared memory be asked before a read? Their first reply says
         self.entered = False  # readers on the servers wait for this worker
 
-    # ---- requests --------------------------------------------------------------------------------------------------
-
     def newest(self, clock: int) -> PullHandle:
         """Request the newest parameters, for the work item after `clock` pushed ones; -1: not to compute with them."""
         return self._request(PullHandle(self, 0, -1, 0), clock)
@@ -133,8 +131,6 @@ class Pulls:
         for block in self.servers.direct_blocks:
             if not self.must_ask(block.index) and not self.pushes.unanswered[block.index]:
                 pull.arrive(block.index, None)
-
-    # ---- replies ---------------------------------------------------------------------------------------------------
 
     def received(self, params: Params, payload: Tensor | None) -> None:
         """Take one block's reply."""

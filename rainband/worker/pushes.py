@@ -145,8 +145,6 @@ class Pushes:
             ),
         )
 
-    # ---- answers ---------------------------------------------------------------------------------------------------
-
     def answered(self, ack: Ack) -> bool:
         """Take one block's answer; return False if nothing more follows from it."""
         unanswered = self.unanswered[ack.block]

@@ -18,9 +18,8 @@ from rainband.protocol.data_plan import DataPlan, PushId, num_batches
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Report, Skipped, Tally
 from rainband.protocol.steps import Work
-from rainband.strategy import Batch, WorkItem
+from rainband.strategy import Batch, Servers, WorkItem
 from rainband.worker.client import Client
-from rainband.worker.pulls import PullHandle
 from rainband.worker.work_items import StillNeeded
 
 if TYPE_CHECKING:
@@ -75,20 +74,6 @@ class Sampler:
         return self.order[start : start + self.plan.batch_size]
 
 
-class ServerSide:
-    """The servers as a strategy uses them."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.push = client.push
-
-    def exchange(self, gradient: Gradient) -> PullHandle:
-        return self.client.exchange(gradient)
-
-    def pull(self, round: int | None = None, ahead: int = 0) -> PullHandle:
-        return self.client.pull(round, ahead)
-
-
 class WorkerParameters:
     """The worker's own copy of the parameters."""
 
@@ -118,7 +103,7 @@ class ModuleWorker:
         self.plan = client.plan
         self.flat = client.flat
         self.params = WorkerParameters(self.flat, client.observer)
-        self.servers = ServerSide(client)
+        self.servers: Servers = client
         self.sampler = Sampler(self.plan)
         self.work_item: WorkItem | None = None
         self.prefetch: Callable[[Batch], Any] | None = None  # returns the samples of a batch that were prepared ahead
@@ -185,8 +170,6 @@ class ModuleWorker:
 
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         raise ValueError("this worker computes the whole model: a pipeline needs stages, for example --stages 2.")
-
-    # ---- buffers, such as BatchNorm's statistics --------------------------------------------------
 
     def buffers(self) -> bytes:
         return buffers_of(self.module)

@@ -26,7 +26,7 @@ from rainband.model_parallel.execution.weight_stashing import WeightStashing
 from rainband.model_parallel.graph.eval_graph import evaluating
 from rainband.model_parallel.graph.split_loss import inputs_of, loss_of
 from rainband.strategy import Batch, WorkItem
-from rainband.worker.worker import ModuleWorker, ServerSide
+from rainband.worker.worker import ModuleWorker
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 LEADER = 0  # the rank of the worker that has the leases
 
 
-class StageServers(ServerSide):
+class StageServers:
     """The servers that hold the blocks of one worker's submodel."""
 
     def __init__(self, client: Client, links: ReplicaLinks) -> None:
-        super().__init__(client)
-        self.links = links
+        self.client, self.links = client, links
+        self.push, self.exchange = client.push, client.exchange
 
     def pull(self, round: int | None = None, ahead: int = 0) -> Any:
         handle = self.client.pull(round, ahead)
