@@ -75,8 +75,6 @@ NEXT: Mapping[Phase, frozenset[Phase]] = {
     Phase.OVER: frozenset(),
     Phase.REPLACED: frozenset(),
 }
-STARTING = (Phase.FORMING, Phase.LOADING)
-ENDING = (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER)
 
 
 @dataclass

@@ -36,7 +36,7 @@ class Handle:
         """Return True if the awaited event may never happen, because the run is stopping."""
         return False
 
-    def _wait(self) -> Generator[Handle, None, None]:
+    def __await__(self) -> Generator[Handle, None, Any]:
         while not self.ready():
             yield self
 
@@ -52,9 +52,6 @@ class Until(Handle):
 
     def ready(self) -> bool:
         return self.is_so()
-
-    def __await__(self) -> Generator[Handle, None, None]:
-        return self._wait()
 
 
 class Steps(Generic[Result]):

@@ -6,7 +6,7 @@ handles that the methods return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,9 +56,6 @@ class StateChanged(Handle):
 
     def ready(self) -> bool:
         return self.changed
-
-    def __await__(self) -> Generator[Handle, None, None]:
-        return self._wait()
 
 
 class Client:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,6 @@ class PushHandle(Handle):
 
     def ready(self) -> bool:
         return self.left == 0
-
-    def __await__(self) -> Generator[Handle, None, None]:
-        return self._wait()
 
 
 class Pushes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,9 +22,6 @@ class StateHandle(Handle):
 
     def ready(self) -> bool:
         return self.left == 0
-
-    def __await__(self) -> Generator[Handle, None, None]:
-        return self._wait()
 
 
 class StateTransfer:

@@ -82,5 +82,5 @@ class StillNeeded(Handle):
         return self.looked
 
     def __await__(self) -> Generator[Handle, None, bool]:
-        yield from self._wait()
+        yield from Handle.__await__(self)
         return self.items.wants(self.work_item)

@@ -61,9 +61,6 @@ class AnyOf(Handle):
         """Return True if a sender has ended: it sends nothing more. What others sent may still arrive."""
         return self.links.has_ended(self.source)
 
-    def __await__(self) -> Generator[Handle, None, None]:
-        return self._wait()
-
 
 class ReplicaLinks:
     """The links of a worker to the others of its replica, by rank, and which of them have ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,9 +30,6 @@ class Deadline(Handle):
 
     def ready(self) -> bool:
         return self.left_s() == 0.0
-
-    def __await__(self) -> Generator[Handle, None, None]:
-        return self._wait()
 
 
 def drive(coroutine: Coroutine[Any, None, Result], wait: Wait, session: Session | None = None) -> Result:
