@@ -90,7 +90,7 @@ def test_a_chain_stays_on_one_machine_unless_memory_forces_it_apart() -> None:
 
 def test_a_model_that_fits_nowhere_is_refused_with_what_to_type() -> None:
     profile = chain([1.0, 1.0], parameters=[100, 100])
-    with pytest.raises(ValueError, match=r"does not fit on 2 machines of 299 bytes: use more of them \(--machines\)"):
+    with pytest.raises(ValueError, match=r"does not fit on 2 machines of 299 bytes: use more machines"):
         balanced(profile, Resources(num_machines=2, memory_bytes=299))
 
 

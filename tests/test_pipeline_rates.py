@@ -269,7 +269,7 @@ def test_a_model_of_ones_own_is_planned(tmp_path: Path, monkeypatch: pytest.Monk
         (["--schedule", "interleaved", "--microbatches", "7"], r"use --microbatches 8"),
         (
             ["--schedule", "interleaved", "--stages-per-worker", "7"],
-            "use fewer machines (--machines) or stages (--stages-per-worker)",
+            "use fewer machines or fewer stages per worker",
         ),
     ],
 )

@@ -55,8 +55,7 @@ def examine() -> list[Finding]:
 def _report(findings: list[Finding], well: bool) -> list[str]:
     marks = {"ok": "ok", "note": "note", "missing": "MISSING"}
     lines = table([(marks[f.verdict], f.name, f.found) for f in findings])
-    todo = [finding for finding in findings if finding.advice]
-    if todo:
+    if todo := [finding for finding in findings if finding.advice]:
         lines += ["", "What to do:", *table([(f.name, f.advice) for f in todo], indent="  ")]
     return [*lines, "", "Everything that is required is here." if well else "Something that is required is missing."]
 
@@ -101,9 +100,7 @@ def _memory() -> Finding:
     total = min(memory.total, limit) if limit else memory.total
     found = f"{size(memory.available)} free of {size(total)}"
     if min(memory.available, total) < LITTLE_MEMORY_BYTES:
-        advice = (
-            "each process takes about 100 MB plus its part of the model: close other programs, or use fewer --workers"
-        )
+        advice = "each process takes 100 MB and its part of the model: close other programs, or use fewer --workers"
         return Finding("memory", "note", found, advice)
     return Finding("memory", "ok", found)
 

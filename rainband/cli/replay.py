@@ -68,15 +68,13 @@ def _compared(result: Replayed) -> int:
     if result.warning:
         typer.echo(f"The bits may differ: {result.warning}.", err=True)
     if not result.saved_hash:
-        typer.echo(
-            f"The run has no saved model to compare with. The hash of the repeated one is {result.repeated_hash}."
-        )
+        none = "The run has no saved model to compare with."
+        typer.echo(f"{none} The hash of the repeated one is {result.repeated_hash}.")
         return 0
     numbers = count(result.numbers, "number")
     if result.different:
-        typer.echo(
-            f"{result.different} of {numbers} differ: hash {result.saved_hash} as saved, {result.repeated_hash} now."
-        )
+        hashes = f"hash {result.saved_hash} as saved, {result.repeated_hash} now"
+        typer.echo(f"{result.different} of {numbers} differ: {hashes}.")
         return FAILED
     typer.echo(f"The model equals the saved one bit for bit: {numbers}, hash {result.saved_hash}.")
     return 0

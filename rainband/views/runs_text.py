@@ -102,16 +102,11 @@ def shown(run: PastRun) -> list[str]:
     lines = [f"{run.name}: {run.state}", *table(_about(run), indent="  ", width=width), ""]
     if so_far.error:
         lines += [*user_error(so_far.error), ""]
-    if so_far.ended:
-        lines += summary(so_far, run.directory)
-    else:
-        lines += _without_end(run)
-    staleness = _histogram_of(run)
-    if staleness:
+    lines += summary(so_far, run.directory) if so_far.ended else _without_end(run)
+    if staleness := _histogram_of(run):
         lines += ["", "staleness histogram (updates missed: number of gradients)"]
         lines += [f"  {line}" for line in histogram(staleness, width, ink)]
-    plotted = curve(loss_curve(so_far.progress), width, ink=ink)
-    if plotted:
+    if plotted := curve(loss_curve(so_far.progress), width, ink=ink):
         lines += ["", "training loss over the samples done", *(f"  {line}" for line in plotted)]
     if plotted and so_far.is_virtual:
         timed = curve(loss_curve(so_far.progress, over_time=True), width, ink=ink)

@@ -94,24 +94,18 @@ def _own(spans: Sequence[Span], size: int) -> list[ForecastSpan]:
 def _begins(first: Sequence[ForecastSpan]) -> list[float]:
     """Return when batches begin: with the forward of microbatch 0 after the last backward of the batch before."""
     before = ["B", *(span.label for span in first)]
-    return [
-        span.from_s for span, last in zip(first, before, strict=False) if span.label == "F0" and last.startswith("B")
-    ]
+    return [s.from_s for s, last in zip(first, before, strict=False) if s.label == "F0" and last.startswith("B")]
 
 
 def _typical(lengths_s: Sequence[float]) -> int:
     """Return the index of the length closest to the median; of several, the one next to the middle."""
-    usual_s = median(lengths_s)
-    return min(
-        range(len(lengths_s)), key=lambda n: (round(abs(lengths_s[n] / usual_s - 1), 6), abs(n - len(lengths_s) // 2))
-    )
+    usual_s, middle = median(lengths_s), len(lengths_s) // 2
+    return min(range(len(lengths_s)), key=lambda n: (round(abs(lengths_s[n] / usual_s - 1), 6), abs(n - middle)))
 
 
 def _of_batches(mine: Sequence[ForecastSpan], first_stage: int) -> list[tuple[int, float]]:
     """Return (number, start of its forward) of each batch of a pipeline that is never flushed."""
-    return [
-        (int(span.label[1:]), span.from_s) for span in mine if span.rank < first_stage and span.label.startswith("F")
-    ]
+    return [(int(s.label[1:]), s.from_s) for s in mine if s.rank < first_stage and s.label.startswith("F")]
 
 
 def _shifted(span: ForecastSpan, by_s: float) -> ForecastSpan:
@@ -131,17 +125,8 @@ def _with_waits(spans: Sequence[ForecastSpan]) -> list[ForecastSpan]:
 
 def predicted_spans(seen: Excerpt) -> list[Span]:
     """Return the prediction as spans of additional nodes, for the trace."""
-    return [
-        Span(
-            f"worker {span.rank}, predicted",
-            "compute",
-            seen.begin_s + span.from_s,
-            seen.begin_s + span.to_s,
-            span.label,
-        )
-        for span in seen.predicted
-        if span.label != WAIT
-    ]
+    shifted = [_shifted(span, seen.begin_s) for span in seen.predicted if span.label != WAIT]
+    return [Span(f"worker {s.rank}, predicted", "compute", s.from_s, s.to_s, s.label) for s in shifted]
 
 
 def draw_schedules(seen: Excerpt, path: Path, title: str) -> bool:

@@ -57,13 +57,11 @@ def warnings(so_far: RunSoFar) -> list[str]:
     if ended is None or ended.outcome == "failed":
         return []
     if check := diverged(ended.accounting):
-        skipped = (
-            f"{whole(check.skipped)} of {count(check.batches, 'batch')} ({percent(check.skipped / check.batches)})"
-        )
-        why = f"{skipped} were skipped, because their gradients were not finite"
+        skipped = f"{whole(check.skipped)} of {count(check.batches, 'batch')}"
+        share = percent(check.skipped / check.batches)
+        why = f"{skipped} ({share}) were skipped, because their gradients were not finite"
         return _wrapped(f"training diverged: {why}. {_advice(so_far)}")
-    unknown = [name for name, value in ended.metrics.items() if value is None or not math.isfinite(value)]
-    if unknown:
+    if unknown := [name for name, value in ended.metrics.items() if value is None or not math.isfinite(value)]:
         return _wrapped(f"the model is of no use: {' and '.join(unknown)} is not finite. {_advice(so_far)}")
     return []
 

@@ -11,13 +11,14 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 
 import msgspec
 import torch
 from torch import Tensor
 
 from rainband.bench.harness.processes import PRELOAD, BenchProcess
-from rainband.bench.harness.rows import Effort, Row, at_least, at_most, median
+from rainband.bench.harness.rows import Effort, Row, at_least, at_most
 from rainband.runtimes.hogwild.worker import add_in_place
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.transports.shared_memory import SharedSegment
@@ -80,9 +81,8 @@ def _measure(
     pipes = [os.pipe() for _ in range(NUM_PROCESSES)]
     orders = [AddOrder(i, kind, rows, width, additions, locked) for i in range(NUM_PROCESSES)]
     entry = "rainband.bench.cases.hogwild:add_main"
-    processes = [
-        BenchProcess(zygote, entry, order, "adder", [fd, pipe[0]]) for order, pipe in zip(orders, pipes, strict=True)
-    ]
+    pairs = zip(orders, pipes, strict=True)
+    processes = [BenchProcess(zygote, entry, order, "adder", [fd, pipe[0]]) for order, pipe in pairs]
     for process in processes:
         process.read_byte()  # it is ready
     for reader, go in pipes:

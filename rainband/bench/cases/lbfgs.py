@@ -12,24 +12,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rainband.bench.baselines.lbfgs import PlainOrder
 from rainband.bench.harness.processes import PRELOAD, BenchProcess
-from rainband.bench.harness.rows import Effort, Row, at_least, at_most, median
+from rainband.bench.harness.rows import Effort, Row, at_least, at_most
 from rainband.observer import Observer
-from rainband.protocol import events
-from rainband.protocol.messages import (
-    Answer,
-    AssignItems,
-    Command,
-    Evaluated,
-    ItemsDelivered,
-    LeaseRequest,
-    Message,
-    Return,
-    encode,
-)
+from rainband.protocol import events, messages
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.processes import launcher as local
 from rainband.runtimes.processes.zygote import Zygote
@@ -43,7 +33,10 @@ FULL_HISTORY = 14  # iterations until each direction uses all its pairs
 SETTINGS = {"gradient_tolerance": 0.0, "loss_tolerance": 0.0}  # it must not stop early
 N_PUSH = 32
 MIN_SPEEDUP, MAX_KB = 1.7, 10.0
-FULL_BATCH = (Command, Answer, Evaluated, AssignItems, ItemsDelivered, LeaseRequest, Return)
+FULL_BATCH = (
+    *(messages.Command, messages.Answer, messages.Evaluated, messages.AssignItems, messages.ItemsDelivered),
+    *(messages.LeaseRequest, messages.Return),
+)
 PACED_WORKERS, STEP_S, FACTOR, PACED_N_PUSH = 4, 0.02, 5.0, 2  # one of four workers is five times slower
 
 
@@ -86,10 +79,8 @@ def _ratios(theirs: list[float], ours: list[float]) -> list[float]:
 
 def _plain(zygote: Zygote, iterations: int, threads: int, processes: int = 1) -> list[float]:
     """Return the seconds of one evaluation in each of several processes that run at the same time."""
-    order = PlainOrder(SIZES[-1], SAMPLES, iterations, threads)
-    started = [
-        BenchProcess(zygote, "rainband.bench.baselines.lbfgs:plain_main", order, "L-BFGS") for _ in range(processes)
-    ]
+    order, entry = PlainOrder(SIZES[-1], SAMPLES, iterations, threads), "rainband.bench.baselines.lbfgs:plain_main"
+    started = [BenchProcess(zygote, entry, order, "L-BFGS") for _ in range(processes)]
     return [process.result()[0] for process in started]
 
 
@@ -97,17 +88,9 @@ def _traffic() -> list[Row]:
     """Measure the traffic of an iteration with the coordinator, and of a pass over the data with the servers."""
     found = {size: _sandblaster("mlp", _mlp(size), FULL_HISTORY, N_PUSH) for size in SIZES}
     downpour = _downpour_bytes(SIZES[0])
+    name = "traffic of the coordinator, 2 servers, {} parameters"
     return [
-        *(
-            at_most(
-                f"traffic of the coordinator, 2 servers, {size} parameters",
-                f.coordination_kb,
-                MAX_KB,
-                "",
-                "KB/iteration",
-            )
-            for size, f in found.items()
-        ),
+        *(at_most(name.format(size), f.coordination_kb, MAX_KB, "", "KB/iteration") for size, f in found.items()),
         Row("traffic of a pass over the data, Downpour, 0.1M parameters", downpour / 1e6, "MB"),
         Row("traffic of a pass over the data, Sandblaster, 0.1M parameters", found[SIZES[0]].pass_bytes / 1e6, "MB"),
         Row(
@@ -143,11 +126,11 @@ class FullBatchTraffic(Observer):
     def __init__(self) -> None:
         self.num_bytes = 0
 
-    def receiving(self, message: Message) -> None:
+    def receiving(self, message: messages.Message) -> None:
         if isinstance(message, FULL_BATCH):
-            self.num_bytes += PREFIX_BYTES + len(encode(message))
+            self.num_bytes += PREFIX_BYTES + len(messages.encode(message))
 
-    def sent(self, message: Message) -> None:
+    def sent(self, message: messages.Message) -> None:
         self.receiving(message)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from rainband.bench.harness.models import Branches
 from rainband.bench.harness.processes import PRELOAD
-from rainband.bench.harness.rows import Effort, Row, at_least, median
+from rainband.bench.harness.rows import Effort, Row, at_least
 from rainband.bench.harness.stage_runs import plain_process, two_stage_placement, two_workers
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.runtimes.processes.zygote import Zygote

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from statistics import median
 
 import msgspec
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from rainband.bench.baselines.limit import timed
 from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
-from rainband.bench.harness.rows import Effort, Row, median
+from rainband.bench.harness.rows import Effort, Row
 from rainband.protocol.messages import Address, Peer
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.transports.auth import new_run_id, new_secret

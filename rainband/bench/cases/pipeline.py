@@ -9,11 +9,12 @@ half the batch size, GPipe misses its target.
 
 from __future__ import annotations
 
+from statistics import median
 from typing import NamedTuple
 
 from rainband.bench.harness.models import Chain
 from rainband.bench.harness.processes import PRELOAD
-from rainband.bench.harness.rows import Effort, Row, at_least, median
+from rainband.bench.harness.rows import Effort, Row, at_least
 from rainband.bench.harness.stage_runs import (
     plain_process,
     profile_of,

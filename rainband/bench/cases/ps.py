@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from rainband.bench.baselines.data_parallel import GlooOrder, SocketOrder
 from rainband.bench.harness.cluster import ExchangeCluster, Seconds
 from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
-from rainband.bench.harness.rows import Effort, Row, at_least, at_most, median
+from rainband.bench.harness.rows import Effort, Row, at_least, at_most
 from rainband.runtimes.processes.zygote import Zygote
 
 MIB = 1 << 20
@@ -89,10 +91,9 @@ def _ratio(seconds: Seconds) -> float:
 def _gloo(zygote: Zygote, num_elements: int, rounds: int) -> float:
     port = free_port()
     orders = [GlooOrder(rank, port, num_elements, max(5, rounds // 2)) for rank in range(2)]
-    ranks = [
-        BenchProcess(zygote, "rainband.bench.baselines.data_parallel:gloo_main", order, "gloo") for order in orders
-    ]
-    return median([s for rank in ranks for s in rank.result()])
+    entry = "rainband.bench.baselines.data_parallel:gloo_main"
+    ranks = [BenchProcess(zygote, entry, order, "gloo") for order in orders]
+    return float(median([s for rank in ranks for s in rank.result()]))
 
 
 def _bare_socket(zygote: Zygote, num_elements: int, rounds: int) -> list[float]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 from rainband.bench.baselines.data_parallel import TrainOrder
 from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
-from rainband.bench.harness.rows import Effort, Row, at_least, median
+from rainband.bench.harness.rows import Effort, Row, at_least
 from rainband.protocol import events
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes import launcher as local
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.runtimes.run_directory import new_directory
 
+TRAIN = "rainband.bench.baselines.data_parallel:train_main"
 SIZES = ("0.7M", "5.8M", "20M")
 TARGETS = {"5.8M": (1.5, 1.3)}  # against one process, against DDP
 
@@ -51,20 +53,12 @@ def _size(size: str, repeats: int, seconds: float) -> list[Row]:
 
 
 def _plain(zygote: Zygote, size: str, seconds: float) -> float:
-    [rate] = BenchProcess(
-        zygote, "rainband.bench.baselines.data_parallel:train_main", TrainOrder(size, seconds), "plain"
-    ).result()
-    return float(rate)
+    return float(BenchProcess(zygote, TRAIN, TrainOrder(size, seconds), "plain").result()[0])
 
 
 def _ddp(zygote: Zygote, size: str, seconds: float) -> float:
     port = free_port()
-    ranks = [
-        BenchProcess(
-            zygote, "rainband.bench.baselines.data_parallel:train_main", TrainOrder(size, seconds, rank, port), "DDP"
-        )
-        for rank in range(2)
-    ]
+    ranks = [BenchProcess(zygote, TRAIN, TrainOrder(size, seconds, rank, port), "DDP") for rank in range(2)]
     return sum(float(rank.result()[0]) for rank in ranks)
 
 

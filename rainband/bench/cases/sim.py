@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import msgspec
 import torch
 
-from rainband.bench.harness.rows import Effort, Row, at_least, at_most, median
+from rainband.bench.harness.rows import Effort, Row, at_least, at_most
 from rainband.protocol import events
 from rainband.record.calibrate import calibrate
 from rainband.runtimes.config import RunConfig, SimSettings
@@ -87,10 +88,8 @@ def _between(before: ClusterModel, after: ClusterModel) -> ClusterModel:
         *("apply_bytes_per_s", "gather_bytes_per_s", "read_bytes_per_s", "push_bytes_per_s", "pull_bytes_per_s"),
         *("message_s", "worker_message_s", "crowding", "wake_s", "moves"),
     )
-    nodes = replace(
-        before.nodes, **{name: (getattr(before.nodes, name) + getattr(after.nodes, name)) / 2 for name in speeds}
-    )
-    return ClusterModel(before.network, compute, nodes)
+    means = {name: (getattr(before.nodes, name) + getattr(after.nodes, name)) / 2 for name in speeds}
+    return ClusterModel(before.network, compute, replace(before.nodes, **means))
 
 
 def _config(size: str, strategy: str, num_workers: int, directory: Path) -> RunConfig:
@@ -170,9 +169,8 @@ def _simulated() -> float:
             moments[event.phase] = time.process_time()
 
     with tempfile.TemporaryDirectory() as folder:
-        config = RunConfig(
-            task="digits", strategy="downpour", num_workers=NUM_SIMULATED, num_servers=2, directory=folder
-        )
+        workers = NUM_SIMULATED
+        config = RunConfig(task="digits", strategy="downpour", num_workers=workers, num_servers=2, directory=folder)
         result = sim.run(config, view)
     return float(result.accounting["applied"]) / (moments["concluding"] - moments["running"])
 

@@ -7,9 +7,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 from rainband.bench.baselines.limit import timed
-from rainband.bench.harness.rows import Effort, Row, at_most, median
+from rainband.bench.harness.rows import Effort, Row, at_most
 
 MAIN = "from rainband.cli.main import main; main()"
 COMMAND = ["-c", MAIN, "train", "digits", "downpour", "--workers", "4", "--servers", "2", "--epochs", "1"]

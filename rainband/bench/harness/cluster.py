@@ -59,11 +59,8 @@ class ExchangeCluster:
     """Servers that hold one vector, and workers that push gradients to them and pull parameters."""
 
     def __init__(self, zygote: Zygote, num_elements: int, num_servers: int, optimizer: str, transport: str) -> None:
-        self.zygote = zygote
-        self.num_elements = num_elements
-        self.num_servers = num_servers
-        self.transport = transport
-        self.optimizer = optimizer
+        self.zygote, self.transport, self.optimizer = zygote, transport, optimizer
+        self.num_elements, self.num_servers = num_elements, num_servers
         self.run_id, self.secret = new_run_id(), new_secret()
         self.addresses: dict[int, Address] = {}
         self.ready: set[int] = set()

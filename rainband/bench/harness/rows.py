@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -25,12 +24,6 @@ def at_most(name: str, value: float, target: float, against: str, unit: str = "x
 
 def at_least(name: str, value: float, target: float, against: str, unit: str = "x") -> Row:
     return Row(name, value, unit, against, target, value >= target)
-
-
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 Effort = Literal["quick", "full"]

@@ -34,15 +34,8 @@ def plain_process(zygote: Zygote, task: Chain, batch_size: int, seconds: float) 
 def torch_pipelining(zygote: Zygote, schedule: str, microbatches: int, seconds: float) -> float:
     """Return the samples per second of torch.distributed.pipelining over gloo, with the same two stages."""
     port = free_port()
-    ranks = [
-        BenchProcess(
-            zygote,
-            f"{BASELINES}pipelining_main",
-            PipeliningOrder(rank, port, schedule, microbatches, seconds),
-            f"rank {rank}",
-        )
-        for rank in range(2)
-    ]
+    orders = [PipeliningOrder(rank, port, schedule, microbatches, seconds) for rank in range(2)]
+    ranks = [BenchProcess(zygote, f"{BASELINES}pipelining_main", order, f"rank {order.rank}") for order in orders]
     return min(float(rank.result()[0]) for rank in ranks)
 
 

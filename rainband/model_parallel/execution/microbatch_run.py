@@ -136,20 +136,15 @@ class MicrobatchRun:
         shares: TimeShares,
     ) -> None:
         """`rank_of`: the rank of the worker that takes this microbatch through a machine of the placement."""
-        self.fragment_run = fragment_run
-        self.links = links
-        self.rank_of = rank_of
-        self.microbatch = microbatch
-        self.shares = shares
+        self.fragment_run, self.links, self.rank_of = fragment_run, links, rank_of
+        self.microbatch, self.shares = microbatch, shares
         self.loss = 0.0  # on the answer machine: the microbatch's summand of the batch's mean loss
         fragment_run.give(microbatch.inputs)
         self.values = self._coming("value", fragment_run.values_to_come().items())
         self.gradients: dict[tuple[str, int], Arrival] | None = None  # known after the forwards
 
     def _coming(self, kind: str, expected: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Arrival]:
-        return {
-            (value, source): self.links.recv(self.rank_of(source), self._tag(kind, value)) for value, source in expected
-        }
+        return {(value, at): self.links.recv(self.rank_of(at), self._tag(kind, value)) for value, at in expected}
 
     async def forward(self, fragments: Sequence[int]) -> None:
         """Run these fragments of the run."""
@@ -195,20 +190,17 @@ class MicrobatchRun:
             await AnyOf(list(coming.values()), self.links)
         for key in [key for key, arrival in coming.items() if arrival.ready()]:
             payload = await coming.pop(key)
-            value, source = key
+            run, (value, source) = self.fragment_run, key
             if kind == "value":
                 pytree, wants = payload
-                self.fragment_run.take(
-                    FragmentMessage("value", value, source, self.fragment_run.machine, pytree, tuple(wants))
-                )
+                run.take(FragmentMessage("value", value, source, run.machine, pytree, tuple(wants)))
             else:
-                self.fragment_run.take(FragmentMessage("gradient", value, source, self.fragment_run.machine, payload))
+                run.take(FragmentMessage("gradient", value, source, run.machine, payload))
 
     def _send(self, messages: Sequence[FragmentMessage]) -> None:
         for message in messages:
-            payload = message.payload
-            if message.kind == "value":
-                payload = [message.payload, list(message.wants_gradient)]
+            is_value = message.kind == "value"
+            payload = [message.payload, list(message.wants_gradient)] if is_value else message.payload
             self.links.send(self.rank_of(message.destination), self._tag(message.kind, message.value), payload)
 
     def _tag(self, kind: str, value: str) -> Tag:

@@ -36,11 +36,9 @@ class Versions:
     ) -> None:
         """`own`: names whose Parameter objects are updated here, so that the user's module has the newest values."""
         self.trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-        self.layout = _arranged(parameters)
+        self.layout = layout = _arranged(parameters)
         self.specs = {spec.name: spec for spec in self.layout.parameters}
-        vectors = tuple(
-            torch.zeros(v.numel, dtype=getattr(torch, v.dtype), device=v.device) for v in self.layout.vectors
-        )
+        vectors = tuple(torch.zeros(v.numel, dtype=getattr(torch, v.dtype), device=v.device) for v in layout.vectors)
         self.counts = LiveVersions()
         self.live: dict[int, VersionMemory] = {0: self._memory(vectors)}
         self.spare: list[tuple[Tensor, ...]] = []

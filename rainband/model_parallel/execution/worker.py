@@ -228,8 +228,8 @@ class StageWorker(ModuleWorker):
         tag: Tag = ("wanted", self.wanted)
         self.wanted += 1
         if not self.leads:
-            told: bool = await self.links.receive(LEADER, tag)
-            return told
+            decided: bool = await self.links.receive(LEADER, tag)
+            return decided
         wanted = await self.client.still_needed(work_item)
         self.links.tell_all(tag, wanted)
         return wanted
@@ -329,22 +329,18 @@ class StageWorker(ModuleWorker):
             return None  # the first replica of each stage computes it
         number, training, args, kwargs = call
         answers = self.submodel.answers(training)
-        run, layout = answers.new_run(), answers.layout
+        run, layout, rank_of = answers.new_run(), answers.layout, self.submodel.plan.rank_of
         await self._give_ties(("answer", number))  # those of the last batch are an update old
         inputs = answers.cut.bind(args, kwargs)
         microbatch = Microbatch(("answer", number), inputs, lambda _: torch.zeros(()), 1.0, 0, goes_back=False)
         with evaluating(*run.modules.values()) if not training else nullcontext():
-            await MicrobatchRun(run, self.links, self.submodel.plan.rank_of, microbatch, answers.shares).forward(
-                run.mine
-            )
+            await MicrobatchRun(run, self.links, rank_of, microbatch, answers.shares).forward(run.mine)
         outputs = run.outputs() if self.submodel.machine == layout.answer_machine else None
         if layout.answer_machine != LEADER:
             if outputs is not None:
                 self.links.send(LEADER, ("answer", number), outputs)
             elif self.leads:
-                outputs = await self.links.receive(
-                    self.submodel.plan.rank_of(layout.answer_machine), ("answer", number)
-                )
+                outputs = await self.links.receive(rank_of(layout.answer_machine), ("answer", number))
         return answers.cut.answer(outputs) if self.leads and outputs is not None else None
 
 
@@ -357,10 +353,8 @@ class FlushedBatch:
 
     def __init__(self, worker: StageWorker, batch: Batch) -> None:
         self.worker, self.batch = worker, batch
-        indices = worker.sampler.indices(batch)
-        self.samples: list[NDArray[np.int64]] = np.array_split(
-            indices, min(worker.submodel.plan.microbatches, len(indices))
-        )
+        indices, most = worker.sampler.indices(batch), worker.submodel.plan.microbatches
+        self.samples: list[NDArray[np.int64]] = np.array_split(indices, min(most, len(indices)))
         self.runs: dict[int, MicrobatchRun] = {}
 
     def fragments(self, action: Action) -> Sequence[int]:

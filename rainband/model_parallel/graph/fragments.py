@@ -36,9 +36,7 @@ class FragmentLayout:
     @property
     def answer_fragment(self) -> int:
         """The fragment that makes the last output, after which the loss can be computed."""
-        return max(
-            (self.maker[value] for value in self.outputs if value in self.maker), default=len(self.fragments) - 1
-        )
+        return max((self.maker[v] for v in self.outputs if v in self.maker), default=len(self.fragments) - 1)
 
     def machines(self) -> list[int]:
         return sorted({fragment.machine for fragment in self.fragments})

@@ -93,9 +93,8 @@ class AsPair(nn.Module):
                 "split two layers that follow each other."
             )
         if any(True for _ in between.parameters()):
-            raise ValueError(
-                f"{type(between).__name__} has parameters: only what works on each element can be between."
-            )
+            name = type(between).__name__
+            raise ValueError(f"{name} has parameters: only what works on each element can be between.")
         self.first, self.between, self.second = ByColumns(first, ways), between, ByRows(second, ways)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def cut_task(task: Task, model: nn.Module, data: Data, batch_size: int) -> tuple
     """Return the task's model, cut, and an example of its inputs."""
     size = min(batch_size, len(data))
     if size < 2:
-        raise ValueError("a model is cut with an example of at least two samples: take a larger batch (--batch-size).")
+        raise ValueError("a model is cut with an example of at least two samples: use a larger batch size.")
     args, kwargs = inputs_of(task, data.batch(range(size)))
     return cut(model, args, kwargs), args, kwargs
 

@@ -32,8 +32,7 @@ def is_whole(module: nn.Module) -> bool:
 def refuse_lost_parameters(model: nn.Module, pieces: Sequence[nn.Module]) -> None:
     """Raise ValueError if parameters are outside all pieces: they would silently not be trained."""
     kept = {id(parameter) for piece in pieces for parameter in piece.parameters()}
-    lost = [name for name, parameter in model.named_parameters() if id(parameter) not in kept]
-    if lost:
+    if lost := [name for name, parameter in model.named_parameters() if id(parameter) not in kept]:
         raise ValueError(
             f"{type(model).__name__}.pieces() leaves out the parameters {', '.join(lost[:5])}"
             f"{' and more' if len(lost) > 5 else ''}: return modules that hold every parameter of the model."

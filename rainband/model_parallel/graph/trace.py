@@ -52,7 +52,8 @@ class OpeningTracer(fx.Tracer):
 
 def by_fx(model: nn.Module) -> fx.GraphModule:
     tracer = OpeningTracer()
-    return fx.GraphModule(tracer.root, tracer.trace(model))
+    graph = tracer.trace(model)  # sets tracer.root
+    return fx.GraphModule(tracer.root, graph)
 
 
 def by_pieces(model: nn.Module, pieces: Sequence[nn.Module]) -> fx.GraphModule:

@@ -32,7 +32,7 @@ def balanced(profile: Profile, resources: Resources) -> Placement:
     if not search.known:
         raise ValueError(
             f"{profile.model or 'the model'} does not fit on {resources.num_machines} machines of "
-            f"{resources.memory_bytes:,} bytes: use more of them (--machines), or larger ones (--memory)."
+            f"{resources.memory_bytes:,} bytes: use more machines, or larger ones."
         )
     placed = zip(coarse.profile.names, search.choice(), strict=True)
     placement = {unit: machine for name, machine in placed for unit in coarse.members[name]}

@@ -57,11 +57,10 @@ def in_stages(profile: Profile, resources: Resources) -> Placement:
     if found == NEVER:
         raise ValueError(
             f"{profile.model or 'the model'} has {len(profile.units)} units, which make no {stages} stages: ask for "
-            "fewer, or mark smaller pieces."
+            "fewer, or mark smaller units."
         )
-    return predicted(
-        _plan(profile, coarse, resources, _consecutive(found[1]), "one_machine_per_stage"), profile, resources
-    )
+    plan = _plan(profile, coarse, resources, _consecutive(found[1]), "one_machine_per_stage")
+    return predicted(plan, profile, resources)
 
 
 def interleaved(profile: Profile, resources: Resources, stages_per_worker: int = 2) -> Placement:
@@ -72,8 +71,8 @@ def interleaved(profile: Profile, resources: Resources, stages_per_worker: int =
     if len(profile.units) < stages:
         raise ValueError(
             f"{profile.model or 'the model'} has {len(profile.units)} units, and {stages_per_worker} stages on each of "
-            f"{resources.num_machines} machines are {stages}: use fewer machines (--machines) or "
-            "stages (--stages-per-worker)."
+            f"{resources.num_machines} machines are {stages}: use fewer machines or fewer "
+            "stages per worker."
         )
     coarse = along_order(profile, max(MAX_UNITS, stages))
     sums = _Sums(coarse.profile, resources.network.bytes_per_s, Resources(num_machines=stages), stages, exact=True)
@@ -86,13 +85,12 @@ def interleaved(profile: Profile, resources: Resources, stages_per_worker: int =
 def _best_plan(profile: Profile, resources: Resources, name: str, most_replicas: int) -> Placement:
     coarse = along_order(profile, MAX_UNITS)
     shapes = _candidates(coarse.profile, resources, most_replicas)
-    plans = [_plan(profile, coarse, resources, placed, name) for placed in shapes]
-    plans = [predicted(plan, profile, resources) for plan in plans]
+    plans = [predicted(_plan(profile, coarse, resources, placed, name), profile, resources) for placed in shapes]
     if not plans:
         raise ValueError(
             f"{profile.model or 'the model'} does not fit on {resources.num_machines} machines of "
-            f"{resources.memory_bytes:,} bytes, cut between units: use more of them (--machines), larger ones "
-            "(--memory), or a smaller batch."
+            f"{resources.memory_bytes:,} bytes, cut between units: use more machines, larger ones, or a "
+            "smaller batch."
         )
     return min(plans, key=_cost)
 
@@ -223,10 +221,5 @@ def _plan(profile: Profile, coarse: Coarse, resources: Resources, placed: Placed
         units = [unit for name in coarse.profile.names[begin:end] for unit in coarse.members[name]]
         stages.append(PlacedStage(machines, tuple(units)))
         begin = end
-    return Placement(
-        model=profile.model,
-        kind="pipeline",
-        partitioner=name,
-        num_machines=resources.num_machines,
-        stages=tuple(stages),
-    )
+    number = resources.num_machines
+    return Placement(model=profile.model, kind="pipeline", partitioner=name, num_machines=number, stages=tuple(stages))

@@ -195,9 +195,8 @@ def load(path: Path) -> Placement:
     try:
         return decode(path.read_bytes(), type=Placement)
     except msgspec.MsgspecError as error:
-        raise ValueError(
-            f"{path} is no plan: {error}. `rainband placement TASK --out {path.name}` writes one."
-        ) from None
+        hint = f"`rainband placement TASK --out {path.name}` writes one."
+        raise ValueError(f"{path} is no plan: {error}. {hint}") from None
 
 
 def check_file_name(path: Path) -> None:

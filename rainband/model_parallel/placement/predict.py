@@ -39,13 +39,10 @@ class Step(NamedTuple):
 
 def predicted(plan: Placement, profile: Profile, resources: Resources) -> Placement:
     """Return the placement with its prediction."""
-    network = resources.network
-    if plan.kind == "pipeline":
-        batch_s = pipeline_s(plan, profile, network)
-    else:
-        batch_s = partition_s(profile, plan.placement(), network)
+    network, is_pipeline = resources.network, plan.kind == "pipeline"
+    predict = pipeline_s(plan, profile, network) if is_pipeline else partition_s(profile, plan.placement(), network)
     prediction = Prediction(
-        batch_s=batch_s,
+        batch_s=predict,
         alone_s=profile.seconds(profile.names),
         crossing_bytes=sum(count for _, _, count in crossings(plan, profile)),
         memory_bytes=memory(plan, profile, resources),
@@ -56,11 +53,11 @@ def predicted(plan: Placement, profile: Profile, resources: Resources) -> Placem
 def crossings(plan: Placement, profile: Profile) -> list[tuple[CutValue, int, int]]:
     """Return (value, reading stage, bytes both ways) for each value and each other stage that reads it."""
     stage = plan.stage_of()
-    found = []
-    for value in profile.values:
-        for reader in sorted({stage[r] for r in value.readers} - {stage[value.maker]}):
-            found.append((value, reader, value.num_bytes))
-    return found
+    return [
+        (value, reader, value.num_bytes)
+        for value in profile.values
+        for reader in sorted({stage[r] for r in value.readers} - {stage[value.maker]})
+    ]
 
 
 def pipeline_s(plan: Placement, profile: Profile, network: LinkSpeed) -> float:
@@ -154,9 +151,7 @@ class PartitionClock:
             home, readers = key[value.maker], sorted({key[reader] for reader in value.readers} - {key[value.maker]})
             if readers:
                 read.add(home)
-            machines = {
-                reader[1] for reader in readers
-            }  # each starts at the next machine, so that not all start at the first
+            machines = {reader[1] for reader in readers}  # each starts at the next one, so that not all start at 0
             for machine in sorted(machines, key=lambda other, here=home[1]: (other < here, other)):  # type: ignore[misc]
                 those = [reader for reader in readers if reader[1] == machine]
                 there = self.network.sending_s(value.forward_bytes, home[1], machine)

@@ -141,14 +141,14 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.num_machines < 1:
-            raise ValueError(f"a plan for {self.num_machines} machines is none: give at least 1 (--machines).")
+            raise ValueError(f"num_machines is {self.num_machines}, and must be at least 1.")
         if self.memory_bytes < 0 or self.state_copies < 0:
             raise ValueError("memory_bytes and state_copies cannot be below 0.")
         per_group = self.network.machines_per_group
         if per_group and self.num_machines % per_group:
             raise ValueError(
                 f"{self.num_machines} machines are not a whole number of groups of {per_group}: choose another "
-                "number of machines, or of machines in a group (--machines-per-group)."
+                "number of machines, or of machines per group."
             )
 
     def fits(self, parameter_bytes: int, activation_bytes: int, in_flight: int) -> bool:

@@ -99,9 +99,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     def row(self, machine: int, microbatches: int) -> tuple[Action, ...]:
         """Return a machine's actions for one batch, in order; updates are the strategy's."""
         if self.plan.kind == "partition":
-            return tuple(
-                Action(machine, kind, microbatch, 0) for microbatch in range(microbatches) for kind in ("F", "B")
-            )
+            return tuple(Action(machine, kind, m, 0) for m in range(microbatches) for kind in ("F", "B"))
         if is_interleaved(self.plan):
             return _rows(self.schedule, len(self.workers), self.stages_per_worker, microbatches)[machine]
         return _rows(self.schedule, len(self.plan.stages), 1, microbatches)[self.stage(machine)]

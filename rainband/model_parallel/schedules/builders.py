@@ -96,11 +96,8 @@ def _interleaved_row(
         microbatch = first + round_number * machines + within % machines
         return Action(chunk * machines + machine, kind, microbatch, batch)
 
-    ahead = (
-        total
-        if microbatches == machines
-        else min(total, 2 * (machines - machine - 1) + (stages_per_worker - 1) * machines)
-    )
+    warm_up = 2 * (machines - machine - 1) + (stages_per_worker - 1) * machines
+    ahead = total if microbatches == machines else min(total, warm_up)
     turns = _in_turn(range(total), ahead)
     updates = [Action(chunk * machines + machine, "U", batch, batch + 1) for chunk in range(stages_per_worker)]
     return [action(kind, turn) for kind, turn in turns] + updates
@@ -134,7 +131,7 @@ def pipedream_2bw(stages: int, microbatches: int, batches: int) -> Table:
     need(
         microbatches >= stages,
         f"pipedream_2bw requires at least as many microbatches as stages, not {microbatches} for {stages}: the version "
-        "of one batch ago must be ready when a batch begins (--microbatches).",
+        "of one batch ago must be ready when a batch begins.",
     )
     how = StageVersions(pipedream_2bw=True, batches_per_update=microbatches)
     return _never_flushed("pipedream_2bw", how, (1,) * stages, microbatches * batches)

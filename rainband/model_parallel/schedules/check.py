@@ -91,11 +91,10 @@ def needs(table: Table, machine: int, action: Action) -> list[tuple[int, Action]
     if kind == "F":
         return [(table.machine_of(stage - 1, microbatch), Action(stage - 1, "F", microbatch, 0))] if stage else []
     if kind == "B":
-        own = [(machine, Action(stage, "F", microbatch, 0))]
-        later = stage + 1 < table.num_stages
-        return own + (
-            [(table.machine_of(stage + 1, microbatch), Action(stage + 1, "B", microbatch, 0))] if later else []
-        )
+        own, after = (machine, Action(stage, "F", microbatch, 0)), stage + 1
+        if after == table.num_stages:
+            return [own]
+        return [own, (table.machine_of(after, microbatch), Action(after, "B", microbatch, 0))]
     return [(table.machine_of(stage, m), Action(stage, "B", m, 0)) for m in table.microbatches_of(stage, microbatch)]
 
 

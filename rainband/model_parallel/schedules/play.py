@@ -107,7 +107,6 @@ def play(rows: Sequence[Sequence[Task]], seconds: Mapping[Task, float], sends: I
                 number += 1
                 heappush(heap, (left + send.latency_s, number, None, send))
         begin(here)
-    waiting = {here: row[at[here]] for here, row in enumerate(rows) if at[here] < len(row)}
-    if waiting:
+    if waiting := {here: row[at[here]] for here, row in enumerate(rows) if at[here] < len(row)}:
         raise ScheduleDeadlock(waiting)
     return Times(start_s, end_s)
