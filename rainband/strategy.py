@@ -92,9 +92,9 @@ class Strategy(ABC):
         """Run the coordinator part, if `requires.coordinated`; the run ends when it returns."""
         raise NotImplementedError(f"{type(self).__name__} has no coordinator part.")
 
-    def staleness(self, replicas: int) -> float:
-        """Return the expected mean staleness in updates, for workers of equal speed."""
-        return 0.0
+    def staleness(self, replicas: int) -> float | None:
+        """Return the expected mean staleness in updates, for workers of equal speed; None: unknown."""
+        return None
 
     def advice(self, cluster: Cluster) -> list[str]:
         """Return warnings about these settings on this cluster: one sentence each, with the number and a remedy."""

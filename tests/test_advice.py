@@ -245,7 +245,12 @@ def test_explain_says_what_is_to_be_expected_of_settings() -> None:
     text = " ".join(typed("explain", "soft_sync", "n=3", "--workers", "7").output.split())
     assert "Expect: staleness with 7 workers: 3 updates on average." in text
     assert "c = 7 / 3 is rounded down to 2" in text
+    assert "n=3 updates in the time in which every worker pushes once" in text
+    assert "c = workers / n; a whole number; given, default n=1" in text
+    assert "momentum=0.0 for sgd and rmsprop; a number; default" in text
+    assert "Use it: rainband train digits soft_sync n=3 " in text
     assert "Expect:" not in typed("explain", "single").output
+    assert "Expect:" not in typed("explain", "pipedream").output
     assert typed("explain", "soft_sync", "m=3").exit_code == 2
 
 

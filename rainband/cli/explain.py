@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +16,7 @@ from rainband.views.formatting import assignment, table
 
 if TYPE_CHECKING:
     from rainband.settings import Setting
+    from rainband.strategy import Strategy
 
 
 def command(
@@ -47,7 +48,7 @@ def command(
     with report_errors():
         state = [facts_of(one) for one in ([name] if name else [*strategy_names(), *task_names()])]
         if name and state[0]["kind"] == "strategy":
-            state[0]["expected"] = _expected(name, settings or [], workers)
+            state[0] |= _with_settings(name, settings or [], workers)
     if as_json:
         import msgspec
 
@@ -109,24 +110,34 @@ def _strategy(name: str) -> dict[str, Any]:
     }
 
 
-def _expected(name: str, pairs: list[str], workers: int) -> list[str]:
-    """Return the expected staleness with these settings, and warnings about them."""
+def _with_settings(name: str, pairs: list[str], workers: int) -> dict[str, Any]:
+    """Return the values of the given settings, and what to expect of them."""
     from dataclasses import MISSING
 
     from rainband.plugins import find_strategy, load_strategy
-    from rainband.runtimes.advice import expected_staleness, warnings_for
-    from rainband.settings import fields_of, parse_pairs
+    from rainband.settings import as_plain, fields_of, parse_pairs
 
     required = [field.name for field in fields_of(find_strategy(name)) if field.default is MISSING]
     given = parse_pairs(pairs)
     if not given and required:
-        return []
+        return {"given": {}, "expected": []}
     strategy = load_strategy(name, given)
+    values = {key: value for key, value in as_plain(strategy).items() if key in given}
+    return {"given": values, "expected": _expected(strategy, workers)}
+
+
+def _expected(strategy: Strategy, workers: int) -> list[str]:
+    """Return the expected staleness of a strategy, and warnings about its settings."""
+    from rainband.runtimes.advice import expected_staleness, may_be_stale, warnings_for
+
     if strategy.requires.coordinated:
         return []
-    missed = expected_staleness(strategy, workers)
-    known = [] if missed is None else [f"staleness with {workers} workers: {missed:.3g} updates on average."]
-    return known + warnings_for(strategy, workers)
+    missed, staleness = expected_staleness(strategy, workers), []
+    if missed is not None:
+        staleness = [f"staleness with {workers} workers: {missed:.3g} updates on average."]
+    elif may_be_stale(strategy) and strategy.requires.servers:
+        staleness = [f"staleness: unknown, because {type(strategy).__name__} does not override `staleness`."]
+    return staleness + warnings_for(strategy, workers)
 
 
 def _setting(setting: Setting, prefix: str = "") -> dict[str, Any]:
@@ -162,8 +173,10 @@ def _lines(state: Iterable[dict[str, Any]], width: int) -> list[str]:
 
 
 def _one(fact: dict[str, Any], width: int) -> list[str]:
-    rows = [(_assignment(s), "; ".join(filter(None, [s["doc"], s["type"]]))) for s in fact["settings"]]
-    example = next((_assignment(s) for s in fact["settings"] if not s["required"] and s["default"] is not None), "")
+    given = fact.get("given", {})
+    rows = [_row(setting, given) for setting in fact["settings"]]
+    example = " ".join(assignment(key, value) for key, value in given.items())
+    example = example or next((_default(s) for s in fact["settings"] if s["default"] is not None), "")
     return [
         *fact["text"].splitlines(),
         "",
@@ -185,5 +198,16 @@ def _usage(fact: dict[str, Any]) -> str:
     return f"digits {fact['name']}" if fact["kind"] == "strategy" else f"{fact['name']} downpour"
 
 
-def _assignment(setting: dict[str, Any]) -> str:
+def _row(setting: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a setting as typed, with its value if it is given, and its description."""
+    name, about = setting["name"], [setting["doc"], setting["type"]]
+    if name in given:
+        about.append("given" if setting["required"] else f"given, default {_default(setting)}")
+        return assignment(name, given[name]), "; ".join(filter(None, about))
+    if given:
+        about.append("required" if setting["required"] else "default")
+    return _default(setting), "; ".join(filter(None, about))
+
+
+def _default(setting: dict[str, Any]) -> str:
     return f"{setting['name']}=..." if setting["required"] else assignment(setting["name"], setting["default"])

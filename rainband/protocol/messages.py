@@ -67,7 +67,7 @@ class Push(Message, frozen=True, tag=3):
     samples: int
     clock: int  # work items the sender has pushed, including this one
     term: int  # of the parameters it was computed from
-    version: int
+    version: int  # of the parameters it was computed from
     dtype: str
     numel: int
     at_version: int = -1  # the round, if the strategy has rounds

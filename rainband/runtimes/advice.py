@@ -23,11 +23,14 @@ def warnings_for(
 
 
 def expected_staleness(strategy: Strategy, num_workers: int) -> float | None:
-    """Return the expected staleness, or None if workers wait for each other or there is only one."""
+    """Return the expected staleness, or None if the strategy does not predict it or workers wait for each other."""
+    return strategy.staleness(num_workers) if may_be_stale(strategy) else None
+
+
+def may_be_stale(strategy: Strategy) -> bool:
+    """Return True if workers never wait for each other, so that only the strategy can predict the staleness."""
     requires = strategy.requires
-    if requires.waits != "never" or requires.coordinated or requires.max_replicas == 1:
-        return None
-    return strategy.staleness(num_workers)
+    return requires.waits == "never" and not requires.coordinated and requires.max_replicas != 1
 
 
 def straggler_of(config: RunConfig) -> Straggler | None:
