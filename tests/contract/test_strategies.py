@@ -7,7 +7,9 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ from rainband.model.block_optimizer import blockwise_obstacle
 from rainband.model.flat_parameters import Flat
 from rainband.plugins import find_strategy, load_strategy, strategy_names
 from rainband.protocol.data_plan import DataPlan
-from rainband.protocol.messages import Join, Message, Peer, Welcome
-from rainband.rules.rule import Rule
+from rainband.protocol.messages import Join, Message, Peer, Push, Welcome
+from rainband.rules.rule import Rule, RuleBlock
 from rainband.runtimes.processes.drive import drive
 from rainband.settings import as_dict, build
 from rainband.strategies.downpour import Downpour
@@ -31,8 +33,9 @@ from rainband.worker.client import Client
 from rainband.worker.worker import ModuleWorker, Sampler
 from tests.builders import make_plan
 from tests.harness import Faults, Node, Outcome, SimulatedCluster, run
-from tests.ledger import ELEMENTS, LR, Case
+from tests.ledger import ELEMENTS, LR, Case, Wrong
 from tests.random_runs import Softly
+from tests.unscaled import AtFullWeight
 
 every_strategy = pytest.mark.parametrize("name", strategy_names())
 # What a coordinator leads goes over the data as often as it needs, without an optimizer: test_sandblaster has its laws.
@@ -42,12 +45,19 @@ every_strategy_with_servers = pytest.mark.parametrize("name", WITH_SERVERS)
 
 
 AS_LEDGER: dict[str, Callable[[], Strategy]] = {"soft_sync": lambda: Softly(n=1)}
+# Their rules apply every gradient as it is: its effect on the parameters is known. Of all others, rules may scale it.
+UNSCALED = {"adaptive_bound", "bounded_delay", "downpour", "stale_sync", "sync"}
 
 
 def exact(name: str) -> Strategy:
     """The strategy with plain SGD at a power of two, every gradient counting the same: then its numbers are exact."""
     if name in AS_LEDGER:
         return AS_LEDGER[name]()
+    strategy = with_plain_sgd(name)
+    return strategy if name in UNSCALED else AtFullWeight(strategy)
+
+
+def with_plain_sgd(name: str) -> Strategy:
     cls = find_strategy(name)
     fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return build(
@@ -158,6 +168,38 @@ def test_it_runs_with_torchs_own_optimizer_and_its_own_defaults(name: str) -> No
     runtime = SimulatedCluster(0, Case(load_strategy(name, {}), num_workers=2, num_servers=2), node=OnASlope)
     accounting = runtime.run().coordinator.reporting.accounting()
     assert accounting is not None and accounting.balanced and accounting.applied == accounting.batches == 8
+
+
+class Scaled(Rule):
+    """Apply every gradient on arrival, some times, multiplied by a factor."""
+
+    def __init__(self, factor: float, times: int) -> None:
+        self.factor, self.times = factor, times
+
+    def absorb(self, block: RuleBlock, push: Push, gradient: Tensor | None) -> None:
+        for _ in range(self.times if gradient is not None else 0):
+            block.apply(cast(Tensor, gradient) * self.factor, [push], push.absent)
+
+
+class Scaling(Downpour):
+    """Downpour with another rule."""
+
+    rule: tuple[float, int] = (1.0, 1)
+
+    def server(self, num_replicas: int) -> ServerPart:
+        return dataclasses.replace(super().server(num_replicas), rule=partial(Scaled, *self.rule))
+
+
+@pytest.mark.parametrize(
+    "rule, wrong", [((0.5, 1), ""), ((0.0, 1), "applies zeros"), ((0.5, 2), "twice"), ((0.5, 0), "does not balance")]
+)
+def test_a_rule_may_scale_gradients_but_not_repeat_or_lose_them(
+    rule: tuple[float, int], wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scaling, "rule", rule)
+    case = Case(AtFullWeight(Scaling(lr=LR, optimizer="sgd", guard=False)), num_workers=2, num_servers=2)
+    with pytest.raises(Wrong, match=wrong) if wrong else nullcontext():
+        run(0, case)
 
 
 class OnASlope(Node):
