@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -282,23 +283,79 @@ def the_new_strategy() -> str:
     return blocks(ROOT / "docs" / "guides" / "add_strategy.md", "python")[0]
 
 
-def test_the_rule_on_the_page_about_strategies_divides_by_staleness(tmp_path: Path) -> None:
+def imported(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import the page's strategy from a file, under a name."""
+    file.write_text(the_new_strategy())
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_rule_on_the_page_about_strategies_divides_by_staleness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
-    (tmp_path / "ideas.py").write_text(the_new_strategy())
-    spec = importlib.util.spec_from_file_location("ideas", tmp_path / "ideas.py")
-    assert spec is not None and spec.loader is not None
-    ideas = importlib.util.module_from_spec(spec)
-    sys.modules["ideas"] = ideas  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(ideas)
-    finally:
-        del sys.modules["ideas"]
+    ideas = imported("ideas", tmp_path / "ideas.py", monkeypatch)
     rule, block = ideas.DivideByStaleness(), Recorder(version=5)
     rule.absorb(block, FakePush(version=2), torch.tensor([6.0]))  # has missed 3 updates
     rule.absorb(block, FakePush(version=5), torch.tensor([6.0]))  # has missed none
     rule.absorb(block, FakePush(version=5), None)
     assert block.applied == [2.0, 6.0]
+
+
+def test_the_test_of_a_rule_on_the_page_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests import test_rules
+
+    ideas = imported("ideas", tmp_path / "ideas.py", monkeypatch)
+    names = {**vars(test_rules), **vars(ideas)}
+    exec(blocks(ROOT / "docs" / "guides" / "add_strategy.md", "python")[-1], names)
+    names["test_a_gradient_is_divided_by_its_staleness"]()
+
+
+def test_the_strategy_on_the_page_refuses_wrong_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ideas = imported("ideas", tmp_path / "ideas.py", monkeypatch)
+    for wrong in ({"lr": -1.0}, {"power": -1.0}, {"optimizer": "adam"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}="):
+            ideas.StalenessAware(**wrong)
+
+
+def test_the_strategy_on_the_page_passes_the_contract_tests_when_its_file_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rainband import plugins
+    from tests.contract import test_strategies as contract
+    from tests.test_layers import read_module, read_package, wrong_imports
+
+    name, names = "staleness_aware", plugins.strategy_names()
+    full_name = f"rainband.strategies.{name}"
+    imported(full_name, tmp_path / f"{name}.py", monkeypatch)
+    monkeypatch.setattr(plugins, "names_of", lambda family: [*names, name])
+    assert name not in contract.UNSCALED and name not in contract.AS_LEDGER
+    tests = [test for key, test in vars(contract).items() if key.startswith("test_")]
+    ran = sum(call_for_strategy(test, name) for test in tests)
+    assert ran >= 16
+    assert strategy_table().row(tmp_path / f"{name}.py").startswith(f"| `{name}` |")
+    package = {**read_package(), full_name: read_module(full_name, the_new_strategy())}
+    assert wrong_imports(package) == []
+    script = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path).returncode == 0
+
+
+def call_for_strategy(test: Any, name: str) -> int:
+    """Call a test that has a strategy's name as a parameter, with each value of its others; return the calls."""
+    parameters = {mark.args[0]: mark.args[1] for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"}
+    if "name" not in parameters:
+        return 0
+    calls = [
+        dict(zip(parameters, values, strict=True)) for values in product(*({**parameters, "name": [name]}.values()))
+    ]
+    for arguments in calls:
+        test(**arguments)
+    return len(calls)
 
 
 class Recorder:
