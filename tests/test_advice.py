@@ -254,6 +254,16 @@ def test_explain_says_what_is_to_be_expected_of_settings() -> None:
     assert typed("explain", "soft_sync", "m=3").exit_code == 2
 
 
+def test_explain_says_that_the_staleness_of_a_strategy_is_unknown_unless_it_predicts_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(rainband.Downpour, "staleness")
+    monkeypatch.delattr(rainband.Downpour, "advice")
+    text = typed("explain", "downpour").output
+    assert "Expect:  staleness: unknown, because Downpour does not override `staleness`." in text
+    assert "updates on average" not in text
+
+
 def earlier_run(root: Path, task: str, rates: dict[int, float]) -> str:
     directory = new_directory(root, task, "downpour")
     config = RunConfig(task=task, strategy="downpour", num_workers=len(rates), num_servers=1, directory=str(directory))
