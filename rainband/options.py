@@ -12,13 +12,18 @@ its text names in its own way:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
 
 from rainband.errors import did_you_mean
+
+FAULTS_HINT = "Give a file with one fault per line, such as  0.25 kill worker 1."
+PLACEMENT_HINT = "rainband placement TASK --out FILE writes one."
+MAX_SEED = 2**32 - 1  # the largest that all random number generators accept
 
 
 class Option(NamedTuple):
@@ -28,6 +33,7 @@ class Option(NamedTuple):
     metavar: str = ""
     default: str = ""  # in words, for --help
     min: float | None = None
+    max: float | None = None
     choices: tuple[str, ...] = ()
     flag: str = ""  # on the command line, if it is not --the-name; "-": not on the command line
 
@@ -74,7 +80,7 @@ class TrainingOptions(TypedDict, total=False):
 
     epochs: Annotated[int | None, Option("Passes over the data.", "N", "the task's own", min=1)]
     batch_size: Annotated[int | None, Option("Samples per gradient.", "N", "the task's own", min=1)]
-    seed: Annotated[int | None, Option("Seed of all random numbers.", "N", "0", min=0)]
+    seed: Annotated[int | None, Option("Seed of all random numbers.", "N", "0", min=0, max=MAX_SEED)]
     eval_every_s: Annotated[
         float | None,
         Option(
@@ -229,6 +235,17 @@ def on_command_line(name: str, value: str | None) -> str:
     return flag if value in (None, "True") else f"{flag} {value}"
 
 
+@contextmanager
+def reading(name: str, path: str | Path, hint: str) -> Iterator[None]:
+    """Raise an OptionError if the file of this option cannot be read; `hint` says what file is required."""
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(f"{opt(name, path)}: cannot read it ({error.strerror}). {hint}") from None
+    except UnicodeDecodeError:
+        raise OptionError(f"{opt(name, path)}: it is not a text file. {hint}") from None
+
+
 def check_value(one: DeclaredOption, value: Any) -> None:
     """Raise if an option cannot have this value, whatever the others are."""
     name, option = one.name, one.option
@@ -237,6 +254,8 @@ def check_value(one: DeclaredOption, value: Any) -> None:
         raise OptionError(f"{opt(name, value)}: must be {'a whole number' if one.kind is int else 'a number'}.")
     if option.min is not None and not value >= option.min:
         raise OptionError(f"{opt(name, value)}: must be at least {option.min:g}.")
+    if option.max is not None and not value <= option.max:
+        raise OptionError(f"{opt(name, value)}: must be at most {option.max}.")
     if option.choices and value not in option.choices:
         near = did_you_mean(str(value), option.choices)
         raise OptionError(f"{opt(name, value)}: choose from {', '.join(option.choices)}{near}.")

@@ -83,8 +83,12 @@ def find_strategy(name: str) -> type[Strategy]:
     """Return the strategy's class."""
     found = find(STRATEGIES, name)
     if not _is_strategy(found):
-        raise ValueError(f"{name} is not a strategy: make it a dataclass that inherits from rainband.Strategy.")
+        raise ValueError(
+            f"{name} is not a strategy: make it a dataclass that inherits from rainband.strategy.Strategy."
+        )
     cls: type[Strategy] = found
+    if missing := sorted(cls.__abstractmethods__):
+        raise ValueError(f"{name} has no method {' and '.join(missing)}, which every strategy requires: define it.")
     return cls
 
 

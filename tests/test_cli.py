@@ -29,6 +29,7 @@ from rainband.protocol import events
 from rainband.protocol.optimizer_spec import BUILT_IN, TAKERS
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes.launcher import RunResult
+from rainband.runtimes.run_directory import write_config
 from rainband.settings import fields_of
 from rainband.tasks.load import load_task, task_names
 from rainband.tasks.source import read_task
@@ -205,6 +206,28 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         (("digits", "single"), {"servers": 1}, "servers=1: single has no servers. Omit it"),
         (("digits", "sync"), {"workers": 100_000}, "would only wait for each other. Use at most"),
         (("digits", "sync"), {"transport": "pigeon"}, 'transport="pigeon": choose from auto, tcp, shm'),
+        (("digits", "sync"), {"seed": 10**23}, "seed=1" + "0" * 23 + ": must be at most 4294967295"),
+        (("digits", "single"), {"workers": 3}, "choose one of .*downpour, hogwild"),
+        (("digits", "hogwild"), {"transport": "tcp"}, 'transport="tcp": hogwild has no servers .* Omit it'),
+        (("digits", "single"), {"transport": "shm"}, 'transport="shm": single has no servers .* Omit it'),
+        (("digits", "sync"), {"transport": "shm", "runtime": "sim"}, 'transport="shm": a simulation has only'),
+        (
+            ("digits", "sync"),
+            {"runtime": "sim", "time_only": True, "eval_every_s": 3.0},
+            "eval_every_s: with time_only=True, nothing is evaluated",
+        ),
+        (
+            ("digits", "sync"),
+            {"runtime": "sim", "time_only": True, "steps": 3, "epochs": 2},
+            "steps and epochs both set the length of the run: omit one of them",
+        ),
+        (("digits", "sync", "task.batch_size=3"), {"batch_size": 4}, "task.batch_size=3 and batch_size=4: omit one"),
+        (
+            ("digits", "sync"),
+            {"runtime": "sim", "faults": "nofile"},
+            'faults="nofile": cannot read it .* one fault per',
+        ),
+        (("digits", "sync"), {"placement": "nope.json"}, 'placement="nope.json": cannot read it .* rainband placement'),
     ],
 )
 def test_a_mistake_is_told_with_what_would_be_right(
@@ -386,6 +409,32 @@ def test_a_directory_that_cannot_be_made_is_told_without_a_traceback(
     assert said.err == (
         f"rainband: {tmp_path}/file: File exists, so runs cannot be written there: use another folder with --runs.\n"
     )
+
+
+def test_options_of_an_earlier_run_without_effect_in_this_one_are_not_mistakes(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    write_config(tmp_path, config_of("digits", "sync", transport="tcp"))
+    assert config_of(config=file, runtime="sim").runtime == "sim"
+
+
+def test_a_strategy_without_run_is_told(tmp_path: Path) -> None:
+    (tmp_path / "halfway.py").write_text(
+        "from dataclasses import dataclass\nfrom rainband.strategy import Strategy\n"
+        "@dataclass(frozen=True)\nclass GD(Strategy):\n    lr: float = 0.1\n"
+    )
+    with pytest.raises(ValueError, match="halfway:GD has no method run, which every strategy requires"):
+        config_of("digits", "halfway:GD")
+    with pytest.raises(ValueError, match="inherits from rainband.strategy.Strategy"):
+        config_of("digits", "halfway:dataclass")
+
+
+@pytest.mark.parametrize(
+    "words", [("placement", "digits", "--placement", "nope.json"), ("fuzz", "1", "--faults", "nope.json")]
+)
+def test_a_file_that_cannot_be_read_is_told_with_its_option(words: tuple[str, ...]) -> None:
+    said = Said(*words)
+    assert said.exit_code == 2
+    assert f"{words[2]} nope.json: cannot read it (No such file or directory)." in said.err
 
 
 # ---- explain ----

@@ -123,6 +123,7 @@ def test_a_repetition_can_stop_in_the_middle_and_save_what_is_there(recorded: Pa
     then, end = load_file(file), load_file(recorded / "model.safetensors")
     assert then.keys() == end.keys() and not all(torch.equal(then[name], end[name]) for name in end)
     assert result.output.splitlines()[10].split()[0] == "10" and not result.output.splitlines()[11][0].isdigit()
+    assert "not compared" in result.output and "no saved model" not in result.output
 
 
 def test_a_simulated_run_is_repeated_from_its_seed(tmp_path: Path) -> None:

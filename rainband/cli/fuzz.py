@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rainband.cli.report_errors import FAILED, report_errors
+from rainband.options import FAULTS_HINT, reading
 
 if TYPE_CHECKING:
     from rainband.runtimes.simulation.oracle.check import OracleVerdict
@@ -70,7 +71,10 @@ def _cases(seeds: str, strategy: str | None, faults: Path | None) -> Iterator[Ca
 
     if strategy is not None and strategy not in KINDS:
         raise ValueError(f"no strategy {strategy!r} to fuzz: choose from {', '.join(KINDS)}.")
-    script = None if faults is None else parse(faults.read_text(encoding="utf-8"))
+    script = None
+    if faults is not None:
+        with reading("faults", faults, FAULTS_HINT):
+            script = parse(faults.read_text(encoding="utf-8"))
     for seed in _numbers(seeds):
         case = random_case(seed, strategy)
         yield case if script is None else replace(case, script=script)
@@ -79,9 +83,12 @@ def _cases(seeds: str, strategy: str | None, faults: Path | None) -> Iterator[Ca
 def _numbers(seeds: str) -> range:
     first, dash, last = seeds.partition("-")
     try:
-        return range(int(first), int(last) if dash else int(first) + 1)
+        numbers = range(int(first), int(last) if dash else int(first) + 1)
     except ValueError:
         raise ValueError(f"{seeds!r} is not a seed: write a number, such as 17, or two, such as 0-1000.") from None
+    if not numbers:
+        raise ValueError(f"{seeds!r} has no seeds: the second number must be the larger one, such as 0-1000.")
+    return numbers
 
 
 def _show(verdict: OracleVerdict, shortened: bool) -> None:

@@ -16,7 +16,7 @@ import typer
 
 from rainband.cli.options import GroupedCommand, completion, print_lines, with_options
 from rainband.cli.report_errors import report_errors
-from rainband.options import Option, OptionError, declared, opt
+from rainband.options import PLACEMENT_HINT, Option, OptionError, declared, opt, reading
 
 if TYPE_CHECKING:
     from rainband.model_parallel.placement.partitioners import Partitioner
@@ -129,7 +129,10 @@ def command(
     out, schedule = options.out, options.schedule
     with report_errors():  # mistakes are reported before anything is measured
         _import_from_here()
-        edited = load(options.placement) if options.placement else None
+        edited = None
+        if options.placement is not None:
+            with reading("placement", options.placement, PLACEMENT_HINT):
+                edited = load(options.placement)
         if schedule is not None and schedule != ALL:
             check_schedule(schedule, edited)
         planner = _planner(edited, options)

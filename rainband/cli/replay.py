@@ -51,7 +51,7 @@ def command(
     typer.echo(f"{directory.name}: {count(result.pushes, 'update')} of blocks repeated")
     if model is not None:
         typer.echo(f"the parameters are in {model}")
-    raise typer.Exit(_compared(result))
+    raise typer.Exit(_compared(result, until))
 
 
 def _rows(updates: Sequence[ReplayedUpdate]) -> list[str]:
@@ -64,11 +64,13 @@ def _rows(updates: Sequence[ReplayedUpdate]) -> list[str]:
     return as_table([head, *rows])
 
 
-def _compared(result: Replayed) -> int:
+def _compared(result: Replayed, until: int | None) -> int:
     if result.warning:
         typer.echo(f"The bits may differ: {result.warning}.", err=True)
     if not result.saved_hash:
         none = "The run has no saved model to compare with."
+        if until is not None:
+            none = "With --until, the model is not compared with the saved one."
         typer.echo(f"{none} The hash of the repeated one is {result.repeated_hash}.")
         return 0
     numbers = count(result.numbers, "number")

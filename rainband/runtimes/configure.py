@@ -18,7 +18,7 @@ from rainband.errors import did_you_mean
 from rainband.model_parallel.placement.placement import Placement, is_interleaved
 from rainband.model_parallel.placement.placement import load as load_placement
 from rainband.model_parallel.placement.stage_plan import Flushing, StagePlan, workers_of
-from rainband.options import OptionError, RunOptions, check_value, declared, opt
+from rainband.options import FAULTS_HINT, PLACEMENT_HINT, OptionError, RunOptions, check_value, declared, opt, reading
 from rainband.plugins import find_strategy, strategy_names
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation.models.cluster_model import load_model
@@ -66,6 +66,7 @@ def configure(
         **{name: value for name, value in resolved.items() if name in PLAIN_FIELDS},
     )
     size = replica_size(resolved, placement)
+    _check_unused(given, merged, base.strategy, strategy.requires, size)
     if (
         make_task is None
         or size == 1
@@ -120,7 +121,9 @@ def _sim_settings(base: RunConfig, options: RunOptions) -> SimSettings:
     if "compute" in changed:
         changed["compute"] = {**base.sim.compute, **changed["compute"]}
     if "faults" in options:
-        changed["faults"] = Path(options["faults"] or "").read_text(encoding="utf-8")
+        file = Path(options["faults"] or "")
+        with reading("faults", file, FAULTS_HINT):
+            changed["faults"] = file.read_text(encoding="utf-8")
     settings = msgspec.structs.replace(base.sim, **changed)
     if options.get("runtime") == "sim":
         load_model(settings.model, settings.compute)  # raises if it cannot be read
@@ -193,7 +196,7 @@ def _workers(options: RunOptions, name: str, requires: Requirements, size: int, 
         one = "one process" if size == 1 else f"one copy of the model, on {size} workers"
         raise OptionError(
             f"{opt('workers', workers)}: {name} is {one}. Use {opt('workers', most)} or omit it, or choose "
-            f"{_with_servers()}."
+            f"{_one_of(lambda other: other.max_replicas is None and not (size > 1 and other.whole_model))}."
         )
     if workers % size:
         right = max(1, workers // size) * size
@@ -208,7 +211,9 @@ def _servers(options: RunOptions, name: str, requires: Requirements, usual: int)
     given = options.get("servers")
     if not requires.servers:
         if given:
-            raise OptionError(f"{opt('servers', given)}: {name} has no servers. Omit it, or choose {_with_servers()}.")
+            raise OptionError(
+                f"{opt('servers', given)}: {name} has no servers. Omit it, or choose {_one_of(lambda r: r.servers)}."
+            )
         return 0
     servers = usual if given is None else given
     if servers < 1:
@@ -219,8 +224,9 @@ def _servers(options: RunOptions, name: str, requires: Requirements, usual: int)
     return servers
 
 
-def _with_servers() -> str:
-    names = [name for name in strategy_names() if find_strategy(name)().requires.servers]
+def _one_of(fits: Callable[[Requirements], bool]) -> str:
+    """Return the names of the strategies whose requirements fit, in words."""
+    names = [name for name in strategy_names() if fits(find_strategy(name)().requires)]
     return f"one of {', '.join(names)}"
 
 
@@ -260,6 +266,21 @@ def _check_simulation(options: RunOptions, name: str, requires: Requirements, si
         raise OptionError(f"{time_only} does not work with stages: use rainband placement TASK with a schedule.")
 
 
+def _check_unused(given: RunOptions, merged: RunOptions, name: str, requires: Requirements, size: int) -> None:
+    """Raise if an option that was given would have no effect; those of an earlier run are only unused."""
+    transport = given.get("transport", "auto")
+    if transport != "auto":
+        if merged.get("runtime") == "sim":
+            raise OptionError(f"{opt('transport', transport)}: a simulation has only its network. Omit it.")
+        if not requires.servers and size == 1:
+            raise OptionError(f"{opt('transport', transport)}: {name} has no servers to send gradients to. Omit it.")
+    if merged.get("time_only"):
+        if "eval_every_s" in given:
+            raise OptionError(f"{opt('eval_every_s')}: with {opt('time_only', True)}, nothing is evaluated. Omit it.")
+        if "steps" in given and "epochs" in given:
+            raise OptionError(f"{opt('steps')} and {opt('epochs')} both set the length of the run: omit one of them.")
+
+
 def _check_record(options: RunOptions, name: str, requires: Requirements, size: int) -> None:
     if not options.get("record"):
         return
@@ -285,7 +306,8 @@ def _check_record(options: RunOptions, name: str, requires: Requirements, size: 
 def _placement(base: RunConfig, options: RunOptions) -> Placement | None:
     """Return the placement that was given, or that of the earlier run; None: the model is yet to be placed."""
     if file := options.get("placement"):
-        return load_placement(Path(file))
+        with reading("placement", file, PLACEMENT_HINT):
+            return load_placement(Path(file))
     return base.stage_plan.plan if base.stage_plan is not None and "stages" not in options else None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rainband.options import RunOptions
+from rainband.options import OptionError, RunOptions, opt
 from rainband.plugins import find_strategy, load_strategy, strategy_names
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.configure import SERVERS, WORKERS, check_task, configure
@@ -55,6 +55,7 @@ def _from_words(words: Sequence[str], options: RunOptions) -> tuple[RunConfig, R
     if task in strategy_names() and strategy in task_names():
         raise ValueError(f"the task comes first: type rainband train {strategy} {task}.")
     settings = parse_pairs(pairs)
+    _check_set_once(options, settings)
     base = RunConfig(
         task=task,
         task_settings=_those(settings, TASK),
@@ -76,12 +77,19 @@ def _from_file(words: Sequence[str], config: Path, options: RunOptions) -> tuple
     if base.script:
         raise ValueError(f"{config} is that of a script: type {command_of(msgspec.to_builtins(base))}")
     settings = parse_pairs(words)
+    _check_set_once(options, settings)
     base = msgspec.structs.replace(
         base,
         strategy_settings={**base.strategy_settings, **_own(settings)},
         task_settings={**base.task_settings, **_those(settings, TASK)},
     )
     return base, with_compute(options, settings)
+
+
+def _check_set_once(options: RunOptions, settings: Mapping[str, str]) -> None:
+    for name in ("batch_size", "epochs"):
+        if (value := options.get(name)) is not None and TASK + name in settings:
+            raise OptionError(f"{TASK}{name}={settings[TASK + name]} and {opt(name, value)}: omit one of them.")
 
 
 def with_compute(options: RunOptions, settings: Mapping[str, str]) -> RunOptions:
