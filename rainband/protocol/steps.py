@@ -57,11 +57,12 @@ class Until(Handle):
 class Steps(Generic[Result]):
     """Advances a coroutine; between two advances its owner does what it asked for."""
 
-    __slots__ = ("coroutine", "over", "result")
+    __slots__ = ("coroutine", "needed", "over", "result")
 
     def __init__(self, coroutine: Coroutine[Any, None, Result]) -> None:
         self.coroutine = coroutine
         self.over = False
+        self.needed: Any = None  # work or a handle, if `advance` has stopped there
         self.result: Result | None = None  # once it is over; none also if it was stopped
 
     def go_on(self, error: BaseException | None = None) -> Any:
@@ -77,6 +78,16 @@ class Steps(Generic[Result]):
             raise
         self.over = True
         return None
+
+    def advance(self, perform: Callable[[Any], None] = lambda work: work.perform()) -> bool:
+        """Run, and perform the work, until it waits for a handle that is not ready; return False if it could not."""
+        advanced = False
+        while not self.over and not (isinstance(self.needed, Handle) and not self.needed.ready()):
+            if isinstance(self.needed, Work):
+                perform(self.needed)
+            self.needed = self.go_on()
+            advanced = True
+        return advanced
 
     def close(self) -> None:
         self.over = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, nan, sqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +20,9 @@ import xxhash
 from torch import Tensor
 
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import Ack, Finish, InitBlock, Lease, Message, Params, Peer, Pull, Push
+from rainband.protocol.messages import Ack, Finish, Go, InitBlock, Lease, Message, Params, Peer, Pull, Push, Welcome
 from rainband.protocol.ports import BlockValues, Port
-from rainband.protocol.steps import Handle, Steps
+from rainband.protocol.steps import Steps
 from rainband.record.record import Began, Record, here, read_record
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.run_directory import read_config
@@ -31,9 +31,10 @@ from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.trace import name_of
 from rainband.runtimes.simulation.nodes import publish
 from rainband.runtimes.simulation.run import Simulated, make_scenario, one_thread
-from rainband.runtimes.simulation.worker import SimulatedCompute
 from rainband.server.server import Server
 from rainband.worker.client import Client
+from rainband.worker.lifecycle import live
+from rainband.worker.session import Session
 from rainband.worker.worker import Compute, ModuleWorker
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a number
@@ -130,17 +131,48 @@ def read_simulated(directory: Path) -> Simulated:
     return msgspec.json.decode((directory / "simulation.json").read_bytes(), type=Simulated)
 
 
-@dataclass
 class Actor:
-    """One worker of a replay."""
+    """One worker of a replay, and its runtime. There is no coordinator: what the worker tells it is dropped."""
 
-    index: int
-    compute: SimulatedCompute
-    client: Client
-    worker: ModuleWorker
-    steps: Steps[None]
-    waiting: Handle | None = None
-    asked: set[tuple[int, int]] = field(default_factory=set)  # (pull, block), not answered yet
+    def __init__(self, replayed: Replay, index: int) -> None:
+        record, scenario = replayed.record, replayed.scenario
+        self.index = index
+        self.ports: list[Port] = [ReplayPort(replayed, index) for _ in record.welcome.servers]
+        self.losses = replayed.losses
+        self.compute = scenario.make_compute()
+        self.session = Session(Peer("worker", index), self)
+        self.session.prepare(scenario.strategy, scenario.join, self.compute)
+        self.session.receive(msgspec.structs.replace(record.welcome, load=False))
+        for lease in record.leases[index]:
+            self.session.receive(Lease(lease.portion, lease.lease, lease.groups))
+        self.life = Steps(live(self.session))
+        self.asked: set[tuple[int, int]] = set()  # (pull, block), not answered yet
+
+    @property
+    def client(self) -> Client:
+        assert self.session.client is not None
+        return self.session.client
+
+    def advance(self) -> bool:
+        self.compute.attach()
+        return self.life.advance(self._perform)
+
+    def _perform(self, work: Compute) -> None:
+        work.result = self.compute.gradient(work.worker, work.batch)
+        self.losses[work.batch.portion, work.batch.k] = work.result.loss
+
+    def tell(self, message: Message, body: bytes | None = None) -> None: ...
+
+    def open_links(self, welcome: Welcome, part: int) -> list[Port]:
+        return self.ports
+
+    def before_training(self, worker: ModuleWorker) -> None: ...
+
+    def flush_output(self) -> None: ...
+
+    async def saved(self) -> None: ...
+
+    async def failure_is_known(self) -> None: ...
 
 
 class Replay:
@@ -162,31 +194,23 @@ class Replay:
         self.servers: list[Server] = []
         self.owner: dict[int, Server] = {}
         self.made: dict[tuple[int, int, int], tuple[Push, Tensor | None]] = {}  # (block, worker, sequence) -> a push
-        self.actors = {index: self._actor(index) for index in record.leases}
+        self.actors = {index: Actor(self, index) for index in record.leases}
         self._load()
         self.unread = Counter((block, version) for (_, _, block), version in record.reads.items())
 
-    def _actor(self, index: int) -> Actor:
-        welcome, compute = self.record.welcome, self.scenario.make_compute()
-        ports: list[Port] = [ReplayPort(self, index) for _ in welcome.servers]
-        client = compute.make_client(Peer("worker", index), welcome, ports, lambda message: None)
-        for lease in self.record.leases[index]:
-            client.receive(Lease(lease.portion, lease.lease, lease.groups))
-        worker = compute.worker(index, client)
-        strategy = self.scenario.strategy
-        return Actor(index, compute, client, worker, Steps(strategy.run(worker)))
-
     def _load(self) -> None:
-        """Start the servers with the initial values, which follow from the seed."""
-        first = next(iter(self.actors.values())).client
+        """Start the servers with the initial values of a worker, which follow from the seed."""
         for assigned in self.record.servers:
             server = Server(self.scenario.server_part, publish)
             server.receive(Peer("coordinator", 0), assigned.assign)
             self.servers.append(server)
-            for spec in assigned.assign.blocks:
-                load = InitBlock(spec.index, spec.dtype, spec.numel)
-                server.receive(Peer("worker", 0), load, first.servers.views[spec.index].clone())
-                self.owner[spec.index] = server
+            self.owner.update({spec.index: server for spec in assigned.assign.blocks})
+        first = next(iter(self.actors.values()))
+        first.session.receive(msgspec.structs.replace(self.record.welcome, load=True))
+        first.advance()
+        for actor in self.actors.values():
+            actor.session.receive(Go())
+            actor.advance()  # all have a client before the first answer arrives
 
     def run(self) -> None:
         while self._everyone_goes_on() | self._blocks_go_on():
@@ -199,21 +223,9 @@ class Replay:
         return bool(sum(self._go_on(actor) for actor in self.actors.values()))  # `any` would stop at the first
 
     def _go_on(self, actor: Actor) -> bool:
-        moved = self._answer(actor)
-        while not actor.steps.over and (actor.waiting is None or actor.waiting.ready()):
-            actor.compute.attach()
+        moved = False
+        while self._answer(actor) | actor.advance():
             moved = True
-            wanted = actor.steps.go_on()
-            if actor.steps.over:
-                break
-            actor.waiting = None
-            if isinstance(wanted, Compute):
-                wanted.result = actor.compute.gradient(actor.worker, wanted.batch)
-                self.losses[wanted.batch.portion, wanted.batch.k] = wanted.result.loss
-            else:
-                assert isinstance(wanted, Handle)
-                actor.waiting = wanted
-            self._answer(actor)
         return moved
 
     def _answer(self, actor: Actor) -> bool:
@@ -290,9 +302,11 @@ class ReplayPort:
             self._push(message, None)
 
     def push(self, message: Push | InitBlock, values: BlockValues) -> None:
-        assert isinstance(message, Push)
         payload = torch.empty(message.numel, dtype=getattr(torch, message.dtype))
         values.write(payload)
+        if isinstance(message, InitBlock):
+            self.replayed.owner[message.block].receive(Peer("worker", self.worker), message, payload)
+            return
         squares, key = self.replayed.squares, (self.worker, message.sequence)
         if self.replayed.note is not None:
             squares[key] = squares.get(key, 0.0) + float(payload.double().square().sum())

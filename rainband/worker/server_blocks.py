@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @cache
 def _borrows(port: type) -> bool:
-    """Return True if this type may be a BorrowingPort. Cached: isinstance with a protocol is slow."""
-    return hasattr(port, "lend")
+    """Return True if this type is a BorrowingPort. Cached: a protocol is slow to check."""
+    return issubclass(port, BorrowingPort)
 
 
 class ServerBlocks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from rainband.model_parallel.graph.split_loss import LossMicrobatch
 from rainband.model_parallel.schedules.check import check
 from rainband.model_parallel.schedules.table import Action, Table
 from rainband.protocol.peer_inbox import Arrival, Inbox, Tag
-from rainband.protocol.steps import Work
+from rainband.protocol.steps import Steps
 
 
 class MemoryNetwork:
@@ -59,37 +58,23 @@ class MemoryPeers:
 
 
 def run_together(machines: Sequence[Coroutine[Any, Any, Any]], order: Sequence[int] | None = None) -> list[Any]:
-    """Advance coroutines in turn, one step each, until all are done; return their results.
+    """Advance coroutines in turn, each until it has to wait, until all are done; return their results.
 
-    Raises RuntimeError, which names them, if all wait for each other. `order`: of the first turn.
+    Raises RuntimeError, which names them, if all wait for each other. `order`: of the turns.
     """
-    turns = deque(range(len(machines)) if order is None else order)
-    wanted: dict[int, Any] = {}
-    results: dict[int, Any] = {}
-    waiting = 0  # machines that could not advance since the last that did
+    lives = [Steps(machine) for machine in machines]
+    turns = range(len(lives)) if order is None else order
     try:
-        while turns:
-            if waiting > len(turns):
-                numbers = ", ".join(map(str, sorted(turns)))
-                raise RuntimeError(f"machines {numbers} wait for each other: {[wanted[n] for n in sorted(turns)]}.")
-            number = turns.popleft()
-            want = wanted.get(number)
-            if isinstance(want, Work):
-                want.perform()
-            elif want is not None and not want.ready():
-                waiting += 1
-                turns.append(number)
-                continue
-            waiting = 0
-            try:
-                wanted[number] = machines[number].send(None)
-                turns.append(number)
-            except StopIteration as end:
-                results[number] = end.value
+        while sum(lives[number].advance() for number in turns):  # `any` would stop at the first
+            pass
+        waiting = {number: life.needed for number, life in enumerate(lives) if not life.over}
+        if waiting:
+            numbers = ", ".join(map(str, waiting))
+            raise RuntimeError(f"machines {numbers} wait for each other: {list(waiting.values())}.")
     finally:
-        for machine in machines:
-            machine.close()
-    return [results[number] for number in range(len(machines))]
+        for life in lives:
+            life.close()
+    return [life.result for life in lives]
 
 
 class Partitioned:
