@@ -46,6 +46,13 @@ class AsyncSettings(OptimizerSettings):
     compensation_decay: float = 0.0
     guard: bool = True  # divergence guard: lower the learning rate or tighten the bound when the loss diverges
 
+    @property
+    def not_replayable(self) -> str:
+        """Return why a recorded run cannot be replayed; empty: it can."""
+        if not self.compensation:
+            return ""
+        return f"with compensation={self.compensation:g} depends on copies of parameters that are not recorded"
+
     def compensated_part(self, rule: Callable[[], Rule], lr: float | None = None) -> ServerPart:
         """Return the server part with this update rule and delay compensation."""
         rule = compensated(rule, self.compensation, self.compensation_decay)

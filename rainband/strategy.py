@@ -50,6 +50,17 @@ class Requirements:
     custom_loop: bool = True  # it can be used in a user's own training loop
     guard: bool = False  # the divergence guard may lower the learning rate or tighten the bound
     bound_range: tuple[int, int] | None = None  # the guard may also loosen the rule's bound, within these limits
+    not_replayable: str = ""  # why the order of pushes and reads is not enough to repeat a run; empty: it is enough
+
+    def replay_obstacle(self) -> str:
+        """Return why a recorded run cannot be replayed; empty: it can."""
+        if not self.servers:
+            return "has no servers, and the order of their updates is what is recorded"
+        if self.coordinated:
+            return "goes by iterations, and only asynchronous runs can be replayed"
+        if self.waits != "never":
+            return "makes workers wait for each other, and only runs in which nobody waits can be replayed"
+        return self.not_replayable
 
 
 class Straggler(NamedTuple):

@@ -153,7 +153,10 @@ def test_epochs_are_for_strategies_that_count_them() -> None:
     "options, says",
     [
         (["--runtime", "sim", "--time-only"], "what sandblaster does next depends on the loss: omit --time-only."),
-        (["--record"], "--record is for asynchronous runs, and sandblaster goes by iterations: simulate it"),
+        (
+            ["--record"],
+            "--record: sandblaster goes by iterations",
+        ),
     ],
 )
 def test_what_has_no_meaning_for_it_is_told_on_the_command_line(options: list[str], says: str) -> None:

@@ -15,7 +15,11 @@ from safetensors.torch import load_file
 from typer import Typer
 from typer.testing import CliRunner
 
+import rainband
 from rainband.cli import replay as replay_command
+from rainband.cli.main import build_app
+from rainband.options import OptionError
+from rainband.plugins import load_strategy
 from rainband.protocol.messages import Peer
 from rainband.record.record import LONG, AnyNote, Applied, Began, Leased, Read, Recorder, RefusedPush, read_notes
 from rainband.record.replay import replay, why_bits_may_differ
@@ -166,6 +170,40 @@ def test_a_run_that_was_not_recorded_says_how(tmp_path: Path) -> None:
     write_config(tmp_path, config_of(tmp_path / "run"))
     with pytest.raises(ValueError, match="start it with --record"):
         replay(tmp_path)
+
+
+NOT_REPLAYABLE: list[tuple[str, dict[str, Any], str]] = [
+    ("stale_sync", {}, "stale_sync makes workers wait for each other"),
+    ("bounded_delay", {}, "bounded_delay makes workers wait for each other"),
+    ("adaptive_bound", {}, "adaptive_bound makes workers wait for each other"),
+    ("sync", {}, "sync makes workers wait for each other"),
+    ("single", {}, "single has no servers"),
+    ("conjugate_gradient", {}, "conjugate_gradient goes by iterations"),
+    ("downpour", {"compensation": 1.0}, "downpour with compensation=1 depends on copies"),
+    ("soft_sync", {"compensation": 0.5}, "soft_sync with compensation=0.5 depends on copies"),
+]
+
+
+@pytest.mark.parametrize("strategy, settings, says", NOT_REPLAYABLE)
+def test_a_run_that_cannot_be_replayed_is_not_recorded(
+    strategy: str, settings: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    """Every interface refuses it before anything starts; a record that was made all the same is refused too."""
+    with pytest.raises(OptionError) as raised:
+        rainband.fit("linear", load_strategy(strategy, settings), record=True, runs=tmp_path / "runs")
+    assert f"record=True: {says}" in str(raised.value)
+    pairs = [f"{name}={value}" for name, value in settings.items()]
+    options = ["--record", "--runs", str(tmp_path / "runs")]
+    typed = CliRunner().invoke(build_app(), ["train", "linear", strategy, *pairs, *options])
+    assert typed.exit_code == 2 and f"--record: {says}" in " ".join(typed.output.split())
+    assert not (tmp_path / "runs").exists()
+
+    config = config_of(tmp_path / "run", strategy=strategy, strategy_settings=settings)
+    write_config(tmp_path / "run", config)
+    for role in ("worker", "server"):
+        write(tmp_path / "run", Peer(role, 0))
+    with pytest.raises(ValueError, match=f"{says}.*"):
+        replay(tmp_path / "run")
 
 
 def test_refused_pushes_cannot_be_repeated(tmp_path: Path) -> None:

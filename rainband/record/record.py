@@ -159,10 +159,7 @@ def read_record(directory: Path) -> Record:
     workers = {int(path.stem.split("-")[2]): list(read_notes(path)) for path in directory.glob("record-worker-*.bin")}
     servers = {int(path.stem.split("-")[2]): list(read_notes(path)) for path in directory.glob("record-server-*.bin")}
     if not workers or not servers:
-        raise ValueError(
-            f"{directory.name} was not recorded, so it cannot be repeated: start it with --record. "
-            "(Strategies with rounds, such as sync, need no record: equal seeds give equal bits.)"
-        )
+        raise ValueError(f"{directory.name} was not recorded, so it cannot be repeated: start it with --record.")
     every = [note for notes in (*workers.values(), *servers.values()) for note in notes]
     if refused := Counter(note.result for note in every if isinstance(note, RefusedPush)):
         told = ", ".join(f"{times} {result}" for result, times in refused.items())

@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from rainband.plugins import load_strategy
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Ack, Finish, Go, InitBlock, Lease, Message, Params, Peer, Pull, Push, Welcome
 from rainband.protocol.ports import BlockValues, Port
@@ -75,6 +76,8 @@ def replay(
     With `until`, every block stops at that version. The parameters at the end are saved as `model`.
     """
     config = read_config(directory)
+    if obstacle := load_strategy(config.strategy, config.strategy_settings).requires.replay_obstacle():
+        raise ValueError(f"{directory.name} cannot be replayed: {config.strategy} {obstacle}.")
     record = read_record(directory)
     with one_thread():
         replayed = Replay(config, record, note, until)
@@ -187,9 +190,6 @@ class Replay:
         self.losses: dict[tuple[int, int], float] = {}  # (portion, batch) -> of its gradient
         self.squares: dict[tuple[int, int], float] = {}  # (worker, sequence) -> of its gradient's norm
         self.scenario = make_scenario(config)
-        server_part = self.scenario.strategy.server(config.num_workers)
-        if server_part is None or server_part.rule().reads != "any":
-            raise ValueError(f"{config.strategy} is not asynchronous, and only asynchronous runs can be replayed.")
         self.pushes = 0
         self.servers: list[Server] = []
         self.owner: dict[int, Server] = {}

@@ -285,15 +285,15 @@ def _check_record(options: RunOptions, name: str, requires: Requirements, size: 
     if not options.get("record"):
         return
     record = opt("record", True)
-    if not requires.servers:
-        raise OptionError(f"{name} has no servers, and the order of their updates is what is recorded: omit {record}.")
     if options.get("runtime") == "sim":
         raise OptionError(f"a simulated run needs no {opt('record')}: rainband replay repeats it from its seed.")
-    if requires.coordinated:
-        raise OptionError(
-            f"{record} is for asynchronous runs, and {name} goes by iterations: simulate it "
-            f"({opt('runtime', 'sim')}), and rainband replay repeats it bit for bit."
+    if obstacle := requires.replay_obstacle():
+        instead = (
+            f", or simulate the run ({opt('runtime', 'sim')}): rainband replay repeats it from its seed"
+            if requires.servers
+            else ""
         )
+        raise OptionError(f"{record}: {name} {obstacle}. Omit {record}{instead}.")
     if size > 1:
         raise OptionError(f"{record} is for workers with the whole model: omit it, or {opt('stages')}.")
     if options.get("transport") == "shm":

@@ -59,7 +59,12 @@ class Downpour(AsyncSettings, Strategy):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(batches_per_item=self.n_push, warm_start_batches=self.warm_start_batches, guard=self.guard)
+        return Requirements(
+            batches_per_item=self.n_push,
+            warm_start_batches=self.warm_start_batches,
+            guard=self.guard,
+            not_replayable=self.not_replayable,
+        )
 
     async def run(self, worker: Worker) -> None:
         servers, step, own_lr = worker.servers, 0, self._own_lr()

@@ -56,7 +56,7 @@ class SoftSync(AsyncSettings, Strategy):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(guard=self.guard)
+        return Requirements(guard=self.guard, not_replayable=self.not_replayable)
 
     async def run(self, worker: Worker) -> None:
         async for work_item in worker.work_items():

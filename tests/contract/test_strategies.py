@@ -87,6 +87,7 @@ def test_its_requirements_say_which_parts_it_has(name: str) -> None:
     assert (requires.optimizer == "workers") != requires.servers
     if (part := strategy.server(2)) is not None:
         assert (part.rule().reads == "round") == (requires.waits == "rounds")
+        assert (part.rule().reads == "any") == (requires.replay_obstacle() == "")
 
 
 @every_strategy
