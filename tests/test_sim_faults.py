@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,16 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import rainband
 from rainband.coordinator.liveness import Liveness
+from rainband.errors import Deadlock
+from rainband.options import OptionError, in_python
 from rainband.protocol.accepted_set import AcceptedSet
 from rainband.protocol.messages import Push, RoundChosen
 from rainband.rules import ApplyEvery, Compensated, FirstArrivalsOfRound, StalenessBound, TaskBound
+from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.simulation import run as simulation
 from rainband.runtimes.simulation.models.faults import (
     ON_A_LINK,
     ON_A_NODE,
     Chances,
     Fault,
     Script,
+    check_nodes,
     parse,
     random_script,
     shrink,
@@ -182,6 +189,61 @@ def test_a_script_is_text_and_back() -> None:
     assert [fault.what for fault in script] == ["kill", "start", "pause", "netsplit", "slow", "skew", "reset"]
     assert script[3] == Fault(0.1, "netsplit", "worker 0", "coordinator", 3.0)
     assert parse(text(script)) == script
+
+
+@pytest.mark.parametrize(
+    "line, late_workers, told",
+    [
+        ("0.030 kill worker 7", "", "has no worker 7, only workers 0 to 1, server 0 and the coordinator"),
+        ("0.030 kill worker 7", "", "or add a line such as  0.1 start worker 7"),
+        ("0.030 kill worker 7", "why", "name another node, or omit this line"),
+        ("0.030 kill server 1", "", "has no server 1"),
+        ("0.030 start server 1", "", "has no server 1"),
+        ("0.030 reset worker 0 > server 3", "", "has no server 3"),
+        ("0.030 kill coordinator 1", "", "has no coordinator 1"),
+        ("0.090 start worker 2", "why", "has no worker 2.*why: start only workers that were lost, or omit this line"),
+    ],
+)
+def test_a_fault_for_a_node_that_the_run_does_not_have(line: str, late_workers: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"'{line}.*{told}"):
+        check_nodes(parse(line), 2, 1, late_workers)
+
+
+def test_faults_for_nodes_that_the_run_has_or_that_join() -> None:
+    check_nodes(
+        parse("0.1 kill worker 1\n0.2 start worker 1\n0.3 pause server 0 for 1\n0.4 kill coordinator"), 2, 1, "no"
+    )
+    check_nodes(parse("0.1 start worker 5\n0.2 kill worker 5"), 2, 1)
+
+
+@pytest.mark.parametrize(
+    "strategy, options", [("single", {}), ("hogwild", {"workers": 1}), ("downpour", {"stages": 2})]
+)
+def test_a_worker_that_cannot_join_late_is_refused_before_the_start(
+    tmp_path: Path, strategy: str, options: dict[str, Any]
+) -> None:
+    script = tmp_path / "faults.txt"
+    script.write_text("0.09 start worker 9\n")
+    with pytest.raises(OptionError, match=r"'0.090 start worker 9': the run has no worker 9") as refused:
+        rainband.fit("digits", strategy, runtime="sim", faults=script, runs=tmp_path, **options)
+    assert refused.value.written(in_python).startswith("faults: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["faults.txt"]
+
+
+def test_workers_that_are_woken_for_nothing_are_a_deadlock(tmp_path: Path) -> None:
+    """The second worker has half of the batches of `single`, and nothing waits for its results."""
+    config = RunConfig(
+        task="digits",
+        strategy="single",
+        num_workers=1,
+        num_servers=0,
+        epochs=1,
+        runtime="sim",
+        directory=str(tmp_path),
+        sim=SimSettings(faults="0.09 start worker 1"),
+    )
+    with pytest.raises(Deadlock, match="every node waits"):
+        simulation.run(config, lambda event: None)
 
 
 @given(st.integers(0, 10_000))

@@ -66,7 +66,7 @@ def command(
 def _cases(seeds: str, strategy: str | None, faults: Path | None) -> Iterator[Case]:
     from dataclasses import replace
 
-    from rainband.runtimes.simulation.models.faults import parse
+    from rainband.runtimes.simulation.models.faults import check_nodes, parse
     from rainband.runtimes.simulation.oracle.scenarios import KINDS, random_case
 
     if strategy is not None and strategy not in KINDS:
@@ -77,7 +77,10 @@ def _cases(seeds: str, strategy: str | None, faults: Path | None) -> Iterator[Ca
             script = parse(faults.read_text(encoding="utf-8"))
     for seed in _numbers(seeds):
         case = random_case(seed, strategy)
-        yield case if script is None else replace(case, script=script)
+        if script is not None:
+            check_nodes(script, case.num_workers, case.num_servers)
+            case = replace(case, script=script)
+        yield case
 
 
 def _numbers(seeds: str) -> range:

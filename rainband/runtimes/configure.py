@@ -23,6 +23,7 @@ from rainband.plugins import find_strategy, strategy_names
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation.models.cluster_model import load_model
 from rainband.runtimes.simulation.models.compute import ComputeModel
+from rainband.runtimes.simulation.models.faults import check_nodes
 from rainband.runtimes.simulation.models.faults import parse as parse_faults
 from rainband.runtimes.stage_plan import PipelineOptions, make_stage_plan
 from rainband.settings import build
@@ -58,14 +59,17 @@ def configure(
     merged: RunOptions = {**_options_of(base, given), **given}  # type: ignore[typeddict-item]
     placement = _placement(base, merged)
     resolved = resolve(merged, base.strategy, strategy.requires, placement, base)
+    size = replica_size(resolved, placement)
+    sim = _sim_settings(base, resolved)
+    if resolved.get("runtime") == "sim":
+        _check_faults(sim.faults, resolved, base.strategy, strategy.requires, size)
     config = msgspec.structs.replace(
         base,
         num_workers=resolved["workers"],
         num_servers=resolved["servers"],
-        sim=_sim_settings(base, resolved),
+        sim=sim,
         **{name: value for name, value in resolved.items() if name in PLAIN_FIELDS},
     )
-    size = replica_size(resolved, placement)
     _check_unused(given, merged, base.strategy, strategy.requires, size)
     if (
         make_task is None
@@ -279,6 +283,20 @@ def _check_unused(given: RunOptions, merged: RunOptions, name: str, requires: Re
             raise OptionError(f"{opt('eval_every_s')}: with {opt('time_only', True)}, nothing is evaluated. Omit it.")
         if "steps" in given and "epochs" in given:
             raise OptionError(f"{opt('steps')} and {opt('epochs')} both set the length of the run: omit one of them.")
+
+
+def _check_faults(script: str, options: RunOptions, name: str, requires: Requirements, size: int) -> None:
+    """Raise if a fault is for a node that the run does not have."""
+    if size > 1:
+        late_workers = "all workers of a model in stages start together"
+    elif not requires.servers:
+        late_workers = f"with {name} no worker joins after the start"
+    else:
+        late_workers = ""
+    try:
+        check_nodes(parse_faults(script), options["workers"] or 0, options["servers"] or 0, late_workers)
+    except ValueError as error:
+        raise OptionError(f"{opt('faults')}: {error}") from None
 
 
 def _check_record(options: RunOptions, name: str, requires: Requirements, size: int) -> None:

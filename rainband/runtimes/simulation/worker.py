@@ -22,7 +22,7 @@ from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, WrittenValues
 from rainband.server.server import Server
 from rainband.strategy import Batch
-from rainband.worker.client import Client
+from rainband.worker.client import Client, StateChanged
 from rainband.worker.lifecycle import run_worker
 from rainband.worker.periodic_eval import PeriodicEval
 from rainband.worker.pulls import PullHandle
@@ -242,12 +242,13 @@ class WorkerNode(Node):
 
     def _go_through(self, error: BaseException | None = None) -> None:
         """Let the coroutine run until it needs time to pass."""
-        self.clock.progress_at = self.clock.now
         self.compute.attach()
         wanted = self.life.go_on(error)
         # A pull takes time even if it is ready: its blocks are copied.
         while type(wanted) not in TAKES_TIME and isinstance(wanted, Handle) and self._is_ready(wanted):
             wanted = self.life.go_on()
+        if not isinstance(wanted, StateChanged):  # the coordinator wakes idle workers at every tick: no progress
+            self.clock.progress_at = self.clock.now
         if self.life.over:  # it has failed, and reported that
             self.waiting, self.waiting_since = Until("the end of the run", lambda: False), self.clock.now
             return

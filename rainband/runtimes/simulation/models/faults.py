@@ -83,6 +83,40 @@ def _fault(line: str) -> Fault:
     return Fault(what=words["what"], node=words["node"], to=words["to"] or "", **seconds)
 
 
+def check_nodes(script: Script, num_workers: int, num_servers: int, late_workers: str = "") -> None:
+    """Raise ValueError if a fault names a node that the run does not have.
+
+    `late_workers` says why no worker may join after the start; empty: any may.
+    """
+    nodes = {"coordinator", *_numbered("worker", num_workers), *_numbered("server", num_servers)}
+    if not late_workers:
+        nodes |= {fault.node for fault in script if fault.what == "start" and _is_worker(fault.node)}
+    for fault in script:
+        for node in filter(None, (fault.node, fault.to)):
+            if node in nodes:
+                continue
+            if fault.what == "start" and _is_worker(node):
+                advice = f"{late_workers}: start only workers that were lost, or omit this line."
+            elif _is_worker(node) and not late_workers:
+                advice = f"name another node, or add a line such as  0.1 start {node}  that lets it join."
+            else:
+                advice = "name another node, or omit this line."
+            have = f"{_range('worker', num_workers)}, {_range('server', num_servers)} and the coordinator"
+            raise ValueError(f"'{fault}': the run has no {node}, only {have}; {advice}")
+
+
+def _is_worker(node: str) -> bool:
+    return re.fullmatch(r"worker (0|[1-9]\d*)", node) is not None
+
+
+def _numbered(role: str, number: int) -> list[str]:
+    return [f"{role} {index}" for index in range(number)]
+
+
+def _range(role: str, number: int) -> str:
+    return f"no {role}s" if not number else f"{role} 0" if number == 1 else f"{role}s 0 to {number - 1}"
+
+
 def text(script: Iterable[Fault]) -> str:
     return "\n".join(map(str, script))
 
