@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -373,6 +374,17 @@ class FakePush:
     def __init__(self, version: int) -> None:
         self.version = version
         self.absent = ()
+
+
+def test_the_full_batch_strategy_on_the_page_descends(tmp_path: Path) -> None:
+    (tmp_path / "descent.py").write_text(blocks(ROOT / "docs" / "guides" / "full_batch.md", "python")[-1])
+    words = ["quadratic", "descent:GradientDescent", "lr=0.05", "iterations=20", "--runtime", "sim"]
+    done = rainband("train", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.glob("runs/*/events.jsonl")
+    seen = [json.loads(line) for line in log.read_text().splitlines()]
+    losses = [event["loss"] for event in seen if event["event"] == "IterationDone"]
+    assert len(losses) == 20 and losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.processes
