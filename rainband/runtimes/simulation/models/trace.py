@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import IntEnum
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,27 +17,17 @@ from rainband.protocol.messages import AnyMessage, Message
 
 # The numbers that are hashed for a message, besides its kind: no names, so that neither a new field nor another word
 # changes the hash of a run.
+_push = attrgetter("block", "worker", "sequence", "push_id", "samples", "clock", "version", "at_version", "want")
 SCHEDULE: dict[type[Message], Callable[[Any], object]] = {
-    messages.Push: lambda m: (
-        m.block,
-        m.worker,
-        m.sequence,
-        m.push_id,
-        m.samples,
-        m.clock,
-        m.version,
-        m.at_version,
-        m.want,
-        not m.skip,
-    ),
-    messages.Ack: lambda m: (m.block, m.sequence, m.result, m.version),
-    messages.Pull: lambda m: (m.sequence, m.clock, m.at_version, m.base, m.part),
-    messages.Params: lambda m: (m.block, m.sequence, m.version, m.at_version, m.round_over, m.clock),
+    messages.Push: lambda m: (*_push(m), not m.skip),
+    messages.Ack: attrgetter("block", "sequence", "result", "version"),
+    messages.Pull: attrgetter("sequence", "clock", "at_version", "base", "part"),
+    messages.Params: attrgetter("block", "sequence", "version", "at_version", "round_over", "clock"),
     messages.InitBlock: lambda m: (m.block, m.numel, len(m.part)),
-    messages.Lease: lambda m: (m.portion, m.lease, m.groups),
-    messages.Return: lambda m: (m.portion, m.lease, m.reason),
-    messages.Revoke: lambda m: (m.portion, m.lease),
-    messages.AcceptedBatches: lambda m: (m.portion, m.lease, m.masks),
+    messages.Lease: attrgetter("portion", "lease", "groups"),
+    messages.Return: attrgetter("portion", "lease", "reason"),
+    messages.Revoke: attrgetter("portion", "lease"),
+    messages.AcceptedBatches: attrgetter("portion", "lease", "masks"),
 }
 
 
@@ -55,7 +46,7 @@ class NodeEvent(IntEnum):
 
 
 FILE = "trace.jsonl"
-TAGS: dict[type[Message], int] = {kind: kind.__struct_config__.tag for kind in get_args(AnyMessage)}
+KINDS = {kind: (kind.__struct_config__.tag, SCHEDULE.get(kind)) for kind in get_args(AnyMessage)}
 AT_ONCE = 1000  # lines that are hashed together, for speed
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -85,10 +76,9 @@ class Trace:
 
     def message(self, at_s: float, source: str, target: str, message: Message) -> None:
         """Note that a message arrived. Its measurements (losses, staleness) are not hashed."""
-        kind = type(message)
         unhashed = self.unhashed
-        schedule = SCHEDULE.get(kind)
-        unhashed.append((at_s, source, target, TAGS[kind], schedule(message) if schedule else 0))
+        tag, schedule = KINDS[type(message)]
+        unhashed.append((at_s, source, target, tag, schedule(message) if schedule else 0))
         if len(unhashed) >= AT_ONCE:
             self._hash()
         if self.lines is not None:
