@@ -11,13 +11,13 @@ import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from rainband.options import FitOptions, RunOptions
+from rainband.options import FitOptions, OptionError, RunOptions, declared
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,11 +76,13 @@ def fit(
     from rainband.views.sinks import chosen_sinks
 
     chosen: RunOptions = {"workers": workers, "servers": servers, **options}
-    base, task, made = _repeated(options["config"], task, strategy) if options.get("config") else _new(task, strategy)
+    file = options.get("config")
+    base, task, made = _new(task, strategy) if file is None else _repeated(file, task, strategy)
+    _check_names(options, made)
     config = configure(base, made, chosen, lambda: _task(task, base))
     sinks = chosen_sinks(chosen)
     for text in warnings_for(
-        made, config.num_replicas, called="copies of the model" if config.stage_plan else "workers"
+        made, config.num_replicas, called="replicas of the model" if config.stage_plan else "workers"
     ):
         warnings.warn(text, stacklevel=2)
     carried = {
@@ -110,7 +112,10 @@ def _new(task: Task | str | None, strategy: Strategy | str | None) -> tuple[RunC
         raise TypeError("fit() requires a task, or config=, an earlier run.")
     if isinstance(task, str):
         check_task(task, {})
+    else:
+        _check_task_object(task)
     strategy = "downpour" if strategy is None else strategy
+    _check_strategy_object(strategy)
     made = load_strategy(strategy, {}) if isinstance(strategy, str) else strategy
     task_name, task_settings = _named(task, TASKS)
     strategy_name, strategy_settings = _named(made, STRATEGIES)
@@ -126,20 +131,65 @@ def _new(task: Task | str | None, strategy: Strategy | str | None) -> tuple[RunC
 
 
 def _repeated(
-    file: str | Path | None, task: Task | str | None, strategy: Strategy | str | None
+    file: str | Path, task: Task | str | None, strategy: Strategy | str | None
 ) -> tuple[RunConfig, str, Strategy]:
     """Return the configuration of an earlier run, its task and its strategy."""
     from rainband.plugins import load_strategy
     from rainband.runtimes.configure import check_task
     from rainband.runtimes.run_directory import read_config
 
+    if not isinstance(file, str | Path):
+        raise ValueError(f"config={file!r}: must be the path of an earlier run.")
+    config = read_config(Path(file))
     if task is not None or strategy is not None:
         raise ValueError(f"{file} already has a task and a strategy: omit them, or config.")
-    config = read_config(Path(file or ""))
     if config.script:
         raise ValueError(f"{file} is that of a script: repeat it with rainband run.")
     check_task(config.task, config.task_settings)
     return config, config.task, load_strategy(config.strategy, config.strategy_settings)
+
+
+def _check_task_object(task: object) -> None:
+    """Raise if an object that was given as the task is none."""
+    from rainband.tasks.load import METHODS, NUMBERS
+
+    kind = type(task).__name__
+    if inspect.isclass(task):
+        raise ValueError(f"task: {task.__name__} is a class. Make an object of it: {task.__name__}().")
+    missing = [name for name in METHODS if not callable(getattr(task, name, None))]
+    missing += [name for name in NUMBERS if not isinstance(getattr(task, name, None), int)]
+    if missing:
+        raise ValueError(
+            f"task: a {kind} is not a task, because it has no {', '.join(missing)}. Give the name of a task, such as "
+            '"digits", or make a task of a module: rainband.ModuleTask(make_module, dataset, loss_fn).'
+        )
+
+
+def _check_strategy_object(strategy: object) -> None:
+    from rainband.plugins import strategy_names
+    from rainband.strategy import Strategy
+
+    if inspect.isclass(strategy):
+        raise ValueError(f"strategy: {strategy.__name__} is a class. Make an object of it: {strategy.__name__}().")
+    if not isinstance(strategy, Strategy | str):
+        raise ValueError(
+            f"strategy={strategy!r}: must be a strategy, such as rainband.Downpour(), or the name of one: "
+            f"{', '.join(strategy_names())}."
+        )
+
+
+def _check_names(options: Mapping[str, object], strategy: Strategy) -> None:
+    """Raise if a setting of the strategy was given as an option of the run."""
+    kind = type(strategy).__name__
+    settings: set[str] = (
+        {field.name for field in dataclasses.fields(strategy)} if dataclasses.is_dataclass(strategy) else set()
+    )
+    for name, value in options.items():
+        if name not in declared() and (name == "settings" or name in settings):
+            example = f"{name}={value!r}" if name in settings else "..."
+            raise OptionError(
+                f"there is no option {name}: settings of the strategy belong to the strategy, {kind}({example})."
+            )
 
 
 def _task(task: Task | str, config: RunConfig) -> Task:

@@ -6,13 +6,13 @@ names of scipy.optimize.OptimizeResult.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rainband.errors import did_you_mean
 from rainband.fit import FitResult, fit
-from rainband.options import FitOptions
+from rainband.options import FitOptions, declared
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from rainband.tasks.task import Task
 
 METHODS = {"lbfgs": "sandblaster", "cg": "conjugate_gradient"}
+OTHER_NAMES = {  # of scipy.optimize.minimize, and of rainband.fit
+    "maxiter": "iterations",
+    "epochs": "iterations",
+    "gtol": "tol",
+    "ftol": "loss_tolerance",
+    "maxcor": "history",
+}
 
 
 @dataclass(frozen=True)
@@ -81,9 +88,28 @@ def minimize(
             if callback is not None:
                 callback(event)
 
+    _check_settings(method, settings)
     strategy = load_strategy(METHODS[method], settings)
     fitted = fit(task, strategy, workers, servers, on_event=note, **(run or {}))
     return _result(fitted, history)
+
+
+def _check_settings(method: str, settings: Iterable[str]) -> None:
+    """Raise if there is a setting that the method does not have."""
+    from rainband.plugins import find_strategy
+    from rainband.settings import fields_of
+
+    known = [field.name for field in fields_of(find_strategy(METHODS[method]))]
+    for name in settings:
+        if name in known:
+            continue
+        if name in OTHER_NAMES:
+            raise ValueError(f"minimize() has no setting {name}: use {OTHER_NAMES[name]}.")
+        if name in declared():
+            raise ValueError(f'{name} is an option of the run: use run={{"{name}": ...}}.')
+        raise ValueError(
+            f'minimize(method="{method}") has no setting {name}{did_you_mean(name, known)}: it has {", ".join(known)}.'
+        )
 
 
 def _result(fitted: FitResult, history: list[IterationDone]) -> MinimizeResult:

@@ -14,6 +14,7 @@ import ast
 import dataclasses
 import inspect
 import math
+import numbers
 import textwrap
 import types
 import typing
@@ -67,6 +68,29 @@ def build(cls: type[T], settings: Mapping[str, object]) -> T:
 def check_value(cls: type, name: str, value: object, shown_as: str) -> None:
     """Raise if a field of `cls` cannot have this value; `shown_as` is its name in the error."""
     _convert(shown_as, value, _kinds_of(cls)[name])
+
+
+def check_arguments(cls: type, arguments: Mapping[str, object]) -> None:
+    """Raise if a call cls(**arguments) has a wrong name or value; other than `build`, it converts no text."""
+    accepted = inspect.signature(cls).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
+    try:
+        kinds = _kinds_of(cls)
+    except NameError:  # a class inside a function, whose annotations cannot be read
+        kinds = {}
+    for name, value in arguments.items():
+        if name not in accepted and not takes_any:
+            raise TypeError(_no_such_setting(cls.__name__, name, sorted(accepted)))
+        if name not in kinds or (isinstance(value, numbers.Number) and not isinstance(value, int | float)):
+            continue  # a number of another library behaves like one of Python's
+        kind = kinds[name]
+        try:
+            found = kind.read(value)
+        except (ValueError, OverflowError):
+            found = None
+        if isinstance(value, str) != isinstance(found, str) or (found is None and value is not None):
+            such_as = f", such as {name}={kind.example}" if kind.example and kind.read is not _read_str else ""
+            raise ValueError(f"{name}={value!r}: expected {kind.expected}{such_as}")
 
 
 def as_dict(instance: object) -> dict[str, object]:

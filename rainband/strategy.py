@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 import msgspec
+
+from rainband.settings import check_arguments
 
 if TYPE_CHECKING:
     from rainband.coordinator_api import CoordinatorApi
@@ -85,6 +87,12 @@ class Cluster:
 
 class Strategy(ABC):
     """The base class of every algorithm. Subclasses are frozen dataclasses whose fields are their settings."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        """Check the names and types of the settings."""
+        if settings and is_dataclass(cls):
+            check_arguments(cls, settings)
+        return super().__new__(cls)
 
     @abstractmethod
     async def run(self, worker: Worker) -> None:

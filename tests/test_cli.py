@@ -405,10 +405,8 @@ def test_a_directory_that_cannot_be_made_is_told_without_a_traceback(
     pretend(monkeypatch, [])
     (tmp_path / "file").touch()
     said = Said("train", "digits", "sync", "--runs", tmp_path / "file")
-    assert said.exit_code == 1 and "Traceback" not in said.err
-    assert said.err == (
-        f"rainband: {tmp_path}/file: File exists, so runs cannot be written there: use another folder with --runs.\n"
-    )
+    assert said.exit_code == 2 and "Traceback" not in said.err
+    assert said.err == (f"rainband: --runs {tmp_path}/file: File exists. Use a folder that can be written to.\n")
 
 
 def test_options_of_an_earlier_run_without_effect_in_this_one_are_not_mistakes(tmp_path: Path) -> None:

@@ -130,7 +130,16 @@ def test_python_and_the_command_line_refuse_the_same_each_in_its_words(
         ({"runtime": "sim", "steps": 3}, "steps requires time_only=True"),
         ({"runtime": "sim", "record": True}, "a simulated run needs no record"),
         ({"record": True, "transport": "shm"}, 'omit transport="shm"'),
-        ({"epochs": "3"}, "epochs=3: must be a whole number"),
+        ({"epochs": "3"}, 'epochs="3": must be a whole number'),
+        ({"eval_every_s": "5"}, 'eval_every_s="5": must be a number'),
+        ({"csv": "yes"}, 'csv="yes": must be True or False'),
+        ({"network": 3}, "network=3: must be text"),
+        ({"placement": {}}, "placement={}: must be the path of a file"),
+        ({"compute": "step_s=1"}, 'compute="step_s=1": must be a dictionary, such as dict(step_s=0.05)'),
+        ({"settings": {"n_push": 2}}, "there is no option settings: settings of the strategy belong to the strategy"),
+        ({"n_push": 2}, "belong to the strategy, Downpour(n_push=2)."),
+        ({"faults": "nofile", "runtime": "sim"}, 'faults="nofile"'),
+        ({"runs": "/proc/x"}, 'runs="/proc/x": No such file or directory. Use a folder that can be written to.'),
         ({"seed": True}, "seed=True: must be a whole number"),
         ({"epoch": 3}, "there is no option epoch (did you mean epochs?)"),
     ],
@@ -151,6 +160,46 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
 def test_names_that_are_mistyped_are_told(task: str, strategy: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         rainband.fit(task, strategy)
+
+
+@pytest.mark.parametrize(
+    "task, strategy, says",
+    [
+        (
+            torch.nn.Linear(2, 2),
+            "sync",
+            r"a Linear is not a task, because it has no model, .*rainband.ModuleTask\(",
+        ),
+        (Linear, "sync", r"Linear is a class. Make an object of it: Linear\(\)"),
+        ("digits", rainband.Downpour, r"Downpour is a class. Make an object of it: Downpour\(\)"),
+        ("digits", 3, r"strategy=3: must be a strategy, such as rainband.Downpour\(\), or the name of one"),
+    ],
+)
+def test_a_thing_that_is_no_task_or_strategy_is_refused_with_what_to_give(task: Any, strategy: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        rainband.fit(task, strategy)
+
+
+@pytest.mark.parametrize(
+    "make, kind, says",
+    [
+        (lambda: rainband.Sync(lr="x"), ValueError, "lr='x': expected a number, such as lr=0.1"),
+        (lambda: rainband.Sync(lr="0.1"), ValueError, "lr='0.1': expected a number"),
+        (lambda: rainband.Downpour(n_push=2.5), ValueError, "n_push=2.5: expected a whole number"),
+        (lambda: rainband.Downpour(local_lr="none"), ValueError, "local_lr='none': expected"),
+        (lambda: rainband.Downpour(optimizer=3), ValueError, "optimizer=3: expected text"),
+        (lambda: rainband.Downpour(npush=3), TypeError, r"Downpour has no setting 'npush' \(did you mean n_push\?\)"),
+    ],
+)
+def test_wrong_settings_in_python_are_refused_by_name(make: Any, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        make()
+    assert rainband.Downpour(local_lr=None, lr=1, n_push=2) == rainband.Downpour(local_lr=None, lr=1.0, n_push=2)
+
+
+def test_an_earlier_run_that_does_not_exist_is_reported_first(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot read .*x: No such file"):
+        rainband.fit("digits", "sync", config=tmp_path / "x")
 
 
 def test_a_task_is_required() -> None:

@@ -77,7 +77,10 @@ def test_each_end_has_a_number(cause: EndCause | None, status: int) -> None:
     "arguments, says",
     [
         ({"method": "newton"}, "no method named 'newton': choose from lbfgs, cg"),
-        ({"histroy": 3}, "histroy"),
+        ({"histroy": 3}, r'minimize\(method="lbfgs"\) has no setting histroy \(did you mean history\?\)'),
+        ({"maxiter": 1}, r"minimize\(\) has no setting maxiter: use iterations."),
+        ({"epochs": 3}, r"minimize\(\) has no setting epochs: use iterations."),
+        ({"batch_size": 3}, r'batch_size is an option of the run: use run=\{"batch_size": ...\}'),
         ({"run": {"epochs": 3}}, "set iterations=3 instead of epochs"),
     ],
 )

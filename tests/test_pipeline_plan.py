@@ -18,7 +18,12 @@ from rainband.model_parallel.graph.cut import cut
 from rainband.model_parallel.graph.split_loss import cut_task, inputs_of, loss_of, microbatches_of
 from rainband.model_parallel.placement.measure import measure
 from rainband.model_parallel.placement.partitioners import find_partitioner, make_plan
-from rainband.model_parallel.placement.pipedream_planner import one_machine_per_stage
+from rainband.model_parallel.placement.pipedream_planner import (
+    in_stages,
+    interleaved,
+    num_units,
+    one_machine_per_stage,
+)
 from rainband.model_parallel.placement.placement import (
     PlacedStage,
     Placement,
@@ -197,13 +202,22 @@ def test_a_saved_plan_is_the_same_when_loaded(tmp_path: Path, name: str) -> None
 
 def test_a_file_that_is_no_plan_is_told(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"model": "x"}')
-    with pytest.raises(ValueError, match=r"plan.json is no plan: Object missing required field `kind`"):
+    with pytest.raises(ValueError, match=r"plan.json is not a placement: Object missing required field `kind`"):
         load(tmp_path / "plan.json")
-    with pytest.raises(ValueError, match=r"ends in .json or .toml, not plan.yaml"):
+    with pytest.raises(ValueError, match=r"a placement is a file that ends in .json or .toml, not plan.yaml"):
         save(GOOD, tmp_path / "plan.yaml")
 
 
 # ---- showing ----
+
+
+def test_too_few_units_for_the_stages_are_reported_with_what_to_do() -> None:
+    machines = Resources(num_machines=len(PROFILE.units) + 1)
+    with pytest.raises(ValueError, match="three has 3 units, too few for 4 stages: use fewer stages"):
+        in_stages(PROFILE, machines)
+    with pytest.raises(ValueError, match="three has 3 units, and 2 stages on each of 4 machines are 8"):
+        interleaved(PROFILE, machines)
+    assert num_units(Profile("one", 8, PROFILE.units[:1], ())) == "1 unit"
 
 
 def test_a_plan_is_shown_with_what_crosses() -> None:

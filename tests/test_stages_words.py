@@ -37,7 +37,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hogwild", {"stages": 2}, "hogwild requires the whole model on each worker"),
         ("sandblaster", {"stages": 2}, "sandblaster requires the whole model on each worker"),
         ("pipedream", {}, "pipedream is a pipeline of stages: use --stages 2"),
-        ("single", {"workers": 4, "stages": 2}, "--workers 4: single is one copy of the model, on 2 workers"),
+        ("single", {"workers": 4, "stages": 2}, "--workers 4: single is one replica of the model, on 2 workers"),
         ("pipedream", {"servers": 1, "stages": 2}, "--servers 1: pipedream has no servers"),
     ],
 )

@@ -49,7 +49,7 @@ class StagePredicted(msgspec.Struct, frozen=True):
 class PipelinePredicted(Event, frozen=True):
     """Several workers compute one model together: how fast that should be, by what was measured before the start."""
 
-    samples_per_s: float  # of all copies of the model
+    samples_per_s: float  # of all replicas
     busy: float  # the part of the workers' time in which they compute
     batch_s: float  # between two batches of one copy
     schedule: str

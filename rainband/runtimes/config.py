@@ -51,7 +51,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_replicas(self) -> int:
-        """Number of copies of the model that are trained in parallel."""
+        """Number of replicas of the model that are trained in parallel."""
         return self.num_workers // (self.stage_plan.size if self.stage_plan else 1)
 
 

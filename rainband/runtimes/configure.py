@@ -9,8 +9,9 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import msgspec
 
@@ -18,7 +19,17 @@ from rainband.errors import did_you_mean
 from rainband.model_parallel.placement.placement import Placement, is_interleaved
 from rainband.model_parallel.placement.placement import load as load_placement
 from rainband.model_parallel.placement.stage_plan import Flushing, StagePlan, workers_of
-from rainband.options import FAULTS_HINT, PLACEMENT_HINT, OptionError, RunOptions, check_value, declared, opt, reading
+from rainband.options import (
+    FAULTS_HINT,
+    PLACEMENT_HINT,
+    DeclaredOption,
+    OptionError,
+    RunOptions,
+    check_value,
+    declared,
+    opt,
+    reading,
+)
 from rainband.plugins import find_strategy, strategy_names
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation.models.cluster_model import load_model
@@ -44,6 +55,14 @@ PLAIN_FIELDS = (
     *("record", "timeline"),
 )
 SIM_FIELDS = {"network": "model", "time_only": "time_only", "steps": "steps", "compute": "compute"}
+OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "True or False"),
+    int: ((Integral,), "a whole number"),
+    float: ((Real,), "a number"),
+    str: ((str,), "text"),
+    Path: ((str, Path), "the path of a file or folder"),
+    Mapping: ((Mapping,), "a dictionary, such as dict(step_s=0.05)"),
+}
 PIPELINE_OPTIONS = ("microbatches", "schedule", "stages_per_worker")
 
 
@@ -99,8 +118,17 @@ def given_options(options: RunOptions) -> RunOptions:
     for name, value in given.items():
         if name not in declared():
             raise OptionError(f"there is no option {name}{did_you_mean(name, declared())}.")
+        _check_type(declared()[name], value)
         check_value(declared()[name], value)
     return given  # type: ignore[return-value]
+
+
+def _check_type(one: DeclaredOption, value: Any) -> None:
+    """Raise if a value is of another type than its option; only Python can give such a value."""
+    types, expected = OPTION_TYPES[get_origin(one.kind) or one.kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and one.kind is not bool):
+        typed = f'"{value}"' if isinstance(value, str) else repr(value)
+        raise OptionError(f"{one.name}={typed}: must be {expected}.")
 
 
 def _options_of(base: RunConfig, given: RunOptions) -> dict[str, Any]:
@@ -169,7 +197,7 @@ def resolve(
 
 
 def replica_size(options: RunOptions, placement: Placement | None) -> int:
-    """Return how many workers hold one copy of the model."""
+    """Return the number of workers of one replica of the model."""
     return sum(workers_of(placement)) if placement is not None else options.get("stages") or 1
 
 
@@ -197,7 +225,7 @@ def _workers(options: RunOptions, name: str, requires: Requirements, size: int, 
     most = None if requires.max_replicas is None else requires.max_replicas * size
     workers = options.get("workers") or min(most or usual, max(1, usual // size) * size)
     if most is not None and workers != most:
-        one = "one process" if size == 1 else f"one copy of the model, on {size} workers"
+        one = "one process" if size == 1 else f"one replica of the model, on {size} workers"
         raise OptionError(
             f"{opt('workers', workers)}: {name} is {one}. Use {opt('workers', most)} or omit it, or choose "
             f"{_one_of(lambda other: other.max_replicas is None and not (size > 1 and other.whole_model))}."
@@ -305,6 +333,8 @@ def _check_record(options: RunOptions, name: str, requires: Requirements, size: 
     record = opt("record", True)
     if options.get("runtime") == "sim":
         raise OptionError(f"a simulated run needs no {opt('record')}: rainband replay repeats it from its seed.")
+    if size > 1:
+        raise OptionError(f"{record} is for workers with the whole model: omit it, or {opt('stages')}.")
     if obstacle := requires.replay_obstacle():
         instead = (
             f", or simulate the run ({opt('runtime', 'sim')}): rainband replay repeats it from its seed"
@@ -312,8 +342,6 @@ def _check_record(options: RunOptions, name: str, requires: Requirements, size: 
             else ""
         )
         raise OptionError(f"{record}: {name} {obstacle}. Omit {record}{instead}.")
-    if size > 1:
-        raise OptionError(f"{record} is for workers with the whole model: omit it, or {opt('stages')}.")
     if options.get("transport") == "shm":
         raise OptionError(
             f"{record} requires reads of one version, and shared memory may change while it is read: "
@@ -354,7 +382,7 @@ def _check_stages(options: RunOptions, name: str, requires: Requirements, placem
     if microbatches and microbatches % size and (_interleaves(options) or (placement and is_interleaved(placement))):
         raise OptionError(
             f"{opt('microbatches', microbatches)}: with interleaved it must be a multiple of {size}, the number of "
-            f"workers of one copy of the model. Use {opt('microbatches', -(-microbatches // size) * size)}."
+            f"workers of one replica of the model. Use {opt('microbatches', -(-microbatches // size) * size)}."
         )
     if requires.stages is not None:
         from rainband.model_parallel.schedules.version_rule import check_stage_versions
@@ -382,7 +410,7 @@ def _check_placement(name: str, requires: Requirements, placement: Placement) ->
         raise OptionError(
             f"the placement has stages on several machines {placement.replicas()}, which only pipedream supports: "
             "use rainband placement --partitioner one_machine_per_stage, and more "
-            f"{opt('workers')} for more copies of the whole model."
+            f"{opt('workers')} for more replicas of the whole model."
         )
 
 

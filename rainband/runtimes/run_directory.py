@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from rainband.options import OptionError, opt
 from rainband.protocol.events import AnyEvent, Progress, RunEnded
 from rainband.runtimes.config import RunConfig
 from rainband.views.sinks import SafeSink
@@ -37,9 +38,8 @@ def new_directory(root: Path, task: str, strategy: str) -> Path:
                 path.mkdir()
                 return path
     except OSError as error:
-        why = f"{error.strerror}, so runs cannot be written there: use another folder with --runs"
-        raise OSError(error.errno, why, str(root)) from None
-    raise ValueError(f"cannot make a directory for the run in {root}: clear it, or use another folder with --runs.")
+        raise OptionError(f"{opt('runs', root)}: {error.strerror}. Use a folder that can be written to.") from None
+    raise OptionError(f"{opt('runs', root)}: it has too many runs of this second. Clear it, or use another folder.")
 
 
 def _plain(name: str) -> str:

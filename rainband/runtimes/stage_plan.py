@@ -91,9 +91,9 @@ def _planner(profile: Profile, workers: int, flow: PipelineOptions) -> Partition
     stages_per_worker = flow.stages_on_each
     if len(profile.units) < workers * stages_per_worker:
         raise OptionError(
-            f"{profile.model or 'the model'} has {len(profile.units)} units, and {stages_per_worker} stages on each of "
-            f"{workers} workers are {workers * stages_per_worker}: use fewer {opt('stages')} or "
-            f"{opt('stages_per_worker')}, or mark smaller units."
+            f"{profile.model or 'the model'} has {pipedream.num_units(profile)}, and {stages_per_worker} stages on "
+            f"each of {workers} workers are {workers * stages_per_worker}: use fewer {opt('stages')} or "
+            f"{opt('stages_per_worker')}, or split its modules into smaller ones."
         )
     return partial(pipedream.interleaved, stages_per_worker=stages_per_worker)
 

@@ -47,6 +47,11 @@ def one_machine_per_stage(profile: Profile, resources: Resources) -> Placement:
     return _best_plan(profile, resources, "one_machine_per_stage", 1)
 
 
+def num_units(profile: Profile) -> str:
+    """Return the number of units with its noun, for messages."""
+    return "1 unit" if len(profile.units) == 1 else f"{len(profile.units)} units"
+
+
 def in_stages(profile: Profile, resources: Resources) -> Placement:
     """Return a pipeline with exactly one stage per machine, even where fewer stages would be faster."""
     coarse = along_order(profile, MAX_UNITS)
@@ -56,8 +61,8 @@ def in_stages(profile: Profile, resources: Resources) -> Placement:
     found = _best_from(sums, 0, sums.stage_s)(len(coarse.profile.units), stages)
     if found == NEVER:
         raise ValueError(
-            f"{profile.model or 'the model'} has {len(profile.units)} units, which make no {stages} stages: ask for "
-            "fewer, or mark smaller units."
+            f"{profile.model or 'the model'} has {num_units(profile)}, too few for {stages} stages: use fewer stages, "
+            "or split its modules into smaller ones."
         )
     plan = _plan(profile, coarse, resources, _consecutive(found[1]), "one_machine_per_stage")
     return predicted(plan, profile, resources)
@@ -70,7 +75,7 @@ def interleaved(profile: Profile, resources: Resources, stages_per_worker: int =
     stages = stages_per_worker * resources.num_machines
     if len(profile.units) < stages:
         raise ValueError(
-            f"{profile.model or 'the model'} has {len(profile.units)} units, and {stages_per_worker} stages on each of "
+            f"{profile.model or 'the model'} has {num_units(profile)}, and {stages_per_worker} stages on each of "
             f"{resources.num_machines} machines are {stages}: use fewer machines or fewer "
             "stages per worker."
         )

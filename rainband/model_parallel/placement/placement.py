@@ -196,12 +196,12 @@ def load(path: Path) -> Placement:
         return decode(path.read_bytes(), type=Placement)
     except msgspec.MsgspecError as error:
         hint = f"`rainband placement TASK --out {path.name}` writes one."
-        raise ValueError(f"{path} is no plan: {error}. {hint}") from None
+        raise ValueError(f"{path} is not a placement: {error}. {hint}") from None
 
 
 def check_file_name(path: Path) -> None:
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"a plan is a file that ends in {' or '.join(SUFFIXES)}, not {path.name}.")
+        raise ValueError(f"a placement is a file that ends in {' or '.join(SUFFIXES)}, not {path.name}.")
 
 
 def _to_toml(plan: Placement) -> str:

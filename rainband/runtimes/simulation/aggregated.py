@@ -1,7 +1,7 @@
 """All servers as one node, for timing-only runs with thousands of workers: a push to all servers is one message.
 
 As in every runtime: the coordinator, the strategies, the client, and one real server, which stands for all of them; it
-has one block without elements (accepted sets, rules, rounds, clocks, staleness, accounting). Modelled: all servers
+has one block without elements (accepted sets, rules, rounds, clocks, staleness, accounting). Modeled: all servers
 handle messages in the same order, and each has its own times of receiving, applying and answering. Left out: uplinks
 of racks, jitter, faults and shared memory.
 """
