@@ -133,7 +133,7 @@ class SimulationOptions(TypedDict, total=False):
     ]
     network: Annotated[
         str | None,
-        Option("Simulated network: lan, 1gbit, wan, datacentre, or a file of rainband calibrate.", "NAME", "lan"),
+        Option("Simulated network: lan, 1gbit, wan, datacenter, or a file of rainband calibrate.", "NAME", "lan"),
     ]
     time_only: Annotated[
         bool | None, Option("Simulate message timing only, without gradients (for thousands of workers).")

@@ -368,7 +368,7 @@ def test_the_command_plans_saves_draws_and_plays(tmp_path: Path) -> None:
         "--draw",
         str(tmp_path / "plan.png"),
     ]
-    text = rainband_plan(*options, "--schedule", "one_f_one_b", "--microbatches", "6", "--network", "datacentre")
+    text = rainband_plan(*options, "--schedule", "one_f_one_b", "--microbatches", "6", "--network", "datacenter")
     plan = load(file)
     assert plan.kind == "pipeline" and set(plan.replicas()) == {1}
     assert "digits: 9 units, measured with batches of 32" in text

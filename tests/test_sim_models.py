@@ -466,7 +466,7 @@ def test_times_are_the_same_bits_on_every_machine() -> None:
 
 def test_a_model_written_as_toml_is_read_back_equal(tmp_path: Path) -> None:
     model = ClusterModel(
-        NETWORKS["datacentre"],
+        NETWORKS["datacenter"],
         ComputeModel(kind="trace", trace_s=(0.1, 0.2), slow_workers=(3,)),
         NodeModel(shared_memory=True, cores=2),
     )
@@ -506,5 +506,5 @@ def test_a_wrong_model_says_what_would_be_right(tables: dict[str, dict[str, obje
 
 
 def test_an_unknown_network_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="choose from lan, 1gbit, wan, datacentre, or give a TOML file"):
+    with pytest.raises(ValueError, match="choose from lan, 1gbit, wan, datacenter, or give a TOML file"):
         load_model("token_ring")

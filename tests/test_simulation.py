@@ -516,7 +516,7 @@ def typed(*words: str) -> Any:
     [
         (["--time-only"], "--time-only requires --runtime sim."),
         (["--faults", "x"], "--faults requires --runtime sim."),
-        (["--runtime", "sim", "--network", "moon"], "no network named 'moon': choose from lan, 1gbit, wan, datacentre"),
+        (["--runtime", "sim", "--network", "moon"], "no network named 'moon': choose from lan, 1gbit, wan, datacenter"),
         (["--runtime", "sim", "compute.stepp=1"], "ComputeModel has no setting 'stepp'"),
         (["--runtime", "sim", "--steps", "3"], "--steps requires --time-only"),
         (["--runtime", "sim", "--record"], "needs no --record"),

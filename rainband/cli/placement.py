@@ -47,7 +47,7 @@ class MachineOptions:
     machines: Annotated[int, Option("Number of machines.", "N", "2", min=1)] = 2
     memory: Annotated[float, Option("Memory of each machine in MB; 0: no limit.", "MB", "0", min=0)] = 0
     network: Annotated[
-        str, Option("Network: lan, 1gbit, wan, datacentre, or a file of rainband calibrate.", "NAME", "lan")
+        str, Option("Network: lan, 1gbit, wan, datacenter, or a file of rainband calibrate.", "NAME", "lan")
     ] = "lan"
     machines_per_group: Annotated[
         int, Option("Machines on one switch; 0: all of them, or those of a rack of the network.", "N", "0", min=0)

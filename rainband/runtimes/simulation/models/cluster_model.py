@@ -54,7 +54,7 @@ NETWORKS = {
     "lan": NetworkModel(latency_s=50e-6, bytes_per_s=1.25e9),
     "1gbit": NetworkModel(latency_s=100e-6, bytes_per_s=125e6),
     "wan": NetworkModel(latency_s=30e-3, bytes_per_s=12.5e6, jitter_s=3e-3),
-    "datacentre": NetworkModel(
+    "datacenter": NetworkModel(
         latency_s=15e-6, bytes_per_s=3.125e9, rack_size=20, uplink_bytes_per_s=12.5e9, uplink_latency_s=10e-6
     ),
 }
