@@ -637,7 +637,7 @@ def test_the_example_rule_limits_a_gradient() -> None:
     import torch
 
     example: dict[str, Any] = {}
-    exec(blocks(ROOT / "ARCHITECTURE.md", "python")[0], example)
+    exec(blocks(ROOT / "docs" / "internals" / "extending.md", "python")[0], example)
     block, applied = Recorder(version=0), []
     block.apply = lambda gradient, pushes, absent: applied.append(gradient.tolist())  # type: ignore[method-assign]
     for gradient in (torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.5]), None):
@@ -650,7 +650,7 @@ def test_the_example_command_counts_runs(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     example: dict[str, Any] = {}
-    exec(blocks(ROOT / "ARCHITECTURE.md", "python")[1], example)
+    exec(blocks(ROOT / "docs" / "internals" / "extending.md", "python")[1], example)
     command = typer.Typer()
     example["register"](command)
     (tmp_path / "one").mkdir()
