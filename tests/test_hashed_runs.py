@@ -11,9 +11,10 @@ from tests.hashed_runs import arithmetic, configurations, outcome_of, stored
 
 @pytest.mark.parametrize("name", configurations())
 def test_a_seeded_simulated_run_has_its_stored_results(name: str) -> None:
-    if stored().arithmetic != arithmetic():
-        pytest.skip("this processor rounds differently from the one that recorded the hashes")
-    assert outcome_of(configurations()[name]) == stored().runs[name]
+    expected, found = stored().runs[name], outcome_of(configurations()[name])
+    assert found.without_values(name) == expected.without_values(name)
+    if stored().arithmetic == arithmetic():  # otherwise this processor rounds differently from the one that recorded
+        assert found == expected
 
 
 def test_every_stored_run_is_still_made() -> None:
