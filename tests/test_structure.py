@@ -41,6 +41,11 @@ PUBLIC_MODULES = ("errors.py", "join.py", "fit.py", "minimize.py", "adapters/", 
 STRATEGY_TYPES = {"Strategy", "ServerPart", "Rule", "Requirements", "CoordinatorApi"}
 STRATEGY_MAKERS = {"load_strategy", "find_strategy", "server", "rule", "coordinate"}
 STRATEGY_WORDS = re.compile(r"strateg|^(half|server_part|rule)$", re.IGNORECASE)
+# Rules are wrapped by forwarding every member that `Rule` declares.
+FORWARDERS = {"rules/compensated.py"}
+# Objects of torch and of Python, not of our classes: their attributes may be set by computed names.
+FOREIGN = {"module", "parent", "self.parent", "main_module", "optimizer"}
+PROBES = {"getattr", "hasattr", "getattr_static", "vars", "dir", "attrgetter", "methodcaller"}
 
 TENSOR_ATTRIBUTES = {"data", "grad", "requires_grad"}  # of torch's tensors, whatever methods of these names we have
 
@@ -105,10 +110,15 @@ def repeated_classes(package: Package) -> Offenders:
 def probed_strategies(package: Package) -> Offenders:
     offenders = {}
     for path, file in package.items():
+        if path in FORWARDERS:
+            continue
+        probes = PROBES | aliases(file.tree, PROBES)
+        of_self = {name for name in strategy_names_in(file.tree) if name.startswith("self.")}
         for scope in scopes(file.tree):
-            known = strategy_names_in(scope)
+            known = strategy_names_in(scope) | of_self
             for node in ast.walk(scope):
-                if is_probe(node) and is_strategy(node.args[0], known):  # type: ignore[attr-defined]
+                probed = probed_value(node, probes)
+                if probed is not None and is_strategy(probed, known):
                     text = ast.unparse(node)
                     offenders[f"{path}: {text}"] = f"{path}: {text}: declare it in the contract (strategy.py) instead"
     return offenders
@@ -119,18 +129,48 @@ def scopes(tree: ast.Module) -> Iterator[ast.AST]:
     yield from (node for node in ast.walk(tree) if isinstance(node, Function))
 
 
+def aliases(tree: ast.Module, names: set[str]) -> set[str]:
+    """Return other names of these functions: `probe = getattr`, `from inspect import getattr_static as look`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and last_name(node.value) in names:
+            found |= {last_name(target) for target in node.targets}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname for alias in node.names if alias.asname and alias.name in names}
+    return found
+
+
 def strategy_names_in(scope: ast.AST) -> set[str]:
     """Return the names that hold a strategy or one of its parts, by annotation or by where the value comes from."""
-    names = set()
-    for node in ast.walk(scope):
-        if isinstance(node, ast.arg) and node.annotation and mentions(node.annotation, STRATEGY_TYPES):
-            names.add(node.arg)
-        elif isinstance(node, ast.AnnAssign) and mentions(node.annotation, STRATEGY_TYPES):
-            names.add(ast.unparse(node.target))
-        elif isinstance(node, ast.Assign | ast.NamedExpr) and makes_strategy(node.value):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names.update(ast.unparse(target) for target in targets)
+    names: set[str] = set()
+    for _ in range(2):  # again, for names that are given to others: self.s = s
+        for node in ast.walk(scope):
+            if isinstance(node, ast.arg) and node.annotation and mentions(node.annotation, STRATEGY_TYPES):
+                names.add(node.arg)
+            elif isinstance(node, ast.AnnAssign) and mentions(node.annotation, STRATEGY_TYPES):
+                names.add(ast.unparse(node.target))
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value:
+                for target, value in pairs(node):
+                    if makes_strategy(value) or ast.unparse(value) in names:
+                        names.add(ast.unparse(target))
+            elif isinstance(node, ast.For | ast.comprehension) and is_strategy(node.iter, names):
+                names.add(ast.unparse(node.target))
     return names
+
+
+def pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Return the targets and values of an assignment: of each element, if both sides are tuples."""
+    if isinstance(node, ast.AnnAssign | ast.NamedExpr):
+        if node.value is not None:
+            yield node.target, node.value
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            if not isinstance(target, ast.Tuple | ast.List):
+                yield target, node.value
+            elif isinstance(node.value, ast.Tuple | ast.List) and len(node.value.elts) == len(target.elts):
+                yield from zip(target.elts, node.value.elts, strict=True)
+            else:
+                yield from ((element, node.value) for element in target.elts)
 
 
 def mentions(annotation: ast.expr, names: set[str]) -> bool:
@@ -145,16 +185,22 @@ def last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def is_probe(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in ("getattr", "hasattr")
-        and bool(node.args)
-    )
+def probed_value(node: ast.AST, probes: set[str]) -> ast.expr | None:
+    """Return what an expression probes: the object of a getattr, of `__dict__`, or of a made attrgetter."""
+    if isinstance(node, ast.Attribute) and node.attr == "__dict__":
+        return node.value
+    if isinstance(node, ast.Call) and node.args:
+        maker = node.func.func if isinstance(node.func, ast.Call) else node.func
+        if last_name(maker) in probes:
+            return node.args[0]
+    return None
 
 
 def is_strategy(value: ast.expr, known: set[str]) -> bool:
+    if isinstance(value, ast.Name) and value.id in STRATEGY_TYPES:
+        return False  # the contract itself: what it declares may be listed
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "values":
+        return is_strategy(value.func.value, known)
     if isinstance(value, ast.Call):
         return makes_strategy(value) or any(is_strategy(argument, known) for argument in value.args)
     return ast.unparse(value) in known or bool(STRATEGY_WORDS.search(last_name(value)))
@@ -164,7 +210,8 @@ def replaced_methods(package: Package) -> Offenders:
     methods = only_methods(package)
     offenders = {}
     for path, file in package.items():
-        functions = {node.name for node in ast.walk(file.tree) if isinstance(node, Function)}
+        in_classes = {id(m) for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef) for m in node.body}
+        functions = {n.name for n in ast.walk(file.tree) if isinstance(n, Function) and id(n) not in in_classes}
         for line in file.lines:
             if ("ignore[" in line and "method-assign" in line) or ".__class__ =" in line:
                 target = line.split("=")[0].strip()
@@ -174,7 +221,35 @@ def replaced_methods(package: Package) -> Offenders:
                 text = ast.unparse(target)
                 if target.attr in methods or is_function(value, functions, methods):
                     offenders[f"{path}: {text}"] = f"{path} replaces the method {text}: pass an observer or a subclass"
+            if path not in FORWARDERS and writes_attributes(node):
+                text = ast.unparse(node)
+                offenders[f"{path}: {text}"] = (
+                    f"{path}: {text} sets attributes whose names are not written: assign them"
+                )
     return offenders
+
+
+def writes_attributes(node: ast.AST) -> bool:
+    """Return True if a statement sets attributes by names that are computed, or through `__dict__`."""
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(isinstance(target, ast.Subscript) and is_attribute_dict(target.value) for target in targets)
+    if not isinstance(node, ast.Call):
+        return False
+    if isinstance(node.func, ast.Attribute) and node.func.attr in ("update", "setdefault", "__setitem__"):
+        return is_attribute_dict(node.func.value)
+    return (
+        last_name(node.func) in ("setattr", "__setattr__")
+        and len(node.args) > 1
+        and not isinstance(node.args[-2], ast.Constant)
+        and ast.unparse(node.args[0]) not in FOREIGN | {"self"}
+    )
+
+
+def is_attribute_dict(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return last_name(value.func) == "vars" and any(ast.unparse(given) not in FOREIGN for given in value.args)
+    return isinstance(value, ast.Attribute) and value.attr == "__dict__"
 
 
 def only_methods(package: Package) -> set[str]:
@@ -186,8 +261,8 @@ def only_methods(package: Package) -> set[str]:
             if isinstance(member, Function):
                 decorated = {last_name(decorator) for decorator in member.decorator_list}
                 (others if decorated & {"property", "setter", "cached_property"} else methods).add(member.name)
-            elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
-                others.add(member.target.id)
+            elif isinstance(member, ast.AnnAssign | ast.Assign):
+                others |= {ast.unparse(target) for target, _ in pairs(member)} | fields(node)
         others |= self_attributes(node)
     return methods - others - TENSOR_ATTRIBUTES
 
@@ -201,10 +276,10 @@ def self_attributes(node: ast.ClassDef) -> set[str]:
 
 
 def attributes_assigned_from_outside(node: ast.AST) -> Iterator[tuple[ast.Attribute, ast.expr]]:
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        for target, value in pairs(node):
             if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in ("self", "cls", "sys"):
-                yield target, node.value
+                yield target, value
     elif (
         isinstance(node, ast.Call)
         and ast.unparse(node.func) in ("setattr", "object.__setattr__")
@@ -227,7 +302,8 @@ def large_classes(package: Package) -> Offenders:
     offenders = {}
     for path, node in nodes(package, ast.ClassDef):
         assert isinstance(node, ast.ClassDef)
-        methods, attributes = sum(isinstance(member, Function) for member in node.body), len(self_attributes(node))
+        methods = sum(isinstance(member, Function) for member in node.body)
+        attributes = len(self_attributes(node) | fields(node))
         if (methods > MAX_METHODS or attributes > MAX_ATTRIBUTES) and not has_reason(package[path], node):
             offenders[node.name] = (
                 f"{path}: {node.name} has {methods} methods and {attributes} attributes (at most {MAX_METHODS} "
@@ -236,13 +312,19 @@ def large_classes(package: Package) -> Offenders:
     return offenders
 
 
+def fields(node: ast.ClassDef) -> set[str]:
+    """Return what a class declares for its objects: the fields of a dataclass, a Struct or a NamedTuple."""
+    declared = [member for member in node.body if isinstance(member, ast.AnnAssign)]
+    return {ast.unparse(field.target) for field in declared if not mentions(field.annotation, {"ClassVar"})}
+
+
 def has_reason(file: File, node: ast.ClassDef) -> bool:
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return is_reason(file.lines[first - 2]) if first > 1 else False
 
 
 def is_reason(line: str) -> bool:
-    return re.match(r"# size: \w+ \w+", line) is not None
+    return re.match(r"# size:(\s+\S*\w\S*){4}", line) is not None
 
 
 def long_signatures(package: Package) -> Offenders:
@@ -251,13 +333,22 @@ def long_signatures(package: Package) -> Offenders:
         owner = node.name + "." if isinstance(node, ast.ClassDef) else ""
         if owner.startswith("_"):
             continue
-        for member in node.body:  # type: ignore[attr-defined]
+        for member in members(node):
             if isinstance(member, Function) and (member.name == "__init__" or not member.name.startswith("_")):
                 count = num_parameters(member)
                 if count > MAX_PARAMETERS:
                     name = f"{path}: {owner}{member.name}"
                     offenders[name] = f"{name} has {count} parameters (at most {MAX_PARAMETERS}): group some in a class"
     return offenders
+
+
+def members(node: ast.AST) -> Iterator[ast.stmt]:
+    """Return the statements of a module or class, also those under `if`, `try` and `with`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+        if isinstance(child, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            yield from members(child)
 
 
 def num_parameters(function: Function) -> int:
@@ -268,7 +359,7 @@ def num_parameters(function: Function) -> int:
 
 def small_modules(package: Package) -> Offenders:
     offenders = {}
-    imported = {path: imports(file) for path, file in package.items()}
+    imported = {path: imports(file, path) for path, file in package.items()}
     for path, file in package.items():
         if len(file.lines) < SMALL_MODULE and not is_plugin_or_public(path):
             module = "rainband." + path.removesuffix(".py").replace("/", ".")
@@ -286,13 +377,15 @@ def is_plugin_or_public(path: str) -> bool:
     )
 
 
-def imports(file: File) -> set[str]:
+def imports(file: File, path: str) -> set[str]:
     found = set()
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.ImportFrom):
+            folder = ["rainband", *Path(path).parts[: -node.level]] if node.level else []
+            module = ".".join([*folder, *([node.module] if node.module else [])])
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return found
 
 
@@ -358,6 +451,20 @@ BREACHES: list[tuple[Law, dict[str, str]]] = [
     (probed_strategies, {"a.py": "if (cls := load_strategy(name)) and hasattr(cls, 'lr'): ..."}),
     (probed_strategies, {"a.py": "def f(it: Rule | None) -> None:\n    getattr(it, 'rounds', None)"}),
     (probed_strategies, {"a.py": "getattr(load_strategy('sync', {}), 'lr')"}),
+    (
+        probed_strategies,
+        {"a.py": "class A:\n def f(self, s: Strategy): self.s = s\n def g(self): hasattr(self.s, 'x')"},
+    ),
+    (probed_strategies, {"a.py": "for part in strategies: hasattr(part, 'x')"}),
+    (probed_strategies, {"a.py": "found = [p for p in strategies.values() if hasattr(p, 'x')]"}),
+    (probed_strategies, {"a.py": "probe = getattr\nprobe(strategy, 'x', 0)"}),
+    (probed_strategies, {"a.py": "from builtins import getattr as look\nlook(strategy, 'x', 0)"}),
+    (probed_strategies, {"a.py": "inspect.getattr_static(strategy, 'x')"}),
+    (probed_strategies, {"a.py": "attrgetter('x')(strategy)"}),
+    (probed_strategies, {"a.py": "'x' in vars(strategy)"}),
+    (probed_strategies, {"a.py": "'x' in strategy.__dict__"}),
+    (probed_strategies, {"a.py": "'x' in dir(strategy)"}),
+    (probed_strategies, {"a.py": "a, b = load_strategy('sync', {}), 1\nhasattr(a, 'x')"}),
     (replaced_methods, {"a.py": "client.take = timed(client.take)  # type: ignore[method-assign]"}),
     (replaced_methods, {"a.py": "client.take = timed  # type: ignore[assignment, method-assign]"}),
     (replaced_methods, {"a.py": "coordinator.__class__ = Counting"}),
@@ -366,12 +473,24 @@ BREACHES: list[tuple[Law, dict[str, str]]] = [
     (replaced_methods, {"a.py": "class A:\n    def note(self): ...\n    def f(self, x): x.take = self.note"}),
     (replaced_methods, {"a.py": "class A:\n    def take(self): ...", "b.py": "client.take = timed(client)"}),
     (replaced_methods, {"a.py": "setattr(client, 'take', lambda: 1)"}),
+    (replaced_methods, {"a.py": "def noted(): ...\nclient.take: object = noted"}),
+    (replaced_methods, {"a.py": "def noted(): ...\nclient.take, x = noted, 1"}),
+    (replaced_methods, {"a.py": "def noted(): ...\nclass A:\n    def f(self): self.client.take = noted"}),
+    (replaced_methods, {"a.py": "setattr(client, name, 1)"}),
+    (replaced_methods, {"a.py": "client.__dict__['take'] = 1"}),
+    (replaced_methods, {"a.py": "vars(client).update(take=1)"}),
     (large_classes, {"a.py": "class A:\n" + methods(26)}),
+    (large_classes, {"a.py": "@dataclass\nclass A:\n" + "".join(f"    a{i}: int\n" for i in range(21))}),
+    (large_classes, {"a.py": "# size: it is large\nclass A:\n" + methods(26)}),
     (large_classes, {"a.py": "class A:\n" + attributes(21)}),
     (large_classes, {"a.py": "# size:\nclass A:\n" + methods(26)}),
     (long_signatures, {"a.py": f"def f({parameters(9)}): ..."}),
     (long_signatures, {"a.py": f"class A:\n    def __init__(self, *, {parameters(9)}): ..."}),
+    (long_signatures, {"a.py": f"if True:\n    def f({parameters(9)}): ..."}),
+    (long_signatures, {"a.py": f"try: ...\nexcept E:\n    def f({parameters(9)}): ..."}),
     (small_modules, {"views/a.py": "x = 1", "views/b.py": "from rainband.views.a import x"}),
+    (small_modules, {"views/a.py": "x = 1", "views/b.py": "from .a import x"}),
+    (small_modules, {"views/a.py": "x = 1", "tasks/b.py": "from ..views import a"}),
     (small_modules, {"views/a.py": "x = 1", "views/b.py": "def f():\n    from rainband.views import a"}),
     (long_files, {"a.py": "x = 1\n" * 601}),
 ]

@@ -22,6 +22,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     trace: bool = False  # write every message to trace.jsonl in the run's directory
 
 
+# size: one field for each option of a run, which config.json lists side by side
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One run: its task, its strategy and its options. It has no secrets."""
 
