@@ -25,6 +25,19 @@ from rainband.errors import did_you_mean
 
 T = typing.TypeVar("T")
 
+RENAMED = {
+    "schedule": "lr_schedule",
+    "warmup": "warmup_fraction",
+    "low": "min_bound",
+    "high": "max_bound",
+    "tau_last": "tau_end",
+    "warm_batches": "warm_start_batches",
+    "compensation_memory": "compensation_decay",
+    "batch": "data_fraction",
+    "overlap": "overlap_fraction",
+    "micros": "batches_per_update",
+    "double_buffered": "pipedream_2bw",
+}  # names of earlier development versions, for hints
 WORDS_FOR_BOOL = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -52,12 +65,15 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
     return settings
 
 
-def build(cls: type[T], settings: Mapping[str, object]) -> T:
-    """Make a `cls` from settings that are text, as typed, or values, as read from a file."""
+def build(cls: type[T], settings: Mapping[str, object], called: str = "") -> T:
+    """Make a `cls` from settings that are text, as typed, or values, as read from a file.
+
+    An error about an unknown setting calls the class `called`.
+    """
     kinds = _kinds_of(cls)
     for name in settings:
         if name not in kinds:
-            raise ValueError(_no_such_setting(cls.__name__, name, sorted(kinds)))
+            raise ValueError(_no_such_setting(called or cls.__name__, name, sorted(kinds)))
     for field in _settable(cls):
         if field.name not in settings and _default_of(field) is MISSING:
             kind = kinds[field.name]
@@ -131,8 +147,13 @@ def _default_of(field: dataclasses.Field[object]) -> object:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
+def _hint(name: str, known: list[str]) -> str:
+    new = RENAMED.get(name, "")
+    return f" (it is now {new})" if new in known else did_you_mean(name, known)
+
+
 def _no_such_setting(owner: str, name: str, known: list[str]) -> str:
-    return f"{owner} has no setting '{name}'{did_you_mean(name, known)}: it has {', '.join(known) or 'none'}."
+    return f"{owner} has no setting '{name}'{_hint(name, known)}: it has {', '.join(known) or 'none'}."
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,13 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         (("digits", "single"), {"servers": 1}, "servers=1: single has no servers. Omit it"),
         (("digits", "sync"), {"workers": 100_000}, "would only wait for each other. Use at most"),
         (("digits", "sync"), {"transport": "pigeon"}, 'transport="pigeon": choose from auto, tcp, shm'),
+        (("digits", "sync", "warmup=0.1"), {}, r"no setting 'warmup' \(it is now warmup_fraction\)"),
+        (("digits", "sandblaster", "batch=0.1"), {}, r"no setting 'batch' \(it is now data_fraction\)"),
+        (("digits", "sync", "warmup_fraction=2"), {}, "warmup_fraction=2.0: give a fraction from 0 to below 1"),
+        (("digits", "bounded_delay", "tau=-1"), {}, r"^tau=-1: choose 0 \(lock-step\) or more.$"),
+        (("digits", "sync", "compute.stp=1"), {}, "^compute has no setting 'stp'"),
+        (("digits", "sync", "compute.step_s=-1"), {}, "^compute.step_s=-1.0: choose 0 or more.$"),
+        (("digits", "sync", "compute.step_s=x"), {}, "^compute.step_s=x: expected a number"),
         (("digits", "sync"), {"seed": 10**23}, "seed=1" + "0" * 23 + ": must be at most 4294967295"),
         (("digits", "single"), {"workers": 3}, "choose one of .*downpour, hogwild"),
         (("digits", "hogwild"), {"transport": "tcp"}, 'transport="tcp": hogwild has no servers .* Omit it'),
@@ -424,6 +431,17 @@ def test_a_strategy_without_run_is_told(tmp_path: Path) -> None:
         config_of("digits", "halfway:GD")
     with pytest.raises(ValueError, match="inherits from rainband.strategy.Strategy"):
         config_of("digits", "halfway:dataclass")
+
+
+def test_options_of_earlier_versions_are_told_by_their_new_names() -> None:
+    said = Said("train", "digits", "sync", "--world=sim")
+    assert said.exit_code == 2 and "there is no option --world: it is now --runtime." in said.err
+
+
+@pytest.mark.parametrize("command", ["train", "run", "placement"])
+def test_the_help_of_a_command_lists_help_last(command: str) -> None:
+    groups = re.findall(r"^(\S.*):$", Said(command, "--help").out, re.MULTILINE)
+    assert groups[-1] == "Options" and groups.count("Options") == 1
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,13 @@ def test_a_plan_is_shown_with_what_crosses() -> None:
     assert profile_lines(many)[-1] == "and 10 units that take 45000.000 ms together"
 
 
+def test_one_stage_on_all_machines_is_told_to_be_data_parallelism() -> None:
+    stage = PlacedStage((0, 1), ("a", "b", "c"))
+    plan = make_plan(lambda *_: pipeline(stage, machines=2), PROFILE, Resources(num_machines=2))
+    text = "\n".join(plan_lines(plan, PROFILE, Resources(num_machines=2)))
+    assert "rainband train three sync --workers 2 needs no placement" in text
+
+
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     table = pipedream([2, 1], 4)

@@ -160,6 +160,9 @@ def test_a_script_that_never_joins_is_told_what_it_needs(tmp_path: Path) -> None
         (["n_push=2"], "a script is required"),
         (["nowhere.py"], "there is no script nowhere.py"),
         (["--lr"], "Options come before the script"),
+        (["--runtime", "sim", "x.py"], "rainband run has no --runtime, which is for rainband train"),
+        (["--worker=3", "x.py"], r"rainband run has no --worker \(did you mean --workers\?\)"),
+        (["n_push=2", "--workers", "3", "x.py"], "--workers comes after a setting"),
     ],
 )
 def test_words_without_a_script_are_refused(words: list[str], said: str) -> None:
@@ -189,6 +192,7 @@ def test_what_follows_the_script_is_its_own(tmp_path: Path, monkeypatch: pytest.
         (["--strategy", "sandblaster", "SCRIPT"], "rainband train TASK sandblaster"),
         (["--strategy", "hogwild", "SCRIPT"], "memory that all workers share"),
         (["--transport", "quic", "SCRIPT"], "--transport quic: choose from auto, tcp, shm"),
+        (["--optimizer", "foo", "SCRIPT"], "--optimizer foo: give module:Class"),
         (["--seed", "-1", "SCRIPT"], "--seed -1: must be at least 0"),
     ],
 )

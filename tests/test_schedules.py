@@ -63,5 +63,5 @@ def test_a_warm_up_is_a_part_of_the_run(warmup: float) -> None:
 
 
 def test_an_unknown_shape_is_told_which_there_are() -> None:
-    with pytest.raises(ValueError, match="no schedule named 'cosin': choose constant, linear or cosine"):
+    with pytest.raises(ValueError, match="no lr_schedule named 'cosin': choose constant, linear or cosine"):
         Schedule("cosin")  # type: ignore[arg-type]

@@ -517,7 +517,7 @@ def typed(*words: str) -> Any:
         (["--time-only"], "--time-only requires --runtime sim."),
         (["--faults", "x"], "--faults requires --runtime sim."),
         (["--runtime", "sim", "--network", "moon"], "no network named 'moon': choose from lan, 1gbit, wan, datacenter"),
-        (["--runtime", "sim", "compute.stepp=1"], "ComputeModel has no setting 'stepp'"),
+        (["--runtime", "sim", "compute.stepp=1"], "compute has no setting 'stepp'"),
         (["--runtime", "sim", "--steps", "3"], "--steps requires --time-only"),
         (["--runtime", "sim", "--record"], "needs no --record"),
         (["--record", "--transport", "shm"], "omit --transport shm"),

@@ -71,7 +71,7 @@ def test_a_pace_can_be_typed_for_real_workers_and_what_is_wrong_with_it_is_told(
     assert paced_config.sim.compute == {"step_s": "0.02", "slow_workers": "3"}
 
     told = CliRunner().invoke(build_app(), ["train", "digits", "downpour", "compute.speed=2"])
-    assert told.exit_code == 2 and "ComputeModel has no setting 'speed'" in told.output
+    assert told.exit_code == 2 and "compute has no setting 'speed'" in told.output
 
 
 def progress(at_s: float, samples: int, accuracy: float | None = None) -> events.Progress:

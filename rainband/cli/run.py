@@ -11,7 +11,8 @@ import typer
 
 from rainband.cli.options import GroupedCommand, Json, Verbose, completion, with_run_options
 from rainband.cli.report_errors import EXIT_CODES, report_errors
-from rainband.options import RunOptions, SimulationOptions, StageOptions
+from rainband.errors import did_you_mean
+from rainband.options import RunOptions, SimulationOptions, StageOptions, declared
 
 # Options of a run for which a script has its own code, or which it cannot have.
 LEFT_OUT = {
@@ -41,6 +42,7 @@ def run(
         str,
         typer.Option(
             metavar="NAME",
+            rich_help_panel="Strategy",
             help="Algorithm: one that rainband explain lists, or module:Class.",
             autocompletion=completion.strategies,
         ),
@@ -49,6 +51,7 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="MODULE:CLASS",
+            rich_help_panel="Strategy",
             help="Allow servers to import this optimizer, which is not one of torch.optim; may be repeated.",
         ),
     ] = None,
@@ -58,6 +61,9 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Train one model with several copies of SCRIPT.
+
+    The script has its own loop, which sets the epochs, the batch size and the evaluations. Simulation, stages, --record
+    and --timeline are for rainband train only.
 
     \b
     rainband run --workers 4 --servers 2 train.py --lr 0.1
@@ -77,6 +83,9 @@ def run(
     with report_errors():
         pairs, script, arguments = split(words or [])
         settings = parse_pairs(pairs)
+        for name in optimizer or ():
+            if not all(name.partition(":")):
+                raise ValueError(f"--optimizer {name}: give module:Class, such as mylab:Lion.")
         for setting in (field.name for field in fields(OptimizerSettings)):
             if setting in settings:
                 raise ValueError(f"{setting}={settings[setting]}: the script's own optimizer sets this. Omit it here.")
@@ -99,11 +108,23 @@ def run(
 
 def split(words: list[str]) -> tuple[list[str], Path, list[str]]:
     """Return the settings of the strategy, the script, and the script's own arguments."""
-    at = next((i for i, word in enumerate(words) if "=" not in word or Path(word).is_file()), None)
+    starts = (i for i, word in enumerate(words) if "=" not in word or word.startswith("-") or Path(word).is_file())
+    at = next(starts, None)
     if at is None:
         raise ValueError("a script is required, such as rainband run --workers 4 train.py --lr 0.1.")
     script = Path(words[at])
     if not script.is_file():
-        hint = " Options come before the script." if words[at].startswith("-") else ""
-        raise ValueError(f"there is no script {words[at]}: give the path of a Python file.{hint}")
+        if words[at].startswith("-"):
+            raise ValueError(_no_such_option(words[at].partition("=")[0]))
+        raise ValueError(f"there is no script {words[at]}: give the path of a Python file.")
     return words[:at], script.absolute(), words[at + 1 :]
+
+
+def _no_such_option(flag: str) -> str:
+    flags = {one.flag: name for name, one in declared().items()}
+    if flags.get(flag) in LEFT_OUT:
+        return f"rainband run has no {flag}, which is for rainband train: omit it, or set it in the script."
+    if flag in flags:
+        return f"{flag} comes after a setting: options come before the settings and the script."
+    known = [known for known, name in flags.items() if name not in LEFT_OUT]
+    return f"rainband run has no {flag}{did_you_mean(flag, known)}. Options come before the script."

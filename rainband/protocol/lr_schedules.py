@@ -20,7 +20,7 @@ class Schedule:
         if not 0 <= self.warmup_fraction < 1:
             raise ValueError(f"warmup_fraction={self.warmup_fraction}: give a fraction from 0 to below 1.")
         if self.shape not in ("constant", "linear", "cosine"):
-            raise ValueError(f"no schedule named {self.shape!r}: choose constant, linear or cosine.")
+            raise ValueError(f"no lr_schedule named {self.shape!r}: choose constant, linear or cosine.")
 
     @property
     def is_constant(self) -> bool:

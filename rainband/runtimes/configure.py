@@ -32,12 +32,10 @@ from rainband.options import (
 )
 from rainband.plugins import find_strategy, strategy_names
 from rainband.runtimes.config import RunConfig, SimSettings
-from rainband.runtimes.simulation.models.cluster_model import load_model
-from rainband.runtimes.simulation.models.compute import ComputeModel
+from rainband.runtimes.simulation.models.cluster_model import compute_model, load_model
 from rainband.runtimes.simulation.models.faults import check_nodes
 from rainband.runtimes.simulation.models.faults import parse as parse_faults
 from rainband.runtimes.stage_plan import PipelineOptions, make_stage_plan
-from rainband.settings import build
 from rainband.strategy import Requirements, Strategy
 from rainband.tasks.load import task_names
 from rainband.tasks.source import check_values as check_task_values
@@ -162,7 +160,7 @@ def _sim_settings(base: RunConfig, options: RunOptions) -> SimSettings:
         if parse_faults(settings.faults) and settings.time_only:
             raise OptionError(f"{opt('faults')} requires gradients: omit {opt('time_only', True)}.")
     elif settings.compute:
-        build(ComputeModel, settings.compute)  # raises if a setting is wrong
+        compute_model(settings.compute)  # raises if a setting is wrong
     return settings
 
 

@@ -39,8 +39,9 @@ class BoundedDelay(AsyncSettings, Strategy):
     lr: float = 0.05  # the servers' learning rate
 
     def __post_init__(self) -> None:
-        if self.tau < 0 or (self.tau_end is not None and self.tau_end < 0):
-            raise ValueError(f"tau={self.tau} tau_end={self.tau_end}: choose 0 (lock-step) or more.")
+        for name, value in (("tau", self.tau), ("tau_end", self.tau_end)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name}={value}: choose 0 (lock-step) or more.")
         self.server(1)
 
     @property

@@ -11,9 +11,16 @@ import typer
 from typer.core import TyperCommand
 
 from rainband.cli.options import completion
-from rainband.cli.report_errors import report_errors
+from rainband.cli.report_errors import USAGE, give_up, report_errors
 from rainband.options import DeclaredOption, RunOptions, check_value, declared
 
+RENAMED = {
+    "--world": "--runtime",
+    "--plan": "--placement",
+    "--chunks": "--stages-per-worker",
+    "--group": "--machines-per-group",
+    "--between": "--inter-group-network",
+}  # options of earlier development versions, for hints
 OUTPUT = "Output"  # the group of --json and --verbose
 
 Json = Annotated[
@@ -47,7 +54,15 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose --help lists its options in groups."""
+    """A command whose --help lists its options in groups; --help itself is last."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.allow_interspersed_args:  # otherwise a later word may be the argument of a script
+            known = {flag for param in self.get_params(ctx) for flag in param.opts}
+            for old in (word.partition("=")[0] for word in args):
+                if old not in known and (new := RENAMED.get(old)) in known:
+                    give_up(f"there is no option {old}: it is now {new}.", USAGE)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # click's Context and HelpFormatter
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -56,7 +71,7 @@ class GroupedCommand(TyperCommand):
                 is_argument = param.param_type_name == "argument"
                 group = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Options"
                 groups.setdefault(group, []).append(record)
-        for group, records in groups.items():
+        for group, records in sorted(groups.items(), key=lambda item: item[0] == "Options"):
             with formatter.section(group):
                 formatter.write_dl(records)
 

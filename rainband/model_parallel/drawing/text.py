@@ -58,7 +58,13 @@ def _predicted_lines(plan: Placement) -> list[str]:
         return []
     faster = plan.predicted.alone_s / plan.predicted.batch_s if plan.predicted.batch_s else 1.0
     batch_ms, alone_ms = plan.predicted.batch_s * 1e3, plan.predicted.alone_s * 1e3
-    return ["", f"predicted: a batch every {batch_ms:.3f} ms, alone {alone_ms:.3f} ms: {faster:.2f} times as fast"]
+    lines = ["", f"predicted: a batch every {batch_ms:.3f} ms, alone {alone_ms:.3f} ms: {faster:.2f} times as fast"]
+    if len(plan.stages) == 1 and (machines := len(plan.stages[0].machines)) > 1:
+        lines.append(
+            f"One stage on all {machines} machines is data parallelism: rainband train {plan.model} sync --workers "
+            f"{machines} needs no placement. Choose --partitioner one_machine_per_stage to split the model."
+        )
+    return lines
 
 
 def schedule_lines(table: Table, facts: ScheduleFacts, width: int = 100) -> list[str]:

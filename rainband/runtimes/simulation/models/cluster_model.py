@@ -66,7 +66,16 @@ def load_model(name: str, compute: Mapping[str, Any] | None = None) -> ClusterMo
     model = _by_name(name)
     if not compute:
         return model
-    return replace(model, compute=build(ComputeModel, as_dict(model.compute) | dict(compute)))
+    return replace(model, compute=compute_model(as_dict(model.compute) | dict(compute)))
+
+
+def compute_model(settings: Mapping[str, Any]) -> ComputeModel:
+    """Build the model of computing times; errors name a setting as it is typed: compute.step_s."""
+    try:
+        return build(ComputeModel, settings, called="compute")
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith("compute ") else f"compute.{text}") from None
 
 
 def _by_name(name: str) -> ClusterModel:

@@ -23,12 +23,11 @@ class ComputeModel:
     measure_s: float = 0.0  # time of an evaluation
 
     def __post_init__(self) -> None:
-        if self.step_s < 0 or self.spread < 0:
-            raise ValueError(f"step_s={self.step_s} spread={self.spread}: choose 0 or more.")
-        if self.measure_s < 0:
-            raise ValueError(f"measure_s={self.measure_s}: choose 0 or more.")
+        for name in ("step_s", "spread", "measure_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: choose 0 or more.")
         if self.kind == "trace" and not self.trace_s:
-            raise ValueError("compute kind=trace requires measured steps: trace_s=[0.010, 0.012].")
+            raise ValueError("kind=trace: requires measured steps, such as trace_s=0.010,0.012.")
         if not 0 <= self.straggler_chance <= 1:
             raise ValueError(f"straggler_chance={self.straggler_chance}: choose from 0 to 1.")
 
