@@ -434,8 +434,8 @@ def test_a_strategy_without_run_is_told(tmp_path: Path) -> None:
 
 
 def test_options_of_earlier_versions_are_told_by_their_new_names() -> None:
-    said = Said("train", "digits", "sync", "--world=sim")
-    assert said.exit_code == 2 and "there is no option --world: it is now --runtime." in said.err
+    said = Said("train", "digits", "sync", "--chunks=2")
+    assert said.exit_code == 2 and "there is no option --chunks: it is now --stages-per-worker." in said.err
 
 
 @pytest.mark.parametrize("command", ["train", "run", "placement"])

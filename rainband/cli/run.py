@@ -62,7 +62,7 @@ def run(
 ) -> None:
     """Train one model with several copies of SCRIPT.
 
-    The script has its own loop, which sets the epochs, the batch size and the evaluations. Simulation, stages, --record
+    The custom training loop of the script sets the epochs, the batch size and the evaluations. Simulation, stages, --record
     and --timeline are for rainband train only.
 
     \b

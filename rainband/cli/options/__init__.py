@@ -15,7 +15,6 @@ from rainband.cli.report_errors import USAGE, give_up, report_errors
 from rainband.options import DeclaredOption, RunOptions, check_value, declared
 
 RENAMED = {
-    "--world": "--runtime",
     "--plan": "--placement",
     "--chunks": "--stages-per-worker",
     "--group": "--machines-per-group",
