@@ -62,7 +62,7 @@ def run(
 ) -> None:
     """Train one model with several copies of SCRIPT.
 
-    The custom training loop of the script sets the epochs, the batch size and the evaluations. Simulation, stages, --record
+    The script sets the epochs, the batch size and the evaluations itself. Simulation, stages, --record
     and --timeline are for rainband train only.
 
     \b
