@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput, RunSettings
 from rainband.protocol import events
+from rainband.protocol.layout import Layout
 from rainband.protocol.messages import (
     AcceptedBatches,
     Address,
@@ -39,6 +41,7 @@ from rainband.protocol.messages import (
     Tally,
     Welcome,
 )
+from rainband.protocol.optimizer_spec import OptimizerSpec
 from tests.builders import layout_of
 
 TIMEOUT_S = 5.0
@@ -221,6 +224,22 @@ def test_a_worker_with_another_plan_is_told_what_differs(changes: dict[str, Any]
     run = running()
     (bye,) = run.joins(2, **changes)
     assert isinstance(bye, Shutdown) and f"worker 2 does not fit this run: {differs}" in bye.reason
+
+
+def test_optimizer_settings_that_cannot_change_must_be_those_of_the_first_worker() -> None:
+    optimizer = OptimizerSpec("sgd")
+
+    def layout(**settings: Any) -> Layout:
+        return msgspec.structs.replace(layout_of(4), groups=(settings,))
+
+    run = running(custom_loop=True, optimizer=optimizer, layout=layout(lr=0.5, momentum=0.0))
+    others: dict[str, Any] = {"custom_loop": True, "optimizer": optimizer}
+
+    (welcome, _) = run.joins(2, **others, layout=layout(lr=0.25, momentum=0.0))
+    assert isinstance(welcome, Welcome)
+    (bye,) = run.joins(3, **others, layout=layout(lr=0.5, momentum=0.9))
+    assert isinstance(bye, Shutdown)
+    assert bye.reason == "worker 3 does not fit this run: momentum of parameter group 0 is 0.9, not 0.0."
 
 
 def test_who_comes_late_begins_at_once() -> None:

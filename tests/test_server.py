@@ -144,6 +144,31 @@ def test_a_push_without_name_is_named_by_its_sender() -> None:
     assert value_of(server.blocks[0]) == -1.5 and server.blocks[0].accounting.accepted_set.count == 0
 
 
+def settings(server: Server, lr: float) -> tuple[dict[str, Any], ...]:
+    return ({**server.blocks[0].parameters.first_groups[0], "lr": lr},)
+
+
+def test_a_worker_that_sent_no_settings_keeps_the_first_rate_when_another_has_changed_its_own() -> None:
+    server = new_server(lr=0.5)
+
+    send(server, make_push(named(0, 0), worker=0))
+    send(server, make_push(named(0, 1), worker=1, groups=settings(server, 0.125)))
+    assert value_of(server.blocks[0]) == -0.625
+    send(server, make_push(named(0, 2), worker=0, sequence=2))
+    assert value_of(server.blocks[0]) == -1.125  # 0.5, as at the start
+    send(server, make_push(named(0, 3), worker=1, sequence=2))
+    assert value_of(server.blocks[0]) == -1.25
+
+
+def test_a_skipped_work_item_does_not_decide_the_rate_of_its_round() -> None:
+    server = new_server(plan=(plan := rounds_plan(items_per_round=2)), lr=0.5)
+
+    send(server, item_push(plan, 0, 0, worker=0, skip="not finite", samples=0), None)
+    send(server, item_push(plan, 0, 1, worker=1, groups=settings(server, 0.125)))
+
+    assert value_of(server.blocks[0]) == -0.125
+
+
 def test_the_answer_says_which_push_which_version_and_whose_slot() -> None:
     server = new_server()
     outs = server.receive(WORKERS[0], make_push(named(0, 0), sequence=9, slot=3), full(1.0))

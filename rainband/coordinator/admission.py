@@ -11,6 +11,7 @@ from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, ServerState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.messages import Go, Join, Peer, ServerJoin, Shutdown
+from rainband.protocol.optimizer_spec import changed_numbers, plain
 
 
 class Admission:
@@ -138,6 +139,7 @@ class Admission:
             "the batch size": (join.batch_size, plan.batch_size),
             "the strategy": ((join.batches_per_item, join.rounds), (first.batches_per_item, first.rounds)),
             "the optimizer": (_optimizer_of(join), _optimizer_of(first)),
+            **_differing_settings(join, first),
         }
         if join.custom_loop:  # its data is known later
             for later in ("the data", "the number of samples", "the batch size"):
@@ -160,6 +162,19 @@ class Admission:
             worker.worked_at = now
         go = [CoordinatorOutput(w.peer, Go()) for w in state.connected()]
         return go if self.full_batch is None else go + self.full_batch.start(now)
+
+
+def _differing_settings(join: Join, first: Join) -> dict[str, tuple[object, object]]:
+    """Return the optimizer settings that differ and cannot change during a run; learning rates may differ."""
+    differing: dict[str, tuple[object, object]] = {}
+    groups = zip(join.layout.groups, first.layout.groups, strict=False)  # their number is part of the model's digest
+    for number, (mine, ours) in enumerate(groups if join.optimizer else ()):
+        for name, value in mine.items():
+            try:
+                changed_numbers(_optimizer_of(join), number, plain({name: ours.get(name)}), {name: value})
+            except ValueError:
+                differing[f"{name} of parameter group {number}"] = value, ours.get(name)
+    return differing
 
 
 def _optimizer_of(join: Join) -> str:

@@ -78,6 +78,10 @@ class BlockOptimizer:
                 settings.update(changed)
             self._write_groups()
 
+    def groups(self) -> tuple[Settings, ...]:
+        """Return all settings of each of the user's parameter groups, as they are now."""
+        return tuple(dict(settings) for settings in self._settings)
+
     @property
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state; most optimizers allocate it at a segment's first gradient."""

@@ -68,7 +68,8 @@ class Block:
             self.observer.applying(self, gradient, pushes)
         self.accounting.count(pushes, self.version)
         lr_scale = 1.0 if self.schedule is None else self.schedule.scale(self._progress(pushes[0]))
-        self.parameters.step(gradient, absent, lr_scale, pushes[0].worker, self.version + 1)
+        sender = next((push for push in pushes if not push.skip), pushes[0])  # a skip brings no settings
+        self.parameters.step(gradient, absent, lr_scale, sender.worker, self.version + 1)
         self.version += 1
 
     def advance(self, pushes: Sequence[Push]) -> None:

@@ -41,8 +41,9 @@ class BlockParameters:
         self.values, self.optimizer = self._make_optimizer(server_part, groups)
         self.in_buffer = self.values is buffer.tensors[0]  # they are updated where readers see them
         self.first_state: dict[str, tuple[Tensor, tuple[int, ...]]] = {}  # of the optimizer, received before the values
+        self.first_groups: Groups = self.optimizer.groups()  # of workers that send no settings
         self.groups_of: dict[int, Groups] = {}  # worker -> its optimizer settings, if it sends any
-        self.groups: Groups = ()  # the optimizer has these now
+        self.groups: Groups = self.first_groups  # the optimizer has these now
         self.vectors = Vectors(self.values, spec.segments)  # for commands of the coordinator
 
     def _make_optimizer(
@@ -90,9 +91,10 @@ class BlockParameters:
     def step(self, gradient: Tensor, absent: Collection[int], lr_scale: float, worker: int, version: int) -> None:
         """Apply a gradient with its sender's settings; the result is this version."""
         if self.groups_of:
-            groups = self.groups_of.get(worker, self.groups)
+            groups = self.groups_of.get(worker, self.first_groups)
             if groups is not self.groups and groups != self.groups:
-                self.set_groups(worker, groups)
+                self.optimizer.update_groups(groups)
+                self.groups = groups
         lr_scale *= self.lr_factor
         if self.in_buffer:
             self.buffer.begin_write()

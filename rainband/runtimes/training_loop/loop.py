@@ -351,7 +351,10 @@ class LoopModel(WorkerModel[LoopWorker]):
         self.state = state_of(loop.optimizers, loop.flat.parameters) if loop.served else None
 
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
-        return Client(me, welcome.plan, self.loop.flat, welcome.blocks, welcome.owners, ports, tell)
+        client = Client(me, welcome.plan, self.loop.flat, welcome.blocks, welcome.owners, ports, tell)
+        if self.loop.served:  # the servers know only those of the worker that joined first
+            client.pushes.groups = tuple(self.loop.settings)
+        return client
 
     def load(self, client: Client) -> None:
         client.load(self.state)
