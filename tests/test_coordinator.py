@@ -584,16 +584,37 @@ def test_a_server_that_falls_silent_is_asked_and_told_of_once_and_again_when_it_
     assert [e.node for e in run.events(events.Returned)] == ["server 1"] and run.phase == "running"
 
 
-def test_a_server_that_is_silent_for_ten_times_the_timeout_ends_the_run() -> None:
+@pytest.mark.parametrize(
+    ("timeout_s", "tick_s", "reported"), [(5.0, 0.125, "5.1"), (5.0, 1.0, "6.0"), (20.0, 1.0, "21.0")]
+)
+def test_silence_is_measured_in_seconds_however_often_the_coordinator_ticks(
+    timeout_s: float, tick_s: float, reported: str
+) -> None:
     run = running(num_samples=64)
-    for _ in range(51):
+    run.coordinator.state.settings = msgspec.structs.replace(
+        run.coordinator.state.settings, failure_timeout_s=timeout_s
+    )
+    for _ in range(200):
+        run.ticks(tick_s)
+        run.report(0, accepted=0)
+        for worker in (0, 1):
+            run.heartbeats(worker)
+    assert run.phase == "running"
+    assert [(e.node, e.why) for e in run.events(events.Lost)] == [
+        ("server 1", f"no message for {reported} s; all workers wait for it")
+    ]
+
+
+def test_a_server_that_is_silent_for_ten_minutes_ends_the_run() -> None:
+    run = running(num_samples=64)
+    for _ in range(601):
         assert run.phase == "running"
         run.ticks()
         run.report(0, accepted=0)
         for worker in (0, 1):
             run.heartbeats(worker)
     assert (run.phase, run.coordinator.state.outcome) == ("over", "failed")
-    assert run.coordinator.state.reason.startswith("server 1 was lost (no message for 51 s). It held the only copy of")
+    assert run.coordinator.state.reason.startswith("server 1 was lost (no message for 601 s). It held the only copy of")
 
 
 def test_a_clock_that_jumps_ends_no_run() -> None:

@@ -10,10 +10,17 @@ from rainband.protocol import events
 from rainband.protocol.messages import Failed, Forget, Heartbeat, Peer, ReportRequest, Shutdown
 
 FATAL_DEATHS = 3  # when this many workers die on the same batches, the run ends
-# Ticks without a message from a server, each a fifth of the failure timeout; a clock that jumps makes no tick.
-PROBED_AFTER, REPORTED_AFTER, ENDED_AFTER = 2, 5, 50
+# Silence of a server, in failure timeouts.
+PROBED_AFTER, REPORTED_AFTER, ENDED_AFTER = 0.4, 1.0, 10.0
+# Ending a run without a server loses the model; a paused process may continue. torch.distributed waits as long.
+SHORTEST_END_S = 600.0
 
 PAUSED = "paused, by its own request"
+
+
+def server_patience_s(failure_timeout_s: float) -> float:
+    """Return how long a server may be silent before the run ends."""
+    return max(ENDED_AFTER * failure_timeout_s, SHORTEST_END_S)
 
 
 class Liveness:
@@ -24,6 +31,7 @@ class Liveness:
         self.shutdown = shutdown
         self.leases = leases
         self.full_batch = full_batch
+        self.checked_at = 0.0  # the servers
         self.deaths: dict[int, int] = {}  # portion -> workers that died while they processed it
 
     def heartbeat(self, worker: WorkerState, heartbeat: Heartbeat, now: float) -> list[CoordinatorOutput]:
@@ -141,26 +149,29 @@ class Liveness:
 
     def server_active(self, server: Peer, now: float) -> None:
         known = self.state.servers.get(server.index)
-        if known is None or known.peer != server or not known.silent_ticks:
+        if known is None or known.peer != server:
             return
-        if known.silent_ticks > REPORTED_AFTER:
+        if known.reported_silent:
             self.state.events.append(events.Returned(at_s=now, node=str(server)))
-        known.silent_ticks = 0
+        known.silent_s, known.reported_silent = 0.0, False
 
     def check_servers(self, now: float) -> list[CoordinatorOutput]:
         """Probe silent servers, report them as lost, and end the run when one stays silent."""
-        state, outs = self.state, list[CoordinatorOutput]()
+        state, outs, timeout_s = self.state, list[CoordinatorOutput](), self.state.settings.failure_timeout_s
+        # A clock that jumps, as after a suspend, adds no more than the longest time between two checks.
+        passed_s = max(0.0, min(now - self.checked_at, timeout_s / 5))
+        self.checked_at = now
         if state.phase in (Phase.FORMING, Phase.LOADING, Phase.OVER):
             return []
         for server in [s for s in state.servers.values() if s.peer.role == "server"]:
-            server.silent_ticks += 1
-            silent_s = server.silent_ticks * state.settings.failure_timeout_s / 5
-            if server.silent_ticks > ENDED_AFTER:
-                return outs + self._server_lost(server.peer, now, f"no message for {silent_s:.0f} s")
-            if server.silent_ticks == REPORTED_AFTER + 1:
-                why = f"no message for {silent_s:.1f} s; all workers wait for it"
+            server.silent_s += passed_s
+            if server.silent_s > server_patience_s(timeout_s):
+                return outs + self._server_lost(server.peer, now, f"no message for {server.silent_s:.0f} s")
+            if server.silent_s > REPORTED_AFTER * timeout_s and not server.reported_silent:
+                server.reported_silent = True
+                why = f"no message for {server.silent_s:.1f} s; all workers wait for it"
                 state.events.append(events.Lost(at_s=now, node=str(server.peer), why=why))
-            if server.silent_ticks > PROBED_AFTER:
+            if server.silent_s > PROBED_AFTER * timeout_s:
                 outs.append(CoordinatorOutput(server.peer, ReportRequest()))
         return outs
 

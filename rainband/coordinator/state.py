@@ -106,7 +106,8 @@ class ServerState:
     flushed: bool = False
     report: Report | None = None
     full: frozenset[int] = frozenset()  # the complete portions of the report
-    silent_ticks: int = 0  # since its last message
+    silent_s: float = 0.0  # since its last message
+    reported_silent: bool = False
 
 
 class RunState:

@@ -13,6 +13,7 @@ from random import Random
 import msgspec
 
 from rainband.coordinator.coordinator import Coordinator, RunSettings
+from rainband.coordinator.liveness import server_patience_s
 from rainband.coordinator.state import FailureCause, Phase
 from rainband.errors import Deadlock
 from rainband.observer import Observer, join_observers
@@ -269,8 +270,10 @@ class SimulatedCluster:
 
     def _patience_s(self) -> float:
         """Return a time longer than any deadline of the coordinator, which may yet declare a node lost."""
-        slowest = max((w.slowest_s for w in self.coordinator.state.workers.values()), default=0.0)
-        return 10 * self.settings.failure_timeout_s + 20 * slowest + 10 * self.tick_s
+        state, timeout_s = self.coordinator.state, self.settings.failure_timeout_s
+        slowest = max((w.slowest_s for w in state.workers.values()), default=0.0)
+        silent = any(server.reported_silent for server in state.servers.values())
+        return 10 * timeout_s + 20 * slowest + 10 * self.tick_s + silent * server_patience_s(timeout_s)
 
 
 def who_waits(cluster: SimulatedCluster) -> str:
