@@ -567,6 +567,22 @@ def test_in_rounds_all_columns_of_the_first_group_may_be_to_blame_and_no_later_o
     assert run.coordinator.liveness.deaths == {0: 1, 1: 1}
 
 
+def test_a_server_that_is_started_again_does_not_replace_the_one_with_the_parameters() -> None:
+    run = running(num_samples=64)
+    again = Peer("server", 1, 1)
+    outs = run.coordinator.receive(again, ServerJoin(Address("here", 9)), run.now)
+    assert CoordinatorOutput(again, Shutdown("the run began before this server joined.")) in outs
+    assert (run.phase, run.coordinator.state.outcome) == ("over", "failed")
+    assert run.coordinator.state.reason.startswith("server 1 was lost (it was started again, without its blocks).")
+
+
+def test_a_join_of_a_server_that_arrives_twice_changes_nothing() -> None:
+    run = running(num_samples=64)
+    run.report(1, accepted=3)
+    assert run.server_joins(1) == [] and run.phase == "running"
+    assert run.coordinator.state.servers[1].report is not None
+
+
 # ---- servers that fall silent ----
 
 

@@ -104,6 +104,21 @@ def test_a_lost_server_ends_the_run_cleanly() -> None:
     assert (verdict.outcome, verdict.violations) == ("failed", [])
 
 
+@pytest.mark.parametrize("strategy", ["sandblaster", "conjugate_gradient"])
+def test_a_server_that_was_started_again_without_its_blocks_is_lost_to_a_restarted_coordinator(strategy: str) -> None:
+    """Nobody sees the connections of the first server close: the coordinator is dead, too."""
+    script = "0.3 kill coordinator\n0.5 kill server 1\n0.7 start server 1\n1.2 start coordinator"
+    verdict = check(Case(0, strategy, 2, 3, parse(script)))
+    assert (verdict.outcome, verdict.violations, verdict.seconds) == ("failed", [], 1.2)
+
+
+def test_a_server_that_was_started_again_before_its_end_was_noticed_ends_the_run() -> None:
+    """The coordinator is paused until both servers have written to it."""
+    script = "0.2 pause coordinator for 4\n1.4 kill server 1\n2.3 start server 1"
+    verdict = check(Case(0, "adaptive_bound", 2, 2, parse(script)))
+    assert (verdict.outcome, verdict.violations) == ("failed", [])
+
+
 def test_a_lost_coordinator_ends_the_run() -> None:
     verdict = check(Case(0, "downpour", 2, 2, parse("0.2 kill coordinator")))
     assert (verdict.outcome, verdict.violations, verdict.seconds) == ("failed", [], 0.2)

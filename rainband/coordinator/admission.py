@@ -35,9 +35,19 @@ class Admission:
     def server_joins(self, sender: Peer, message: ServerJoin, now: float) -> list[CoordinatorOutput]:
         if sender.role != "server":
             return []
+        if self.state.phase is not Phase.FORMING:
+            return self._server_joins_late(sender, now)
         self.state.servers[sender.index] = ServerState(sender, message.address)
         self.state.events.append(events.Joined(at_s=now, node=str(sender)))
         return self._form(now)
+
+    def _server_joins_late(self, sender: Peer, now: float) -> list[CoordinatorOutput]:
+        """Send a server away that was started again: it does not have the blocks of its earlier life."""
+        known = self.state.servers.get(sender.index)
+        if known is not None and known.peer == sender:
+            return []  # the message arrived twice
+        outs = [] if known is None else self.liveness.lost(known.peer, now, "it was started again, without its blocks")
+        return [*outs, CoordinatorOutput(sender, Shutdown("the run began before this server joined."))]
 
     def worker_joins(self, sender: Peer, join: Join, now: float) -> list[CoordinatorOutput]:
         state = self.state

@@ -346,7 +346,7 @@ class FullBatchDuty:
         servers = [state.servers[index] for index in sorted(state.servers)]
         journal = self.full_batch.journal
         journal.join, journal.plan, journal.welcome = state.join, state.plan, state.welcome
-        journal.servers = tuple(server.address for server in servers)
+        journal.servers = tuple((server.peer, server.address) for server in servers)
         peers = tuple(server.peer for server in servers)
         first = peers[state.welcome.owners[0]]
         return self._to_send(
@@ -357,10 +357,7 @@ class FullBatchDuty:
         """Continue from the journal of the previous coordinator: the servers have the parameters."""
         state, journal = self.state, self.full_batch.journal
         state.join, state.plan, state.welcome = journal.join, journal.plan, journal.welcome
-        state.servers = {
-            index: ServerState(Peer("server", index), address, ready=True)
-            for index, address in enumerate(journal.servers)
-        }
+        state.servers = {peer.index: ServerState(peer, address, ready=True) for peer, address in journal.servers}
         state.enter(Phase.RUNNING)
         state.events.append(events.Returned(at_s=now, node="coordinator"))
         return self.start(now)

@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from rainband.protocol.data_plan import DataPlan
-from rainband.protocol.messages import Address, Command, Join, Welcome
+from rainband.protocol.messages import Address, Command, Join, Peer, Welcome
 
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -30,7 +30,7 @@ class Journal(msgspec.Struct):
     join: Join | None = None
     plan: DataPlan | None = None
     welcome: Welcome | None = None
-    servers: tuple[Address, ...] = ()
+    servers: tuple[tuple[Peer, Address], ...] = ()
     entries: list[JournalEntry] = []
     backups: int = 0  # copies of work items that were handed out
 

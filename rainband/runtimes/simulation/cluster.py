@@ -134,8 +134,8 @@ class SimulatedCluster:
         self.bus.nodes[COORDINATOR] = node
         return node
 
-    def add_server(self, index: int) -> None:
-        peer = Peer("server", index)
+    def add_server(self, index: int, incarnation: int = 0) -> None:
+        peer = Peer("server", index, incarnation)
         node = ServerNode(self, peer, self.network.machine(), self._observer(peer))
         self.servers[index] = self.bus.nodes[node.peer] = node
         node.join(COORDINATOR)
@@ -172,7 +172,8 @@ class SimulatedCluster:
         node = self.servers.get(server)  # a hogwild server is not among them
         if isinstance(node, AggregatedServersNode):
             return AggregatedPort(worker, node)
-        return SimPort(worker, server, lambda: self.servers[server].server, self.scenario.real)
+        peer = Peer("server", server) if node is None else node.peer
+        return SimPort(worker, peer, lambda: self.servers[server].server, self.scenario.real)
 
     def block_bytes(self, block: int) -> int:
         """Return the true size of a block, also where the nodes' blocks are hollow."""
@@ -222,11 +223,14 @@ class SimulatedCluster:
         self.coordinator_node = self._add_coordinator(before.machine)
         self.coordinator_node.block_bytes = before.block_bytes
         self.coordinator_node.send(self.coordinator.resume(self.clock.now))
-        for node in [*self.servers.values(), *self.workers.values()]:
-            if not node.alive:
-                self.coordinator_node.lost(node.peer)
-            elif isinstance(node, WorkerNode):
+        for server in [server.peer for server in self.coordinator.state.servers.values()]:
+            if server not in self.bus.nodes:  # it refuses the connection, or has been started again without its blocks
+                self.coordinator_node.lost(server)
+        for node in self.workers.values():
+            if node.alive:
                 node.wake(node.join_again)
+            else:
+                self.coordinator_node.lost(node.peer)
 
     def _close(self, node: Node) -> None:
         for other in list(self.bus.nodes.values()):

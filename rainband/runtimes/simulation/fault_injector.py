@@ -18,6 +18,7 @@ class FaultInjector:
         self.cluster = cluster
         self.random = Random(f"trouble {seed}")
         self.deaths = 0
+        self.servers_died = False  # one or more; each may have been started again
         self._count_restarts(script)
         for fault in script:
             cluster.clock.at(fault.at_s, partial(self._strike, fault))
@@ -34,6 +35,7 @@ class FaultInjector:
             case "kill" | "crash":
                 cluster.kill(node, self._survives, silent=fault.what == "crash")
                 self.deaths += 1
+                self.servers_died |= node.peer.role == "server"
             case "pause":
                 cluster.pause(node, fault.for_s)
             case "skew":
@@ -73,8 +75,9 @@ class FaultInjector:
             return
         index = int(number)
         if role == "server":
-            if not self.cluster.servers[index].alive:
-                self.cluster.add_server(index)
+            server = self.cluster.servers[index]
+            if not server.alive:
+                self.cluster.add_server(index, server.peer.incarnation + 1)
             return
         known = self.cluster.workers.get(index)
         if known is None:

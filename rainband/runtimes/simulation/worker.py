@@ -321,9 +321,9 @@ class WorkerNode(Node):
 class SimPort:
     """A worker's port to one simulated server."""
 
-    def __init__(self, worker: WorkerNode, index: int, server: Callable[[], Server], real: bool) -> None:
+    def __init__(self, worker: WorkerNode, peer: Peer, server: Callable[[], Server], real: bool) -> None:
         self.worker = worker
-        self.peer = Peer("server", index)
+        self.peer = peer
         self.server = server  # to read in place, in shared memory
         self.real = real  # with values, not only timing
         self.direct = worker.costs.shared_memory

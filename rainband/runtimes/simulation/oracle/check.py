@@ -212,7 +212,7 @@ class RunCheck:
     def _unexplained_failure(self) -> list[str]:
         """Check that a failed run failed because of its faults."""
         state = self.cluster.coordinator.state
-        server_died = any(not node.alive for node in self.cluster.servers.values())
+        server_died = self.fault_injector.servers_died
         match state.cause:
             case FailureCause.SERVER_LOST:
                 explained = server_died
