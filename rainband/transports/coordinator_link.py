@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from rainband.errors import CoordinatorLost, RainbandError
 from rainband.protocol.messages import Message, decode, encode
 from rainband.protocol.worker_stats import Stats
-from rainband.transports.event_loop import EventLoop
+from rainband.transports.event_loop import EventLoop, readable_within
 from rainband.transports.frames import Frame, pack
 from rainband.transports.link import ThreadedLink
 
@@ -52,7 +51,7 @@ class CoordinatorLink(ThreadedLink):
             if left_s <= 0:
                 self.heartbeat_at = time.monotonic()
                 self.send(self.stats.heartbeat())
-            elif select.select([self.sock], [], [], left_s)[0]:
+            elif readable_within(self.sock, left_s):
                 return
 
     def frame_received(self, frame: Frame) -> None:

@@ -6,6 +6,23 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
+
+
+class HasFileno(Protocol):
+    """An open file or socket."""
+
+    def fileno(self) -> int: ...
+
+
+def readable_within(file: int | HasFileno, timeout_s: float) -> bool:
+    """Wait until a file can be read, has ended or is broken; return False if none of it happens in time.
+
+    It uses poll, because select() raises for a file descriptor above 1023.
+    """
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
 
 class EventLoop:

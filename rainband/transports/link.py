@@ -61,10 +61,10 @@ class ThreadedLink:
                     self.frame_received(frame)
         except (OSError, BadFrame, msgspec.DecodeError) as error:
             self.fail(self.lost(str(error)))
-        except RainbandError as error:
+        except Exception as error:  # whatever it is: a thread that ends silently would leave the process waiting
             self.fail(error)
 
-    def fail(self, error: RainbandError) -> None:
+    def fail(self, error: Exception) -> None:
         """Raise an error in the thread that waits."""
 
         def fail() -> None:

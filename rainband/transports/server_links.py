@@ -214,6 +214,8 @@ class TcpPort(ThreadedLink):
                     self.room.release()
         except OSError as error:
             self.fail(ServerLost(self.name, f"sending to it ({error.strerror})"))
+        except Exception as error:
+            self.fail(error)
 
     def frame_received(self, frame: Frame) -> None:
         message, payload = (decode(frame.header), None) if frame.body is None else self.arriving.popleft()

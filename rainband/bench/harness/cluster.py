@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 from typing import Any
 
@@ -27,7 +26,7 @@ from rainband.strategy import Batch
 from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.connect import can_share_memory, connect, listen_unix, this_machine
 from rainband.transports.connection import Connection
-from rainband.transports.event_loop import EventLoop
+from rainband.transports.event_loop import EventLoop, readable_within
 from rainband.transports.hub import Hub
 from rainband.transports.server_links import SharedPort, TcpPort
 from rainband.worker.client import Client
@@ -161,7 +160,7 @@ class ExchangeCluster:
         self.hub.close()
         waiting, deadline = set(self.tokens), time.monotonic() + 10
         while waiting and time.monotonic() < deadline:
-            select.select([self.zygote], [], [], 0.1)
+            readable_within(self.zygote, 0.1)
             waiting -= {event.token for event in self.zygote.events() if isinstance(event, Exited)}
         return peaks
 

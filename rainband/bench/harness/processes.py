@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import msgspec
 
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.transports.connect import listen_tcp
+from rainband.transports.event_loop import readable_within
 
 PRELOAD = (
     "torch",
@@ -50,7 +50,7 @@ class BenchProcess:
     def _wait(self, idle: Callable[[], object] | None) -> None:
         if idle is None:
             return
-        while not select.select([self.reader], [], [], 0.02)[0]:
+        while not readable_within(self.reader, 0.02):
             idle()
 
 

@@ -7,7 +7,6 @@ ends in any way; memory files and sockets have no names in the file system.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import threading
@@ -35,6 +34,7 @@ from rainband.strategy import Strategy
 from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.connect import listen_unix, this_machine
 from rainband.transports.connection import Connection
+from rainband.transports.event_loop import readable_within
 from rainband.transports.hub import Hub
 from rainband.transports.shared_memory import SharedSegment
 
@@ -230,10 +230,8 @@ class Launcher(Run):
     def lost(self, peer: Peer) -> None:
         """A connection closed; the zygote reports a moment later how the process ended."""
         deadline = time.monotonic() + EXIT_KNOWN_S
-        poll = select.poll()
-        poll.register(self.zygote.fileno(), select.POLLIN)
         while peer not in self.causes and peer in self.processes.values() and self.coordinator.state.phase != "over":
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if not readable_within(self.zygote, deadline - time.monotonic()):
                 break
             self._children()
         self.host.lost(peer, self.causes.get(peer, "its connection closed"), for_good=peer in self.causes)

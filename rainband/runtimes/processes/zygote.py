@@ -8,7 +8,6 @@ bytes of a job are passed as a memory file, so they may have any size.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,6 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
+
+from rainband.transports.event_loop import readable_within
 
 MAX_MESSAGE_BYTES = 64 * 1024  # well below the socket's buffer; only tracebacks are long
 MAX_FDS = 253  # the kernel's limit for one message
@@ -251,11 +252,9 @@ class Zygote:
         self._running.clear()
 
     def _wait_until_ended(self, timeout_s: float) -> None:
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
         deadline = time.monotonic() + timeout_s
         while not self._gone and (left_s := deadline - time.monotonic()) > 0:
-            poll.poll(left_s * 1000)
+            readable_within(self._control, left_s)
             self._unread += self._receive()
 
     def _wait_for_zygote(self) -> int:
