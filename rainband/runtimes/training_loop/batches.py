@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from rainband.protocol.data_plan import DataPlan
@@ -122,13 +123,13 @@ class LoopBatches:
 class InOrderBatches:
     """All batches of one pass, for a script in a single process."""
 
-    def __init__(self, plan: DataPlan, epoch: int) -> None:
+    def __init__(self, plan: DataPlan, passes: int) -> None:
         self.plan = plan
-        self.epoch = epoch
+        self.passes = passes  # before this one
 
     def __iter__(self) -> Iterator[Indices]:
         sampler = Sampler(self.plan)
-        first = self.epoch * self.plan.portions_per_epoch
+        first = self.passes * self.plan.portions_per_epoch
         for portion in range(first, first + self.plan.portions_per_epoch):
             for k in range(self.plan.batches_in(portion)):
                 yield sampler.indices(Batch(portion, k, 1)).tolist()
@@ -163,13 +164,15 @@ def _fingerprint(dataset: Any, collate: Any) -> str:
 def loader(
     dataset: Any, batches: LoopBatches | InOrderBatches, arguments: dict[str, Any], ahead: bool = True
 ) -> DataLoader[Any]:
-    """Return a DataLoader. Without `ahead` it fetches each batch only when it is requested."""
+    """Return the DataLoader of the next pass. Without `ahead` it fetches each batch only when it is requested."""
     given = {name: value for name, value in arguments.items() if name not in OURS}
     if not ahead:
         for name in ("num_workers", "prefetch_factor", "persistent_workers"):
             given.pop(name, None)
     if given.get("num_workers"):
         given.setdefault("persistent_workers", True)
-    # A DataLoader draws a random number at each start, which must not change the user's own random numbers.
-    given.setdefault("generator", torch.Generator().manual_seed(torch.initial_seed() % (1 << 63)))
+    # A DataLoader seeds its processes with a random number, which must not change the user's own random numbers, and
+    # must differ from pass to pass: else random transforms would repeat.
+    seed = xxhash.xxh3_64_intdigest(f"{torch.initial_seed()} {batches.passes}".encode()) >> 1
+    given.setdefault("generator", torch.Generator().manual_seed(seed))
     return DataLoader(dataset, batch_sampler=batches, **given)
