@@ -233,7 +233,7 @@ class _Notes:
         self.traceback = ""
 
     def __call__(self, event: AnyEvent) -> None:
-        from rainband.protocol.events import ProcessOutput, Progress, UserError
+        from rainband.protocol.events import ProcessOutput, Progress, UserError, Warned
 
         match event:
             case Progress():
@@ -242,6 +242,8 @@ class _Notes:
                 print(*event.lines, sep="\n")
             case UserError():
                 self.traceback = f"\n\n{event.traceback}"
+            case Warned():
+                warnings.warn(event.text, stacklevel=2)
         for sink in self.sinks:
             sink.write(event)
         if self.on_event is not None:

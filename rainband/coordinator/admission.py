@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from rainband.coordinator.buffers import FirstBuffers
 from rainband.coordinator.full_batch import FullBatchDuty
 from rainband.coordinator.liveness import Liveness
 from rainband.coordinator.planning import Planning
@@ -31,6 +34,7 @@ class Admission:
         self.liveness = liveness
         self.full_batch = full_batch
         self.waiting: list[tuple[Peer, Join]] = []
+        self.buffers = FirstBuffers()
 
     def server_joins(self, sender: Peer, message: ServerJoin, now: float) -> list[CoordinatorOutput]:
         if sender.role != "server":
@@ -49,13 +53,15 @@ class Admission:
         outs = [] if known is None else self.liveness.lost(known.peer, now, "it was started again, without its blocks")
         return [*outs, CoordinatorOutput(sender, Shutdown("the run began before this server joined."))]
 
-    def worker_joins(self, sender: Peer, join: Join, now: float) -> list[CoordinatorOutput]:
+    def worker_joins(self, sender: Peer, join: Join, now: float, buffers: Any = None) -> list[CoordinatorOutput]:
+        """Take a worker's description of its task, and the first values of its buffers."""
         state = self.state
         if sender.role != "worker":
             return []
         if state.phase in (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER):
             return [CoordinatorOutput(sender, Shutdown("the run is ending: there is no work left."))]
-        if why := self._cannot_take_part(join):
+        rank = state.rank_in_replica(sender.index)
+        if why := self._cannot_take_part(join) or self.buffers.compare(sender, rank, buffers):
             return self._turn_away(sender, now, why)
         if lost := [peer for peer in state.replica_indices(sender.index) if peer in state.missing]:
             return self._dismiss(sender, now, f"worker {lost[0]} of the same replica was lost")
@@ -135,7 +141,7 @@ class Admission:
         founder = state.phase is Phase.LOADING and not any(earlier)
         welcome = msgspec.structs.replace(state.welcome, load=founder, replica_addresses=state.addresses(sender.index))
         return [
-            CoordinatorOutput(sender, welcome),
+            CoordinatorOutput(sender, welcome, self.buffers.replacement(sender, sender.index - first)),
             *([CoordinatorOutput(sender, Go())] if state.phase is Phase.RUNNING else []),
         ]
 

@@ -81,7 +81,7 @@ class Coordinator:
             case ServerJoin():
                 return self.admission.server_joins(sender, message, now)
             case Join():
-                return self.admission.worker_joins(sender, message, now)
+                return self.admission.worker_joins(sender, message, now, body)
             case Ready():
                 return self.admission.server_ready(sender, now)
             case Report():
@@ -114,7 +114,7 @@ class Coordinator:
                     return self.full_batch.delivered(worker.peer, message, now)
                 return self.leases.returned(worker, message, now)
             case Ended():
-                return self.liveness.ends(worker, now) + self.shutdown.ended(worker, message, body)
+                return self.liveness.ends(worker, now) + self.shutdown.ended(worker, message, body, now)
             case Concluded():
                 return self.shutdown.concluded(worker, message)
             case Dataset():

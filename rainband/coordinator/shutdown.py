@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
+from rainband.coordinator.buffers import BufferMean
 from rainband.coordinator.reporting import Reporting
 from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, WorkerState
+from rainband.protocol import events
 from rainband.protocol.messages import Conclude, Concluded, Ended, Finish, Flush, Halt, Peer, ReportRequest, Shutdown
 
 
@@ -47,7 +47,7 @@ class RunEnd:
             return []
         return self.flush() if state.batches_done() >= state.plan.num_batches else []
 
-    def ended(self, worker: WorkerState, message: Ended, body: Any) -> list[CoordinatorOutput]:
+    def ended(self, worker: WorkerState, message: Ended, body: Any, now: float) -> list[CoordinatorOutput]:
         """Note that a worker's strategy has returned."""
         state = self.state
         rank = state.rank_in_replica(worker.peer.index)
@@ -59,7 +59,10 @@ class RunEnd:
             # It was declared lost before, and has ended after all.
             self.last_pulls.add(worker.peer.index)
             return [CoordinatorOutput(worker.peer, Conclude(""), self._buffers_of(worker))]
-        self.buffers.setdefault(rank, BufferMean()).add(body, message.samples)
+        if not_numbers := self.buffers.setdefault(rank, BufferMean()).add(body, message.samples):
+            of_all = f"{not_numbers} of {len(body) // 8} numbers in the buffers of {worker.peer} are NaN"
+            what = "the saved model has the mean of the other workers, if there are any. Look for NaN in the data."
+            state.events.append(events.Warned(at_s=now, text=f"{of_all}: {what}"))
         if state.phase is Phase.RUNNING and state.all_have_ended():
             return self.flush()  # custom loops may end early, and so may a strategy
         return self.when_all_ended()
@@ -188,27 +191,3 @@ class RunEnd:
         return [
             CoordinatorOutput(peer, Shutdown(state.reason)) for peer in [w.peer for w in state.connected()] + servers
         ]
-
-
-class BufferMean:
-    """The mean of the workers' buffers, such as BatchNorm's running statistics, for the saved model.
-
-    Servers do not hold buffers, which are no function of gradients: each worker's follow its own batches. The mean is
-    weighted by the samples of each worker; counters are rounded. Buffers are sent as one float64 vector per worker.
-    """
-
-    def __init__(self) -> None:
-        self.total: NDArray[np.float64] | None = None
-        self.samples = 0
-
-    def add(self, body: bytes | memoryview | None, samples: int) -> None:
-        if body is None or not len(body) or not samples:
-            return
-        values = np.frombuffer(body, dtype=np.float64) * samples
-        if self.total is not None and self.total.shape != values.shape:
-            return  # not of this model: a worker with other buffers is refused at join
-        self.total = values if self.total is None else self.total + values
-        self.samples += samples
-
-    def mean(self) -> bytes | None:
-        return None if self.total is None else (self.total / self.samples).tobytes()

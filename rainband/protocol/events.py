@@ -174,6 +174,12 @@ class UserError(Event, frozen=True):
     traceback: str
 
 
+class Warned(Event, frozen=True):
+    """Something went wrong that does not end the run."""
+
+    text: str
+
+
 class RunEnded(Event, frozen=True):
     """The last event of every run, with metrics and batch accounting."""
 
@@ -203,5 +209,6 @@ AnyEvent = (
     | IterationDone
     | ProcessOutput
     | UserError
+    | Warned
     | RunEnded
 )

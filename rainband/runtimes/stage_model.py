@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from rainband.errors import PeerLost
 from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
@@ -36,6 +38,9 @@ class StageModel(WorkerModel[StageWorker]):
 
     def worker(self, index: int, client: Client) -> StageWorker:
         return StageWorker(index, self.num_replicas, self.task, self.data, self.submodel, client, self.links)
+
+    def own_module(self) -> nn.Module:
+        return self.submodel.module
 
     async def ended(self, worker: StageWorker) -> None:
         self.links.say_end()

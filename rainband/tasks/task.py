@@ -196,34 +196,16 @@ def fingerprint(data: Data) -> str:
     """
     import xxhash
 
+    from rainband.model.seeds import global_generators_from
+
     length = len(data)
     chosen = [*range(3), *range(length // 2 - 1, length // 2 + 2), *range(length - 3, length)]
     hasher = xxhash.xxh3_64()
     hasher.update(f"{length} samples".encode())
-    with _fixed_random_numbers():
+    with global_generators_from(0):
         for index in sorted({i for i in chosen if 0 <= i < length}):
             _absorb(hasher, data.batch([index]))
     return hasher.hexdigest()
-
-
-@contextmanager
-def _fixed_random_numbers() -> Iterator[None]:
-    """Seed all global generators with 0; afterwards restore their states."""
-    import random
-
-    import numpy as np
-    import torch
-
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(0)
-    np.random.seed(0)
-    torch.default_generator.manual_seed(0)  # not torch.manual_seed, which also seeds accelerators
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
 
 
 def _absorb(hasher: xxhash.xxh3_64, value: Any) -> None:

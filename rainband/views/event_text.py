@@ -34,6 +34,8 @@ def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> l
             return [*before, *(f"| {line}" for line in event.lines)]
         case events.UserError():
             return user_error(event, verbose)
+        case events.Warned():
+            return [f"warning: {event.text}"]
     return _details(event) if verbose else []
 
 

@@ -17,6 +17,7 @@ from rainband.protocol.messages import Concluded, Ended, Failed, Welcome
 from rainband.protocol.steps import Until
 from rainband.worker.client import Client
 from rainband.worker.session import Dismissed, Session
+from rainband.worker.worker import buffers_of, set_buffers
 from rainband.worker.worker_model import RunningWorker
 
 PACKAGE = Path(__file__).parents[1]  # rainband itself
@@ -56,7 +57,8 @@ async def live(session: Session) -> None:
 
 async def enter(session: Session) -> Client:
     """Join, connect to the servers, and send their first values if asked to; return when all servers are ready."""
-    session.runtime.tell(session.join)
+    module = session.model.own_module()
+    session.runtime.tell(session.join, buffers_of(module) or None if module is not None else None)
     await Until("the coordinator to welcome it", lambda: session.is_welcome)
     welcome = session.welcome
     client = session.open(welcome, session.runtime.open_links(welcome, session.model.part))
@@ -67,6 +69,8 @@ async def enter(session: Session) -> Client:
             loaded = True
             session.model.load(client)
         await Until("the servers to be loaded", partial(_has_news, session, welcome))
+    if module is not None and session.first_buffers is not None:
+        set_buffers(module, session.first_buffers)
     await session.model.started(client)
     return client
 

@@ -92,8 +92,8 @@ class Session:
     """One worker of one run. Messages arrive through `receive`; the coroutine in `lifecycle.py` waits for them."""
 
     __slots__ = (
-        *("before_step", "client", "conclusion", "early", "failed", "go", "is_welcome", "join", "me", "model"),
-        *("observer", "perform", "runtime", "stats", "stopped", "strategy", "training", "welcome", "worker"),
+        *("before_step", "client", "conclusion", "early", "failed", "first_buffers", "go", "is_welcome", "join", "me"),
+        *("model", "observer", "perform", "runtime", "stats", "stopped", "strategy", "training", "welcome", "worker"),
     )
 
     strategy: Strategy  # set by `prepare`: a process connects first, so that errors in loading them are reported
@@ -110,6 +110,7 @@ class Session:
         self.client: Client | None = None
         self.is_welcome = False
         self.go = False
+        self.first_buffers: Buffers = None  # those that all workers begin with, if this one's are others
         self.conclusion: tuple[Conclude, Buffers] | None = None  # what to save, when all workers have ended
         self.early: list[Message] = []  # messages received before there was a client
         self.training = False  # the strategy runs: only then it can be stopped, and its waiting is counted
@@ -137,6 +138,7 @@ class Session:
                 raise Dismissed(message.reason or "the run is over.")
             case Welcome():
                 self.welcome, self.is_welcome = message, True
+                self.first_buffers = body if body is not None else self.first_buffers
             case Go():
                 self.go = True
             case Conclude():

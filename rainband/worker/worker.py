@@ -180,16 +180,19 @@ class ModuleWorker:
 
 def buffers_of(module: nn.Module) -> bytes:
     """Return all numeric buffers as one float64 vector."""
-    parts = [b.detach().double().reshape(-1) for b in _numeric_buffers(module)]
+    parts = [b.detach().cpu().double().reshape(-1) for b in _numeric_buffers(module)]
     return torch.cat(parts).numpy().tobytes() if parts else b""
 
 
+@torch.no_grad()
 def set_buffers(module: nn.Module, body: bytes | memoryview) -> None:
-    values = torch.frombuffer(bytearray(body), dtype=torch.float64)
+    """Set all numeric buffers; those that already have their values are not written to, as not all can be."""
+    values = torch.frombuffer(bytearray(body or bytes(8)), dtype=torch.float64)
     at = 0
     for buffer in _numeric_buffers(module):
         part = values[at : at + buffer.numel()].view(buffer.shape)
-        buffer.copy_(part if buffer.is_floating_point() else part.round())
+        if not torch.equal(part, buffer.cpu().double()):
+            buffer.copy_(part if buffer.is_floating_point() else part.round())
         at += buffer.numel()
 
 

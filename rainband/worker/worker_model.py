@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from rainband.model.flat_parameters import Flat
 from rainband.model.save import save_model
@@ -14,6 +14,9 @@ from rainband.tasks.task import Data, Task
 from rainband.worker.client import Client
 from rainband.worker.periodic_eval import measure
 from rainband.worker.worker import ModuleWorker
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Buffers = bytes | memoryview | None
 
@@ -45,6 +48,10 @@ class WorkerModel(Generic[AnyWorker]):
     def worker(self, index: int, client: Client) -> AnyWorker:
         """Return the worker that the strategy gets."""
         raise NotImplementedError
+
+    def own_module(self) -> nn.Module | None:
+        """Return the module whose buffers must begin like those of the other workers; None: they surely do."""
+        return None
 
     def load(self, client: Client) -> None:
         """Send the first values to the servers."""
@@ -83,6 +90,9 @@ class ModuleModel(WorkerModel[ModuleWorker]):
 
     def make_client(self, me: Peer, welcome: Welcome, ports: list[Port], tell: Callable[[Message], None]) -> Client:
         return Client(me, welcome.plan, self.flat, welcome.blocks, welcome.owners, ports, tell)
+
+    def own_module(self) -> nn.Module | None:
+        return self.flat.module
 
     def worker(self, index: int, client: Client) -> ModuleWorker:
         return ModuleWorker(index, self.num_workers, self.task, self.data, self.flat.module, client)

@@ -11,6 +11,7 @@ import torch
 
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
+from rainband.model.seeds import global_generators_from
 from rainband.observer import Observer, join_observers
 from rainband.plugins import load_strategy
 from rainband.protocol.messages import Address, Dataset, Peer
@@ -46,9 +47,11 @@ class WorkerProcess(WorkerLink):
 
     def _prepare(self) -> None:
         strategy = self.strategy or load_strategy(self.config.strategy, self.config.strategy_settings)
-        task = self.task or load_task(self.config.task, self.config.task_settings)
         torch.manual_seed(self.config.seed)
-        data, model, flat = self._build(task)
+        # All workers build the same model and data, also with random numbers of numpy; later they draw different ones.
+        with global_generators_from(self.config.seed):
+            task = self.task or load_task(self.config.task, self.config.task_settings)
+            data, model, flat = self._build(task)
         server_part = strategy.server(self.config.num_replicas)
         if server_part is not None:
             build(server_part.optimizer, [torch.zeros(1)])  # reports a wrong setting here, before a server does

@@ -32,6 +32,9 @@ class GradientCompute(ModuleModel, SimulatedCompute):
         self.memory = shared_module.memory()
         super().__init__(num_workers, task, data, self.memory.flat)
 
+    def own_module(self) -> None:
+        """Return None, because the workers share one module."""
+
     def worker(self, index: int, client: Client) -> ModuleWorker:
         worker = super().worker(index, client)
         worker.sampler = self.shared_module.sampler(worker.plan)

@@ -356,6 +356,9 @@ class LoopModel(WorkerModel[LoopWorker]):
             client.pushes.groups = tuple(self.loop.settings)
         return client
 
+    def own_module(self) -> nn.Module:
+        return self.loop.model
+
     def load(self, client: Client) -> None:
         client.load(self.state)
 
