@@ -132,6 +132,9 @@ class CountingOptimizer:
         self.lr = float(spec.settings["lr"])  # type: ignore[arg-type]
         self.segments = [(s.parameter, values[s.start : s.stop], s.start, s.stop) for s in block.segments]
 
+    def groups(self) -> tuple[dict[str, object], ...]:
+        return ()
+
     def step(self, gradient: Tensor, absent: Collection[int] = (), lr_scale: float = 1.0) -> None:
         for parameter, values, start, stop in self.segments:
             if parameter not in absent:
@@ -151,8 +154,8 @@ class Memory:
     def view(self, block: BlockSpec) -> Tensor:
         return self.vectors[block.vector][block.start : block.stop]
 
-    def absent(self, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-        return tuple(number for number, tensor in enumerate(tensors) if tensor is None)
+    def absent(self, block: BlockSpec, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+        return tuple(s.parameter for s in block.segments if tensors[s.parameter] is None)
 
     def write(self, block: BlockSpec, tensors: Sequence[Tensor | None], out: Tensor) -> None:
         out.zero_()

@@ -80,8 +80,8 @@ class FakeFlat:
         tensor = tensors[block.index]
         out.copy_(torch.zeros(NUMEL) if tensor is None else tensor)
 
-    def absent(self, tensors: list[Tensor | None]) -> tuple[int, ...]:
-        return tuple(number for number, tensor in enumerate(tensors) if tensor is None)
+    def absent(self, block: BlockSpec, tensors: list[Tensor | None]) -> tuple[int, ...]:
+        return (block.index,) if tensors[block.index] is None else ()
 
 
 class Setting:
@@ -279,6 +279,7 @@ def test_a_parameter_without_gradient_is_named_as_absent() -> None:
     s.push(0, 0, values=(None, 2.0))
 
     assert s.ports[0].all(Push)[0].absent == (0,)
+    assert s.ports[1].all(Push)[0].absent == ()  # a block is told of its own parameters only
     assert torch.equal(s.ports[0].payloads[0], full(0.0))
 
 

@@ -182,6 +182,17 @@ def test_the_first_worker_gives_the_first_values_and_all_begin_when_the_servers_
     assert run.from_server(1, Ready()) == [Go(), Go()] and run.phase == "running"
 
 
+def test_a_server_that_cannot_load_a_block_ends_the_run_with_its_reason() -> None:
+    run = Run(1, 1)
+    run.server_joins(0)
+    run.joins(0)
+
+    run.from_server(0, Failed(0, "block 0 was not loaded: no", ""))
+
+    state = run.coordinator.state
+    assert (state.phase, state.outcome, state.reason) == ("over", "failed", "server 0: block 0 was not loaded: no")
+
+
 def test_blocks_are_shared_out_and_every_worker_knows_the_owners() -> None:
     run = Run()
     run.server_joins(1)

@@ -16,6 +16,7 @@ from rainband.protocol.messages import (
     Ack,
     Assign,
     BlockReady,
+    Failed,
     Flush,
     Forget,
     InitBlock,
@@ -509,6 +510,19 @@ def test_first_values_that_come_before_the_blocks_wait_for_them() -> None:
 
     assert outs == [ServerOutput(WORKERS[0], BlockReady(0, slot=2)), ServerOutput(COORDINATOR, Ready())]
     assert value_of(server.blocks[0]) == 7.0
+
+
+def test_optimizer_state_that_does_not_fit_is_reported_to_the_coordinator_instead_of_killing_the_server() -> None:
+    server = new_server(loaded=False)
+    server.receive(WORKERS[0], InitBlock(0, "float32", NUMEL, part="exp_avg"), full(0.5))
+
+    outs = server.receive(WORKERS[0], InitBlock(0, "float32", NUMEL), full(1.0))
+
+    reason = (
+        "block 0 was not loaded: the state of a segment is exp_avg, but this optimizer keeps none: load it into an "
+        "optimizer with the same settings."
+    )
+    assert outs == [ServerOutput(COORDINATOR, Failed(0, reason, ""))]
 
 
 def test_a_server_without_blocks_is_ready_at_once() -> None:

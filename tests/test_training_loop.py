@@ -524,7 +524,19 @@ def test_sixteen_bit_parameters_keep_small_steps_on_the_servers() -> None:
 # ---- the optimizer's state comes along, and back --------------------------------------------------------------------
 
 
+def halves(parameters: Any, first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two parameter groups with settings of their own."""
+    everyone = list(parameters)
+    return [{"params": everyone[:2], **first}, {"params": everyone[2:], **second}]
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "momentum in the second group": lambda p: SGD(halves(p, {}, {"momentum": 0.9}), lr=0.1),
+    "momentum in the first group": lambda p: SGD(halves(p, {"momentum": 0.9}, {}), lr=0.1),
+    "amsgrad in the second group": lambda p: Adam(halves(p, {}, {"amsgrad": True}), lr=0.01),
+    "centered in the second group": lambda p: torch.optim.RMSprop(
+        halves(p, {"momentum": 0.5}, {"centered": True}), lr=0.01
+    ),
     "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "adam": lambda p: Adam(p, lr=0.01),
     "amsgrad": lambda p: Adam(p, lr=0.01, amsgrad=True),

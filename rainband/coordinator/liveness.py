@@ -220,6 +220,9 @@ class Liveness:
         state = self.state
         if state.outcome == "failed" or state.phase is Phase.OVER:
             return []
+        if sender.role == "server":
+            state.fail(f"{sender}: {failed.error}")
+            return self.shutdown.over()
         if not failed.traceback:  # not the user's code, but a broken connection, for example: the others go on
             return self.lost(sender, now, failed.error)
         state.events.append(

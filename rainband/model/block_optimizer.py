@@ -59,7 +59,8 @@ class BlockOptimizer:
             self._write_groups()
         present: Sequence[int] = self._everyone
         if absent:
-            present = [i for i in present if self._segments[i].parameter not in absent]
+            without = frozenset(absent)
+            present = [i for i in present if self._segments[i].parameter not in without]
         slices = torch.split_with_sizes(gradient, self._sizes)
         for together in self._steppable_together(present):
             self._step(together, slices)
@@ -92,7 +93,11 @@ class BlockOptimizer:
         """Return copies of the state by name and segment; an empty vector where a segment has none yet."""
         entries = [self._optimizer.state.get(tensor, {}) for tensor in self._tensors]
         names = dict.fromkeys(name for entry in entries for name in entry)
-        return {name: [_as_tensor(entry.get(name)) for entry in entries] for name in names}
+        return {name: self.state_of(name) for name in names}
+
+    def state_of(self, name: str) -> list[Tensor]:
+        """Return copies of one kind of state, by segment."""
+        return [_as_tensor(self._optimizer.state.get(tensor, {}).get(name)) for tensor in self._tensors]
 
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         """Continue from a state of the same segments; if it does not fit, raise and change nothing."""

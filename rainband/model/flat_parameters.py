@@ -114,9 +114,9 @@ class Flat:
             found[number] = None if gradient is None else _dense(gradient)
         return found
 
-    def absent(self, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-        """Return the numbers of the parameters held here that have no tensor."""
-        return tuple(number for number in self.own if tensors[number] is None)
+    def absent(self, block: BlockSpec, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+        """Return the numbers of the parameters of a block that have no tensor."""
+        return tuple([segment.parameter for segment in block.segments if tensors[segment.parameter] is None])
 
     def write(self, block: BlockSpec, tensors: Sequence[Tensor | None], out: Tensor) -> None:
         """Copy this block's slice of one tensor per parameter into `out`, 1-D and as long as the block.

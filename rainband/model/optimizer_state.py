@@ -24,6 +24,11 @@ class State:
     tensors: dict[str, list[Tensor | None]] = field(default_factory=dict)  # name -> one per parameter
     numbers: Numbers = field(default_factory=dict)
 
+    def numbers_in(self, block: BlockSpec) -> Numbers:
+        """Return the numbers of the parameters that have a segment in a block."""
+        inside = [segment.parameter for segment in block.segments]
+        return {name: {number: of[number] for number in inside if number in of} for name, of in self.numbers.items()}
+
 
 # ---- what the optimizer is ----
 
@@ -64,9 +69,9 @@ def _plain(value: Any) -> Any:
 
 def state_of(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> State:
     """Return the current state of a user's optimizers."""
-    state, example = State(), _example(optimizers[0])
+    state, owners = State(), _owners(optimizers)
     for number, parameter in enumerate(parameters):
-        owner = _owner(optimizers, parameter)
+        owner, example = owners[id(parameter)]
         for name, value in owner.state.get(parameter, {}).items():
             if value is None or name not in example:
                 continue
@@ -80,8 +85,9 @@ def state_of(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]
 
 def put_state(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter], state: State) -> None:
     """Replace the state of a user's optimizers."""
-    example = _example(optimizers[0])
+    owners = _owners(optimizers)
     for number, parameter in enumerate(parameters):
+        owner, example = owners[id(parameter)]
         entry: dict[str, Any] = {}
         for name, like in example.items():
             if _is_per_element(like):
@@ -90,24 +96,30 @@ def put_state(optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter
                 value = _number_like(like, state.numbers.get(name, {}).get(number))
             if value is not None:
                 entry[name] = value
-        owner = _owner(optimizers, parameter)
         owner.state.pop(parameter, None)
         if entry:
             owner.state[parameter] = entry
 
 
-def _owner(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> Optimizer:
-    return next(o for o in optimizers if any(p is parameter for g in o.param_groups for p in g["params"]))
+def _owners(optimizers: Sequence[Optimizer]) -> dict[int, tuple[Optimizer, dict[str, Any]]]:
+    """Return by the id of each parameter its optimizer, and the state of an example parameter of its group.
 
-
-def _example(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of an example parameter after one step: its names, and which of them are per element."""
-    one = torch.ones(1)
-    one.grad = torch.ones(1)
-    (settings,) = settings_of([optimizer])[:1]
-    trial = build(spec_of([optimizer]), [{"params": [one], **settings}])
+    The example, after one step, has the names of the state, and shows which of them are per element. Groups differ: one
+    has momentum, or amsgrad, and another has not.
+    """
+    settings = settings_of(optimizers)
+    ones = [torch.ones(1) for _ in settings]
+    for one in ones:
+        one.grad = torch.ones(1)
+    pairs = zip(ones, settings, strict=True)
+    trial = build(spec_of(optimizers), [{"params": [one], **of_group} for one, of_group in pairs])
     trial.step()
-    return dict(trial.state.get(one, {}))
+    groups = [(optimizer, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+    return {
+        id(parameter): (optimizer, trial.state.get(one, {}))
+        for one, (optimizer, parameters) in zip(ones, groups, strict=True)
+        for parameter in parameters
+    }
 
 
 def _is_per_element(value: object) -> bool:
@@ -131,8 +143,9 @@ class Gathered:
         self._memories: dict[tuple[str, int], Tensor] = {}
 
     def add(self, block: BlockSpec, part: str, absent: Sequence[int], values: Tensor) -> None:
+        without = frozenset(absent)
         for segment in block.segments:
-            if segment.parameter not in absent:
+            if segment.parameter not in without:
                 memory = self._memory(part, segment.parameter)
                 memory[segment.offset : segment.offset + segment.numel] = values[segment.start : segment.stop]
 
@@ -160,10 +173,10 @@ def by_segment(
 ) -> dict[str, list[Tensor]]:
     """Convert state from messages to what a block's optimizer takes: name -> one tensor per segment."""
     none = torch.empty(0)
-    state = {
-        name: [none if s.parameter in absent else values[s.start : s.stop] for s in segments]
-        for name, (values, absent) in parts.items()
-    }
+    state = {}
+    for name, (values, absent) in parts.items():
+        without = frozenset(absent)
+        state[name] = [none if s.parameter in without else values[s.start : s.stop] for s in segments]
     for name, of in numbers.items():
         state[name] = [
             torch.tensor(of[s.parameter], dtype=torch.float64) if s.parameter in of else none for s in segments

@@ -513,11 +513,11 @@ class Concluded(Message, frozen=True, tag=116):
 
 
 class Failed(Message, frozen=True, tag=117):
-    """The user's code raised on a worker."""
+    """The user's code raised on a worker, or a server cannot use the optimizer state that it was sent."""
 
     step: int
     error: str
-    traceback: str
+    traceback: str  # none from a server
 
 
 class Shutdown(Message, frozen=True, tag=118):

@@ -76,7 +76,7 @@ class BlockParameters:
         return as_parts(self.spec, self.optimizer.state())
 
     def state_part(self, name: str) -> tuple[Tensor, tuple[int, ...]]:
-        parts, _ = as_parts(self.spec, {name: self.optimizer.state()[name]})
+        parts, _ = as_parts(self.spec, {name: self.optimizer.state_of(name)})
         return parts[name]
 
     def set_groups(self, worker: int, groups: Groups) -> str:

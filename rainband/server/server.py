@@ -21,6 +21,7 @@ from rainband.protocol.messages import (
     Assign,
     BlockReady,
     Command,
+    Failed,
     FetchState,
     Flush,
     Forget,
@@ -263,7 +264,10 @@ class Server:
             self.progress.refused["load"] += 1
             ready = block is not None and block.loaded
             return [ServerOutput(sender, BlockReady(load.block, load.slot))] if ready else []
-        block.load(load, payload.view(block.parameters.dtype))
+        try:
+            block.load(load, payload.view(block.parameters.dtype))
+        except ValueError as error:  # optimizer state that does not fit: the run ends with this reason
+            return [ServerOutput(COORDINATOR, Failed(0, f"block {load.block} was not loaded: {error}", ""))]
         outs = [ServerOutput(sender, BlockReady(load.block, load.slot))]
         if not load.part and all(b.loaded for b in self.blocks.values()):
             outs += [ServerOutput(COORDINATOR, Ready()), *self.readers.admit_all()]

@@ -65,7 +65,6 @@ class Pushes:
         if observer is not None:
             observer.began("push")
         handle = self._begin(gradient)
-        absent = flat.absent(gradient.tensors)
         read = self.versions if gradient.read is None else gradient.read
         loss = gradient.loss if self.leases.plan.coordinated else 0.0
         for block in servers.blocks:
@@ -82,7 +81,7 @@ class Pushes:
                 block.dtype,
                 block.numel,
                 handle.at_version,
-                absent,
+                flat.absent(block, gradient.tensors),
                 want=wanted is not None and wanted(index),
                 groups=self.groups,
                 began=handle.began,

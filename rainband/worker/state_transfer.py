@@ -37,9 +37,11 @@ class StateTransfer:
         for block in servers.blocks:
             port = servers.port_of[block.index]
             for part, tensors in state.tensors.items():
-                message = InitBlock(block.index, block.dtype, block.numel, part=part, absent=flat.absent(tensors))
+                message = InitBlock(
+                    block.index, block.dtype, block.numel, part=part, absent=flat.absent(block, tensors)
+                )
                 port.push(message, BlockTensors(flat, block, tensors))
-            message = InitBlock(block.index, block.dtype, block.numel, numbers=state.numbers)
+            message = InitBlock(block.index, block.dtype, block.numel, numbers=state.numbers_in(block))
             port.push(message, ParameterValues(servers.views[block.index]))
 
     def fetch(self) -> StateHandle:

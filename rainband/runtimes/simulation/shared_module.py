@@ -125,7 +125,7 @@ class EmptyFlat:
     def write(self, block: BlockSpec, tensors: list[Tensor | None], out: Tensor) -> None:
         """Write nothing."""
 
-    def absent(self, tensors: list[Tensor | None]) -> tuple[int, ...]:
+    def absent(self, block: BlockSpec, tensors: list[Tensor | None]) -> tuple[int, ...]:
         return ()
 
     def add_(self, tensors: list[Tensor | None], alpha: float) -> None:
