@@ -106,9 +106,11 @@ class Liveness:
 
     def _has_work(self, worker: WorkerState) -> bool:
         """Return whether it has leases, or is a custom loop with its own data loader that has made its first step."""
+        if worker.leases:
+            return True
         state = self.state
         unknown_data = state.is_custom_loop() and not state.has_data() and state.phase is Phase.RUNNING
-        return bool(worker.leases) or (unknown_data and worker.heartbeat.acked > 0 and not worker.ended)
+        return unknown_data and worker.heartbeat.acked > 0 and not worker.ended
 
     def _holds_others_back(self, worker: WorkerState) -> bool:
         """Return whether it has leases, or other workers wait while it works on data that only it knows."""

@@ -158,7 +158,8 @@ class RunState:
     def num_live(self) -> int:
         """Count the active replicas that have not ended."""
         if self.live is None:
-            self.live = sum(w.active and not w.ended and not self.rank_in_replica(i) for i, w in self.workers.items())
+            size = self.settings.workers_per_replica  # a replica has the rank of its first worker
+            self.live = sum(w.active and not w.ended and i % size == 0 for i, w in self.workers.items())
         return self.live
 
     def all_have_ended(self) -> bool:

@@ -22,7 +22,6 @@ class Staleness(msgspec.Struct, frozen=True):
     max: int
     histogram: dict[int, int]
     per_worker_mean: dict[int, float]
-    per_worker_max: dict[int, int] = {}
     per_block: dict[int, BlockStaleness] = {}
     bound: float | None = None  # the rule's bound, in its own unit; none: unbounded
     unit: str = ""
@@ -107,7 +106,6 @@ def staleness_of(reports: Iterable[Report]) -> Staleness:
         max=max(total, default=0),
         histogram=dict(sorted(total.items())),
         per_worker_mean={worker: _mean(counts) for worker, counts in sorted(per_worker.items())},
-        per_worker_max={worker: max(counts, default=0) for worker, counts in sorted(per_worker.items())},
         per_block=_per_block(reports),
         **_promise(worst_limit(report.limit for report in reports)),
     )

@@ -159,17 +159,19 @@ class Client:
 
     def next_item(self) -> WorkItem | None:
         """Return the next work item to compute, in rounds one of the lowest round; None if there is none now."""
-        if self.plan.coordinated:
-            return self.items.next(self.plan)
-        with_work = self.leases.with_work()
+        leases = self.leases
+        plan = leases.plan
+        if plan.coordinated:
+            return self.items.next(plan)
+        with_work = leases.with_work()
         if not with_work:
-            if self.pulls.entered and not self.leases.has_unsettled:
+            if self.pulls.entered and not leases.has_unsettled:
                 self.rest()
             return None
-        lease = self.leases.next_lease(with_work)
-        if self.plan.items_per_round and not self._is_open(self.leases.next_round(lease)):
+        lease = leases.next_lease(with_work)
+        if plan.items_per_round and not self._is_open(leases.next_round(lease)):
             return None
-        return self.leases.begin(lease, len(with_work))
+        return leases.begin(lease, len(with_work))
 
     def still_needed(self, work_item: WorkItem) -> StillNeeded:
         """Check whether a work item that was begun is still to be delivered by this worker."""

@@ -111,10 +111,11 @@ class ModuleWorker:
 
     async def work_items(self) -> AsyncIterator[WorkItem]:
         """Yield the work items leased to this worker, until the run's data is done."""
-        while not self.client.finished and not self.client.stopping:
-            work_item = self.client.next_item()
+        client, leases = self.client, self.client.leases
+        while not leases.finished and not leases.stopping:
+            work_item = client.next_item()
             if work_item is None:
-                await self.client.state_changed()
+                await client.state_changed()
             else:
                 yield work_item
 

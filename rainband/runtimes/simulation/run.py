@@ -7,7 +7,6 @@ are virtual.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -61,7 +60,6 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     cpu_capability: str
     threads: int
     events: int
-    wall_s: float
     model: ClusterModel
 
 
@@ -119,7 +117,6 @@ class Simulation(Run):
         self.model = model
         self.trace = Trace(keep=config.sim.trace)
         self.spans: list[Span] = []
-        self.started_at = time.monotonic()
         self.interrupted = False
         scenario.eval_every_s = config.eval_every_s
         self.expected_s = self._expected_s(scenario.join)
@@ -198,7 +195,6 @@ class Simulation(Run):
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
             threads=torch.get_num_threads(),
             events=self.cluster.clock.done,
-            wall_s=time.monotonic() - self.started_at,
             model=self.model,
         )
         if self.spans:
