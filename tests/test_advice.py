@@ -43,8 +43,8 @@ def test_nobody_is_warned_of_defaults_with_four_workers_that_are_alike(name: str
 @pytest.mark.parametrize(
     "strategy, settings, missed, own",
     [
-        ("downpour", {"optimizer": "sgd", "overlap": False}, 3, "0.75"),  # 3 / 4: that of four workers, each alone
-        ("downpour", {"optimizer": "sgd"}, 7, "0.88"),  # fetched a step before it is used
+        ("downpour", {"optimizer": "sgd"}, 3, "0.75"),  # 3 / 4: that of four workers, each alone
+        ("downpour", {"optimizer": "sgd", "overlap": True}, 7, "0.88"),  # fetched a step before it is used
         ("stale_sync", {}, 3, "0.75"),
         ("stale_sync", {"bound": 0}, 1.5, "0.60"),
         ("bounded_delay", {}, 7, "0.88"),
@@ -179,10 +179,10 @@ def test_expected_staleness_is_lambda_minus_1_over_c(workers: int, n: int) -> No
 @pytest.mark.parametrize(
     "strategy, settings, missed",
     [
-        ("downpour", {"overlap": False}, 3),
-        ("downpour", {}, 7),
-        ("downpour", {"overlap": False, "n_fetch": 3}, 7),  # the second step after a fetch is one round older, ...
-        pytest.param("downpour", {"n_fetch": 3}, 11, marks=pytest.mark.slow),
+        ("downpour", {}, 3),
+        ("downpour", {"overlap": True}, 7),
+        ("downpour", {"n_fetch": 3}, 7),  # the second step after a fetch is one round older, ...
+        pytest.param("downpour", {"n_fetch": 3, "overlap": True}, 11, marks=pytest.mark.slow),
         ("bounded_delay", {}, 7),
         pytest.param("bounded_delay", {"tau": 0}, 1.5, marks=pytest.mark.slow),  # 0, 1, 2 and 3
         ("stale_sync", {}, 3),

@@ -483,7 +483,7 @@ def test_a_strategy_is_explained_by_its_own_file() -> None:
     said = Said("explain", "downpour")
     assert "w  -= lr * D " in said.out
     assert "  n_push=1 steps between two pushes; a whole number" in re.sub(r"(?<=\S) +", " ", said.out).splitlines()
-    assert "  overlap=true " in said.out
+    assert "  overlap=false " in said.out
     assert "Use it:  rainband train digits downpour" in said.out
 
 

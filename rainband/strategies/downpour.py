@@ -2,11 +2,11 @@ r"""Downpour SGD: asynchronous; workers push and fetch on their own schedule (De
 
 A worker, every n_fetch steps and every n_push steps:
 
-    w  <- server                  fetched while the gradient is computed
+    w  <- server                  with all of this worker's own pushes applied
     g   = gradient(w, batch)
     D  += g                       accumulated gradient, not pushed yet
     w  -= local_lr * g            the worker's own step, between fetches
-    D  -> server;  D = 0          pushed while the next gradient is computed
+    D  -> server;  D = 0
 
 The server, for every push, each block by itself:
 
@@ -18,9 +18,18 @@ Adagrad is about ten times the best fixed one; so the worker's own step, which h
 With n_fetch = 1 every step fetches, so we omit the own step unless local_lr is given; the paper makes it and overwrites
 it with the next fetch.
 
+So with n_push = n_fetch = 1 one worker makes the updates of one process, and W workers of equal speed work with
+gradients that miss W - 1 updates. With overlap the next fetch starts before the gradient is computed, so communication
+takes no time, but each gradient also misses its worker's own last update: up to 2 W - 1 updates, and even one worker
+trains with gradients that are one update old.
+
+What staleness costs, measured with four workers and nothing retuned: a small convolutional network with BatchNorm and
+momentum 0.9 reaches 99.1 % in plain PyTorch, 79 % with W - 1 = 3 and 34 % with 2 W - 1 = 7; a small language model with
+AdamW a loss of 2.38, 2.76 and 3.04. Without momentum, or with Adagrad and a smaller lr, it costs less.
+
 With compensation > 0 the server corrects each gradient for what has changed since the worker fetched (DC-ASGD, Zheng et
 al. 2017, see rules/compensated.py):  D + compensation * D * D * (w - what the worker fetched). It keeps a copy of the
-parameters for every worker, two while the worker fetches ahead.
+parameters for every worker, two with overlap.
 
 Use when machines differ, fail or join late, or the network is slow. Avoid when results must be reproducible (sync), or
 with a large momentum: asynchrony acts as momentum too.
@@ -45,7 +54,7 @@ class Downpour(AsyncSettings, Strategy):
     lr: float = 0.01  # the servers' learning rate
     optimizer: str = "adagrad"  # the servers' optimizer: sgd, adagrad, adam, adamw, rmsprop, ... or module:Class
     local_lr: float | None = None  # of the worker's own step; none: 0 if n_fetch=1, else lr (sgd) or a tenth of it
-    overlap: bool = True  # fetch while computing; no: wait for the result of one's own push before the next step
+    overlap: bool = False  # fetch the next parameters while computing: hides slow links, but gradients are staler
     warm_start_batches: int = 0  # batches that one worker trains alone before the other workers start
 
     def __post_init__(self) -> None:
@@ -99,7 +108,7 @@ class Downpour(AsyncSettings, Strategy):
     def staleness(self, replicas: int) -> float:
         missed = float(replicas - 1)
         if self.overlap:
-            missed += replicas  # parameters are fetched one step before they are used
+            missed += replicas  # at most: parameters are fetched up to one step before they are used
         if self.n_push == 1:  # a sum of several gradients has several ages, and misses less
             missed += replicas * (self.n_fetch - 1) / 2
         return missed
