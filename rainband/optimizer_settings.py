@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from dataclasses import dataclass
 
 from rainband.protocol.lr_schedules import Schedule, Shape
 from rainband.protocol.optimizer_spec import OptimizerSpec, element_wise
@@ -30,11 +29,6 @@ class OptimizerSettings:
 
     def schedule(self) -> Schedule:
         return Schedule(self.lr_schedule, self.warmup_fraction)
-
-    def with_optimizer(self, spec: OptimizerSpec) -> Self:
-        lr = cast(float, spec.settings.get("lr", self.lr))
-        changed: Any = replace(self, optimizer=spec.name, lr=lr)
-        return cast(Self, changed)
 
 
 @dataclass(frozen=True, kw_only=True)

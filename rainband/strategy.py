@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 import msgspec
@@ -120,8 +120,12 @@ class Strategy(ABC):
         return []
 
     def with_optimizer(self, spec: OptimizerSpec) -> Self:
-        """Return this strategy with a custom training loop's optimizer in place of its own settings."""
-        return self
+        """Return this strategy with a custom training loop's optimizer and learning rate in place of its own fields."""
+        if not is_dataclass(self):
+            return self
+        of_loop = {"optimizer": spec.name, "lr": spec.settings.get("lr")}
+        declared = {field.name for field in fields(self)}
+        return replace(self, **{k: v for k, v in of_loop.items() if k in declared and v is not None})
 
 
 # ---- the worker part ------------------------------------------------------------------------------------------------

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rainband.plugins import load_strategy
+from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.settings import Setting, as_dict, build, fields_of, parse_pairs
+from rainband.strategy import Strategy, Worker
 
 
 @dataclass(frozen=True)
@@ -275,3 +278,26 @@ def test_values_written_as_words_are_read_back_exactly(everything: Everything) -
 
     words = {name: word(value) for name, value in as_dict(everything).items()}
     assert build(Everything, words) == everything
+
+
+# ---- strategies in a custom training loop ----
+
+
+@dataclass(frozen=True)
+class WithRate(Strategy):
+    """A strategy that takes nothing from the package but the base class."""
+
+    lr: float = 0.5
+    other: int = 3
+
+    async def run(self, worker: Worker) -> None:
+        raise NotImplementedError
+
+
+def test_the_rate_of_a_custom_loop_replaces_that_of_any_strategy_that_declares_one() -> None:
+    spec = OptimizerSpec("adam", {"lr": 0.01})
+
+    assert WithRate(other=4).with_optimizer(spec) == WithRate(lr=0.01, other=4)
+    assert load_strategy("downpour", {}).with_optimizer(spec) == load_strategy(
+        "downpour", {"optimizer": "adam", "lr": 0.01}
+    )
