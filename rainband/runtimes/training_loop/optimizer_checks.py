@@ -65,7 +65,8 @@ def _strategies_for_any() -> list[str]:
     names = []
     for name in strategy_names():
         try:
-            if takes_any_optimizer(find_strategy(name)()):
+            strategy = find_strategy(name)()
+            if takes_any_optimizer(strategy) and strategy.requires.custom_loop and strategy.requires.stages is None:
                 names.append(name)
         except (ValueError, TypeError):  # it requires settings
             continue
