@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from rainband.coordinator.reporting import Reporting
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState
 from rainband.protocol import events
-from rainband.protocol.accounting import staleness_so_far
 from rainband.protocol.messages import AdjustRule
 from rainband.strategy import Requirements
 
@@ -23,7 +22,6 @@ NOT_FINITE_FRACTION = 0.1  # of the gradients since the last check
 NOT_FINITE_LEAST = 3
 CHECKS_TO_SETTLE = 5  # after a decision, before the next
 CHECKS_TO_LOOSEN = 3  # consecutive healthy ones
-STALENESS_PER_WORKER = 2.0  # a larger mean staleness is not healthy
 LOWERED = 0.5  # factor on the learning rate
 
 
@@ -34,8 +32,6 @@ class GuardReading:
     loss: float | None  # mean over the samples; none: no sample was processed
     batches: int  # that were processed
     not_finite: int  # of these, skipped because their gradient was not finite
-    staleness_mean: float  # in updates
-    num_workers: int
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,7 @@ class DivergenceGuard:
         if problem:
             self.healthy = 0
             return None if self.settling else self._tighten(problem, bound, bound_range)
-        healthy = reading.loss is not None and reading.staleness_mean <= STALENESS_PER_WORKER * reading.num_workers
-        self.healthy = self.healthy + 1 if healthy else 0
+        self.healthy = 0 if reading.loss is None else self.healthy + 1
         if bound_range is None or bound is None or self.healthy < CHECKS_TO_LOOSEN or bound >= bound_range[1]:
             return None
         self.healthy = 0
@@ -121,11 +116,9 @@ class GuardActions:
             return []
         done, not_finite = state.batches_done(), self.reporting.not_finite()
         reading = GuardReading(
-            loss=self.reporting.loss(),
+            loss=self.reporting.loss,
             batches=done - self.last[0],
             not_finite=not_finite - self.last[1],
-            staleness_mean=staleness_so_far(reports).mean,
-            num_workers=state.num_live(),
         )
         self.last = done, not_finite
         bounds = [report.bound for report in reports if report.bound is not None]

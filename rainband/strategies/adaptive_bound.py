@@ -8,7 +8,7 @@ Workers and servers do what they do in stale_sync:
 but the bound changes. The coordinator checks the run about once a second:
 
     bound = min_bound                         at the start, when gradients are large and change quickly
-    bound + 1 -> bound                        after three healthy checks: a finite loss, staleness at most 2 x workers
+    bound + 1 -> bound                        after three checks in which the loss was finite and not diverging
     bound / 2 -> bound                        when the loss diverges or gradients are not finite
 
 and at the lowest bound the learning rate is halved instead. Stale gradients do the most harm at the start, and a
