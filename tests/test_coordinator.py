@@ -877,6 +877,29 @@ def test_without_copies_a_lost_server_is_the_end_and_the_reason_says_what_is_gon
     assert "server 1 was lost (killed). It held the only copy of 1 blocks" in run.coordinator.state.reason
 
 
+def test_the_batches_that_were_applied_are_still_known_when_the_only_server_is_lost() -> None:
+    run = running(num_servers=1)
+    run.reports(3)
+    run.lost("server", 0)
+
+    assert "with 3 batches applied" in run.coordinator.state.reason
+    assert run.coordinator.reporting.samples_done() == 3
+
+
+def test_a_loss_is_reported_once_with_the_samples_that_were_new_then() -> None:
+    run = running()
+    run.now = 1.0
+    run.heartbeats(0, loss=4.0, loss_samples=1)
+    run.heartbeats(1, loss=1.0, loss_samples=2)
+    run.reports(3)
+    run.ticks(0.0)
+    run.ticks()  # no heartbeat since
+    run.heartbeats(1, loss=0.5, loss_samples=2)
+    run.ticks()
+
+    assert [event.loss for event in run.events(events.Progress)] == [2.0, None, 0.5]  # (4 + 2 * 1) / 3
+
+
 def test_rounds_of_several_batches_at_a_time_are_refused() -> None:
     run = Run()
     for server in (0, 1):

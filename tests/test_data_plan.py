@@ -34,6 +34,12 @@ def test_ten_samples_in_batches_of_four_are_three_batches_and_the_last_has_two()
     assert [plan.samples_in(0, 0), plan.samples_in(0, 1), plan.samples_in(1, 0)] == [4, 4, 2]
 
 
+def test_samples_are_counted_with_the_short_last_batch_of_each_epoch() -> None:
+    plan = make_plan(num_samples=10, batch_size=4, epochs=1 << 20)
+
+    assert [plan.samples_of(batches) for batches in range(8)] == [0, 4, 8, 10, 14, 18, 20, 24]
+
+
 def test_portions_are_numbered_through_all_epochs() -> None:
     plan = make_plan(num_batches=3, portion_batches=2, epochs=2)
 

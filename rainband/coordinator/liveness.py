@@ -238,9 +238,10 @@ class Liveness:
 
     def _server_lost(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         state = self.state
-        server = state.servers.pop(peer.index, None)
-        if server is None:
+        if peer.index not in state.servers:
             return []
+        state.lost_after = state.batches_done()
+        server = state.servers.pop(peer.index)
         state.events.append(events.Lost(at_s=now, node=str(peer), why=why))
         held = f"{len(server.report.blocks)} blocks" if server.report else "its blocks"
         state.fail(

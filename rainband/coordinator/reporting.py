@@ -16,6 +16,7 @@ from rainband.protocol.accounting import (
     staleness_so_far,
 )
 from rainband.protocol.data_plan import DataPlan
+from rainband.protocol.messages import Heartbeat
 
 # A rate is computed over at least this many seconds, or this fraction of the run so far.
 RATE_FROM_S, RATE_FROM = 0.25, 0.01
@@ -26,6 +27,8 @@ class Reporting:
 
     def __init__(self, state: RunState) -> None:
         self.state = state
+        self.loss: float | None = None  # since the last Progress event; none: no sample was processed
+        self.reported: list[Heartbeat] = []  # by that event
 
     def accounting(self) -> BatchAccounting | None:
         state = self.state
@@ -60,7 +63,7 @@ class Reporting:
             return 0
         if self.state.full_batch is not None:
             return self.state.full_batch.samples
-        return min(self.state.batches_done() * plan.batch_size, plan.num_samples * plan.epochs)
+        return plan.samples_of(self.state.batches_done())
 
     def _batches_or_steps(self, plan: DataPlan) -> int:
         if self.state.full_batch is not None:
@@ -69,9 +72,12 @@ class Reporting:
             return self.state.batches_done()
         return balance(plan, self.state.reports(), 0).untracked_pushes
 
-    def loss(self) -> float | None:
-        """Return the mean loss of the latest heartbeats, weighted by samples."""
-        heartbeats = [w.heartbeat for w in self.state.workers.values() if w.heartbeat.loss_samples]
+    def _new_loss(self) -> float | None:
+        """Return the mean loss of the heartbeats since the last Progress event, weighted by samples."""
+        reported = set(map(id, self.reported))
+        latest = [w.heartbeat for w in self.state.workers.values()]
+        heartbeats = [h for h in latest if h.loss_samples and id(h) not in reported]
+        self.reported = latest
         weight = sum(heartbeat.loss_samples for heartbeat in heartbeats)
         return sum(heartbeat.loss * heartbeat.loss_samples for heartbeat in heartbeats) / weight if weight else None
 
@@ -79,6 +85,7 @@ class Reporting:
         """Add a Progress event: at every tick, and once more when all workers have ended."""
         plan = self.state.plan
         assert plan
+        self.loss = self._new_loss()
         staleness = staleness_so_far(self.state.reports())
         known = self.state.knows_its_end()  # otherwise the totals are reported as 0
         connected = {i: w for i, w in sorted(self.state.workers.items()) if w.connected}
@@ -92,7 +99,7 @@ class Reporting:
                 batches=plan.num_batches if known else 0,
                 samples_done=self.samples_done(),
                 samples=plan.num_samples * plan.epochs if known else 0,
-                loss=self.loss(),
+                loss=self.loss,
                 samples_per_s={i: _rate([(t, b.samples) for t, b in w.heartbeats], now) for i, w in counting.items()},
                 steps_per_s={i: _rate([(t, b.steps) for t, b in w.heartbeats], now) for i, w in counting.items()},
                 staleness_mean=staleness.mean,

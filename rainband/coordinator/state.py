@@ -130,6 +130,7 @@ class RunState:
         self.missing: set[int] = set()  # workers that will never join
         self.live: int | None = None  # active replicas; None: count again
         self.last_loss = ""
+        self.lost_after: int | None = None  # batches that every block had accepted when a server was lost
         self.reassigned = 0
         self.events: list[events.AnyEvent] = []
 
@@ -222,6 +223,8 @@ class RunState:
 
     def batches_done(self) -> int:
         """Count the batches that every block has accepted."""
+        if self.lost_after is not None:
+            return self.lost_after
         reports = [r for r in self.reports() if r.blocks]
         holders = len(self.servers) if self.settings.num_servers else self.settings.workers_per_replica
         return min((r.accepted for r in reports), default=0) if len(self.reports()) >= holders else 0

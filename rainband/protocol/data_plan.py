@@ -95,6 +95,11 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
         group, position = divmod(inside, self.items_per_round)
         return (group * self.portion_batches + k) * self.items_per_round + position
 
+    def samples_of(self, batches: int) -> int:
+        """Return the samples of this many batches, taken epoch by epoch: the last batch of an epoch may be short."""
+        epochs, left = divmod(batches, self.batches_per_epoch)
+        return epochs * self.num_samples + min(left * self.batch_size, self.num_samples)
+
     def samples_in(self, portion: int, k: int) -> int:
         """Return the number of samples in a batch; only an epoch's last batch may have fewer."""
         left = self.num_samples - self.number(portion, k) * self.batch_size
