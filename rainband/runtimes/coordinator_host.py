@@ -73,9 +73,10 @@ class CoordinatorHost:
         """Send what the coordinator has returned, and show what has happened."""
         if self.hogwild_server is not None:
             outs = self.hogwild_server.answered(self.coordinator, outs, self.now())
+        post, observer, state = self.post, self.observer, self.coordinator.state
         for out in outs:
-            self.post(out)
-            if self.observer is not None:
-                self.observer.sent(out.message)
-        if self.coordinator.state.events or self.coordinator.state.phase != self.phases.phase:
+            post(out)
+            if observer is not None:
+                observer.sent(out.message)
+        if state.events or state.phase is not self.phases.phase:
             self.phases.show()

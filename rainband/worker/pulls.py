@@ -111,15 +111,17 @@ class Pulls:
 
     def _request(self, pull: PullHandle, clock: int) -> PullHandle:
         # A new number: late answers to an older request must not be taken for answers to this one.
-        pull.restart(self.pushes.next_sequence(), len(self.servers.blocks))
-        pull.asked = Pull(pull.sequence, clock, base=self.pushes.base, part=self.servers.part)
-        self.current, self.servers.stats.held_by = pull, None
-        for port in self.servers.own_ports:
+        servers, pushes = self.servers, self.pushes
+        pull.restart(pushes.next_sequence(), len(servers.blocks))
+        asked = pull.asked = Pull(pull.sequence, clock, base=pushes.base, part=servers.part)
+        self.current, servers.stats.held_by = pull, None
+        for port in servers.own_ports:
             if not port.direct or self.asks is not False:
-                self.servers.send(port, pull.asked)
-        if self.servers.direct_blocks:
+                servers.send(port, asked)
+        if servers.direct_blocks:
             self._read_in_shared_memory(pull)
-        self.requested(pull)
+        if servers.observer is not None:
+            servers.observer.pulled(pull)
         return pull
 
     def requested(self, pull: PullHandle) -> None:

@@ -81,9 +81,14 @@ class CoordinatorNode(Node):
         self._plan_look()
 
     def _post(self, out: CoordinatorOutput) -> None:
-        self.bus.send(self, out.to, self._adapted(out.message), out.body, HEADER_BYTES + len(out.body or b""))
+        to, message, body = out
+        if type(message) in OF_BLOCKS:
+            message = self._adapted(message)
+        self.bus.send(self, to, message, body, HEADER_BYTES + len(body or b""))
 
     def _plan_look(self) -> None:
+        if self.coordinator.full_batch is None:
+            return
         due_at = self.coordinator.due_at()
         if due_at is not None and (self.looks_at is None or due_at < self.looks_at):
             self.looks_at = due_at
@@ -95,14 +100,15 @@ class CoordinatorNode(Node):
         self.send(self.coordinator.look(self._now()))
 
     def _adapted(self, message: Message) -> Message:
-        if not isinstance(message, (messages.Welcome, messages.Assign)):
-            return message
         adapted = self.adapt(message)
         if isinstance(message, messages.Welcome) and not self.block_bytes:
             sizes = [block.num_bytes for block in message.blocks]
             assert isinstance(adapted, messages.Welcome)
             self.block_bytes = sizes if len(adapted.blocks) == len(sizes) else [sum(sizes)]  # one stands for all
         return adapted
+
+
+OF_BLOCKS = frozenset((messages.Welcome, messages.Assign))
 
 
 def unchanged(message: Message) -> Message:
