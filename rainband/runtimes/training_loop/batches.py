@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -161,9 +161,17 @@ def _fingerprint(dataset: Any, collate: Any) -> str:
         return "unknown"
 
 
-def loader(
-    dataset: Any, batches: LoopBatches | InOrderBatches, arguments: dict[str, Any], ahead: bool = True
-) -> DataLoader[Any]:
+class PassOrder(Protocol):
+    """The batches of a pass, as a DataLoader asks for them."""
+
+    @property
+    def passes(self) -> int:
+        """Return how many passes have begun."""
+
+    def __iter__(self) -> Iterator[Indices]: ...
+
+
+def loader(dataset: Any, batches: PassOrder, arguments: dict[str, Any], ahead: bool = True) -> DataLoader[Any]:
     """Return the DataLoader of the next pass. Without `ahead` it fetches each batch only when it is requested."""
     given = {name: value for name, value in arguments.items() if name not in OURS}
     if not ahead:

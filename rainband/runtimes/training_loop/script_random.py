@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+RandomState = dict[str, Any]
 
 
 def seed_equally(seed: int) -> None:
@@ -24,3 +29,50 @@ def seed_by_rank(index: int) -> None:
     torch.manual_seed(torch.initial_seed() + index)
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed((int(numpy_random.randint(1 << 31)) + index) % (1 << 32))
+
+
+class CommonRandom:
+    """Random numbers that stay equal on all workers, for orders of samples; others differ after `seed_by_rank`."""
+
+    def __init__(self, alone: bool = False) -> None:
+        self.alone = alone  # one worker draws from its own numbers, as a script in one process does
+        self.current = _state()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw from the common numbers inside the block."""
+        if self.alone:
+            yield
+            return
+        outside = _state()
+        _set_state(self.current)
+        try:
+            yield
+        finally:
+            self.current = _state()
+            _set_state(outside)
+
+    def state(self) -> RandomState:
+        return self.current
+
+    def set_state(self, state: RandomState) -> None:
+        self.current = state
+
+
+def _state() -> RandomState:
+    """Return the state of all generators, as lists, numbers and tensors."""
+    version, words, gauss = random.getstate()
+    state: RandomState = {"python": [version, list(words), gauss], "torch": torch.get_rng_state(), "numpy": None}
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        name, keys, *rest = numpy_random.get_state()
+        state["numpy"] = [name, torch.from_numpy(keys.astype("int64")), *rest]
+    return state
+
+
+def _set_state(state: RandomState) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(state["torch"])
+    if (numpy_random := sys.modules.get("numpy.random")) is not None and state["numpy"] is not None:
+        name, keys, *rest = state["numpy"]
+        numpy_random.set_state((name, keys.numpy().astype("uint32"), *rest))

@@ -1,0 +1,277 @@
+"""The batches of a custom training loop whose workers share each batch: every worker loads its part."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import islice, tee
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from rainband.rounds.exchange import Part
+from rainband.runtimes.training_loop.batches import loader as parts_loader
+from rainband.runtimes.training_loop.script_random import CommonRandom
+
+Indices = Sequence[int]
+TAKEN_OVER = (
+    *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers"),
+)
+
+
+class Rounds(Protocol):
+    """The rounds of a loop, as its loaders see them."""
+
+    random: CommonRandom
+
+    def begin_pass(self, length: int) -> int:
+        """Return the number of the pass that begins; it has this many batches, 0 if not known."""
+
+    def begin_round(self, number: int) -> int | None:
+        """Begin the next round of a pass, and return the number of its batch; None if the pass is over."""
+
+    def cut(self, batch: Indices | None) -> Part:
+        """Return this worker's part of the batch."""
+
+
+# ---- the order of samples ----
+
+
+class ShuffledOrder:
+    """Batches of a permutation that depends on the seed and the pass alone."""
+
+    def __init__(self, num_samples: int, batch_size: int, seed: int, drop_last: bool) -> None:
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.drop_last = drop_last
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        return whole + bool(rest and not self.drop_last)
+
+    def batches(self, number: int) -> Iterator[list[int]]:
+        generator = np.random.Generator(np.random.PCG64([self.seed, number]))
+        order = generator.permutation(self.num_samples)
+        for k in range(len(self)):
+            yield order[k * self.batch_size : (k + 1) * self.batch_size].tolist()
+
+
+class SamplerOrder:
+    """Batches of a batch sampler, drawn with random numbers that are equal on all workers."""
+
+    def __init__(self, sampler: Any, random: CommonRandom, generator: torch.Generator | None = None) -> None:
+        self.sampler = sampler
+        self.random = random
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def batches(self, number: int) -> Iterator[list[int]]:
+        with self.random.active():
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # as a DataLoader does at its start
+            batches = iter(self.sampler)
+            first = list(islice(batches, 1))
+        yield from map(list, first)
+        # torch's samplers have drawn all their random numbers by now
+        known = type(self.sampler) is BatchSampler and type(self.sampler.sampler).__module__.startswith("torch.")
+        while True:
+            with nullcontext() if known else self.random.active():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield list(batch)
+
+
+# ---- loading the parts ----
+
+
+class PartLoader:
+    """Loads this worker's parts, some rounds ahead if the DataLoader has processes of its own.
+
+    Parts of later rounds are predicted from the last one. A part that differs when its round begins is loaded again.
+    """
+
+    def __init__(self, dataset: Any, arguments: dict[str, Any]) -> None:
+        self.dataset = dataset
+        self.arguments = arguments
+        self.ahead = bool(arguments.get("num_workers"))
+        self.begin_pass(0)
+        self.coming: Iterator[list[int]] = iter(())  # whole batches of the rounds to come
+        self.last: Part | None = None
+        self.due: deque[list[int]] = deque()  # parts that are being loaded
+        self.loaded: Iterator[Any] | None = None
+
+    def begin_pass(self, number: int) -> None:
+        self.passes = number
+        self.loader = parts_loader(self.dataset, self, self.arguments)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield, for the DataLoader, the samples of each part."""
+        assert self.last is not None
+        for batch in self.coming:
+            predicted = batch[self.last.first : self.last.last] or batch[:1]
+            self.due.append(predicted)
+            yield predicted
+
+    def load(self, part: Part, coming: Iterator[list[int]]) -> Any:
+        """Return the samples of a part; `coming` has the whole batches of this round and the next ones."""
+        samples = list(part.samples)
+        if self.ahead:
+            self.last = part
+            if self.loaded is None:
+                self.coming = coming
+                self.loaded = iter(self.loader)
+            loaded = next(self.loaded, None)
+            if self.due and self.due.popleft() == samples:
+                return loaded
+        if hasattr(self.dataset, "__getitems__"):
+            return self.loader.collate_fn(self.dataset.__getitems__(samples))
+        return self.loader.collate_fn([self.dataset[k] for k in samples])
+
+    def end_pass(self) -> None:
+        """Forget what was loaded ahead."""
+        self.due.clear()
+        self.loaded = None
+
+
+class SplitBatches:
+    """Stands where a DataLoader stood: each iteration is a pass over the data, of which every worker gets its parts."""
+
+    def __init__(
+        self, rounds: Rounds, dataset: Any, order: ShuffledOrder | SamplerOrder, batch_size: int | None, arguments: Any
+    ) -> None:
+        self.rounds = rounds
+        self.dataset = dataset
+        self.order = order
+        self.batch_size = batch_size
+        self.parts = PartLoader(dataset, arguments)
+
+    def __len__(self) -> int:
+        """Return the number of batches of a pass, as in one process."""
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Any]:
+        number = self.rounds.begin_pass(len(self))
+        self.parts.begin_pass(number)
+        whole = coming = enumerate(self.order.batches(number))
+        if self.parts.ahead:
+            whole, coming = tee(whole)  # type: ignore[assignment]
+        index = self.rounds.begin_round(number)
+        if index is None:  # over before this worker joined: draw the random numbers of its order
+            deque(islice(whole, len(self)), maxlen=0)
+        try:
+            while index is not None:
+                # a worker that joins, or returns, finds that some batches were used without it
+                batch = next((batch for k, batch in whole if k == index), None)
+                part = self.rounds.cut(batch)
+                if part.is_over:
+                    break
+                since = index
+                yield self.parts.load(part, (batch for k, batch in coming if k >= since))
+                index = self.rounds.begin_round(number)
+        finally:
+            self.parts.end_pass()
+
+
+class StreamBatches:
+    """Stands where a loader without sample numbers stood: every worker reads all of it and keeps its parts."""
+
+    def __init__(self, rounds: Rounds, loader: Any) -> None:
+        self.rounds = rounds
+        self.loader = loader
+        self.dataset = getattr(loader, "dataset", loader)
+        self.batch_size = getattr(loader, "batch_size", None)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        number = self.rounds.begin_pass(_length(self.loader))
+        with self.rounds.random.active():
+            batches = iter(self.loader)
+        position = 0
+        while (index := self.rounds.begin_round(number)) is not None:
+            with self.rounds.random.active():  # a stream that shuffles must give the same samples on all workers
+                given = list(islice(batches, index - position, index - position + 1))
+            position = index + 1
+            part = self.rounds.cut(range(batch_length(given[0])) if given else None)
+            if part.is_over or not given:
+                return
+            yield part_of(given[0], part.samples)
+
+
+def _length(loader: Any) -> int:
+    """Return the number of batches of a loader, 0 if it is not known."""
+    try:
+        return len(loader)
+    except TypeError:  # a stream, also inside a DataLoader
+        return 0
+
+
+def batches_of(rounds: Rounds, loader: Any) -> SplitBatches | StreamBatches:
+    """Return what stands in the place of a user's loader."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return StreamBatches(rounds, loader)
+    if isinstance(loader.sampler, DistributedSampler):
+        raise ValueError("run.loader divides the batches itself: omit the DistributedSampler of the DataLoader.")
+    if loader.batch_sampler is None:
+        return StreamBatches(rounds, loader)  # batch_size=None: the dataset makes the batches
+    arguments = {name: getattr(loader, name) for name in TAKEN_OVER if getattr(loader, name, None) is not None}
+    order = SamplerOrder(loader.batch_sampler, rounds.random, loader.generator)
+    return SplitBatches(rounds, loader.dataset, order, loader.batch_size, arguments)
+
+
+# ---- parts of tensors ----
+
+
+def batch_length(batch: Any) -> int:
+    """Return the number of samples of a batch: the length of its first tensor."""
+    lengths: list[int] = []
+    _changed(batch, lambda tensor: lengths.append(len(tensor)))
+    if not lengths:
+        raise ValueError(f"a batch of type {type(batch).__name__} has no tensor, so it has no parts: use run.batches.")
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"the tensors of a batch have {sorted(set(lengths))} samples: all must have the same length in dimension 0."
+        )
+    return lengths[0]
+
+
+def part_of(batch: Any, samples: Indices) -> Any:
+    """Return these samples of a batch."""
+    first, last = samples[0], samples[-1] + 1
+    rows: Any = slice(first, last) if list(samples) == list(range(first, last)) else list(samples)
+    return _changed(batch, lambda tensor: tensor[rows])
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a batch with all its tensors changed: those in tuples, lists and dicts, except numbers."""
+    if isinstance(value, Tensor | np.ndarray):
+        return change(value) if value.ndim else value
+    if isinstance(value, Mapping):
+        return type(value)({key: _changed(item, change) for key, item in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_changed(item, change) for item in value))
+    if isinstance(value, tuple | list):
+        if value and all(isinstance(item, str) for item in value):
+            return change(_Strings(value))
+        return type(value)(_changed(item, change) for item in value)
+    return value
+
+
+class _Strings(list[str]):
+    """Texts of the samples of a batch, which are indexed as a tensor is."""
+
+    def __getitem__(self, rows: Any) -> Any:
+        return (
+            super().__getitem__(rows)
+            if isinstance(rows, slice)
+            else [super(_Strings, self).__getitem__(k) for k in rows]
+        )

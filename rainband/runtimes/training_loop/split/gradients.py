@@ -1,0 +1,245 @@
+"""Averaging gradients over the workers at the end of each backward(), and the checks before each step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from rainband.rounds.exchange import Exchange, Part
+from rainband.runtimes.training_loop.split.state import LoopState
+from rainband.runtimes.training_loop.split.tensors import BackwardHooks, numbers_of, put_numbers
+
+OWN_LOADER = (
+    "rainband: this loop uses its own data loader, so every worker trains on all of the data. To share its batches, "
+    "iterate over run.loader(loader), or use run.batches(dataset, batch_size=...), or run.part(batch)."
+)
+
+
+class GradientExchange:
+    """One worker's exchanges: of gradients and buffers after each backward(), of a closure's loss, of other numbers."""
+
+    def __init__(self, exchange: Exchange, state: LoopState, num_workers: int) -> None:
+        self.exchange = exchange
+        self.state = state
+        self.tensors = state.tensors
+        self.optimizers = state.optimizers
+        self.num_workers = num_workers
+        self.hooks = BackwardHooks(self._after_backward)
+        self.step_hooks: list[RemovableHandle] = []
+        self.scaling: list[RemovableHandle] = []
+        self.part: Part | None = None  # of the current round
+        self.weight: float | None = None  # given by the loop, in place of the part's number of samples
+        self.deferred = False  # gradients of earlier backward passes wait to be averaged
+        self.exchanges = 0  # of gradients, in the current round
+        self.exchanges_before = 0  # in the round before
+        self.accumulating = False
+        self.uses_loaders = False  # the loop's batches come from `run`
+        self.wants_stop: str | None = None
+        self.told: set[str] = set()  # messages that were printed
+
+    def attach(self) -> None:
+        """Begin to average, when the loop begins."""
+        self.hooks.watch(self.tensors.parameters)
+        for optimizer in self.optimizers:
+            self.step_hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self.step_hooks.append(optimizer.register_step_post_hook(self._after_step))
+
+    def detach(self) -> None:
+        self.hooks.remove()
+        for handle in (*self.step_hooks, *self.scaling):
+            handle.remove()
+
+    # ---- rounds ----
+
+    def begin_round(self) -> None:
+        """Prepare for the next batch."""
+        if new := self.tensors.find():
+            raise ValueError(
+                f"{self.tensors.names[-len(new)]} was added to the model or an optimizer after rainband.join: add all "
+                "parameters before it, with requires_grad_(False) those that are trained later."
+            )
+        self.hooks.watch(self.tensors.parameters)
+        self.exchanges_before, self.exchanges = self.exchanges, 0
+        self.weight = self.part = None
+
+    def set_part(self, part: Part) -> None:
+        self.part = part
+        if self.deferred:
+            self._scale()
+
+    def set_weight(self, weight: float) -> None:
+        """Weight the gradients of this batch, in place of the part's number of samples."""
+        self.weight = weight
+        if self.deferred or self.accumulating:
+            self._scale()
+
+    def _begin_own_round(self) -> None:
+        """Begin a round of a loop with its own loader, where each worker has the same weight."""
+        if self.num_workers > 1 and self.exchange.is_first:
+            self._tell(OWN_LOADER)
+        self.exchange.begin(0)
+        self.begin_round()
+        self.set_part(self.exchange.cut(range(2 * len(self.exchange.members))))
+        self.weight = 1.0
+
+    # ---- backward ----
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.accumulating = True
+        self._scale()
+        try:
+            yield
+        finally:
+            self.accumulating = False
+
+    def _scale(self) -> None:
+        """Scale the gradients of this batch, so that accumulated ones may be averaged with equal weights.
+
+        A gradient counts with this worker's fraction of its batch, which may be another one in the next batch.
+        """
+        if self.weight is not None and self.uses_loaders:
+            raise ValueError("run.weight(...) and run.no_sync() cannot be combined: accumulate without run.no_sync().")
+        self._stop_scaling()
+        if self.part is None or not self.uses_loaders:
+            return
+        factor = self.part.weight * len(self.exchange.members) / self.part.total
+        if factor != 1.0:
+            scale: Callable[[Tensor], Tensor] = lambda gradient: gradient * factor  # noqa: E731
+            self.scaling = [
+                p.register_hook(scale)  # type: ignore[no-untyped-call]
+                for p in self.tensors.parameters
+                if p.requires_grad
+            ]
+
+    def _stop_scaling(self) -> None:
+        for handle in self.scaling:
+            handle.remove()
+        self.scaling.clear()
+
+    @torch.no_grad()
+    def _after_backward(self, changed: set[int]) -> None:
+        if self.part is None:
+            self._begin_own_round()
+        if self.accumulating:
+            self._defer(changed)
+            return
+        tensors = self.tensors.gradients()
+        alone = len(self.exchange.members) == 1
+        tensors += [None if alone else buffer.change() for buffer in self.tensors.buffers]
+        stop = 0.0 if self.wants_stop is None else 1.0
+        weight = 1.0 if self.deferred else self.weight
+        outcome = self.exchange.mean(tensors, weight, numbers_of(self.optimizers), (stop,))
+        self.exchanges += 1
+        if not outcome.took_part:
+            return  # this worker receives the state when the next round begins
+        self._put(tensors, alone)
+        self.deferred = False
+        self._stop_scaling()
+        self.tensors.note_exchange()
+        self._put_numbers(outcome.numbers)
+        if outcome.scalars and outcome.scalars[0] > 0:
+            self.state.stopped = self.wants_stop or "another worker has stopped the run"
+
+    def _put(self, tensors: list[Tensor | None], alone: bool) -> None:
+        count = len(self.tensors.parameters)
+        for parameter, mean in zip(self.tensors.parameters, tensors[:count], strict=True):
+            if parameter.grad is None and mean is not None:
+                parameter.grad = mean.view_as(parameter)
+        for buffer, mean in zip(self.tensors.buffers, tensors[count:], strict=True):
+            if alone:
+                buffer.keep()
+            else:
+                buffer.put(mean)
+
+    def _defer(self, changed: set[int]) -> None:
+        self.deferred = True
+        self.tensors.unsynced |= changed
+        self.exchange.defer()
+
+    def _put_numbers(self, numbers: Sequence[float]) -> None:
+        """Take over the learning rates and other numbers of the worker that has served longest."""
+        own = numbers_of(self.optimizers)
+        if not numbers or len(numbers) != len(own) or list(numbers) == own:
+            return
+        names = put_numbers(self.optimizers, numbers)
+        if names:
+            self._tell(
+                f"rainband: {names[0]} of an optimizer differs between workers; all use that of the one that has "
+                "served longest. A scheduler must not depend on one worker's loss: use run.mean(loss). "
+                "run.register(scheduler) gives its state to workers that join."
+            )
+
+    # ---- steps ----
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if callable(closure):
+            averaged = self._averaged(closure)
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": averaged}
+            return (args[0], averaged, *args[2:]), kwargs
+        if self.num_workers > 1:
+            self._check_averaged(optimizer)
+        return None
+
+    def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure whose loss is the mean over the workers, so that line searches agree."""
+
+        def averaged() -> Any:
+            loss = closure()
+            if loss is None:
+                return None
+            if isinstance(loss, Tensor):
+                return torch.full_like(loss.detach(), self.mean(float(loss.detach()), None))
+            return self.mean(float(loss), None)
+
+        return averaged
+
+    def _check_averaged(self, optimizer: Optimizer) -> None:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if own & self.tensors.unsynced:
+            raise ValueError(
+                "optimizer.step() was called with gradients of run.no_sync() that were not averaged: call the last "
+                "backward() before a step outside run.no_sync()."
+            )
+        if self.exchanges or self.exchanges_before:
+            return
+        name = self.tensors.not_averaged(optimizer)
+        if name is not None:
+            raise ValueError(
+                f"the gradient of {name} was not computed by loss.backward(), so the workers could not average it: "
+                "use backward() in place of torch.autograd.grad."
+            )
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.exchange.stepped()
+        if not self.uses_loaders and self.part is not None:
+            self._begin_own_round()
+
+    # ---- numbers ----
+
+    def mean(self, value: float, weight: float | None) -> float:
+        """Return the weighted mean of a number over the workers."""
+        if self.part is None:
+            self._begin_own_round()
+        if weight is None:
+            weight = self.weight
+        outcome = self.exchange.mean_scalars((value,), weight)
+        return outcome.scalars[0] if outcome.scalars and outcome.weight else value
+
+    def stop(self, reason: str) -> None:
+        """Ask all workers to end the run: they learn it with the next exchange."""
+        self.wants_stop = reason
+
+    def _tell(self, message: str) -> None:
+        if message not in self.told:
+            self.told.add(message)
+            print(message, file=sys.stderr)

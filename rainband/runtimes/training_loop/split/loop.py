@@ -1,0 +1,232 @@
+"""A custom training loop whose workers share each batch: the updates of one process.
+
+    with rainband.join(model, optimizer) as run:
+        for x, y in run.batches(dataset, batch_size=64):    every worker gets its part of the batch
+            ...                                              the user's zero_grad, forward, backward, step
+
+At the end of each backward(), `p.grad` becomes the mean over the workers, weighted by samples. The user's own optimizer
+then steps on every worker, so that all parameters stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from rainband.rounds.exchange import Exchange, Part, RoundId
+from rainband.runtimes.training_loop.script_random import CommonRandom, seed_by_rank
+from rainband.runtimes.training_loop.split.batches import (
+    Indices,
+    SamplerOrder,
+    ShuffledOrder,
+    SplitBatches,
+    StreamBatches,
+    batch_length,
+    batches_of,
+    part_of,
+)
+from rainband.runtimes.training_loop.split.gradients import GradientExchange
+from rainband.runtimes.training_loop.split.state import HasState, LoopState
+from rainband.runtimes.training_loop.split.tensors import SharedTensors, refuse_wrapped
+from rainband.runtimes.training_loop.step_hooks import unwrapped
+
+MakeExchange = Callable[[LoopState, list[Tensor]], Exchange]  # the tensors tell shapes and dtypes
+
+
+# size: users call most of its methods on `run`
+class SplitLoop:
+    """The training loop of one worker that shares each batch: the `run` of `with rainband.join(...) as run`."""
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizers: Sequence[Any],
+        make_exchange: MakeExchange,
+        num_workers: int,
+        seed: int = 0,
+    ) -> None:
+        self.model = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+        refuse_wrapped(self.model)
+        self.optimizers = [unwrapped(optimizer) for optimizer in optimizers]
+        self.num_workers = num_workers
+        self.seed = seed
+        self.random = CommonRandom(alone=num_workers == 1)
+        self.generator = torch.Generator().manual_seed(torch.initial_seed() % (1 << 63))
+        tensors = SharedTensors(self.model, self.optimizers)
+        self.state = LoopState(tensors, self.optimizers, self.random, self.generator)
+        self.exchange = make_exchange(self.state, tensors.examples())
+        self.rank = self.exchange.rank
+        self.gradients = GradientExchange(self.exchange, self.state, num_workers)
+        self.passes = 0  # begun
+        self.num_epochs = 0  # 0: not known
+        self.rounds_per_pass = 0
+        self.where = RoundId(0, 0)
+
+    def __enter__(self) -> SplitLoop:
+        seed_by_rank(self.rank)
+        self.gradients.attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.gradients.detach()
+        ended = kind is None or (kind is KeyboardInterrupt and self.stopped is not None)
+        if ended:
+            self.exchange.leave()
+        return ended
+
+    # ---- data ----
+
+    def batches(
+        self, dataset: Any, batch_size: int = 1, *, shuffle: bool = True, drop_last: bool = False, **arguments: Any
+    ) -> SplitBatches:
+        """Return what stands in the place of a DataLoader. Workers share each batch of `batch_size` samples.
+
+        Other arguments are those of a DataLoader. The order of the samples is the same with any number of workers.
+        """
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"{type(dataset).__name__} has no length: make a DataLoader of it, and iterate over "
+                "run.loader(loader), where every worker reads the whole stream and keeps its part of each batch."
+            )
+        if not len(dataset):
+            raise ValueError("the dataset is empty: it must have at least one sample.")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be an integer, 1 or more.")
+        order: SamplerOrder | ShuffledOrder
+        if not shuffle or arguments.get("sampler") is not None or arguments.get("batch_sampler") is not None:
+            drawn = {**arguments, "batch_size": batch_size, "drop_last": drop_last}
+            if arguments.get("batch_sampler") is not None:
+                drawn = arguments
+            loader: DataLoader[Any] = DataLoader(dataset, **drawn)
+            order = SamplerOrder(loader.batch_sampler, self.random, loader.generator)
+        else:
+            order = ShuffledOrder(len(dataset), batch_size, self.seed, drop_last)
+        return SplitBatches(self, dataset, order, batch_size, arguments)
+
+    def loader(self, loader: Any) -> SplitBatches | StreamBatches:
+        """Return what stands in the place of this loader; its batches are shared by the workers.
+
+        Of a DataLoader it takes over dataset, sampler and collate function, and each worker loads its parts alone. Of
+        a stream (an IterableDataset, or any other iterable) every worker reads all batches, and keeps its parts.
+        """
+        return batches_of(self, loader)
+
+    def part(self, batch: Any) -> Any:
+        """Return this worker's part of a batch that every worker has drawn alike, with run.generator.
+
+        A batch is a tensor, or a tuple, list or dict of tensors. Under torch.no_grad() it is returned whole.
+        """
+        if not torch.is_grad_enabled():
+            return batch
+        if self.begin_round(0) is None:
+            raise KeyboardInterrupt(self.stopped)  # the only way out of a loop that does not ask; see __exit__
+        return part_of(batch, self.cut(range(batch_length(batch))).samples)
+
+    def eval_batches(self, dataset: Any, batch_size: int = 1, **arguments: Any) -> DataLoader[Any]:
+        """Return a DataLoader of this worker's share of a dataset, in order: evaluate it and take run.mean(...)."""
+        members = self.exchange.members
+        mine = range(members.index(self.rank), len(dataset), len(members))
+        return DataLoader(torch.utils.data.Subset(dataset, mine), batch_size=batch_size, **arguments)
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Iterate over this many passes over the data: `for epoch in run.epochs(10):`."""
+        if number < 1:
+            raise ValueError(f"run.epochs({number}) must be 1 or more.")
+        self.num_epochs = number
+        return (epoch for epoch in range(number) if self.stopped is None)
+
+    # ---- rounds: what loaders call ----
+
+    def begin_pass(self, length: int) -> int:
+        """Return the number of the pass over the data that begins; it has this many batches, 0 if not known."""
+        self.gradients.uses_loaders = True
+        self.rounds_per_pass = length
+        self.passes += 1
+        return self.passes - 1
+
+    def begin_round(self, number: int) -> int | None:
+        """Begin the next round of a pass, and return the number of its batch; None if the pass is over."""
+        self.gradients.uses_loaders = True
+        self.where = self.exchange.begin(number)
+        if self.stopped is not None:
+            return None
+        self.gradients.begin_round()
+        return self.where.batch if self.where.epoch == number else None
+
+    def cut(self, batch: Indices | None) -> Part:
+        """Return this worker's part of the round's batch."""
+        part = self.exchange.cut(batch)
+        self.gradients.set_part(part)
+        return part
+
+    # ---- gradients ----
+
+    def no_sync(self) -> Any:
+        """Accumulate gradients on each worker inside the block; the next backward() outside averages their sum."""
+        return self.gradients.no_sync()
+
+    def weight(self, weight: float) -> None:
+        """Weight this worker's gradients of this batch, in place of its number of samples.
+
+        For losses that are not means over samples: with a mean over the tokens that are not padding, call
+        run.weight(number of those tokens) before backward().
+        """
+        if not weight >= 0:
+            raise ValueError(f"run.weight({weight}) must be 0 or more.")
+        self.gradients.set_weight(float(weight))
+
+    def skip(self, reason: str = "skipped by the loop") -> None:
+        """Leave this worker's part of the current batch out; the other workers average theirs."""
+        self.exchange.skip(reason)
+
+    def mean(self, value: float | Tensor, weight: float | None = None) -> float:
+        """Return the mean of a number over the workers, weighted by the samples of the current batch, or by `weight`.
+
+        All workers must call it at the same place.
+        """
+        return self.gradients.mean(float(value.detach() if isinstance(value, Tensor) else value), weight)
+
+    # ---- the run ----
+
+    def register(self, *objects: HasState) -> None:
+        """Send the state of these (a scheduler, a GradScaler, averaged parameters) to workers that join or return."""
+        self.state.register(objects)
+
+    def stop(self, reason: str = "stopped by the loop") -> None:
+        """End the run for all workers, after the current batch; `run.stopped` then tells the reason."""
+        self.gradients.stop(reason)
+
+    @property
+    def stopped(self) -> str | None:
+        """Return the reason for which the run ends early, or None."""
+        return self.state.stopped
+
+    @property
+    def is_first(self) -> bool:
+        """Return True on one worker: the one that has served longest. For printing and saving."""
+        return self.exchange.is_first
+
+    @property
+    def progress(self) -> float:
+        """Return the fraction of the run that is done, from 0 to 1: for learning-rate schedules."""
+        if not self.num_epochs:
+            raise ValueError("run.progress needs the number of epochs: write `for epoch in run.epochs(10):`.")
+        done = self.where.epoch + self.where.batch / max(1, self.rounds_per_pass)
+        return min(1.0, done / self.num_epochs)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let no worker wait for this one inside, for example during a long evaluation on one worker."""
+        self.exchange.pause()
+        yield
+
+    def log(self, *, loss: float | Tensor) -> None:
+        """Report the loss of the current batch for progress views."""

@@ -1,0 +1,159 @@
+"""The state of a worker, which another one receives when it joins, returns, or has missed an update.
+
+`collect` returns lists, dicts, numbers and tensors, which travel without pickle, and `apply` puts them into the objects
+of another worker. Containers of other types, such as the Counter of a MultiStepLR, are
+marked with the name of their type, and restored as that type.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rainband.runtimes.training_loop.script_random import CommonRandom
+from rainband.runtimes.training_loop.split.tensors import SharedTensors
+
+TYPE = "container type"  # the key that marks a container which is not a plain list, tuple or dict
+DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {
+    "Counter": Counter,
+    "OrderedDict": OrderedDict,
+    "defaultdict": lambda items: defaultdict(dict, items),  # the optimizers' own state
+}
+LISTS: dict[str, Callable[[list[Any]], Any]] = {
+    "deque": deque,
+    "set": set,
+    "frozenset": frozenset,
+}
+
+
+class HasState(Protocol):
+    """An object with a state, such as a scheduler, a GradScaler or an average of the parameters."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> object: ...
+
+
+class LoopState:
+    """The state of one worker: parameters, gradients, buffers, optimizers, registered objects, random numbers."""
+
+    def __init__(
+        self, tensors: SharedTensors, optimizers: Sequence[Optimizer], random: CommonRandom, generator: torch.Generator
+    ) -> None:
+        self.tensors = tensors
+        self.optimizers = optimizers
+        self.random = random
+        self.generator = generator
+        self.registered: list[HasState] = []
+        self.stopped: str | None = None  # the reason for which the run ends
+
+    def register(self, objects: Sequence[HasState]) -> None:
+        """Add objects to the state; raise ValueError for one without a state."""
+        for given in objects:
+            if not callable(getattr(given, "state_dict", None)) or not callable(
+                getattr(given, "load_state_dict", None)
+            ):
+                raise ValueError(
+                    f"run.register needs objects with state_dict and load_state_dict, and {type(given).__name__} has "
+                    "none: register the scheduler, the GradScaler or the averaged model itself."
+                )
+            self.registered.append(given)
+
+    def collect(self) -> Any:
+        """Return the state as a pytree of tensors, numbers and strings."""
+        tensors = self.tensors
+        return {
+            "parameters": [parameter.data for parameter in tensors.parameters],
+            "gradients": [parameter.grad for parameter in tensors.parameters],  # accumulated over earlier batches
+            "buffers": [buffer for _, buffer in tensors.model.named_buffers()],
+            "optimizers": [_marked(optimizer.state_dict()) for optimizer in self.optimizers],
+            "registered": [_marked(given.state_dict()) for given in self.registered],
+            "random": self.random.state(),
+            "generator": self.generator.get_state(),
+            "stopped": self.stopped,
+        }
+
+    @torch.no_grad()
+    def apply(self, state: Any) -> None:
+        """Replace this worker's state by one that `collect` returned on another worker."""
+        tensors = self.tensors
+        _same_number("parameters", tensors.parameters, state["parameters"])
+        for parameter, value, gradient in zip(tensors.parameters, state["parameters"], state["gradients"], strict=True):
+            parameter.copy_(value)
+            _put_gradient(parameter, gradient)
+        buffers = [buffer for _, buffer in tensors.model.named_buffers()]
+        _same_number("buffers", buffers, state["buffers"])
+        for own, value in zip(buffers, state["buffers"], strict=True):
+            own.copy_(value)
+        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(_restored(values))
+        _same_number("registered objects", self.registered, state["registered"])
+        for given, values in zip(self.registered, state["registered"], strict=True):
+            given.load_state_dict(_restored(values))
+        self.random.set_state(state["random"])
+        self.generator.set_state(state["generator"])
+        self.stopped = state["stopped"]
+        for buffer in tensors.buffers:
+            buffer.keep()
+        tensors.note_exchange()
+
+    def fingerprint(self) -> int:
+        """Return a hash of the parameters."""
+        digest = xxhash.xxh3_64()
+        for parameter in self.tensors.parameters:
+            digest.update(memoryview(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()))  # type: ignore[arg-type]
+        return digest.intdigest() >> 1
+
+
+def _put_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    if gradient is None or parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.copy_(gradient)
+
+
+def _same_number(kind: str, own: Sequence[object], received: Sequence[object]) -> None:
+    if len(own) != len(received):
+        raise ValueError(
+            f"this worker has {len(own)} {kind}, and the worker that sent its state has {len(received)}: all workers "
+            "must run the same script, with the same arguments."
+        )
+
+
+def _marked(value: Any) -> Any:
+    """Return lists, tuples, dicts, numbers, strings and tensors in place of other containers."""
+    kind = type(value)
+    if isinstance(value, dict):
+        plain = {key: _marked(item) for key, item in value.items()}
+        return plain if kind is dict else {TYPE: kind.__name__, "items": plain}
+    if isinstance(value, Tensor):
+        return value.detach()
+    if kind in (list, tuple):
+        return kind(_marked(item) for item in value)
+    if kind.__name__ in LISTS:
+        return {TYPE: kind.__name__, "items": [_marked(item) for item in value]}
+    if kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
+        return value.item()
+    if value is None or kind in (bool, int, float, str, torch.Size):
+        return value
+    raise ValueError(
+        f"a state_dict has a value of type {kind.__name__}, which another worker cannot receive: numbers, strings, "
+        "tensors, lists, tuples and dicts are possible."
+    )
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        if TYPE in value:
+            name, items = value[TYPE], _restored(value["items"])
+            return LISTS[name](items) if name in LISTS else DICTS.get(name, dict)(items)
+        return {key: _restored(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_restored(item) for item in value)
+    return value
