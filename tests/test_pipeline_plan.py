@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typer.testing import CliRunner
 
 from rainband.cli.main import build_app
@@ -15,7 +15,7 @@ from rainband.model_parallel.drawing.picture import draw_plan, draw_schedule
 from rainband.model_parallel.drawing.text import plan_lines, profile_lines
 from rainband.model_parallel.execution.in_process import Pipeline
 from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.graph.split_loss import cut_task, inputs_of, loss_of, microbatches_of
+from rainband.model_parallel.graph.split_loss import cut_task, microbatches_of
 from rainband.model_parallel.placement.measure import measure
 from rainband.model_parallel.placement.partitioners import find_partitioner, make_plan
 from rainband.model_parallel.placement.pipedream_planner import (
@@ -46,6 +46,7 @@ from tests.pipeline_models import (
     one_thread,  # noqa: F401 (a fixture for all)
     words,
 )
+from tests.stage_tasks import Shaped
 
 PROFILE = Profile(
     "three",
@@ -279,48 +280,6 @@ def test_a_partitioner_of_ones_own_is_found_checked_and_predicted(
 # ---- tasks ----
 
 
-def test_the_call_of_the_model_is_taken_out_of_a_tasks_loss() -> None:
-    task = Digits()
-    data = task.data()
-    batch = data.batch([0, 1, 2])
-    model = task.model()
-    args, kwargs = inputs_of(task, batch)
-    assert torch.equal(args[0], batch[0]) and kwargs == {}
-    assert torch.equal(loss_of(task, batch)(model(*args)), task.loss(model, batch))
-
-
-class Odd:
-    """Losses that do what cannot be done over several machines."""
-
-    batch_size, epochs = 4, 1
-
-    def __init__(self, way: str) -> None:
-        self.way = way
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        if self.way == "never":
-            return batch[0].sum()
-        if self.way == "attribute":
-            return model.special.sum()  # type: ignore[operator, union-attr]
-        y: Tensor = model(batch[0]) + model(batch[0])
-        return y.sum()
-
-
-@pytest.mark.parametrize(
-    ("way", "message"),
-    [
-        ("never", "does not call the model"),
-        ("attribute", "it may only call it"),
-        ("applied_twice", "calls its model twice"),
-    ],
-)
-def test_a_loss_that_needs_more_than_the_models_answer_is_told(way: str, message: str) -> None:
-    task, batch = Odd(way), (torch.ones(2, 2),)
-    with pytest.raises(ValueError, match=message):
-        inputs_of(task, batch)  # type: ignore[arg-type]
-        loss_of(task, batch)(torch.ones(2))  # type: ignore[arg-type]
-
-
 def test_digits_learn_in_a_pipeline_of_three_machines() -> None:
     """A plan without replicas, weight stashing, every batch an update: as a user would put it together."""
     task = Digits()
@@ -351,7 +310,7 @@ def pipeline_of(profile: Profile, where: dict[str, int]) -> Placement:
 def test_too_small_a_batch_is_told() -> None:
     data = TensorData(torch.ones(1, 8))
     with pytest.raises(ValueError, match="an example of at least two samples"):
-        cut_task(Odd("applied_twice"), Skips(), data, batch_size=4)  # type: ignore[arg-type]
+        cut_task(Shaped(), Skips(), data, batch_size=4)
 
 
 # ---- the command ----

@@ -1,10 +1,11 @@
-"""Random numbers from a fixed seed; the generators are restored afterwards."""
+"""Seed and restore the global random number generators of torch, numpy and Python."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,16 +28,37 @@ def random_numbers_from(seed: int, tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
 
 
+def seed_global_generators(seed: int) -> None:
+    """Seed the generators from which tasks draw: augmentation is a function of the batch, on whichever worker."""
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed: that reseeds every accelerator
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+class RandomStates(NamedTuple):
+    """The states of the three global generators."""
+
+    torch: Tensor
+    numpy: Any
+    python: Any
+
+
+def all_random_states() -> RandomStates:
+    return RandomStates(torch.get_rng_state(), np.random.get_state(), random.getstate())
+
+
+def restore_random_states(states: RandomStates) -> None:
+    torch.set_rng_state(states.torch)
+    np.random.set_state(states.numpy)
+    random.setstate(states.python)
+
+
 @contextmanager
 def global_generators_from(seed: int) -> Iterator[None]:
     """Seed the global generators of torch (on the CPU), numpy and Python inside the block."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    torch.default_generator.manual_seed(seed)  # not torch.manual_seed: that reseeds every accelerator
+    states = all_random_states()
+    seed_global_generators(seed)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        restore_random_states(states)

@@ -10,11 +10,13 @@ from rainband.model_parallel.placement.stage_plan import Flushing, StagePlan, wo
 from rainband.options import OptionError, opt
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from rainband.model_parallel.placement.partitioners import Partitioner
     from rainband.model_parallel.placement.placement import Placement
     from rainband.model_parallel.placement.profile import Profile
     from rainband.strategy import Strategy
-    from rainband.tasks.task import Task
+    from rainband.tasks.task import Data, Task
 
 MICROS_PER_STAGE = 2  # default: less than a third of the time is idle
 STAGES_PER_WORKER = 2  # default of the schedule interleaved
@@ -65,6 +67,7 @@ def make_stage_plan(
     model = build_model(task)
     data = task.data()
     graph, _, _ = cut_task(task, model, data, size)
+    _check_repeatable(task, model, data)
     profile = measure_samples(task, graph, data, size, name, threads)
     if plan is None:
         plan = make_plan(_planner(profile, stages, flow), profile, Resources(num_machines=stages))
@@ -81,6 +84,21 @@ def make_stage_plan(
         profile=profile,
         microbatch_profile=measure_samples(task, graph, data, part, name, threads) if cuts else None,
     )
+
+
+def _check_repeatable(task: Task, model: nn.Module, data: Data) -> None:
+    """Refuse a loss and data that would differ between the workers of a replica."""
+    from rainband.model_parallel.graph.split_loss import check_loss
+    from rainband.tasks.task import fingerprint
+
+    if fingerprint(data) != fingerprint(data):
+        raise ValueError(
+            "the same samples differ when they are read twice with the same random numbers, so the workers of a "
+            "replica would train on different ones: draw from torch's, numpy's or Python's global generator in the "
+            "dataset, not from one of its own."
+        )
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        check_loss(task, model, data.batch(range(min(2, len(data)))))
 
 
 def _planner(profile: Profile, workers: int, flow: PipelineOptions) -> Partitioner:

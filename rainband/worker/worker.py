@@ -12,6 +12,7 @@ import xxhash
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
+from rainband.model.seeds import seed_global_generators
 from rainband.protocol.accepted_set import AcceptedSet
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.data_plan import DataPlan, PushId, num_batches
@@ -131,7 +132,7 @@ class ModuleWorker:
 
     def compute(self, batch: Batch) -> Gradient:
         """Return the gradient of a batch's mean loss, which depends on the parameters and the batch ID alone."""
-        torch.default_generator.manual_seed(self._seed(batch))
+        seed_global_generators(self._seed(batch))
         samples = self.fetch(batch)
         for parameter in self.flat.parameters:
             parameter.grad = None
@@ -154,7 +155,8 @@ class ModuleWorker:
         return self.flat.gradients()
 
     def _seed(self, batch: Batch) -> int:
-        name = f"{self.plan.seed} {batch.portion} {batch.k}"
+        plan = self.plan  # not the portion: how many batches it has depends on the number of workers
+        name = f"{plan.seed} {plan.epoch_of(batch.portion)} {plan.number(batch.portion, batch.k)}"
         return xxhash.xxh3_64_intdigest(name.encode()) >> 1
 
     def _count(self, gradient: Gradient) -> None:

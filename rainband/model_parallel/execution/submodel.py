@@ -22,7 +22,7 @@ from rainband.model_parallel.graph.fragments import (
     by_stage_and_level,
     dealt,
 )
-from rainband.model_parallel.graph.split_loss import cut_task
+from rainband.model_parallel.graph.split_loss import LossCall, cut_task
 from rainband.model_parallel.placement.stage_plan import machine_of
 
 if TYPE_CHECKING:
@@ -107,6 +107,10 @@ class Submodel:
         placed = placed_alike(evaluation, self.cut, stages, self.plan.plan.kind == "pipeline")
         layout = layout_of(evaluation, self.plan, placed)
         return AnswerGraph(evaluation, layout, self.machine, FragmentRun(evaluation, layout, self.machine).modules)
+
+    def loss_call(self, task: Task, batch: Any) -> LossCall:
+        """Return the loss of a microbatch, as this machine needs it."""
+        return LossCall(task, batch, gets_answer=self.machine == self.layout.answer_machine)
 
     def new_run(self) -> FragmentRun:
         """Return a run for one more microbatch at the same time."""

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from rainband.model.block_optimizer import build
 from rainband.model.flat_parameters import is_finite
+from rainband.model.seeds import seed_global_generators
 from rainband.model_parallel.execution.engine import run_actions
 from rainband.model_parallel.execution.fragment_run import FragmentRun
 from rainband.model_parallel.execution.microbatch_run import Microbatch, MicrobatchRun
 from rainband.model_parallel.execution.stage import AtVersion, Stage
 from rainband.model_parallel.execution.stage_replicas import StageReplicas
-from rainband.model_parallel.graph.split_loss import inputs_of, loss_of
 from rainband.model_parallel.schedules.table import Action
 from rainband.model_parallel.schedules.version_rule import VersionRule, check_stage_versions
 from rainband.protocol.accounting import NOT_FINITE
@@ -171,18 +170,17 @@ class WeightStashing:
 
     def _start(self, turn: BatchInFlight, version: int) -> MicrobatchRun:
         worker, submodel = self.worker, self.submodel
-        torch.default_generator.manual_seed(worker.seed_of(turn.batch))  # the same samples on all of the replica
-        data = worker.data.batch(worker.sampler.indices(turn.batch))
-        args, kwargs = inputs_of(worker.task, data)
-        loss, answer = loss_of(worker.task, data), submodel.cut.answer
+        seed_global_generators(worker.seed_of(turn.batch))  # the same samples on all of the replica
+        samples = worker.data.batch(worker.sampler.indices(turn.batch))
+        call, answer = submodel.loss_call(worker.task, samples), submodel.cut.answer
         weight = self._num_samples(turn.batch) / self._full_update() if self.how.pipedream_2bw else 1.0
         compute = AtVersion(self.stage, turn.number, version, turn.update, weight, self.how.stash)
-        inputs = submodel.cut.bind(args, kwargs)
+        inputs = submodel.cut.bind(call.args, call.kwargs)
         return MicrobatchRun(
             FragmentRun(submodel.cut, self.layout, submodel.machine, submodel.modules, compute),
             self.links,
             lambda machine: submodel.plan.rank_of(machine, turn.position),
-            Microbatch((turn.number,), inputs, lambda outputs: loss(answer(outputs)), 1.0, None),
+            Microbatch((turn.number,), inputs, lambda outputs: call.loss(answer(outputs)), 1.0, None),
             submodel.shares,
         )
 

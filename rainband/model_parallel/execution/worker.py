@@ -8,9 +8,10 @@ get its loss, and if it is not finite on one worker, all skip it. A round is rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,13 +19,13 @@ import xxhash
 
 from rainband.model.flat_parameters import is_finite
 from rainband.model.gradient import Gradient
+from rainband.model.seeds import seed_global_generators
 from rainband.model_parallel.execution.engine import run_actions
 from rainband.model_parallel.execution.fragment_run import FragmentRun
 from rainband.model_parallel.execution.microbatch_run import AnyOf, Microbatch, MicrobatchRun, ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel, copy_tied
 from rainband.model_parallel.execution.weight_stashing import WeightStashing
 from rainband.model_parallel.graph.eval_graph import evaluating
-from rainband.model_parallel.graph.split_loss import inputs_of, loss_of
 from rainband.strategy import Batch, WorkItem
 from rainband.worker.worker import ModuleWorker
 
@@ -376,14 +377,12 @@ class FlushedBatch:
         """Read a microbatch, with the same samples and random numbers on all workers of the replica."""
         worker, batch, submodel = self.worker, self.batch, self.worker.submodel
         seed = worker.seed_of(batch) if len(self.samples) == 1 else _seed_of(worker.seed_of(batch), number)
-        torch.default_generator.manual_seed(seed)
-        data = worker.data.batch(self.samples[number])
-        args, kwargs = inputs_of(worker.task, data)
-        loss, answer = loss_of(worker.task, data), submodel.cut.answer
+        seed_global_generators(seed)
+        call, answer = submodel.loss_call(worker.task, worker.data.batch(self.samples[number])), submodel.cut.answer
         microbatch = Microbatch(
             tag=(batch.portion, batch.k, batch.lease, number),
-            inputs=submodel.cut.bind(args, kwargs),
-            loss=lambda outputs: loss(answer(outputs)),
+            inputs=submodel.cut.bind(call.args, call.kwargs),
+            loss=lambda outputs: call.loss(answer(outputs)),
             weight=len(self.samples[number]) / sum(map(len, self.samples)),
             seed=_seed_of(seed, number),
         )
@@ -401,8 +400,23 @@ class WholeModel(torch.nn.Module):
         self.worker = [worker]
         self.drive = drive
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield one parameter, which has the device; the others are on other workers."""
+        yield from islice(super().named_parameters(*args, **kwargs), 1)
+        _refuse_parts("parameters")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_parts("a state_dict")
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (worker,) = self.worker
         call = [worker.orders, self.training, list(args), kwargs]
         worker.order("answer", call)
         return self.drive(worker.answer(call))
+
+
+def _refuse_parts(what: str) -> NoReturn:
+    raise ValueError(
+        f"the task's evaluate uses {what} of its model, which is on several workers: there it may only call the model. "
+        "Compute what needs them from the saved model.safetensors."
+    )

@@ -1,21 +1,32 @@
-"""Split a task's loss into the model's inputs and a function of its answer: the model is on several machines."""
+"""Split a task's loss into the model's inputs and a function of its answer: the model is on several machines.
+
+Every machine calls the loss up to the call of the model, to get its inputs. The machine with the model's answer calls
+the loss again, with a copy of the batch and the same random numbers, and this time the model returns the answer. A loss
+that would notice the difference is refused.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from rainband.model_parallel.graph.cut import cut
-from rainband.model_parallel.graph.graph import Cut
+from rainband.model.seeds import all_random_states, restore_random_states
+from rainband.model_parallel.graph.cut import cut, untouched
+from rainband.model_parallel.graph.graph import Cut, tensors_in
 from rainband.model_parallel.placement.measure import measure
 from rainband.model_parallel.placement.profile import Profile
 
 if TYPE_CHECKING:
     from rainband.tasks.task import Data, Task
+
+WITHOUT = "or train the whole model on each worker (without stages)"
 
 
 @dataclass(frozen=True)
@@ -28,46 +39,139 @@ class LossMicrobatch:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Asked(Exception):
+class _Asked(BaseException):  # not an Exception, which a loss may catch
     """Raised by the stand-in for the model when the loss calls it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.call = args, kwargs
 
 
-class _Asking(nn.Module):
+class _StandIn(nn.Module):
+    """Stands for the model inside a task's loss, which may only call it."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_modes(args, kwargs)
         raise _Asked(args, kwargs)
 
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and name not in ("forward", "training", "call_super_init"):
+            _refuse_use(f"model.{name}")
+        return super().__getattribute__(name)
 
-class _Answering(nn.Module):
-    def __init__(self, answer: Any) -> None:
+    def __getitem__(self, index: Any) -> NoReturn:
+        _refuse_use("model[...]")
+
+    def __iter__(self) -> NoReturn:
+        _refuse_use("the layers of the model")
+
+    def __len__(self) -> NoReturn:
+        _refuse_use("len(model)")
+
+    def __bool__(self) -> bool:
+        return True  # as a module without len() is
+
+
+class _Answering(_StandIn):
+    """A stand-in that returns the model's answer, once."""
+
+    def __init__(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], answer: Any) -> None:
         super().__init__()
-        self.answers = [answer]
+        self._inputs = inputs
+        self._answers = [answer]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.answers:
+        if not self._answers:
             raise ValueError("the task's loss calls its model twice: over several machines it may be called once.")
-        return self.answers.pop()
+        if not _are_equal((args, kwargs), self._inputs):
+            raise ValueError(
+                "the task's loss gives its model other inputs when it is called again with the same batch and random "
+                "numbers, as machines that compute one model together do: draw random numbers from torch's, numpy's or "
+                f"Python's global generator, not from one of your own, and count nothing in the loss, {WITHOUT}."
+            )
+        return self._answers.pop()
+
+
+def _refuse_use(what: str) -> NoReturn:
+    raise ValueError(
+        f"the task's loss uses {what}: over several machines it may only call its model, because no machine has all of "
+        "it. For a penalty on the parameters, set weight_decay, or compute it in the model's forward and return it "
+        f"with the answer, {WITHOUT}."
+    )
+
+
+def _refuse_modes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse what would change how the whole model is computed, and not how the machines compute its stages."""
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        mode = "under torch.autocast: enter it in the forward of a submodule that is marked with split_marks.whole"
+    elif not torch.is_grad_enabled():
+        mode = "without gradients: call it outside torch.no_grad"
+    elif any(tensor.requires_grad for tensor in tensors_in((tuple(args), dict(kwargs)))):
+        mode = "with inputs that require gradients: compute what needs these gradients in the model's forward"
+    else:
+        return
+    raise ValueError(f"over several machines the task's loss cannot call its model {mode}, {WITHOUT}.")
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    leaves, spec = pytree.tree_flatten(one)
+    others, other_spec = pytree.tree_flatten(other)
+    return spec == other_spec and all(map(_is_equal, leaves, others))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Compare two leaves; NaN equals NaN, and objects of unknown kinds are taken for equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    known = (bool, int, float, complex, str, bytes, type(None))
+    return one == other or one != one if isinstance(one, known) and isinstance(other, known) else True
+
+
+class LossCall:
+    """A task's loss of one batch: the model's inputs, and the loss as a function of its answer."""
+
+    def __init__(self, task: Task, batch: Any, *, gets_answer: bool = True) -> None:
+        """`gets_answer`: this machine also computes the loss; it stores a copy of the batch until then."""
+        self.task = task
+        if gets_answer:
+            self.batch, self.states = copy.deepcopy(batch), all_random_states()
+        self.args, self.kwargs = inputs_of(task, batch)
+
+    def loss(self, answer: Any) -> Tensor:
+        """Return the loss of the model's answer, computed with the random numbers that one process would draw."""
+        restore_random_states(self.states)
+        return self.task.loss(_Answering((self.args, self.kwargs), answer), self.batch)
 
 
 def inputs_of(task: Task, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with which the task's loss calls the model for this batch."""
+    model = _StandIn()
+    before = vars(model).keys() | set()
     try:
-        task.loss(_Asking(), batch)
+        task.loss(model, batch)
     except _Asked as asked:
+        if changed := vars(model).keys() - before:
+            _refuse_use(f"model.{min(changed)} = ...")
         return asked.call
-    except AttributeError as error:
-        raise ValueError(
-            f"the task's loss uses more of its model than its answer ({error}): over several machines it may only "
-            "call it."
-        ) from None
     raise ValueError("the task's loss does not call the model, so there is nothing to run on several machines.")
 
 
-def loss_of(task: Task, batch: Any) -> Callable[[Any], Tensor]:
-    """Return the task's loss as a function of the model's answer."""
-    return lambda answer: task.loss(_Answering(answer), batch)
+def check_loss(task: Task, model: nn.Module, batch: Any) -> None:
+    """Compute the loss of a batch as several machines do; raise ValueError if they could not."""
+    before, states = dict(getattr(task, "__dict__", {})), all_random_states()
+    call = LossCall(task, batch)
+    if changed := [name for name, value in getattr(task, "__dict__", {}).items() if before.get(name) is not value]:
+        raise ValueError(
+            f"the task's loss sets the task's '{changed[0]}' before it calls the model: over several machines it is "
+            f"called several times for each batch. Set nothing there, {WITHOUT}."
+        )
+    with untouched(model):
+        answer = model(*call.args, **call.kwargs)
+    call.loss(pytree.tree_map_only(Tensor, lambda t: t.requires_grad_(t.is_floating_point()), answer))
+    restore_random_states(states)
 
 
 def build_model(task: Task) -> nn.Module:
@@ -102,7 +206,6 @@ def microbatches_of(task: Task, data: Data, indices: Sequence[Sequence[int]]) ->
     """Return the microbatches of a pipeline, one for each list of samples."""
     microbatches = []
     for chosen in indices:
-        batch = data.batch(chosen)
-        args, kwargs = inputs_of(task, batch)
-        microbatches.append(LossMicrobatch(args, loss_of(task, batch), len(chosen), kwargs))
+        call = LossCall(task, data.batch(chosen))
+        microbatches.append(LossMicrobatch(call.args, call.loss, len(chosen), call.kwargs))
     return microbatches
