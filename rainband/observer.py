@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rainband.protocol.messages import Message, Push, PushResult, Welcome
+    from rainband.protocol.messages import Message, Push, PushResult, RuleChange, Welcome
     from rainband.server.block import Block
     from rainband.server.server import Server
     from rainband.strategy import Batch
@@ -69,6 +69,9 @@ class Observer:
 
     def assigned(self, server: Server) -> None:
         """The server has its blocks."""
+
+    def rules_changed(self, message: RuleChange) -> None:
+        """A message is about to change the update rules of all blocks."""
 
     def answered(self, push: Push, result: PushResult) -> None:
         """A push was accepted or refused; the answer is not sent yet."""

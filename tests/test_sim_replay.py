@@ -20,16 +20,29 @@ from rainband.cli import replay as replay_command
 from rainband.cli.main import build_app
 from rainband.options import OptionError
 from rainband.plugins import load_strategy
-from rainband.protocol.messages import Peer
-from rainband.record.record import LONG, AnyNote, Applied, Began, Leased, Read, Recorder, RefusedPush, read_notes
+from rainband.protocol.messages import AdjustRule, Flush, Forget, Message, Peer
+from rainband.record.record import (
+    LONG,
+    AnyNote,
+    Applied,
+    Began,
+    Leased,
+    Read,
+    Recorder,
+    RefusedPush,
+    RuleChanged,
+    read_notes,
+)
 from rainband.record.replay import replay, why_bits_may_differ
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.processes import launcher as local
 from rainband.runtimes.run_directory import write_config
 from rainband.runtimes.simulation import run as sim
 from rainband.runtimes.simulation.cluster import Notes, SimulatedCluster
+from rainband.runtimes.simulation.fault_injector import FaultInjector
 from rainband.runtimes.simulation.models.cluster_model import ClusterModel, NodeModel
 from rainband.runtimes.simulation.models.compute import ComputeModel
+from rainband.runtimes.simulation.models.faults import parse
 from rainband.runtimes.simulation.models.network import NetworkModel
 from tests.processes import RunLauncher, warmed
 
@@ -142,28 +155,87 @@ def test_a_simulated_run_is_repeated_from_its_seed(tmp_path: Path) -> None:
     assert "the CPU's capability was Z80 and" in CliRunner().invoke(app, ["replay", str(tmp_path / "run")]).output
 
 
-@pytest.mark.parametrize("settings", [{}, {"n_push": 2, "overlap": False}, {"n_fetch": 3, "optimizer": "sgd"}])
-def test_whatever_the_network_does_a_record_repeats_it(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Recorded in virtual time, where lines to different servers may be as unequal as one likes."""
-    config = config_of(tmp_path / "run", strategy_settings=settings)
+def record_simulated(directory: Path, tick_s: float = 1.0, faults: str = "", **given: Any) -> SimulatedCluster:
+    """Record in virtual time, where links to different servers may be as unequal as one likes."""
+    config = config_of(directory, **given)
     model = ClusterModel(
         NetworkModel(latency_s=0.01, jitter_s=0.3), ComputeModel(kind="exponential", step_s=0.05), NodeModel()
     )
-    path = str(tmp_path / "run" / "model.safetensors")
     recorders: list[Recorder] = []
 
     def observe(peer: Peer) -> Recorder:
         recorders.append(Recorder(config.directory, peer))
         return recorders[-1]
 
-    runtime = SimulatedCluster(sim.make_scenario(config), sim.settings_of(config, path), model, Notes(observe=observe))
-    runtime.start()
-    runtime.run()
-    write_config(tmp_path / "run", config)
+    settings = sim.settings_of(config, str(directory / "model.safetensors"))
+    cluster = SimulatedCluster(sim.make_scenario(config), settings, model, Notes(observe=observe), tick_s)
+    FaultInjector(cluster, parse(faults), seed=0)
+    cluster.start()
+    cluster.run()
+    write_config(directory, config)
     for recorder in recorders:
         recorder.close()
-    assert runtime.coordinator.reporting.staleness().max >= 3
+    return cluster
+
+
+@pytest.mark.parametrize("settings", [{}, {"n_push": 2, "overlap": False}, {"n_fetch": 3, "optimizer": "sgd"}])
+def test_whatever_the_network_does_a_record_repeats_it(tmp_path: Path, settings: dict[str, Any]) -> None:
+    cluster = record_simulated(tmp_path / "run", strategy_settings=settings)
+    assert cluster.coordinator.reporting.staleness().max >= 3
     assert replay(tmp_path / "run").different == 0
+
+
+def changes_of(directory: Path) -> list[Message]:
+    return [note.message for note in read_notes(directory / "record-server-0.bin") if isinstance(note, RuleChanged)]
+
+
+@pytest.mark.parametrize("until", [None, 2])
+def test_the_last_update_of_fewer_gradients_is_repeated(tmp_path: Path, until: int | None) -> None:
+    """64 gradients, three for an update: the 22nd is made of one, when the run ends."""
+    record_simulated(tmp_path / "run", strategy="soft_sync", strategy_settings={"n": 1})
+    result = replay(tmp_path / "run", until=until)
+    assert result.different == 0 and changes_of(tmp_path / "run")[-1] == Flush()
+    assert result.pushes == (128 if until is None else 2 * 2 * 3)
+
+
+def test_updates_of_fewer_gradients_after_a_lost_worker_are_repeated(tmp_path: Path) -> None:
+    """With the worker's last push, an update takes two gradients; a refused push of the lost worker cannot occur."""
+    record_simulated(tmp_path / "run", faults="0.4 kill worker 2", strategy="soft_sync", strategy_settings={"n": 1})
+    assert Forget(2) in changes_of(tmp_path / "run")
+    assert replay(tmp_path / "run").different == 0
+
+
+def test_the_changes_of_the_divergence_guard_are_repeated(tmp_path: Path) -> None:
+    settings = {"optimizer": "sgd", "lr": 0.9, "momentum": 0.95}
+    cluster = record_simulated(tmp_path / "run", tick_s=0.2, epochs=6, strategy_settings=settings)
+    assert cluster.coordinator.guard.lr_factor < 1
+    assert [message.lr_factor for message in changes_of(tmp_path / "run") if isinstance(message, AdjustRule)] == [
+        0.5
+    ] * cluster.coordinator.guard.decisions
+    assert replay(tmp_path / "run").different == 0
+
+
+@pytest.mark.parametrize("name", ["record-server-0.bin", "record-worker-1.bin"])
+def test_a_damaged_record_is_reported_in_one_line(tmp_path: Path, name: str) -> None:
+    record_simulated(tmp_path / "run")
+    path = tmp_path / "run" / name
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1  # inside the last note
+    path.write_bytes(data)
+    result = CliRunner().invoke(build_app(), ["replay", str(tmp_path / "run")])
+    assert (result.exit_code, result.exception.__class__) == (2, SystemExit)
+    assert f"{name} is damaged at byte" in result.output and "cannot be repeated" in result.output
+
+
+def test_a_record_that_is_empty_or_a_damaged_simulation_is_reported_in_one_line(tmp_path: Path) -> None:
+    record_simulated(tmp_path / "run")
+    for path in (tmp_path / "run").glob("record-worker-*.bin"):
+        path.write_bytes(path.read_bytes()[:60])
+    result = CliRunner().invoke(build_app(), ["replay", str(tmp_path / "run")])
+    assert (result.exit_code, result.output) == (2, "rainband: run cannot be repeated: its record has no data plan.\n")
+    (tmp_path / "run" / "simulation.json").write_text("{]")
+    result = CliRunner().invoke(build_app(), ["replay", str(tmp_path / "run")])
+    assert result.exit_code == 2 and "simulation.json is damaged (" in result.output
 
 
 def test_a_run_that_was_not_recorded_says_how(tmp_path: Path) -> None:

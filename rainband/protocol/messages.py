@@ -290,6 +290,9 @@ class Flush(Message, frozen=True, tag=69):
     """Apply what is buffered; answered with a Report."""
 
 
+RuleChange = Forget | AdjustRule | Flush  # of the update rules of all blocks of a server
+
+
 class Command(Message, frozen=True, tag=70):
     """Vector operations on every block, and the start of an evaluation of the loss, if any.
 

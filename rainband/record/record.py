@@ -1,7 +1,8 @@
 """Record the order of pushes and pulls in an asynchronous run, so that `rainband replay` can repeat it bit for bit.
 
-A server writes the order in which it applied pushes; a worker writes its leases and the version of each block that it
-read, a few bytes for each push and pull. Everything else follows from the data plan.
+A server writes the order in which it applied pushes, and between them the messages that changed its update rules. A
+worker writes its leases and the version of each block that it read, a few bytes for each push and pull. Everything else
+follows from the data plan. Each note has a checksum: damaged notes could repeat another run.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import msgspec
 import torch
 
 from rainband.observer import Observer
-from rainband.protocol.messages import Assign, Lease, Message, Params, Peer, Push, PushResult, Welcome
+from rainband.protocol.messages import Assign, Lease, Message, Params, Peer, Push, PushResult, RuleChange, Welcome
 
 if TYPE_CHECKING:
     from rainband.worker.client import Client
 
-LENGTH_BYTES = 2
+LENGTH_BYTES, CHECKSUM_BYTES = 2, 4
 LONG = (1 << 8 * LENGTH_BYTES) - 1  # the length of a longer note follows in eight bytes
 
 
@@ -80,7 +82,13 @@ class Welcomed(Note, frozen=True, tag=6):
     welcome: Welcome
 
 
-AnyNote = Began | Read | Applied | RefusedPush | Leased | Assigned | Welcomed
+class RuleChanged(Note, frozen=True, tag=7):
+    """A server changed the update rules of all its blocks: the last update, the divergence guard, a lost worker."""
+
+    message: RuleChange
+
+
+AnyNote = Began | Read | Applied | RefusedPush | Leased | Assigned | Welcomed | RuleChanged
 
 
 def here() -> Began:
@@ -101,7 +109,7 @@ class Recorder(Observer):
         data = self.encoder.encode(note)
         length = min(len(data), LONG).to_bytes(LENGTH_BYTES, "little")
         longer = len(data).to_bytes(8, "little") if len(data) >= LONG else b""
-        self.file.write(length + longer + data)
+        self.file.write(length + longer + crc32(data).to_bytes(CHECKSUM_BYTES, "little") + data)
 
     def close(self) -> None:
         self.file.close()
@@ -125,9 +133,12 @@ class Recorder(Observer):
             else RefusedPush(push.worker, result.name.lower())
         )
 
+    def rules_changed(self, message: RuleChange) -> None:
+        self.write(RuleChanged(message))
+
 
 def read_notes(path: Path) -> Iterator[AnyNote]:
-    """Read the notes of one process; ignores an incomplete one at the end."""
+    """Read the notes of one process; ignores an incomplete one at the end, and raises ValueError if one is damaged."""
     decoder = msgspec.msgpack.Decoder(AnyNote)
     data, at = memoryview(path.read_bytes()), 0
     while at + LENGTH_BYTES <= len(data):
@@ -136,9 +147,14 @@ def read_notes(path: Path) -> Iterator[AnyNote]:
         if length == LONG:
             length = int.from_bytes(data[at : at + 8], "little")
             at += 8
+        checksum = int.from_bytes(data[at : at + CHECKSUM_BYTES], "little")
+        at += CHECKSUM_BYTES
         if at + length > len(data):
             return
-        yield decoder.decode(data[at : at + length])
+        note = data[at : at + length]
+        if crc32(note) != checksum:
+            raise ValueError(f"{path} is damaged at byte {at}, so the run cannot be repeated.")
+        yield decoder.decode(note)
         at += length
 
 
@@ -151,7 +167,7 @@ class Record:
     servers: list[Assigned]
     leases: dict[int, list[Leased]]  # worker -> in order
     reads: dict[tuple[int, int, int], int]  # (worker, pull, block) -> version
-    order: dict[int, deque[Applied]]  # block -> what it applied, in order
+    order: dict[int, deque[Applied | RuleChanged]]  # block -> what it applied and followed, in order
 
 
 def read_record(directory: Path) -> Record:
@@ -164,13 +180,25 @@ def read_record(directory: Path) -> Record:
     if refused := Counter(note.result for note in every if isinstance(note, RefusedPush)):
         told = ", ".join(f"{times} {result}" for result, times in refused.items())
         raise ValueError(f"{directory.name} cannot be repeated: pushes were refused in it ({told}).")
-    order: dict[int, deque[Applied]] = {}
-    for note in every:
-        if isinstance(note, Applied):
-            order.setdefault(note.block, deque()).append(note)
+    began = next((note for note in every if isinstance(note, Began)), None)
+    welcome = next((note.welcome for note in every if isinstance(note, Welcomed)), None)
+    if began is None or welcome is None:
+        raise ValueError(f"{directory.name} cannot be repeated: its record has no data plan.")
+    order: dict[int, deque[Applied | RuleChanged]] = {}
+    for notes in servers.values():
+        blocks: list[int] = []
+        for note in notes:
+            match note:
+                case Assigned():
+                    blocks = [spec.index for spec in note.assign.blocks]
+                case Applied():
+                    order.setdefault(note.block, deque()).append(note)
+                case RuleChanged():
+                    for block in blocks:
+                        order.setdefault(block, deque()).append(note)
     return Record(
-        began=next(note for note in every if isinstance(note, Began)),
-        welcome=next(note.welcome for note in every if isinstance(note, Welcomed)),
+        began=began,
+        welcome=welcome,
         servers=[note for i in sorted(servers) for note in servers[i] if isinstance(note, Assigned)],
         leases={w: [note for note in notes if isinstance(note, Leased)] for w, notes in sorted(workers.items())},
         reads={

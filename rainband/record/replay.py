@@ -24,7 +24,7 @@ from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Ack, Finish, Go, InitBlock, Lease, Message, Params, Peer, Pull, Push, Welcome
 from rainband.protocol.ports import BlockValues, Port
 from rainband.protocol.steps import Steps
-from rainband.record.record import Began, Record, here, read_record
+from rainband.record.record import Applied, Began, Record, RuleChanged, here, read_record
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.run_directory import read_config
 from rainband.runtimes.simulation import run as sim
@@ -131,7 +131,11 @@ def replay_simulated(directory: Path, folder: Path) -> tuple[Simulated, Simulate
 
 
 def read_simulated(directory: Path) -> Simulated:
-    return msgspec.json.decode((directory / "simulation.json").read_bytes(), type=Simulated)
+    path = directory / "simulation.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Simulated)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}), so the run cannot be repeated.") from None
 
 
 class Actor:
@@ -247,24 +251,34 @@ class Replay:
 
     def _apply_next(self, block: int) -> bool:
         order, at = self.record.order[block], self.owner[block].blocks[block]
-        if not order or at.version >= self.until or self.unread[block, at.version] > 0:
+        if not order or at.version >= self.until:
             return False
-        key = block, order[0].worker, order[0].sequence
-        if key not in self.made:
-            return False
+        first, is_read = order[0], self.unread[block, at.version] <= 0
+        match first:
+            case RuleChanged(message):  # only a flush makes another version, and only of what is buffered
+                if at.rule.buffered and not is_read:
+                    return False
+                at.change_rule(message)
+            case Applied():
+                if not is_read or (block, first.worker, first.sequence) not in self.made:
+                    return False
+                self._apply(first)
         order.popleft()
-        push, payload = self.made.pop(key)
+        if not any(self.record.order.values()):
+            for actor in self.actors.values():
+                actor.client.receive(Finish())
+        return True
+
+    def _apply(self, applied: Applied) -> None:
+        block = applied.block
+        push, payload = self.made.pop((block, applied.worker, applied.sequence))
         if self.note is not None and block == 0:
-            self.note(self._update(push, at.version))
+            self.note(self._update(push, self.owner[block].blocks[block].version))
         peer = Peer("worker", push.worker)
         for out in self.owner[block].receive(peer, push, payload):
             if isinstance(out.message, Ack):
                 self.actors[push.worker].client.receive(out.message)
         self.pushes += 1
-        if not any(self.record.order.values()):
-            for actor in self.actors.values():
-                actor.client.receive(Finish())
-        return True
 
     def _update(self, push: Push, version: int) -> ReplayedUpdate:
         losses = [self.losses[r.portion, k] for r in push.push_id for k in range(r.first, r.last)]

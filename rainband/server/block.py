@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from rainband.protocol.data_plan import DataPlan, PushId
+from rainband.protocol.messages import AdjustRule, Flush, Forget
 from rainband.server.block_accounting import BlockAccounting
 from rainband.server.block_parameters import BlockParameters
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from rainband.observer import Observer
     from rainband.protocol.layout import BlockSpec
-    from rainband.protocol.messages import InitBlock, Peer, Pull, Push, Tally
+    from rainband.protocol.messages import InitBlock, Peer, Pull, Push, RuleChange, Tally
     from rainband.protocol.parameter_buffers import ParameterBuffer
     from rainband.protocol.vectors import Operation
     from rainband.rules.rule import Rule
@@ -60,6 +61,17 @@ class Block:
     def replan(self, plan: DataPlan) -> None:
         """Use another data plan; nothing was accepted yet."""
         self.plan, self.accounting = plan, BlockAccounting(plan)
+
+    def change_rule(self, message: RuleChange) -> None:
+        match message:
+            case Flush():
+                self.rule.flush(self)
+            case Forget():
+                self.rule.forget(self, message.worker)
+            case AdjustRule():
+                self.parameters.lr_factor *= message.lr_factor
+                if message.bound is not None:
+                    self.rule.retune(message.bound)
 
     # ---- what a rule calls -----------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from rainband.protocol.messages import (
     ReportRequest,
     Revoke,
     RoundChosen,
+    RuleChange,
     StatePart,
 )
 from rainband.protocol.parameter_buffers import ParameterBuffer
@@ -95,7 +96,7 @@ class Server:
             case FetchState():
                 outs = self._fetch_state(sender)
             case Idle() if sender.role == "worker":
-                outs = self._forget(Forget(sender.index)) if self.readers.is_current(sender) else []
+                outs = self._change_rules(Forget(sender.index)) if self.readers.is_current(sender) else []
             case _ if sender.role == "coordinator":
                 outs = self._obey(message)
             case _:
@@ -115,7 +116,7 @@ class Server:
             case Revoke():
                 return self._revoke(message)
             case Forget():
-                return self._forget(message)
+                return self._change_rules(message)
             case RoundChosen():
                 return self._round_chosen(message)
             case AdjustRule():
@@ -125,9 +126,7 @@ class Server:
             case ReportRequest():  # readers may have waited for a worker that is lost
                 return [*self.readers.admit_all(), ServerOutput(COORDINATOR, self.report())]
             case Flush():
-                for block in self.blocks.values():
-                    block.rule.flush(block)
-                return [*self.readers.admit_all(), ServerOutput(COORDINATOR, self.report(flushed=True))]
+                return [*self._change_rules(message), ServerOutput(COORDINATOR, self.report(flushed=True))]
         return []
 
     def lost(self, peer: Peer) -> None:
@@ -294,17 +293,15 @@ class Server:
         masks = tuple(block.accounting.accepted_set.of(revoke.portion) for block in self.blocks.values())
         return [ServerOutput(COORDINATOR, AcceptedBatches(revoke.portion, revoke.lease, masks))]
 
-    def _forget(self, forget: Forget) -> list[ServerOutput]:
-        for block in self.blocks.values():
-            block.rule.forget(block, forget.worker)
-        return self.readers.admit_all()
-
     def _adjust_rule(self, adjust: AdjustRule) -> list[ServerOutput]:
         if adjust.number <= self.adjusted:
             return []
         self.adjusted = adjust.number
+        return self._change_rules(adjust)
+
+    def _change_rules(self, message: RuleChange) -> list[ServerOutput]:
+        if self.observer is not None:
+            self.observer.rules_changed(message)
         for block in self.blocks.values():
-            block.parameters.lr_factor *= adjust.lr_factor
-            if adjust.bound is not None:
-                block.rule.retune(adjust.bound)
+            block.change_rule(message)
         return self.readers.admit_all()
