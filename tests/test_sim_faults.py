@@ -81,6 +81,33 @@ def test_the_schedules_do_what_they_are_for() -> None:
     assert {verdict.outcome for verdict in results} >= {"finished", "failed"}
 
 
+def strikes(case: Case, what: str, node: str) -> list[float]:
+    return [fault.at_s for fault in case.script if fault.what == what and fault.node.startswith(node)]
+
+
+def test_the_schedules_reach_every_node_and_link_and_strike_while_other_faults_last() -> None:
+    cases = [random_case(seed) for seed in range(SCHEDULES)]
+    faults = [fault for case in cases for fault in case.script]
+    ends = {(f.what, f.node.split(" ")[0], f.to.split(" ")[0]) for f in faults if f.to}
+    every = {("worker", "server"), ("worker", "coordinator"), ("server", "coordinator")}
+    both_ways = every | {(to, source) for source, to in every}
+    assert {(what, *pair) for what in ("netsplit", "slow", "duplicate") for pair in both_ways} <= ends
+    assert {("reorder", "server", "worker"), ("reset", "worker", "coordinator")} <= ends
+    assert {f.node.split(" ")[0] for f in faults if f.what == "crash"} == {"worker", "server", "coordinator"}
+    assert {case.num_workers for case in cases} == {1, 2, 3, 4} and max(f.for_s for f in faults) == 15.0
+    assert sum(f.at_s > 2 for f in faults) > 100  # a run without faults takes one to two seconds
+    # What the first thousand seeds never had: a server dies and returns while the coordinator is paused or gone.
+    unseen = [
+        case
+        for case in cases
+        for begin in (f for f in case.script if f.node == "coordinator" and f.what in ("kill", "crash", "pause"))
+        for end in [begin.at_s + begin.for_s, *strikes(case, "start", "coordinator")]
+        if any(begin.at_s < at_s < end for at_s in strikes(case, "kill", "server"))
+        and any(begin.at_s < at_s < end for at_s in strikes(case, "start", "server"))
+    ]
+    assert unseen
+
+
 @pytest.mark.parametrize("strategy", list(KINDS))
 def test_the_same_seed_is_the_same_run(strategy: str) -> None:
     case = random_case(7, strategy)

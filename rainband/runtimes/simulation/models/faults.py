@@ -125,28 +125,38 @@ def text(script: Iterable[Fault]) -> str:
 class Chances:
     """The limits of a random script."""
 
-    length_s: float  # faults begin within this time
-    timeout_s: float  # the failure timeout: pauses and partitions last 0.2 to 4 times as long
+    length_s: float  # faults begin within this time, or soon after another fault
+    timeout_s: float  # the failure timeout: pauses and partitions last 0.2 to 15 times as long
     most: int = 5  # the number of draws; one draw adds one or two faults
     servers_die: bool = False  # and the coordinator: then the run cannot finish
     coordinator_returns: bool = False  # the coordinator may die, and is started again
 
 
+# How long faults last, in failure timeouts.
+DURATIONS = (0.2, 0.2, 0.9, 0.9, 1.5, 1.5, 4.0, 4.0, 15.0)
+
+
 def random_script(random: Random, num_workers: int, num_servers: int, chances: Chances) -> Script:
-    """Draw a script. Every fault but a death heals, and a dead node may be started again."""
+    """Draw a script. Every fault but a death heals, and a dead node may be started again.
+
+    Half of the faults follow another one closely, so that they strike while it lasts: many errors need that.
+    """
     faults: list[Fault] = []
     for _ in range(random.randint(1, chances.most)):
-        faults += _random_fault(random, num_workers, num_servers, chances)
+        at_s = random.uniform(0, chances.length_s)
+        if faults and random.random() < 0.5:
+            before = random.choice(faults)
+            at_s = before.at_s + random.uniform(0, max(before.for_s, chances.timeout_s))
+        faults += _random_fault(random, at_s, num_workers, num_servers, chances)
     return tuple(sorted(map(_rounded, faults), key=lambda fault: (fault.at_s, str(fault))))
 
 
-def _random_fault(random: Random, num_workers: int, num_servers: int, chances: Chances) -> list[Fault]:
-    at_s = random.uniform(0, chances.length_s)
-    lasts_s = chances.timeout_s * random.choice((0.2, 0.9, 1.5, 4.0))
+def _random_fault(random: Random, at_s: float, num_workers: int, num_servers: int, chances: Chances) -> list[Fault]:
+    lasts_s = chances.timeout_s * random.choice(DURATIONS)
     worker, server = f"worker {random.randrange(num_workers)}", f"server {random.randrange(num_servers)}"
     kinds = ["kill", "kill", "crash", "pause", "netsplit", "slow", "duplicate"]
     kinds += ["join", "stall", "reset", "skew", "disk", "reorder", "tear"]
-    match random.choice(kinds + ["end"] * chances.servers_die + ["replace"] * 3 * chances.coordinator_returns):
+    match random.choice(kinds + ["end"] * 2 * chances.servers_die + ["replace"] * 3 * chances.coordinator_returns):
         case "kill" | "crash" as what:
             back = [Fault(at_s + lasts_s, "start", worker)] if random.random() < 0.7 else []
             return [Fault(at_s, what, worker), *back]
@@ -155,11 +165,11 @@ def _random_fault(random: Random, num_workers: int, num_servers: int, chances: C
         case "stall":
             return [Fault(at_s, "pause", random.choice((server, "coordinator")), for_s=lasts_s)]
         case "join":
-            return [Fault(at_s, "start", f"worker {num_workers}")]
-        case "end":  # always a kill: nothing notices yet when a server or coordinator only falls silent
+            return [Fault(at_s, "start", f"worker {num_workers + random.randrange(2)}")]
+        case "end":
             ended = random.choice((server, server, "coordinator"))
             back = [Fault(at_s + lasts_s, "start", ended)] if ended == server and random.random() < 0.5 else []
-            return [Fault(at_s, "kill", ended), *back]
+            return [Fault(at_s, random.choice(("kill", "crash")), ended), *back]
         case "replace":
             what = random.choice(("kill", "crash"))
             return [Fault(at_s, what, "coordinator"), Fault(at_s + lasts_s, "start", "coordinator")]
@@ -173,12 +183,13 @@ def _random_fault(random: Random, num_workers: int, num_servers: int, chances: C
             dies_s = at_s + by_s * random.random()
             return [Fault(at_s, "slow", worker, server, lasts_s, by_s), Fault(dies_s, "kill", worker)]
         case "reorder":
-            return [Fault(at_s, "reorder", worker, server, lasts_s, chances.timeout_s * random.random())]
+            ends = random.sample((worker, server), 2)
+            return [Fault(at_s, "reorder", ends[0], ends[1], lasts_s, chances.timeout_s * random.random())]
         case "reset":
-            return [Fault(at_s, "reset", worker, server)]
+            others = (server, "coordinator") if chances.servers_die else (server,)
+            return [Fault(at_s, "reset", worker, random.choice(others))]
         case what:
-            ends = [worker, random.choice((server, "coordinator"))]
-            random.shuffle(ends)
+            ends = random.sample(random.choice(((worker, server), (worker, "coordinator"), (server, "coordinator"))), 2)
             by_s = chances.timeout_s * random.random() if what == "slow" else 0.0
             return [Fault(at_s, what, ends[0], ends[1], lasts_s, by_s)]
 

@@ -227,8 +227,10 @@ class RunCheck:
         return [] if explained else [f"the run failed for no fault: {state.reason}"]
 
     def _members_alive(self) -> bool:
-        """Return True if a worker of the run is alive; one that joined at the very end does not count."""
-        return any(worker.peer in self.cluster.bus.nodes for worker in self.cluster.coordinator.state.workers.values())
+        """Return True if the coordinator could reach a worker; one that joined at the very end does not count."""
+        bus, coordinator = self.cluster.bus, self.cluster.coordinator_node
+        workers = [bus.nodes.get(worker.peer) for worker in self.cluster.coordinator.state.workers.values()]
+        return any(node is not None and not bus.flow(node, coordinator).broken for node in workers)
 
 
 def shortest(case: Case) -> Case:
