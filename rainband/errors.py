@@ -37,6 +37,10 @@ class Refused(RainbandError):
         self.reason = reason
 
 
+class NotSaved(RainbandError):
+    """The model could not be saved, for example because the disk is full."""
+
+
 class HandshakeFailed(RainbandError):
     """The two ends of a connection differ in protocol, run or secret."""
 

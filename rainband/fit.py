@@ -259,7 +259,8 @@ def _in_directory(config: RunConfig, runs: Path) -> RunConfig:
 
     from rainband.runtimes.run_directory import new_directory
 
-    return msgspec.structs.replace(config, directory=str(new_directory(runs, config.task, config.strategy)))
+    directory = new_directory(runs, config.task, config.strategy).absolute()  # the caller's code may change to another
+    return msgspec.structs.replace(config, directory=str(directory))
 
 
 def _fitted(task: Task | str, config: RunConfig, result: RunResult, notes: _Notes) -> FitResult:

@@ -30,7 +30,9 @@ from rainband.protocol.messages import (
     LeaseEnd,
     LeaseRequest,
     Message,
+    Params,
     Peer,
+    Pull,
     Ready,
     Report,
     ReportRequest,
@@ -552,7 +554,7 @@ def test_a_portion_that_cost_three_workers_their_lives_ends_the_run() -> None:
         for server in range(2):
             run.from_server(server, AcceptedBatches(0, death + 2, masks=(0,)))
 
-    assert run.phase == "over"
+    assert run.phase == "finishing"  # the fourth one saves the model so far
     assert (run.coordinator.state.outcome, run.coordinator.state.reason) == (
         "failed",
         "3 workers died on the same batches (portion 0)",
@@ -864,8 +866,66 @@ def test_without_workers_a_run_fails() -> None:
     run.lost("worker", 0)
     assert run.phase == "running"
     run.lost("worker", 1)
-    assert (run.phase, run.coordinator.state.outcome) == ("over", "failed")
+    assert (run.phase, run.coordinator.state.outcome) == ("finishing", "failed")
     assert run.coordinator.state.reason.startswith("no worker is left")
+    assert run.told("server 0")[-1] == run.told("server 1")[-1] == Flush()
+
+
+def test_without_workers_the_coordinator_fetches_the_model_from_the_servers() -> None:
+    run = running()
+    run.lost("worker", 0)
+    run.lost("worker", 1)
+    run.report(0, 3, flushed=True)
+    assert run.report(1, 3, flushed=True) == [Pull(1), Pull(1)]
+    assert run.phase == "concluding"
+    rescue = run.coordinator.shutdown.rescue
+    for block in range(2):
+        assert not rescue.is_complete
+        run.take(run.coordinator.receive(Peer("server", block), Params(block, 1, 1, 7), run.now, bytes([block] * 64)))
+    assert (run.phase, rescue.is_complete) == ("over", True)
+    assert rescue.values == {0: bytes(64), 1: bytes([1] * 64)}
+    assert {type(run.told(f"server {i}")[-1]) for i in range(2)} == {Shutdown}
+
+
+def test_if_no_worker_can_save_the_model_the_coordinator_fetches_it() -> None:
+    run = concluding()
+    assert Conclude("model") in run.from_worker(0, Failed(step=9, error="NotSaved: disk full", traceback=""))
+    assert run.from_worker(1, Failed(step=9, error="NotSaved: disk full", traceback="")) == [Pull(1), Pull(1)]
+    assert run.coordinator.state.reason == "no worker is left: worker 1 was the last (NotSaved: disk full)"
+
+
+def test_of_a_torn_round_the_coordinator_fetches_the_version_that_all_blocks_have() -> None:
+    run = running(rounds=True)
+    run.lost("worker", 0)
+    run.lost("worker", 1)
+    run.reports(2, flushed=True)
+    run.coordinator.receive(Peer("server", 0), Params(0, 1, 1, version=4), run.now, b"new")
+    outs = run.coordinator.receive(Peer("server", 1), Params(1, 1, 1, version=3), run.now, b"old")
+    assert [out.message for out in outs] == [Pull(2, at_version=3)] * 2
+    run.coordinator.receive(Peer("server", 0), Params(0, 2, 1, version=3), run.now, b"old")
+    run.coordinator.receive(Peer("server", 1), Params(1, 2, 1, version=3), run.now, b"old")
+    assert run.coordinator.shutdown.rescue.values == {0: b"old", 1: b"old"}
+
+
+def test_after_an_error_of_the_user_the_other_workers_save_the_model() -> None:
+    run = running()
+    outs = run.from_worker(0, Failed(step=3, error="ValueError: no", traceback="..."))
+    assert Halt("worker 0 failed at step 3: ValueError: no") in run.told("worker 1")
+    assert Shutdown("worker 0 failed at step 3: ValueError: no") in outs
+    run.reports(3, flushed=True)
+    assert Conclude("model") in run.from_worker(1, Ended(3))
+    run.from_worker(1, Concluded({"accuracy": 0.5}))
+    run.reports(3)
+    assert (run.phase, run.coordinator.state.outcome) == ("over", "failed")
+    assert run.coordinator.state.reason == "worker 0 failed at step 3: ValueError: no"
+
+
+def test_an_error_in_the_evaluation_comes_after_the_model_is_saved() -> None:
+    run = concluding()
+    outs = run.from_worker(0, Failed(step=4, error="ValueError: no", traceback="..."))
+    assert not [m for m in outs if isinstance(m, Conclude | Pull)]
+    run.reports(8, first_open=8)
+    assert (run.phase, run.coordinator.state.outcome) == ("over", "failed")
 
 
 def test_without_copies_a_lost_server_is_the_end_and_the_reason_says_what_is_gone() -> None:

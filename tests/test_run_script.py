@@ -128,6 +128,17 @@ def test_when_a_worker_is_killed_the_others_do_its_batches(tmp_path: Path) -> No
 
 
 @pytest.mark.processes
+def test_a_script_may_change_its_directory_and_end_inside_the_with_block(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    inside = "import os, sys; os.path.exists('elsewhere') and os.chdir('elsewhere'); epoch and sys.exit(0)"
+    told = Told(tmp_path, ["--runs", "out", "--workers", "2", "train.py"], inside=inside)
+    assert (told.exit_code, told.json["outcome"]) == (0, "finished"), told.err
+    assert Path(told.json["directory"]).parent == Path("out")
+    saved = safetensors.torch.load_file(tmp_path / told.json["directory"] / "model.safetensors")
+    assert len(saved) == 4
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("pieces", "said"),
     [

@@ -34,6 +34,7 @@ from rainband.protocol.messages import (
     Join,
     LeaseRequest,
     Message,
+    Params,
     Paused,
     Peer,
     Ready,
@@ -88,6 +89,8 @@ class Coordinator:
                 return self._reported(sender, message, now)
             case AcceptedBatches():
                 return self.leases.fenced(sender, message, now)
+            case Params() if sender.role == "server":
+                return self.shutdown.rescued(message, body)
             case Failed():
                 return self.liveness.failed(sender, message, now)
             case RoundChosen() if sender.role == "server":

@@ -191,6 +191,8 @@ class Liveness:
 
     def _lose_worker(self, worker: WorkerState, now: float, why: str) -> list[CoordinatorOutput]:
         worker.connected = False
+        if worker.ended and worker.peer.index == self.shutdown.concluder:
+            self.state.report_loss(worker.peer, now, why)  # another one must save the model
         outs = [] if worker.ended else self.deactivate(worker, now, why)
         worker.ended, self.state.live = True, None
         self.shutdown.not_waited_for(worker.peer.index)
@@ -218,23 +220,38 @@ class Liveness:
         return self._dismiss_stage_peers(peer, now, why) + self.shutdown.after_loss()
 
     def failed(self, sender: Peer, failed: Failed, now: float) -> list[CoordinatorOutput]:
-        """End the run because the user's code raised on a worker; the first traceback becomes an event."""
+        """End the run because the user's code raised on a worker; the first traceback becomes an event.
+
+        The other workers end as after Ctrl-C, and one of them saves the model so far.
+        """
         state = self.state
-        if state.outcome == "failed" or state.phase is Phase.OVER:
+        if state.phase is Phase.OVER:
             return []
         if sender.role == "server":
             state.fail(f"{sender}: {failed.error}")
             return self.shutdown.over()
         if not failed.traceback:  # not the user's code, but a broken connection, for example: the others go on
             return self.lost(sender, now, failed.error)
+        if state.outcome == "failed":
+            return self._dismiss_failed(sender, now)
         state.events.append(
             events.UserError(
                 at_s=now, worker=sender.index, step=failed.step, error=failed.error, traceback=failed.traceback
             )
         )
         where = f"{sender} failed at step {failed.step}" if failed.step else f"{sender} could not start"
-        state.fail(f"{where}: {failed.error}")
-        return self.shutdown.over()  # in any phase: others may be waiting for it
+        if state.phase is Phase.CONCLUDING and sender.index == self.shutdown.concluder:
+            self.shutdown.saved = True  # evaluating comes after saving, whose errors have no traceback
+        outs = self.shutdown.stop("failed", f"{where}: {failed.error}")
+        return outs + self._dismiss_failed(sender, now)
+
+    def _dismiss_failed(self, sender: Peer, now: float) -> list[CoordinatorOutput]:
+        """Send a worker away whose code has raised."""
+        worker = self.state.workers.get(sender.index)
+        if self.state.phase is Phase.OVER or worker is None or worker.peer != sender or not worker.connected:
+            return []
+        outs = [CoordinatorOutput(sender, Shutdown(self.state.reason))]
+        return outs + self.lost(sender, now, "its code raised an exception")
 
     def _server_lost(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         state = self.state

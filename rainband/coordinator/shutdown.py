@@ -8,9 +8,21 @@ import msgspec
 
 from rainband.coordinator.buffers import BufferMean
 from rainband.coordinator.reporting import Reporting
+from rainband.coordinator.rescue import Rescue
 from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, WorkerState
 from rainband.protocol import events
-from rainband.protocol.messages import Conclude, Concluded, Ended, Finish, Flush, Halt, Peer, ReportRequest, Shutdown
+from rainband.protocol.messages import (
+    Conclude,
+    Concluded,
+    Ended,
+    Finish,
+    Flush,
+    Halt,
+    Params,
+    Peer,
+    ReportRequest,
+    Shutdown,
+)
 
 
 class RunEnd:
@@ -25,15 +37,21 @@ class RunEnd:
         self.saved = False  # it has saved the model
         self.last_reports: set[int] = set()  # servers whose last report, with every push in it, has not arrived
         self.last_pulls: set[int] = set()  # workers of custom loops that do not have the final parameters yet
+        self.left: set[int] = set()  # workers of custom loops that have them: they save nothing any more
+        self.rescue = Rescue(state)
 
     def stop(self, outcome: str, reason: str, cause: FailureCause = FailureCause.OTHER) -> list[CoordinatorOutput]:
-        """End early: workers finish their work item and return their leases."""
+        """End early: workers finish their work item and return their leases, and the model so far is saved."""
         state = self.state
-        if state.phase is Phase.OVER or (state.phase in (Phase.FINISHING, Phase.CONCLUDING) and outcome != "failed"):
+        is_ending = state.phase in (Phase.FINISHING, Phase.CONCLUDING)
+        if state.phase is Phase.OVER or (is_ending and outcome != "failed"):
             return []
-        state.outcome, state.reason, state.cause = outcome, reason, cause if outcome == "failed" else None
-        if state.phase in (Phase.FORMING, Phase.LOADING) or outcome == "failed":
-            return self.over()  # no model will be saved: there is nothing to wait for
+        if state.outcome != "failed":  # the first failure is the reason of others
+            state.outcome, state.reason, state.cause = outcome, reason, cause if outcome == "failed" else None
+        if state.phase in (Phase.FORMING, Phase.LOADING):
+            return self.over()  # there is no model to save
+        if is_ending:
+            return self.after_loss()
         state.enter(Phase.FINISHING)
         halts = [CoordinatorOutput(w.peer, Halt(reason)) for w in state.connected()]
         coordinated = [] if state.full_batch is None else [CoordinatorOutput(*to) for to in state.full_batch.stop()]
@@ -76,9 +94,9 @@ class RunEnd:
             if founder is not None and state.welcome is not None:
                 again = msgspec.structs.replace(state.welcome, load=True, replica_addresses=state.addresses(founder))
                 return [CoordinatorOutput(other.peer, again) for other in state.replica_of(founder)]
-        if not left and len(state.missing | state.workers.keys()) >= state.settings.num_workers:
+        if not left and len(state.missing | state.workers.keys()) >= state.settings.num_workers and not self.saved:
             state.fail_if_finished(f"no worker is left: {state.last_loss}", FailureCause.NO_WORKER_LEFT)
-            return self.over()
+            return self._save_without_workers()
         if state.phase is Phase.FINISHING:
             return self.when_all_ended()
         if state.phase is Phase.CONCLUDING and self.concluder is None and not self.saved:
@@ -121,10 +139,8 @@ class RunEnd:
         state = self.state
         if state.phase is not Phase.FINISHING or not state.all_have_ended():
             return []
-        if state.full_batch is not None and not state.full_batch.over and state.outcome != "failed":
+        if state.full_batch is not None and not state.full_batch.over:
             return []  # stopped within an iteration: it first restores the parameters at its start
-        if state.outcome == "failed":
-            return self.over()
         unflushed = [s.peer for s in state.servers.values() if s.peer.role == "server" and not s.flushed]
         if unflushed:  # the run was stopped: buffered gradients are part of its model
             return [CoordinatorOutput(server, Flush()) for server in unflushed]
@@ -133,14 +149,15 @@ class RunEnd:
     def _conclude(self) -> list[CoordinatorOutput]:
         state = self.state
         ended = [w for i, w in state.workers.items() if not state.rank_in_replica(i) and self._replica_has_ended(i)]
+        ended = [w for w in ended if w.peer.index not in self.left]
         ready = [w for w in ended if w.active] or ended
-        if not ready and state.connected():
+        if not ready and any(w.peer.index not in self.left for w in state.connected()):
             state.enter(Phase.FINISHING)  # they are inactive but connected: wait until they end or are lost
             return []
         state.enter(Phase.CONCLUDING)
         if not ready:
             state.fail_if_finished("no worker is left to save the model", FailureCause.NO_WORKER_LEFT)
-            return self.over()
+            return self._save_without_workers()
         chosen = min(ready, key=lambda w: w.peer)
         self.concluder = chosen.peer.index
         self.last_reports = {index for index, s in state.servers.items() if s.peer.role == "server"}
@@ -150,6 +167,22 @@ class RunEnd:
         conclude = Conclude(state.settings.model_path)
         saves = [CoordinatorOutput(w.peer, conclude, self._buffers_of(w)) for w in state.replica_of(chosen.peer.index)]
         return [*self.request_last_reports(), *saves, *pulls]
+
+    def _save_without_workers(self) -> list[CoordinatorOutput]:
+        """Fetch the model from the servers, after they have applied what they buffer; then the run is over."""
+        state = self.state
+        if not self.rescue.is_possible:
+            return self.over()
+        if state.phase is Phase.CONCLUDING:
+            return [] if self.rescue.begun else self.rescue.begin()
+        coordinated = [] if state.full_batch is None else [CoordinatorOutput(*to) for to in state.full_batch.stop()]
+        state.enter(Phase.FINISHING)
+        return coordinated + self.when_all_ended()
+
+    def rescued(self, params: Params, body: Any) -> list[CoordinatorOutput]:
+        """Take a block of the model that no worker can save."""
+        outs = self.rescue.receive(params, body)
+        return self.over() if self.rescue.over else outs
 
     def _replica_has_ended(self, worker: int) -> bool:
         return self.state.is_complete(worker) and all(other.ended for other in self.state.replica_of(worker))
@@ -170,6 +203,8 @@ class RunEnd:
     def concluded(self, worker: WorkerState, message: Concluded) -> list[CoordinatorOutput]:
         if worker.peer.index == self.concluder:
             self.metrics, self.saved = message.metrics, True
+        if self.state.is_custom_loop():
+            self.left.add(worker.peer.index)
         self.last_pulls.discard(worker.peer.index)
         return self.when_concluded()
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch import Tensor, nn
+
+from rainband.errors import NotSaved, RainbandError
+from rainband.protocol.layout import BlockSpec, Layout
 
 
 def save_model(module: nn.Module, path: str) -> None:
     """Save to a temporary file and rename it: a crash leaves the old file or the new one."""
     if not path:
         return
-    beside = Path(f"{path}.{os.getpid()}.part")
-    safetensors.torch.save_model(module, str(beside))
-    beside.rename(path)
+    with _replacing(path) as beside:
+        safetensors.torch.save_model(module, str(beside))
 
 
 def save_part(tensors: Mapping[str, Tensor], path: str, part: int) -> str:
@@ -48,16 +53,60 @@ def join_parts(parts: Sequence[Path], path: str) -> None:
         end += size
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # tensors begin at multiples of eight
-    beside = Path(f"{path}.{os.getpid()}.part")
-    with beside.open("wb") as out:
+    with _replacing(path) as beside, beside.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little") + encoded)
         for part, length, _ in bodies:
             with part.open("rb") as source:
                 source.seek(length)
                 shutil.copyfileobj(source, out, 1 << 20)
-    beside.rename(path)
     for part in parts:
         part.unlink()
+
+
+def save_blocks(layout: Layout, blocks: Sequence[BlockSpec], values: Mapping[int, bytes | Tensor], path: str) -> None:
+    """Save parameters from the values of their blocks, under the names of the model."""
+    vectors = [torch.empty(vector.numel, dtype=getattr(torch, vector.dtype)) for vector in layout.vectors]
+    for block in blocks:
+        given = values[block.index]
+        tensor = torch.frombuffer(bytearray(given), dtype=torch.uint8) if isinstance(given, bytes) else given
+        vectors[block.vector][block.start : block.stop] = tensor.view(vectors[block.vector].dtype)
+    tensors = {}
+    for spec in layout.parameters:
+        in_memory = vectors[spec.vector][spec.start : spec.start + spec.numel]
+        in_memory = in_memory.view([spec.shape[dimension] for dimension in spec.order])
+        inverse = sorted(range(len(spec.order)), key=spec.order.__getitem__)
+        tensors[spec.name.replace("_orig_mod.", "")] = in_memory.permute(inverse).contiguous()  # of torch.compile
+    with _replacing(path) as beside:
+        safetensors.torch.save_file(tensors, beside)
+
+
+@contextmanager
+def saving(path: str) -> Iterator[None]:
+    """If there is a path, raise NotSaved for any error inside but one between nodes: then another worker saves."""
+    if not path:
+        yield
+        return
+    try:
+        yield
+    except RainbandError:
+        raise
+    except Exception as error:
+        raise NotSaved(f"the model could not be saved ({type(error).__name__}: {error})") from error
+
+
+@contextmanager
+def _replacing(path: str) -> Iterator[Path]:
+    """Yield the path of a temporary file, which in the end takes the place of `path` with the usual permissions."""
+    beside = Path(f"{path}.{os.getpid()}.part")
+    try:
+        beside.touch()
+        usual = stat.S_IMODE(beside.stat().st_mode)
+        yield beside
+        with suppress(OSError):  # some file systems have no permissions
+            beside.chmod(usual)  # safetensors makes files that only their owner can read
+        beside.rename(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _header_of(part: Path) -> tuple[int, dict[str, dict[str, Any]]]:

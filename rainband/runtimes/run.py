@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import safetensors
 
 from rainband import __version__
 from rainband.coordinator.coordinator import Coordinator, RunSettings
@@ -15,6 +18,7 @@ from rainband.runtimes.config import RunConfig
 from rainband.runtimes.result import judged
 from rainband.runtimes.run_directory import EventLog, write_config
 
+MODEL_FILE = "model.safetensors"
 View = Callable[[events.AnyEvent], None]
 
 
@@ -67,12 +71,12 @@ class Run:
     def __init__(self, config: RunConfig, view: View) -> None:
         self.config = config
         self.view = view
-        self.directory = Path(config.directory)
+        self.directory = Path(config.directory).absolute()  # the user's code may change the working directory
         self.log = EventLog(self.directory)
 
     @property
     def settings(self) -> RunSettings:
-        return settings_of(self.config, str(self.directory / "model.safetensors"))
+        return settings_of(self.config, str(self.directory / MODEL_FILE))
 
     def emit(self, event: events.AnyEvent) -> None:
         self.log.write(event)
@@ -128,10 +132,28 @@ class Run:
             metrics=coordinator.shutdown.metrics,
             accounting=msgspec.to_builtins(accounting) if accounting else {},
             staleness=msgspec.to_builtins(coordinator.reporting.staleness(), str_keys=True),
-            directory=str(self.directory),
+            directory=config.directory,
             exit_code=int(outcome == "failed") if exit_code is None else exit_code,
             **more,
         )
+
+    def save_rescued(self, coordinator: Coordinator) -> None:
+        """Save the model that the coordinator has fetched from the servers because no worker could save it."""
+        rescue, state = coordinator.shutdown.rescue, coordinator.state
+        path = self.directory / MODEL_FILE
+        if not rescue.is_complete or path.is_file():
+            return
+        from rainband.model.save import save_blocks  # imports torch
+
+        assert state.join is not None and state.welcome is not None
+        reason = state.reason.rstrip(".")
+        elsewhere = Path(tempfile.gettempdir()) / f"{self.directory.name}.safetensors"  # if the disk is full
+        for file in (path, elsewhere):
+            with suppress(OSError, safetensors.SafetensorError):
+                save_blocks(state.join.layout, state.welcome.blocks, rescue.values, str(file))
+                state.reason = f"{reason}. The parameters that the servers have are saved in {file}, without buffers."
+                return
+        state.reason = f"{reason}. The model could be saved neither as {path} nor as {elsewhere}."
 
     def end(self, result: RunResult) -> None:
         """Emit the last event. The owner of the run closes its log, once."""

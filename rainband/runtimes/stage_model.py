@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from rainband.errors import PeerLost
+from rainband.model.save import saving
 from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import StageWorker
@@ -60,10 +61,11 @@ class StageModel(WorkerModel[StageWorker]):
 
     async def conclude(self, worker: StageWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
         """Send the leader this worker's part of the model; the leader saves the whole model and evaluates it."""
-        await pull_latest(worker.client)
-        if buffers is not None:
-            worker.set_buffers(buffers)
-        mine = self.own_part(conclude.path)
+        with saving(conclude.path):
+            await pull_latest(worker.client)
+            if buffers is not None:
+                worker.set_buffers(buffers)
+            mine = self.own_part(conclude.path)
         if not worker.leads:
             self.links.send(0, SAVED, mine)
             return None

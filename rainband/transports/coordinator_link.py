@@ -14,7 +14,7 @@ from rainband.transports.event_loop import EventLoop, readable_within
 from rainband.transports.frames import Frame, pack
 from rainband.transports.link import ThreadedLink
 
-MAX_BODY_BYTES = 1 << 28
+MAX_BODY_BYTES = 1 << 40  # of a worker's buffers, which both ends have in memory: no limit in practice
 
 Deliver = Callable[[Message, memoryview | None], None]
 

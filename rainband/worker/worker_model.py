@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from rainband.model.flat_parameters import Flat
-from rainband.model.save import save_model
+from rainband.model.save import save_model, saving
 from rainband.protocol.messages import Conclude, LeaseEnd, Message, Peer, Welcome
 from rainband.protocol.ports import Port
 from rainband.strategy import Worker
@@ -98,10 +98,11 @@ class ModuleModel(WorkerModel[ModuleWorker]):
         return ModuleWorker(index, self.num_workers, self.task, self.data, self.flat.module, client)
 
     async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
-        await pull_final(worker.client)
-        if buffers is not None:
-            worker.set_buffers(buffers)
-        save_model(worker.module, conclude.path)  # first: an error in the user's evaluation must not lose the model
+        with saving(conclude.path):  # first: an error in the user's evaluation must not lose the model
+            await pull_final(worker.client)
+            if buffers is not None:
+                worker.set_buffers(buffers)
+            save_model(worker.module, conclude.path)
         return self.evaluate(worker)
 
     def evaluate(self, worker: ModuleWorker) -> dict[str, float]:

@@ -7,14 +7,16 @@ and runs beside the coordinator.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput
 from rainband.protocol import messages
 from rainband.protocol.accounting import NOT_FINITE
+from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Message, Peer
 from rainband.runtimes.hogwild.memory import SharedParameters, offsets_of
 
@@ -29,6 +31,7 @@ class HogwildServer:
         """`make_room(num_bytes)` returns writable memory that is zero."""
         self.make_room = make_room
         self.memory: SharedParameters | None = None
+        self.blocks: tuple[BlockSpec, ...] = ()
         self.tuned = 0  # the number of the last adjustment
         self.cut_short: set[int] = set()  # workers that were lost during an update
 
@@ -47,6 +50,9 @@ class HogwildServer:
             if out.to != HOGWILD_SERVER:
                 left.append(out)
                 continue
+            if isinstance(out.message, messages.Pull):
+                for params, values in self.read(out.message):
+                    waiting += coordinator.receive(HOGWILD_SERVER, params, now, values)
             for reply in self.receive(out.message):
                 waiting += coordinator.receive(HOGWILD_SERVER, reply, now)
         return left
@@ -55,6 +61,7 @@ class HogwildServer:
         """Take one message, and return the answers to the coordinator."""
         if isinstance(message, messages.Assign):
             num_bytes = offsets_of(message.blocks, message.plan, message.num_replicas).num_bytes
+            self.blocks = message.blocks
             self.memory = SharedParameters(
                 self.make_room(num_bytes), message.blocks, message.plan, message.num_replicas
             )
@@ -79,6 +86,14 @@ class HogwildServer:
                 self.tuned = message.number
                 memory.lower(message.lr_factor)
         return []
+
+    def read(self, pull: messages.Pull) -> Iterator[tuple[messages.Params, bytes]]:
+        """Yield the parameters block by block."""
+        assert self.memory is not None, "parameters are requested at the end of a run"
+        vectors = dict(zip(sorted({block.vector for block in self.blocks}), self.memory.vectors, strict=True))
+        for block in self.blocks:
+            values = vectors[block.vector][block.start : block.stop].view(torch.uint8).numpy().tobytes()
+            yield messages.Params(block.index, pull.sequence, term=0, version=0), values
 
     def report(self, flushed: bool = False) -> messages.Report:
         """Return a server's report: accepted batches and measurements."""

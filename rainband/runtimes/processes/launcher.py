@@ -34,6 +34,7 @@ from rainband.strategy import Strategy
 from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.connect import listen_unix, this_machine
 from rainband.transports.connection import Connection
+from rainband.transports.coordinator_link import MAX_BODY_BYTES
 from rainband.transports.event_loop import readable_within
 from rainband.transports.hub import Hub
 from rainband.transports.shared_memory import SharedSegment
@@ -46,7 +47,6 @@ SCRIPT = "rainband.runtimes.training_loop.script_process:main"  # the entry of a
 # Servers are forked first, without torch._dynamo, which takes 70 MB and which they do not need.
 SERVERS_NEED = ("torch", ENTRIES["server"].partition(":")[0])
 WORKERS_NEED = ("torch._dynamo", *(entry.partition(":")[0] for entry in (ENTRIES["worker"], SCRIPT)))
-MAX_BODY_BYTES = 1 << 28  # a worker's buffers
 GRACE_S = 1.0
 EXIT_KNOWN_S = 0.2  # how long after its connections have closed the zygote may report how a process ended
 FINE = "exit code 0"
@@ -137,6 +137,7 @@ class Launcher(Run):
                 os.close(self.memory)
             for unfinished in self.directory.glob("*.part"):  # of a process that ended while it saved
                 unfinished.unlink()
+        self.save_rescued(self.coordinator)
         return self._result()
 
     def _predict(self) -> None:
@@ -162,7 +163,7 @@ class Launcher(Run):
             run_id=self.run_id,
             secret=self.secret,
             coordinator=address,
-            config=self.config,
+            config=msgspec.structs.replace(self.config, directory=str(self.directory)),
             memory=self.memory is not None,
         )
         title = f"rainband {role} {index}"

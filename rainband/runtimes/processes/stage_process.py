@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rainband.model.flat_parameters import Flat
-from rainband.model.save import join_parts, save_part
+from rainband.model.save import join_parts, save_part, saving
 from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import StageWorker, WholeModel
@@ -94,5 +94,6 @@ class SavedInParts(StageModel):
         return save_part(self.submodel.held(), path, self.submodel.rank)
 
     def save_whole(self, worker: StageWorker, parts: list[str], path: str) -> dict[str, float]:
-        join_parts([Path(part) for part in parts if part], path)
+        with saving(path):
+            join_parts([Path(part) for part in parts if part], path)
         return measure(worker.task, WholeModel(worker, self.drive))

@@ -172,6 +172,8 @@ class Simulation(Run):
     def _result(self) -> SimulatedResult:
         coordinator = self.cluster.coordinator
         self.cluster.coordinator_node.send([])  # the last events
+        if self.cluster.scenario.real:
+            self.save_rescued(coordinator)
         code = 130 if self.interrupted else None
         result = self.result(SimulatedResult, coordinator, self.cluster.clock.now, code, trace_hash=self._trace_hash())
         self._write_simulated(result.trace_hash)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rainband.model.save import save_model
+from rainband.model.save import save_model, saving
 from rainband.model_parallel.execution.microbatch_run import ReplicaLinks
 from rainband.model_parallel.execution.submodel import Submodel
 from rainband.model_parallel.execution.worker import StageWorker
@@ -49,13 +49,13 @@ class StageCompute(StageModel, SimulatedCompute):
 
     def save_whole(self, worker: StageWorker, parts: list[dict[str, Tensor]], path: str) -> dict[str, float]:
         """Build the whole model in memory: a simulation is one process anyway."""
-        with torch.random.fork_rng(devices=[]):
+        with saving(path), torch.random.fork_rng(devices=[]):
             whole: nn.Module = self.task.model()
-        for part in parts:
-            whole.load_state_dict(part, strict=False)
-        if path:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-        save_model(whole, path)
+            for part in parts:
+                whole.load_state_dict(part, strict=False)
+            if path:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            save_model(whole, path)
         return measure(self.task, whole)
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.model.optimizer_state import put_state, settings_of, spec_of, state_of
-from rainband.model.save import save_model
+from rainband.model.save import save_model, saving
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.messages import Conclude, Dataset, LeaseEnd, Message, Paused, Peer, Welcome
 from rainband.protocol.optimizer_spec import changed_numbers, plain
@@ -100,7 +100,7 @@ class TrainingLoop:
         for hook in self.state_hooks:
             hook.remove()
         try:
-            if kind is None or (kind is KeyboardInterrupt and self.client.stopping):
+            if kind is None or (kind is KeyboardInterrupt and self.client.stopping) or _is_normal_exit(error):
                 self._leave()
         finally:
             self.flat.release()
@@ -341,6 +341,11 @@ class TrainingLoop:
         return type(self.strategy).__name__
 
 
+def _is_normal_exit(error: BaseException | None) -> bool:
+    """Return True for `sys.exit()` and `sys.exit(0)`, with which a script ends in good order."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
 class LoopModel(WorkerModel[LoopWorker]):
     """The user's module and optimizers, as the model of a worker."""
 
@@ -387,12 +392,13 @@ class LoopModel(WorkerModel[LoopWorker]):
 
     async def conclude(self, worker: LoopWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float]:
         loop = self.loop
-        await pull_final(worker.client)
-        if buffers is not None:
-            set_buffers(loop.model, buffers)
-        if loop.served:
-            fetched = worker.client.fetch_state()
-            await fetched
-            put_state(loop.optimizers, loop.flat.parameters, fetched.gathered.state)
-        save_model(getattr(loop.model, "_orig_mod", loop.model), conclude.path)  # names as before torch.compile
+        with saving(conclude.path):
+            await pull_final(worker.client)
+            if buffers is not None:
+                set_buffers(loop.model, buffers)
+            if loop.served:
+                fetched = worker.client.fetch_state()
+                await fetched
+                put_state(loop.optimizers, loop.flat.parameters, fetched.gathered.state)
+            save_model(getattr(loop.model, "_orig_mod", loop.model), conclude.path)  # names as before torch.compile
         return {}

@@ -1,0 +1,123 @@
+"""The model is saved whatever fails: the code of the user, the disk, or all workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import rainband
+from rainband.errors import NotSaved, RainbandError
+from rainband.model.flat_parameters import Flat
+from rainband.model.save import save_blocks, save_model, saving
+from rainband.protocol import events
+from rainband.protocol.layout import cut
+from rainband.tasks.linear import Linear
+
+
+def test_a_saved_model_has_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "usual").touch()
+    save_model(nn.Linear(2, 2), str(tmp_path / "model"))
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"usual": modes["usual"], "model": modes["usual"]}
+
+
+def test_after_an_error_nothing_is_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(NotSaved, match=r"could not be saved \(IsADirectoryError"), saving("model"):
+        save_model(nn.Linear(2, 2), str(tmp_path / "model"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_model_is_saved_from_blocks_as_from_its_module(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.Linear(4, 5).bfloat16())
+    flat = Flat(module)
+    blocks = cut(flat.layout, num_servers=2, block_bytes=64)
+    values: dict[int, Any] = {}
+    for block in blocks:
+        view = flat.view(block).detach().clone()
+        values[block.index] = view if block.index % 2 else view.view(torch.uint8).numpy().tobytes()
+    assert len(blocks) > 4
+    save_blocks(flat.layout, blocks, values, str(tmp_path / "blocks"))
+    save_model(module, str(tmp_path / "module"))
+    one, other = (safetensors.torch.load_file(tmp_path / name) for name in ("blocks", "module"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- real runs ----
+
+
+@dataclasses.dataclass(frozen=True)
+class FailsAtBatch(Linear):
+    """Raises at the third batch of each process."""
+
+    def data(self) -> Any:
+        return Numbered(super().data())
+
+
+class Numbered:
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.drawn = -8  # the fingerprint draws eight samples
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def batch(self, indices: Any) -> Any:
+        self.drawn += 1
+        if self.drawn == 3:
+            raise ZeroDivisionError("on purpose")
+        return self.data.batch(indices)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("strategy", [rainband.Downpour(optimizer="sgd", lr=0.5), rainband.Hogwild(lr=0.5)])
+def test_after_an_error_of_the_only_worker_the_model_so_far_is_saved(tmp_path: Path, strategy: Any) -> None:
+    task = FailsAtBatch(dimension=4, samples=8, batch_size=1, epochs=1)
+    servers = 1 if isinstance(strategy, rainband.Downpour) else 0
+    with pytest.raises(RainbandError, match="on purpose.* without buffers") as caught:
+        rainband.fit(task, strategy, workers=1, servers=servers, runs=tmp_path, seed=3)
+    assert "failed at step 3" in str(caught.value)
+    [file] = tmp_path.glob("*/model.safetensors")
+    saved = safetensors.torch.load_file(file)["weight"][0]
+    samples = Linear.data(task).tensors[0]
+    assert any(torch.equal(saved, -0.5 * (a + b)) for a, b in itertools.permutations(samples, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fine(Linear):
+    def evaluate(self, model: Any) -> dict[str, float]:
+        return {}
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm")
+def test_if_the_directory_cannot_be_written_to_the_model_is_saved_elsewhere(tmp_path: Path) -> None:
+    lost: list[str] = []
+
+    def in_the_way(event: events.AnyEvent) -> None:
+        if isinstance(event, events.PlanMade):
+            [directory] = tmp_path.iterdir()
+            (directory / "model.safetensors").mkdir()
+        if isinstance(event, events.Lost):
+            lost.append(event.why)
+
+    with pytest.raises(RainbandError, match="no worker is left"):
+        rainband.fit(Fine(samples=64), workers=2, servers=1, runs=tmp_path, on_event=in_the_way)
+    assert lost  # the second worker may have joined too late
+    assert all(why.startswith("NotSaved: the model could not be saved (IsADirectoryError") for why in lost)
+    [directory] = tmp_path.iterdir()
+    file = Path(tempfile.gettempdir(), f"{directory.name}.safetensors")
+    assert "weight" in safetensors.torch.load_file(file)
+    os.unlink(file)
