@@ -168,7 +168,23 @@ def test_a_header_and_a_body_may_be_as_long_as_the_limits() -> None:
     header, body = bytes(MAX_HEADER_BYTES), bytes(range(250)) * 4
     assert read(whole(header, body), max_body_bytes=1000) == [(header, body, 0)]
     with pytest.raises(ValueError, match="a header of 1048577 bytes does not fit"):
-        pack(header + b"\0", None)
+        pack(header + b"\0", memoryview(body))
+
+
+def test_a_header_that_is_too_long_is_sent_as_a_body_and_arrives_as_a_header() -> None:
+    header = bytes(range(256)) * 4096 + b"\0"  # one byte more than the limit
+    asked: list[int] = []
+
+    def memory(header: bytes, body_bytes: int) -> memoryview:
+        asked.append(body_bytes)
+        return memoryview(bytearray(body_bytes))
+
+    reader = FrameReader(len(header), KEY, memory)
+    frames = [frame for some in deliver(reader, whole(header, flags=2) + whole(b"next", b"body")) for frame in some]
+    assert contents(frames) == [(header, None, 2), (b"next", b"body", 0)]
+    assert asked == [4]  # a node has no memory of its own for headers
+    with pytest.raises(BadFrame, match="a body of 1048577 bytes; at most 1000 are allowed"):
+        list(deliver(FrameReader(1000, KEY), whole(header)))
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,17 @@ import socket
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from rainband.errors import CoordinatorLost
 from rainband.protocol.layout import LayoutEntry, arrange, cut
-from rainband.protocol.messages import Go, Message, Peer, Shutdown, encode
+from rainband.protocol.messages import Go, InitBlock, Message, Peer, encode
 from rainband.protocol.worker_stats import Stats
 from rainband.transports.coordinator_link import CoordinatorLink
 from rainband.transports.event_loop import EventLoop, readable_within
 from rainband.transports.frames import MAX_HEADER_BYTES, pack
 from rainband.transports.server_links import TcpPort
+from rainband.worker.state_transfer import ParameterValues
 from tests.processes import DEADLINE_S
 
 ABOVE_SELECT = 1024  # the first file descriptor that select() refuses
@@ -92,7 +94,8 @@ def test_a_message_too_large_to_send_is_raised_where_the_worker_waits(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     loop = EventLoop()
-    to_server(pair[0], loop).send(Shutdown("x" * MAX_HEADER_BYTES))
+    message = InitBlock(0, "float32", 16, part="x" * MAX_HEADER_BYTES)  # without values it would be sent as a body
+    to_server(pair[0], loop).push(message, ParameterValues(torch.zeros(16)))
     with pytest.raises(ValueError, match="does not fit a frame"):
         loop.wait(DEADLINE_S)
 

@@ -3,7 +3,7 @@
     offset  bytes  prefix, little-endian
     0       4      magic b"RBND"
     4       1      protocol version
-    5       1      kind, 0 for now
+    5       1      kind: 0, or 1 if the header was too long and is the body
     6       2      flags, for the sender and the receiver to agree on
     8       4      length of the header, at most 1 MiB
     12      8      length of the body, at most what the receiver allows; 0 is no body
@@ -35,6 +35,7 @@ MAGIC = b"RBND"
 PROTOCOL_VERSION = 1
 PREFIX_BYTES = 32
 MAX_HEADER_BYTES = 1 << 20
+ORDINARY, HEADER_IS_BODY = 0, 1  # kinds of frames
 STAGING_BYTES = 16 << 10  # holds a hundred small frames; of a large body at most this much is copied twice
 
 _PREFIX = struct.Struct("<4sBBHIQIQ")
@@ -70,13 +71,19 @@ class Frame(NamedTuple):
 def pack(header: bytes, body: memoryview | None, key: int = 0, flags: int = 0) -> bytes:
     """Return prefix and header; the caller sends the body's own memory right after them, uncopied."""
     if len(header) > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"a header of {len(header)} bytes does not fit a frame: at most {MAX_HEADER_BYTES} do, "
-            "so put bulk data into the body."
-        )
+        if body is not None:
+            raise ValueError(
+                f"a header of {len(header)} bytes does not fit a frame with a body: at most {MAX_HEADER_BYTES} do, "
+                "so put bulk data into the body."
+            )
+        return _pack(HEADER_IS_BODY, b"", memoryview(header), key, flags) + header
+    return _pack(ORDINARY, header, body, key, flags)
+
+
+def _pack(kind: int, header: bytes, body: memoryview | None, key: int, flags: int) -> bytes:
     body_bytes = 0 if body is None else body.nbytes
     body_checksum = xxh3_64_intdigest(body) if body is not None and body_bytes else 0
-    unsealed = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, 0, flags, len(header), body_bytes, 0, body_checksum)
+    unsealed = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, kind, flags, len(header), body_bytes, 0, body_checksum)
     before, after = unsealed[:_LENGTHS_END], unsealed[_BODY_CHECKSUM:] + header
     return before + _header_checksum(before, after, key).to_bytes(4, "little") + after
 
@@ -186,7 +193,10 @@ class FrameReader:
 
     def _begin(self, prefix: Prefix, header: bytes, first: bytes) -> _Arriving:
         """Give the body its memory, and put there the part of it that has come already."""
-        memory = self._memory(header, prefix.body_bytes, whole=len(first) == prefix.body_bytes)
+        if prefix.kind == HEADER_IS_BODY:
+            memory = memoryview(bytearray(prefix.body_bytes))
+        else:
+            memory = self._memory(header, prefix.body_bytes, whole=len(first) == prefix.body_bytes)
         memory[: len(first)] = first
         self._arriving = _Arriving(prefix, header, memory, len(first))
         return self._arriving
@@ -206,6 +216,8 @@ class FrameReader:
     def _finish(self, arriving: _Arriving) -> Frame:
         check_body(arriving.prefix, arriving.memory)
         self._arriving = None
+        if arriving.prefix.kind == HEADER_IS_BODY:
+            return Frame(bytes(arriving.memory), None, arriving.prefix.flags)
         return Frame(arriving.header, arriving.memory, arriving.prefix.flags)
 
     def _stage(self, leftover: bytes, wanted: int) -> None:
