@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from rainband.protocol.accounting import BatchAccounting, balance, staleness_of, staleness_so_far
-from rainband.protocol.messages import COORDINATOR, Missed, Report, ReportRequest, Skipped, Tally
+from rainband.protocol.accounting import (
+    MAX_REASON_LENGTH,
+    MAX_REASONS,
+    OTHER_REASONS,
+    BatchAccounting,
+    SkipReasons,
+    balance,
+    staleness_of,
+    staleness_so_far,
+)
+from rainband.protocol.messages import COORDINATOR, Missed, Report, ReportRequest, Tally, encode
 from rainband.server.block import Block
+from rainband.server.block_accounting import BlockAccounting
 from rainband.server.server import Server
-from tests.builders import full, make_plan, make_push, make_server, named, send
+from tests.builders import full, item_push, make_plan, make_push, make_server, named, rounds_plan, send
 
 
 def report(*blocks: Tally, **others: Any) -> Report:
@@ -61,7 +72,7 @@ def test_what_is_buffered_is_not_lost() -> None:
 
 
 def test_skipped_batches_are_counted_by_reason_and_once_for_all_blocks() -> None:
-    skipped = (Skipped(0, 0b11, "not finite"), Skipped(1, 0b1, "not finite"), Skipped(1, 0b10, "asked to"))
+    skipped = {"not finite": 3, "asked to": 1}
     accounting = accounting_of(report(Tally(8, 4, 4, 0), skipped=skipped), report(Tally(8, 4, 4, 0), skipped=skipped))
 
     assert accounting.skipped == {"not finite": 3, "asked to": 1}
@@ -146,3 +157,61 @@ def test_a_server_that_marks_and_does_not_apply_is_found_out(monkeypatch: pytest
 
     assert (accounting.lost, accounting.applied_twice, accounting.balanced) == (3, 0, False)
     assert torch.equal(server.blocks[0].values, full(0.0))
+
+
+# ---- what a report costs ----
+
+
+def long_run(rounds: int, reason: Callable[[int], str]) -> tuple[int, Server]:
+    """Return the bytes of a server's report after many rounds in each of which one work item is skipped."""
+    plan = rounds_plan(num_batches=2 * rounds, items_per_round=2, portion_batches=2)
+    server, reasons = make_server(num_blocks=2, plan=plan), SkipReasons()
+    for round_ in range(rounds):
+        text = reasons.bounded(reason(round_))
+        for block in range(2):
+            send(server, item_push(plan, round_, 0, block=block, skip=text, samples=0), None)
+            send(server, item_push(plan, round_, 1, block=block, worker=1, version=round_))
+    return len(encode(report_of(server))), server
+
+
+def test_a_report_does_not_grow_with_the_skipped_batches_of_the_run() -> None:
+    size, server = long_run(400, lambda _: "not finite")
+    assert size < 100 and report_of(server).skipped == {"not finite": 400}
+
+
+def test_reasons_that_name_files_are_counted_together_after_the_first_sixteen() -> None:
+    size, server = long_run(400, lambda number: f"cannot read {number}.png " + "x" * 500)
+    skipped = report_of(server).skipped
+    assert len(skipped) == MAX_REASONS + 1 and skipped[OTHER_REASONS] == 400 - MAX_REASONS
+    assert {len(reason) for reason in skipped} == {MAX_REASON_LENGTH, len(OTHER_REASONS)}
+    assert size < 6000
+
+
+def test_the_blocks_of_a_server_count_staleness_in_one_histogram() -> None:
+    server = make_server(num_blocks=3)
+    for block in range(3):
+        send(server, make_push(named(0, 0), block=block))
+        send(server, make_push(named(0, 1), block=block, worker=1))
+
+    assert report_of(server).staleness == {0: {0: 3}, 1: {1: 3}}
+    assert len({id(block.accounting.staleness) for block in server.blocks.values()}) == 1
+
+
+def test_dropping_a_batch_looks_at_its_own_portion_only() -> None:
+    class Unwalked(dict[tuple[int, str], int]):
+        """Counts of skipped batches that nobody may walk through."""
+
+        def __iter__(self) -> Iterator[tuple[int, str]]:
+            raise AssertionError("a walk through all skipped batches")
+
+    accounting = BlockAccounting(make_plan())
+    accounting.skip(named(0, 0, 2), "not finite")
+    accounting.skipped = Unwalked(accounting.skipped)
+    accounting.drop([named(0, 1)], "too late")
+    assert accounting.num_skipped == {"not finite": 1, "too late": 1} and accounting.tally(0).skipped == 2
+
+
+def report_of(server: Server) -> Report:
+    (out,) = server.receive(COORDINATOR, ReportRequest())
+    assert isinstance(out.message, Report)
+    return out.message

@@ -15,6 +15,28 @@ NOT_FINITE = "not finite"  # why a batch whose gradient has infinities or NaN is
 TOO_FAR = "not finite, at a step that was too long"  # of a line search, which then takes a shorter one
 
 
+MAX_REASONS, MAX_REASON_LENGTH = 16, 200  # of skipped batches, from one node
+OTHER_REASONS = "other reasons"
+
+
+class SkipReasons:
+    """The reasons that one node gives for skipped batches: the first few in full, one text for all others.
+
+    Reasons may name files or samples. Reports list all reasons, so their number must not grow with the run.
+    """
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+
+    def bounded(self, reason: str) -> str:
+        """Return the reason to count under."""
+        reason = reason[:MAX_REASON_LENGTH]
+        if reason in self.known or len(self.known) < MAX_REASONS:
+            self.known.add(reason)
+            return reason
+        return OTHER_REASONS
+
+
 class Staleness(msgspec.Struct, frozen=True):
     """Staleness: the number of updates a gradient had missed when it was applied."""
 
@@ -145,14 +167,10 @@ def balance(plan: DataPlan, reports: Iterable[Report], reassigned: int) -> Batch
     blocks = [tally for report in reports for tally in report.blocks]
     unexplained = [tally.accepted - tally.applied - tally.skipped - tally.buffered for tally in blocks]
     refused: Counter[str] = Counter()
-    masks: dict[tuple[int, str], int] = {}
+    skipped: Counter[str] = Counter()
     for report in reports:
         refused.update(report.refused)
-        for s in report.skipped:
-            masks[s.portion, s.reason] = masks.get((s.portion, s.reason), 0) | s.mask
-    skipped: Counter[str] = Counter()
-    for (_, reason), mask in masks.items():
-        skipped[reason] += mask.bit_count()
+        skipped |= Counter(report.skipped)  # of each reason the maximum: every block skips the same batches
     applied = min((tally.applied for tally in blocks), default=0)
     lost = max(0, *unexplained, 0)
     untracked_pushes = [tally.untracked_pushes for tally in blocks] or [0]

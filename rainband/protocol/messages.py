@@ -323,14 +323,6 @@ class Evaluated(Message, frozen=True, tag=72):
     samples: int
 
 
-class Skipped(msgspec.Struct, frozen=True, array_like=True):
-    """Batches that were skipped, and why."""
-
-    portion: int
-    mask: int
-    reason: str
-
-
 class Tally(msgspec.Struct, frozen=True, array_like=True):
     """One block's batch counts: accepted must equal applied + skipped + buffered."""
 
@@ -367,7 +359,7 @@ class Report(Message, frozen=True, tag=73):
     accepted: int  # batches accepted, the minimum over its blocks
     updates: int  # applied to its blocks so far
     blocks: tuple[Tally, ...] = ()
-    skipped: tuple[Skipped, ...] = ()
+    skipped: dict[str, int] = {}  # reason -> batches, on the block that has skipped most for it
     refused: dict[str, int] = {}
     staleness: dict[int, dict[int, int]] = {}  # worker -> updates missed -> how often
     flushed: bool = False

@@ -37,7 +37,9 @@ class Block:
         server_part: ServerPart,
         groups: Sequence[dict[str, object]],
         observer: Observer | None = None,
+        staleness: dict[int, dict[int, int]] | None = None,
     ) -> None:
+        """`staleness`: of the gradients of all blocks, see `BlockAccounting`."""
         self.spec = spec
         self.index, self.num_bytes = spec.index, spec.num_bytes
         self.buffer = buffer
@@ -48,7 +50,7 @@ class Block:
         self.schedule = None if server_part.schedule.is_constant else server_part.schedule
         self.parameters = BlockParameters(spec, buffer, server_part, groups)
         self.values = self.parameters.values  # in the precision in which they are kept
-        self.accounting = BlockAccounting(plan)
+        self.accounting = BlockAccounting(plan, staleness)
         self.version = 0
         self.loaded = False
         self.waiting: dict[Peer, Pull] = {}  # readers that are not admitted yet, longest first
@@ -60,7 +62,7 @@ class Block:
 
     def replan(self, plan: DataPlan) -> None:
         """Use another data plan; nothing was accepted yet."""
-        self.plan, self.accounting = plan, BlockAccounting(plan)
+        self.plan, self.accounting = plan, BlockAccounting(plan, self.accounting.staleness)
 
     def change_rule(self, message: RuleChange) -> None:
         match message:

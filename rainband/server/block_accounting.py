@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 class BlockAccounting:
     """Counts of one block. Accepted and applied batches are counted apart, so that one can check the other."""
 
-    def __init__(self, plan: DataPlan) -> None:
+    def __init__(self, plan: DataPlan, staleness: dict[int, dict[int, int]] | None = None) -> None:
+        """`staleness`: worker -> updates missed -> gradients; the blocks of a server count in one."""
         self.accepted_set = AcceptedSet(plan)
         self.last_untracked: dict[tuple[int, int], int] = {}  # (worker, incarnation) -> sequence of its last push
         self.applied = 0  # batches whose gradients reached the optimizer
         self.applied_untracked = 0  # pushes without batch IDs that reached the optimizer
         self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask of batches
+        self.num_skipped: Counter[str] = Counter()  # reason -> batches in `skipped`
         self.dropped: list[PushId] = []  # by the rule, not yet accepted: see `take_dropped`
-        self.staleness: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # worker -> missed -> times
+        self.staleness = {} if staleness is None else staleness
         self.num_pushes = self.total_missed = self.max_missed = 0  # of all workers
         self.accepted_before = self.skipped_before = 0  # batches of earlier evaluations
 
@@ -40,7 +42,8 @@ class BlockAccounting:
                 self.applied += len(push.push_id[0]) if len(push.push_id) == 1 else num_batches(push.push_id)
                 self.applied_untracked += not push.push_id
                 missed = version - push.version if version > push.version else 0
-                self.staleness[push.worker][missed] += 1
+                of_worker = self.staleness.setdefault(push.worker, {})
+                of_worker[missed] = of_worker.get(missed, 0) + 1
                 self.num_pushes += 1
                 self.total_missed += missed
                 if missed > self.max_missed:
@@ -48,15 +51,20 @@ class BlockAccounting:
 
     def skip(self, push_id: PushId, reason: str) -> None:
         for r in push_id:
-            key = r.portion, reason
-            self.skipped[key] = self.skipped.get(key, 0) | r.mask
+            self._set(r.portion, reason, self.skipped.get((r.portion, reason), 0) | r.mask)
+
+    def _set(self, portion: int, reason: str, mask: int) -> None:
+        before = self.skipped.get((portion, reason), 0)
+        self.skipped[portion, reason] = mask
+        self.num_skipped[reason] += mask.bit_count() - before.bit_count()
 
     def drop(self, push_ids: Sequence[PushId], reason: str) -> None:
         """Skip batches that the rule discards; this reason replaces another one, so that all blocks agree."""
         for push_id in push_ids:
             for r in push_id:
-                for key in [key for key in self.skipped if key[0] == r.portion]:
-                    self.skipped[key] &= ~r.mask
+                for other in self.num_skipped:  # not all entries of `skipped`: they grow with the run
+                    if mask := self.skipped.get((r.portion, other), 0):
+                        self._set(r.portion, other, mask & ~r.mask)
             self.skip(push_id, reason)
         self.dropped += push_ids
 
@@ -68,11 +76,11 @@ class BlockAccounting:
     def begin_evaluation(self, plan: DataPlan) -> None:
         """Start to accept the same batches again, for the next evaluation."""
         self.accepted_before += self.accepted_set.count
-        self.skipped_before += sum(mask.bit_count() for mask in self.skipped.values())
-        self.accepted_set, self.skipped = AcceptedSet(plan), {}
+        self.skipped_before += self.num_skipped.total()
+        self.accepted_set, self.skipped, self.num_skipped = AcceptedSet(plan), {}, Counter()
 
     def tally(self, buffered: int) -> Tally:
-        skipped = self.skipped_before + sum(mask.bit_count() for mask in self.skipped.values())
+        skipped = self.skipped_before + self.num_skipped.total()
         accepted = self.accepted_before + self.accepted_set.count
         return Tally(accepted, self.applied, skipped, buffered, self.applied_untracked)
 

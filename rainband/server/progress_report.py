@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rainband.protocol.accounting import merge, worst_limit
+from rainband.protocol.accounting import worst_limit
 from rainband.protocol.data_plan import DataPlan, PushId
-from rainband.protocol.messages import Report, Skipped
+from rainband.protocol.messages import Report
 
 if TYPE_CHECKING:
     from rainband.server.block import Block
@@ -30,6 +30,7 @@ class ProgressReport:
         self.first_open = 0  # every portion below was complete at the last report
         self.refused: Counter[str] = Counter()  # messages, by reason
         self.updates = 0
+        self.staleness: dict[int, dict[int, int]] = {}  # worker -> updates missed -> gradients, of all blocks
 
     def follow(self, plan: DataPlan) -> None:
         """Report every portion in rounds, where other servers may wait for that; otherwise about 50 times per run."""
@@ -71,22 +72,18 @@ class ProgressReport:
             self.first_open = first_open
             for portion in [portion for portion in self.complete if portion < first_open]:
                 del self.complete[portion]
-        skipped: dict[tuple[int, str], int] = {}
-        staleness: dict[int, dict[int, int]] = {}
+        skipped: Counter[str] = Counter()
         for block in blocks:
-            for key, mask in block.accounting.skipped.items():
-                skipped[key] = skipped.get(key, 0) | mask
-            if measured:
-                merge(staleness, block.accounting.staleness)
+            skipped |= block.accounting.num_skipped
         return Report(
             first_open=first_open,
             full=tuple(sorted([portion for portion, count in self.complete.items() if count == len(blocks)])),
             accepted=min((block.accounting.accepted_set.count for block in blocks), default=0),
             updates=self.updates,
             blocks=tuple(block.tally() for block in blocks),
-            skipped=tuple(Skipped(p, mask, reason) for (p, reason), mask in sorted(skipped.items())),
+            skipped=dict(skipped),
             refused=dict(self.refused),
-            staleness=staleness,
+            staleness={worker: dict(counts) for worker, counts in self.staleness.items()} if measured else {},
             flushed=flushed,
             measured=measured,
             missed=tuple(block.accounting.missed(block.index) for block in blocks) if measured else (),

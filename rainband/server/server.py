@@ -241,8 +241,11 @@ class Server:
         self.commands = self.progress.commands = CommandExecutor(server_part.vectors) if server_part.vectors else None
         buffers = self.publish(assign.blocks, 2 if rule.reads == "round" else 1)
         self.blocks.clear()
+        self.progress.staleness.clear()
         for spec, buffer in zip(assign.blocks, buffers, strict=True):
-            self.blocks[spec.index] = Block(spec, buffer, assign.plan, server_part, assign.groups, self.observer)
+            self.blocks[spec.index] = Block(
+                spec, buffer, assign.plan, server_part, assign.groups, self.observer, self.progress.staleness
+            )
         self.assigned = True
         if self.observer is not None:
             self.observer.assigned(self)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rainband.errors import Refused
 from rainband.model.gradient import Gradient
-from rainband.protocol.accounting import NOT_FINITE
+from rainband.protocol.accounting import NOT_FINITE, SkipReasons
 from rainband.protocol.data_plan import PushId
 from rainband.protocol.layout import BlockSpec
 from rainband.protocol.messages import Ack, LeaseEnd, Push, PushResult
@@ -48,6 +48,7 @@ class Pushes:
         self.versions = [0] * len(servers.specs)  # of each block, as last read
         self.in_flight: dict[int, PushHandle] = {}
         self.unanswered: list[list[int]] = [[] for _ in servers.specs]  # sequences of pushes in flight, per block
+        self.reasons = SkipReasons()
         self.groups: tuple[dict[str, Any], ...] = ()  # optimizer settings that the next push announces
 
     def next_sequence(self) -> int:
@@ -100,6 +101,7 @@ class Pushes:
     def skip(self, gradient: Gradient, reason: str, wanted: Callable[[int], bool] | None = None) -> PushHandle:
         """Mark the gradient's batches as skipped on every block."""
         handle = self._begin(gradient)
+        reason = self.reasons.bounded(reason)
         for block in self.servers.blocks:
             self._skip_block(block, handle, reason, wanted is not None and wanted(block.index))
         return handle
@@ -156,7 +158,7 @@ class Pushes:
             case PushResult.OVERLAPS:
                 self.leases.lose(handle.name, LeaseEnd.OVERLAPS)
             case PushResult.BAD:  # the other blocks may accept the batches, so this one must mark them too
-                self._skip_block(self.servers.specs[ack.block], handle, f"refused: {ack.reason}")
+                self._skip_block(self.servers.specs[ack.block], handle, self.reasons.bounded(f"refused: {ack.reason}"))
                 return False
             case PushResult.LATE:
                 handle.late_at = ack.version if not handle.num_late else min(handle.late_at, ack.version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,10 @@ from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
 from rainband.model.seeds import seed_global_generators
 from rainband.protocol.accepted_set import AcceptedSet
-from rainband.protocol.accounting import NOT_FINITE
+from rainband.protocol.accounting import NOT_FINITE, SkipReasons
 from rainband.protocol.data_plan import DataPlan, PushId, num_batches
 from rainband.protocol.lr_schedules import Schedule
-from rainband.protocol.messages import Report, Skipped, Tally
+from rainband.protocol.messages import Report, Tally
 from rainband.protocol.steps import Work
 from rainband.strategy import Batch, Servers, WorkItem
 from rainband.worker.client import Client
@@ -238,7 +239,8 @@ class LocalAccounting:
         self.accepted_set = AcceptedSet(client.plan)
         self.applied = 0
         self.untracked_pushes = 0
-        self.skipped: dict[tuple[int, str], int] = {}  # (portion, reason) -> mask
+        self.skipped: Counter[str] = Counter()  # reason -> batches
+        self.reasons = SkipReasons()
 
     def add(self, name: PushId, skip: str = "") -> None:
         """Note that batches are applied, or skipped for a reason."""
@@ -246,7 +248,7 @@ class LocalAccounting:
         if self.accepted_set.plan != self.client.plan:  # the plan was made after the first steps
             self.accepted_set = AcceptedSet(self.client.plan)
         if skip:
-            self.skipped.update({(r.portion, skip): self.skipped.get((r.portion, skip), 0) | r.mask for r in name})
+            self.skipped[self.reasons.bounded(skip)] += num_batches(name)
         else:
             self.applied += num_batches(name)
             self.untracked_pushes += not name
@@ -256,13 +258,12 @@ class LocalAccounting:
 
     def report(self, flushed: bool = False) -> Report:
         full = tuple(p for p in sorted(self.accepted_set.open) if self.accepted_set.is_full(p))
-        num_skipped = sum(mask.bit_count() for mask in self.skipped.values())
         return Report(
             first_open=self.accepted_set.first_open,
             full=full,
             accepted=self.accepted_set.count,
             updates=self.applied + self.untracked_pushes,
-            blocks=(Tally(self.accepted_set.count, self.applied, num_skipped, 0, self.untracked_pushes),),
-            skipped=tuple(Skipped(p, mask, reason) for (p, reason), mask in sorted(self.skipped.items())),
+            blocks=(Tally(self.accepted_set.count, self.applied, self.skipped.total(), 0, self.untracked_pushes),),
+            skipped=dict(self.skipped),
             flushed=flushed,
         )

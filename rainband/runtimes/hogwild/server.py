@@ -102,7 +102,7 @@ class HogwildServer:
         full = accepted_set == memory.all_batches
         first_open = int(np.argmin(full)) if not full.all() else len(full)
         begun = np.flatnonzero(accepted_set).tolist()
-        skipped = [(portion, mask) for portion in begun if (mask := memory.skipped_in(portion))]
+        num_skipped = sum(memory.skipped_in(portion).bit_count() for portion in begun)
         accepted = int(np.unpackbits(accepted_set.view(np.uint8)).sum())
         staleness = memory.staleness()
         total: Counter[int] = sum(staleness.values(), Counter())
@@ -112,8 +112,8 @@ class HogwildServer:
             full=tuple((first_open + np.flatnonzero(full[first_open:])).tolist()),
             accepted=accepted,
             updates=updates,
-            blocks=(messages.Tally(accepted, updates, sum(mask.bit_count() for _, mask in skipped), 0),),
-            skipped=tuple(messages.Skipped(portion, mask, NOT_FINITE) for portion, mask in skipped),
+            blocks=(messages.Tally(accepted, updates, num_skipped, 0),),
+            skipped={NOT_FINITE: num_skipped} if num_skipped else {},
             refused={"revoked": refused} if (refused := memory.refused()) else {},
             staleness={worker: dict(counts) for worker, counts in staleness.items()},
             flushed=flushed,
