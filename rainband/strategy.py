@@ -119,6 +119,10 @@ class Strategy(ABC):
         """Return warnings about these settings on this cluster: one sentence each, with the number and a remedy."""
         return []
 
+    def lr_factor(self, num_replicas: int) -> float:
+        """Return by what a learning rate of one process is multiplied, also that of a custom training loop."""
+        return 1.0
+
     def with_optimizer(self, spec: OptimizerSpec) -> Self:
         """Return this strategy with a custom training loop's optimizer and learning rate in place of its own fields."""
         if not is_dataclass(self):

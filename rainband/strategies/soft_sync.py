@@ -67,7 +67,10 @@ class SoftSync(AsyncSettings, Strategy):
     def server(self, num_replicas: int) -> ServerPart:
         c, by_staleness = self.gradients_per_update(num_replicas), self.scaling == "staleness"
         rule = partial(ApplyEvery, c, by_staleness, num_replicas, self.gradients_per_update)
-        return self.compensated_part(rule, self.lr / self.n if self.scaling == "n" else self.lr)
+        return self.compensated_part(rule, self.lr_factor(num_replicas) * self.lr)
+
+    def lr_factor(self, num_replicas: int) -> float:
+        return 1 / self.n if self.scaling == "n" else 1.0
 
     def staleness(self, replicas: int) -> float:
         return (replicas - 1) / self.gradients_per_update(replicas)

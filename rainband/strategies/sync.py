@@ -61,10 +61,12 @@ class Sync(OptimizerSettings, Strategy):
                     worker.servers.push(await worker.gradient(batch))
 
     def server(self, num_replicas: int) -> ServerPart:
+        rule = partial(FirstArrivalsOfRound, self.num_items(num_replicas)) if self.backup_workers else MeanOfRound
+        return ServerPart(rule, self.spec(self.lr_factor(num_replicas) * self.lr), self.schedule())
+
+    def lr_factor(self, num_replicas: int) -> float:
         items = self.num_items(num_replicas)
-        factor = {"none": 1.0, "linear": float(items), "sqrt": math.sqrt(items)}[self.scaling]
-        rule = partial(FirstArrivalsOfRound, items) if self.backup_workers else MeanOfRound
-        return ServerPart(rule, self.spec(factor * self.lr), self.schedule())
+        return {"none": 1.0, "linear": float(items), "sqrt": math.sqrt(items)}[self.scaling]
 
     def advice(self, cluster: Cluster) -> list[str]:
         waiting = [] if self.backup_workers else advice.of_waiting(cluster, how="in rounds")

@@ -39,9 +39,12 @@ class LoopBatches:
         self.last: Batch | None = None
         self.item_ends: set[Batch] = set()
 
-    def begin_pass(self) -> None:
+    def begin_pass(self) -> int:
+        """Begin the next pass, and return its number. The one before may have been left open."""
+        self.put_back()
         self.passes += 1
         self.pass_is_over = False
+        return self.passes
 
     def __iter__(self) -> Iterator[Indices]:
         """Yield, for the loader, the sample indices of each batch leased to this worker, until the pass is over.
@@ -67,6 +70,10 @@ class LoopBatches:
         """Return and forget the batches drawn since the last step."""
         batches, self.unstepped = tuple(self.unstepped), []
         return batches
+
+    def take_last(self) -> tuple[Batch, ...]:
+        """Return and forget the batch drawn last."""
+        return (self.unstepped.pop(),)
 
     def end_an_item(self, batches: tuple[Batch, ...]) -> bool:
         """Return True if a push must end here: reassigned batches are grouped by the blocks that lack them."""

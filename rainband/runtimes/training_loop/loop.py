@@ -33,6 +33,7 @@ from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopEnd, Lo
 from rainband.runtimes.training_loop.optimizer_checks import check, following, takes_any_optimizer
 from rainband.runtimes.training_loop.script_random import seed_by_rank
 from rainband.runtimes.training_loop.step_hooks import StepHooks, unwrapped
+from rainband.runtimes.training_loop.watches import NEVER_STEPPED_ON, GradientWatch, ParameterWatch
 from rainband.strategy import Batch, Strategy, WorkItem
 from rainband.worker.client import Client
 from rainband.worker.session import Session, join_of
@@ -78,7 +79,7 @@ class TrainingLoop:
         check(self.model, self.optimizers, member.strategy, member.optimizers)
 
     def __enter__(self) -> TrainingLoop:
-        self.settings = settings_of(self.optimizers)
+        self.settings = self._current_settings()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         pairs = zip(groups, self.settings, strict=True)
         self.flat = Flat(self.model, [{"params": group["params"], **settings} for group, settings in pairs])
@@ -89,8 +90,11 @@ class TrainingLoop:
         self.member.session.prepare(self.strategy, join, LoopModel(self))
         self.coroutine = LoopCoroutine(self.member.session, self.member.wait)
         seed_by_rank(self.rank)
+        self.gradients = GradientWatch(self.optimizers)
         self.drawn = LoopBatches(self.client, self.member.wait, lambda: self.coroutine.end_item())
         self.state_hooks = self._guard_state()
+        self.parameters = ParameterWatch(self.flat)
+        self.parameters.note()
         return self
 
     def __exit__(
@@ -107,7 +111,11 @@ class TrainingLoop:
 
     def _leave(self) -> None:
         """Skip open batches, wait for the other workers, and fetch the results."""
-        self.skip("never stepped on")
+        if self.served and (name := self.parameters.changed()):
+            print(f"rainband: {self._overwritten(name)}", file=sys.stderr)
+        self._settle_open_batches()
+        if batches := self.drawn.take():
+            self._skip(batches, NEVER_STEPPED_ON)
         self.coroutine.finish()
         self.member.left = True
 
@@ -165,17 +173,22 @@ class TrainingLoop:
 
     def _one_pass(self, batches: Any) -> Iterator[Any]:
         drawn = self.drawn
-        drawn.begin_pass()
+        self._before_draw()  # a loop over the last pass may have been left with an open batch
+        number = drawn.begin_pass()
         try:
             while not drawn.pass_is_over:
                 for samples in batches:
                     batch = drawn.hand_over()
                     if batch is not None and self._begin(batch):
                         self.hooks.be_last()
+                        self.gradients.note_draw()
+                        self.parameters.note()
                         yield samples
-                        self._refuse_to_accumulate()
+                        self._refuse_an_earlier_pass(number)
+                        self._before_draw()
         finally:
-            drawn.put_back()
+            if drawn.passes == number:
+                drawn.put_back()
 
     def _begin(self, batch: Batch) -> bool:
         if not self.rounds:
@@ -185,12 +198,51 @@ class TrainingLoop:
         self.drawn.take()  # other workers have delivered it
         return False
 
-    def _refuse_to_accumulate(self) -> None:
+    def _before_draw(self) -> None:
+        """Settle open batches; in rounds, refuse to accumulate the gradients of several."""
+        self._refuse_own_changes()
+        self._settle_open_batches()
         if self.rounds and self.drawn.unstepped:
             raise ValueError(
                 f"{self._name} requires one step per batch, and this batch had none: call run.skip() to leave "
                 "a batch out; instead of accumulating gradients, use a larger batch_size."
             )
+
+    def _refuse_an_earlier_pass(self, number: int) -> None:
+        if self.drawn.passes != number:
+            raise ValueError(
+                "this pass ended when a later run.batches(...) began, because each batch is drawn once: "
+                "iterate over one pass at a time."
+            )
+
+    @contextmanager
+    def _in_the_run(self) -> Iterator[None]:
+        """Receive parameters only in here, and check before whether the loop has changed them."""
+        self._refuse_own_changes()
+        yield
+        self.parameters.note()
+
+    def _refuse_own_changes(self) -> None:
+        if self.served and (name := self.parameters.changed()):
+            raise ValueError(
+                f"{self._overwritten(name)} Change parameters before rainband.join or after its with block, or train "
+                "in one process, which keeps the change: rainband run --strategy single."
+            )
+
+    def _overwritten(self, name: str) -> str:
+        return (
+            f"the training loop has changed the parameter {name} itself (outside optimizer.step()). With "
+            f"{self._name.lower()} the servers hold the parameters, and their values overwrite the change."
+        )
+
+    def _settle_open_batches(self) -> None:
+        """Skip open batches that no later step can contain: the loop left them out, or a GradScaler their step."""
+        if not self.drawn.unstepped:
+            return
+        if not self.gradients.has_changed():
+            self._skip(self.drawn.take_last(), NEVER_STEPPED_ON)  # earlier ones are in the gradients
+        if self.drawn.unstepped and (reason := self.gradients.useless()):
+            self._skip(self.drawn.take(), reason)
 
     def _round(self, batch: Batch) -> int:
         return self.client.plan.round_of(batch.portion, batch.k)
@@ -207,9 +259,11 @@ class TrainingLoop:
 
     def skip(self, reason: str = "skipped by the loop") -> None:
         """Skip the batches drawn since the last step, so that they do not count as part of the next one."""
-        batches = self.drawn.take()
-        if not batches:
-            return
+        if batches := self.drawn.take():
+            with self._in_the_run():
+                self._skip(batches, reason)
+
+    def _skip(self, batches: tuple[Batch, ...], reason: str) -> None:
         self.coroutine.worker.skip(batches, reason)
         if self.rounds:
             self.coroutine.end_round()
@@ -225,21 +279,25 @@ class TrainingLoop:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let no worker wait for this one inside, for example during a long evaluation; its batches are reassigned."""
+        if self.drawn.unstepped and self.gradients.useless() == NOT_FINITE:
+            self.skip(NOT_FINITE)  # a GradScaler has left out the step
         if self.drawn.unstepped:
             raise ValueError("run.paused() was called with an open batch: call optimizer.step() or run.skip() first.")
-        self.coroutine.end_item()
-        while self.client.pushes.in_flight:
-            self._wait()
+        with self._in_the_run():
+            self.coroutine.end_item()
+            while self.client.pushes.in_flight:
+                self._wait()
         self.drawn.forget()
         self.member.tell(Paused())
         yield
 
     def _step(self, optimizer: Optimizer, unscale: float) -> None:
         """Give the strategy the gradient of a user's step, and run it until it needs the next one."""
+        self.flat.check()
+        self._refuse_own_changes()
         self.member.wait(0)  # handle messages that have arrived
         self._check_stop()
-        self.flat.check()
-        batches = self.drawn.take()
+        batches = self._stepped_on()
         if self.rounds and not batches:
             raise ValueError(
                 f"{self._name} requires a new batch of run.batches(...) for each step: use downpour for steps without "
@@ -253,6 +311,16 @@ class TrainingLoop:
         if self.drawn.end_an_item(batches):
             self.coroutine.end_item()
         self._await_round(batches)
+        self.parameters.note()
+
+    def _stepped_on(self) -> tuple[Batch, ...]:
+        """Return the batches of a step: all open ones, except a last one that has added nothing to earlier ones."""
+        if len(self.drawn.unstepped) < 2 or self.gradients.has_changed():
+            return self.drawn.take()
+        last = self.drawn.take_last()
+        earlier = self.drawn.take()
+        self.drawn.unstepped.extend(last)
+        return earlier
 
     def _check_identity(self, gradient: Gradient) -> None:
         """Check that the module still has the parameters that joined: after 2^n steps, and if none has a gradient."""
@@ -290,9 +358,14 @@ class TrainingLoop:
     def _step_now(self, gradients: Sequence[Tensor | None]) -> None:
         self.hooks.step_now(self.flat.parameters, gradients)
 
+    def _current_settings(self) -> list[dict[str, Any]]:
+        """Return the settings of all parameter groups, with the learning rates as the strategy scales them."""
+        factor = self.strategy.lr_factor(self.num_workers)
+        return [{**group, "lr": factor * group["lr"]} for group in settings_of(self.optimizers)]
+
     def _note_settings(self) -> None:
         """Send settings that a schedule has changed with the next push."""
-        now = settings_of(self.optimizers)
+        now = self._current_settings()
         if now == self.settings:
             return
         if len(now) != len(self.settings):
@@ -320,9 +393,10 @@ class TrainingLoop:
             raise KeyboardInterrupt("the run is being stopped")
 
     def _fetch_state(self, optimizer: Optimizer) -> None:
-        fetched = self.client.fetch_state()
-        while not fetched.ready():
-            self._wait()
+        with self._in_the_run():
+            fetched = self.client.fetch_state()
+            while not fetched.ready():
+                self._wait()
         put_state(self.optimizers, self.flat.parameters, fetched.gathered.state)
 
     def _guard_state(self) -> list[Any]:
