@@ -56,12 +56,38 @@ def net():
 """
 
 
+ENDLESS = """
+import itertools, os, signal, time
+import psutil, torch
+import rainband
+from beside import data, net
+from torch.nn.functional import mse_loss
+
+def interrupt():
+    launcher = next(p for p in psutil.Process().parents() if "rainband.cli.main" in " ".join(p.cmdline()))
+    os.kill(launcher.pid, signal.SIGINT)
+
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with rainband.join(model, optimizer) as run:
+    for epoch in itertools.count():
+        for number, (inputs, targets) in enumerate(run.batches(data, batch_size=8)):
+            optimizer.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            if (epoch, number, run.rank) == (2, 1, 0):
+                {inside}
+print("worker", run.rank, "stopped:", run.stopped, [round(p.double().sum().item(), 6) for p in model.parameters()])
+{after}
+"""
+
+
 class Told:
     """The output and the files of a command."""
 
-    def __init__(self, folder: Path, words: list[str], **pieces: str) -> None:
+    def __init__(self, folder: Path, words: list[str], script: str = SCRIPT, **pieces: str) -> None:
         filled = {"optimizer": "torch.optim.SGD", "inside": "", "after": "", **pieces}
-        (folder / "train.py").write_text(SCRIPT.format(**filled))
+        (folder / "train.py").write_text(script.format(**filled))
         (folder / "beside.py").write_text(BESIDE)
         start = [sys.executable, "-c", "from rainband.cli.main import main; main()", "run", "--json"]
         command = [sys.executable] if words[0] == "train.py" else [*start, "--runs", str(folder / "runs")]
@@ -153,6 +179,30 @@ def test_an_error_in_the_script_fails_the_run_and_is_shown(tmp_path: Path, piece
     assert told.exit_code == 1
     assert said in told.err and told.json["outcome"] == "failed"
     assert told.err.count("Traceback") <= 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["sync", "downpour"])
+def test_a_loop_without_end_is_stopped_by_one_worker(strategy: str, tmp_path: Path) -> None:
+    words = ["--workers", "2", "--servers", "1", "--strategy", strategy, "train.py"]
+    told = Told(tmp_path, words, ENDLESS, inside="run.stop('converged')")
+    assert told.exit_code == 0, told.err
+    assert told.err.count("stopped: converged") == 2
+    assert told.sums[0] == told.sums[1]
+    assert (told.json["outcome"], told.json["reason"]) == ("stopped", "converged")
+    assert (Path(told.json["directory"]) / "model.safetensors").exists()
+
+
+@pytest.mark.processes
+def test_the_first_interrupt_ends_the_loop_and_the_second_the_script(tmp_path: Path) -> None:
+    """The second arrives while a script would go on for an hour."""
+    words = ["--workers", "2", "--servers", "1", "train.py"]
+    after = "if run.rank == 0: interrupt(); time.sleep(3600)"
+    told = Told(tmp_path, words, ENDLESS, inside="interrupt()", after=after)
+    assert told.exit_code == 130, told.err
+    assert "worker 0 stopped: interrupted" in told.err
+    assert (told.json["outcome"], told.json["reason"]) == ("stopped", "interrupted twice")
+    assert (Path(told.json["directory"]) / "model.safetensors").exists()
 
 
 @pytest.mark.slow

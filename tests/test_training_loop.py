@@ -892,14 +892,71 @@ def test_a_stopped_run_interrupts_a_loop_over_a_loader_of_its_own() -> None:
     member = OneProcess()
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(KeyboardInterrupt), joined(model, optimizer, member):
+    with joined(model, optimizer, member) as run:
         for number in range(5):
             train(model, optimizer, DATA[:4])
             if number == 2:
                 for out in member.coordinator.shutdown.stop("stopped", "interrupted"):
                     member.bus(member_of(out), out.to, out.message)
+    assert run.stopped == "interrupted"  # the code after the block runs
     assert member.accounting.untracked_pushes == 3
     assert member.left  # with the final parameters
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, Sync()], ids=["downpour", "sync"])
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+def test_a_loop_that_stops_the_run_ends_after_the_current_batch(when: str, strategy: Any) -> None:
+    """In the fourth batch of the second of sixty passes: no other pass is begun, and nothing is evaluated after it."""
+    deeds: list[str] = []
+
+    def script(join: Join) -> nn.Module:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        deeds.append("join")
+        with join(model, optimizer) as run:
+            for epoch in range(60):
+                for number, batch in enumerate(run.batches(DATA, batch_size=4)):
+                    if (epoch, number, when) == (1, 3, "before the step"):
+                        run.stop("converged")
+                    train(model, optimizer, batch)
+                    if (epoch, number, when) == (1, 3, "after the step"):
+                        run.stop("converged")
+                    deeds.append("step")
+                deeds.append("evaluate")
+        assert run.stopped == "converged"
+        return model
+
+    member = same_as_plain(script, pushes=10, strategy=strategy)
+    assert deeds == ["join", *["step"] * 6, "evaluate", *["step"] * 4] * 2
+    state = member.coordinator.state
+    assert (state.outcome, state.reason) == ("stopped", "converged")
+    assert (member.accounting.applied, member.accounting.skipped) == (10, {})
+
+
+@pytest.mark.parametrize("joined_run", [True, False])
+def test_a_loop_over_its_own_loader_is_left_when_it_stops_the_run(joined_run: bool) -> None:
+    member = OneProcess()
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    steps = 0
+    with joined(model, optimizer, member) if joined_run else SingleProcessLoop() as run:
+        assert run.stopped is None
+        for batch in DataLoader(DATA, batch_size=4):
+            train(model, optimizer, batch)
+            steps += 1
+            if steps == 2:
+                run.stop()
+    assert (steps, run.stopped) == (2, "stopped by the loop")
+    if joined_run:
+        assert member.accounting.untracked_pushes == 2
+
+
+def test_an_interrupt_that_is_not_of_the_run_ends_the_script() -> None:
+    model = net()
+    with pytest.raises(KeyboardInterrupt), joined(model, SGD(model.parameters()), OneProcess()):
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), SingleProcessLoop():
+        raise KeyboardInterrupt
 
 
 def member_of(out: Any) -> Any:

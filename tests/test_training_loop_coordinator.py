@@ -18,6 +18,7 @@ from rainband.protocol.messages import (
     Flush,
     Forget,
     Go,
+    Halt,
     Join,
     Lease,
     LeaseEnd,
@@ -32,6 +33,7 @@ from rainband.protocol.messages import (
     Return,
     ServerJoin,
     Shutdown,
+    StopRequest,
     Tally,
     Welcome,
 )
@@ -163,6 +165,19 @@ def test_the_end_does_not_wait_for_who_is_lost_but_for_who_is_away_by_its_own_wo
     other = CommandExecutor().drawing()
     other.say(A, Ended(10))
     assert (SERVER, Flush) in kinds(other.coordinator.lost(B, now=0.0))
+
+
+def test_a_worker_that_stops_the_run_ends_it_for_all() -> None:
+    coordinated = CommandExecutor().drawing()
+    assert coordinated.say(B, StopRequest("converged")) == [
+        CoordinatorOutput(A, Halt("converged")),
+        CoordinatorOutput(B, Halt("converged")),
+    ]
+    assert coordinated.say(A, StopRequest("too late")) == []  # the first reason counts
+    coordinated.say(A, Ended(4))
+    assert kinds(coordinated.say(B, Ended(4))) == [(SERVER, Flush)]
+    state = coordinated.coordinator.state
+    assert (state.outcome, state.reason) == ("stopped", "converged")
 
 
 def test_away_gives_the_leases_to_others() -> None:

@@ -43,6 +43,7 @@ from rainband.protocol.messages import (
     Return,
     RoundChosen,
     ServerJoin,
+    StopRequest,
 )
 from rainband.strategy import Requirements, Strategy
 
@@ -124,6 +125,8 @@ class Coordinator:
                 return self.planning.described(worker, message, now)
             case Paused():
                 return self.liveness.pause(worker, now)
+            case StopRequest():
+                return self.shutdown.stop("stopped", message.reason)
         return []
 
     def _reported(self, sender: Peer, report: Report, now: float) -> list[CoordinatorOutput]:

@@ -521,12 +521,18 @@ class Shutdown(Message, frozen=True, tag=118):
     reason: str = ""
 
 
+class StopRequest(Message, frozen=True, tag=119):
+    """A worker asks to end the run early and in good order, because its loop has converged, for example."""
+
+    reason: str
+
+
 AnyMessage = (
     Hello | InitBlock | Push | Pull | Opened | BlockReady | Ack | Params | ServerJoin | Assign | Ready
     | Revoke | AcceptedBatches | Forget | ReportRequest | Flush | Report | Join | Welcome | Go | LeaseRequest
     | Lease | Return | Heartbeat | Finish | Halt | Ended | Conclude | Concluded | Failed | Shutdown | FetchState
     | StatePart | Planned | Dataset | Paused | NoWork | Idle | PullDelayed | AdjustRule | RoundChosen
-    | Command | Answer | Evaluated | AssignItems | ItemsDelivered | PeerValue | Lend | GiveBack
+    | StopRequest | Command | Answer | Evaluated | AssignItems | ItemsDelivered | PeerValue | Lend | GiveBack
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -114,7 +114,7 @@ class Client:
             case Finish():
                 self.leases.finished = True
             case Halt():
-                self.leases.stopping = True
+                self.leases.stop_reason = message.reason
         if self.waiting_for_change:
             self._changed()
         if observer is not None:

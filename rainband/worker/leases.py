@@ -31,7 +31,7 @@ class HeldLeases:
         self.requested = False
         self.no_work = False  # the coordinator had nothing to lease at the last request
         self.finished = False  # every batch of the run is done
-        self.stopping = False  # the run ends early
+        self.stop_reason: str | None = None  # the run ends early, for this reason
 
     def add(self, lease: Lease) -> None:
         self.requested = self.no_work = False
@@ -83,6 +83,11 @@ class HeldLeases:
     def request_again(self) -> None:
         """Forget that a lease was requested: the request is lost, or the leases were given up."""
         self.requested = False
+
+    @property
+    def stopping(self) -> bool:
+        """Return True if the run ends early."""
+        return self.stop_reason is not None
 
     @property
     def has_unsettled(self) -> bool:

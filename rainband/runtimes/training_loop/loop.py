@@ -25,7 +25,7 @@ from rainband.model.gradient import Gradient
 from rainband.model.optimizer_state import put_state, settings_of, spec_of, state_of
 from rainband.model.save import save_model, saving
 from rainband.protocol.accounting import NOT_FINITE
-from rainband.protocol.messages import Conclude, Dataset, LeaseEnd, Message, Paused, Peer, Welcome
+from rainband.protocol.messages import Conclude, Dataset, LeaseEnd, Message, Paused, Peer, StopRequest, Welcome
 from rainband.protocol.optimizer_spec import changed_numbers, plain
 from rainband.protocol.ports import Port
 from rainband.runtimes.training_loop.batches import LoopBatches, described, loader
@@ -41,6 +41,7 @@ from rainband.worker.worker import set_buffers
 from rainband.worker.worker_model import Buffers, WorkerModel, pull_final, pull_latest
 
 NOT_KNOWN_YET = Dataset(fingerprint="", num_samples=0, batch_size=1, epochs=1)  # until run.batches(...) is called
+MAX_REASON = 1000  # characters of the reason for which a loop stops the run
 
 
 class Membership(Protocol):
@@ -99,15 +100,17 @@ class TrainingLoop:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
         self.hooks.remove()
         for hook in self.state_hooks:
             hook.remove()
+        stopped = kind is KeyboardInterrupt and self.client.stopping  # see _check_stop
         try:
-            if kind is None or (kind is KeyboardInterrupt and self.client.stopping) or _is_normal_exit(error):
+            if kind is None or stopped or _is_normal_exit(error):
                 self._leave()
         finally:
             self.flat.release()
+        return stopped
 
     def _leave(self) -> None:
         """Skip open batches, wait for the other workers, and fetch the results."""
@@ -136,13 +139,7 @@ class TrainingLoop:
                 "run.epochs(...) must be called before the first run.batches(...), because the data plan depends on it."
             )
         self.num_epochs = number
-        return self._epochs()
-
-    def _epochs(self) -> Iterator[int]:
-        for epoch in range(self.num_epochs):
-            if self.client.stopping:
-                return
-            yield epoch
+        return iter(range(number))
 
     def batches(self, dataset: Any, batch_size: int = 1, **loader_arguments: Any) -> Iterator[Any]:
         """Iterate over this worker's batches of one pass over the data, which all workers share.
@@ -173,6 +170,7 @@ class TrainingLoop:
 
     def _one_pass(self, batches: Any) -> Iterator[Any]:
         drawn = self.drawn
+        self._check_stop()
         self._before_draw()  # a loop over the last pass may have been left with an open batch
         number = drawn.begin_pass()
         try:
@@ -184,11 +182,13 @@ class TrainingLoop:
                         self.gradients.note_draw()
                         self.parameters.note()
                         yield samples
+                        self._check_stop()
                         self._refuse_an_earlier_pass(number)
                         self._before_draw()
         finally:
             if drawn.passes == number:
                 drawn.put_back()
+        self._check_stop()
 
     def _begin(self, batch: Batch) -> bool:
         if not self.rounds:
@@ -296,7 +296,8 @@ class TrainingLoop:
         self.flat.check()
         self._refuse_own_changes()
         self.member.wait(0)  # handle messages that have arrived
-        self._check_stop()
+        if not self.planned:  # run.batches(...) checks it after the step
+            self._check_stop()
         batches = self._stepped_on()
         if self.rounds and not batches:
             raise ValueError(
@@ -387,10 +388,27 @@ class TrainingLoop:
             self._wait()
         stats.waiting = False
 
+    def stop(self, reason: str = "stopped by the loop") -> None:
+        """End the run of all workers after their current batches: the code after their `with` blocks runs.
+
+        `run.stopped` is then the reason. A loop over its own data loader is left at once.
+        """
+        with self._in_the_run():
+            self.member.tell(StopRequest(str(reason)[:MAX_REASON]))
+            while not self.client.stopping and not self.client.finished:
+                self._wait()
+        if not self.planned:
+            self._check_stop()
+
+    @property
+    def stopped(self) -> str | None:
+        """Return why the run ends early: what run.stop(...) was told, or "interrupted"; None if it does not."""
+        return self.client.leases.stop_reason
+
     def _check_stop(self) -> None:
-        """Interrupt a loop over the user's own loader; one over run.batches(...) ends by itself."""
-        if self.client.stopping and not self.planned:
-            raise KeyboardInterrupt("the run is being stopped")
+        """Leave the `with` block if the run ends early: raise what no loop catches by mistake; __exit__ takes it."""
+        if self.client.stopping:
+            raise KeyboardInterrupt(self.stopped)
 
     def _fetch_state(self, optimizer: Optimizer) -> None:
         with self._in_the_run():

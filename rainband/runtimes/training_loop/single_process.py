@@ -24,14 +24,16 @@ class SingleProcessLoop:
         self.passes = 0
         self.batches_done = 0
         self.plan: DataPlan | None = None
+        self.stopped: str | None = None  # the reason that run.stop(...) was told
 
     def __enter__(self) -> SingleProcessLoop:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Do nothing: there are no other workers."""
+    ) -> bool:
+        """Go on after the block if run.stop(...) has ended it; there are no other workers to wait for."""
+        return kind is KeyboardInterrupt and self.stopped is not None
 
     def epochs(self, number: int) -> Iterator[int]:
         """Iterate over this many passes over the data."""
@@ -58,9 +60,21 @@ class SingleProcessLoop:
         return self._one_pass(loader(dataset, order, loader_arguments))
 
     def _one_pass(self, batches: Any) -> Iterator[Any]:
+        self._check_stop()
         for samples in batches:
             yield samples
             self.batches_done += 1
+            self._check_stop()
+
+    def stop(self, reason: str = "stopped by the loop") -> None:
+        """Leave the `with` block after the current batch; at once in a loop over its own data loader."""
+        self.stopped = self.stopped or str(reason)
+        if self.plan is None:
+            self._check_stop()
+
+    def _check_stop(self) -> None:
+        if self.stopped is not None:
+            raise KeyboardInterrupt(self.stopped)
 
     @property
     def progress(self) -> float:
