@@ -239,6 +239,31 @@ def test_a_worker_with_another_plan_is_told_what_differs(changes: dict[str, Any]
     assert isinstance(bye, Shutdown) and f"worker 2 does not fit this run: {differs}" in bye.reason
 
 
+def test_a_run_that_refused_a_worker_fails_at_its_end_and_says_why() -> None:
+    run = Run()
+    run.server_joins(0)
+    run.server_joins(1)
+    run.joins(0)
+    [bye] = [message for message in run.joins(1, fingerprint="other") if isinstance(message, Shutdown)]
+    assert bye.reason == (
+        "worker 1 does not fit this run: the data is other, not data. The samples must be equal on all workers: seed "
+        "the random numbers that make them."
+    )
+    [lost] = run.events(events.Lost)
+    assert (lost.node, lost.why) == ("worker 1", bye.reason)
+    for server in (0, 1):
+        run.from_server(server, Ready())
+    run.wants(0)
+    run.reports(8, first_open=8)
+    run.reports(8, first_open=8, flushed=True)
+    assert Conclude("model") in run.from_worker(0, Ended(8))
+    run.from_worker(0, Concluded({}))
+    run.reports(8, first_open=8)
+    state = run.coordinator.state
+    assert (state.phase, state.outcome) == ("over", "failed")
+    assert state.reason == f"1 of 2 workers were refused: {bye.reason}"
+
+
 def test_optimizer_settings_that_cannot_change_must_be_those_of_the_first_worker() -> None:
     optimizer = OptimizerSpec("sgd")
 

@@ -68,7 +68,7 @@ class FailsAtBatch(Linear):
 class Numbered:
     def __init__(self, data: Any) -> None:
         self.data = data
-        self.drawn = -8  # the fingerprint draws eight samples
+        self.drawn = -24  # the fingerprint draws each of the eight samples three times
 
     def __len__(self) -> int:
         return len(self.data)

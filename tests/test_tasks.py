@@ -642,6 +642,22 @@ def test_random_transforms_do_not_change_a_fingerprint_nor_it_the_random_numbers
     assert fingerprint(noisy) == first
 
 
+def test_of_samples_with_a_generator_of_their_own_only_the_number_is_compared() -> None:
+    class Augmented:
+        def __init__(self, length: int, seed: int) -> None:
+            self.length = length
+            self.generator = np.random.default_rng(seed)
+
+        def __len__(self) -> int:
+            return self.length
+
+        def batch(self, indices: Any) -> Any:
+            return torch.ones(2) if self.generator.random() < 0.5 else torch.zeros(2)
+
+    assert len({fingerprint(Augmented(100, seed)) for seed in range(4)}) == 1
+    assert fingerprint(Augmented(100, 0)) != fingerprint(Augmented(101, 0))
+
+
 @pytest.mark.parametrize("sample", [object(), np.array([object()])])
 def test_a_batch_that_cannot_be_hashed_says_what_can(sample: Any) -> None:
     with pytest.raises(ValueError, match="contains a value of type .*tensors, arrays, numbers and strings"):

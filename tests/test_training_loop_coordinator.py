@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput, RunSettings
-from rainband.protocol.events import PlanMade
+from rainband.protocol.events import Lost, PlanMade
 from rainband.protocol.layout import LayoutEntry, arrange
 from rainband.protocol.messages import (
     Address,
@@ -103,9 +103,13 @@ def test_the_first_to_draw_makes_the_plan_when_the_servers_know_it() -> None:
 
 
 def test_who_draws_from_other_data_is_sent_away() -> None:
-    [out] = CommandExecutor().drawing().say(B, Dataset("data", 33, 1, 1))
+    coordinated = CommandExecutor().drawing()
+    out = coordinated.say(B, Dataset("data", 33, 1, 1))[0]
     assert isinstance(out.message, Shutdown)
     assert "loads 1 epochs of 33 samples" in out.message.reason
+    [lost] = [event for event in coordinated.coordinator.state.events if isinstance(event, Lost)]
+    assert (lost.node, lost.why) == ("worker 1", out.message.reason)
+    assert coordinated.coordinator.state.refused == [out.message.reason]
 
 
 def test_who_brings_another_optimizer_is_sent_away() -> None:

@@ -9,11 +9,11 @@ import msgspec
 from rainband.coordinator.buffers import FirstBuffers
 from rainband.coordinator.full_batch import FullBatchDuty
 from rainband.coordinator.liveness import Liveness
-from rainband.coordinator.planning import Planning
+from rainband.coordinator.planning import EQUAL_DATA, Planning
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, ServerState, WorkerState
 from rainband.protocol import events
-from rainband.protocol.messages import Go, Join, Peer, ServerJoin, Shutdown
+from rainband.protocol.messages import Dataset, Go, Join, Peer, ServerJoin, Shutdown
 from rainband.protocol.optimizer_spec import changed_numbers, plain
 
 
@@ -115,8 +115,9 @@ class Admission:
         return outs
 
     def _turn_away(self, sender: Peer, now: float, why: str) -> list[CoordinatorOutput]:
-        """Send a worker away with a reason, which is also an event."""
+        """Send a worker away with a reason, which is also an event; a run that goes on without it fails at its end."""
         state = self.state
+        state.refused.append(why)
         state.workers.pop(sender.index, None)
         state.missing.add(sender.index)
         state.report_loss(sender, now, why)
@@ -134,7 +135,7 @@ class Admission:
         assert state.plan and state.welcome
         differs = self._difference(join)
         if differs:
-            return self._turn_away(sender, now, f"{sender} does not fit this run: {differs}.")
+            return self._turn_away(sender, now, f"{sender} does not fit this run: {differs}")
         state.workers[sender.index].active, state.live = True, None
         first = sender.index - state.rank_in_replica(sender.index)
         earlier = (w.connected and w.peer.index < first for w in state.workers.values())
@@ -160,7 +161,17 @@ class Admission:
         if join.custom_loop:  # its data is known later
             for later in ("the data", "the number of samples", "the batch size"):
                 del pairs[later]
-        return "; ".join(f"{what} is {mine}, not {ours}" for what, (mine, ours) in pairs.items() if mine != ours)
+        differing = {what: f"{what} is {mine}, not {ours}" for what, (mine, ours) in pairs.items() if mine != ours}
+        advice = f" {EQUAL_DATA}" if "the data" in differing else ""
+        return f"{'; '.join(differing.values())}.{advice}" if differing else ""
+
+    def described(self, worker: WorkerState, dataset: Dataset, now: float) -> list[CoordinatorOutput]:
+        """Take the description of a custom loop's data, or send the loop away."""
+        why = self.planning.difference(worker, dataset)
+        if not why:
+            return self.planning.described(worker, dataset, now)
+        self.state.refused.append(why)
+        return [CoordinatorOutput(worker.peer, Shutdown(why)), *self.liveness.lost(worker.peer, now, why)]
 
     def server_ready(self, sender: Peer, now: float) -> list[CoordinatorOutput]:
         """Note that all blocks of a server have their initial values, or that it knows the plan of custom loops."""

@@ -122,7 +122,7 @@ class Coordinator:
             case Concluded():
                 return self.shutdown.concluded(worker, message)
             case Dataset():
-                return self.planning.described(worker, message, now)
+                return self.admission.described(worker, message, now)
             case Paused():
                 return self.liveness.pause(worker, now)
             case StopRequest():

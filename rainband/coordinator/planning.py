@@ -8,8 +8,9 @@ from rainband.coordinator.state import CoordinatorOutput, Phase, RunState, Worke
 from rainband.protocol import events
 from rainband.protocol.data_plan import MAX_PORTION_BATCHES, DataPlan, choose_portion_batches
 from rainband.protocol.layout import cut, deal
-from rainband.protocol.messages import Assign, Dataset, Join, Peer, Planned, Shutdown, Welcome
+from rainband.protocol.messages import Assign, Dataset, Join, Peer, Planned, Welcome
 
+EQUAL_DATA = "The samples must be equal on all workers: seed the random numbers that make them."
 OPEN_ENDED = 1 << 20  # epochs in the plan of custom loops without a number of epochs
 
 
@@ -91,14 +92,19 @@ class Planning:
 
     # ---- custom loops: their data is known later ---------------------------------------------------------------------
 
+    def difference(self, worker: WorkerState, dataset: Dataset) -> str:
+        """Return why a loop's data does not fit this run; "" if it does."""
+        others = self.state.dataset
+        if others is None or dataset == others:
+            return ""
+        advice = f" {EQUAL_DATA}" if dataset.fingerprint != others.fingerprint else ""
+        return f"{worker.peer} loads {_described(dataset)}, the other workers {_described(others)}.{advice}"
+
     def described(self, worker: WorkerState, dataset: Dataset, now: float) -> list[CoordinatorOutput]:
-        """Take the description of a loop's data; the first one makes the plan, and the others must agree."""
+        """Take the description of a loop's data; the first one makes the plan."""
         state = self.state
         assert state.join and state.plan and state.welcome
         if state.dataset is not None:
-            if dataset != state.dataset:
-                differs = f"loads {_described(dataset)}, the other workers {_described(state.dataset)}"
-                return [CoordinatorOutput(worker.peer, Shutdown(f"{worker.peer} {differs}."))]
             return [] if state.planning else [CoordinatorOutput(worker.peer, Planned(state.plan))]
         state.dataset = dataset
         state.plan = self._plan_for(state.join, dataset)

@@ -57,6 +57,13 @@ class RunEnd:
         coordinated = [] if state.full_batch is None else [CoordinatorOutput(*to) for to in state.full_batch.stop()]
         return halts + coordinated + self.after_loss()
 
+    def abort(self, reason: str) -> list[CoordinatorOutput]:
+        """Fail at once: the nodes cannot be controlled any more."""
+        if self.state.phase is Phase.OVER:
+            return []
+        self.state.fail(reason)
+        return self.over()
+
     def when_done(self) -> list[CoordinatorOutput]:
         """Flush if every batch is accepted on every block."""
         state = self.state
@@ -221,6 +228,9 @@ class RunEnd:
     def over(self) -> list[CoordinatorOutput]:
         """Shut all nodes down."""
         state = self.state
+        if state.refused:
+            why = f"{len(state.refused)} of {state.settings.num_workers} workers were refused: {state.refused[0]}"
+            state.fail_if_finished(why, FailureCause.OTHER)
         state.enter(Phase.OVER)
         servers = [s.peer for s in state.servers.values() if s.peer.role == "server"]
         return [

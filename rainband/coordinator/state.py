@@ -130,6 +130,7 @@ class RunState:
         self.missing: set[int] = set()  # workers that will never join
         self.live: int | None = None  # active replicas; None: count again
         self.last_loss = ""
+        self.refused: list[str] = []  # why workers were sent away that do not fit this run
         self.lost_after: int | None = None  # batches that every block had accepted when a server was lost
         self.reassigned = 0
         self.events: list[events.AnyEvent] = []

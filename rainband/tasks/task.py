@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 CHUNK = 1000  # samples evaluated at once
+SAMPLE_DRAWS = 3  # of each sample in a fingerprint; a random transform may do nothing once
 
 
 class Data(Protocol):
@@ -192,8 +193,18 @@ def accuracy_and_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[
 def fingerprint(data: Data) -> str:
     """Return a short hash of the number of samples and of a few of them, to check that workers have the same data.
 
-    Random transforms give the same samples here if they draw from torch's, numpy's or Python's global generator.
+    Random transforms give the same samples here if they draw from torch's, numpy's or Python's global generator. Of
+    other random samples only the number is compared.
     """
+    import xxhash
+
+    first = _hash_of_samples(data)
+    if all(_hash_of_samples(data) == first for _ in range(SAMPLE_DRAWS - 1)):
+        return first
+    return xxhash.xxh3_64_hexdigest(f"{len(data)} random samples".encode())
+
+
+def _hash_of_samples(data: Data) -> str:
     import xxhash
 
     from rainband.model.seeds import global_generators_from

@@ -241,7 +241,7 @@ class Launcher(Run):
         ended = []
         for event in self.zygote.events():
             if isinstance(event, SpawnFailed):
-                self.host.send(self.coordinator.shutdown.stop("failed", event.reason))
+                self.host.send(self.coordinator.shutdown.abort(event.reason))
             if isinstance(event, Exited):
                 peer = self.processes[event.token]
                 self.causes[peer] = _how(event)
