@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
 from rainband.runtimes.training_loop.split.loop import SplitLoop
 from rainband.runtimes.training_loop.split.state import LoopState
+from rainband.transports.pytrees import as_tensor, incoming, outgoing
 
 LIMIT_S = 60.0  # a deadlock fails the test after this time
 Script = Callable[[Callable[..., Any]], nn.Module]
@@ -34,6 +35,7 @@ class Group:
         self.carried: list[int] = []
         self.failed: BaseException | None = None
         self.transfers = 0
+        self.given: tuple[bytes, memoryview | None, int] = (b"", None, 0)  # the state, as it travels
         self.exchanged: list[int] = []  # tensors that were not None, of each exchange of one member
 
     def wait(self, until: Callable[[], bool]) -> None:
@@ -90,10 +92,10 @@ class GroupMember:
             self.number, self.was_cut, self.done = max(self.number, group.number) + 1, False, True
             group.wait(self.ready)
             self._open(self.number)
-        if self.behind and epoch >= group.where.epoch:
-            giver = next(m for m in group.members if not m.behind)
-            self.state.apply(giver.state.collect())
-            self.steps, self.behind = giver.steps, False
+        if self.behind:
+            structure, contents, self.steps = group.given
+            self.state.apply(incoming(structure, as_tensor(contents)))
+            self.behind = False
             group.transfers += 1
         return group.where
 
@@ -119,6 +121,10 @@ class GroupMember:
             member.k, member.done = 0, False
             member.behind |= member.steps < most
         group.members.sort(key=lambda m: m.behind)
+        if any(member.behind for member in group.members):
+            giver = group.members[0]
+            ready = outgoing(giver.state.collect())
+            group.given = ready.structure, ready.copied(), giver.steps
 
     def cut(self, batch: Sequence[int] | None) -> Part:
         self.was_cut = True

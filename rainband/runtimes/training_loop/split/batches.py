@@ -98,19 +98,17 @@ class PartLoader:
     Parts of later rounds are predicted from the last one. A part that differs when its round begins is loaded again.
     """
 
+    passes = 0
+
     def __init__(self, dataset: Any, arguments: dict[str, Any]) -> None:
         self.dataset = dataset
         self.arguments = arguments
         self.ahead = bool(arguments.get("num_workers"))
-        self.begin_pass(0)
+        self.collate = parts_loader(dataset, self, {**arguments, "num_workers": 0}, ahead=False).collate_fn
         self.coming: Iterator[list[int]] = iter(())  # whole batches of the rounds to come
         self.last: Part | None = None
         self.due: deque[list[int]] = deque()  # parts that are being loaded
         self.loaded: Iterator[Any] | None = None
-
-    def begin_pass(self, number: int) -> None:
-        self.passes = number
-        self.loader = parts_loader(self.dataset, self, self.arguments)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield, for the DataLoader, the samples of each part."""
@@ -127,18 +125,18 @@ class PartLoader:
             self.last = part
             if self.loaded is None:
                 self.coming = coming
-                self.loaded = iter(self.loader)
+                self.loaded = iter(parts_loader(self.dataset, self, self.arguments))
             loaded = next(self.loaded, None)
             if self.due and self.due.popleft() == samples:
                 return loaded
         if hasattr(self.dataset, "__getitems__"):
-            return self.loader.collate_fn(self.dataset.__getitems__(samples))
-        return self.loader.collate_fn([self.dataset[k] for k in samples])
+            return self.collate(self.dataset.__getitems__(samples))
+        return self.collate([self.dataset[k] for k in samples])
 
     def end_pass(self) -> None:
-        """Forget what was loaded ahead."""
+        """Forget what was loaded ahead, and end the processes that loaded it."""
         self.due.clear()
-        self.loaded = None
+        self.loaded, self.coming = None, iter(())
 
 
 class SplitBatches:
@@ -159,7 +157,7 @@ class SplitBatches:
 
     def __iter__(self) -> Iterator[Any]:
         number = self.rounds.begin_pass(len(self))
-        self.parts.begin_pass(number)
+        self.parts.passes = number
         whole = coming = enumerate(self.order.batches(number))
         if self.parts.ahead:
             whole, coming = tee(whole)  # type: ignore[assignment]

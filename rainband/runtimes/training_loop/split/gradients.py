@@ -41,6 +41,7 @@ class GradientExchange:
         self.exchanges_before = 0  # in the round before
         self.accumulating = False
         self.uses_loaders = False  # the loop's batches come from `run`
+        self.epoch = 0  # of the current round
         self.wants_stop: str | None = None
         self.told: set[str] = set()  # messages that were printed
 
@@ -58,8 +59,14 @@ class GradientExchange:
 
     # ---- rounds ----
 
-    def begin_round(self) -> None:
+    def ensure_round(self) -> None:
+        """Begin a round outside the loop over batches, so that members are known and can exchange numbers."""
+        if self.part is None:
+            self.exchange.begin(self.epoch)
+
+    def begin_round(self, epoch: int) -> None:
         """Prepare for the next batch."""
+        self.epoch = epoch
         if new := self.tensors.find():
             raise ValueError(
                 f"{self.tensors.names[-len(new)]} was added to the model or an optimizer after rainband.join: add all "
@@ -85,7 +92,7 @@ class GradientExchange:
         if self.num_workers > 1 and self.exchange.is_first:
             self._tell(OWN_LOADER)
         self.exchange.begin(0)
-        self.begin_round()
+        self.begin_round(0)
         self.set_part(self.exchange.cut(range(2 * len(self.exchange.members))))
         self.weight = 1.0
 
@@ -138,8 +145,11 @@ class GradientExchange:
         weight = 1.0 if self.deferred else self.weight
         outcome = self.exchange.mean(tensors, weight, numbers_of(self.optimizers), (stop,))
         self.exchanges += 1
-        if not outcome.took_part:
-            return  # this worker receives the state when the next round begins
+        if not outcome.took_part:  # this worker receives the state when one of the next rounds begins
+            for parameter in self.tensors.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            return
         self._put(tensors, alone)
         self.deferred = False
         self._stop_scaling()
@@ -228,10 +238,9 @@ class GradientExchange:
 
     def mean(self, value: float, weight: float | None) -> float:
         """Return the weighted mean of a number over the workers."""
-        if self.part is None:
-            self._begin_own_round()
+        self.ensure_round()
         if weight is None:
-            weight = self.weight
+            weight = 1.0 if self.part is None else self.weight
         outcome = self.exchange.mean_scalars((value,), weight)
         return outcome.scalars[0] if outcome.scalars and outcome.weight else value
 

@@ -132,6 +132,7 @@ class SplitLoop:
 
     def eval_batches(self, dataset: Any, batch_size: int = 1, **arguments: Any) -> DataLoader[Any]:
         """Return a DataLoader of this worker's share of a dataset, in order: evaluate it and take run.mean(...)."""
+        self.gradients.ensure_round()
         members = self.exchange.members
         mine = range(members.index(self.rank), len(dataset), len(members))
         return DataLoader(torch.utils.data.Subset(dataset, mine), batch_size=batch_size, **arguments)
@@ -158,8 +159,14 @@ class SplitLoop:
         self.where = self.exchange.begin(number)
         if self.stopped is not None:
             return None
-        self.gradients.begin_round()
-        return self.where.batch if self.where.epoch == number else None
+        self.gradients.begin_round(number)
+        if self.where.epoch == number:
+            self.state.end_catching_up()
+            return self.where.batch
+        self.state.catching_up = True
+        for optimizer in self.optimizers:  # schedulers catch up with passes that were over before this worker joined
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # else they warn that no step came before
+        return None
 
     def cut(self, batch: Indices | None) -> Part:
         """Return this worker's part of the round's batch."""
@@ -212,6 +219,7 @@ class SplitLoop:
     @property
     def is_first(self) -> bool:
         """Return True on one worker: the one that has served longest. For printing and saving."""
+        self.gradients.ensure_round()
         return self.exchange.is_first
 
     @property

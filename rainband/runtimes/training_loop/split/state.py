@@ -52,6 +52,8 @@ class LoopState:
         self.generator = generator
         self.registered: list[HasState] = []
         self.stopped: str | None = None  # the reason for which the run ends
+        self.catching_up = False  # the loop runs through passes that were over before this worker joined
+        self.received: Any = None
 
     def register(self, objects: Sequence[HasState]) -> None:
         """Add objects to the state; raise ValueError for one without a state."""
@@ -82,6 +84,7 @@ class LoopState:
     @torch.no_grad()
     def apply(self, state: Any) -> None:
         """Replace this worker's state by one that `collect` returned on another worker."""
+        self.received = state
         tensors = self.tensors
         _same_number("parameters", tensors.parameters, state["parameters"])
         for parameter, value, gradient in zip(tensors.parameters, state["parameters"], state["gradients"], strict=True):
@@ -102,6 +105,12 @@ class LoopState:
         for buffer in tensors.buffers:
             buffer.keep()
         tensors.note_exchange()
+
+    def end_catching_up(self) -> None:
+        """Apply the received state again, because the loop has stepped schedulers of passes that were over."""
+        if self.catching_up and self.received is not None:
+            self.apply(self.received)
+        self.catching_up, self.received = False, None
 
     def fingerprint(self) -> int:
         """Return a hash of the parameters."""
