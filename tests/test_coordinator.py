@@ -40,6 +40,7 @@ from rainband.protocol.messages import (
     Revoke,
     ServerJoin,
     Shutdown,
+    StalenessLimit,
     Tally,
     Welcome,
 )
@@ -160,6 +161,30 @@ def test_a_worker_whose_replica_lost_a_worker_before_it_joined_is_dismissed() ->
 
 
 # ---- forming ----
+
+
+@pytest.mark.parametrize("custom_loop", [False, True])
+def test_a_worker_that_ended_before_it_joined_is_not_waited_for(custom_loop: bool) -> None:
+    run = Run(num_workers=3, custom_loop=custom_loop)
+    run.server_joins(0)
+    run.server_joins(1)
+    for worker in (0, 1):
+        run.joins(worker)
+    run.take(run.coordinator.never_joins(Peer("worker", 2), run.now, "killed"))
+    assert run.phase == "loading"
+    assert {who for who, message in run.said if isinstance(message, Welcome)} == {"worker 0", "worker 1"}
+    assert [(lost.node, lost.why) for lost in run.events(events.Lost)] == [("worker 2", "before it joined: killed")]
+
+
+def test_when_every_worker_ended_before_it_joined_the_run_fails_with_the_last_reason() -> None:
+    run = Run(num_workers=2)
+    for worker in (0, 1):
+        assert run.phase == "forming"
+        run.take(run.coordinator.never_joins(Peer("worker", worker), run.now, f"exit code {worker + 1}"))
+    assert (run.phase, run.coordinator.state.reason) == (
+        "over",
+        "no worker is left: worker 1 was the last (before it joined: exit code 2)",
+    )
 
 
 def test_nothing_is_planned_before_every_server_is_there() -> None:
@@ -536,6 +561,40 @@ def test_a_loop_that_hangs_in_a_loader_of_its_own_is_away_when_others_wait_for_i
     assert run.coordinator.state.workers[1].active
     run.heartbeats(0, acked=4)
     assert run.coordinator.state.workers[0].active
+
+
+def ahead_of_a_worker_that_has_not_begun(limit: StalenessLimit | None) -> Run:
+    """Worker 0 pushes every second, from 3 s on it waits for worker 1, which has read the parameters and no lease."""
+    run = running(num_samples=64)
+    run.wants(0)
+    for second in range(1, 25):
+        run.heartbeats(0, acked=min(second, 3), waiting=second > 3, held_by=1 if second > 3 else None)
+        run.heartbeats(1)
+        run.reports(min(second, 3), limit=limit, missed=())
+        run.ticks()
+    return run
+
+
+def test_who_hangs_before_its_first_batch_is_not_waited_for_with_a_bound() -> None:
+    """More than 2 x 5 s + 10 x 1 s, the longest interval between two pushes of the other."""
+    run = ahead_of_a_worker_that_has_not_begun(StalenessLimit(1, "clocks", 0, 0))
+    [lost] = run.events(events.Lost)
+    assert (lost.node, lost.why) == ("worker 1", "inactive: heartbeats, but no push for 21.0 s")
+    assert Forget(1) in run.told("server 0") and Forget(1) in run.told("server 1")
+
+
+def test_without_a_bound_nobody_waits_for_who_has_not_begun() -> None:
+    assert ahead_of_a_worker_that_has_not_begun(None).events(events.Lost) == []
+
+
+def test_progress_names_the_worker_that_is_waited_for() -> None:
+    """From the third heartbeat on with the same worker and without a step between them."""
+    run = running(num_samples=64)
+    run.reports(0)
+    for held_by, steps in [(1, 1), (1, 2), (1, 2), (1, 2), (None, 2)]:
+        run.heartbeats(0, waiting=held_by is not None, held_by=held_by, steps=steps)
+        run.ticks()
+    assert [event.waiting_for for event in run.events(events.Progress)] == [{}, {}, {}, {0: 1}, {}]
 
 
 def test_who_waits_for_others_is_not_to_blame() -> None:

@@ -274,6 +274,11 @@ def test_slow_and_lost_workers_are_in_the_line() -> None:
     )
 
 
+def test_a_worker_that_others_wait_for_is_in_the_line() -> None:
+    waiting = msgspec.structs.replace(progress(5.0, 100), waiting_for={0: 3, 2: 3, 1: 12})
+    assert plain_lines([started(4), planned(), waiting])[-1].endswith("  waiting for: worker 3, worker 12")
+
+
 # ---- on a terminal ----
 
 

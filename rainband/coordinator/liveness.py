@@ -105,15 +105,22 @@ class Liveness:
         return ""
 
     def _has_work(self, worker: WorkerState) -> bool:
-        """Return whether it has leases, or is a custom loop with its own data loader that has made its first step."""
+        """Return whether it has work that others may wait for.
+
+        It has leases, or is a custom loop with its own data loader that has made its first step. With a staleness
+        bound, others also wait for a worker that has read the parameters and has not begun its first batch.
+        """
         if worker.leases:
             return True
         state = self.state
-        unknown_data = state.is_custom_loop() and not state.has_data() and state.phase is Phase.RUNNING
-        return unknown_data and worker.heartbeat.acked > 0 and not worker.ended
+        if state.phase is not Phase.RUNNING or worker.ended:
+            return False
+        if not worker.heartbeat.acked:
+            return state.is_bounded()
+        return state.is_custom_loop() and not state.has_data()
 
     def _holds_others_back(self, worker: WorkerState) -> bool:
-        """Return whether it has leases, or other workers wait while it works on data that only it knows."""
+        """Return whether it has leases, or other workers wait while it has other work."""
         if worker.leases:
             return True
         others = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rainband.coordinator.state import RunState
+from rainband.coordinator.state import RunState, WorkerState
 from rainband.protocol import events
 from rainband.protocol.accounting import (
     NOT_FINITE,
@@ -20,6 +20,7 @@ from rainband.protocol.messages import Heartbeat
 
 # A rate is computed over at least this many seconds, or this fraction of the run so far.
 RATE_FROM_S, RATE_FROM = 0.25, 0.01
+STEADY = 3  # heartbeats: shorter waits are usual with a staleness bound
 
 
 class Reporting:
@@ -112,8 +113,15 @@ class Reporting:
                 pulled_bytes=sum(w.heartbeat.pulled_bytes for w in self.state.workers.values()),
                 computed_s={i: w.heartbeat.computed_s for i, w in staged.items()},
                 sent_bytes={i: w.heartbeat.sent_bytes for i, w in staged.items()},
+                waiting_for={i: holder for i, w in connected.items() if (holder := _held_by(w)) is not None},
             )
         )
+
+
+def _held_by(worker: WorkerState) -> int | None:
+    """Return the worker that this one has been waiting for, without a step, since three heartbeats or longer."""
+    last = {(heartbeat.held_by, heartbeat.steps) for _, heartbeat in worker.heartbeats[-STEADY:]}
+    return last.pop()[0] if len(last) == 1 and len(worker.heartbeats) >= STEADY else None
 
 
 def _rate(counted: list[tuple[float, int]], now: float) -> float:

@@ -214,6 +214,10 @@ class RunState:
     def reports(self) -> list[Report]:
         return [s.report for s in self.servers.values() if s.report is not None]
 
+    def is_bounded(self) -> bool:
+        """Return whether workers wait for those that have done less."""
+        return any(report.limit is not None for report in self.reports())
+
     def is_done(self, portion: int) -> bool:
         """Return whether every block has accepted all batches of a portion."""
         enough = len(self.reports()) >= max(1, len(self.servers))

@@ -132,6 +132,7 @@ class Progress(Event, frozen=True):
     pulled_bytes: int = 0  # from them
     computed_s: dict[int, float] = {}  # where several workers compute one model together: of each, so far
     sent_bytes: dict[int, int] = {}  # the same: of tensors, to the others of its team
+    waiting_for: dict[int, int] = {}  # worker -> the worker that it has been waiting for over several reports
 
 
 class EndCause(IntEnum):

@@ -477,6 +477,7 @@ class Heartbeat(Message, frozen=True, tag=111):
     metrics: dict[str, float] = {}  # the last ones measured
     computed_s: float = 0.0  # computing gradients, or parts of them
     sent_bytes: int = 0  # to the other workers of its replica
+    held_by: int | None = None  # the worker that it waits for now, if a server has named it
 
 
 class Finish(Message, frozen=True, tag=112):

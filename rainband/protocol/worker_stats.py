@@ -53,4 +53,5 @@ class Stats:
             torn_reads=self.torn_reads,
             waited_for=dict(self.waited_for),
             metrics=self.metrics,
+            held_by=self.held_by if self.waiting else None,
         )

@@ -203,7 +203,12 @@ def time_left(so_far: RunSoFar) -> str:
 
 def slow_and_lost(so_far: RunSoFar) -> str:
     slow = [f"worker {worker.index}" for worker in so_far.workers() if worker.slow]
-    parts = [f"slow: {_named(slow)}" if slow else "", f"lost: {_named(list(so_far.lost))}" if so_far.lost else ""]
+    holders = sorted(set(so_far.last.waiting_for.values())) if so_far.last else []
+    parts = [
+        f"waiting for: {_named([f'worker {i}' for i in holders])}" if holders else "",
+        f"slow: {_named(slow)}" if slow else "",
+        f"lost: {_named(list(so_far.lost))}" if so_far.lost else "",
+    ]
     return "  ".join(part for part in parts if part)
 
 
