@@ -108,6 +108,17 @@ def test_a_worker_that_hangs_is_away_although_its_heart_beats(launcher: RunLaunc
         assert run.result().accounting["reassigned"] >= 1
 
 
+def test_a_worker_killed_before_it_joined_costs_nothing(launcher: RunLauncher, tmp_path: Path) -> None:
+    with launcher.run(tmp_path, slow_build=True) as run:
+        run.first(events.Joined, node="server 0")
+        run.first(events.Joined, node="server 1")
+        run.process("rainband worker 1").kill()
+        assert run.first(events.Lost, node="worker 1").why.startswith("before it joined: killed by signal 9")
+        run.gate.let_build(1)
+        run.gate.open()
+        assert finished_exactly(run)
+
+
 def test_a_worker_killed_while_it_gives_the_first_values_is_replaced_by_another(
     launcher: RunLauncher, tmp_path: Path
 ) -> None:

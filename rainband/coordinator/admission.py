@@ -43,7 +43,7 @@ class Admission:
             return self._server_joins_late(sender, now)
         self.state.servers[sender.index] = ServerState(sender, message.address)
         self.state.events.append(events.Joined(at_s=now, node=str(sender)))
-        return self._form(now)
+        return self.form(now)
 
     def _server_joins_late(self, sender: Peer, now: float) -> list[CoordinatorOutput]:
         """Send a server away that was started again: it does not have the blocks of its earlier life."""
@@ -81,7 +81,7 @@ class Admission:
             )
         state.events.append(events.Joined(at_s=now, node=str(sender)))
         self.waiting.append((sender, join))
-        return outs + self._form(now)
+        return outs + self.form(now)
 
     def _cannot_take_part(self, join: Join) -> str:
         if join.optimizer is not None and not self._may_run(join.optimizer.name):
@@ -98,11 +98,13 @@ class Admission:
         """Allow a server to import only torch's optimizers and those named when the run was started."""
         return ":" not in optimizer or optimizer in self.state.settings.optimizers
 
-    def _form(self, now: float) -> list[CoordinatorOutput]:
+    def form(self, now: float) -> list[CoordinatorOutput]:
+        """Welcome the workers that wait, as soon as enough nodes have joined."""
         state = self.state
-        if len(state.servers) < state.settings.num_servers or not self.waiting:
+        if len(state.servers) < state.settings.num_servers or not self.waiting or state.phase is Phase.OVER:
             return []
-        if self.waiting[0][1].custom_loop and len(state.workers) < state.settings.num_workers:
+        known = len(state.workers.keys() | state.missing)
+        if self.waiting[0][1].custom_loop and known < state.settings.num_workers:
             return []  # custom loops start together: a late one could find that the others have ended
         complete = [(sender, join) for sender, join in self.waiting if state.is_complete(sender.index)]
         if not complete:

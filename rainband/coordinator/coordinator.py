@@ -157,6 +157,11 @@ class Coordinator:
         self.state.live = None
         return self.liveness.lost(peer, now, why)
 
+    def never_joins(self, peer: Peer, now: float, why: str) -> list[CoordinatorOutput]:
+        """Go on without a worker whose process has ended before it joined."""
+        self.state.live = None
+        return self.liveness.never_joins(peer, now, why) + self.admission.form(now)
+
     def tick(self, now: float) -> list[CoordinatorOutput]:
         """Do what is due regularly: call it about every fifth of the failure timeout."""
         state = self.state

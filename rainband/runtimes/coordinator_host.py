@@ -11,7 +11,7 @@ from rainband.protocol.messages import Message, Peer
 from rainband.runtimes.hogwild.server import FROM_WORKERS, HOGWILD_SERVER, HogwildServer
 from rainband.runtimes.run import Phases, View
 
-WhyAllMustJoin = Callable[[Peer, str], str]
+WhyFatal = Callable[[Peer, str], str]
 
 
 class CoordinatorHost:
@@ -30,15 +30,15 @@ class CoordinatorHost:
         hogwild_server: HogwildServer | None = None,
         observer: Observer | None = None,
         phase_time: Callable[[], float] | None = None,
-        why_all_must_join: WhyAllMustJoin | None = None,
+        why_fatal: WhyFatal | None = None,
     ) -> None:
-        """`why_all_must_join`: a node that is lost before it joined ends the run for this reason, until it runs."""
+        """`why_fatal` returns why the run cannot start without a node that is lost before it joined; "": it can."""
         self.coordinator = coordinator
         self.now = now
         self.post = post
         self.hogwild_server = hogwild_server
         self.observer = observer
-        self.why_all_must_join = why_all_must_join
+        self.why_fatal = why_fatal
         self.phases = Phases(coordinator, view, phase_time or now)
         if hogwild_server is not None:
             hogwild_server.join(coordinator)
@@ -57,10 +57,12 @@ class CoordinatorHost:
         self.send(coordinator.lost(peer, self.now(), why))
         if peer.index in (coordinator.state.workers if peer.role == "worker" else coordinator.state.servers):
             return
-        if self.why_all_must_join is not None and coordinator.state.phase == "forming":
-            self.send(coordinator.shutdown.stop("failed", self.why_all_must_join(peer, why)))
+        forming = coordinator.state.phase == "forming"
+        fatal = self.why_fatal(peer, why) if forming and self.why_fatal is not None else ""
+        if fatal:
+            self.send(coordinator.shutdown.stop("failed", fatal))
         elif peer.role == "worker" and for_good:
-            self.send(coordinator.liveness.never_joins(peer, self.now(), why))
+            self.send(coordinator.never_joins(peer, self.now(), why))
 
     def tick(self) -> None:
         self.send(self.coordinator.tick(self.now()))

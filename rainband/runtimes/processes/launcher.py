@@ -112,7 +112,7 @@ class Launcher(Run):
             self.emit,
             hogwild_server,
             observer,
-            why_all_must_join=self._why_not_joined,
+            why_fatal=self._why_fatal,
         )
         self.interrupts = 0
 
@@ -253,10 +253,13 @@ class Launcher(Run):
             if peer not in self.hub.peers:
                 self.host.lost(peer, self.causes[peer])
 
-    def _why_not_joined(self, peer: Peer, cause: str) -> str:
+    def _why_fatal(self, peer: Peer, cause: str) -> str:
+        """Return why the run cannot start without a node; other workers do the work of a lost one."""
+        if peer.role == "server":
+            return f"{peer} ended before it joined ({cause})"
         if self.config.script and cause == FINE:
             return f"{self.config.task} never joined: it needs `with rainband.join(model, optimizer) as run:`"
-        return f"{peer} ended before it joined ({cause})"
+        return ""
 
     @contextmanager
     def signals(self) -> Iterator[None]:
