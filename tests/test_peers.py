@@ -304,12 +304,12 @@ def test_a_worker_with_another_secret_is_refused(transport: str) -> None:
 
 @both_ways
 def test_workers_that_do_not_come_are_named(transport: str) -> None:
-    first = links_of(0, transport, new_run_id(), timeout_s=0.1)
+    first = links_of(0, transport, new_run_id())
     here = first.listen()
     with pytest.raises(
         PeerLost, match="lost worker 1, worker 2 while linking up with the other stages, for at most 0.1"
     ):
-        first.connect({0: here, 1: here, 2: here})
+        first.connect({0: here, 1: here, 2: here}, timeout_s=0.1)
     first.close()
 
 

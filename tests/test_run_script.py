@@ -169,10 +169,11 @@ def test_a_script_may_change_its_directory_and_end_inside_the_with_block(tmp_pat
     ("pieces", "said"),
     [
         ({"inside": "1 / 0"}, "ZeroDivisionError"),
+        ({"optimizer": '__import__("sys").exit("no data here") or SGD'}, "ended before it joined (exit code 1: no data here)"),
         pytest.param({"optimizer": "missing"}, "NameError", marks=pytest.mark.slow),
         pytest.param({"after": "raise SystemExit(3)"}, "exit code 3", marks=pytest.mark.slow),
     ],
-    ids=["in the loop", "before it", "after it"],
+    ids=["in the loop", "left before it", "before it", "after it"],
 )
 def test_an_error_in_the_script_fails_the_run_and_is_shown(tmp_path: Path, pieces: dict[str, str], said: str) -> None:
     told = Told(tmp_path, ["--workers", "1", "--servers", "1", "train.py"], **pieces)

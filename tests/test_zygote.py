@@ -33,6 +33,10 @@ def leave(job: bytes, fds: list[int]) -> None:
     sys.exit(int(job))
 
 
+def leave_with_words(job: bytes, fds: list[int]) -> None:
+    sys.exit(job.decode())
+
+
 def return_at_once(job: bytes, fds: list[int]) -> None:
     pass
 
@@ -261,6 +265,21 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 def test_a_process_ends_with_the_code_it_gives_to_sys_exit(nursery: Nursery) -> None:
     assert nursery.ended(nursery.spawn(leave, b"7")) == (7, None)
     assert nursery.ended(nursery.spawn(return_at_once)) == (0, None)
+
+
+def test_the_error_that_ends_a_process_is_reported_with_its_end(tmp_path: Path) -> None:
+    with new_nursery(tmp_path, "test_zygote") as nursery:
+
+        def error_of(job: Callable[[bytes, list[int]], object], content: bytes = b"") -> str:
+            token = nursery.spawn(job, content)
+            event = nursery.first(lambda event: isinstance(event, Exited) and event.token == token)
+            assert isinstance(event, Exited)
+            return event.error
+
+        assert error_of(divide_by_zero) == "ZeroDivisionError: integer division or modulo by zero"
+        assert error_of(leave_with_words, b"lost the coordinator") == "lost the coordinator"
+        assert len(error_of(leave_with_words, b"x" * 5000)) == 1000
+        assert [error_of(leave, b"7"), error_of(return_at_once)] == ["", ""]
 
 
 def test_a_process_that_is_killed_is_reported_with_the_signal(nursery: Nursery) -> None:

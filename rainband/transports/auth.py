@@ -91,6 +91,11 @@ class Handshake:
         return self._peer is not None
 
     @property
+    def step_done(self) -> bool:
+        """Return True if the last bytes completed a step, so that the time for the next one begins."""
+        return not self._pending
+
+    @property
     def peer(self) -> Identity:
         """Return the identity of the other side."""
         assert self._peer is not None, "the peer is not known before the handshake is done"

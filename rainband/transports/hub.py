@@ -15,6 +15,7 @@ from typing import Protocol
 from rainband.errors import HandshakeFailed
 from rainband.protocol.messages import Message, Peer
 from rainband.transports.auth import Identity, ServerHandshake
+from rainband.transports.connect import user_of
 from rainband.transports.connection import Connection, ReadNow
 from rainband.transports.frames import BadFrame, BodyMemory
 
@@ -96,7 +97,9 @@ class Hub:
     def run_once(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for events, and handle them."""
         self.flush()
-        for fd, event in self.epoll.poll(timeout_s):
+        events = self.epoll.poll(timeout_s)
+        polled_at = time.monotonic()
+        for fd, event in events:
             if fd in self.watched:
                 self.watched[fd]()
             elif fd in self.listeners:
@@ -108,7 +111,7 @@ class Hub:
                 if event & ~select.EPOLLOUT:
                     self._read(connection)
         self.flush()
-        self._drop_the_slow()
+        self._drop_the_slow(polled_at)
 
     def close(self) -> None:
         """Send what can be sent at once, and close everything."""
@@ -136,13 +139,19 @@ class Hub:
                 self._complain("no file descriptor is left for a new connection (see ulimit -n)")
                 self._turn_away(listener)
             return
+        if sock.family == socket.AF_UNIX and (user := user_of(sock)) != os.geteuid():  # before it costs anything
+            self._complain(f"closed a connection of another user of this machine (user ID {user})")
+            sock.close()
+            return
         unknown = [c for c in self.connections.values() if c.reader is None]
         if len(unknown) >= MAX_UNKNOWN:  # a node of the run authenticates within milliseconds
             self._complain("too many connections that do not say who they are")
             self._drop(unknown[0])
         shake = ServerHandshake(self.secret, self.run_id, self.me)
-        deadline = time.monotonic() + self.handshake_timeout_s
-        self._add(sock, Connection(sock, self.max_body_bytes, shake, deadline, self.body_memory))
+        self._add(sock, Connection(sock, self.max_body_bytes, shake, self._handshake_deadline(), self.body_memory))
+
+    def _handshake_deadline(self) -> float:
+        return time.monotonic() + self.handshake_timeout_s
 
     def _turn_away(self, listener: socket.socket) -> None:
         """Accept and close one connection with the spare descriptor: left waiting, it would wake the loop forever."""
@@ -166,6 +175,8 @@ class Hub:
             return self._drop(connection)
         if not was_known and connection.reader is not None:
             self._welcome(connection)
+        elif not was_known and connection.shake is not None and connection.shake.step_done:
+            connection.deadline = self._handshake_deadline()
         for number, (message, body) in enumerate(received, 1):
             self.handler.receive(connection, message, body)
             if number % FRAMES_BEFORE_FLUSH == 0:
@@ -196,10 +207,10 @@ class Hub:
             del self.peers[connection.peer]
             self.handler.lost(connection.peer)
 
-    def _drop_the_slow(self) -> None:
+    def _drop_the_slow(self, polled_at: float) -> None:
+        """Close connections that were late at the last poll: since then this node itself may have been busy."""
         if any(c.reader is None for c in self.connections.values()):
-            now = time.monotonic()
-            for connection in [c for c in self.connections.values() if c.reader is None and now > c.deadline]:
+            for connection in [c for c in self.connections.values() if c.reader is None and polled_at > c.deadline]:
                 self._complain("closed a connection that did not say who it is")
                 self._drop(connection)
 

@@ -14,7 +14,14 @@ from typing import Any
 from rainband.errors import HandshakeFailed, PeerLost
 from rainband.protocol.messages import Address, Peer
 from rainband.protocol.peer_inbox import Inbox, Received, Tag
-from rainband.transports.connect import can_share_memory, connect, listen_tcp, listen_unix, this_machine
+from rainband.transports.connect import (
+    STARTING_LIMIT_S,
+    can_share_memory,
+    connect,
+    listen_tcp,
+    listen_unix,
+    this_machine,
+)
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.peers_shared import SharedPeerLinks
 from rainband.transports.peers_tcp import TcpPeerLinks
@@ -70,12 +77,12 @@ class PeerLinks:
             self._tcp.start()
         return Address(host, port, unix, this_machine())
 
-    def connect(self, peers: Mapping[int, Address]) -> None:
+    def connect(self, peers: Mapping[int, Address], timeout_s: float = STARTING_LIMIT_S) -> None:
         """Connect to these workers, which do the same: each worker calls those with lower numbers.
 
         Returns when all are there. Raises PeerLost, which names them, when some are not there within the timeout.
         """
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + timeout_s
         for index in sorted(peers):
             if index < self.me.index:
                 self._call(index, peers[index], deadline)
@@ -85,7 +92,7 @@ class PeerLinks:
             left_s = deadline - time.monotonic()
             if gone or left_s <= 0:
                 names = ", ".join(f"worker {index}" for index in gone or missing)
-                raise PeerLost(names, f"linking up with the other stages, for at most {self.timeout_s:g} s")
+                raise PeerLost(names, f"linking up with the other stages, for at most {timeout_s:g} s")
             self.event_loop.wait(left_s)
 
     def send(self, to: int, tag: Tag, payload: Any) -> None:

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 from rainband.runtimes.processes.zygote import Exited
 
+LAST_WORDS_BYTES = 1000
+
 
 class Children:
     """The forked processes, each the leader of its own process group."""
@@ -16,15 +18,20 @@ class Children:
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}  # by token; `tokens` is the inverse
         self.tokens: dict[int, int] = {}
+        self.last_words: dict[int, int] = {}  # by token: a memory file in which the process leaves what ended it
 
     def fork(self, token: int) -> int:
         """Fork a child into its own process group; return 0 in the child."""
+        self.last_words[token] = os.memfd_create("rainband last words")
         # A signal sent at once must wait until the child has reset its handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             pid = os.fork()
             if pid == 0:
                 _reset_signals()
+        except OSError:
+            os.close(self.last_words.pop(token))
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # Parent and child both make the group, so that neither finds it missing; the second attempt may fail.
@@ -69,8 +76,10 @@ class Children:
         if token is None:
             return  # an orphan
         del self.pids[token]
-        code = os.waitstatus_to_exitcode(status)
-        yield Exited(token, pid, code if code >= 0 else None, -code if code < 0 else None)
+        code, words = os.waitstatus_to_exitcode(status), self.last_words.pop(token)
+        error = os.pread(words, LAST_WORDS_BYTES, 0).decode(errors="ignore")
+        os.close(words)
+        yield Exited(token, pid, code if code >= 0 else None, -code if code < 0 else None, error)
 
 
 def _signal_group(pid: int, signum: int) -> None:

@@ -318,4 +318,4 @@ def _how(exited: Exited) -> str:
         return "killed by signal 9, often because memory ran out"
     if exited.signal:
         return f"killed by signal {exited.signal}"
-    return f"exit code {exited.code}"
+    return f"exit code {exited.code}" + (f": {exited.error}" if exited.error else "")

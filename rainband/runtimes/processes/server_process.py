@@ -79,6 +79,7 @@ class ServerProcess:
         self.strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
         self.server = Server(self._server_part, self._publish, join_observers(_observers(job)))
         self.published: Published | None = None
+        self.unopened: list[tuple[Connection, messages.Hello]] = []  # workers that were sooner than the blocks
         self.over = False
         self.hub = Hub(self.me, job.secret, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)
 
@@ -100,7 +101,7 @@ class ServerProcess:
         timeout_s = self.job.config.failure_timeout_s
         address = self.job.coordinator
         try:
-            sock, peer, key = connect(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
+            sock, peer, key = connect(address, bool(address.unix), self.job.secret, self.job.run_id, self.me)
         except PeerLost:
             sys.exit(1)  # the run has ended already
         self.hub.adopt(sock, peer, key)
@@ -135,6 +136,10 @@ class ServerProcess:
             else:
                 target.send(out.message)
             self.hub.queue(target)
+        if self.unopened and self.published is not None:
+            unopened, self.unopened = self.unopened, []
+            for early, hello in unopened:
+                self._open(early, hello)
 
     def lost(self, peer: Peer) -> None:
         if peer == COORDINATOR:
@@ -143,9 +148,12 @@ class ServerProcess:
 
     def _open(self, connection: Connection, hello: messages.Hello) -> None:
         """Accept a worker's data connection; with shared memory, exchange its mailbox and the parameters."""
+        if hello.slots and self.published is None:
+            self.unopened.append((connection, hello))
+            return
         fds, connection.fds = connection.fds, []
         connection.takes_fds = False
-        shared, spare = (fds[:1], fds[1:]) if hello.slots and self.published is not None else ([], fds)
+        shared, spare = (fds[:1], fds[1:]) if hello.slots else ([], fds)
         for fd in spare:
             os.close(fd)
         if not shared:

@@ -69,12 +69,12 @@ class WorkerLink:
         """Connect to the coordinator, and begin to send heartbeats."""
         if self.control is not None:
             return
-        address, timeout_s = self.job.coordinator, self.config.failure_timeout_s
+        address, heartbeat_s = self.job.coordinator, self.config.failure_timeout_s / 5
         try:
-            sock, _, key = connect(address, bool(address.unix), self.job.secret, self.job.run_id, self.me, timeout_s)
+            sock, _, key = connect(address, bool(address.unix), self.job.secret, self.job.run_id, self.me)
         except RainbandError as error:
             raise CoordinatorLost("the coordinator", f"connecting to it ({error})") from None
-        self.control = CoordinatorLink(sock, key, self.event_loop, self._from_coordinator, self.stats, timeout_s / 5)
+        self.control = CoordinatorLink(sock, key, self.event_loop, self._from_coordinator, self.stats, heartbeat_s)
 
     def tell(self, message: Message, body: bytes | None = None) -> None:
         """Send a message to the coordinator."""
@@ -127,9 +127,7 @@ class WorkerLink:
                 f"--transport shm requires {peer} on this machine, and memory that can be shared: use --transport tcp."
             )
         specs = [welcome.blocks[b] for b, owner in enumerate(welcome.owners) if owner == index]
-        sock, _, key = connect(
-            address, shared, self.job.secret, self.job.run_id, self.me, self.config.failure_timeout_s
-        )
+        sock, _, key = connect(address, shared, self.job.secret, self.job.run_id, self.me)
         if shared:
             return SharedPort(peer, sock, key, specs, self.event_loop, self._from_server, self.stats)
         return TcpPort(peer, sock, key, specs, self.event_loop, self._from_server)

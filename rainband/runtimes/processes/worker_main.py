@@ -33,6 +33,7 @@ def work(job: Job, task: Task | None = None, strategy: Strategy | None = None, m
     except Dismissed:
         if not process.session.failed:
             return
-    except CoordinatorLost:
-        pass  # the launcher has ended, and would not read a message
+    except CoordinatorLost as error:
+        if process.control is None:
+            sys.exit(f"{process.me}: {error}")  # the launcher may still be there, and does not know why
     sys.exit(1)

@@ -46,12 +46,16 @@ class Started(_Message, frozen=True):
 
 
 class Exited(_Message, frozen=True):
-    """Process `pid` has ended with exit code `code`, or was killed by `signal`; the other one is None."""
+    """Process `pid` has ended with exit code `code`, or was killed by `signal`; the other one is None.
+
+    `error` is the error that it raised, if one ended it.
+    """
 
     token: int
     pid: int
     code: int | None
     signal: int | None
+    error: str = ""
 
 
 class SpawnFailed(_Message, frozen=True):

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import msgspec
 import setproctitle
 
-from rainband.runtimes.processes.children import Children
+from rainband.runtimes.processes.children import LAST_WORDS_BYTES, Children
 from rainband.runtimes.processes.zygote import (
     MAX_FDS,
     MAX_MESSAGE_BYTES,
@@ -56,6 +56,7 @@ class ForkJob(NamedTuple):
     spawn: Spawn
     content_fd: int
     fds: list[int]
+    words_fd: int  # for the error that ends it
 
 
 def main(control_fd: int) -> None:
@@ -145,18 +146,21 @@ class Loop:
             self._report(SpawnFailed(spawn.token, f"cannot start {spawn.title!r}: {error}"))
         else:
             if pid == 0:
-                self._leave()
-                return ForkJob(spawn, fds[0], fds[1:])
+                return ForkJob(spawn, fds[0], fds[1:], self._leave(spawn.token))
             self._report(Started(spawn.token, pid))
         for fd in fds:
             os.close(fd)
         return None
 
-    def _leave(self) -> None:
-        """In a child: close the zygote's files, and end when the zygote does."""
+    def _leave(self, token: int) -> int:
+        """In a child: close the zygote's files but the one for its last words; end when the zygote does."""
         for theirs in (self.selector, self.control, self.wake_reader, self.wake_writer):
             theirs.close()
+        words_fd = self.children.last_words.pop(token)
+        for others in self.children.last_words.values():
+            os.close(others)
         _die_with(self.pid)
+        return words_fd
 
     def _reap(self) -> None:
         with suppress(BlockingIOError):
@@ -304,9 +308,18 @@ def _do(job: ForkJob) -> None:
         _keep_freed_memory()
         function = _find(job.spawn)
         function(_read(job.content_fd), job.fds)
-    except BaseException:
+    except BaseException as error:
+        with suppress(OSError):  # the job may have closed all files
+            os.pwrite(job.words_fd, _last_words(error).encode(errors="replace")[:LAST_WORDS_BYTES], 0)
         sys.excepthook = partial(_show_without_our_frames, sys.excepthook)
         raise
+
+
+def _last_words(error: BaseException) -> str:
+    """Return what an error says; of sys.exit only a text, which is a reason, and no number."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, str) else ""
+    return f"{type(error).__name__}: {error}"
 
 
 def set_title(title: str) -> None:
