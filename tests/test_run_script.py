@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 
 from rainband.cli.run import split
+from tests.processes import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,6 +98,7 @@ class Told:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
+            timeout=4 * DEADLINE_S,  # only a run that never ends comes near
         )
         self.exit_code, self.out, self.err = done.returncode, done.stdout, done.stderr
 
@@ -130,6 +132,17 @@ def test_two_workers_in_rounds_are_one_with_batches_twice_as_large(tmp_path: Pat
     )
     saved = safetensors.torch.load_file(Path(together.json["directory"]) / "model.safetensors")
     assert sorted(round(tensor.double().sum().item(), 6) for tensor in saved.values()) == sorted(first)
+
+
+@pytest.mark.processes
+def test_a_worker_that_hangs_for_good_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
+    """It stops itself (SIGSTOP), so its process never ends by itself."""
+    stop = "if run.rank == 1 and epoch == 0: __import__('os').kill(__import__('os').getpid(), 19)"
+    told = Told(tmp_path, ["--workers", "2", "--servers", "1", "--failure-timeout", "2", "train.py"], inside=stop)
+    assert told.exit_code == 0, told.err
+    accounting = told.json["accounting"]
+    assert (accounting["applied"], accounting["lost"], accounting["applied_twice"]) == (40, 0, 0)
+    assert len(told.sums) == 1
 
 
 @pytest.mark.processes

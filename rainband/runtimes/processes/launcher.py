@@ -199,13 +199,14 @@ class Launcher(Run):
         """Wait for the user's scripts, which may evaluate and save after the run is over."""
         if not self.config.script or self.coordinator.state.outcome == "failed":
             return
-        workers = [peer for peer in self.processes.values() if peer.role == "worker"]
-        while self.interrupts < 2 and not all(peer in self.causes for peer in workers):
+        # Workers that were lost during training do not count, also if their processes are still there: others did their
+        # work, and a process that hangs would be waited for without end.
+        known = self.coordinator.state.workers
+        workers = [peer for peer in self.processes.values() if peer.role == "worker" and peer.index in known]
+        there = [peer for peer in workers if known[peer.index].active or known[peer.index].paused]
+        while self.interrupts < 2 and not all(peer in self.causes for peer in there):
             self.hub.run_once(MAX_TICK_S)
             self._show_output()
-        # Workers that were lost during training do not count: others did their work.
-        known = self.coordinator.state.workers
-        there = [peer for peer in workers if peer.index in known and known[peer.index].active]
         wrong = [f"{peer}: {self.causes[peer]}" for peer in there if self.causes.get(peer, FINE) != FINE]
         if wrong and not self.interrupts:
             self.coordinator.state.fail(f"the script failed after training ({'; '.join(wrong)})")
