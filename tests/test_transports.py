@@ -136,7 +136,7 @@ class Worker:
         if transport == "shm":
             self.port = SharedPort(SERVER, sock, key, server.specs, self.event_loop, self._deliver, Stats())
         else:
-            self.port = TcpPort(SERVER, sock, key, server.specs, self.event_loop, self._deliver)
+            self.port = TcpPort(SERVER, sock, key, server.specs, self.event_loop, self._deliver, Stats())
 
     def _deliver(self, message: Message, payload: Tensor | None) -> None:
         self.came.append((message, None if payload is None else payload.clone()))

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import torch
@@ -38,8 +39,22 @@ from rainband.transports.shared_memory import Mailbox, Published
 
 Deliver = Callable[[Message, Tensor | None], None]
 MAILBOX_SLOTS = 8  # few, so that they stay in the cache that worker and server share
-SEND_BUFFERS = 8  # likewise, for pushes whose answers the worker waits for
+SEND_BUFFERS = 8  # likewise, for pushes whose answers the worker waits for; others may fill a whole model more
 MAX_BODY_BYTES = 1 << 26
+
+
+@contextmanager
+def counted_as_waiting(stats: Stats) -> Iterator[None]:
+    """Count the time inside as waiting, but not for another worker."""
+    started = time.monotonic()
+    stats.waiting = True
+    try:
+        yield
+    finally:
+        stats.waiting = False
+        held_by, stats.held_by = stats.held_by, None
+        stats.waited(time.monotonic() - started)
+        stats.held_by = held_by
 
 
 class SharedPort:
@@ -102,15 +117,10 @@ class SharedPort:
         self.send(msgspec.structs.replace(message, slot=slot))
 
     def _wait_for_room(self) -> None:
-        """Wait until the server has answered a push; the time counts as waiting, but not for another worker."""
-        stats, started = self.stats, time.monotonic()
-        stats.waiting = True
-        while not self.free:
-            self.event_loop.wait()
-        stats.waiting = False
-        held_by, stats.held_by = stats.held_by, None
-        stats.waited(time.monotonic() - started)
-        stats.held_by = held_by
+        """Wait until the server has answered a push."""
+        with counted_as_waiting(self.stats):
+            while not self.free:
+                self.event_loop.wait()
 
     def _readable(self) -> None:
         try:
@@ -135,12 +145,33 @@ class SharedPort:
         return version
 
 
+class SendBuffers:
+    """A bounded number of buffers for values to send; a buffer is free again when its bytes have left."""
+
+    def __init__(self, limit: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.room = threading.Semaphore(limit)
+        self.unused: list[Tensor] = []
+
+    def take(self, stats: Stats, event_loop: EventLoop) -> Tensor:
+        """Return a buffer; wait for one if all are in use."""
+        if not self.room.acquire(blocking=False):
+            with counted_as_waiting(stats):
+                while not self.room.acquire(timeout=0.5):
+                    event_loop.wait(0.0)  # raises if the connection is lost
+        return self.unused.pop() if self.unused else torch.empty(self.num_bytes, dtype=torch.uint8)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self.unused.append(buffer)
+        self.room.release()
+
+
 class TcpPort(ThreadedLink):
     """A link to a server anywhere: one thread sends and one receives, so that transfers overlap computing.
 
-    Values are copied once, into a pooled buffer that is reused when its bytes have left. Parameters are received into
-    an inbox beside the worker's own. In an exchange nobody computes meanwhile: then gradients are sent from where they
-    lie, and parameters are received where they belong.
+    Values are copied once, into a buffer that is reused when its bytes have left; a worker that is faster than the
+    connection waits for one. Parameters are received into an inbox beside the worker's own. In an exchange nobody
+    computes meanwhile: then gradients are sent from where they lie, and parameters are received where they belong.
     """
 
     direct = False
@@ -153,6 +184,7 @@ class TcpPort(ThreadedLink):
         specs: Sequence[BlockSpec],
         event_loop: EventLoop,
         deliver: Deliver,
+        stats: Stats,
     ) -> None:
         super().__init__(str(peer), sock, key, event_loop, MAX_BODY_BYTES, self._body_memory)
         self.deliver = deliver
@@ -160,11 +192,11 @@ class TcpPort(ThreadedLink):
         self.arriving: deque[tuple[Message, Tensor]] = deque()  # messages whose bodies are being received
         self.views: Mapping[int, Tensor] = {}  # the worker's parameters, during an exchange
         self.exchanging = -1  # the sequence of that exchange
-        self.pool: list[Tensor] = []
-        self.waited_pool: list[Tensor] = []  # for pushes whose answers the worker waits for
-        self.room = threading.Semaphore(SEND_BUFFERS)
-        self.largest = max((spec.num_bytes for spec in specs), default=0)
-        self.outbox: queue.SimpleQueue[tuple[Message, Tensor | None, list[Tensor] | None]] = queue.SimpleQueue()
+        self.stats = stats
+        largest = max((spec.num_bytes for spec in specs), default=0)
+        self.waited_buffers = SendBuffers(SEND_BUFFERS, largest)  # few, which stay in the cache
+        self.other_buffers = SendBuffers(SEND_BUFFERS + len(specs), largest)  # one push may leave while one is computed
+        self.outbox: queue.SimpleQueue[tuple[Message, Tensor | None, SendBuffers | None]] = queue.SimpleQueue()
         close_in_children(sock)
         threading.Thread(target=self._send_all, name=f"send {peer}", daemon=True).start()
         self.start_receiving()
@@ -178,12 +210,10 @@ class TcpPort(ThreadedLink):
         if waited and self.exchanging >= 0 and (payload := values.contiguous()) is not None:
             self.outbox.put((message, payload, None))
             return
-        pool = self.waited_pool if waited else self.pool
-        while waited and not self.room.acquire(timeout=0.5):  # few buffers, which stay in the cache
-            self.event_loop.wait(0.0)  # raises if the connection is lost
-        payload = pool.pop() if pool else torch.empty(self.largest, dtype=torch.uint8)
+        buffers = self.waited_buffers if waited else self.other_buffers
+        payload = buffers.take(self.stats, self.event_loop)
         values.write(payload[: _num_bytes(message)].view(getattr(torch, message.dtype)))
-        self.outbox.put((message, payload, pool))
+        self.outbox.put((message, payload, buffers))
 
     def lend(self, sequence: int, views: Mapping[int, Tensor]) -> None:
         self.exchanging, self.views = sequence, views
@@ -196,7 +226,7 @@ class TcpPort(ThreadedLink):
     def _send_all(self) -> None:
         try:
             while True:
-                message, payload, pool = self.outbox.get()
+                message, payload, buffers = self.outbox.get()
                 body = None if payload is None else _bytes_of(payload)[: _num_bytes(message)]
                 head = pack(encode(message), body, self.key)
                 if body is None:
@@ -208,10 +238,8 @@ class TcpPort(ThreadedLink):
                     sent = len(head)
                 if sent < len(head) + len(body):
                     self.sock.sendall(body[sent - len(head) :])
-                if pool is not None and payload is not None:
-                    pool.append(payload)
-                if pool is self.waited_pool:
-                    self.room.release()
+                if buffers is not None and payload is not None:
+                    buffers.give_back(payload)
         except OSError as error:
             self.fail(ServerLost(self.name, f"sending to it ({error.strerror})"))
         except Exception as error:

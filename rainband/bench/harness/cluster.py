@@ -237,7 +237,7 @@ class BenchWorker:
         peer = Peer("server", index)
         if shared:
             return SharedPort(peer, sock, key, specs, self.event_loop, self._deliver, self.stats)
-        return TcpPort(peer, sock, key, specs, self.event_loop, self._deliver)
+        return TcpPort(peer, sock, key, specs, self.event_loop, self._deliver, self.stats)
 
     def _deliver(self, message: Message, payload: Tensor | None) -> None:
         if self.client is not None and not isinstance(message, Opened):

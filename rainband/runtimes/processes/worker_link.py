@@ -130,7 +130,7 @@ class WorkerLink:
         sock, _, key = connect(address, shared, self.job.secret, self.job.run_id, self.me)
         if shared:
             return SharedPort(peer, sock, key, specs, self.event_loop, self._from_server, self.stats)
-        return TcpPort(peer, sock, key, specs, self.event_loop, self._from_server)
+        return TcpPort(peer, sock, key, specs, self.event_loop, self._from_server, self.stats)
 
     def _reads_are_kept(self) -> bool:
         half = self.session.strategy.server(self.num_workers)
