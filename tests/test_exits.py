@@ -55,6 +55,21 @@ def test_ctrl_c_once_finishes_the_batches_at_hand_saves_the_model_and_balances_t
         assert ended_as(run) == ("stopped", 130)
 
 
+def test_ctrl_c_is_heard_by_one_process_that_never_waits(launcher: RunLauncher, tmp_path: Path) -> None:
+    """It holds two leases of 32 batches, and looks for messages before it has computed all of them."""
+    with launcher.run(tmp_path, "single", workers=1, servers=0) as run:
+        run.under_way()
+        run.gate.let(2)
+        run.signal(signal.SIGINT)
+        run.first(events.PhaseChanged, phase="finishing", reason="interrupted")
+        run.drip()
+        assert run.ended() == 130
+        accounting = run.result().accounting
+        assert accounting["applied"] + accounting["not_processed"] == accounting["batches"]
+        assert accounting["applied"] < 32
+        assert model_has_what_the_accounting_says(run)
+
+
 def test_ctrl_c_twice_ends_at_once(launcher: RunLauncher, tmp_path: Path) -> None:
     with launcher.run(tmp_path) as run:
         run.under_way()  # at the gate, which stays shut

@@ -108,6 +108,7 @@ class ModuleWorker:
         self.servers: Servers = client
         self.sampler = Sampler(self.plan)
         self.work_item: WorkItem | None = None
+        self.accounting: LocalAccounting | None = None  # if it steps itself
         self.prefetch: Callable[[Batch], Any] | None = None  # returns the samples of a batch that were prepared ahead
 
     async def work_items(self) -> AsyncIterator[WorkItem]:
@@ -170,7 +171,9 @@ class ModuleWorker:
             self.client.tell(stats.heartbeat())  # at once: users wait for the first progress
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> WorkerOptimizer:
-        return WorkerOptimizer(self, spec, schedule)
+        optimizer = WorkerOptimizer(self, spec, schedule)
+        self.accounting = optimizer.accounting
+        return optimizer
 
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         raise ValueError("this worker computes the whole model: a pipeline needs stages, for example --stages 2.")
@@ -239,6 +242,7 @@ class LocalAccounting:
         self.accepted_set = AcceptedSet(client.plan)
         self.applied = 0
         self.untracked_pushes = 0
+        self.complete = True  # everything is reported
         self.skipped: Counter[str] = Counter()  # reason -> batches
         self.reasons = SkipReasons()
 
@@ -252,9 +256,15 @@ class LocalAccounting:
         else:
             self.applied += num_batches(name)
             self.untracked_pushes += not name
-        if self.accepted_set.add(name):
+        self.complete = bool(self.accepted_set.add(name))
+        if self.complete:
             self.client.tell(self.report())
         self.client.leases.settle(name)
+
+    def report_rest(self) -> None:
+        """Report what was done since the last portion was complete: the run is stopped."""
+        if not self.complete:
+            self.client.tell(self.report())
 
     def report(self, flushed: bool = False) -> Report:
         full = tuple(p for p in sorted(self.accepted_set.open) if self.accepted_set.is_full(p))

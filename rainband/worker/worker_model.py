@@ -97,6 +97,11 @@ class ModuleModel(WorkerModel[ModuleWorker]):
     def worker(self, index: int, client: Client) -> ModuleWorker:
         return ModuleWorker(index, self.num_workers, self.task, self.data, self.flat.module, client)
 
+    def return_leases(self, worker: ModuleWorker) -> None:
+        super().return_leases(worker)
+        if worker.accounting is not None:
+            worker.accounting.report_rest()
+
     async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
         with saving(conclude.path):  # first: an error in the user's evaluation must not lose the model
             await pull_final(worker.client)

@@ -80,7 +80,9 @@ class WorkerProcess(WorkerLink):
 
     def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
         measuring = self._measuring(worker)
-        return measuring if self.memory is None else MessageCheck(self.wait, measuring).before_step
+        if self.session.strategy.requires.servers:
+            return measuring
+        return MessageCheck(self.wait, measuring).before_step  # no answer of a server is waited for
 
     def _measuring(self, worker: ModuleWorker) -> Callable[[], None] | None:
         if self.index or not self.config.eval_every_s:
