@@ -124,10 +124,10 @@ class Strategy(ABC):
         return 1.0
 
     def with_optimizer(self, spec: OptimizerSpec) -> Self:
-        """Return this strategy with a custom training loop's optimizer and learning rate in place of its own fields."""
+        """Return this strategy with a custom loop's optimizer, learning rate and momentum in place of its own."""
         if not is_dataclass(self):
             return self
-        of_loop = {"optimizer": spec.name, "lr": spec.settings.get("lr")}
+        of_loop = {"optimizer": spec.name, **{name: spec.settings.get(name) for name in ("lr", "momentum")}}
         declared = {field.name for field in fields(self)}
         return replace(self, **{k: v for k, v in of_loop.items() if k in declared and v is not None})
 

@@ -172,3 +172,29 @@ def test_the_strategy_scales_the_learning_rates_of_the_loop(
             assert len(inputs) == 8
     assert model.weight.item() == pytest.approx(-factor * (0.5 + 0.5 + 0.25))
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+# ---- warnings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "warning"),
+    [
+        (PLAIN, {"momentum": 0.9}, "momentum=0.9 with 4 workers: gradients miss 3 updates on average"),
+        (PLAIN, {"momentum": 0.2}, ""),
+        (Sync(scaling="linear"), {}, "the first step uses a learning rate of 0.4, 4 times that of one worker"),
+        (SoftSync(n=3), {}, "n=3 does not divide 4 workers"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_worker_prints_the_warnings_of_train_with_the_loops_own_settings(
+    strategy: Strategy, optimizer: dict[str, float], warning: str, rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = net()
+    member = OneProcess(strategy)
+    member.num_workers = 4
+    member.index = rank
+    with joined(model, SGD(model.parameters(), lr=0.1, **optimizer), member):
+        pass
+    printed = capsys.readouterr().err
+    assert (warning in printed) if warning and rank == 0 else "WARNING" not in printed

@@ -78,7 +78,8 @@ class Sync(OptimizerSettings, Strategy):
             return []
         return [
             f"scaling=linear without a warm-up: the first step uses a learning rate of {items * self.lr:g}, "
-            f"{items} times that of one worker, before training is stable. Add warmup_fraction=0.1."
+            f"{items} times that of one worker, before training is stable. Add warmup_fraction=0.1, or in a "
+            "custom training loop a scheduler."
         ]
 
     def _backups(self, cluster: Cluster) -> list[str]:

@@ -30,7 +30,7 @@ from rainband.protocol.optimizer_spec import changed_numbers, plain
 from rainband.protocol.ports import Port
 from rainband.runtimes.training_loop.batches import LoopBatches, described, loader
 from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopEnd, LoopParameters, LoopWorker
-from rainband.runtimes.training_loop.optimizer_checks import check, following, takes_any_optimizer
+from rainband.runtimes.training_loop.optimizer_checks import check, following, print_warnings, takes_any_optimizer
 from rainband.runtimes.training_loop.script_random import seed_by_rank
 from rainband.runtimes.training_loop.step_hooks import StepHooks, unwrapped
 from rainband.runtimes.training_loop.watches import NEVER_STEPPED_ON, GradientWatch, ParameterWatch
@@ -86,6 +86,8 @@ class TrainingLoop:
         self.flat = Flat(self.model, [{"params": group["params"], **settings} for group, settings in pairs])
         self.hooks = StepHooks(self.optimizers, self._step, lambda: self.skip(NOT_FINITE))
         self.member.connect()
+        if self.rank == 0:
+            print_warnings(self.strategy, self.num_workers)
         optimizer = spec_of(self.optimizers) if self.served else None
         join = join_of(self.strategy, self.flat.layout, NOT_KNOWN_YET, custom_loop=True, optimizer=optimizer)
         self.member.session.prepare(self.strategy, join, LoopModel(self))

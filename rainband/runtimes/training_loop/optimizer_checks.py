@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -11,7 +12,8 @@ from torch.optim import Optimizer
 from rainband.model.block_optimizer import blockwise_obstacle
 from rainband.model.optimizer_state import settings_of, spec_of
 from rainband.plugins import find_strategy, strategy_names
-from rainband.protocol.optimizer_spec import OptimizerSpec
+from rainband.protocol.optimizer_spec import TAKERS, OptimizerSpec
+from rainband.runtimes.advice import warnings_for
 from rainband.runtimes.configure import check_custom_loop
 from rainband.strategy import Strategy
 
@@ -22,9 +24,16 @@ def takes_any_optimizer(strategy: Strategy) -> bool:
 
 
 def following(strategy: Strategy, optimizers: Sequence[Optimizer]) -> Strategy:
-    """Return the strategy with the user's optimizer and learning rate, for a worker's own steps."""
-    lr = settings_of(optimizers)[0]["lr"]
-    return strategy.with_optimizer(OptimizerSpec(spec_of(optimizers[:1]).name, {"lr": lr}))
+    """Return the strategy with the user's optimizer, learning rate and momentum: for own steps and warnings."""
+    name, settings = spec_of(optimizers[:1]).name, settings_of(optimizers)[0]
+    taken = {key: settings[key] for key in ("lr", "momentum") if name in TAKERS[key]}
+    return strategy.with_optimizer(OptimizerSpec(name, {"lr": settings["lr"], **taken}))
+
+
+def print_warnings(strategy: Strategy, num_workers: int) -> None:
+    """Print what `rainband train` prints before a run, which is known here only when the script joins."""
+    for text in warnings_for(strategy, num_workers):
+        print(f"WARNING: {text}", file=sys.stderr)
 
 
 def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, importable: Sequence[str]) -> None:
