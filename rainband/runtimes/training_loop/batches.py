@@ -142,6 +142,61 @@ class InOrderBatches:
                 yield sampler.indices(Batch(portion, k, 1)).tolist()
 
 
+class LikelyBatches:
+    """The order in which a loader's processes fetch ahead in rounds: the batches leased to this worker, by round.
+
+    Which of them is next is known only when its round begins. Mostly it is the first of these.
+    """
+
+    def __init__(self, drawn: LoopBatches) -> None:
+        self.drawn = drawn
+        self.first: Batch | None = None  # a batch to begin with
+        self.fetching: deque[tuple[int, int]] = deque()  # portion and number of each batch that is being fetched
+        self.last = (-1, -1)  # round and portion of the last one
+
+    @property
+    def passes(self) -> int:
+        return self.drawn.passes
+
+    def begin_with(self, batch: Batch) -> None:
+        self.first = batch
+        self.fetching.clear()
+
+    def __iter__(self) -> Iterator[Indices]:
+        sampler = Sampler(self.drawn.client.plan)
+        while (batch := self._next()) is not None:
+            self.fetching.append((batch.portion, batch.k))
+            self.last = self._place(batch)
+            yield sampler.indices(batch).tolist()
+
+    def _next(self) -> Batch | None:
+        if (first := self.first) is not None:
+            self.first = None
+            return first
+        leases, plan = self.drawn.client.leases.held.values(), self.drawn.client.plan
+        leased = (Batch(one.portion, k, one.number) for one in leases for ks in one.todo for k in ks)
+        wanted = (b for b in leased if plan.epoch_of(b.portion) < self.passes and self._place(b) > self.last)
+        return min(wanted, key=self._place, default=None)
+
+    def _place(self, batch: Batch) -> tuple[int, int]:
+        return self.drawn.client.plan.round_of(batch.portion, batch.k), batch.portion
+
+
+def fetched_ahead(dataset: Any, drawn: LoopBatches, arguments: dict[str, Any]) -> Iterator[Any]:
+    """Yield the samples of each batch of a pass in rounds, which the loader's processes have mostly fetched before."""
+    likely = LikelyBatches(drawn)
+    processes = loader(dataset, likely, arguments)
+    fetched = iter(processes)
+    for _ in drawn:
+        batch = drawn.ahead[-1]
+        if (batch.portion, batch.k) not in likely.fetching:
+            likely.begin_with(batch)
+            fetched = iter(processes)
+        while likely.fetching.popleft() != (batch.portion, batch.k):
+            next(fetched)  # of a lease that was revoked
+        yield next(fetched)
+
+
 def described(dataset: Any, batch_size: int, epochs: int, arguments: dict[str, Any]) -> Dataset:
     """Return what the data plan needs to know; raise ValueError for unsuitable data or loader arguments."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -178,12 +233,9 @@ class PassOrder(Protocol):
     def __iter__(self) -> Iterator[Indices]: ...
 
 
-def loader(dataset: Any, batches: PassOrder, arguments: dict[str, Any], ahead: bool = True) -> DataLoader[Any]:
-    """Return the DataLoader of the next pass. Without `ahead` it fetches each batch only when it is requested."""
+def loader(dataset: Any, batches: PassOrder, arguments: dict[str, Any]) -> DataLoader[Any]:
+    """Return the DataLoader of the next pass."""
     given = {name: value for name, value in arguments.items() if name not in OURS}
-    if not ahead:
-        for name in ("num_workers", "prefetch_factor", "persistent_workers"):
-            given.pop(name, None)
     if given.get("num_workers"):
         given.setdefault("persistent_workers", True)
     # A DataLoader seeds its processes with a random number, which must not change the user's own random numbers, and

@@ -28,7 +28,7 @@ from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.messages import Conclude, Dataset, LeaseEnd, Message, Paused, Peer, StopRequest, Welcome
 from rainband.protocol.optimizer_spec import changed_numbers, plain
 from rainband.protocol.ports import Port
-from rainband.runtimes.training_loop.batches import LoopBatches, described, loader
+from rainband.runtimes.training_loop.batches import LoopBatches, described, fetched_ahead, loader
 from rainband.runtimes.training_loop.coroutine import LoopCoroutine, LoopEnd, LoopParameters, LoopWorker
 from rainband.runtimes.training_loop.optimizer_checks import check, following, print_warnings, takes_any_optimizer
 from rainband.runtimes.training_loop.script_random import seed_by_rank
@@ -150,8 +150,9 @@ class TrainingLoop:
         together the workers use every sample once per pass.
         """
         self._plan(dataset, batch_size, loader_arguments)
-        # The next batch of a round is known only when the round begins, so it cannot be fetched ahead.
-        return self._one_pass(loader(dataset, self.drawn, loader_arguments, ahead=not self.rounds))
+        if self.rounds and loader_arguments.get("num_workers"):
+            return self._one_pass(fetched_ahead(dataset, self.drawn, loader_arguments))
+        return self._one_pass(loader(dataset, self.drawn, loader_arguments))
 
     def _plan(self, dataset: Any, batch_size: int, arguments: dict[str, Any]) -> None:
         if self.num_epochs and self.drawn.passes >= self.num_epochs:
