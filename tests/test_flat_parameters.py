@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rainband.model.flat_parameters import Flat, is_finite
 from rainband.protocol.layout import BlockSpec, cut
+from rainband.runtimes.training_loop.split.tensors import refuse_wrapped
 
 # ---- modules to try it on ----------------------------------------------------------------------------------
 
@@ -752,3 +753,14 @@ def test_nothing_is_finite() -> None:
 
 def test_looking_at_a_gradient_that_has_a_graph_is_fine() -> None:
     assert is_finite([torch.ones(2, requires_grad=True) * 2])
+
+
+def test_a_layer_that_expects_statistics_of_all_workers_is_refused_by_name() -> None:
+    """Training alone it is a BatchNorm, so nothing would show that it is never synchronized."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)))
+    with pytest.raises(ValueError, match="^1 is a SyncBatchNorm, .* use BatchNorm1d, BatchNorm2d or BatchNorm3d"):
+        Flat(model)
+    with pytest.raises(ValueError, match="^the model is a SyncBatchNorm"):
+        refuse_wrapped(nn.SyncBatchNorm(6))
+    Flat(conv_net())
+    refuse_wrapped(conv_net())

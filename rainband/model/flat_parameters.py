@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.dlpack import from_dlpack
 
+from rainband.model.layers import refuse_sync_batch_norm
 from rainband.protocol.layout import ITEM_BYTES, BlockSpec, LayoutEntry, ParameterSpec, Scalar, Settings, arrange
 
 # What a parameter group says about how one process computes or what a scheduler remembers stays where it is.
@@ -48,6 +49,7 @@ class Flat:
         `parts`: id of a parameter -> the worker that holds it, where several compute one model together; `part` is
         this one. The layout is the whole model's, but others' parameters have no memory here and stay as they are.
         """
+        refuse_sync_batch_norm(module)
         groups = [{"params": list(module.parameters())}] if groups is None else groups
         members = _members(module, groups)
         settings = [_settings(number, group) for number, group in enumerate(groups)]

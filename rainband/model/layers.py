@@ -1,4 +1,4 @@
-"""Layers that torch does not have."""
+"""Layers that torch does not have, and those that several workers cannot train."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 Pair = int | tuple[int, int]
+
+
+def refuse_sync_batch_norm(module: nn.Module) -> None:
+    """Raise ValueError if a layer expects statistics of all workers: it would silently use those of its own worker."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{name or 'the model'} is a SyncBatchNorm, and workers do not exchange batch statistics: use "
+                "BatchNorm1d, BatchNorm2d or BatchNorm3d (leave out nn.SyncBatchNorm.convert_sync_batchnorm)."
+            )
 
 
 class LocallyConnected2d(nn.Module):

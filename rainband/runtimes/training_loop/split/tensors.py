@@ -12,6 +12,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from rainband.model.layers import refuse_sync_batch_norm
+
 
 class BackwardHooks:
     """Calls a function at the end of each backward() that accumulates gradients of the watched parameters."""
@@ -155,6 +157,7 @@ class SharedBuffer:
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise ValueError if another library already exchanges gradients of this model, or if they are sparse."""
+    refuse_sync_batch_norm(model)
     for name, module in model.named_modules():
         kind = type(module)
         if isinstance(module, nn.parallel.DistributedDataParallel) or "fsdp" in kind.__module__:
