@@ -104,7 +104,7 @@ class PartLoader:
         self.dataset = dataset
         self.arguments = arguments
         self.ahead = bool(arguments.get("num_workers"))
-        self.collate = parts_loader(dataset, self, {**arguments, "num_workers": 0}, ahead=False).collate_fn
+        self.collate = parts_loader(dataset, self, {**arguments, "num_workers": 0}).collate_fn
         self.coming: Iterator[list[int]] = iter(())  # whole batches of the rounds to come
         self.last: Part | None = None
         self.due: deque[list[int]] = deque()  # parts that are being loaded
