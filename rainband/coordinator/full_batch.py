@@ -300,6 +300,10 @@ class FullBatchRun:
         self.now = max(self.now, now)
         return self._hand_out()
 
+    def has_items(self, worker: int) -> bool:
+        queue = self._open()
+        return queue is not None and queue.has(worker)
+
     def due_at(self) -> float | None:
         """Return when to call `look`, because a waiting worker may get a copy of an overdue item then."""
         queue = self._open()
@@ -386,6 +390,10 @@ class FullBatchDuty:
     def due_at(self) -> float | None:
         """Return when to call `look`, because a worker may be overdue then; None: nobody waits for that."""
         return self.full_batch.due_at() if self.state.phase is Phase.RUNNING else None
+
+    def has_items(self, worker: WorkerState) -> bool:
+        """Return whether a worker has work items of the evaluation that it has not delivered."""
+        return self.state.phase is Phase.RUNNING and self.full_batch.has_items(worker.peer.index)
 
     def tick(self, now: float) -> list[CoordinatorOutput]:
         return self._to_send(self.full_batch.tick(now)) if self.state.phase in (Phase.RUNNING, Phase.FINISHING) else []

@@ -39,6 +39,8 @@ class Liveness:
         if heartbeat.steps and not any(w.heartbeat.steps for w in state.workers.values()):
             state.events.append(events.FirstStep(at_s=now, worker=worker.peer.index))
         works = heartbeat.acked > worker.heartbeat.acked
+        if state.settings.workers_per_replica > 1:  # a stage without parameters pushes nothing
+            works = works or heartbeat.steps > worker.heartbeat.steps
         has_work = self._has_work(worker)
         if works or heartbeat.waiting or not has_work:
             if has_work and not worker.heartbeat.waiting:
@@ -53,11 +55,16 @@ class Liveness:
         return []
 
     def mark_active(self, worker: WorkerState, now: float) -> None:
+        """Note a sign of progress; an inactive replica returns as a whole, when none of its workers is late."""
         worker.heartbeat_at = worker.worked_at = now
-        worker.paused = False
-        if not worker.active:
-            worker.active, self.state.live = True, None
-            self.state.events.append(events.Returned(at_s=now, node=str(worker.peer)))
+        worker.paused = worker.late = False
+        replica = self.state.replica_of(worker.peer.index)
+        if worker.active or any(other.late for other in replica):
+            return
+        for other in replica:
+            if other.connected and not other.active:
+                other.active, other.worked_at, self.state.live = True, now, None
+                self.state.events.append(events.Returned(at_s=now, node=str(other.peer)))
 
     def pause(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
         """Reassign the batches of a worker that pauses; the run does not end without it."""
@@ -77,11 +84,12 @@ class Liveness:
         for index, worker in state.workers.items():
             if state.phase in (Phase.FORMING, Phase.LOADING, Phase.OVER):
                 break
-            waited_for = not worker.ended or index == ending.concluder or index in ending.last_pulls
+            waited_for = not worker.ended or ending.is_saving(index) or index in ending.last_pulls
             if worker.connected and worker.active and waited_for:
                 late = self._why_late(worker, now)
                 if late:
                     ending.not_waited_for(index)
+                    worker.late = True
                     outs += self.deactivate(worker, now, late)
                     for other in state.replica_peers(index):
                         if other.connected and other.active:
@@ -107,10 +115,12 @@ class Liveness:
     def _has_work(self, worker: WorkerState) -> bool:
         """Return whether it has work that others may wait for.
 
-        It has leases, or is a custom loop with its own data loader that has made its first step. With a staleness
+        It or its replica has leases, or it is a custom loop with its own data loader that has made its first step. With a staleness
         bound, others also wait for a worker that has read the parameters and has not begun its first batch.
         """
-        if worker.leases:
+        if self.state.leases_of(worker) or self._is_to_end(worker):
+            return True
+        if self.full_batch is not None and self.full_batch.has_items(worker):
             return True
         state = self.state
         if state.phase is not Phase.RUNNING or worker.ended:
@@ -119,9 +129,13 @@ class Liveness:
             return state.is_bounded()
         return state.is_custom_loop() and not state.has_data()
 
+    def _is_to_end(self, worker: WorkerState) -> bool:
+        """Return whether the run only waits for its strategy to return. Custom loops may go on to other things."""
+        return self.state.phase is Phase.FINISHING and not worker.ended and not self.state.is_custom_loop()
+
     def _holds_others_back(self, worker: WorkerState) -> bool:
         """Return whether it has leases, or other workers wait while it has other work."""
-        if worker.leases:
+        if self.state.leases_of(worker) or self._is_to_end(worker):
             return True
         others = [
             w for w in self.state.workers.values() if w is not worker and w.connected and w.active and not w.ended

@@ -110,9 +110,13 @@ class RunEnd:
             return self._conclude()
         return self._when_all_left() + self.when_concluded()
 
+    def is_saving(self, worker: int) -> bool:
+        """Return whether its replica saves the model: each worker of it has a part."""
+        return self.concluder is not None and worker in self.state.replica_indices(self.concluder)
+
     def not_waited_for(self, worker: int) -> None:
         """Do not wait for a worker to save the model or to receive the final parameters."""
-        self.concluder = None if worker == self.concluder else self.concluder
+        self.concluder = None if self.is_saving(worker) else self.concluder
         self.last_pulls.discard(worker)
 
     def _when_all_left(self) -> list[CoordinatorOutput]:

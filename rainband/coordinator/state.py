@@ -90,6 +90,7 @@ class WorkerState:
     first_s: float = 0.0  # the time to its first push; 0: there was none yet
     connected: bool = True
     active: bool = True  # alive and making progress; nobody waits for an inactive worker
+    late: bool = False  # inactive by itself; the others of its replica are then inactive because of it
     ended: bool = False
     paused: bool = False  # by its own message: the run does not end without it
     leases: dict[int, int] = field(default_factory=dict)  # portion -> lease number
@@ -192,6 +193,11 @@ class RunState:
         if self.settings.workers_per_replica == 1:
             return []
         return [other for other in self.replica_of(worker) if other.peer.index != worker]
+
+    def leases_of(self, worker: WorkerState) -> dict[int, int]:
+        """Return the leases that it works on: those of its replica."""
+        first = self.workers.get(worker.peer.index - self.rank_in_replica(worker.peer.index))
+        return {} if first is None else first.leases
 
     def is_complete(self, worker: int) -> bool:
         """Return whether its whole replica is connected: the workers of a replica start and go on only together."""
