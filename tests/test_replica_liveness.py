@@ -1,4 +1,4 @@
-"""A stuck worker is not waited for without limit: a stage of a replica, and whoever does not end when the run ends."""
+"""A stuck worker is not waited for without limit: a stage of a replica, and a worker that does not end."""
 
 from __future__ import annotations
 
