@@ -115,8 +115,8 @@ class Liveness:
     def _has_work(self, worker: WorkerState) -> bool:
         """Return whether it has work that others may wait for.
 
-        It or its replica has leases, or it is a custom loop with its own data loader that has made its first step. With a staleness
-        bound, others also wait for a worker that has read the parameters and has not begun its first batch.
+        It or its replica has leases, or it is a custom loop with its own data loader that has made its first step. With
+        a staleness bound, others also wait for a worker that has read the parameters and has not begun its first batch.
         """
         if self.state.leases_of(worker) or self._is_to_end(worker):
             return True
