@@ -94,7 +94,9 @@ def configure(
         or (base.stage_plan is not None and not _any(given, "stages", "placement", *PIPELINE_OPTIONS))
     ):
         return config
-    say(f"measuring {config.task} to split it into stages for {size} workers ...")
+    simulated = config.runtime == "sim"
+    how = "counting the multiplications of" if simulated else "measuring"
+    say(f"{how} {config.task} to split it into stages for {size} workers ...")
     stage_plan = make_stage_plan(
         make_task(),
         config.task,
@@ -103,7 +105,7 @@ def configure(
         batch_size=config.batch_size,
         flow=PipelineOptions(*(resolved.get(name) for name in PIPELINE_OPTIONS)),  # type: ignore[arg-type]
         seed=config.seed,
-        threads=config.threads,
+        threads=None if simulated else config.threads,
     )
     for line in _stage_lines(stage_plan):
         say(line)

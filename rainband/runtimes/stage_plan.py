@@ -48,12 +48,12 @@ def make_stage_plan(
     batch_size: int | None = None,
     flow: PipelineOptions,
     seed: int = 0,
-    threads: int = 1,
+    threads: int | None = 1,
 ) -> StagePlan:
     """Measure the task's model and cut it into stages of about equal time, or check a given placement.
 
-    `stages`: workers of a replica; interleaved, each has several stages. `threads`: of
-    torch, in each worker.
+    `stages`: workers of a replica; interleaved, each has several stages. `threads`: of torch, in each worker; None:
+    nothing is measured, so that a seeded simulation splits the model in the same way every time.
     """
     import torch
 

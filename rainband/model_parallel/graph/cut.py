@@ -54,7 +54,7 @@ def _where_it_is(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]])
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), call)
 
 
-def _device_of(model: nn.Module) -> AbstractContextManager[object]:
+def device_of(model: nn.Module) -> AbstractContextManager[object]:
     """Let tensors that a model without values makes in its forward have none, either."""
     return torch.device("meta") if any(p.is_meta for p in model.parameters()) else nullcontext()
 
@@ -104,7 +104,7 @@ def _believed(
     if not any(node.op in COMPUTES for node in module.graph.nodes):
         raise ValueError("the graph has no nodes")
     rough = Cut(module, how, {node.name: node.name for node in module.graph.nodes}, {}, guards)
-    with untouched(model), _device_of(model):
+    with untouched(model), device_of(model):
         seen = _compare(model, rough, args, kwargs)
     writers = _redirect_readers(module, seen.writes)
     module.recompile()

@@ -191,9 +191,14 @@ def cut_task(task: Task, model: nn.Module, data: Data, batch_size: int) -> tuple
     return cut(model, args, kwargs), args, kwargs
 
 
-def measure_samples(task: Task, cut: Cut, data: Data, samples: int, name: str = "", threads: int = 1) -> Profile:
-    """Return the profile for this many samples (or all there are), with a worker's number of torch threads."""
+def measure_samples(task: Task, cut: Cut, data: Data, samples: int, name: str = "", threads: int | None = 1) -> Profile:
+    """Return the profile for this many samples (or all there are), with a worker's number of torch threads.
+
+    `threads` is None: times are those of the multiplications, the same in every call.
+    """
     args, kwargs = inputs_of(task, data.batch(range(min(samples, len(data)))))
+    if threads is None:
+        return measure(cut, args, kwargs, model=name, counted=True)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

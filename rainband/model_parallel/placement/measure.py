@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from rainband.model.seeds import random_numbers_from
+from rainband.model_parallel.graph.cut import device_of
 from rainband.model_parallel.graph.fragments import Fragment, as_module
 from rainband.model_parallel.graph.graph import Cut, tensors_in
 from rainband.model_parallel.placement.profile import CutValue, Profile, Unit
@@ -21,20 +22,27 @@ MULTIPLICATIONS_PER_S = 1e10  # of a model that cannot be run
 
 
 def measure(
-    cut: Cut, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, model: str = "", repeats: int = 5
+    cut: Cut,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    model: str = "",
+    repeats: int = 5,
+    counted: bool = False,
 ) -> Profile:
     """Run the cut unit by unit; times are medians of `repeats` runs, after one run for warm-up.
 
-    Buffers, gradients and torch's random numbers stay unchanged. If the model has no values (device meta),
-    times are estimated: its multiplications at 10 billion per second.
+    Buffers, gradients and torch's random numbers stay unchanged. If `counted`, or if the model has no values (device
+    meta), times are estimated: its multiplications at 10 billion per second, the same on every machine.
     """
     buffers = [(buffer, buffer.clone()) for buffer in cut.module.buffers()]
     if any(parameter.is_meta for parameter in cut.module.parameters()):
+        counted = True
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (tuple(args), dict(kwargs or {})))
     values = cut.bind(args, kwargs)
     try:
-        with random_numbers_from(0, [*cut.module.parameters(), *tensors_in(values)]):
-            units = [_measure_unit(cut, name, values, repeats) for name in _in_running_order(cut)]
+        with device_of(cut.module), random_numbers_from(0, [*cut.module.parameters(), *tensors_in(values)]):
+            units = [_measure_unit(cut, name, values, 0 if counted else repeats) for name in _in_running_order(cut)]
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
@@ -42,7 +50,6 @@ def measure(
     edges = [_value(cut, name, values) for name in values if name in cut.nodes]
     first = tensors_in(list(args))
     size = len(first[0]) if first and first[0].dim() else 1
-    counted = any(parameter.is_meta for parameter in cut.module.parameters())
     return Profile(model, size, tuple(units), tuple(edge for edge in edges if edge is not None), counted)
 
 
@@ -60,23 +67,23 @@ def _in_running_order(cut: Cut) -> list[str]:
 
 
 def _measure_unit(cut: Cut, unit: str, values: dict[str, Any], repeats: int) -> Unit:
+    """Return a unit's costs; with 0 repeats, its times are those of its multiplications."""
     members = cut.members(unit)
     reads = tuple(dict.fromkeys(v for name in members for v in cut.reads(name) if v not in members))
     module = as_module(cut, Fragment(0, 0, members, reads, members))
     forward, backward = [], []
-    counted = any(tensor.is_meta for tensor in [*tensors_in([values[value] for value in reads]), *module.parameters()])
     for _ in range(1 + repeats):
         given = [_fresh(values[value]) for value in reads]
-        results, seconds = _timed(lambda given=given: module(*given), counted)  # type: ignore[misc]
+        results, seconds = _timed(lambda given=given: module(*given), not repeats)  # type: ignore[misc]
         forward.append(seconds)
         sources = [*tensors_in(given), *module.parameters()]
-        backward.append(_time_backward(results, sources, counted))
+        backward.append(_time_backward(results, sources, not repeats))
     values.update(zip(members, pytree.tree_map_only(Tensor, Tensor.detach, results), strict=True))
     parameters = {id(parameter): parameter for parameter in cut.parameters_of(members).values()}
     return Unit(
         unit,
-        forward_s=statistics.median(forward[1:]),
-        backward_s=statistics.median(backward[1:]),
+        forward_s=statistics.median(forward[1:] or forward),
+        backward_s=statistics.median(backward[1:] or backward),
         parameter_bytes=sum(map(_bytes, parameters.values())),
         activation_bytes=_kept_bytes(results, given),
         what=cut.what(unit),
@@ -93,12 +100,12 @@ def _fresh(value: Any) -> Any:
 
 
 def _timed(run: Callable[[], Any], counted: bool) -> tuple[Any, float]:
-    """Return the result and its seconds; for a model without values, the estimate from its multiplications."""
+    """Return the result and its seconds, measured or estimated from its multiplications."""
     if not counted:
         began = time.perf_counter()
         result = run()
         return result, time.perf_counter() - began
-    with FlopCounterMode(display=False) as counter, torch.device("meta"):
+    with FlopCounterMode(display=False) as counter:
         result = run()
     return result, counter.get_total_flops() / 2 / MULTIPLICATIONS_PER_S
 
