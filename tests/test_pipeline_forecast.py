@@ -65,7 +65,7 @@ def test_a_value_that_two_machines_read_is_sent_twice_and_comes_back_from_both()
 def test_replicas_share_batches_and_exchange_their_gradients() -> None:
     """Two batches make one update, for which each of two sends all 40 bytes: 40 for each batch, and 20 of values."""
     plan = plan_of(((0, 1), ("u0",)), ((2,), ("u1",)))
-    forecast = Forecast(plan, chain(2), NEVER_FLUSHED, 1, FREE)
+    forecast = Forecast(plan, chain(2), "pipedream", 1, FREE)
     assert forecast.shares == [TimeShare(2, 3.0, 60.0), TimeShare(1, 3.0, 20.0)]
     assert forecast.batch_s == pytest.approx(3.0)  # the second stage has every batch
 
@@ -73,7 +73,7 @@ def test_replicas_share_batches_and_exchange_their_gradients() -> None:
 def test_replicas_wait_for_each_others_gradients() -> None:
     """Two batches at once in 3 s, then 40 bytes at 10 a second and two times half a second."""
     plan = plan_of(((0, 1), ("u0",)))
-    assert Forecast(plan, chain(1), NEVER_FLUSHED, 1, SLOW).batch_s == pytest.approx((3 + 4 + 1) / 2)
+    assert Forecast(plan, chain(1), "pipedream", 1, SLOW).batch_s == pytest.approx((3 + 4 + 1) / 2)
 
 
 def test_stages_that_are_interleaved_on_a_machine_are_one_share() -> None:
@@ -107,8 +107,9 @@ def test_the_first_batch_begins_at_once_and_microbatches_have_numbers() -> None:
     assert min(d.from_s for d in done) == 0.0
 
 
-def test_a_pipeline_that_is_never_flushed_is_shown_when_it_is_full() -> None:
-    done = Forecast(TWO, chain(2), NEVER_FLUSHED, 1, FREE).spans(batches=3, first=40)
+@pytest.mark.parametrize("name", NEVER_FLUSHED)
+def test_a_pipeline_that_is_never_flushed_is_shown_when_it_is_full(name: str) -> None:
+    done = Forecast(TWO, chain(2), name, 1, FREE).spans(batches=3, first=40)
     assert [d.label for d in done if d.rank == 0] == ["F40", "B39", "F41", "B40", "F42", "B41"]
     assert sum(d.to_s - d.from_s for d in done) == pytest.approx(3 * 6.0)  # nobody waits
 

@@ -211,12 +211,12 @@ def pipeline(profile: Profile, lengths: tuple[int, ...], replicas: tuple[int, ..
 
 
 def slowest(plan: Placement, profile: Profile, bytes_per_s: float) -> float:
-    """The paper's objective, written down once more for one level."""
+    """The objective, written down once more for one level: replicas wait while they exchange gradients."""
     times, end = [], 0
     for stage in plan.stages:
         m = len(stage.machines)
         times.append(
-            max(profile.seconds(stage.units), 2 * (m - 1) / m * profile.parameter_bytes(stage.units) / bytes_per_s) / m
+            (profile.seconds(stage.units) + 2 * (m - 1) / m * profile.parameter_bytes(stage.units) / bytes_per_s) / m
         )
         end += len(stage.units)
         times.append(profile.crossing_bytes(end) / bytes_per_s)
@@ -262,7 +262,8 @@ def nested_best(profile: Profile, network: LinkSpeed, groups: int) -> float:
                 for length, m in zip(lengths, replicas, strict=True):
                     names = profile.names[at : at + length]
                     alone = profile.seconds(names) if inner else best(at, at + length, size, network.bytes_per_s, True)
-                    times.append(max(alone, 2 * (m - 1) / m * profile.parameter_bytes(names) / speed) / m)
+                    exchange = 2 * (m - 1) / m * profile.parameter_bytes(names) / speed
+                    times.append((alone + exchange if inner else max(alone, exchange)) / m)
                     at += length
                     times.append(crossing[at] / speed if at < end else 0.0)
                 found.append(max(times))

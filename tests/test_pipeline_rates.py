@@ -20,7 +20,7 @@ from rainband.model_parallel.placement.placement import PlacedStage, Placement, 
 from rainband.model_parallel.placement.predict import pipeline_s
 from rainband.model_parallel.placement.profile import CutValue, LinkSpeed, Profile, Resources, Unit
 from rainband.model_parallel.schedules.builders import SCHEDULES
-from rainband.model_parallel.schedules.forecast import FLUSHES, every_schedule, partitioner_for, played
+from rainband.model_parallel.schedules.forecast import FLUSHES, Forecast, every_schedule, partitioner_for, played
 
 FREE = LinkSpeed(bytes_per_s=1e15, latency_s=0.0)
 
@@ -70,16 +70,19 @@ def test_what_cannot_be_played_is_told_and_the_others_are_compared() -> None:
     assert lines[1].split() == ["gpipe", "1-1-1", "6000.000", "5", "1.50", "2", "1", "0"]
 
 
-def test_replicas_that_wait_for_their_update_are_no_faster_than_it() -> None:
-    """One unit of 3 s on two machines: 1.5 s a batch, if 10 bytes did not take 4 s for two batches."""
+def test_replicas_wait_while_they_exchange_gradients() -> None:
+    """One unit of 3 s on two machines: 1.5 s a batch, if 10 bytes did not take 4 s for two batches: 3.5 s."""
     profile = chain(1, parameters=10)
     both = Placement(
         model="", kind="pipeline", partitioner="me", num_machines=2, stages=(PlacedStage((0, 1), ("u0",)),)
     )
     slow = Resources(num_machines=2, network=LinkSpeed(bytes_per_s=2.5, latency_s=0.0))
     quick = Resources(num_machines=2, network=FREE)
-    for resources, seconds in ((slow, 2.0), (quick, 1.5)):
+    for resources, seconds in ((slow, 3.5), (quick, 1.5)):
         plan = make_plan(lambda profile, resources: both, profile, resources)
+        assert plan.predicted is not None and plan.predicted.batch_s == pytest.approx(seconds)
+        in_a_run = Forecast(plan, profile, "pipedream", 1, resources.network)
+        assert in_a_run.batch_s == pytest.approx(seconds)
         assert played("pipedream", plan, profile, resources, microbatches=4).batch_s == pytest.approx(seconds)
 
 

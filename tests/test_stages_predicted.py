@@ -206,6 +206,16 @@ def test_on_fewer_cores_workers_compute_in_turns() -> None:
     assert (one.samples_per_s, one.busy) == pytest.approx((4.0, 0.5))
 
 
+def test_two_versions_are_predicted_under_their_own_name() -> None:
+    """Updates are left out of predictions, so the times are those of plain pipedream."""
+    stage_plan = stage_plan_of(CHAIN, 3)
+    model = ClusterModel(compute=ComputeModel("constant", STEP_S))
+    plain, two = (predicted_of(config_of(stage_plan), Pipedream(pipedream_2bw=on), model) for on in (False, True))
+    assert plain is not None and two is not None
+    assert (plain.schedule, two.schedule) == ("pipedream", "pipedream_2bw")
+    assert two == msgspec.structs.replace(plain, schedule="pipedream_2bw")
+
+
 def test_processes_are_expected_to_take_what_a_microbatch_takes() -> None:
     """Of 4 samples in 45 s a microbatch of 2 takes 30 s, not 22.5; by TCP values take longer."""
     stage_plan = stage_plan_of(CHAIN, 2, microbatches=2)

@@ -9,7 +9,6 @@ from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, PARTITION,
 from rainband.protocol import events
 from rainband.runtimes.configure import usable_cores
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES
-from rainband.runtimes.stage_plan import is_pipeline
 
 if TYPE_CHECKING:
     from rainband.model_parallel.placement.stage_plan import StagePlan
@@ -56,7 +55,7 @@ def forecast_of(config: RunConfig, schedule: str, model: ClusterModel | None = N
     alone_s = profile.seconds(profile.names)
     if not alone_s:
         return None
-    microbatches = 1 if schedule == NEVER_FLUSHED else min(stage_plan.microbatches, profile.batch_size)
+    microbatches = 1 if schedule in NEVER_FLUSHED else min(stage_plan.microbatches, profile.batch_size)
     if schedule == "interleaved":  # it deals whole rounds, even if some microbatches of one have no samples
         microbatches = stage_plan.microbatches
     if model is not None:  # a simulated gradient takes the time of the compute model
@@ -70,7 +69,10 @@ def forecast_of(config: RunConfig, schedule: str, model: ClusterModel | None = N
 def _schedule(stage_plan: StagePlan, strategy: Strategy) -> str:
     if stage_plan.plan.kind == "partition":
         return PARTITION
-    return NEVER_FLUSHED if is_pipeline(strategy) else stage_plan.schedule
+    versions = strategy.requires.stages
+    if versions is None:
+        return stage_plan.schedule
+    return "pipedream_2bw" if versions.pipedream_2bw else "pipedream"
 
 
 def _as_simulated(model: ClusterModel) -> LinkSpeed:

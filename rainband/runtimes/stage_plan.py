@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rainband.model_parallel.placement.partitioners import Partitioner
     from rainband.model_parallel.placement.placement import Placement
     from rainband.model_parallel.placement.profile import Profile
-    from rainband.strategy import Strategy
     from rainband.tasks.task import Data, Task
 
 MICROS_PER_STAGE = 2  # default: less than a third of the time is idle
@@ -122,8 +121,3 @@ def usual_microbatches(plan: Placement, batch_size: int) -> int:
     workers = len(workers_of(plan))
     usual = max(1, min(batch_size, MICROS_PER_STAGE * workers))
     return max(1, usual // workers) * workers if is_interleaved(plan) else usual  # dealt in rounds of one per worker
-
-
-def is_pipeline(strategy: Strategy) -> bool:
-    """Return True if the strategy is a pipeline that is never flushed."""
-    return strategy.requires.stages is not None

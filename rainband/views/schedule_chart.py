@@ -46,7 +46,7 @@ def excerpt(run: PastRun, spans: Sequence[Span]) -> Excerpt | None:
     size = sum(share.workers for share in forecast.shares)
     mine = _own(spans, size)
     first_stage = forecast.shares[0].workers
-    if forecast.schedule == NEVER_FLUSHED:
+    if forecast.schedule in NEVER_FLUSHED:
         begins = _of_batches(mine, first_stage)
     else:
         begins = list(enumerate(_begins([span for span in mine if span.rank == 0 and span.label != WAIT])))

@@ -23,7 +23,7 @@ from rainband.bench.harness.stage_runs import (
     two_workers,
 )
 from rainband.model_parallel.placement.stage_plan import StagePlan
-from rainband.model_parallel.schedules.forecast import NEVER_FLUSHED, Forecast, as_batch
+from rainband.model_parallel.schedules.forecast import Forecast, as_batch
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.runtimes.stage_forecast import ONE_MACHINE
 
@@ -63,7 +63,7 @@ def predicted(task: Chain) -> dict[str, float]:
     microbatch = profile_of(task, small)
     batch = as_batch(microbatch, task.batch_size)
     forecasts = {name: Forecast(plan, batch, name, MICROS, ONE_MACHINE) for name, _, _ in SCHEDULES}
-    forecasts[NEVER_FLUSHED] = Forecast(plan, microbatch, NEVER_FLUSHED, 1, ONE_MACHINE)
+    forecasts["pipedream"] = Forecast(plan, microbatch, "pipedream", 1, ONE_MACHINE)
     return {f"{name}, predicted": f.profile.batch_size / f.batch_s for name, f in forecasts.items()}
 
 

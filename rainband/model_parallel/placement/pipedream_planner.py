@@ -2,14 +2,15 @@ r"""PipeDream's dynamic program: cut a chain of units into stages, and replicate
 
 With the units in their order, T_l the time of unit l, w_l its parameters, a_s what crosses behind unit s,
 
-    T(i..j, m)  =  max( sum T_l , 2 (m-1)/m sum |w_l| / B ) / m                  one stage on m machines
+    T(i..j, m)  =  ( sum T_l + 2 (m-1)/m sum |w_l| / B ) / m                     one stage on m machines
     A(j, m)     =  min( T(0..j, m) ,  min over s, m' of max( A(s, m-m') , 2 a_s / B , T(s+1..j, m') ) )
 
 gives the time of the slowest stage or link of the best pipeline for the first j units on m machines. With groups of
 machines it runs twice: first inside a group, for all stretches i..j; then over groups, where sum T_l is replaced by A
 of the stretch inside one group, and |w_l| divided by the replicas that its stage has there.
 
-We depart from the paper in five points. An update's bytes are those of a ring (predict.py says why). 2 a_s are the
+We depart from the paper in six points. An update's bytes are those of a ring, and replicas wait while they exchange
+them (predict.py says why). 2 a_s are the
 bytes measured, both ways, so integers go one way only; in a graph that is no chain, a_s is all values that cross. A
 plan may leave machines idle when that is no slower. A stage must fit its machines: it keeps a version of its
 parameters and the activations of each batch on the way,
@@ -141,7 +142,7 @@ class _Sums:
             return NEVER[0]
         alone_s = self.seconds[end] - self.seconds[begin]
         sync_s = ring_bytes(replicas, self.parameters[end] - self.parameters[begin]) / self.bytes_per_s
-        return max(alone_s, sync_s) / replicas
+        return (alone_s + sync_s) / replicas
 
     def over_groups_s(self, inner: tuple[float, Shape], begin: int, groups: int) -> float:
         """A pipeline inside one group, replicated in several groups: one update per round of its replicas."""

@@ -7,12 +7,13 @@ sender's NIC and at the receiver's.
 A pipeline finishes batches at the rate of its slowest stage or link (PipeDream, Narayanan et al. 2019). For a stage
 of m machines with parameters w, and the values a that go to later stages,
 
-    stage     max( sum T_l , 2 (m - 1) / m |w| / B ) / m
+    stage     ( sum T_l + 2 (m - 1) / m |w| / B ) / m
     between   2 a / B                                   (here: the bytes forward and backward, as measured)
 
-A round of m batches is one update, for which each machine sends 2 (m - 1) / m |w| bytes, as in a ring: B is the speed
-of a machine's NIC, in each direction. (The paper's first version has twice that, for lines that send and receive
-in turn.) In a stage that is in G groups, a group sends 2 (G - 1) / G |w| to the others, once in a round.
+(The paper has the larger of both terms of a stage, not their sum: its replicas compute while they exchange gradients,
+and ours wait.) A round of m batches is one update, for which each machine sends 2 (m - 1) / m |w| bytes, as in a ring:
+B is the speed of a machine's NIC, in each direction. (The paper's first version has twice that, for lines that send and
+receive in turn.) In a stage that is in G groups, a group sends 2 (G - 1) / G |w| to the others, once in a round.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ def pipeline_s(plan: Placement, profile: Profile, network: LinkSpeed) -> float:
 
 
 def _stage_s(stage: PlacedStage, profile: Profile, network: LinkSpeed) -> float:
-    """Return the seconds per batch of a replicated stage: batches in turn, gradients summed in each group."""
+    """Return the seconds per batch of a replicated stage: batches in turn, then gradients summed in each group."""
     groups = [network.group(machine) for machine in stage.machines]
     together = max(map(groups.count, groups))
     sync_s = ring_bytes(together, profile.parameter_bytes(stage.units)) / network.speed(True)
-    return max(profile.seconds(stage.units), sync_s) / len(stage.machines)
+    return (profile.seconds(stage.units) + sync_s) / len(stage.machines)
 
 
 def _between_groups_s(plan: Placement, profile: Profile, network: LinkSpeed) -> list[float]:

@@ -7,7 +7,7 @@ gradients between stage replicas is included, because it decides where a placeme
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -80,8 +80,6 @@ def played(name: str, plan: Placement, profile: Profile, resources: Resources, m
     costs = costs_of(name, plan, profile, resources, microbatches)
     table = table_of(name, plan, microbatches, batches=1)
     batch_s = steady_s(name, plan, microbatches, costs)
-    if name == "pipedream" and plan.predicted is not None:  # includes the replicas' exchange of gradients
-        batch_s = max(batch_s, plan.predicted.batch_s)
     return Played(plan, table, check(table, costs), batch_s, _late(table))
 
 
@@ -135,14 +133,28 @@ def table_of(name: str, plan: Placement, microbatches: int, batches: int) -> Tab
 
 
 def costs_of(name: str, plan: Placement, profile: Profile, resources: Resources, microbatches: int) -> Costs:
-    """Return the costs of a microbatch: a fraction of a batch's, except where each microbatch is a batch."""
+    """Return the costs of a microbatch: a fraction of a batch's, except where each microbatch is a batch.
+
+    The exchange of gradients between stage replicas is two messages, one after the other.
+    """
     share = 1 if name == "pipedream" else microbatches
     units = [[profile.by_name[unit] for unit in stage.units] for stage in plan.stages]
     return Costs(
         forward_s=tuple(sum(unit.forward_s for unit in stage) / share for stage in units),
         backward_s=tuple(sum(unit.backward_s for unit in stage) / share for stage in units),
-        links_s=_links(plan, profile, resources.network, share),
+        links_s=_links(plan, profile, resources.network, share) | _exchanges(plan, profile, resources.network),
     )
+
+
+def _exchanges(plan: Placement, profile: Profile, network: LinkSpeed) -> dict[tuple[int, int], float]:
+    """Return the seconds in which the replicas of a stage sum their gradients; they wait for that."""
+    links: dict[tuple[int, int], float] = {}
+    for number, stage in enumerate(plan.stages):
+        if len(stage.machines) > 1:
+            size = ring_bytes(len(stage.machines), profile.parameter_bytes(stage.units))
+            seconds, latency_s = network.sending_s(int(size), *stage.machines[:2])
+            links[number, number] = seconds + 2 * latency_s
+    return links
 
 
 def _links(plan: Placement, profile: Profile, network: LinkSpeed, share: int) -> dict[tuple[int, int], float]:
@@ -170,7 +182,7 @@ def _late(table: Table) -> int:
     return late
 
 
-NEVER_FLUSHED = "pipedream"
+NEVER_FLUSHED = ("pipedream", "pipedream_2bw")  # each batch of a run is one of the table's microbatches
 PARTITION = "partition"  # instead of a schedule: microbatches in order, each fragment as early as possible
 
 
@@ -206,7 +218,12 @@ class Forecast:
         """Seconds between two batches in the steady state."""
         if self.schedule == PARTITION:
             return self._partition(2).total_s - self._partition(1).total_s
-        return steady_s(self.schedule, self.plan, self.microbatches, self._costs)
+        return steady_s(self._played_as, self.plan, self.microbatches, self._costs)
+
+    @property
+    def _played_as(self) -> str:
+        """Return the schedule to play: 2BW only updates at other times, and updates are left out."""
+        return "pipedream" if self.schedule in NEVER_FLUSHED else self.schedule
 
     @property
     def alone_s(self) -> float:
@@ -244,20 +261,12 @@ class Forecast:
         return sent + ring_bytes(len(machines), self.profile.parameter_bytes(units))
 
     def _table(self, batches: int) -> Table:
-        return table_of(self.schedule, self.plan, self.microbatches, batches)
+        return table_of(self._played_as, self.plan, self.microbatches, batches)
 
     @property
     def _costs(self) -> Costs:
-        """Costs with the exchange of gradients between stage replicas: two messages, one after the other."""
         resources = Resources(num_machines=self.plan.num_machines, network=self.network)
-        costs = costs_of(self.schedule, self.plan, self.profile, resources, self.microbatches)
-        links = dict(costs.links_s)
-        for number, stage in enumerate(self.plan.stages):
-            if len(stage.machines) > 1:
-                size = ring_bytes(len(stage.machines), self.profile.parameter_bytes(stage.units))
-                seconds, latency_s = self.network.sending_s(int(size), *stage.machines[:2])
-                links[number, number] = seconds + 2 * latency_s
-        return replace(costs, links_s=links)
+        return costs_of(self._played_as, self.plan, self.profile, resources, self.microbatches)
 
     @property
     def _micro(self) -> Profile:
@@ -271,7 +280,7 @@ class Forecast:
         """
         if self.schedule == PARTITION:
             return self._of_a_partition(batches)
-        if self.schedule == NEVER_FLUSHED:
+        if self.schedule in NEVER_FLUSHED:
             return self._never_flushed(batches, first)
         spans = check(self._table(batches), self._costs).spans
         return [
@@ -281,7 +290,7 @@ class Forecast:
         ]
 
     def _never_flushed(self, batches: int, first: int) -> list[ForecastSpan]:
-        ahead = full_after(self.schedule, self.plan)
+        ahead = full_after(self._played_as, self.plan)
         spans = check(self._table(2 * ahead + batches), self._costs).spans
         begin = min(s.from_s for s in spans if s.action.stage == 0 and s.action.microbatch == ahead)
         end = min(s.from_s for s in spans if s.action.stage == 0 and s.action.microbatch == ahead + batches)
