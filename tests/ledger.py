@@ -158,6 +158,11 @@ class Memory:
         return tuple(s.parameter for s in block.segments if tensors[s.parameter] is None)
 
     def write(self, block: BlockSpec, tensors: Sequence[Tensor | None], out: Tensor) -> None:
+        if len(out) != block.numel:
+            present = [s for s in block.segments if tensors[s.parameter] is not None]
+            pieces = [tensors[s.parameter][s.offset : s.offset + s.numel] for s in present]  # type: ignore[index]
+            out.copy_(torch.cat(pieces) if pieces else out)
+            return
         out.zero_()
         for s in block.segments:
             tensor = tensors[s.parameter]

@@ -52,6 +52,7 @@ class OneProcess:
         self.left = self.joined = self.asked_rank = False
         self.mail: deque[tuple[Peer, Peer, bytes, Any]] = deque()  # from, to, message, payload
         self.pushes: list[Push] = []  # that reached the first block
+        self.pushed_numel = 0
         self.sent: Counter[str] = Counter()
         self.now = 0.0
         num_servers = num_servers if strategy.server(1) else 0
@@ -112,8 +113,10 @@ class OneProcess:
 
     def _to_server(self, sender: Peer, to: Peer, message: Message, payload: Tensor | None) -> None:
         server = self.servers[to]
-        if isinstance(message, Push) and message.block == 0:
-            self.pushes.append(message)
+        if isinstance(message, Push):
+            self.pushed_numel += message.numel
+            if message.block == 0:
+                self.pushes.append(message)
         for out in server.receive(sender, message, payload):
             if not out.read:
                 self.bus(to, out.to, out.message)

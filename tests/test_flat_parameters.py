@@ -572,6 +572,20 @@ def test_absent_gradients_and_gaps_are_written_as_zero() -> None:
     assert vector.tolist() == [1, 2] + [0] * 14 + [0] * 16 + [3] + [0] * 15
 
 
+def test_what_has_no_gradient_is_left_out_of_a_shorter_memory() -> None:
+    flat = Flat(Holder(torch.ones(2), torch.ones(3), torch.ones(1)))
+    gradients = [torch.tensor([1.0, 2.0]), None, torch.tensor([3.0])]
+    (block,) = cut(flat.layout)
+    assert flat.absent(block, gradients) == (1,) and block.numel_without((1,)) == 3
+
+    flat.write(block, gradients, out := torch.zeros(3))
+    flat.write(block, [None, None, None], torch.zeros(block.numel_without((0, 1, 2))))
+
+    assert out.tolist() == [1, 2, 3]
+    with pytest.raises(AssertionError, match="the values"):
+        flat.write(block, gradients, torch.zeros(4))
+
+
 def test_a_gradient_with_other_strides_is_brought_into_the_order_of_the_parameter() -> None:
     transposed = torch.zeros(3, 2).t()  # 2 × 3, its columns are contiguous
     flat = Flat(Holder(transposed))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rainband.protocol.data_plan import DataPlan, PushId
+from rainband.protocol.layout import BlockSegment, BlockSpec
 from rainband.protocol.messages import (
     COORDINATOR,
     AcceptedBatches,
@@ -31,6 +32,7 @@ from rainband.protocol.messages import (
     Revoke,
     Tally,
 )
+from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.server.block import Block
 from rainband.server.readers import ServerOutput
 from rainband.server.server import Server
@@ -269,6 +271,29 @@ def test_what_is_refused_changes_nothing(push: Push, payload: Tensor | None, res
     assert state(server) == before
     assert server.progress.refused == {result.name.lower(): 1}
     assert send(server, GOOD) == PushResult.ACCEPTED
+
+
+def test_a_push_leaves_out_the_parameters_that_have_no_gradient() -> None:
+    segments = (BlockSegment(0, 0, 0, 10, 0), BlockSegment(1, 0, 16, 20, 0), BlockSegment(2, 0, 20, 32, 0))
+    server_part = make_server_part(optimizer=OptimizerSpec("sgd", {"lr": 0.5, "weight_decay": 1.0}))
+    server = Server(lambda _: server_part, lambda specs, buffers: [make_buffer(spec, buffers) for spec in specs])
+    block = BlockSpec(0, 0, "float32", 0, NUMEL, segments)
+    server.receive(COORDINATOR, Assign(make_plan(), (block,), ({},), num_replicas=1))
+    server.receive(WORKERS[0], InitBlock(0, "float32", NUMEL), full(1.0))
+
+    def pushed(k: int, absent: tuple[int, ...], *values: float) -> list[float]:
+        push = make_push(named(0, k), sequence=k, absent=absent, numel=len(values))
+        ack = answer(server.receive(WORKERS[0], push, torch.tensor(values) if values else None))
+        assert ack.result == PushResult.ACCEPTED, ack.reason
+        return server.blocks[0].values.tolist()
+
+    assert pushed(0, (0, 2), 1.0, 1.0, 1.0, 3.0) == [1.0] * 16 + [0.0, 0.0, 0.0, -1.0] + [1.0] * 12
+    assert pushed(1, (0, 1, 2)) == [1.0] * 16 + [0.0, 0.0, 0.0, -1.0] + [1.0] * 12
+    wrong = server.receive(WORKERS[0], make_push(named(0, 2), absent=(1,)), full(1.0))
+    assert (answer(wrong).result, answer(wrong).reason) == (
+        PushResult.BAD,
+        "block 0 is 22 x float32, the push is 32 x float32",
+    )
 
 
 def test_a_push_from_anyone_but_a_worker_is_refused() -> None:

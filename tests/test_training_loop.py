@@ -381,6 +381,20 @@ def test_freezing_and_unfreezing_midway(before: bool) -> None:
     same_as_plain(script, pushes=6)
 
 
+def test_frozen_parameters_are_not_sent() -> None:
+    def script(join: Join) -> nn.Module:
+        model = net()
+        model[0].requires_grad_(False)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        with join(model, optimizer) as run:
+            for batch in run.batches(DATA, batch_size=4):
+                train(model, optimizer, batch)
+        return model
+
+    member = same_as_plain(script, pushes=6)
+    assert member.pushed_numel == 6 * (3 * 7 + 3)  # of 66: the weight and the bias of the last layer
+
+
 def test_a_subclass_that_calls_the_step_of_its_parent() -> None:
     class Talkative(SGD):
         def step(self, closure: Any = None) -> Any:

@@ -121,20 +121,25 @@ class Flat:
         return tuple([segment.parameter for segment in block.segments if tensors[segment.parameter] is None])
 
     def write(self, block: BlockSpec, tensors: Sequence[Tensor | None], out: Tensor) -> None:
-        """Copy this block's slice of one tensor per parameter into `out`, 1-D and as long as the block.
+        """Copy this block's slice of one tensor per parameter into `out`, 1-D.
 
         Elements come in the order of the parameter's memory, whatever the strides of its tensor. What is
-        absent or belongs to no parameter becomes zero. `out` may be on another device.
+        absent or belongs to no parameter becomes zero; if `out` is shorter than the block, it is left out. `out` may
+        be on another device.
         """
-        assert out.shape == (block.numel,), f"out is {tuple(out.shape)}, the block ({block.numel},)"
         memory = self.vectors[block.vector]
+        complete = len(out) == block.numel or not self.absent(block, tensors)
         sources: list[Tensor] = []
         for stretch in self._stretches_of(block):
             tensor = stretch.zeros if stretch.parameter is None else tensors[stretch.parameter]
-            if tensor is None:
-                sources.append(memory.new_zeros(stretch.numel))
-            else:
+            if tensor is not None and (complete or stretch.parameter is not None):
                 sources.extend(_in_memory_order(stretch, tensor))
+            elif complete:
+                sources.append(memory.new_zeros(stretch.numel))
+        numel = sum([source.numel() for source in sources])
+        assert out.shape == (numel,), f"out is {tuple(out.shape)}, the values ({numel},)"
+        if not sources:
+            return
         if len(sources) == 1:
             out.copy_(sources[0])
         elif out.device == memory.device:

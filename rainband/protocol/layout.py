@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -52,6 +52,17 @@ class BlockSpec(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_bytes(self) -> int:
         return self.numel * ITEM_BYTES[self.dtype]
+
+    def numel_without(self, absent: Collection[int]) -> int:
+        """Return the length of a gradient that is sent without these parameters; the block's if there are none."""
+        if not absent:
+            return self.numel
+        return sum([segment.numel for segment in self.present(absent)])
+
+    def present(self, absent: Collection[int]) -> list[BlockSegment]:
+        """Return the segments of all other parameters."""
+        without = frozenset(absent)
+        return [segment for segment in self.segments if segment.parameter not in without]
 
 
 class ParameterSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -69,9 +69,9 @@ class Push(Message, frozen=True, tag=3):
     term: int  # of the parameters it was computed from
     version: int  # of the parameters it was computed from
     dtype: str
-    numel: int
+    numel: int  # of the payload
     at_version: int = -1  # the round, if the strategy has rounds
-    absent: tuple[int, ...] = ()  # parameters that had no gradient; not the same as zero
+    absent: tuple[int, ...] = ()  # parameters of the block without a gradient, which the payload leaves out
     skip: str = ""  # a reason: mark the batches as skipped, there is no gradient
     want: bool = False  # send the block's parameters back as soon as the rule admits it
     slot: int = -1  # slot in the sender's mailbox; -1: the bytes follow the header

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from rainband.protocol.data_plan import PushId, validate_push_id
@@ -10,6 +11,7 @@ from rainband.protocol.messages import PushResult
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rainband.protocol.layout import BlockSpec
     from rainband.protocol.messages import Peer, Push
     from rainband.server.block import Block
 
@@ -75,14 +77,30 @@ class PushValidator:
         if push.samples < 1:
             return None, f"a gradient of {push.samples} samples has no weight"
         spec, parameters = block.spec, block.parameters
-        if push.numel != spec.numel or push.dtype != spec.dtype:
-            return None, f"block {spec.index} is {spec.numel} x {spec.dtype}, the push is {push.numel} x {push.dtype}"
-        if payload is None or payload.nbytes != block.num_bytes:
-            return None, f"the payload is not the {spec.num_bytes} bytes of block {spec.index}"
+        numel = spec.numel_without(push.absent)
+        if push.numel != numel or push.dtype != spec.dtype:
+            return None, f"block {spec.index} is {numel} x {spec.dtype}, the push is {push.numel} x {push.dtype}"
+        if payload is None and not numel:
+            payload = parameters.values.new_empty(0)  # a transport does not deliver an empty body
+        elif payload is None or payload.nbytes != numel * parameters.dtype.itemsize:
+            return None, f"the payload is not the {numel * parameters.dtype.itemsize} bytes of block {spec.index}"
         gradient = payload if payload.dtype == parameters.dtype else payload.view(parameters.dtype)
         if gradient.dtype != parameters.working_dtype:
             gradient = gradient.to(parameters.working_dtype)
+        if push.absent:
+            gradient = _spread(gradient, spec, push.absent)
         return gradient, ""  # finite: its sender has checked that, and frames have checksums
 
     def _has_accepted(self, sender: Peer, block: Block, push: Push) -> bool:
         return block.accounting.has_accepted(sender, push)
+
+
+def _spread(values: Tensor, spec: BlockSpec, absent: Collection[int]) -> Tensor:
+    """Return a gradient as long as its block from the values of the present parameters; zero elsewhere."""
+    if not len(values):
+        return values.new_zeros(1).expand(spec.numel)  # without memory: nobody writes to a gradient
+    gradient, at = values.new_zeros(spec.numel), 0
+    for segment in spec.present(absent):
+        gradient[segment.start : segment.stop] = values[at : at + segment.numel]
+        at += segment.numel
+    return gradient

@@ -20,6 +20,7 @@ from rainband.protocol.parameter_buffers import ParameterBuffer
 
 PAGE = 4096
 WORD_BYTES = 64  # one cache line per version word, against false sharing
+MAX_VIEWS = 4096  # cached tensors of a mailbox
 READ_TRIES = 8  # then a torn read is accepted at its lower version, and counted
 
 
@@ -162,6 +163,8 @@ class Mailbox:
             if not 0 <= slot < self.slots or not 0 <= numel * _item_bytes(dtype) <= self.slot_bytes:
                 raise ValueError(f"no {numel} x {dtype} in slot {slot} of {self.slots} x {self.slot_bytes} bytes.")
             start = slot * self.slot_bytes
+            if len(self._tensors) == MAX_VIEWS:  # gradients whose absent parameters change have many lengths
+                self._tensors.clear()
             raw = self.segment.bytes[start : start + numel * _item_bytes(dtype)]
             tensor = self._tensors[key] = raw.view(getattr(torch, dtype))
         return tensor

@@ -10,7 +10,7 @@ from rainband.errors import Refused
 from rainband.model.gradient import Gradient
 from rainband.protocol.accounting import NOT_FINITE, SkipReasons
 from rainband.protocol.data_plan import PushId
-from rainband.protocol.layout import BlockSpec
+from rainband.protocol.layout import ITEM_BYTES, BlockSpec
 from rainband.protocol.messages import Ack, LeaseEnd, Push, PushResult
 from rainband.protocol.steps import Handle
 from rainband.worker.leases import HeldLeases
@@ -70,6 +70,8 @@ class Pushes:
         loss = gradient.loss if self.leases.plan.coordinated else 0.0
         for block in servers.blocks:
             index = block.index
+            absent = flat.absent(block, gradient.tensors)
+            numel = block.numel_without(absent)
             message = Push(
                 index,
                 self.me,
@@ -80,9 +82,9 @@ class Pushes:
                 self.term,
                 read[index],
                 block.dtype,
-                block.numel,
+                numel,
                 handle.at_version,
-                flat.absent(block, gradient.tensors),
+                absent,
                 want=wanted is not None and wanted(index),
                 groups=self.groups,
                 began=handle.began,
@@ -90,7 +92,7 @@ class Pushes:
             )
             self.unanswered[index].append(handle.sequence)
             servers.port_of[index].push(message, gradient.block_values(flat, block))
-            servers.stats.pushed_bytes += servers.num_bytes[index]
+            servers.stats.pushed_bytes += numel * ITEM_BYTES[block.dtype]
             if observer is not None:
                 observer.sent(message)
         self.groups = ()
