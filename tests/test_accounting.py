@@ -18,11 +18,27 @@ from rainband.protocol.accounting import (
     staleness_of,
     staleness_so_far,
 )
-from rainband.protocol.messages import COORDINATOR, Missed, Report, ReportRequest, Tally, encode
+from rainband.protocol.messages import COORDINATOR, Assign, InitBlock, Missed, Report, ReportRequest, Tally, encode
+from rainband.rules import FirstArrivalsOfRound
+from rainband.rules.rounds import TOO_LATE
 from rainband.server.block import Block
 from rainband.server.block_accounting import BlockAccounting
 from rainband.server.server import Server
-from tests.builders import full, item_push, make_plan, make_push, make_server, named, rounds_plan, send
+from tests.builders import (
+    NUMEL,
+    WORKERS,
+    full,
+    item_push,
+    make_buffer,
+    make_plan,
+    make_push,
+    make_server,
+    make_server_part,
+    named,
+    rounds_plan,
+    send,
+    specs_of,
+)
 
 
 def report(*blocks: Tally, **others: Any) -> Report:
@@ -197,13 +213,35 @@ def test_the_blocks_of_a_server_count_staleness_in_one_histogram() -> None:
     assert len({id(block.accounting.staleness) for block in server.blocks.values()}) == 1
 
 
+class Unwalked(dict[tuple[int, str], int]):
+    """Skipped batches of a long run, which nobody may walk through."""
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        raise AssertionError("a walk through all skipped batches")
+
+    keys = values = items = __iter__  # type: ignore[assignment]
+
+
+def test_neither_a_round_nor_a_report_walks_through_the_skipped_batches_of_the_run() -> None:
+    plan = rounds_plan(num_batches=8, items_per_round=2, portion_batches=2)
+    part = make_server_part(lambda: FirstArrivalsOfRound(1))
+    server = Server(lambda _: part, lambda specs, buffers: [make_buffer(spec, buffers) for spec in specs])
+    server.receive(COORDINATOR, Assign(plan, specs_of(1), ({},), num_replicas=2))
+    server.receive(WORKERS[0], InitBlock(0, "float32", NUMEL), full(0.0))
+    accounting = server.blocks[0].accounting
+    accounting.skipped = Unwalked()
+
+    for round_ in range(4):
+        send(server, item_push(plan, round_, 0, version=round_))
+
+    assert report_of(server).skipped == {"too late for its round": 4}
+    assert {key: accounting.skipped[key] for key in ((1, TOO_LATE), (3, TOO_LATE))} == {
+        (1, TOO_LATE): 0b11,
+        (3, TOO_LATE): 0b11,
+    }
+
+
 def test_dropping_a_batch_looks_at_its_own_portion_only() -> None:
-    class Unwalked(dict[tuple[int, str], int]):
-        """Counts of skipped batches that nobody may walk through."""
-
-        def __iter__(self) -> Iterator[tuple[int, str]]:
-            raise AssertionError("a walk through all skipped batches")
-
     accounting = BlockAccounting(make_plan())
     accounting.skip(named(0, 0, 2), "not finite")
     accounting.skipped = Unwalked(accounting.skipped)

@@ -110,6 +110,18 @@ def test_the_bits_do_not_depend_on_who_was_faster(order: tuple[int, ...]) -> Non
     assert [push.push_id[0].portion for push in block.order[0]] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("order, stored", [((0, 1, 2, 3), 0), ((1, 0, 2, 3), 1), ((0, 3, 2, 1), 2), ((3, 2, 1, 0), 3)])
+def test_only_gradients_that_arrive_before_their_turn_are_stored(order: tuple[int, ...], stored: int) -> None:
+    rule, block = MeanOfRound(), Recorder(plan := rounds_plan(num_batches=8, items_per_round=4))
+
+    most = 0
+    for position in order:
+        rule.absorb(block, item_push(plan, 0, position=position), number(4.0))
+        most = max(most, len(rule.early))
+
+    assert most == stored and block.numbers() == [4.0] and rule.early == {}
+
+
 def test_a_parameter_is_absent_only_if_it_is_absent_in_all_work_items() -> None:
     rule, block = MeanOfRound(), Recorder(plan := rounds_plan(items_per_round=2))
 

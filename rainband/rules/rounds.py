@@ -22,7 +22,8 @@ class MeanOfRound(Rule):
     """One update per round, with the mean over all samples of its K work items.
 
     Gradients are summed in the order of the work items, so that the result does not depend on the workers' speeds. A
-    gradient that arrives before its turn is stored; the others are added at once.
+    gradient that arrives before its turn is stored; the others are added at once. Up to K - 1 gradients are stored, if
+    work item 0 is last: a sum of those at hand would have other bits than the sum in order.
     """
 
     reads: Literal["round"] = "round"

@@ -10,6 +10,9 @@ A round does not depend on which workers are alive. When a worker dies, its batc
 workers that are waiting, so the update is over the same batches at the same parameters. A block keeps version r beside
 r + 1, so that a batch of round r can still be computed while some blocks already have r + 1.
 
+The order of a floating-point sum decides its bits, so a gradient that arrives before that of an earlier j is stored
+until its turn. A server stores none if batches arrive in order, and K - 1 gradients of its blocks if batch 1 is last.
+
 `scaling` adapts a learning rate that was tuned for one worker: with K times the batch it may be K times as large
 (linear, Goyal et al. 2017, with a warm-up) or sqrt(K) times (sqrt); with none it is used as given.
 
