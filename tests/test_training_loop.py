@@ -1173,7 +1173,7 @@ class Endless(torch.utils.data.IterableDataset[int]):
         ({"dataset": [], "batch_size": 4}, "empty"),
         ({"dataset": DATA, "batch_size": 0}, "1 or more"),
         ({"dataset": DATA, "batch_size": 4, "shuffle": False}, "omit it"),
-        ({"dataset": DATA, "batch_size": 4, "drop_last": True}, "omit it"),
+        ({"dataset": DATA, "batch_size": 25, "drop_last": True}, "leaves no batch of 25"),
         ({"dataset": DATA, "batch_size": 4, "sampler": [1]}, "omit it"),
     ],
 )

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import Dataset
 
+from rainband.protocol.data_plan import DataPlan
 from rainband.runtimes.training_loop.single_process import SingleProcessLoop
-from tests.one_process import OneProcess, joined
+from rainband.strategies.sync import Sync
+from tests.one_process import PLAIN, OneProcess, joined
 
 
 class Noisy(Dataset[Tensor]):
@@ -66,3 +68,58 @@ def test_a_loader_leaves_the_scripts_own_random_numbers_alone(together: bool) ->
     torch.manual_seed(5)
     draws(together, passes=2, num_workers=1)
     assert torch.equal(torch.rand(3), expected)
+
+
+# ---- the last batch ----
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, Sync()])
+def test_drop_last_leaves_out_the_short_batch_of_each_pass(strategy: Any) -> None:
+    data = torch.arange(9.0)  # nine samples in batches of four: BatchNorm refuses a batch of one
+
+    def seen(run: Any, model: nn.Module, optimizer: SGD) -> list[list[float]]:
+        passes = []
+        for _ in run.epochs(2):
+            batches = []
+            for batch in run.batches(data, batch_size=4, drop_last=True):
+                assert len(batch) == 4
+                model(batch[:, None]).sum().backward()
+                optimizer.step()
+                batches += batch.tolist()
+            passes.append(batches)
+        return passes
+
+    def build() -> tuple[nn.Module, SGD]:
+        model = nn.BatchNorm1d(1)
+        return model, SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = build()
+    alone = seen(SingleProcessLoop(), model, optimizer)
+    model, optimizer = build()
+    member = OneProcess(strategy)
+    with joined(model, optimizer, member) as run:
+        together = seen(run, model, optimizer)
+    for passes in (alone, together):
+        assert [len(set(batches)) for batches in passes] == [8, 8]
+    assert together == alone  # the seed is the same
+    dropped = [set(range(9)) - set(batches) for batches in alone]
+    assert dropped[0] != dropped[1]  # every sample is used in some pass
+    accounting = member.accounting
+    assert (accounting.batches, accounting.applied, accounting.not_processed) == (4, 4, 0)
+
+
+def test_drop_last_must_be_the_same_in_each_pass() -> None:
+    model = nn.Linear(1, 1)
+    with joined(model, SGD(model.parameters()), OneProcess()) as run:
+        run.batches(Noisy(), batch_size=3, drop_last=True)
+        with pytest.raises(ValueError, match="drop_last=True: use the same"):
+            run.batches(Noisy(), batch_size=3)
+
+
+def test_samples_of_a_plan_with_drop_last() -> None:
+    plan = DataPlan(
+        fingerprint="", layout="", num_samples=9, batch_size=4, epochs=3, seed=0, portion_batches=1, drop_last=True
+    )
+    assert (plan.batches_per_epoch, plan.num_batches, plan.samples_per_epoch) == (2, 6, 8)
+    assert [plan.samples_of(batches) for batches in range(7)] == [0, 4, 8, 12, 16, 20, 24]
+    assert [plan.samples_in(portion, 0) for portion in range(6)] == [4] * 6

@@ -55,7 +55,7 @@ class Planning:
 
     def _plan_for(self, join: Join, data: Dataset) -> DataPlan:
         num_workers = self.state.settings.num_replicas
-        per_epoch = -(-data.num_samples // data.batch_size)
+        per_epoch = (data.num_samples + (0 if data.drop_last else data.batch_size - 1)) // data.batch_size
         items_per_round = min(num_workers, per_epoch) if join.rounds else 0
         return DataPlan(
             fingerprint=data.fingerprint,
@@ -69,6 +69,7 @@ class Planning:
             ),
             batches_per_item=join.batches_per_item,
             items_per_round=items_per_round,
+            drop_last=data.drop_last,
             coordinated=join.coordinated,
         )
 
@@ -80,7 +81,7 @@ class Planning:
         state.events.append(
             events.PlanMade(
                 at_s=now,
-                num_samples=plan.num_samples,
+                num_samples=plan.samples_per_epoch,
                 num_batches=plan.num_batches if known else 0,
                 num_portions=plan.num_portions if known else 0,
                 num_parameters=sum(p.numel for p in state.join.layout.parameters),
@@ -145,4 +146,5 @@ def _portion_batches(
 
 def _described(dataset: Dataset) -> str:
     epochs = f"{dataset.epochs} epochs of " if dataset.epochs else ""
-    return f"{epochs}{dataset.num_samples} samples ({dataset.fingerprint}) in batches of {dataset.batch_size}"
+    last = " with drop_last" if dataset.drop_last else ""
+    return f"{epochs}{dataset.num_samples} samples ({dataset.fingerprint}) in batches of {dataset.batch_size}{last}"

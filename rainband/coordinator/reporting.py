@@ -99,7 +99,7 @@ class Reporting:
                 batches_done=self._batches_or_steps(plan),
                 batches=plan.num_batches if known else 0,
                 samples_done=self.samples_done(),
-                samples=plan.num_samples * plan.epochs if known else 0,
+                samples=plan.samples_per_epoch * plan.epochs if known else 0,
                 loss=self.loss,
                 samples_per_s={i: _rate([(t, b.samples) for t, b in w.heartbeats], now) for i, w in counting.items()},
                 steps_per_s={i: _rate([(t, b.steps) for t, b in w.heartbeats], now) for i, w in counting.items()},

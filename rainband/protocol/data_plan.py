@@ -30,12 +30,15 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
     portion_batches: int
     batches_per_item: int = 1  # batches summed into one push
     items_per_round: int = 0  # work items of a round; 0 = no rounds
+    drop_last: bool = False  # leave out an epoch's last batch if it is short
     coordinated: bool = False  # full-batch: each portion is one work item of every evaluation
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "batch_size", "epochs", "portion_batches", "batches_per_item"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: a plan needs at least 1.")
+        if self.drop_last and self.num_samples < self.batch_size:
+            raise ValueError(f"drop_last leaves no batch of {self.batch_size} of {self.num_samples} samples.")
         if self.portion_batches > MAX_PORTION_BATCHES:
             raise ValueError(f"a portion of {self.portion_batches} batches is too long: at most 64.")
         if self.portion_batches % self.batches_per_item:
@@ -45,7 +48,13 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
 
     @cached_property
     def batches_per_epoch(self) -> int:
+        if self.drop_last:
+            return self.num_samples // self.batch_size
         return -(-self.num_samples // self.batch_size)
+
+    @cached_property
+    def samples_per_epoch(self) -> int:
+        return self.batches_per_epoch * self.batch_size if self.drop_last else self.num_samples
 
     @cached_property
     def num_batches(self) -> int:
@@ -98,7 +107,7 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
     def samples_of(self, batches: int) -> int:
         """Return the samples of this many batches, taken epoch by epoch: the last batch of an epoch may be short."""
         epochs, left = divmod(batches, self.batches_per_epoch)
-        return epochs * self.num_samples + min(left * self.batch_size, self.num_samples)
+        return epochs * self.samples_per_epoch + min(left * self.batch_size, self.samples_per_epoch)
 
     def samples_in(self, portion: int, k: int) -> int:
         """Return the number of samples in a batch; only an epoch's last batch may have fewer."""

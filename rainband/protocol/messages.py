@@ -399,6 +399,7 @@ class Dataset(Message, frozen=True, tag=101):
     num_samples: int
     batch_size: int
     epochs: int  # 0: not known; the loops decide
+    drop_last: bool = False
 
 
 class Paused(Message, frozen=True, tag=102):

@@ -18,7 +18,7 @@ from rainband.tasks.task import DatasetData, fingerprint
 from rainband.worker.client import Client
 from rainband.worker.worker import Sampler
 
-OURS = ("batch_sampler", "sampler", "shuffle", "drop_last")  # arguments of a DataLoader that the data plan decides
+OURS = ("batch_sampler", "sampler", "shuffle", "drop_last")  # arguments of a DataLoader that the data plan follows
 Indices = list[int]
 
 
@@ -208,12 +208,15 @@ def described(dataset: Any, batch_size: int, epochs: int, arguments: dict[str, A
         raise ValueError("the dataset is empty: it must have at least one sample.")
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be an integer, 1 or more.")
-    for name in OURS:
+    drop_last = bool(arguments.get("drop_last"))
+    if drop_last and len(dataset) < batch_size:
+        raise ValueError(f"drop_last=True leaves no batch of {batch_size}, as the dataset has {len(dataset)} samples.")
+    for name in ("batch_sampler", "sampler", "shuffle"):
         if arguments.get(name) and not (name == "shuffle" and arguments[name] is True):
             raise ValueError(f"{name} is decided by the run, which shuffles and distributes the data: omit it.")
     if arguments.get("shuffle") is False:
         raise ValueError("shuffle=False is not supported, because workers draw batches in any order: omit it.")
-    return Dataset(_fingerprint(dataset, arguments.get("collate_fn")), len(dataset), batch_size, epochs)
+    return Dataset(_fingerprint(dataset, arguments.get("collate_fn")), len(dataset), batch_size, epochs, drop_last)
 
 
 def _fingerprint(dataset: Any, collate: Any) -> str:

@@ -164,6 +164,10 @@ class TrainingLoop:
                     f"run.batches(...) was called for batches of {plan.batch_size} of {plan.num_samples} samples, and "
                     f"now for {batch_size} of {len(dataset)}: a run has one dataset; use a DataLoader for any other."
                 )
+            if bool(arguments.get("drop_last")) != plan.drop_last:
+                raise ValueError(
+                    f"run.batches(...) was called with drop_last={plan.drop_last}: use the same each time."
+                )
             return
         before = self.client.plan
         self.member.tell(described(dataset, batch_size, self.num_epochs, arguments))

@@ -51,6 +51,7 @@ class SingleProcessLoop:
                 layout="",
                 num_samples=data.num_samples,
                 batch_size=batch_size,
+                drop_last=data.drop_last,
                 epochs=self.num_epochs or OPEN_ENDED,
                 seed=0,
                 portion_batches=MAX_PORTION_BATCHES,
