@@ -73,6 +73,7 @@ def fit(
     from rainband.errors import RainbandError
     from rainband.runtimes.advice import warnings_for
     from rainband.runtimes.configure import configure
+    from rainband.runtimes.run_directory import removed_if_refused
     from rainband.views.sinks import chosen_sinks
 
     chosen: RunOptions = {"workers": workers, "servers": servers, **options}
@@ -93,7 +94,8 @@ def fit(
         config = _in_directory(config, Path(options.get("runs") or "runs"))
         notes = _Notes(on_event, sinks, Path(config.directory))
         try:
-            result = _train(config, task, made, notes, fds)
+            with removed_if_refused(Path(config.directory)):
+                result = _train(config, task, made, notes, fds)
         finally:
             notes.close()
     if result.outcome == "failed":

@@ -86,13 +86,14 @@ def do_nothing(job: bytes, fds: list[int]) -> None:
     """Run as soon as a process can be started."""
 
 
-def forked_zygote(preload: Sequence[str] = ()) -> Zygote:
+def forked_zygote(preload: Sequence[str] = (), output: int | None = None) -> Zygote:
     """Do what `Zygote.start` does, without waiting for a new interpreter to import everything again."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
         ours.close()
         os.setsid()
+        _print_into([] if output is None else [output])
         _leave_after(lambda: zygote_main.main(theirs.detach()))
     theirs.close()
     zygote = Zygote(Forked(pid), ours)  # type: ignore[arg-type]
@@ -116,7 +117,14 @@ def _leave_after(main: Callable[[], None]) -> None:
 
 def be_zygote(job: bytes, fds: list[int]) -> None:
     """A zygote for a launcher in the tests' own process."""
+    _print_into(fds[1:])
     zygote_main.main(os.dup(fds[0]))
+
+
+def _print_into(fds: list[int]) -> None:
+    for fd in fds:
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
 
 
 class Grandchild:
@@ -183,9 +191,10 @@ def warm(launcher: RunLauncher) -> Iterator[None]:
 def warmed(launcher: RunLauncher) -> Iterator[None]:
     """Until it is left, zygotes are forked from the warm process."""
 
-    def start(preload: Sequence[str] = ()) -> Zygote:
+    def start(preload: Sequence[str] = (), output: int | None = None) -> Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        token = launcher.zygote.spawn("tests.processes:be_zygote", b"", "zygote", fds=[theirs.fileno()])
+        fds = [theirs.fileno(), *([] if output is None else [output])]
+        token = launcher.zygote.spawn("tests.processes:be_zygote", b"", "zygote", fds=fds)
         theirs.close()
         zygote = Zygote(Grandchild(launcher, token), ours)  # type: ignore[arg-type]
         zygote.preload(preload)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from rainband.fit import _carried, _inherited, _named, _warn_if_diverged
 from rainband.options import FitOptions, OptionError, declared
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.configure import PLAIN_FIELDS
+from rainband.runtimes.processes.zygote import Zygote
 from rainband.tasks.linear import Linear
 from rainband.tasks.task import ModuleTask
 
@@ -280,6 +282,41 @@ def test_from_a_prompt_and_from_a_thread_twice_in_a_row(tmp_path: Path) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Printing(Linear):
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        print("in a worker")
+        return super().loss(model, batch)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm")
+def test_two_fits_in_threads_leave_the_output_of_this_process_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, both, one_at_a_time = Zygote.start, threading.Barrier(2), threading.Lock()
+
+    def at_once(*arguments: Any) -> Zygote:
+        both.wait(timeout=20)
+        with one_at_a_time:
+            zygote = start(*arguments)
+        both.wait(timeout=20)
+        return zygote
+
+    monkeypatch.setattr(Zygote, "start", staticmethod(at_once))
+    before = [os.fstat(fd).st_ino for fd in (1, 2)]
+    task = Printing(samples=4, epochs=1)
+    runs = [partial(rainband.fit, task, workers=1, servers=1, runs=tmp_path / name) for name in ("a", "b")]
+    threads = [threading.Thread(target=run) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [os.fstat(fd).st_ino for fd in (1, 2)] == before
+    printed = {path.parts[-3]: path.read_text() for path in tmp_path.glob("*/*/output.log")}
+    assert printed == dict.fromkeys("ab", "in a worker\n" * 2)  # one step and the evaluation
+
+
+@dataclasses.dataclass(frozen=True)
 class Broken(Linear):
     def loss(self, model: Any, batch: Any) -> torch.Tensor:
         raise ZeroDivisionError("on purpose")
@@ -369,6 +406,23 @@ def test_a_simulated_fit_writes_what_it_is_asked_for_and_can_be_repeated(tmp_pat
 def test_message_timing_alone_can_be_simulated(tmp_path: Path) -> None:
     result = rainband.fit("linear", "downpour", 3, 1, runtime="sim", time_only=True, steps=5, runs=tmp_path)
     assert result.outcome == "finished" and result.accounting.applied == 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Complex(Linear):
+    """Its model is refused."""
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(2, 2, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize("strategy", [rainband.Downpour(), rainband.Sync()])
+def test_a_simulation_that_is_refused_leaves_nothing_behind(tmp_path: Path, strategy: Any) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ValueError, match="is complex"):
+        rainband.fit(Complex(), strategy, runtime="sim", runs=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_another_runtime_is_refused(tmp_path: Path) -> None:

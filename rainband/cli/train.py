@@ -90,12 +90,14 @@ def watch(config: RunConfig, sinks: Sequence[partial[Sink]], as_json: bool, verb
     import msgspec
 
     from rainband.errors import Deadlock
+    from rainband.runtimes.run_directory import removed_if_refused
     from rainband.views.live_display import RunWatch
     from rainband.views.summary import summary
 
     run = importlib.import_module(RUNTIMES[config.runtime]).run
     try:
-        with RunWatch(sys.stderr if as_json else sys.stdout, verbose, sinks) as watch:
+        out = sys.stderr if as_json else sys.stdout
+        with removed_if_refused(Path(config.directory)), RunWatch(out, verbose, sinks) as watch:
             result: RunResult = run(config, watch, capture=True)
     except Deadlock as deadlock:
         give_up(f"the run cannot go on: {deadlock}", FAILED)

@@ -68,11 +68,12 @@ class Phases:
 class Run:
     """The frame of a run. A runtime starts the nodes and runs them between `begin` and `end`."""
 
+    log: EventLog
+
     def __init__(self, config: RunConfig, view: View) -> None:
         self.config = config
         self.view = view
         self.directory = Path(config.directory).absolute()  # the user's code may change the working directory
-        self.log = EventLog(self.directory)
 
     @property
     def settings(self) -> RunSettings:
@@ -83,8 +84,9 @@ class Run:
         self.view(event)
 
     def begin(self, started_at: str = "") -> None:
-        """Write the configuration, and emit the first event."""
+        """Open the log, write the configuration, and emit the first event."""
         config = self.config
+        self.log = EventLog(self.directory)
         write_config(self.directory, config)
         self.emit(
             events.RunStarted(

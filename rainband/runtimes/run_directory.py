@@ -42,6 +42,17 @@ def new_directory(root: Path, task: str, strategy: str) -> Path:
     raise OptionError(f"{opt('runs', root)}: it has too many runs of this second. Clear it, or use another folder.")
 
 
+@contextmanager
+def removed_if_refused(directory: Path) -> Iterator[None]:
+    """Remove a new directory if an error occurs inside before anything is written to it."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # it is not empty
+            directory.rmdir()
+        raise
+
+
 def _plain(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name.rpartition(":")[2])
 
@@ -105,19 +116,6 @@ class OutputLog:
         self.file = self.path.open("ab+", buffering=0)
         self.read_to = 0
         self.rest = b""  # of a line without its end
-
-    @contextmanager
-    def inherited(self) -> Iterator[None]:
-        """Processes started inside, and their children, print into the file."""
-        kept = [(fd, os.dup(fd)) for fd in (1, 2)]
-        try:
-            for fd, _ in kept:
-                os.dup2(self.file.fileno(), fd)
-            yield
-        finally:
-            for fd, copy in kept:
-                os.dup2(copy, fd)
-                os.close(copy)
 
     def new_lines(self, to_the_end: bool = False) -> tuple[list[str], int]:
         """Return the last whole lines since the last call, and how many lines before them are left out."""

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -91,8 +91,8 @@ class Launcher(Run):
         self.entries = entries
         self.fds = fds
         self.output = OutputLog(self.directory) if capture else None
-        with self.output.inherited() if self.output else nullcontext():
-            self.zygote = Zygote.start(SERVERS_NEED)  # first: its imports take the longest
+        # First, because its imports take the longest.
+        self.zygote = Zygote.start(SERVERS_NEED, self.output.file.fileno() if self.output else None)
         self.started_at = time.monotonic()
         self.run_id, self.secret = new_run_id(), new_secret()
         strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
@@ -121,11 +121,11 @@ class Launcher(Run):
         self.interrupts += 1
 
     def run(self) -> RunResult:
-        self.begin(calendar_time())
-        listener = listen_unix(f"rainband-{self.run_id.hex()}")
-        self.hub.listen(listener)
-        self.hub.watch(self.zygote.fileno(), self._children)
         try:
+            self.begin(calendar_time())
+            listener = listen_unix(f"rainband-{self.run_id.hex()}")
+            self.hub.listen(listener)
+            self.hub.watch(self.zygote.fileno(), self._children)
             self._start_processes(Address("", 0, f"rainband-{self.run_id.hex()}", this_machine()))
             self._predict()
             self._loop()

@@ -114,10 +114,12 @@ class Zygote:
         os.register_at_fork(after_in_child=_closer(control))
 
     @classmethod
-    def start(cls, preload: Sequence[str] = ("torch", "torch._dynamo")) -> Zygote:
+    def start(cls, preload: Sequence[str] = ("torch", "torch._dynamo"), output: int | None = None) -> Zygote:
         """Start a zygote and return at once; it imports in the background, while jobs are queued.
 
         A module that does not exist is skipped; an error in one that exists ends the zygote (`SpawnFailed`).
+
+        It and its processes print into the open file `output`; by default where this process prints.
         """
         if sys.platform != "linux":
             raise RuntimeError(
@@ -130,6 +132,8 @@ class Zygote:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
             )
