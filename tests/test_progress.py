@@ -274,6 +274,17 @@ def test_slow_and_lost_workers_are_in_the_line() -> None:
     )
 
 
+def test_a_live_view_keeps_the_last_reports_and_some_of_each_time_before() -> None:
+    story = [progress(float(s), s, samples=10**6, loss=1.0) for s in range(20_000)]
+    live, whole = RunSoFar(most_progress=200), RunSoFar()
+    for event in [started(), planned(10**6, 1), *story]:
+        live.absorb(event)
+        whole.absorb(event)
+    assert len(live.progress) <= 200 and len(whole.progress) == 20_000
+    assert (live.progress[-6:], live.per_s, live.left_s) == (whole.progress[-6:], whole.per_s, whole.left_s)
+    assert live.progress[0] == whole.progress[0] and len({int(p.at_s // 4000) for p in live.progress}) == 5
+
+
 def test_a_worker_that_others_wait_for_is_in_the_line() -> None:
     waiting = msgspec.structs.replace(progress(5.0, 100), waiting_for={0: 3, 2: 3, 1: 12})
     assert plain_lines([started(4), planned(), waiting])[-1].endswith("  waiting for: worker 3, worker 12")

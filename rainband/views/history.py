@@ -19,6 +19,7 @@ from rainband.protocol.events import AnyEvent
 from rainband.views.training_time import TrainingTime
 
 WINDOW = 6  # Progress events over which rates are averaged
+MOST_LIVE = 2000  # Progress events that a live view keeps
 SLOW = 0.6  # of the others' median rate; a worker below is slow
 LOCK_STEP = 0.9  # lowest rate / highest rate; above, the workers wait for each other
 MUCH_WAITING = 0.2  # of the time; others that wait more are held up by somebody
@@ -52,6 +53,9 @@ class RunSoFar:
     reassigned: int = 0
     training: TrainingTime = field(default_factory=TrainingTime)
     progress: list[events.Progress] = field(default_factory=list)
+    most_progress: int | None = None  # Progress events to keep; None: all
+    num_progress: int = 0
+    every: int = 1  # of the Progress events before the last ones, this fraction is kept: 1 / every
     last_iteration: events.IterationDone | None = None  # of a full-batch strategy
     error: events.UserError | None = None
     ended: events.RunEnded | None = None
@@ -89,6 +93,9 @@ class RunSoFar:
                 self.reassigned += 1
             case events.Progress():
                 self.progress.append(event)
+                self.num_progress += 1
+                if self.most_progress is not None:
+                    self._thin_progress(self.most_progress)
             case events.IterationDone():
                 self.last_iteration = event
             case events.UserError():
@@ -97,6 +104,14 @@ class RunSoFar:
                 self.ended = event
             case events.ProcessOutput():
                 pass
+
+    def _thin_progress(self, most: int) -> None:
+        """Keep the last events, and a fraction of the earlier ones: enough for a curve, in constant memory."""
+        if len(self.progress) > WINDOW and (self.num_progress - WINDOW - 1) % self.every:
+            del self.progress[-WINDOW - 1]
+        if len(self.progress) > most:
+            self.progress[:-WINDOW] = self.progress[:-WINDOW:2]
+            self.every *= 2
 
     @property
     def last(self) -> events.Progress | None:

@@ -10,7 +10,7 @@ from typing import Protocol, TextIO
 
 from rainband.protocol.events import AnyEvent, PhaseChanged, PlanMade, Progress, RunStarted
 from rainband.views import event_text
-from rainband.views.history import RunSoFar
+from rainband.views.history import MOST_LIVE, RunSoFar
 from rainband.views.sinks import SafeSink, Sink
 
 LINE_EVERY_S = 5.0  # in a log file
@@ -33,7 +33,7 @@ class PlainView:
 
     def __init__(self, stream: TextIO, verbose: bool = False) -> None:
         self.stream, self.verbose = stream, verbose
-        self.so_far = RunSoFar()
+        self.so_far = RunSoFar(most_progress=MOST_LIVE)
         self.next_line_s = 0.0
 
     def __call__(self, event: AnyEvent) -> None:

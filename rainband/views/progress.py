@@ -12,7 +12,7 @@ from rainband.protocol.events import AnyEvent, RunEnded
 from rainband.views import event_text
 from rainband.views.charts import BLOCKS, Ink, bar, ink_for, progress_bar, spark
 from rainband.views.formatting import count, cut, duration, percent, short, whole
-from rainband.views.history import RunSoFar, WorkerNow, loss_curve
+from rainband.views.history import MOST_LIVE, RunSoFar, WorkerNow, loss_curve
 
 MAX_BAR = 60
 MAX_SPARK = 60
@@ -28,7 +28,7 @@ class LiveView:
         self.console = Console(file=stream, highlight=False)
         self.ink = ink_for(self.console.encoding)
         self.verbose = verbose
-        self.so_far = RunSoFar()
+        self.so_far = RunSoFar(most_progress=MOST_LIVE)
         self.live = Live(console=self.console, auto_refresh=False, transient=True)
         self.live.start()
         # The cursor stays visible: if this process were killed, it would stay hidden.
