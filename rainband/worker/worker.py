@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import xxhash
 
@@ -16,16 +15,16 @@ from rainband.model.gradient import Gradient
 from rainband.model.seeds import seed_global_generators
 from rainband.protocol.accepted_set import AcceptedSet
 from rainband.protocol.accounting import NOT_FINITE, SkipReasons
-from rainband.protocol.data_plan import DataPlan, PushId, num_batches
+from rainband.protocol.data_plan import PushId, num_batches
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Report, Tally
 from rainband.protocol.steps import Work
 from rainband.strategy import Batch, Servers, WorkItem
 from rainband.worker.client import Client
+from rainband.worker.sampler import Sampler
 from rainband.worker.work_items import StillNeeded
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from rainband.observer import Observer
@@ -57,23 +56,6 @@ class Compute(Work):
             yield self
         self.result.began, self.result.read = self.began, self.read
         return self.result
-
-
-class Sampler:
-    """Returns the samples of a batch, the same on every worker."""
-
-    def __init__(self, plan: DataPlan) -> None:
-        self.plan = plan
-        self.epoch = -1
-        self.order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-    def indices(self, batch: Batch) -> NDArray[np.int64]:
-        epoch = self.plan.epoch_of(batch.portion)
-        if epoch != self.epoch:
-            generator = np.random.Generator(np.random.PCG64([self.plan.seed, epoch]))
-            self.epoch, self.order = epoch, generator.permutation(self.plan.num_samples)
-        start = self.plan.number(batch.portion, batch.k) * self.plan.batch_size
-        return self.order[start : start + self.plan.batch_size]
 
 
 class WorkerParameters:

@@ -18,7 +18,7 @@ from rainband.model.gradient import Gradient
 from rainband.protocol.data_plan import DataPlan
 from rainband.protocol.layout import BlockSpec, cut
 from rainband.strategy import Batch
-from rainband.worker.worker import Sampler
+from rainband.worker.sampler import Sampler
 
 if TYPE_CHECKING:
     import numpy as np

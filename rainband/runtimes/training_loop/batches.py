@@ -16,7 +16,7 @@ from rainband.protocol.messages import Dataset
 from rainband.strategy import Batch
 from rainband.tasks.task import DatasetData, fingerprint
 from rainband.worker.client import Client
-from rainband.worker.worker import Sampler
+from rainband.worker.sampler import Sampler
 
 OURS = ("batch_sampler", "sampler", "shuffle", "drop_last")  # arguments of a DataLoader that the data plan follows
 Indices = list[int]
