@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rainband.coordinator.coordinator import Coordinator, CoordinatorOutput, RunSettings
+from rainband.coordinator.leases import PositionCounts
 from rainband.protocol import events
 from rainband.protocol.layout import Layout
 from rainband.protocol.messages import (
@@ -425,6 +426,34 @@ def test_a_fence_that_is_not_answered_is_asked_for_again() -> None:
     assert Revoke(0, 2) in run.told("server 1") and Revoke(0, 2) not in run.told("server 0")
 
 
+def test_lease_numbers_of_portions_that_are_done_are_forgotten() -> None:
+    run = running(num_samples=8)
+    leases = [run.wants(worker)[0] for worker in (0, 1, 0, 1)]
+    run.returns(1, leases[1], LeaseEnd.UNUSED)
+    assert sorted(run.coordinator.leases.numbers) == [0, 1, 2, 3]
+    run.reports(3, full=(0, 2, 3), first_open=1)
+    run.ticks()
+    assert sorted(run.coordinator.leases.numbers) == [1, 2, 3]
+    assert run.wants(0)[0].portion == 1
+    run.reports(4, full=(), first_open=4)
+    run.ticks()
+    assert run.coordinator.leases.numbers == {}
+
+
+def test_the_number_of_a_portion_is_not_forgotten_while_its_accepted_sets_are_requested() -> None:
+    run = running(num_samples=8)
+    lease = run.wants(0)[0]
+    run.lost("worker", 0)
+    run.report(0, 1, first_open=1)
+    run.report(1, 1, first_open=1)
+    run.ticks()
+    assert run.coordinator.leases.numbers == {lease.portion: 2}  # until both servers have answered
+    for server in (0, 1):
+        run.from_server(server, AcceptedBatches(lease.portion, 2, (1,)))
+    run.ticks()
+    assert run.coordinator.leases.numbers == {}
+
+
 def test_a_portion_that_lacks_nothing_is_not_reassigned() -> None:
     run = running(num_samples=64)
     (lease,) = run.wants(0)
@@ -814,6 +843,31 @@ def test_who_comes_later_gets_its_columns_from_those_who_came_first() -> None:
     in_first_group = {index: [p for p in mine if p < 4] for index, mine in settled().items()}
     assert sorted(in_first_group.values()) == [[0], [1], [2], [3]]
     assert run.coordinator.state.reassigned == 0  # nobody was lost, and nothing is done twice
+
+
+def test_a_request_for_another_position_looks_at_no_other_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty positions for forty workers: those that have one and ask for more find none, as nobody has three."""
+    run = Run(num_workers=60, num_servers=1, num_samples=60 * 32, rounds=True)
+    run.server_joins(0)
+    for worker in range(40):
+        run.joins(worker)
+    run.from_server(0, Ready())
+    counts, looked_at = run.coordinator.leases.counts, list[int]()
+    has = PositionCounts.has
+    monkeypatch.setattr(
+        PositionCounts, "has", lambda self, worker, group: looked_at.append(group) or has(self, worker, group)
+    )
+    for _ in range(4):
+        for worker in range(40):
+            looked_at.clear()
+            run.wants(worker)
+    assert len(looked_at) <= 2  # the asking worker's own number, in two groups; it was 120
+    for worker in (0, 7):
+        run.lost("worker", worker)
+    run.returns(1, Lease(*next(iter(run.coordinator.state.workers[1].leases.items())), ()))
+    groups, counted = counts.groups(), counts.of
+    counts.forget()
+    assert (groups, counted) == (counts.groups(), counts.of) and sum(map(len, counted.values())) == 2 * 38
 
 
 def test_who_has_as_many_columns_as_it_can_takes_none_from_others() -> None:

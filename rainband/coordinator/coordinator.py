@@ -174,6 +174,7 @@ class Coordinator:
         elif state.phase in (Phase.RUNNING, Phase.FLUSHING):
             outs += [CoordinatorOutput(s.peer, ReportRequest()) for s in state.servers.values()]
             outs += self.leases.repeat_requests()
+            self.leases.forget_done()
             self.reporting.report_progress(now)
             outs += self.guard.check(now)
         elif state.phase is Phase.FINISHING:

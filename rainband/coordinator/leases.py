@@ -16,6 +16,65 @@ from rainband.protocol.accepted_set import groups
 from rainband.protocol.messages import AcceptedBatches, Forget, Lease, LeaseEnd, NoWork, Peer, Return, Revoke
 
 
+class PositionCounts:
+    """The number of positions of each group of rounds that each worker has leased, not counted for every request."""
+
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+        self.known = False  # otherwise count again
+        self.of: dict[int, dict[int, int]] = {}  # group -> worker -> positions
+        self.workers_with: dict[int, dict[int, set[int]]] = {}  # group -> positions -> workers; none of them empty
+
+    def forget(self) -> None:
+        """Count again at the next question: leases have ended together."""
+        self.known = False
+
+    def changed(self, worker: WorkerState, portion: int, more: int) -> None:
+        """Note that a worker has received a lease, or lost one."""
+        if self.known:
+            self._add(portion, worker.peer.index, more)
+
+    def has(self, worker: WorkerState, group: int) -> int:
+        """Count a worker's positions in a group of rounds."""
+        self._recount()
+        return self.of.get(group, {}).get(worker.peer.index, 0)
+
+    def most(self, group: int) -> int:
+        """Return the largest number of positions of a group that one worker has."""
+        self._recount()
+        return max(self.workers_with.get(group, (0,)))
+
+    def groups(self) -> list[int]:
+        """Return the groups of rounds with leased positions, in order."""
+        self._recount()
+        return sorted(self.of)
+
+    def _recount(self) -> None:
+        if self.known:
+            return
+        self.known, self.of, self.workers_with = True, {}, {}
+        for index, worker in self.state.workers.items():
+            for portion in worker.leases:
+                self._add(portion, index, 1)
+
+    def _add(self, portion: int, worker: int, more: int) -> None:
+        assert self.state.plan
+        if not self.state.plan.items_per_round:
+            return
+        group = portion // self.state.plan.items_per_round
+        of, workers_with = self.of.setdefault(group, {}), self.workers_with.setdefault(group, {})
+        before = of.pop(worker, 0)
+        if before:
+            workers_with[before].discard(worker)
+            if not workers_with[before]:
+                del workers_with[before]
+        if before + more:
+            of[worker] = before + more
+            workers_with.setdefault(before + more, set()).add(worker)
+        if not of:
+            del self.of[group], self.workers_with[group]
+
+
 class Leases:
     """Leases each portion to one worker at a time."""
 
@@ -30,6 +89,7 @@ class Leases:
         self.last_worker: dict[int, int] = {}  # portion -> the worker that had it last
         self.rebalanced: set[int] = set()  # portions revoked only because the worker has more than others
         self.unconfirmed: dict[int, float] = {}  # returned as done, not yet in the accepted sets -> since when
+        self.counts = PositionCounts(state)
         self.wanting: dict[int, None] = {}  # workers that asked for a lease, longest first
 
     def requested(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
@@ -94,7 +154,7 @@ class Leases:
         share = -(-items_per_round // max(1, self.state.num_live()))
         last = self._last_group()
         for portion in self.pool:
-            if portion // items_per_round <= last and self._has(worker, portion // items_per_round) < share:
+            if portion // items_per_round <= last and self.counts.has(worker, portion // items_per_round) < share:
                 return portion
         return None
 
@@ -106,16 +166,11 @@ class Leases:
             + 1
         )
 
-    def _has(self, worker: WorkerState, group: int) -> int:
-        """Count a worker's positions in a group of rounds."""
-        assert self.state.plan
-        return sum(portion // self.state.plan.items_per_round == group for portion in worker.leases)
-
     def _has_fewest(self, worker: WorkerState, group: int) -> bool:
         """Return whether no waiting worker has fewer positions in a group of rounds."""
-        has = self._has(worker, group)
+        has = self.counts.has(worker, group)
         waiting = (self.state.workers[index] for index in self.wanting)
-        return not any(self._has(other, group) < has and self._may_work(other) for other in waiting)
+        return not any(self.counts.has(other, group) < has and self._may_work(other) for other in waiting)
 
     def _rebalance(self, worker: WorkerState) -> list[CoordinatorOutput]:
         """For each group of rounds, revoke one lease of the worker with most, if it has two more than this one.
@@ -134,17 +189,17 @@ class Leases:
         if len(worker.leases) * state.num_live() >= 2 * items_per_round:  # it has its share of both groups
             return []
         outs: list[CoordinatorOutput] = []
-        for group in sorted(
-            {portion // items_per_round for other in state.workers.values() for portion in other.leases}
-        ):
-            largest = max(state.workers.values(), key=lambda other: self._has(other, group))
-            if self._has(largest, group) < self._has(worker, group) + 2:
+        for group in self.counts.groups():
+            most = self.counts.most(group)
+            if most < self.counts.has(worker, group) + 2:
                 continue
+            largest = next(other for other in state.workers.values() if self.counts.has(other, group) == most)
             portion = max(portion for portion in largest.leases if portion // items_per_round == group)
             revokes = self.revoke(portion, largest.peer.index)
             if revokes:
                 self.rebalanced.add(portion)
                 del largest.leases[portion]
+                self.counts.changed(largest, portion, -1)
                 outs += [*revokes, CoordinatorOutput(largest.peer, Revoke(portion, self.numbers[portion]))]
         return outs
 
@@ -184,6 +239,7 @@ class Leases:
         if not worker.leases:
             worker.worked_at = now
         worker.leases[portion] = self.numbers[portion]
+        self.counts.changed(worker, portion, 1)
         return CoordinatorOutput(worker.peer, Lease(portion, self.numbers[portion], groups_))
 
     def returned(self, worker: WorkerState, message: Return, now: float) -> list[CoordinatorOutput]:
@@ -191,6 +247,7 @@ class Leases:
         if worker.leases.get(message.portion) != message.lease:
             return []  # it was revoked before
         del worker.leases[message.portion]
+        self.counts.changed(worker, message.portion, -1)
         if message.reason == LeaseEnd.DONE:
             if not self.state.is_done(message.portion):
                 self.unconfirmed[message.portion] = now
@@ -273,6 +330,14 @@ class Leases:
     def _forget(self, workers: Sequence[int]) -> list[CoordinatorOutput]:
         bounded = [s.peer for s in self.state.servers.values() if s.report is not None and s.report.limit is not None]
         return [CoordinatorOutput(server, Forget(index)) for index in workers for server in bounded]
+
+    def forget_done(self) -> None:
+        """Forget the lease numbers of portions that are done: nobody leases or revokes these again."""
+        below = min((r.first_open for r in self.state.reports() if r.blocks), default=0)
+        for portion in [p for p in self.numbers if p < below and p not in self.gathering and p not in self.again]:
+            del self.numbers[portion]
+            self.last_worker.pop(portion, None)
+            self.rebalanced.discard(portion)
 
     def describe(self) -> str:
         """Return who has which lease, for reports of deadlocks."""

@@ -74,6 +74,7 @@ class Liveness:
     def ends(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
         """Tell the servers not to wait for a worker that has ended: custom loops may end at different times."""
         self.mark_active(worker, now)
+        self.leases.counts.forget()  # its leases end, too
         servers = self.state.servers.values() if self.state.phase is Phase.RUNNING else ()
         work_items = [] if self.full_batch is None else self.full_batch.forget(worker, now, ended=True)
         return [CoordinatorOutput(s.peer, Forget(worker.peer.index)) for s in servers] + work_items
@@ -158,6 +159,7 @@ class Liveness:
             if state.phase is Phase.RUNNING:
                 outs += self.leases.revoke(portion, worker.peer.index)
         worker.leases.clear()
+        self.leases.counts.forget()
         return outs + ([] if self.full_batch is None else self.full_batch.forget(worker, now))
 
     def _begun_portions(self, worker: WorkerState) -> set[int]:
