@@ -139,6 +139,19 @@ def test_a_server_that_was_started_again_without_its_blocks_is_lost_to_a_restart
     assert (verdict.outcome, verdict.violations, verdict.seconds) == ("failed", [], 1.2)
 
 
+def test_a_worker_that_died_before_a_coordinator_was_restarted_may_join_the_new_one() -> None:
+    """It is the only one that is left."""
+    script = "0.1 kill worker 1\n0.2 kill coordinator\n0.3 kill worker 0\n0.4 start coordinator\n0.6 start worker 1"
+    verdict = check(Case(0, "sandblaster", 3, 2, parse(script + "\n0.7 kill worker 2")))
+    assert (verdict.outcome, verdict.violations) == ("finished", [])
+
+
+@pytest.mark.parametrize("strategy", ["sync", "downpour"])
+def test_a_long_pause_of_the_only_worker_is_no_deadlock(strategy: str) -> None:
+    verdict = check(Case(0, strategy, 1, 2, parse("0.2 pause worker 0 for 15")))
+    assert (verdict.outcome, verdict.violations) == ("finished", []) and verdict.seconds > 15.2
+
+
 def test_a_server_that_was_started_again_before_its_end_was_noticed_ends_the_run() -> None:
     """The coordinator is paused until both servers have written to it."""
     script = "0.2 pause coordinator for 4\n1.4 kill server 1\n2.3 start server 1"

@@ -63,7 +63,8 @@ class Admission:
         rank = state.rank_in_replica(sender.index)
         if why := self._cannot_take_part(join) or self.buffers.compare(sender, rank, buffers):
             return self._turn_away(sender, now, why)
-        if lost := [peer for peer in state.replica_indices(sender.index) if peer in state.missing]:
+        others = set(state.replica_indices(sender.index)) - {sender.index}  # it may have been started again itself
+        if lost := sorted(others & state.missing):
             return self._dismiss(sender, now, f"worker {lost[0]} of the same replica was lost")
         known = state.workers.get(sender.index)
         if known is not None and sender.incarnation < known.peer.incarnation:
@@ -79,6 +80,7 @@ class Admission:
             state.workers[sender.index] = WorkerState(
                 sender, join.address, heartbeat_at=now, worked_at=now, active=active
             )
+        state.missing.discard(sender.index)
         state.events.append(events.Joined(at_s=now, node=str(sender)))
         self.waiting.append((sender, join))
         return outs + self.form(now)
@@ -121,6 +123,7 @@ class Admission:
         state = self.state
         state.refused.append(why)
         state.workers.pop(sender.index, None)
+        self.liveness.leases.counts.forget()
         state.missing.add(sender.index)
         state.report_loss(sender, now, why)
         ended = self.shutdown.stop("failed", why) if state.phase is Phase.FORMING else self.shutdown.after_loss()

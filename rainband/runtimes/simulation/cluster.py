@@ -227,7 +227,7 @@ class SimulatedCluster:
             if server not in self.bus.nodes:  # it refuses the connection, or has been started again without its blocks
                 self.coordinator_node.lost(server)
         for node in self.workers.values():
-            if node.alive:
+            if node.alive and not node.over:
                 node.wake(node.join_again)
             else:
                 self.coordinator_node.lost(node.peer)

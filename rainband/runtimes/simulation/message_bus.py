@@ -68,6 +68,7 @@ class Node:
         if self.clock.now < self.paused_until:  # paused again
             self.clock.at(self.paused_until, self._go_on)
             return
+        self.clock.progress_at = self.clock.now  # the pause was no deadlock
         backlog, self.backlog = self.backlog, []
         for do in backlog:
             if self.alive:
