@@ -236,9 +236,12 @@ class PassOrder(Protocol):
     def __iter__(self) -> Iterator[Indices]: ...
 
 
-def loader(dataset: Any, batches: PassOrder, arguments: dict[str, Any]) -> DataLoader[Any]:
-    """Return the DataLoader of the next pass."""
+def loader(dataset: Any, batches: PassOrder, arguments: dict[str, Any], ahead: bool = True) -> DataLoader[Any]:
+    """Return the DataLoader of the next pass. Without `ahead` it fetches each batch only when it is requested."""
     given = {name: value for name, value in arguments.items() if name not in OURS}
+    if not ahead:
+        for name in ("num_workers", "prefetch_factor", "persistent_workers"):
+            given.pop(name, None)
     if given.get("num_workers"):
         given.setdefault("persistent_workers", True)
     # A DataLoader seeds its processes with a random number, which must not change the user's own random numbers, and
