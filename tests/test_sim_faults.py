@@ -146,6 +146,24 @@ def test_a_worker_that_died_before_a_coordinator_was_restarted_may_join_the_new_
     assert (verdict.outcome, verdict.violations) == ("finished", [])
 
 
+def test_answers_behind_repeated_messages_are_no_deadlock() -> None:
+    """Fifteen seconds of commands and reports arrive at once, and their answers in order."""
+    script = (
+        "1.216 start worker 4\n1.251 slow coordinator > server 0 for 0.450 by 0.317\n2.203 reset worker 0 > server 1"
+    )
+    verdict = check(Case(203996, "sandblaster", 3, 3, parse(f"{script}\n1.496 netsplit coordinator > server 2 for 15")))
+    assert (verdict.outcome, verdict.violations) == ("finished", [])
+
+
+def test_a_worker_that_is_started_again_on_batches_that_killed_three_ends_the_run() -> None:
+    """The end of its first life is noticed when its second life joins: the third death on the same batches."""
+    script = "0.208 kill worker 1\n0.364 reorder worker 2 > server 0 for 0.5 by 0.883\n0.785 crash worker 3\n"
+    script += "0.841 kill worker 0\n0.942 kill worker 2\n1.685 start worker 3"
+    verdict = check(Case(203323, "ragged", 4, 2, parse(script)), keep_trace=True)
+    assert (verdict.outcome, verdict.violations) == ("failed", []) and verdict.seconds < 2
+    assert [line.what for line in verdict.trace.lines or [] if line.target == "worker 3'1"] == ["shutdown"]
+
+
 @pytest.mark.parametrize("strategy", ["sync", "downpour"])
 def test_a_long_pause_of_the_only_worker_is_no_deadlock(strategy: str) -> None:
     verdict = check(Case(0, strategy, 1, 2, parse("0.2 pause worker 0 for 15")))

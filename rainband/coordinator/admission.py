@@ -16,6 +16,9 @@ from rainband.protocol import events
 from rainband.protocol.messages import Dataset, Go, Join, Peer, ServerJoin, Shutdown
 from rainband.protocol.optimizer_spec import changed_numbers, plain
 
+ENDING = (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER)
+NO_WORK_LEFT = Shutdown("the run is ending: there is no work left.")
+
 
 class Admission:
     """Checks each node that joins, and welcomes it when its replica and all servers have joined."""
@@ -58,8 +61,8 @@ class Admission:
         state = self.state
         if sender.role != "worker":
             return []
-        if state.phase in (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER):
-            return [CoordinatorOutput(sender, Shutdown("the run is ending: there is no work left."))]
+        if state.phase in ENDING:
+            return [CoordinatorOutput(sender, NO_WORK_LEFT)]
         rank = state.rank_in_replica(sender.index)
         if why := self._cannot_take_part(join) or self.buffers.compare(sender, rank, buffers):
             return self._turn_away(sender, now, why)
@@ -74,6 +77,9 @@ class Admission:
             known.connected = False
             outs = [] if known.ended else self.liveness.deactivate(known, now, "it was restarted")
             self.liveness.leases.wanting.pop(sender.index, None)
+            if state.phase in ENDING:  # too many workers have died on its batches
+                known.ended, state.live = True, None
+                return [*outs, CoordinatorOutput(sender, NO_WORK_LEFT), *self.shutdown.after_loss()]
         if known is None or known.peer != sender:
             # A worker that waits for the others of its replica holds nobody back.
             active = state.settings.workers_per_replica == 1

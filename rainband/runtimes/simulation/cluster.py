@@ -269,7 +269,7 @@ class SimulatedCluster:
                 clock.progress_at = clock.now
             if clock.now > look_at and len(planned) + clock.num_later == clock.idle:
                 look_at = clock.now + self.tick_s
-                if clock.now - clock.progress_at > self._patience_s():
+                if clock.now - clock.progress_at > self._patience_s() and not self.bus.has_waiting():
                     raise Deadlock(who_waits(self))
 
     def _patience_s(self) -> float:

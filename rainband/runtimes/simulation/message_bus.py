@@ -156,6 +156,11 @@ class MessageBus:
         if flow.duplicate_until > self.clock.now and isinstance(message, MAY_BE_DUPLICATED) and read is None:
             self.network.send(InFlight(flow, source, target, message, payload, num_bytes), at_s)
 
+    def has_waiting(self) -> bool:
+        """Return whether a message has arrived but waits for an earlier one of its flow, which ticks repeat."""
+        flows = (flow for node in self.nodes.values() for flow in node.flows.values())
+        return any(parcel.arrived and not parcel.idle for flow in flows for parcel in flow.under_way)
+
     def flow(self, source: Node, target: Node) -> Flow:
         flow = source.flows.get(target.peer)
         if flow is None:
