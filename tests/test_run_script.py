@@ -184,7 +184,7 @@ def test_a_script_may_change_its_directory_and_end_inside_the_with_block(tmp_pat
         ({"inside": "1 / 0"}, "ZeroDivisionError"),
         (
             {"optimizer": '__import__("sys").exit("no data here") or SGD'},
-            "ended before it joined (exit code 1: no data here)",
+            "before it joined: exit code 1: no data here",
         ),
         pytest.param({"optimizer": "missing"}, "NameError", marks=pytest.mark.slow),
         pytest.param({"after": "raise SystemExit(3)"}, "exit code 3", marks=pytest.mark.slow),
