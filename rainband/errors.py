@@ -41,6 +41,10 @@ class NotSaved(RainbandError):
     """The model could not be saved, for example because the disk is full."""
 
 
+class LoaderProcessLost(RainbandError):
+    """A process of a worker's data loader was killed: the worker is lost, and others go on with its batches."""
+
+
 class HandshakeFailed(RainbandError):
     """The two ends of a connection differ in protocol, run or secret."""
 

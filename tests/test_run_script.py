@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import safetensors.torch
 import torch
 
 from rainband.cli.run import split
+from rainband.runtimes.training_loop.script_process import _of_killed_loader
 from tests.processes import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
@@ -175,6 +177,43 @@ def test_a_script_may_change_its_directory_and_end_inside_the_with_block(tmp_pat
     assert Path(told.json["directory"]).parent == Path("out")
     saved = safetensors.torch.load_file(tmp_path / told.json["directory"] / "model.safetensors")
     assert len(saved) == 4
+
+
+KILL_A_LOADER = "if run.rank == 1 and epoch == 0: os.kill(psutil.Process().children()[0].pid, 9)"
+
+
+@pytest.mark.processes
+def test_when_a_process_of_a_loader_is_killed_only_its_worker_is_lost(tmp_path: Path) -> None:
+    script = SCRIPT.replace("import argparse", "import argparse, os, psutil")
+    script = script.replace("batch_size=options.batch)", "batch_size=options.batch, num_workers=1)")
+    told = Told(tmp_path, ["--workers", "2", "--servers", "1", "train.py"], script, inside=KILL_A_LOADER)
+    assert told.exit_code == 0, told.err
+    assert "lost worker 1 (LoaderProcessLost: a process of its data loader was killed" in told.err
+    accounting = told.json["accounting"]
+    assert (accounting["applied"], accounting["batches"], accounting["lost"]) == (40, 40, 0)
+    assert "worker 0 of 2 [" in told.err and "worker 1 of 2 [" not in told.err
+
+
+class Missing:
+    """A dataset whose file is not there."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        raise FileNotFoundError("samples.bin")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_the_dataset_is_the_scripts(num_workers: int) -> None:
+    try:
+        list(torch.utils.data.DataLoader(Missing(), num_workers=num_workers))  # type: ignore[arg-type]
+        raise AssertionError("the dataset has no file")
+    except FileNotFoundError as error:  # pytest.raises would keep the loader's process alive
+        assert _of_killed_loader(error) is None
+    gc.collect()  # ends that process
+    assert _of_killed_loader(RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 1.")) is None
+    assert _of_killed_loader(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")) is not None
 
 
 @pytest.mark.processes

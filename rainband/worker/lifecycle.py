@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from rainband.errors import CoordinatorLost, NotSaved, RainbandError, ServerLost, Stop
+from rainband.errors import CoordinatorLost, LoaderProcessLost, NotSaved, RainbandError, ServerLost, Stop
 from rainband.protocol.messages import Concluded, Ended, Failed, Welcome
 from rainband.protocol.steps import Until
 from rainband.worker.client import Client
@@ -119,9 +119,8 @@ async def report_failure(session: Session, error: Exception) -> None:
     session.training, session.failed = False, True
     runtime.flush_output()
     of_user = not isinstance(error, RainbandError)
-    if not of_user and not isinstance(
-        error, NotSaved
-    ):  # when a server is lost, the coordinator notices it too, and knows more
+    if not of_user and not isinstance(error, NotSaved | LoaderProcessLost):
+        # When a server is lost, the coordinator notices it too, and knows more.
         await runtime.failure_is_known()
     step = 0 if session.client is None else session.stats.steps + 1  # the one that failed
     trace = users_traceback(error) if of_user else ""

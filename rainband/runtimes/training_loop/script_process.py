@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
-from rainband.errors import RainbandError
+from rainband.errors import LoaderProcessLost, RainbandError
 from rainband.plugins import load_strategy
 from rainband.runtimes.config import decode_job
 from rainband.runtimes.processes.worker_link import WorkerLink
@@ -31,8 +32,23 @@ def main(job: bytes, fds: list[int]) -> None:
     except Exception as error:
         if member.left and not isinstance(error, RainbandError):
             raise  # the run is over, so only Python can show it
-        member.report(error)
+        member.report(_of_killed_loader(error) or error)
         sys.exit(1)
+
+
+def _of_killed_loader(error: Exception) -> LoaderProcessLost | None:
+    """Return what to report if a process of a DataLoader was killed, for example because memory ran out.
+
+    Errors of the dataset itself pass through other functions of the DataLoader, and are the script's.
+    """
+    text = str(error)
+    told = isinstance(error, RuntimeError) and text.startswith("DataLoader worker (pid")
+    killed = told and ("killed by signal" in text or text.endswith("exited unexpectedly"))
+    frames = traceback.extract_tb(error.__traceback__)
+    reading = any(frame.name == "_try_get_data" and frame.filename.endswith("dataloader.py") for frame in frames)
+    if not killed and not (reading and isinstance(error, OSError | EOFError)):
+        return None
+    return LoaderProcessLost(f"a process of its data loader was killed ({type(error).__name__}: {text})")
 
 
 def run_script(path: str, arguments: tuple[str, ...], member: object) -> None:
