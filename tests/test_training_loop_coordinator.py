@@ -142,6 +142,17 @@ def test_an_unused_lease_is_reassigned_without_an_event() -> None:
     assert coordinated.coordinator.state.reassigned == 0
 
 
+def test_a_worker_that_leaves_does_not_get_back_a_lease_that_it_returns() -> None:
+    """It has asked for more before; in rounds, the others would wait for its batches for ever."""
+    coordinated = CommandExecutor().drawing()
+    leases = [out.message for _ in range(9) for out in coordinated.say(A, LeaseRequest())]
+    assert kinds(coordinated.say(B, LeaseRequest())) == [(B, NoWork)]  # after A, which waits for a ninth lease
+    last = leases[7]
+    assert isinstance(last, Lease)
+    outs = coordinated.say(A, Return(last.portion, last.lease, LeaseEnd.UNUSED))
+    assert outs == [CoordinatorOutput(B, Lease(last.portion, last.lease + 1, last.groups))]
+
+
 def test_the_run_ends_when_all_have_left_and_everyone_takes_the_result_home() -> None:
     coordinated = CommandExecutor().drawing(Dataset("data", 32, 1, 0))
     coordinated.say(SERVER, report(accepted=20))

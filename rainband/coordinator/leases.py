@@ -255,6 +255,8 @@ class Leases:
             return self.give(now, worker.peer.index)
         if self.state.phase is not Phase.RUNNING:
             return []
+        if message.reason in (LeaseEnd.STOPPED, LeaseEnd.UNUSED):
+            self.wanting.pop(worker.peer.index, None)  # it leaves, and would take a lease that nobody gets again
         if message.reason == LeaseEnd.UNUSED and message.lease == 1:
             assert self.state.plan
             self.numbers[message.portion] += 1
