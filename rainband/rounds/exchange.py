@@ -54,7 +54,9 @@ class Part(NamedTuple):
 class Outcome(NamedTuple):
     """The result of one exchange."""
 
-    took_part: bool  # False: this member was excluded, its tensors are unchanged, and it returns at the next `begin`
+    # False: this member was excluded, or has missed a step. Its tensors have no meaning, and must not be stepped on:
+    # the loop sets its gradients to zero. One of the next calls of `begin` receives the state.
+    took_part: bool
     weight: float = 0.0  # sum of the weights that were averaged; 0: all members skipped, the tensors are unchanged
     numbers: tuple[float, ...] = ()  # of the longest-serving member
     scalars: tuple[float, ...] = ()  # weighted means

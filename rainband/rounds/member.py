@@ -1,0 +1,487 @@
+"""One member of the rounds of split batches, as a state machine over a `Board`.
+
+Methods that may wait are generators. They yield a condition to wait for, or None where other members may run: no word
+is read and another one written without such a place in between, so a test can step members in every order.
+`docs/internals/rounds.md` explains the protocol.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from rainband.errors import RainbandError
+from rainband.rounds.average import Contribution, average, mask_of
+from rainband.rounds.board import Asking, Board, Condition, RoundEntry
+from rainband.rounds.cut import MIN_SAMPLES
+from rainband.rounds.exchange import Outcome, Part, StateHolder
+from rainband.rounds.view import (
+    DRIFT_ROUNDS,
+    Header,
+    Kind,
+    Member,
+    RoundDecision,
+    RoundView,
+    leader_of,
+    next_view,
+    position,
+    up_to_date,
+)
+
+Waiting = Generator[Condition | None, None, Any]
+Headers = dict[int, Header]
+
+SPEEDS = 15  # rounds of which the median speed counts
+
+
+class StateLost(RainbandError):
+    """All workers that had the trained parameters were lost."""
+
+
+# size: exchanges, decisions and joining share the state of the open round and of this life
+class RoundMember:
+    """A member: begins rounds, publishes its contributions, and reads those of the others."""
+
+    def __init__(
+        self, board: Board, holder: StateHolder, clock: Callable[[], float], equal_parts: bool = False
+    ) -> None:
+        self.board = board
+        self.rank = board.rank
+        self.holder = holder
+        self.clock = clock
+        self.equal_parts = equal_parts
+        self.life = 0
+        self.is_in = False
+        self.count = -1  # no state yet
+        self.view = RoundView(0, 0, ())
+        self.view_key = 0
+        self.slot = 0  # of the next contribution
+        self._new_round()
+        self.speeds: deque[float] = deque(maxlen=SPEEDS)
+
+    def _new_round(self) -> None:
+        self.k = 0  # exchanges of this round
+        self.is_cut = False
+        self.samples: Sequence[int] = ()  # of the round, over all members
+        self.part = Part(())
+        self.first: Headers = {}  # of the round's first exchange
+        self.averaged: Headers = {}  # of the first one with tensors
+        self.has_published = False  # tensors
+        self.has_averaged = False
+        self.kind: Kind = "skip"  # of a round without an exchange
+        self.reason = ""
+        self.began_at = 0.0
+
+    # ---- rounds ----------------------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int) -> Waiting:
+        """End the round before, and return the next one, of this epoch or a later one."""
+        while True:
+            if not self.is_in:
+                yield from self._join()
+            elif self.is_cut:
+                yield from self._end_round()
+            elif self.view.epoch < epoch:
+                self.kind = "end"
+                yield from self._end_round()
+            else:
+                return self.view.where
+
+    def cut(self, batch: Sequence[int] | None) -> Part:
+        """Return this member's part of the round's samples."""
+        carried = self.view.carried
+        if batch is None and not carried:
+            return Part((), is_over=True)
+        self.samples = [*carried, *(batch or ())] if carried else batch or ()
+        self.is_cut = True
+        ranks = [member.rank for member in self.view.members]
+        sizes = self.view.sizes(len(self.samples))
+        mine = ranks.index(self.rank)
+        first, size, total = sum(sizes[:mine]), sizes[mine], len(self.samples)
+        part = self.samples[first : first + size] if size else self.samples[:MIN_SAMPLES]
+        self.part = Part(part, first, size, total)
+        self.began_at = self.clock()
+        return self.part
+
+    def _end_round(self) -> Waiting:
+        """Decide what follows from the round, and give or receive the state."""
+        if not self.has_published:
+            yield from self._exchange(self.kind)
+        if not self.is_in:
+            return
+        decision = next_view(self.view, self.first, self._accounted(), self.samples, self.equal_parts)
+        at = position(decision.view.where, 0)
+        if decision.joined:
+            self.board.admit(RoundEntry(at, decision.leader, decision.view.members))
+            yield None
+        lives = {member.rank: member.life for member in self.view.members}
+        if decision.leader == self.rank and decision.receivers:
+            yield from self._give(at, decision.view)
+        self._take(decision.view)
+        self._new_round()
+        self.board.set_position(at)  # after giving: readers infer that the state is complete
+        yield None
+        if self.rank in decision.receivers and decision.leader != self.rank:
+            yield from self._receive(decision, lives[decision.leader], at)
+
+    def _accounted(self) -> Headers:
+        """Return the headers that say what became of the round's samples."""
+        if not self.has_averaged:  # this member's state lacks the mean of the others, if there was one
+            missed = {rank: h for rank, h in self.averaged.items() if h.kind == "mean"}
+            return {rank: h for rank, h in self.first.items() if rank not in missed}
+        skipped = {rank: h for rank, h in self.first.items() if h.kind == "skip"}
+        return {**skipped, **self.averaged} if skipped else self.averaged
+
+    def _take(self, view: RoundView) -> None:
+        self.view = view
+        self.view_key = view.key()
+
+    # ---- exchanges -------------------------------------------------------------------------------------------------
+
+    def mean(
+        self, tensors: list[Tensor | None], weight: float | None, numbers: Sequence[float], scalars: Sequence[float]
+    ) -> Waiting:
+        """Average tensors over the members, in place."""
+        if not self.is_in:
+            return Outcome(False)
+        if not self.k and self.part.weight:
+            self.speeds.append(len(self.part.samples) / max(1e-9, self.clock() - self.began_at))
+        headers: Headers | None = yield from self._exchange("mean", tensors, weight, numbers, scalars)
+        if headers is None:
+            return Outcome(False)
+        self.has_published = True
+        good = up_to_date(headers)
+        if self.rank not in good:
+            return Outcome(False)  # it has missed a step, and would mix its old parameters with new gradients
+        given = [q for q in sorted(good) if headers[q].kind == "mean"]
+        target = position(self.view.where, self.k)
+        contributions = [
+            Contribution(
+                q,
+                headers[q].weight,
+                int.from_bytes(headers[q].present, "little"),
+                self.board.tensors(q, self._slot_of(q, target)),
+            )
+            for q in given
+        ]
+        yield None
+        total = average(tensors, self.rank, contributions)
+        yield None
+        if self._is_excluded():  # nobody waited for this member, so areas may have changed while it read them
+            self._go_out()
+            return Outcome(False)
+        self.count += 1
+        self.has_averaged |= headers is self.averaged
+        return Outcome(True, total, headers[leader_of(headers)].numbers, _means(headers, given))
+
+    def mean_scalars(self, scalars: Sequence[float], weight: float | None) -> Waiting:
+        """Average numbers over the members."""
+        if not self.is_in:
+            return Outcome(False)
+        headers: Headers | None = yield from self._exchange("scalars", weight=weight, scalars=scalars)
+        if headers is None:
+            return Outcome(False)
+        given = [q for q in sorted(up_to_date(headers)) if headers[q].kind == "scalars"]
+        total = sum(headers[q].weight for q in given)
+        return Outcome(True, total, headers[leader_of(headers)].numbers, _means(headers, given))
+
+    def stepped(self) -> None:
+        """Note a step of the user's optimizer."""
+        if self.is_in:
+            self.count += 1
+
+    def _exchange(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor | None] = (),
+        weight: float | None = None,
+        numbers: Sequence[float] = (),
+        scalars: Sequence[float] = (),
+    ) -> Waiting:
+        """Publish a contribution, wait for those of all members, and return their headers; None if excluded."""
+        if self._is_excluded():
+            self._go_out()
+            return None
+        yield None
+        if tensors:
+            yield from self._write(self.board.tensors(self.rank, self.slot), tensors)
+        target = position(self.view.where, self.k + 1)
+        header = self._header(kind, tensors, self.part.weight if weight is None else weight, numbers, scalars)
+        self.board.publish(self.slot, target, header)
+        self.slot = 1 - self.slot
+        self.k += 1
+        yield self._when_all_reached(target)
+        headers = self._headers(target)
+        yield None
+        if self._is_excluded():
+            self._go_out()
+            return None
+        if self.k == 1:
+            self.first = headers
+        if not self.averaged and any(header.kind == "mean" for header in headers.values()):
+            self.averaged = headers
+        return headers
+
+    def _write(self, area: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Waiting:
+        """Copy this member's tensors into its area."""
+        for into, tensor in zip(area, tensors, strict=True):
+            if tensor is not None:
+                into.copy_(tensor)
+        yield None
+
+    def _header(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor | None],
+        weight: float,
+        numbers: Sequence[float],
+        scalars: Sequence[float],
+    ) -> Header:
+        compare = not self.k and self.view.serial % DRIFT_ROUNDS == DRIFT_ROUNDS - 1
+        return Header(
+            kind=kind,
+            count=self.count,
+            view=self.view_key,
+            since=self._own(self.view.members).since,
+            weight=float(weight),
+            excluded=self._excluded_members() if not self.k else (),
+            joins=self._asking() if not self.k else (),
+            reason=self.reason,
+            speed=statistics.median(self.speeds) if self.speeds and not self.k else 0.0,
+            fingerprint=self.holder.fingerprint() if compare else 0,
+            present=mask_of(tensors).to_bytes(-(-len(tensors) // 8), "little"),
+            numbers=tuple(numbers),
+            scalars=tuple(scalars),
+        )
+
+    def _own(self, members: Iterable[Member]) -> Member:
+        return next(member for member in members if member.rank == self.rank)
+
+    def _excluded_members(self) -> tuple[int, ...]:
+        return tuple(m.rank for m in self.view.members if self.board.excluded(m.rank) >= m.life)
+
+    def _asking(self) -> tuple[tuple[int, int], ...]:
+        """Return the workers that ask to join."""
+        lives = {member.rank: member.life for member in self.view.members}
+        found = []
+        for rank in range(self.board.num_ranks):
+            asking = self.board.asking(rank)
+            if asking is not None and self.board.excluded(rank) < asking.life and asking.life > lives.get(rank, 0):
+                found.append((rank, asking.life))
+        return tuple(found)
+
+    # ---- what other members have done ------------------------------------------------------------------------------
+
+    def _reached(self, rank: int, life: int, target: int) -> bool | None:
+        """Return True if a life has reached a position, False if it never will, None if it may.
+
+        The position is read first: when it is of a later life, this life is seen to be excluded.
+        """
+        reached = self.board.position(rank) >= target
+        if self.board.excluded(rank) >= life:
+            return self.board.final(rank, life) >= target
+        return True if reached else None
+
+    def _when_all_reached(self, target: int) -> Condition:
+        """Return the condition that each member has reached a position or never will, or this one was excluded."""
+        position_of, excluded = self.board.position, self.board.excluded
+        mine, life = self.rank, self.life
+        others = [(m.rank, m.life) for m in self.view.members if m.rank != mine]
+
+        def until() -> bool:  # in a loop that spins
+            for rank, its_life in others:
+                if position_of(rank) < target and excluded(rank) < its_life:
+                    return excluded(mine) >= life
+            return True
+
+        return until
+
+    def _headers(self, target: int) -> Headers:
+        """Return the headers of the members that have contributed to an exchange; others are lost, or passed it."""
+        headers = {}
+        for member in self.view.members:
+            if member.rank == self.rank or self._reached(member.rank, member.life, target):
+                slot = self._slot_of(member.rank, target)
+                if slot >= 0:
+                    headers[member.rank] = self.board.header(member.rank, slot)
+        return headers
+
+    def _slot_of(self, rank: int, target: int) -> int:
+        """Return the slot of a member's contribution to an exchange; -1: it made none."""
+        if self.board.published(rank, 0) == target:
+            return 0
+        return 1 if self.board.published(rank, 1) == target else -1
+
+    def _is_excluded(self) -> bool:
+        return self.board.excluded(self.rank) >= self.life
+
+    # ---- the state -------------------------------------------------------------------------------------------------
+
+    def _give(self, at: int, view: RoundView) -> Waiting:
+        """Leave the state for those that begin the round at this position."""
+        yield None
+        state = {"view": msgspec.json.encode(view).decode(), "count": self.count, "training": self.holder.collect()}
+        self.board.put_state(at, state)
+        yield None
+
+    def _receive(self, decision: RoundDecision, life: int, at: int) -> Waiting:
+        """Take the state of the round's leader, if it lives to give it; else go on, and miss this step for longer."""
+        leader = decision.leader
+        yield lambda: self._reached(leader, life, at) is not None or self._is_excluded()
+        if self._reached(leader, life, at):
+            yield from self._apply(leader, at)
+
+    def _apply(self, giver: int, at: int) -> Waiting:
+        """Take a state that was given; return False if there is none, or this member was excluded meanwhile."""
+        state = self.board.state(giver, at)
+        yield None
+        if self._is_excluded():
+            self._go_out()
+            return False
+        if state is None:
+            return False
+        self.holder.apply(state["training"])
+        self.count = state["count"]
+        self._take(msgspec.json.decode(state["view"], type=RoundView))
+        return True
+
+    # ---- joining and leaving ---------------------------------------------------------------------------------------
+
+    def _go_out(self) -> None:
+        """Note the exclusion; what this member did in the open round is repeated by others."""
+        self.is_in = False
+
+    def pause(self) -> Waiting:
+        """End the round, and let nobody wait for this member."""
+        if self.is_in and self.is_cut:
+            yield from self._end_round()
+        if self.is_in:
+            self.board.exclude()
+            self._go_out()
+        yield None
+
+    def _join(self) -> Waiting:
+        """Ask to join, and take part when a member admits this worker; go on alone if there is no member."""
+        board = self.board
+        self.life = max(self.life, board.excluded(self.rank)) + 1
+        last = board.final(self.rank, self.life - 1)
+        known = [p if p <= last else 0 for p in (board.published(self.rank, 0), board.published(self.rank, 1))]
+        self.slot = 1 if known[0] > known[1] else 0  # the other one may still be read
+        board.set_position(0)  # so that nothing is inferred of this life from the position of an earlier one
+        board.set_life(self.life)
+        yield None
+        since = next((m.since for m in self.view.members if m.rank == self.rank), 0)
+        asking = Asking(self.life, self.count, since)
+        board.ask(asking)
+        yield None
+        while True:
+            yield lambda: self._admitted() is not None or self._is_best() or self._is_excluded()
+            if self._is_excluded():
+                return
+            admission = self._admitted()
+            if admission is not None:
+                yield from self._enter(admission)
+                return
+            board.ask(asking._replace(electing=True))
+            yield None
+            if self._admitted() is None and self._is_best():
+                yield from self._go_on_alone()
+                return
+            board.ask(asking)
+            yield None
+
+    def _admitted(self) -> RoundEntry | None:
+        return self._admission(self.rank, self.life)
+
+    def _admission(self, rank: int, life: int) -> RoundEntry | None:
+        """Return what members have written about a worker's joining."""
+        for writer in range(self.board.num_ranks):
+            found = self.board.admission(writer)
+            if found is not None and any(m.rank == rank and m.life == life for m in found.members):
+                return found
+        return None
+
+    def _enter(self, admission: RoundEntry) -> Waiting:
+        giver = next(m for m in admission.members if m.rank == admission.giver)
+        yield lambda: self._reached(giver.rank, giver.life, admission.position) is not None or self._is_excluded()
+        applied = False
+        if self._reached(giver.rank, giver.life, admission.position):
+            applied = yield from self._apply(giver.rank, admission.position)
+        if not applied:  # the giver was lost: let nobody wait for this life, and ask again
+            self.board.exclude()
+            return
+        self._enter_at(admission.position)
+
+    def _enter_at(self, at: int) -> None:
+        """Begin a round as a new member. Nobody counts what an earlier life has published in it."""
+        self._new_round()
+        self.is_in = True
+        for slot in range(2):
+            if self.board.published(self.rank, slot) > at:
+                self.board.withdraw(slot)
+        self.board.set_position(at)
+        self.board.ask(None)
+
+    def _is_best(self) -> bool:
+        """Return True if all workers ask or are excluded, and this one has the newest state."""
+        board = self.board
+        mine = (-self.count, self._since_asked(), self.rank)
+        for rank in range(board.num_ranks):
+            if rank == self.rank or board.excluded(rank) >= max(1, board.life(rank)):
+                continue
+            asking = board.asking(rank)
+            if asking is None or asking.life != board.life(rank) or asking.electing:
+                return False
+            if (-asking.steps, asking.since, rank) < mine or self._admission(rank, asking.life) is not None:
+                return False
+        return True
+
+    def _since_asked(self) -> int:
+        asking = self.board.asking(self.rank)
+        return 0 if asking is None else asking.since
+
+    def _go_on_alone(self) -> Waiting:
+        """Make a view of all workers that ask, and give them the state."""
+        board, view = self.board, self.view
+        if self.count < 0:
+            if any(board.published(rank, slot) for rank in range(board.num_ranks) for slot in range(2)):
+                raise StateLost("all workers that had the trained parameters were lost: start the run again.")
+            self.count = 0
+        lives = {self.rank: self.life}
+        for rank in range(board.num_ranks):
+            asking = board.asking(rank)
+            if asking is not None and asking.life == board.life(rank) and board.excluded(rank) < asking.life:
+                lives[rank] = asking.life
+        if self.first:  # the open round has come as far as this member knows
+            view = next_view(view, self.first, self._accounted(), self.samples, self.equal_parts).view
+        elif self.k or self.is_cut:  # its positions are used up
+            view = msgspec.structs.replace(view, batch=view.batch + 1, carried=(*(self.samples or view.carried),))
+        again = [sample for _, samples in view.deferred for sample in samples]
+        view = msgspec.structs.replace(
+            view,
+            members=tuple(Member(rank, lives[rank], view.serial) for rank in sorted(lives)),
+            shares=(),
+            carried=(*view.carried, *again),
+            deferred=(),
+            carried_over=view.carried_over + len(again),
+            transfers=view.transfers + len(lives) - 1,
+        )
+        at = position(view.where, 0)
+        if len(lives) > 1:
+            board.admit(RoundEntry(at, self.rank, view.members))
+            yield from self._give(at, view)
+        self._take(view)
+        self._enter_at(at)
+
+
+def _means(headers: Headers, given: Sequence[int]) -> tuple[float, ...]:
+    """Return the weighted means of the scalars."""
+    counted = [headers[q] for q in given if headers[q].weight] or [headers[q] for q in given]
+    weights = [header.weight or 1.0 for header in counted]
+    columns = zip(*(header.scalars for header in counted), strict=True)
+    return tuple(sum(w * x for w, x in zip(weights, column, strict=True)) / sum(weights) for column in columns)

@@ -1,0 +1,82 @@
+"""The exchange of one member: drives its state machine, and waits where that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rainband.rounds.board import Board
+from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
+from rainband.rounds.member import RoundMember, Waiting
+from rainband.rounds.view import RoundView
+
+
+class RoundExchange:
+    """An `Exchange` over any board."""
+
+    def __init__(
+        self, board: Board, holder: StateHolder, clock: Callable[[], float], equal_parts: bool = False
+    ) -> None:
+        self.board = board
+        self.rank = board.rank
+        self.member = RoundMember(board, holder, clock, equal_parts)
+
+    @property
+    def view(self) -> RoundView:
+        """Return what all members know, with the account of samples."""
+        return self.member.view
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(member.rank for member in self.view.members)
+
+    @property
+    def is_first(self) -> bool:
+        return min(self.view.members, key=lambda member: (member.since, member.rank)).rank == self.rank
+
+    def begin(self, epoch: int) -> RoundId:
+        where: RoundId = self._run(self.member.begin(epoch))
+        return where
+
+    def cut(self, batch: Sequence[int] | None) -> Part:
+        return self.member.cut(batch)
+
+    def mean(
+        self,
+        tensors: list[Tensor | None],
+        weight: float | None = None,
+        numbers: Sequence[float] = (),
+        scalars: Sequence[float] = (),
+    ) -> Outcome:
+        outcome: Outcome = self._run(self.member.mean(tensors, weight, numbers, scalars))
+        return outcome
+
+    def mean_scalars(self, scalars: Sequence[float], weight: float | None = None) -> Outcome:
+        outcome: Outcome = self._run(self.member.mean_scalars(scalars, weight))
+        return outcome
+
+    def skip(self, reason: str) -> None:
+        self.member.kind, self.member.reason = "skip", reason
+
+    def defer(self) -> None:
+        self.member.kind = "defer"
+
+    def stepped(self) -> None:
+        self.member.stepped()
+
+    def pause(self) -> None:
+        self._run(self.member.pause())
+
+    def leave(self) -> None:
+        self._run(self.member.pause())
+
+    def _run(self, waiting: Waiting) -> Any:
+        try:
+            while True:
+                until = next(waiting)
+                if until is not None:
+                    self.board.wait(until)
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,272 @@
+"""Decisions of a round, as functions of headers that all members read alike.
+
+A `RoundView` is what all members know in common. `next_view` makes that of the next round from the headers of this
+one, so members that hold the same view and read the same headers agree without asking anybody.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from rainband.rounds.cut import part_sizes
+from rainband.rounds.exchange import RoundId
+
+Kind = Literal["mean", "scalars", "skip", "defer", "end"]  # end: of an epoch
+
+RECUT_ROUNDS = 50  # the least number of rounds between two cuts by measured speed
+RECUT_CHANGE = 0.1  # and the least relative change of a share that is worth it
+DRIFT_ROUNDS = 100  # between two comparisons of the parameters
+NO_BACKWARD = "no backward pass"
+K_BITS, BATCH_BITS = 16, 28
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A member: its rank, the number of its life (a new one after each exclusion), and since when it takes part."""
+
+    rank: int
+    life: int
+    since: int = 0  # rounds before it came
+    active: bool = True  # False: it has left the epoch that the others are in, and gets no samples
+
+
+class RoundView(msgspec.Struct, frozen=True, array_like=True):
+    """The knowledge that the members of a round have in common."""
+
+    epoch: int
+    batch: int
+    members: tuple[Member, ...]  # by rank
+    serial: int = 0  # rounds so far
+    shares: tuple[float, ...] = ()  # of `members`; empty: equal ones
+    cut_at: int = 0  # serial number of the last cut by measured speed
+    carried: tuple[int, ...] = ()  # samples to be repeated in the next round
+    deferred: tuple[tuple[int, tuple[int, ...]], ...] = ()  # by rank: samples whose gradient waits for a later exchange
+    applied: int = 0  # samples, from here on
+    carried_over: int = 0
+    not_seen: int = 0
+    skipped: tuple[tuple[str, int], ...] = ()  # by reason
+    transfers: int = 0  # states that members have received
+    drifted: int = 0  # of these, because parameters differed
+
+    @property
+    def where(self) -> RoundId:
+        return RoundId(self.epoch, self.batch)
+
+    def key(self) -> int:
+        """Return a hash; members with different ones have decided differently."""
+        return zlib.crc32(_encoder.encode(self))
+
+    def sizes(self, total: int) -> list[int]:
+        """Return how many samples of a round are each member's."""
+        shares = self.shares or (1.0,) * len(self.members)
+        return part_sizes(total, [share * m.active for share, m in zip(shares, self.members, strict=True)])
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """The words that a member publishes in an exchange, besides its tensors."""
+
+    kind: Kind
+    count: int  # exchanges and steps that it took part in; fewer than others: it has missed one
+    view: int  # hash of its view
+    since: int  # as in `Member`
+    weight: float = 0.0
+    excluded: tuple[int, ...] = ()  # ranks of members that it knows to be excluded
+    joins: tuple[tuple[int, int], ...] = ()  # rank and life of workers that ask to join
+    reason: str = ""  # of a skip
+    speed: float = 0.0  # samples/s; 0: not known
+    fingerprint: int = 0  # of the parameters; 0: not computed
+    present: bytes = b""  # bit mask of tensors with a value
+    numbers: tuple[float, ...] = ()
+    scalars: tuple[float, ...] = ()
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def position(where: RoundId, exchanges: int) -> int:
+    """Return a member's position as a number that only grows: the round, and how many of its exchanges are published.
+
+    0 is before all rounds. With 0 exchanges, the member has begun the round.
+    """
+    return ((where.epoch + 1) << BATCH_BITS | where.batch) << K_BITS | exchanges
+
+
+def leader_of(headers: Mapping[int, Header]) -> int:
+    """Return the longest-serving member among those that have missed nothing."""
+    return min(headers, key=lambda rank: (headers[rank].kind == "end", -headers[rank].count, headers[rank].since, rank))
+
+
+def up_to_date(headers: Mapping[int, Header]) -> set[int]:
+    """Return the members that have missed nothing: contributions of the others do not count."""
+    if not headers:
+        return set()
+    best = headers[leader_of(headers)]
+    return {rank for rank, h in headers.items() if (h.count, h.view) == (best.count, best.view)}
+
+
+class RoundDecision(NamedTuple):
+    """The consequences of a round's headers."""
+
+    view: RoundView
+    leader: int  # it gives the state
+    receivers: frozenset[int]  # members that receive the state at the beginning of the next round
+    joined: frozenset[int]  # of these, those that did not take part in this round
+
+
+def next_view(
+    view: RoundView,
+    first: Mapping[int, Header],
+    accounted: Mapping[int, Header],
+    samples: Sequence[int],
+    equal_parts: bool = False,
+) -> RoundDecision:
+    """Return what follows from the headers of a round's first exchange.
+
+    `samples` are those of the round, over all members; `accounted` are the headers that say what became of them.
+    """
+    usual = _usual(view, first, accounted, samples)
+    if usual is not None:
+        return usual
+    gone = {rank for header in first.values() for rank in header.excluded}
+    there = {rank: header for rank, header in first.items() if rank not in gone}
+    leader = leader_of(there)
+    joins = dict(first[leader].joins)
+    stay = [m for m in view.members if m.rank in first and m.rank not in gone and m.rank not in joins]
+    serial = view.serial + 1
+    active = {rank for rank, header in first.items() if header.kind != "end"}
+    epoch_ends = not active
+    members = [Member(m.rank, m.life, m.since, epoch_ends or m.rank in active) for m in stay]
+    members += [Member(rank, life, serial) for rank, life in joins.items()]
+    members.sort(key=lambda member: member.rank)
+
+    good, best = up_to_date(there), there[leader]
+    drifted = {
+        r for r in good if first[r].fingerprint and best.fingerprint and first[r].fingerprint != best.fingerprint
+    }
+    missed = {m.rank for m in stay if m.rank not in good and (epoch_ends or m.rank in active)}
+    receivers = frozenset(missed | drifted | set(joins))
+
+    counted = _Counted(view)
+    if samples:
+        counted.round(view, accounted, samples)
+    else:
+        counted.carried = list(view.carried)
+    counted.forget({m.rank for m in view.members} - {m.rank for m in stay})
+    not_seen = view.not_seen
+    if epoch_ends:
+        not_seen += len(counted.carried)
+        counted.carried_over -= len(counted.carried)
+        counted.carried = []
+    shares, cut_at = _shares(view, members, first, serial, equal_parts)
+    after = RoundView(
+        epoch=view.epoch + epoch_ends,
+        batch=0 if epoch_ends else view.batch + 1,
+        members=tuple(members),
+        serial=serial,
+        shares=shares,
+        cut_at=cut_at,
+        carried=tuple(counted.carried),
+        deferred=tuple(sorted((r, tuple(s)) for r, s in counted.deferred.items() if s)),
+        applied=counted.applied,
+        carried_over=counted.carried_over,
+        not_seen=not_seen,
+        skipped=tuple(sorted(counted.skipped.items())),
+        transfers=view.transfers + len(receivers),
+        drifted=view.drifted + len(drifted),
+    )
+    return RoundDecision(after, leader, receivers, frozenset(joins))
+
+
+def _usual(
+    view: RoundView, first: Mapping[int, Header], accounted: Mapping[int, Header], samples: Sequence[int]
+) -> RoundDecision | None:
+    """Return the decision of a round in which nothing happened, sooner; None if something did."""
+    if first is not accounted or len(first) != len(view.members) or view.carried or view.deferred:
+        return None
+    if (view.serial + 1 - view.cut_at) % RECUT_ROUNDS == 0 or not all(member.active for member in view.members):
+        return None
+    (best, *others) = first.values()
+    for h in first.values():
+        if h.kind != "mean" or h.excluded or h.joins:
+            return None
+    for h in others:
+        if (h.count, h.view, h.fingerprint) != (best.count, best.view, best.fingerprint):
+            return None
+    after = RoundView(
+        epoch=view.epoch,
+        batch=view.batch + 1,
+        members=view.members,
+        serial=view.serial + 1,
+        shares=view.shares,
+        cut_at=view.cut_at,
+        applied=view.applied + len(samples),
+        carried_over=view.carried_over,
+        not_seen=view.not_seen,
+        skipped=view.skipped,
+        transfers=view.transfers,
+        drifted=view.drifted,
+    )
+    return RoundDecision(after, leader_of(first), frozenset(), frozenset())
+
+
+class _Counted:
+    """The account of samples, while a round is added to it."""
+
+    def __init__(self, view: RoundView) -> None:
+        self.applied = view.applied
+        self.carried_over = view.carried_over
+        self.skipped = dict(view.skipped)
+        self.carried: list[int] = []
+        self.deferred = {rank: list(samples) for rank, samples in view.deferred}
+
+    def round(self, view: RoundView, headers: Mapping[int, Header], samples: Sequence[int]) -> None:
+        """Count each part of a round."""
+        good = up_to_date(headers)
+        at = 0
+        for member, size in zip(view.members, view.sizes(len(samples)), strict=True):
+            part, at = samples[at : at + size], at + size
+            header = headers.get(member.rank)
+            if header is None or member.rank not in good or header.kind == "end":
+                self._carry(part)
+            elif header.kind == "mean":
+                self.applied += len(part) + len(self.deferred.pop(member.rank, ()))
+            elif header.kind == "defer":
+                self.deferred.setdefault(member.rank, []).extend(part)
+            elif part:
+                reason = header.reason or NO_BACKWARD
+                self.skipped[reason] = self.skipped.get(reason, 0) + len(part)
+
+    def forget(self, ranks: set[int]) -> None:
+        """Repeat what excluded members have computed and never contributed."""
+        for rank in sorted(ranks):
+            self._carry(self.deferred.pop(rank, []))
+
+    def _carry(self, samples: Sequence[int]) -> None:
+        self.carried.extend(samples)
+        self.carried_over += len(samples)
+
+
+def _shares(
+    view: RoundView, members: Sequence[Member], headers: Mapping[int, Header], serial: int, equal_parts: bool
+) -> tuple[tuple[float, ...], int]:
+    """Return the shares of the next round: as before, or by measured speed."""
+    if equal_parts:
+        return (), view.cut_at
+    speeds = [headers[m.rank].speed if m.rank in headers else 0.0 for m in members]
+    if all(speeds) and (serial - view.cut_at) % RECUT_ROUNDS == 0:
+        before = view.shares or (1.0,) * len(members)
+        if len(before) != len(members) or _differ(before, speeds):
+            return tuple(speeds), serial
+    if [m.rank for m in members] == [m.rank for m in view.members] or not view.shares:
+        return view.shares, view.cut_at
+    old = dict(zip([m.rank for m in view.members], view.shares, strict=True))
+    usual = sorted(old.values())[len(old) // 2]  # of a new member nothing is known yet
+    return tuple(old.get(m.rank, usual) for m in members), view.cut_at
+
+
+def _differ(before: Sequence[float], now: Sequence[float]) -> bool:
+    scale = sum(before) / sum(now)
+    return any(abs(speed * scale / share - 1.0) > RECUT_CHANGE for share, speed in zip(before, now, strict=True))

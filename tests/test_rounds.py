@@ -1,0 +1,331 @@
+"""Rounds of split batches: members are killed, excluded, restarted, paused and skip at every place of the protocol."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import rainband.rounds.member
+import rainband.rounds.view
+from rainband.rounds.average import Contribution, average
+from rainband.rounds.board import LocalBoard, SharedMemory
+from rainband.rounds.cut import part_sizes
+from rainband.rounds.exchange import Part, RoundId
+from rainband.rounds.member import RoundMember
+from rainband.rounds.rounds import RoundExchange
+from rainband.rounds.view import Header, Member, RoundView, next_view, up_to_date
+from tests.round_runs import Plan, RoundRun, Script, explore
+
+NONE: frozenset[tuple[int, int]] = frozenset()
+RANK_1 = frozenset({(1, 0)})
+BOTH = frozenset({(0, 0), (1, 0)})
+
+
+# ---- parts ----
+
+
+@pytest.mark.parametrize(
+    ("total", "shares", "sizes"),
+    [
+        (64, (1, 1, 1, 1), [16, 16, 16, 16]),
+        (7, (1, 1, 1), [3, 2, 2]),
+        (5, (1, 1, 1), [3, 2, 0]),  # two samples at least, so the third member has none
+        (1, (1, 1), [1, 0]),
+        (0, (1, 1), [0, 0]),
+        (60, (5, 1), [50, 10]),
+        (64, (5, 5, 5, 1), [20, 20, 20, 4]),
+        (16, (100, 100, 1), [8, 8, 0]),  # two samples would take the last one longer than the others' parts
+        (10, (1, 0, 1), [5, 0, 5]),
+    ],
+)
+def test_a_batch_is_cut_in_proportion_to_the_shares(total: int, shares: tuple[float, ...], sizes: list[int]) -> None:
+    assert part_sizes(total, shares) == sizes
+
+
+@given(st.integers(0, 300), st.lists(st.floats(0.01, 100.0), min_size=1, max_size=9))
+def test_every_sample_is_in_one_part_and_no_part_has_a_single_one(total: int, shares: list[float]) -> None:
+    sizes = part_sizes(total, shares)
+    assert sum(sizes) == total
+    assert total == 1 or 1 not in sizes
+
+
+# ---- the mean ----
+
+
+def test_the_mean_is_weighted_by_samples_and_exact_for_whole_numbers() -> None:
+    areas = [torch.tensor([3.0, 30.0]), torch.tensor([6.0, 12.0])]
+    for mine in (0, 1, 2):  # rank 2 contributes nothing, and receives the mean
+        out: list[torch.Tensor | None] = [areas[mine].clone() if mine < 2 else torch.zeros(2)]
+        given_ = [Contribution(0, 2.0, 1, [areas[0]]), Contribution(1, 1.0, 1, [areas[1]])]
+        assert average(out, mine, given_) == 3.0
+        assert torch.equal(out[0], torch.tensor([4.0, 24.0]))  # type: ignore[arg-type]
+
+
+def test_no_value_counts_as_zero_and_stays_none_if_nobody_has_one() -> None:
+    ones = [torch.ones(2), torch.ones(1), torch.ones(1)]
+    out: list[torch.Tensor | None] = [None, torch.ones(1), None]
+    average(out, 1, [Contribution(0, 4.0, 0b001, ones), Contribution(1, 4.0, 0b010, ones)])
+    assert [None if tensor is None else tensor.tolist() for tensor in out] == [[0.5, 0.5], [0.5], None]
+
+
+@pytest.mark.parametrize("weights", [(8.0, 8.0), (9.0, 7.0), (3.0, 3.0, 3.0), (1.0, 2.0, 4.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_all_members_get_the_same_bits(weights: tuple[float, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    areas = [[torch.randn(1000).to(dtype)] for _ in weights]
+    contributions = [Contribution(rank, w, 1, areas[rank]) for rank, w in enumerate(weights)]
+    results = []
+    for mine in range(len(weights)):
+        out: list[torch.Tensor | None] = [areas[mine][0].clone()]
+        average(out, mine, contributions)
+        results.append(out[0])
+    assert all(torch.equal(results[0], result) for result in results)  # type: ignore[arg-type]
+    expected = sum(w * a[0].double() for w, a in zip(weights, areas, strict=True)) / sum(weights)
+    assert torch.allclose(results[0].double(), expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-6)  # type: ignore
+
+
+# ---- one member ----
+
+
+def test_one_member_has_whole_batches_and_unchanged_gradients() -> None:
+    plan = Plan(1)
+    script = Script(plan, SharedMemory(1, [torch.zeros(3)]), 0)
+    board = LocalBoard(SharedMemory(1, [torch.zeros(3)]), 0)
+    exchange = RoundExchange(board, script, lambda: 0.0)
+    assert exchange.begin(0) == exchange.begin(0) == RoundId(0, 0)
+    assert exchange.cut([5, 6, 7]) == Part([5, 6, 7], 0, 3, 3)
+    tensors: list[torch.Tensor | None] = [torch.tensor([0.1, 0.2, 0.3])]
+    outcome = exchange.mean(tensors, numbers=[0.5], scalars=[2.0])
+    assert (outcome.took_part, outcome.weight, outcome.numbers, outcome.scalars) == (True, 3.0, (0.5,), (2.0,))
+    assert torch.equal(tensors[0], torch.tensor([0.1, 0.2, 0.3]))  # type: ignore[arg-type]
+    assert exchange.begin(0) == RoundId(0, 1)
+    assert exchange.cut(None).is_over
+    assert exchange.begin(1) == RoundId(1, 0)
+    assert (exchange.members, exchange.is_first, exchange.view.applied) == ((0,), True, 3)
+
+
+# ---- decisions ----
+
+
+def header(**fields: object) -> Header:
+    return Header(**{"kind": "mean", "count": 4, "view": 1, "since": 0, **fields})  # type: ignore[arg-type]
+
+
+def decided(headers: dict[int, Header], samples: int = 9, **fields: object) -> RoundView:
+    view = RoundView(0, 5, tuple(Member(rank, 1) for rank in range(3)), **fields)  # type: ignore[arg-type]
+    return next_view(view, headers, headers, range(samples)).view
+
+
+def test_the_part_of_a_lost_member_is_carried_over() -> None:
+    after = decided({0: header(), 2: header()})
+    assert (after.carried, after.applied, [m.rank for m in after.members]) == ((3, 4, 5), 6, [0, 2])
+
+
+def test_a_member_that_missed_a_step_does_not_count_and_receives_the_state() -> None:
+    headers = {0: header(), 1: header(count=3), 2: header()}
+    assert up_to_date(headers) == {0, 2}
+    view = RoundView(0, 0, tuple(Member(rank, 1) for rank in range(3)))
+    decision = next_view(view, headers, headers, range(9))
+    assert (decision.leader, decision.receivers, decision.view.carried) == (0, {1}, (3, 4, 5))
+
+
+def test_skipped_samples_count_with_their_reason() -> None:
+    after = decided({0: header(), 1: header(kind="skip", reason="not finite"), 2: header()})
+    assert (after.skipped, after.applied, after.carried) == ((("not finite", 3),), 6, ())
+
+
+def test_deferred_samples_count_when_their_gradient_does_and_are_repeated_when_it_is_lost() -> None:
+    after = decided({0: header(kind="defer"), 1: header(kind="defer"), 2: header(kind="defer")})
+    assert (after.applied, after.deferred) == (0, ((0, (0, 1, 2)), (1, (3, 4, 5)), (2, (6, 7, 8))))
+    members = tuple(Member(rank, 1) for rank in range(3))
+    view = RoundView(0, 6, members, deferred=after.deferred)
+    headers = {0: header(), 1: header()}
+    later = next_view(view, headers, headers, range(10, 19)).view
+    assert (later.applied, sorted(later.carried), later.deferred) == (12, [6, 7, 8, 16, 17, 18], ())
+
+
+def test_parts_follow_the_measured_speeds_at_most_every_50_rounds() -> None:
+    headers = {rank: header(speed=speed) for rank, speed in enumerate((50.0, 50.0, 10.0))}
+    assert decided(headers, serial=48).shares == ()
+    after = decided(headers, serial=49)
+    assert (after.shares, after.cut_at, after.sizes(66)) == ((50.0, 50.0, 10.0), 50, [30, 30, 6])
+    alike = {rank: header(speed=speed) for rank, speed in enumerate((50.0, 52.0, 51.0))}
+    assert decided(alike, serial=49).shares == ()  # not worth a new cut
+
+
+def test_a_member_whose_parameters_differ_receives_the_state() -> None:
+    headers = {0: header(fingerprint=7), 1: header(fingerprint=7), 2: header(fingerprint=8)}
+    view = RoundView(0, 0, tuple(Member(rank, 1) for rank in range(3)))
+    decision = next_view(view, headers, headers, range(9))
+    assert (decision.receivers, decision.view.drifted, decision.view.applied) == ({2}, 1, 9)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_short_way_of_a_usual_round_decides_as_the_long_one(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {rank: header(since=2 - rank) for rank in range(number)}
+    members = tuple(Member(rank, 1 + rank, 2 - rank) for rank in range(number))
+    view = RoundView(1, 5, members, 7, (1.0, 2.0, 3.0)[:number], 3, applied=8, skipped=(("why", 2),), transfers=4)
+    short = next_view(view, headers, headers, range(9))
+    monkeypatch.setattr(rainband.rounds.view, "_usual", lambda *_: None)
+    assert short == next_view(view, headers, headers, range(9))
+
+
+# ---- whole runs ----
+
+QUICK = {
+    "two workers": (Plan(2, (4, 3)), {}),
+    "a kill": (Plan(2, (4,)), {"kills": 1}),
+    "a skip": (Plan(2, (4, 3), skips=RANK_1), {}),
+    "all skip": (Plan(2, (4, 3), skips=BOTH), {}),
+    "two backward passes": (Plan(2, (4,), skips=RANK_1, double=True), {}),
+    "a break": (Plan(2, (4, 3), epochs=2, breaks=RANK_1), {}),
+    "all break": (Plan(2, (4, 3), epochs=2, breaks=BOTH), {}),
+    "all pause": (Plan(2, (4, 3), pauses=BOTH), {}),
+}
+THOROUGH = {
+    "three workers": (Plan(3, (7,)), {}),
+    "fewer samples than workers": (Plan(3, (1,)), {}),
+    "a kill in two rounds": (Plan(2, (4, 3)), {"kills": 1}),
+    "a skip and a kill": (Plan(2, (4, 3), skips=RANK_1), {"kills": 1}),
+    "a kill and a restart": (Plan(2, (4, 3)), {"kills": 1, "restarts": 1}),
+    "a pause beyond the timeout": (Plan(2, (4, 3)), {"fences": 1}),
+    "a skip and a pause": (Plan(2, (4, 3), skips=RANK_1), {"fences": 1}),
+    "two backward passes, a skip and a kill": (Plan(2, (4, 3), skips=RANK_1, double=True), {"kills": 1}),
+    "two epochs and a kill": (Plan(2, (3,), epochs=2), {"kills": 1}),
+    "a break and a kill": (Plan(2, (4, 3), epochs=2, breaks=RANK_1), {"kills": 1}),
+    "a pause and a kill": (Plan(2, (4, 3), pauses=frozenset({(1, 1)})), {"kills": 1}),
+    "a kill of three": (Plan(3, (7,)), {"kills": 1}),
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_every_order_of_events_keeps_the_invariants(name: str) -> None:
+    plan, events = QUICK[name]
+    explore(plan, **events)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", THOROUGH)
+def test_every_order_of_more_events_keeps_the_invariants(name: str) -> None:
+    plan, events = THOROUGH[name]
+    explore(plan, **events)
+
+
+def random_run(seed: int) -> RoundRun:
+    """Run to the end, with random events in a random order."""
+    chance = random.Random(seed)
+    num_workers = chance.choice((2, 3, 4))
+
+    def some(number: int) -> frozenset[tuple[int, int]]:
+        return frozenset((chance.randrange(num_workers), chance.randrange(6)) for _ in range(chance.randrange(number)))
+
+    batches = tuple(chance.randrange(1, 9) for _ in range(3))
+    plan = Plan(num_workers, batches, 2, some(3), chance.random() < 0.3, some(2) if chance.random() < 0.3 else NONE)
+    plan = plan._replace(pauses=some(3))
+    kills = chance.randrange(num_workers)
+    run = RoundRun(plan, kills, chance.randrange(3), chance.randrange(kills + 1))
+    rate = chance.choice((0.01, 0.03, 0.1))
+    while actions := run.actions():
+        events = [action for action in actions if action[0] not in ("step", "exclude")]
+        steps = [action for action in actions if action[0] in ("step", "exclude")]
+        run.do(chance.choice(events if events and (not steps or chance.random() < rate) else steps))
+        run.check()
+    run.check()
+    return run
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 1 << 32))
+def test_random_events_keep_the_invariants(seed: int) -> None:
+    random_run(seed)
+
+
+# ---- broken on purpose ----
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def one_slot(patch: pytest.MonkeyPatch) -> None:
+    """A member writes where others may still be reading its last contribution."""
+    true = RoundMember._exchange
+
+    def exchange(member: RoundMember, *arguments: object, **named: object) -> object:
+        member.slot = 0
+        return (yield from true(member, *arguments, **named))  # type: ignore[arg-type]
+
+    patch.setattr(RoundMember, "_exchange", exchange)
+
+
+def position_of_the_excluded(patch: pytest.MonkeyPatch) -> None:
+    """Contributions that an excluded member writes after its exclusion count."""
+    patch.setattr(LocalBoard, "final", lambda board, rank, life: board.position(rank))
+
+
+def exclusion_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """Nobody notices that a member was excluded."""
+    patch.setattr(
+        RoundMember, "_reached", lambda member, rank, life, target: member.board.position(rank) >= target or None
+    )
+
+
+def garbage_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """A member does not look whether it was excluded while it read."""
+    patch.setattr(RoundMember, "_is_excluded", lambda member: False)
+
+
+def everybody_counts(patch: pytest.MonkeyPatch) -> None:
+    """Contributions of members that missed a step count, and they receive no state."""
+    patch.setattr(rainband.rounds.view, "up_to_date", set)
+    patch.setattr(rainband.rounds.member, "up_to_date", set)
+
+
+def nothing_is_carried(patch: pytest.MonkeyPatch) -> None:
+    """The samples of a lost member are forgotten."""
+    patch.setattr(rainband.rounds.view._Counted, "_carry", lambda counted, samples: None)
+
+
+def no_admission(patch: pytest.MonkeyPatch) -> None:
+    """A joining worker is not told that it is a member."""
+    patch.setattr(LocalBoard, "admit", lambda board, admission: None)
+
+
+def two_go_on_alone(patch: pytest.MonkeyPatch) -> None:
+    """A worker that asks goes on alone, although others are there."""
+    patch.setattr(RoundMember, "_is_best", lambda member: True)
+
+
+def old_parameters_get_new_gradients(patch: pytest.MonkeyPatch) -> None:
+    """A member that missed a step counts what others contributed meanwhile as applied."""
+    patch.setattr(RoundMember, "_accounted", lambda member: {**member.first, **member.averaged})
+
+
+MUTATIONS: dict[Mutation, str] = {
+    one_slot: "random",
+    position_of_the_excluded: "random",
+    exclusion_is_not_waited_for: "a kill",
+    garbage_is_kept: "random",
+    everybody_counts: "a skip",
+    nothing_is_carried: "a kill",
+    no_admission: "two workers",
+    two_go_on_alone: "two workers",
+    old_parameters_get_new_gradients: "a skip and a kill",
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_some_order_of_events_notices(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    name = MUTATIONS[mutation]
+    with pytest.raises((AssertionError, ValueError, RuntimeError)):
+        if name == "random":
+            for seed in range(2000):
+                random_run(seed)
+        else:
+            plan, events = {**QUICK, **THOROUGH}[name]
+            explore(plan, limit=100_000, **events)
