@@ -1,0 +1,276 @@
+"""Rounds of split batches in memory that the workers of one machine share.
+
+One sparse memory file has, for each worker, a few words on cache lines of their own, two headers, two areas for
+tensors, and room for a state. Only the parts in use take memory. A worker that waits looks at the words for a moment,
+and then sleeps until another one rings its bell (an eventfd).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import select
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rainband.rounds.board import Asking, Condition, RoundEntry
+from rainband.rounds.view import Header
+from rainband.transports.pytrees import incoming, outgoing
+
+LINE_WORDS = 8  # of 8 bytes: a cache line
+# The worker's own words in its first line; then those that the launcher writes, those of a state, those of its request.
+POSITION, LIFE, PUBLISHED = 0, 1, 2  # the last one for each of two slots
+EXCLUDED, FINAL = LINE_WORDS, LINE_WORDS + 1  # the last one for even and odd lives
+STATE_POSITION, STRUCTURE_BYTES, TENSOR_BYTES = 2 * LINE_WORDS, 2 * LINE_WORDS + 1, 2 * LINE_WORDS + 2
+ASKING_LIFE, ASKING_STEPS, ASKING_SINCE, ELECTING = range(3 * LINE_WORDS, 3 * LINE_WORDS + 4)
+ASLEEP = 4 * LINE_WORDS
+ADMISSION_BYTES = 5 * LINE_WORDS  # the length, then the text
+ADMISSION_AT = 8 * (ADMISSION_BYTES + 1)
+HEADERS_AT = 4096
+HEADER_BYTES = 16 * 1024  # each begins with its length
+WORKER_BYTES = HEADERS_AT + 2 * HEADER_BYTES
+ROOM_BYTES = 1 << 36  # for the areas of a worker, and for its state
+STAGGER_BYTES = 13 * 64  # between areas, which otherwise meet in the same sets of the caches
+
+SPINS = 500  # looks at the words before a worker sleeps
+SLEEP_MS = 2  # after which it looks again: a bell may have been missed
+
+_header_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(Header)
+_admission_decoder = msgspec.msgpack.Decoder(RoundEntry)
+
+
+_lock = threading.Lock()
+
+
+def _fence() -> None:
+    """Let other processors see what was written before anything else is read."""
+    with _lock:  # taking a lock is a full barrier
+        pass
+
+
+def _room_at(num_ranks: int, number: int) -> int:
+    """Return the offset of the areas of worker `number`, or, from `num_ranks` on, of a state."""
+    control = -(-num_ranks * WORKER_BYTES // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+    return control + number * ROOM_BYTES
+
+
+class RoundsMemory:
+    """The launcher's side: makes the memory, and excludes workers."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.fd = os.memfd_create("rainband rounds", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, _room_at(num_ranks, 2 * num_ranks))
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.bells = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(num_ranks)]
+        self.words = MemberWords(self.fd, num_ranks, self.bells)
+
+    @property
+    def fds(self) -> list[int]:
+        """Return the files that a worker inherits."""
+        return [self.fd, *self.bells]
+
+    def exclude(self, rank: int) -> None:
+        """Exclude a worker whose process has been reaped, or is stopped: its position is final."""
+        self.words.exclude(rank)
+        self.words.ring(rank)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class MemberWords:
+    """The words of all workers."""
+
+    def __init__(self, fd: int, num_ranks: int, bells: Sequence[int]) -> None:
+        self.bells = bells
+        self.mapping = mmap.mmap(fd, num_ranks * WORKER_BYTES, flags=mmap.MAP_SHARED)
+        memory = memoryview(self.mapping)
+        pieces = [memory[rank * WORKER_BYTES : (rank + 1) * WORKER_BYTES] for rank in range(num_ranks)]
+        self.bytes = pieces
+        self.of = [piece[:HEADERS_AT].cast("q") for piece in pieces]
+
+    def exclude(self, rank: int) -> None:
+        words = self.of[rank]
+        life = max(1, words[LIFE])
+        if words[EXCLUDED] < life:
+            words[FINAL + life % 2] = words[POSITION]
+            words[EXCLUDED] = life
+
+    def ring(self, rank: int) -> None:
+        """Wake the workers that sleep, except this one."""
+        for other, words in enumerate(self.of):
+            if words[ASLEEP] and other != rank:
+                words[ASLEEP] = 0
+                os.eventfd_write(self.bells[other], 1)
+
+
+class SharedBoard:
+    """One worker's view of the shared memory; see `rainband.rounds.board.Board`."""
+
+    def __init__(self, fds: Sequence[int], rank: int, like: Sequence[Tensor]) -> None:
+        """`fds` are those of a RoundsMemory. `like` tells the shapes and dtypes of the tensors."""
+        fd, *bells = fds
+        self.fd = fd
+        self.rank = rank
+        self.num_ranks = len(bells)
+        self._all = MemberWords(fd, self.num_ranks, bells)
+        self._words = self._all.of
+        self._own = self._words[rank]
+        self._poll = select.poll()
+        self._poll.register(bells[rank], select.POLLIN)
+        self._areas = [_areas(fd, _room_at(self.num_ranks, other), like) for other in range(self.num_ranks)]
+
+    def position(self, rank: int) -> int:
+        return self._words[rank][POSITION]
+
+    def set_position(self, value: int) -> None:
+        self._own[POSITION] = value
+        self._all.ring(self.rank)
+
+    def life(self, rank: int) -> int:
+        return self._words[rank][LIFE]
+
+    def set_life(self, life: int) -> None:
+        self._own[LIFE] = life
+        self._all.ring(self.rank)
+
+    def excluded(self, rank: int) -> int:
+        return self._words[rank][EXCLUDED]
+
+    def final(self, rank: int, life: int) -> int:
+        return self._words[rank][FINAL + life % 2]
+
+    def exclude(self) -> None:
+        self._all.exclude(self.rank)
+        self._all.ring(self.rank)
+
+    def asking(self, rank: int) -> Asking | None:
+        words = self._words[rank]
+        if not words[ASKING_LIFE]:
+            return None
+        return Asking(words[ASKING_LIFE], words[ASKING_STEPS], words[ASKING_SINCE], bool(words[ELECTING]))
+
+    def ask(self, asking: Asking | None) -> None:
+        own = self._own
+        own[ASKING_LIFE] = 0
+        if asking is not None:
+            own[ASKING_STEPS], own[ASKING_SINCE], own[ELECTING] = asking.steps, asking.since, asking.electing
+            own[ASKING_LIFE] = asking.life
+        self._all.ring(self.rank)
+        _fence()
+
+    def admission(self, rank: int) -> RoundEntry | None:
+        length = self._words[rank][ADMISSION_BYTES]
+        if not length:
+            return None
+        text = bytes(self._all.bytes[rank][ADMISSION_AT : ADMISSION_AT + length])
+        if self._words[rank][ADMISSION_BYTES] != length:
+            return None  # being replaced
+        try:
+            return _admission_decoder.decode(text)
+        except msgspec.DecodeError:
+            return None
+
+    def admit(self, admission: RoundEntry) -> None:
+        text = _header_encoder.encode(admission)
+        if ADMISSION_AT + len(text) > HEADERS_AT:
+            raise ValueError(f"{self.num_ranks} workers are too many to share batches on one machine: use fewer.")
+        self._own[ADMISSION_BYTES] = 0
+        self._all.bytes[self.rank][ADMISSION_AT : ADMISSION_AT + len(text)] = text
+        self._own[ADMISSION_BYTES] = len(text)
+        self._all.ring(self.rank)
+
+    def published(self, rank: int, slot: int) -> int:
+        return self._words[rank][PUBLISHED + slot]
+
+    def header(self, rank: int, slot: int) -> Header:
+        at = HEADERS_AT + slot * HEADER_BYTES
+        memory = self._all.bytes[rank]
+        length = int.from_bytes(memory[at : at + 4], "little")
+        return _header_decoder.decode(memory[at + 4 : at + 4 + length])
+
+    def tensors(self, rank: int, slot: int) -> Sequence[Tensor]:
+        return self._areas[rank][slot]
+
+    def publish(self, slot: int, position: int, header: Header) -> None:
+        text = _header_encoder.encode(header)
+        if len(text) + 4 > HEADER_BYTES:
+            raise ValueError(f"{len(header.numbers)} settings of optimizers are too many: use fewer parameter groups.")
+        at = HEADERS_AT + slot * HEADER_BYTES
+        memory = self._all.bytes[self.rank]
+        memory[at : at + 4 + len(text)] = len(text).to_bytes(4, "little") + text
+        self._own[PUBLISHED + slot] = position
+        self.set_position(position)
+
+    def withdraw(self, slot: int) -> None:
+        self._own[PUBLISHED + slot] = 0
+
+    def put_state(self, position: int, state: Any) -> None:
+        own, out = self._own, outgoing(state)
+        own[STATE_POSITION] = 0
+        own[STRUCTURE_BYTES], own[TENSOR_BYTES] = len(out.structure), out.num_bytes
+        memory = self._state(self.rank, out.num_bytes + len(out.structure))
+        out.fill(memory)
+        memory[out.num_bytes : out.num_bytes + len(out.structure)] = torch.frombuffer(
+            bytearray(out.structure), dtype=torch.uint8
+        )
+        own[STATE_POSITION] = position
+
+    def state(self, rank: int, position: int) -> Any | None:
+        words = self._words[rank]
+        if words[STATE_POSITION] != position:
+            return None
+        structure_bytes, tensor_bytes = words[STRUCTURE_BYTES], words[TENSOR_BYTES]
+        memory = self._state(rank, tensor_bytes + structure_bytes)
+        structure = memory[tensor_bytes : tensor_bytes + structure_bytes].numpy().tobytes()
+        state = incoming(structure, memory[:tensor_bytes])
+        return state if words[STATE_POSITION] == position else None
+
+    def _state(self, rank: int, num_bytes: int) -> Tensor:
+        if num_bytes > ROOM_BYTES:
+            raise ValueError(f"a training state of {num_bytes} bytes is larger than the {ROOM_BYTES} that can be sent.")
+        at = _room_at(self.num_ranks, self.num_ranks + rank)
+        return torch.frombuffer(mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED, offset=at), dtype=torch.uint8)
+
+    def wait(self, until: Condition) -> None:
+        for _ in range(SPINS):
+            if until():
+                return
+        own = self._own
+        while True:
+            own[ASLEEP] = 1
+            _fence()
+            if until():
+                own[ASLEEP] = 0
+                return
+            if self._poll.poll(SLEEP_MS):
+                with suppress(BlockingIOError):  # a forked child has read it
+                    os.eventfd_read(self._all.bells[self.rank])
+
+
+def _areas(fd: int, at: int, like: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors of a worker's two areas."""
+    offsets, end = [], 0
+    for tensor in like:
+        offsets.append(end)
+        end += -(-tensor.numel() * tensor.element_size() // 64) * 64
+    end += STAGGER_BYTES
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # page faults later would cost more
+    memory = torch.frombuffer(mmap.mmap(fd, 2 * end, flags=flags, offset=at), dtype=torch.uint8)
+    return [
+        [
+            memory[slot * end + offset :][: t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+            for offset, t in zip(offsets, like, strict=True)
+        ]
+        for slot in range(2)
+    ]
