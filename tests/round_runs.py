@@ -85,7 +85,7 @@ class Script:
                     member.kind, member.reason = "skip", "not finite"
                     continue
                 yield from self.step(part.samples)
-        yield from member.pause()
+        yield from member.leave()
 
     def step(self, samples: Sequence[int]) -> Waits:
         gradient = torch.zeros_like(self.counts)

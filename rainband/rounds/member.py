@@ -13,13 +13,14 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from rainband.errors import RainbandError
 from rainband.rounds.average import Contribution, average, mask_of
 from rainband.rounds.board import Asking, Board, Condition, RoundEntry
 from rainband.rounds.cut import MIN_SAMPLES
-from rainband.rounds.exchange import Outcome, Part, StateHolder
+from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
 from rainband.rounds.view import (
     DRIFT_ROUNDS,
     Header,
@@ -36,6 +37,7 @@ from rainband.rounds.view import (
 Waiting = Generator[Condition | None, None, Any]
 Headers = dict[int, Header]
 
+LAST_EPOCH = (1 << 19) - 2  # after all epochs of any loop
 SPEEDS = 15  # rounds of which the median speed counts
 
 
@@ -229,9 +231,10 @@ class RoundMember:
 
     def _write(self, area: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Waiting:
         """Copy this member's tensors into its area."""
-        for into, tensor in zip(area, tensors, strict=True):
-            if tensor is not None:
-                into.copy_(tensor)
+        pairs = [(into, tensor) for into, tensor in zip(area, tensors, strict=True) if tensor is not None]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([into for into, _ in pairs], [tensor for _, tensor in pairs])
         yield None
 
     def _header(
@@ -365,6 +368,20 @@ class RoundMember:
             self._go_out()
         yield None
 
+    def leave(self) -> Waiting:
+        """End the round, and leave for good; a worker that returns after all others have left finds the final state."""
+        if self.is_in and self.is_cut:
+            yield from self._end_round()
+        if self.is_in:
+            if len(self.view.members) < self.board.num_ranks:
+                after_all = RoundId(LAST_EPOCH, 0)
+                view = msgspec.structs.replace(self.view, epoch=after_all.epoch, batch=after_all.batch)
+                yield from self._give(position(after_all, 0), view)
+                self.board.set_position(position(after_all, 0))
+            self.board.exclude()
+            self._go_out()
+        yield None
+
     def _join(self) -> Waiting:
         """Ask to join, and take part when a member admits this worker; go on alone if there is no member."""
         board = self.board
@@ -445,8 +462,18 @@ class RoundMember:
         asking = self.board.asking(self.rank)
         return 0 if asking is None else asking.since
 
+    def _take_final(self) -> Waiting:
+        """Take the state of a member that has left at its end, if there is one: then nothing is left to train."""
+        at = position(RoundId(LAST_EPOCH, 0), 0)
+        for rank in range(self.board.num_ranks):
+            life = self.board.excluded(rank)
+            if life and self.board.final(rank, life) == at and (yield from self._apply(rank, at)):
+                self._new_round()
+                return
+
     def _go_on_alone(self) -> Waiting:
         """Make a view of all workers that ask, and give them the state."""
+        yield from self._take_final()
         board, view = self.board, self.view
         if self.count < 0:
             if any(board.published(rank, slot) for rank in range(board.num_ranks) for slot in range(2)):

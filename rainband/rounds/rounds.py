@@ -70,7 +70,7 @@ class RoundExchange:
         self._run(self.member.pause())
 
     def leave(self) -> None:
-        self._run(self.member.pause())
+        self._run(self.member.leave())
 
     def _run(self, waiting: Waiting) -> Any:
         try:

@@ -59,10 +59,10 @@ class RoundView(msgspec.Struct, frozen=True, array_like=True):
         """Return a hash; members with different ones have decided differently."""
         return zlib.crc32(_encoder.encode(self))
 
-    def sizes(self, total: int) -> list[int]:
+    def sizes(self, total: int) -> tuple[int, ...]:
         """Return how many samples of a round are each member's."""
         shares = self.shares or (1.0,) * len(self.members)
-        return part_sizes(total, [share * m.active for share, m in zip(shares, self.members, strict=True)])
+        return part_sizes(total, tuple([share * m.active for share, m in zip(shares, self.members, strict=True)]))
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
