@@ -47,6 +47,7 @@ class Requirements:
     warm_start_batches: int = 0  # one worker trains these alone before the others start
     coordinated: bool = False  # coordinate() runs on the coordinator, and decides how often the data is used
     shared_memory: bool = False  # all workers write to one copy of the parameters, on one machine
+    split_batches: bool = False  # workers share each batch, and average gradients in rounds, on one machine
     whole_model: bool = False  # a worker must hold the whole model: no stages
     stages: StageVersions | None = None  # a pipeline whose stages step by themselves, with these weight versions
     custom_loop: bool = True  # it can be used in a user's own training loop

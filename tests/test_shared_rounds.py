@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ from torch import Tensor
 from rainband.rounds.board import Asking, RoundEntry
 from rainband.rounds.rounds import RoundExchange
 from rainband.rounds.view import Header, Member
+from rainband.runtimes.config import RunConfig, decode_job
+from rainband.runtimes.processes.launcher import fence, is_stopped, run
+from rainband.runtimes.processes.zygote import Zygote
+from rainband.strategy import Requirements, Strategy, Worker
 from rainband.transports.shared_rounds import RoundsMemory, SharedBoard
 
 BATCHES, BATCH, WIDTH, EPOCHS = 20, 12, 5_000, 2
@@ -35,11 +39,13 @@ SAMPLES = BATCHES * BATCH
 class Counting:
     """A training loop that counts samples, and its state."""
 
-    def __init__(self, memory: RoundsMemory, rank: int) -> None:
+    dies_at = -1  # the number of its steps before
+
+    def __init__(self, fds: Sequence[int], rank: int) -> None:
         self.counts = torch.zeros(BATCH, WIDTH)
         self.applied = torch.zeros(SAMPLES)
         like = [torch.zeros(BATCH, WIDTH), torch.zeros(SAMPLES)]
-        self.exchange = RoundExchange(SharedBoard(memory.fds, rank, like), self, time.perf_counter)
+        self.exchange = RoundExchange(SharedBoard(fds, rank, like), self, time.perf_counter)
         self.sums: dict[str, int] = {}
 
     def collect(self) -> Any:
@@ -66,6 +72,8 @@ class Counting:
         exchange.leave()
 
     def step(self, samples: list[int]) -> None:
+        if self.exchange.view.serial == self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         rows, ones = torch.zeros(BATCH, WIDTH), torch.zeros(SAMPLES)
         for sample in samples:
             rows[sample % BATCH] += 1.0 / len(samples)
@@ -107,7 +115,7 @@ def start(memory: RoundsMemory, rank: int, folder: Path) -> int:
         return pid
     try:
         torch.set_num_threads(1)
-        loop = Counting(memory, rank)
+        loop = Counting(memory.fds, rank)
         loop.train()
         (folder / f"{rank}.json").write_text(json.dumps(loop.report()))
         os._exit(0)
@@ -212,6 +220,74 @@ def test_survivors_agree_at_200_instants(pause: bool, tmp_path: Path) -> None:
         folder = tmp_path / str(seed)
         folder.mkdir()
         run_with_event(folder, random.Random(1000 + seed), 2 + seed % 2, pause)
+
+
+# ---- under the launcher ----
+
+
+class SplitBatches(Strategy):
+    """Workers train by themselves, and join no coordinator."""
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(servers=False, optimizer="workers", split_batches=True)
+
+    async def run(self, worker: Worker) -> None: ...
+
+
+def train_in_a_run(job: bytes, fds: list[int]) -> None:
+    """Train, as the entry of a worker; worker 1 kills itself after some rounds."""
+    decoded = decode_job(job)
+    loop = Counting(fds[-decoded.round_files :], decoded.index)
+    loop.dies_at = 7 if decoded.index == 1 else -1
+    loop.train()
+    (Path(decoded.config.directory) / f"{decoded.index}.json").write_text(json.dumps(loop.report()))
+
+
+@pytest.mark.processes
+def test_the_launcher_excludes_a_worker_that_has_died(tmp_path: Path) -> None:
+    config = RunConfig(task="digits", strategy="", num_workers=3, num_servers=0, directory=str(tmp_path))
+    entries = {"worker": "tests.test_shared_rounds:train_in_a_run"}
+    run(config, lambda event: None, entries=entries, strategy=SplitBatches())
+    reports = check(tmp_path, [0, 2])
+    assert not (tmp_path / "1.json").exists()
+    applied, _, _, _, transfers = reports[0]["view"]
+    assert (applied, transfers) == (EPOCHS * SAMPLES, 2)
+
+
+def stop_and_go(job: bytes, fds: list[int]) -> None:
+    """Raise this worker's position for ever."""
+    board = SharedBoard(fds, 0, [])
+    board.set_life(1)
+    while True:
+        board.set_position(board.position(0) + 1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("was_stopped", [False, True])
+def test_a_fenced_worker_goes_on_and_its_final_position_stays(was_stopped: bool) -> None:
+    memory, zygote = RoundsMemory(1), Zygote.start(("torch",))
+    board = SharedBoard(memory.fds, 0, [])
+    try:
+        token = zygote.spawn("tests.test_shared_rounds:stop_and_go", b"", "rainband worker 0", fds=memory.fds)
+        board.wait(lambda: board.position(0) > 0)
+        zygote.events()
+        pid = zygote.pid_of(token)
+        assert pid is not None
+        if was_stopped:
+            zygote.signal(token, signal.SIGSTOP)
+            board.wait(lambda: is_stopped(pid))
+        assert fence(memory, 0, zygote, token)
+        assert board.excluded(0) == 1
+        final = board.final(0, 1)
+        if was_stopped:  # by somebody else, who may continue it
+            assert (is_stopped(pid), board.position(0)) == (True, final)
+        else:
+            board.wait(lambda: board.position(0) > final)
+        assert board.final(0, 1) == final > 0
+    finally:
+        zygote.close(0.0)
+        memory.close()
 
 
 def test_words_of_a_board_are_read_as_they_were_written() -> None:

@@ -66,6 +66,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: Address
     config: RunConfig
     memory: bool = False  # the last inherited file is the memory for the parameters of all workers
+    round_files: int = 0  # number of files for rounds of split batches, which are the last inherited ones
 
 
 def decode_job(data: bytes) -> Job:

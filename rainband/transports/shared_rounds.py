@@ -83,6 +83,11 @@ class RoundsMemory:
         self.words.exclude(rank)
         self.words.ring(rank)
 
+    def is_excluded(self, rank: int) -> bool:
+        """Return True if no member waits for this worker."""
+        words = self.words.of[rank]
+        return words[EXCLUDED] >= max(1, words[LIFE])
+
     def close(self) -> None:
         for fd in self.fds:
             os.close(fd)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -38,6 +39,7 @@ from rainband.transports.coordinator_link import MAX_BODY_BYTES
 from rainband.transports.event_loop import readable_within
 from rainband.transports.hub import Hub
 from rainband.transports.shared_memory import SharedSegment
+from rainband.transports.shared_rounds import RoundsMemory
 
 ENTRIES = {
     "worker": "rainband.runtimes.processes.worker_main:main",
@@ -50,6 +52,8 @@ WORKERS_NEED = ("torch._dynamo", *(entry.partition(":")[0] for entry in (ENTRIES
 GRACE_S = 1.0
 EXIT_KNOWN_S = 0.2  # how long after its connections have closed the zygote may report how a process ended
 FINE = "exit code 0"
+STOP_WITHIN_S = 0.2  # a worker that does not stop is in a call that cannot be interrupted: it is tried again later
+STOPPED = frozenset("TtZX")  # states of threads that do not run
 MAX_TICK_S = 1.0  # so that the progress is shown every second, even with a long failure timeout
 
 
@@ -99,6 +103,7 @@ class Launcher(Run):
         self.strategy = strategy
         one_memory = strategy.requires.shared_memory
         self.memory = SharedSegment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
+        self.rounds = RoundsMemory(config.num_workers) if strategy.requires.split_batches else None
         hogwild_server = HogwildServer(self._make_room) if one_memory else None
         settings = msgspec.structs.replace(self.settings, num_servers=1) if hogwild_server else self.settings
         self.coordinator = Coordinator(settings, strategy)
@@ -135,6 +140,8 @@ class Launcher(Run):
             self.zygote.close(0.0 if self.interrupts > 1 else GRACE_S)
             if self.memory is not None:
                 os.close(self.memory)
+            if self.rounds is not None:
+                self.rounds.close()
             for unfinished in self.directory.glob("*.part"):  # of a process that ended while it saved
                 unfinished.unlink()
         self.save_rescued(self.coordinator)
@@ -165,9 +172,11 @@ class Launcher(Run):
             coordinator=address,
             config=msgspec.structs.replace(self.config, directory=str(self.directory)),
             memory=self.memory is not None,
+            round_files=0 if self.rounds is None else len(self.rounds.fds),
         )
         title = f"rainband {role} {index}"
         fds = self.fds if self.memory is None else [*self.fds, self.memory]
+        fds = fds if self.rounds is None else [*fds, *self.rounds.fds]
         token = self.zygote.spawn(self.entries[role], encode_job(job), title, fds=fds, threads=threads)
         self.processes[token] = Peer(role, index)
 
@@ -182,6 +191,7 @@ class Launcher(Run):
                 self.hub.run_once(0.0)  # after a suspend: receive first, before deciding which node is late
                 ticked_at = time.monotonic()
                 self.host.tick()
+                self._fence_inactive()
                 self._show_output()
         self.hub.flush()
 
@@ -246,6 +256,8 @@ class Launcher(Run):
             if isinstance(event, Exited):
                 peer = self.processes[event.token]
                 self.causes[peer] = _how(event)
+                if self.rounds is not None and peer.role == "worker":
+                    self.rounds.exclude(peer.index)  # its process was reaped, so it writes no more
                 ended.append(peer)
         return ended
 
@@ -253,6 +265,16 @@ class Launcher(Run):
         for peer in self._note_exits():
             if peer not in self.hub.peers:
                 self.host.lost(peer, self.causes[peer])
+
+    def _fence_inactive(self) -> None:
+        """Exclude workers that send no heartbeats from rounds of split batches, so that nobody waits for them."""
+        if self.rounds is None:
+            return
+        workers = self.coordinator.state.workers
+        for token, peer in self.processes.items():
+            worker = workers.get(peer.index) if peer.role == "worker" and peer not in self.causes else None
+            if worker is not None and worker.connected and not worker.active:
+                fence(self.rounds, peer.index, self.zygote, token)
 
     def _why_fatal(self, peer: Peer, cause: str) -> str:
         """Return why the run cannot start without a node; other workers do the work of a lost one."""
@@ -320,3 +342,35 @@ def _how(exited: Exited) -> str:
     if exited.signal:
         return f"killed by signal {exited.signal}"
     return f"exit code {exited.code}" + (f": {exited.error}" if exited.error else "")
+
+
+def fence(memory: RoundsMemory, rank: int, zygote: Zygote, token: int) -> bool:
+    """Exclude a worker while all its threads are stopped, so that its position is final; return True if it is excluded.
+
+    A worker that goes on afterwards notices this, and asks to join again.
+    """
+    pid = zygote.pid_of(token)
+    if pid is None or memory.is_excluded(rank):
+        return memory.is_excluded(rank)
+    was_stopped = is_stopped(pid)
+    if not was_stopped:
+        zygote.signal(token, signal.SIGSTOP)
+    deadline = time.monotonic() + STOP_WITHIN_S
+    while not (stopped := is_stopped(pid)) and time.monotonic() < deadline:
+        os.sched_yield()
+    if stopped:
+        memory.exclude(rank)
+    if not was_stopped:
+        zygote.signal(token, signal.SIGCONT)
+    return stopped
+
+
+def is_stopped(pid: int) -> bool:
+    """Return True if no thread of the process runs."""
+    states = set()
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            states.add(thread.read_text().rpartition(")")[2].split()[0])
+        except OSError:
+            continue  # the thread has ended
+    return states <= STOPPED

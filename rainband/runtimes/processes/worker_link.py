@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 from torch import Tensor
@@ -63,6 +64,7 @@ class WorkerLink:
         self.control: CoordinatorLink | None = None
         self.joined = False  # a custom training loop uses it
         self.left = False  # and has ended
+        self.round_files: Sequence[int] = ()  # inherited files for rounds of split batches
         self.asked_rank = False  # the script has asked for this worker's rank, so it may shard its own data
 
     def connect(self) -> None:

@@ -178,6 +178,10 @@ class Zygote:
         self._unread = []
         return events
 
+    def pid_of(self, token: int) -> int | None:
+        """Return the process of a job; None if it is not known to run."""
+        return self._running.get(token)
+
     def signal(self, token: int, signum: int) -> None:
         """Send a signal to the job's process (not to its group), if it has not ended."""
         if signum not in signal.valid_signals():

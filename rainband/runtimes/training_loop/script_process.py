@@ -22,6 +22,7 @@ def main(job: bytes, fds: list[int]) -> None:
     decoded = decode_job(job)
     config = decoded.config
     member = WorkerLink(decoded, load_strategy(config.strategy, config.strategy_settings))
+    member.round_files = fds[len(fds) - decoded.round_files :]
     seed_equally(config.seed)
     try:
         run_script(config.script, config.arguments, member)
