@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
+from rainband.runtimes.training_loop.single_process import SingleProcessLoop
 from rainband.runtimes.training_loop.split.batches import ShuffledOrder
 from tests.split_group import run_group
 
@@ -756,3 +757,13 @@ def test_a_habit_has_the_result_of_plain_pytorch(name: str, workers: int) -> Non
     for model in models[1:]:
         for key, value in model.state_dict().items():
             assert torch.equal(value, models[0].state_dict()[key]), f"{key} differs between workers"
+
+
+IN_ONE_PROCESS = sorted(set(HABITS) - {"no_shuffling"})  # its run.batches always shuffles
+
+
+@pytest.mark.parametrize("name", IN_ONE_PROCESS)
+def test_a_script_started_by_python_has_the_result_of_plain_pytorch(name: str) -> None:
+    plain = HABITS[name](Plain).state_dict()
+    alone = HABITS[name](lambda model, optimizer: SingleProcessLoop()).state_dict()
+    assert all(torch.equal(value, plain[key]) for key, value in alone.items())

@@ -7,12 +7,17 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
 from rainband.protocol.data_plan import MAX_PORTION_BATCHES, DataPlan
 from rainband.runtimes.training_loop.batches import InOrderBatches, described, loader
 
 OPEN_ENDED = 1 << 20
 
 
+# size: it has all methods of the loops that it stands for
 class SingleProcessLoop:
     """Has the methods of a TrainingLoop, and leaves model and optimizer unchanged."""
 
@@ -25,6 +30,7 @@ class SingleProcessLoop:
         self.batches_done = 0
         self.plan: DataPlan | None = None
         self.stopped: str | None = None  # the reason that run.stop(...) was told
+        self.generator = torch.Generator().manual_seed(torch.initial_seed() % (1 << 63))
 
     def __enter__(self) -> SingleProcessLoop:
         return self
@@ -44,9 +50,11 @@ class SingleProcessLoop:
 
     def batches(self, dataset: Any, batch_size: int = 1, **loader_arguments: Any) -> Iterator[Any]:
         """One pass over the data, shuffled."""
-        if self.plan is None:
+        plan = self.plan
+        asked = len(dataset) if hasattr(dataset, "__len__") else 0, batch_size, bool(loader_arguments.get("drop_last"))
+        if plan is None or asked != (plan.num_samples, plan.batch_size, plan.drop_last):
             data = described(dataset, batch_size, self.num_epochs, loader_arguments)
-            self.plan = DataPlan(
+            plan = self.plan = DataPlan(
                 fingerprint=data.fingerprint,
                 layout="",
                 num_samples=data.num_samples,
@@ -56,7 +64,7 @@ class SingleProcessLoop:
                 seed=0,
                 portion_batches=MAX_PORTION_BATCHES,
             )
-        order = InOrderBatches(self.plan, self.passes)
+        order = InOrderBatches(plan, self.passes)
         self.passes += 1
         return self._one_pass(loader(dataset, order, loader_arguments))
 
@@ -83,6 +91,37 @@ class SingleProcessLoop:
         if not self.num_epochs:
             raise ValueError("run.progress needs the number of epochs: write `for epoch in run.epochs(10):`.")
         return 0.0 if self.plan is None else self.batches_done / self.plan.num_batches
+
+    # ---- what a loop whose workers share each batch asks ----
+
+    is_first = True
+
+    def loader(self, loader: Any) -> Any:
+        """Return the loader: there are no workers to share its batches with."""
+        return loader
+
+    def part(self, batch: Any) -> Any:
+        """Return the whole batch."""
+        return batch
+
+    def eval_batches(self, dataset: Any, batch_size: int = 1, **arguments: Any) -> DataLoader[Any]:
+        """Return a DataLoader of the whole dataset, in order."""
+        return DataLoader(dataset, batch_size=batch_size, **arguments)
+
+    def mean(self, value: float | Tensor, weight: float | None = None) -> float:
+        """Return the number itself."""
+        return float(value.detach() if isinstance(value, Tensor) else value)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: gradients are not exchanged."""
+        yield
+
+    def weight(self, weight: float) -> None:
+        """Do nothing: there is nothing to average."""
+
+    def register(self, *objects: object) -> None:
+        """Do nothing: no other worker needs their state."""
 
     def skip(self, reason: str = "") -> None:
         """Do nothing: batches are not counted."""
