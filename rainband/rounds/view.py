@@ -96,7 +96,7 @@ def position(where: RoundId, exchanges: int) -> int:
 
 def leader_of(headers: Mapping[int, Header]) -> int:
     """Return the longest-serving member among those that have missed nothing."""
-    return min(headers, key=lambda rank: (headers[rank].kind == "end", -headers[rank].count, headers[rank].since, rank))
+    return min(headers, key=lambda rank: (-headers[rank].count, headers[rank].kind == "end", headers[rank].since, rank))
 
 
 def up_to_date(headers: Mapping[int, Header]) -> set[int]:

@@ -52,12 +52,6 @@ class CommonRandom:
             self.current = _state()
             _set_state(outside)
 
-    def state(self) -> RandomState:
-        return self.current
-
-    def set_state(self, state: RandomState) -> None:
-        self.current = state
-
 
 def _state() -> RandomState:
     """Return the state of all generators, as lists, numbers and tensors."""

@@ -37,6 +37,7 @@ class GradientExchange:
         self.part: Part | None = None  # of the current round
         self.weight: float | None = None  # given by the loop, in place of the part's number of samples
         self.deferred = False  # gradients of earlier backward passes wait to be averaged
+        self.last_weight = 0.0  # sum of the weights of the last mean of gradients
         self.exchanges = 0  # of gradients, in the current round
         self.exchanges_before = 0  # in the round before
         self.accumulating = False
@@ -58,6 +59,11 @@ class GradientExchange:
             handle.remove()
 
     # ---- rounds ----
+
+    def end(self) -> None:
+        """End this worker's part when the others have ended the pass: a worker that missed a step gets the state."""
+        self.exchange.begin(self.epoch + 1)
+        self.exchange.leave()
 
     def ensure_round(self) -> None:
         """Begin a round outside the loop over batches, so that members are known and can exchange numbers."""
@@ -89,9 +95,10 @@ class GradientExchange:
 
     def _begin_own_round(self) -> None:
         """Begin a round of a loop with its own loader, where each worker has the same weight."""
+        self.exchange.begin(0)
+        self.state.end_catching_up()
         if self.num_workers > 1 and self.exchange.is_first:
             self._tell(OWN_LOADER)
-        self.exchange.begin(0)
         self.begin_round(0)
         self.set_part(self.exchange.cut(range(2 * len(self.exchange.members))))
         self.weight = 1.0
@@ -145,6 +152,7 @@ class GradientExchange:
         weight = 1.0 if self.deferred else self.weight
         outcome = self.exchange.mean(tensors, weight, numbers_of(self.optimizers), (stop,))
         self.exchanges += 1
+        self.last_weight = outcome.weight
         if not outcome.took_part:  # this worker receives the state when one of the next rounds begins
             for parameter in self.tensors.parameters:
                 if parameter.grad is not None:

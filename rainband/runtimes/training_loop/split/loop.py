@@ -59,7 +59,7 @@ class SplitLoop:
         self.random = CommonRandom(alone=num_workers == 1)
         self.generator = torch.Generator().manual_seed(torch.initial_seed() % (1 << 63))
         tensors = SharedTensors(self.model, self.optimizers)
-        self.state = LoopState(tensors, self.optimizers, self.random, self.generator)
+        self.state = LoopState(tensors, self.optimizers, self.generator)
         self.exchange = make_exchange(self.state, tensors.examples())
         self.rank = self.exchange.rank
         self.gradients = GradientExchange(self.exchange, self.state, num_workers)
@@ -69,6 +69,7 @@ class SplitLoop:
         self.where = RoundId(0, 0)
 
     def __enter__(self) -> SplitLoop:
+        self.gradients.ensure_round()  # all workers begin with the state of the first one
         seed_by_rank(self.rank)
         self.gradients.attach()
         return self
@@ -79,7 +80,7 @@ class SplitLoop:
         self.gradients.detach()
         ended = kind is None or (kind is KeyboardInterrupt and self.stopped is not None)
         if ended:
-            self.exchange.leave()
+            self.gradients.end()
         return ended
 
     # ---- data ----
@@ -126,8 +127,8 @@ class SplitLoop:
         """
         if not torch.is_grad_enabled():
             return batch
-        if self.begin_round(0) is None:
-            raise KeyboardInterrupt(self.stopped)  # the only way out of a loop that does not ask; see __exit__
+        self.begin_round(0)
+        self.state.generator_state = self.generator.get_state()
         return part_of(batch, self.cut(range(batch_length(batch))).samples)
 
     def eval_batches(self, dataset: Any, batch_size: int = 1, **arguments: Any) -> DataLoader[Any]:
@@ -158,12 +159,11 @@ class SplitLoop:
         self.gradients.uses_loaders = True
         self.where = self.exchange.begin(number)
         if self.stopped is not None:
-            return None
+            raise KeyboardInterrupt(self.stopped)  # leaves the block from any loop; see __exit__
         self.gradients.begin_round(number)
         if self.where.epoch == number:
             self.state.end_catching_up()
             return self.where.batch
-        self.state.catching_up = True
         for optimizer in self.optimizers:  # schedulers catch up with passes that were over before this worker joined
             optimizer._opt_called = True  # type: ignore[attr-defined]  # else they warn that no step came before
         return None
@@ -208,7 +208,10 @@ class SplitLoop:
         self.state.register(objects)
 
     def stop(self, reason: str = "stopped by the loop") -> None:
-        """End the run for all workers, after the current batch; `run.stopped` then tells the reason."""
+        """End the run of all workers after their current batches: the code after their `with` blocks runs.
+
+        `run.stopped` is then the reason.
+        """
         self.gradients.stop(reason)
 
     @property

@@ -16,7 +16,6 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rainband.runtimes.training_loop.script_random import CommonRandom
 from rainband.runtimes.training_loop.split.tensors import SharedTensors
 
 TYPE = "container type"  # the key that marks a container which is not a plain list, tuple or dict
@@ -41,18 +40,16 @@ class HasState(Protocol):
 
 
 class LoopState:
-    """The state of one worker: parameters, gradients, buffers, optimizers, registered objects, random numbers."""
+    """The state of one worker: parameters, gradients, buffers, optimizers, registered objects."""
 
-    def __init__(
-        self, tensors: SharedTensors, optimizers: Sequence[Optimizer], random: CommonRandom, generator: torch.Generator
-    ) -> None:
+    def __init__(self, tensors: SharedTensors, optimizers: Sequence[Optimizer], generator: torch.Generator) -> None:
         self.tensors = tensors
         self.optimizers = optimizers
-        self.random = random
         self.generator = generator
         self.registered: list[HasState] = []
         self.stopped: str | None = None  # the reason for which the run ends
-        self.catching_up = False  # the loop runs through passes that were over before this worker joined
+        self.begun = False  # the loop has come to its first batch, through passes that were over before it joined
+        self.generator_state = generator.get_state()  # before the current batch was drawn
         self.received: Any = None
 
     def register(self, objects: Sequence[HasState]) -> None:
@@ -76,15 +73,13 @@ class LoopState:
             "buffers": [buffer for _, buffer in tensors.model.named_buffers()],
             "optimizers": [_marked(optimizer.state_dict()) for optimizer in self.optimizers],
             "registered": [_marked(given.state_dict()) for given in self.registered],
-            "random": self.random.state(),
-            "generator": self.generator.get_state(),
+            "generator": self.generator_state,
             "stopped": self.stopped,
         }
 
     @torch.no_grad()
     def apply(self, state: Any) -> None:
         """Replace this worker's state by one that `collect` returned on another worker."""
-        self.received = state
         tensors = self.tensors
         _same_number("parameters", tensors.parameters, state["parameters"])
         for parameter, value, gradient in zip(tensors.parameters, state["parameters"], state["gradients"], strict=True):
@@ -96,21 +91,28 @@ class LoopState:
             own.copy_(value)
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(_restored(values))
-        _same_number("registered objects", self.registered, state["registered"])
-        for given, values in zip(self.registered, state["registered"], strict=True):
-            given.load_state_dict(_restored(values))
-        self.random.set_state(state["random"])
-        self.generator.set_state(state["generator"])
+        if self.begun:
+            self._apply_registered(state)
+        else:  # the script has not registered its objects yet, and has not drawn from the generator
+            self.received = state
+            self.generator.set_state(state["generator"])
         self.stopped = state["stopped"]
         for buffer in tensors.buffers:
             buffer.keep()
         tensors.note_exchange()
 
     def end_catching_up(self) -> None:
-        """Apply the received state again, because the loop has stepped schedulers of passes that were over."""
-        if self.catching_up and self.received is not None:
-            self.apply(self.received)
-        self.catching_up, self.received = False, None
+        """Apply the received state again: the loop has registered objects, and stepped schedulers of earlier passes."""
+        if self.received is not None and self.received["registered"]:
+            for optimizer, values in zip(self.optimizers, self.received["optimizers"], strict=True):
+                optimizer.load_state_dict(_restored(values))
+            self._apply_registered(self.received)
+        self.begun, self.received = True, None
+
+    def _apply_registered(self, state: Any) -> None:
+        _same_number("registered objects", self.registered, state["registered"])
+        for given, values in zip(self.registered, state["registered"], strict=True):
+            given.load_state_dict(_restored(values))
 
     def fingerprint(self) -> int:
         """Return a hash of the parameters."""
