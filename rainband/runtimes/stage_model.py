@@ -20,6 +20,7 @@ from rainband.worker.client import Client
 from rainband.worker.worker_model import Buffers, WorkerModel, pull_latest
 
 SAVED: Tag = ("saved",)
+VERSIONS: Tag = ("versions",)
 
 
 class StageModel(WorkerModel[StageWorker]):
@@ -62,7 +63,7 @@ class StageModel(WorkerModel[StageWorker]):
     async def conclude(self, worker: StageWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
         """Send the leader this worker's part of the model; the leader saves the whole model and evaluates it."""
         with saving(conclude.path):
-            await pull_latest(worker.client)
+            await self._pull_final(worker)
             if buffers is not None:
                 worker.set_buffers(buffers)
             mine = self.own_part(conclude.path)
@@ -71,6 +72,18 @@ class StageModel(WorkerModel[StageWorker]):
             return None
         parts = [mine, *[await self.links.receive(other, SAVED) for other in self.links.others]]
         return self.save_whole(worker, parts, conclude.path)
+
+    async def _pull_final(self, worker: StageWorker) -> None:
+        """Pull the parameters to save; if the run ended within a round, the last version that all stages have."""
+        client = worker.client
+        await pull_latest(client)
+        if not client.plan.items_per_round:
+            return
+        mine = sorted({client.pulls.versions[block.index] for block in client.servers.blocks})
+        self.links.tell_all(VERSIONS, mine)
+        versions = set(mine).union(*[await self.links.receive(other, VERSIONS) for other in self.links.others])
+        if mine and len(versions) > 1:  # they differ by one: a block keeps the version before its newest
+            await client.pulls.round(min(versions))
 
     def own_part(self, path: str) -> Any:
         """Return what the leader gets: tensors, or the name of a file that has them."""
