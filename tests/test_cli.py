@@ -196,14 +196,14 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         (
             ("digits", "sync"),
             {"servers": 0},
-            "servers=0: sync requires servers, which hold the parameters. Use servers=1 or more",
+            "servers=0: sync requires servers, which hold the parameters, so use servers=1 or more",
         ),
         (
             ("digits", "single"),
             {"workers": 2},
-            "workers=2: single is one process. Use workers=1 or omit it, or choose .*downpour",
+            "workers=2: single is one process, so use workers=1 or omit it, or choose .*downpour",
         ),
-        (("digits", "single"), {"servers": 1}, "servers=1: single has no servers. Omit it"),
+        (("digits", "single"), {"servers": 1}, "servers=1: single has no servers, so omit it"),
         (("digits", "sync"), {"workers": 100_000}, "would only wait for each other. Use at most"),
         (("digits", "sync"), {"transport": "pigeon"}, 'transport="pigeon": choose from auto, tcp, shm'),
         (("digits", "sync", "warmup=0.1"), {}, r"no setting 'warmup' \(it is now warmup_fraction\)"),
@@ -215,8 +215,8 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         (("digits", "sync", "compute.step_s=x"), {}, "^compute.step_s=x: expected a number"),
         (("digits", "sync"), {"seed": 10**23}, "seed=1" + "0" * 23 + ": must be at most 4294967295"),
         (("digits", "single"), {"workers": 3}, "choose one of .*downpour, hogwild"),
-        (("digits", "hogwild"), {"transport": "tcp"}, 'transport="tcp": hogwild has no servers .* Omit it'),
-        (("digits", "single"), {"transport": "shm"}, 'transport="shm": single has no servers .* Omit it'),
+        (("digits", "hogwild"), {"transport": "tcp"}, 'transport="tcp": hogwild has no servers .* so omit it'),
+        (("digits", "single"), {"transport": "shm"}, 'transport="shm": single has no servers .* so omit it'),
         (("digits", "sync"), {"transport": "shm", "runtime": "sim"}, 'transport="shm": a simulation has only'),
         (
             ("digits", "sync"),

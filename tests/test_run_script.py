@@ -301,8 +301,8 @@ def test_what_follows_the_script_is_its_own(tmp_path: Path, monkeypatch: pytest.
     ("words", "said"),
     [
         (["lr=0.1", "SCRIPT"], "the script's own optimizer"),
-        (["--servers", "0", "SCRIPT"], "Use --servers 1 or more"),
-        (["--strategy", "single", "--workers", "2", "SCRIPT"], "Use --workers 1 or omit it"),
+        (["--servers", "0", "SCRIPT"], "so use --servers 1 or more"),
+        (["--strategy", "single", "--workers", "2", "SCRIPT"], "so use --workers 1 or omit it"),
         (["--strategy", "downpuor", "SCRIPT"], "did you mean downpour"),
         (["n_pusch=2", "SCRIPT"], "n_push"),
         (["--strategy", "pipedream", "SCRIPT"], "pipedream does not work in a custom training loop"),

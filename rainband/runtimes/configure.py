@@ -227,7 +227,7 @@ def _workers(options: RunOptions, name: str, requires: Requirements, size: int, 
     if most is not None and workers != most:
         one = "one process" if size == 1 else f"one replica of the model, on {size} workers"
         raise OptionError(
-            f"{opt('workers', workers)}: {name} is {one}. Use {opt('workers', most)} or omit it, or choose "
+            f"{opt('workers', workers)}: {name} is {one}, so use {opt('workers', most)} or omit it, or choose "
             f"{_one_of(lambda other: other.max_replicas is None and not (size > 1 and other.whole_model))}."
         )
     if workers % size:
@@ -244,14 +244,14 @@ def _servers(options: RunOptions, name: str, requires: Requirements, usual: int)
     if not requires.servers:
         if given:
             raise OptionError(
-                f"{opt('servers', given)}: {name} has no servers. Omit it, or choose {_one_of(lambda r: r.servers)}."
+                f"{opt('servers', given)}: {name} has no servers, so omit it, or choose {_one_of(lambda r: r.servers)}."
             )
         return 0
     servers = usual if given is None else given
     if servers < 1:
         raise OptionError(
-            f"{opt('servers', servers)}: {name} requires servers, which hold the parameters. Use {opt('servers', 1)} "
-            "or more, or choose single, which needs none."
+            f"{opt('servers', servers)}: {name} requires servers, which hold the parameters, so use "
+            f"{opt('servers', 1)} or more, or choose single, which needs none."
         )
     return servers
 
@@ -303,12 +303,14 @@ def _check_unused(given: RunOptions, merged: RunOptions, name: str, requires: Re
     transport = given.get("transport", "auto")
     if transport != "auto":
         if merged.get("runtime") == "sim":
-            raise OptionError(f"{opt('transport', transport)}: a simulation has only its network. Omit it.")
+            raise OptionError(f"{opt('transport', transport)}: a simulation has only its network, so omit it.")
         if not requires.servers and size == 1:
-            raise OptionError(f"{opt('transport', transport)}: {name} has no servers to send gradients to. Omit it.")
+            raise OptionError(f"{opt('transport', transport)}: {name} has no servers to send gradients to, so omit it.")
     if merged.get("time_only"):
         if "eval_every_s" in given:
-            raise OptionError(f"{opt('eval_every_s')}: with {opt('time_only', True)}, nothing is evaluated. Omit it.")
+            raise OptionError(
+                f"{opt('eval_every_s')}: with {opt('time_only', True)}, nothing is evaluated, so omit it."
+            )
         if "steps" in given and "epochs" in given:
             raise OptionError(f"{opt('steps')} and {opt('epochs')} both set the length of the run: omit one of them.")
 
@@ -341,7 +343,7 @@ def _check_record(options: RunOptions, name: str, requires: Requirements, size: 
             if requires.servers
             else ""
         )
-        raise OptionError(f"{record}: {name} {obstacle}. Omit {record}{instead}.")
+        raise OptionError(f"{record}: {name} {obstacle}, so omit {record}{instead}.")
     if options.get("transport") == "shm":
         raise OptionError(
             f"{record} requires reads of one version, and shared memory may change while it is read: "
