@@ -14,14 +14,15 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from rainband.rounds.board import Asking, RoundEntry
 from rainband.rounds.rounds import RoundExchange
@@ -29,6 +30,7 @@ from rainband.rounds.view import Header, Member
 from rainband.runtimes.config import RunConfig, decode_job
 from rainband.runtimes.processes.launcher import fence, is_stopped, run
 from rainband.runtimes.processes.zygote import Zygote
+from rainband.runtimes.training_loop.split.loop import SplitLoop
 from rainband.strategy import Requirements, Strategy, Worker
 from rainband.transports.shared_rounds import RoundsMemory, SharedBoard
 
@@ -96,10 +98,19 @@ class Counting:
         }
 
 
+Train = Callable[[RoundsMemory, int], Any]
+
+
+def count_samples(memory: RoundsMemory, rank: int) -> dict[str, Any]:
+    loop = Counting(memory.fds, rank)
+    loop.train()
+    return loop.report()
+
+
 @contextmanager
-def workers(memory: RoundsMemory, folder: Path) -> Iterator[list[int]]:
+def workers(memory: RoundsMemory, folder: Path, train: Train = count_samples) -> Iterator[list[int]]:
     """Fork the workers of a run; each leaves a report."""
-    pids = [start(memory, rank, folder) for rank in range(memory.num_ranks)]
+    pids = [start(memory, rank, folder, train) for rank in range(memory.num_ranks)]
     try:
         yield pids
     finally:
@@ -109,15 +120,13 @@ def workers(memory: RoundsMemory, folder: Path) -> Iterator[list[int]]:
                 os.waitpid(pid, 0)
 
 
-def start(memory: RoundsMemory, rank: int, folder: Path) -> int:
+def start(memory: RoundsMemory, rank: int, folder: Path, train: Train) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
         torch.set_num_threads(1)
-        loop = Counting(memory.fds, rank)
-        loop.train()
-        (folder / f"{rank}.json").write_text(json.dumps(loop.report()))
+        (folder / f"{rank}.json").write_text(json.dumps(train(memory, rank)))
         os._exit(0)
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
@@ -220,6 +229,43 @@ def test_survivors_agree_at_200_instants(pause: bool, tmp_path: Path) -> None:
         folder = tmp_path / str(seed)
         folder.mkdir()
         run_with_event(folder, random.Random(1000 + seed), 2 + seed % 2, pause)
+
+
+# ---- a custom training loop ----
+
+
+def train_a_model(memory: RoundsMemory, rank: int) -> list[float]:
+    """Train in a custom loop whose workers share each batch, and return the parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    inputs = torch.linspace(-1.0, 1.0, 90 * 8, dtype=torch.float64).sin().view(90, 8)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    exchange: Callable[..., RoundExchange] = lambda state, like: RoundExchange(  # noqa: E731
+        SharedBoard(memory.fds, rank, like), state, time.perf_counter
+    )
+    with SplitLoop(model, [optimizer], exchange, memory.num_ranks) as run_:
+        for _ in run_.epochs(3):
+            for x, y in run_.batches(data, batch_size=16):  # the last batch has 10
+                optimizer.zero_grad()
+                ((model(x) - y) ** 2).mean().backward()
+                optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+@pytest.mark.processes
+def test_a_loop_in_several_processes_makes_the_updates_of_one(tmp_path: Path) -> None:
+    results = {}
+    for number in (1, 2, 3):
+        memory = RoundsMemory(number)
+        with workers(memory, tmp_path, train_a_model) as pids:
+            reap(memory, pids)
+        memory.close()
+        found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(number)]
+        assert all(one == found[0] for one in found)  # to the last bit
+        results[number] = torch.tensor(found[0], dtype=torch.float64)
+    assert float((results[1] - results[2]).abs().max()) < 1e-12
+    assert float((results[1] - results[3]).abs().max()) < 1e-12
 
 
 # ---- under the launcher ----
