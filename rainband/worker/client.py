@@ -216,7 +216,9 @@ class Client:
         pull = self.pulls.with_push()
         for port, views in self.servers.borrowers:
             port.lend(pull.sequence, views)
-        self.pushes.send(gradient, self.pulls.must_ask)
+        handle = self.pushes.send(gradient, self.pulls.must_ask)
+        if self.observer is not None:
+            self.observer.pushed(handle)
         for port, _ in self.servers.borrowers:
             port.settle(pull)
         self.pulls.requested(pull)
