@@ -67,8 +67,8 @@ class Equation:
 
 task = Equation()
 found = rainband.minimize(task, workers=2, servers=1, iterations=5 if tiny else 800, history=30, tol=1e-4, n_push=2)
-# Learning rates: the best of 3e-5, 1e-4, 3e-4, 1e-3 for SGD and of 1e-3, 3e-3, 1e-2 for Adam, in one process.
-by_batches = {name: rainband.Downpour(optimizer=name.lower(), lr=lr) for name, lr in (("Adam", 1e-3), ("SGD", 3e-4))}
+tuned = (("Adam", 1e-3), ("SGD", 3e-4))  # the best of 1e-3, 3e-3, 1e-2, and of 3e-5, 1e-4, 3e-4, 1e-3, in one process
+by_batches = {name: rainband.Downpour(optimizer=name.lower(), lr=lr) for name, lr in tuned}
 fitted = {name: rainband.fit(task, how, workers=2, servers=1, epochs=found.nfev) for name, how in by_batches.items()}
 
 print(f"L-BFGS: {found.nit} iterations, {found.nfev} passes: largest error {found.metrics['error']:.2g}")
@@ -78,10 +78,9 @@ print(f"{found.accounting.applied} batches, {found.accounting.applied_twice} app
 
 
 def plot(path: Path) -> None:
-    import matplotlib
+    import matplotlib.pyplot as pyplot
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot.switch_backend("Agg")
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), dpi=120, layout="constrained")
     left.semilogy([i.evaluations for i in found.history], [i.loss for i in found.history], label="L-BFGS")
