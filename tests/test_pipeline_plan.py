@@ -339,6 +339,7 @@ def test_the_command_plans_saves_draws_and_plays(tmp_path: Path) -> None:
     assert plan.kind == "pipeline" and set(plan.replicas()) == {1}
     assert "digits: 9 units, measured with batches of 32" in text
     assert f"one_f_one_b: {len(plan.stages)} stages, 6 microbatches" in text
+    assert text.count("predicted: ") == 1  # the schedule's, not the planner's as well
     assert (tmp_path / "plan_schedule.png").exists()
 
     edited = plan.move(plan.stages[0].units[-1], 0)

@@ -257,7 +257,8 @@ def _print(
     from rainband.model_parallel.drawing import text
 
     typer.echo(f"{profile.model}: {len(profile.units)} units, measured with batches of {profile.batch_size}\n")
-    print_lines([*text.profile_lines(profile), "", *text.plan_lines(plan, profile, resources), ""])
+    planned = text.plan_lines(plan, profile, resources, played=play is not None)
+    print_lines([*text.profile_lines(profile), "", *planned, ""])
     if play is not None:
         print_lines([*text.schedule_lines(play.table, play.facts), *text.rate_lines(play, profile), ""])
     if compared is not None:

@@ -27,8 +27,11 @@ def profile_lines(profile: Profile) -> list[str]:
     return _columns(rows) + ([f"and {rest} units that take {rest_s * 1e3:.3f} ms together"] if rest else [])
 
 
-def plan_lines(plan: Placement, profile: Profile, resources: Resources) -> list[str]:
-    """Return the placement as text: stages, crossing values, prediction."""
+def plan_lines(plan: Placement, profile: Profile, resources: Resources, played: bool = False) -> list[str]:
+    """Return the placement as text: stages, crossing values, prediction.
+
+    A schedule that was `played` is predicted by itself: the planner knows nothing of its idle times.
+    """
     rows = [("stage", "machines", "units", "ms", "parameters kB", "memory kB", "from", "to")]
     needed = memory(plan, profile, resources)
     for number, stage in enumerate(plan.stages):
@@ -37,7 +40,7 @@ def plan_lines(plan: Placement, profile: Profile, resources: Resources) -> list[
         machines = ",".join(map(str, stage.machines))
         rows.append((str(number), machines, str(len(units)), *figures, _kilobytes(needed[number]), units[0], units[-1]))
     lines = [f"{plan.kind} of {plan.model or 'the model'} on {plan.num_machines} machines, by {plan.partitioner}", ""]
-    return lines + _columns(rows) + _crossing_lines(plan, profile) + _predicted_lines(plan)
+    return lines + _columns(rows) + _crossing_lines(plan, profile) + _predicted_lines(plan, played)
 
 
 def _crossing_lines(plan: Placement, profile: Profile) -> list[str]:
@@ -53,12 +56,13 @@ def _crossing_lines(plan: Placement, profile: Profile) -> list[str]:
     return ["", *_columns(rows), *more, f"{len(crossing)} values cross, {_kilobytes(total)} kB for each batch"]
 
 
-def _predicted_lines(plan: Placement) -> list[str]:
+def _predicted_lines(plan: Placement, played: bool) -> list[str]:
     if plan.predicted is None:
         return []
     faster = plan.predicted.alone_s / plan.predicted.batch_s if plan.predicted.batch_s else 1.0
     batch_ms, alone_ms = plan.predicted.batch_s * 1e3, plan.predicted.alone_s * 1e3
     lines = ["", f"predicted: a batch every {batch_ms:.3f} ms, alone {alone_ms:.3f} ms: {faster:.2f} times as fast"]
+    lines = [] if played else lines
     if len(plan.stages) == 1 and (machines := len(plan.stages[0].machines)) > 1:
         lines.append(
             f"One stage on all {machines} machines is data parallelism: rainband train {plan.model} sync --workers "
