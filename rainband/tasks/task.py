@@ -198,14 +198,19 @@ def fingerprint(data: Data) -> str:
     """
     import xxhash
 
-    if is_repeatable(data):
-        return _hash_of_samples(data)
+    hashes = _hashes_of_samples(data)
+    if len(hashes) == 1:
+        return hashes.pop()
     return xxhash.xxh3_64_hexdigest(f"{len(data)} random samples".encode())
 
 
 def is_repeatable(data: Data) -> bool:
     """Return whether samples are the same each time, if the global random generators start from the same state."""
-    return len({_hash_of_samples(data) for _ in range(SAMPLE_DRAWS)}) == 1
+    return len(_hashes_of_samples(data)) == 1
+
+
+def _hashes_of_samples(data: Data) -> set[str]:
+    return {_hash_of_samples(data) for _ in range(SAMPLE_DRAWS)}
 
 
 def _hash_of_samples(data: Data) -> str:
