@@ -357,9 +357,8 @@ def be_worker(job: bytes, fds: list[int]) -> None:
     from rainband.runtimes.processes.worker_main import work
 
     order = decode_job(job)
-    memory = fds.pop() if order.memory else None
-    carried = _carried(fds)
-    work(order, carried["task"], carried["strategy"], memory)
+    carried = _carried(fds[: len(fds) - order.memory - order.round_files])
+    work(order, fds, carried["task"], carried["strategy"])
 
 
 def be_server(job: bytes, fds: list[int]) -> None:

@@ -13,7 +13,7 @@ This file does not import torch, so that `rainband --help` stays fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
@@ -47,7 +47,7 @@ class Requirements:
     warm_start_batches: int = 0  # one worker trains these alone before the others start
     coordinated: bool = False  # coordinate() runs on the coordinator, and decides how often the data is used
     shared_memory: bool = False  # all workers write to one copy of the parameters, on one machine
-    split_batches: bool = False  # workers share each batch, and average gradients in rounds, on one machine
+    split_batches: bool = False  # workers share each batch (`worker.parts`, `worker.mean`), on one machine
     whole_model: bool = False  # a worker must hold the whole model: no stages
     stages: StageVersions | None = None  # a pipeline whose stages step by themselves, with these weight versions
     custom_loop: bool = True  # it can be used in a user's own training loop
@@ -144,6 +144,14 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     lease: int
 
 
+class BatchPart(msgspec.Struct, frozen=True):
+    """A part of a batch that workers share. It is empty if the batch has fewer samples than there are workers."""
+
+    batch: Batch
+    positions: Sequence[int]  # of its samples in the batch
+    size: int  # samples of the whole batch
+
+
 class WorkItem(msgspec.Struct, frozen=True, gc=False):
     """The unit of work: batches whose gradients are summed into one push."""
 
@@ -173,8 +181,18 @@ class Worker(Protocol):
     def still_needed(self, work_item: WorkItem) -> Awaitable[bool]:
         """Check whether an item that was begun is still this worker's; another may have delivered it."""
 
-    def gradient(self, batch: Batch) -> Awaitable[Gradient]:
-        """Compute the gradient of the batch's mean loss at `params`."""
+    def parts(self) -> AsyncIterator[BatchPart]:
+        """Yield this worker's part of each batch, in order, the same batches on all workers; with `split_batches`."""
+
+    def mean(self, gradient: Gradient) -> Awaitable[Gradient]:
+        """Return the mean of all workers' gradients of their parts, weighted by samples: that of the whole batch.
+
+        All workers await it once or more for each part. If one is lost, the others compute its part before it returns.
+        A worker that did not take part, because it was paused, gets a gradient that optimizers ignore.
+        """
+
+    def gradient(self, batch: Batch | BatchPart) -> Awaitable[Gradient]:
+        """Compute the gradient of the mean loss of a batch, or of a part of it, at `params`."""
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> LocalOptimizer:
         """Return an optimizer that steps this worker's `params`; in a custom loop, the user's own."""

@@ -41,7 +41,7 @@ LAYERS = {
     # The algorithms: they know what to send, never how it travels.
     "strategies": Layer("strategies optimizer_settings", may_import="contracts rules full_batch"),
     # State machines without I/O.
-    "nodes": Layer("server worker coordinator", may_import="contracts model rules tasks"),
+    "nodes": Layer("server worker coordinator", may_import="contracts model rules rounds tasks"),
     "execution": Layer("model_parallel.execution", may_import="contracts model graphs nodes"),
     "transports": Layer("transports", may_import="contracts rounds"),
     # What reads a run's events and nothing else.

@@ -59,6 +59,7 @@ class Coordinator:
         """`journal`: of a coordinator that this one replaces."""
         requires = Requirements() if strategy is None else strategy.requires
         self.state = state = RunState(settings)
+        self.split_batches = requires.split_batches  # each worker can report what all together have done
         self.reporting = Reporting(state)
         self.shutdown = RunEnd(state, self.reporting)
         self.full_batch: FullBatchDuty | None = None
@@ -132,6 +133,8 @@ class Coordinator:
     def _reported(self, sender: Peer, report: Report, now: float) -> list[CoordinatorOutput]:
         """Take the accepted batches and the measurements of a server."""
         state = self.state
+        if self.split_batches:
+            return self._reported_rounds(sender, report, now)
         if sender.role == "worker" and not state.settings.num_servers:
             state.servers.setdefault(sender.index, ServerState(sender, Address("", 0)))  # it holds the parameters
         server = state.servers.get(sender.index)
@@ -151,6 +154,17 @@ class Coordinator:
             return self.shutdown.last_report(sender)
         may_free = state.join and (state.join.warm_start_batches or state.join.rounds)  # waiting workers may start now
         return self.shutdown.when_done() + (self.leases.give(now) if may_free else [])
+
+    def _reported_rounds(self, sender: Peer, report: Report, now: float) -> list[CoordinatorOutput]:
+        """Take a report on batches that all workers share: the one that has come furthest stands for all."""
+        state = self.state
+        if sender.role != "worker":
+            return []
+        known = next(iter(state.servers.values()), None)
+        if known is None or known.report is None or known.report.accepted <= report.accepted:
+            state.servers.clear()
+            state.servers[sender.index] = ServerState(sender, Address("", 0), report=report)
+        return self.shutdown.when_done()
 
     def lost(self, peer: Peer, now: float, why: str = "its connection closed") -> list[CoordinatorOutput]:
         """React to a closed connection, or to the end of a process."""

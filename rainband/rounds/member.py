@@ -19,7 +19,7 @@ from torch import Tensor
 from rainband.errors import RainbandError
 from rainband.rounds.average import Contribution, average, mask_of
 from rainband.rounds.board import Asking, Board, Condition, RoundEntry
-from rainband.rounds.cut import MIN_SAMPLES
+from rainband.rounds.cut import MIN_SAMPLES, part_sizes
 from rainband.rounds.exchange import Outcome, Part, RoundId, StateHolder
 from rainband.rounds.view import (
     DRIFT_ROUNDS,
@@ -50,18 +50,26 @@ class RoundMember:
     """A member: begins rounds, publishes its contributions, and reads those of the others."""
 
     def __init__(
-        self, board: Board, holder: StateHolder, clock: Callable[[], float], equal_parts: bool = False
+        self,
+        board: Board,
+        holder: StateHolder,
+        clock: Callable[[], float],
+        equal_parts: bool = False,
+        whole_batches: bool = False,
     ) -> None:
+        """With `whole_batches`, others compute the part of a lost member in the same round: see `missing`."""
         self.board = board
         self.rank = board.rank
         self.holder = holder
         self.clock = clock
         self.equal_parts = equal_parts
+        self.whole_batches = whole_batches
         self.life = 0
         self.is_in = False
         self.count = -1  # no state yet
         self.view = RoundView(0, 0, ())
         self.view_key = 0
+        self.all_skipped = False  # nobody contributed tensors to the last round
         self.slot = 0  # of the next contribution
         self._new_round()
         self.speeds: deque[float] = deque(maxlen=SPEEDS)
@@ -71,6 +79,8 @@ class RoundMember:
         self.is_cut = False
         self.samples: Sequence[int] = ()  # of the round, over all members
         self.part = Part(())
+        self.parts: dict[int, tuple[int, ...]] = {}  # by rank, with whole batches: positions of samples in the round
+        self.missing: tuple[int, ...] = ()  # positions that the last exchange lacks, and the next one averages
         self.first: Headers = {}  # of the round's first exchange
         self.averaged: Headers = {}  # of the first one with tensors
         self.has_published = False  # tensors
@@ -96,11 +106,11 @@ class RoundMember:
 
     def cut(self, batch: Sequence[int] | None) -> Part:
         """Return this member's part of the round's samples."""
-        carried = self.view.carried
+        carried = () if self.whole_batches else self.view.carried
         if batch is None and not carried:
             return Part((), is_over=True)
         self.samples = [*carried, *(batch or ())] if carried else batch or ()
-        self.is_cut = True
+        self.is_cut, self.all_skipped = True, False
         ranks = [member.rank for member in self.view.members]
         sizes = self.view.sizes(len(self.samples))
         mine = ranks.index(self.rank)
@@ -108,15 +118,58 @@ class RoundMember:
         part = self.samples[first : first + size] if size else self.samples[:MIN_SAMPLES]
         self.part = Part(part, first, size, total)
         self.began_at = self.clock()
+        self._cut_whole()
         return self.part
+
+    def _cut_whole(self) -> None:
+        """Note whose part each sample of the round is, if none may be left out."""
+        if self.whole_batches:
+            self.parts, first = {}, 0
+            for member, size in zip(self.view.members, self.view.sizes(len(self.samples)), strict=True):
+                self.parts[member.rank] = tuple(range(first, first + size))
+                first += size
+        self.missing = ()
+
+    def _cut_missing(self, headers: Headers) -> None:
+        """Divide what an exchange lacks among the members that took part in it, for the next one.
+
+        Without whole batches, or if nobody contributed, nothing is missing.
+        """
+        if not self.whole_batches:
+            return
+        good = up_to_date(headers)
+        given = {rank for rank in good if headers[rank].kind == "mean"}
+        lacking = [at for rank, part in self.parts.items() if rank not in given for at in part] if given else []
+        self.missing = tuple(sorted(lacking))
+        self.parts, first = {}, 0
+        ranks = sorted(given)
+        for rank, size in zip(ranks, part_sizes(len(lacking), (1.0,) * len(ranks)), strict=True):
+            self.parts[rank] = self.missing[first : first + size]
+            first += size
+
+    def own_missing(self) -> tuple[int, ...]:
+        """Return the positions, among the missing ones, that this member is to compute."""
+        return self.parts.get(self.rank, ())
+
+    def _follow(self, headers: Headers) -> Waiting:
+        """Take part, without tensors, in the exchanges that others need for what is missing."""
+        self._cut_missing(headers)
+        while self.missing:
+            published: Headers | None = yield from self._exchange("skip", weight=0.0)
+            if published is None:
+                return
+            self._cut_missing(published)
 
     def _end_round(self) -> Waiting:
         """Decide what follows from the round, and give or receive the state."""
         if not self.has_published:
-            yield from self._exchange(self.kind)
+            headers: Headers | None = yield from self._exchange(self.kind)
+            if headers is not None:
+                yield from self._follow(headers)
         if not self.is_in:
             return
-        decision = next_view(self.view, self.first, self._accounted(), self.samples, self.equal_parts)
+        self.all_skipped = not self.averaged
+        decision = self._next_view()
         at = position(decision.view.where, 0)
         if decision.joined:
             self.board.admit(RoundEntry(at, decision.leader, decision.view.members))
@@ -130,6 +183,10 @@ class RoundMember:
         yield None
         if self.rank in decision.receivers and decision.leader != self.rank:
             yield from self._receive(decision, lives[decision.leader], at)
+
+    def _next_view(self) -> RoundDecision:
+        samples: Sequence[int] = () if self.whole_batches else self.samples  # the loop counts whole batches itself
+        return next_view(self.view, self.first, self._accounted(), samples, self.equal_parts)
 
     def _accounted(self) -> Headers:
         """Return the headers that say what became of the round's samples."""
@@ -151,6 +208,8 @@ class RoundMember:
         """Average tensors over the members, in place."""
         if not self.is_in:
             return Outcome(False)
+        if not self.missing:
+            self._cut_whole()
         if not self.k and self.part.weight:
             self.speeds.append(len(self.part.samples) / max(1e-9, self.clock() - self.began_at))
         headers: Headers | None = yield from self._exchange("mean", tensors, weight, numbers, scalars)
@@ -159,6 +218,7 @@ class RoundMember:
         self.has_published = True
         good = up_to_date(headers)
         if self.rank not in good:
+            yield from self._follow(headers)
             return Outcome(False)  # it has missed a step, and would mix its old parameters with new gradients
         given = [q for q in sorted(good) if headers[q].kind == "mean"]
         target = position(self.view.where, self.k)
@@ -179,6 +239,7 @@ class RoundMember:
             return Outcome(False)
         self.count += 1
         self.has_averaged |= headers is self.averaged
+        self._cut_missing(headers)
         return Outcome(True, total, headers[leader_of(headers)].numbers, _means(headers, given))
 
     def mean_scalars(self, scalars: Sequence[float], weight: float | None) -> Waiting:
@@ -485,17 +546,18 @@ class RoundMember:
             if asking is not None and asking.life == board.life(rank) and board.excluded(rank) < asking.life:
                 lives[rank] = asking.life
         if self.first:  # the open round has come as far as this member knows
-            view = next_view(view, self.first, self._accounted(), self.samples, self.equal_parts).view
+            view = self._next_view().view
         elif self.k or self.is_cut:  # its positions are used up
-            view = msgspec.structs.replace(view, batch=view.batch + 1, carried=(*(self.samples or view.carried),))
-        again = [sample for _, samples in view.deferred for sample in samples]
+            again = () if self.whole_batches else (*(self.samples or view.carried),)
+            view = msgspec.structs.replace(view, batch=view.batch + 1, carried=again)
+        deferred = [sample for _, samples in view.deferred for sample in samples]
         view = msgspec.structs.replace(
             view,
             members=tuple(Member(rank, lives[rank], view.serial) for rank in sorted(lives)),
             shares=(),
-            carried=(*view.carried, *again),
+            carried=(*view.carried, *deferred),
             deferred=(),
-            carried_over=view.carried_over + len(again),
+            carried_over=view.carried_over + len(deferred),
             transfers=view.transfers + len(lives) - 1,
         )
         at = position(view.where, 0)

@@ -40,6 +40,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     eval_every_s: float = 10.0  # seconds between evaluations on one worker; 0: only at the end
     failure_timeout_s: float = 5.0
     threads: int = 1  # torch threads of each worker
+    parts: str = "speed"  # of batches that workers share: in proportion to their speeds, or "equal"
     directory: str = ""
     script: str = ""  # with a custom training loop, and its arguments; then `task` is only its name
     arguments: tuple[str, ...] = ()
@@ -49,6 +50,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     message_cost: bool = False  # write processor times, for rainband calibrate
     sim: SimSettings = SimSettings()
     stage_plan: StagePlan | None = None  # how the workers of a replica share a model; None: each worker has all of it
+
+    @property
+    def equal_parts(self) -> bool:
+        return self.parts == "equal"
 
     @property
     def num_replicas(self) -> int:

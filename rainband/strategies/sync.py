@@ -48,7 +48,14 @@ class Sync(OptimizerSettings, Strategy):
     def __post_init__(self) -> None:
         if self.backup_workers < 0:
             raise ValueError(f"backup_workers={self.backup_workers}: choose 0 (wait for all) or more.")
-        self.server(1)
+        for name, value, usual in (("scaling", self.scaling, "none"), ("backup_workers", self.backup_workers, 0)):
+            if value != usual and not self.batch_per_worker:
+                raise ValueError(
+                    f"{name}={value} needs batch_per_worker=true: without it, workers share each batch, as one process "
+                    f"would compute it. Add batch_per_worker=true, or omit {name}."
+                )
+        self.spec()
+        self.schedule()
 
     def num_items(self, num_replicas: int) -> int:
         """Return the number of batches whose gradients make a round."""
@@ -61,16 +68,28 @@ class Sync(OptimizerSettings, Strategy):
         return Requirements(servers=False, optimizer="workers", waits="rounds", split_batches=True)
 
     async def run(self, worker: Worker) -> None:
+        if self.batch_per_worker:
+            await self._run_with_servers(worker)
+            return
+        optimizer = worker.optimizer(self.spec(), self.schedule())
+        async for part in worker.parts():
+            optimizer.step(await worker.mean(await worker.gradient(part)))
+
+    async def _run_with_servers(self, worker: Worker) -> None:
         async for work_item in worker.work_items():
             if await worker.servers.pull(round=work_item.round):
                 for batch in work_item.batches:
                     worker.servers.push(await worker.gradient(batch))
 
-    def server(self, num_replicas: int) -> ServerPart:
+    def server(self, num_replicas: int) -> ServerPart | None:
+        if not self.batch_per_worker:
+            return None
         rule = partial(FirstArrivalsOfRound, self.num_items(num_replicas)) if self.backup_workers else MeanOfRound
         return ServerPart(rule, self.spec(self.lr_factor(num_replicas) * self.lr), self.schedule())
 
     def lr_factor(self, num_replicas: int) -> float:
+        if not self.batch_per_worker:
+            return 1.0
         items = self.num_items(num_replicas)
         return {"none": 1.0, "linear": float(items), "sqrt": math.sqrt(items)}[self.scaling]
 

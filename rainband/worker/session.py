@@ -79,7 +79,7 @@ def join_of(
         batch_size=data.batch_size,
         epochs=data.epochs,
         batches_per_item=requires.batches_per_item,
-        rounds=requires.waits == "rounds",
+        rounds=requires.waits == "rounds" and not requires.split_batches,  # those of servers
         warm_start_batches=requires.warm_start_batches,
         custom_loop=custom_loop,
         optimizer=optimizer,

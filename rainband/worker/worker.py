@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -19,9 +20,11 @@ from rainband.protocol.data_plan import PushId, num_batches
 from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Report, Tally
 from rainband.protocol.steps import Work
-from rainband.strategy import Batch, Servers, WorkItem
+from rainband.rounds.board import Board
+from rainband.strategy import Batch, BatchPart, Servers, WorkItem
 from rainband.worker.client import Client
 from rainband.worker.sampler import Sampler
+from rainband.worker.shared_batches import SharedBatches
 from rainband.worker.work_items import StillNeeded
 
 if TYPE_CHECKING:
@@ -36,9 +39,12 @@ if TYPE_CHECKING:
 class Compute(Work):
     """A gradient that is to be computed."""
 
-    def __init__(self, worker: ModuleWorker, batch: Batch) -> None:
+    def __init__(self, worker: ModuleWorker, batch: Batch | BatchPart) -> None:
         self.worker = worker
-        self.batch = batch
+        self.part = batch if isinstance(batch, BatchPart) else None
+        self.batch = batch.batch if isinstance(batch, BatchPart) else batch
+        if self.part is not None:
+            self.share = len(self.part.positions) / self.part.size
         self.result: Gradient | None = None
         # Newer parameters may arrive while it is computed.
         self.began, self.read = worker.client.pushes.clock, tuple(worker.client.pulls.versions)
@@ -47,7 +53,7 @@ class Compute(Work):
         observer = self.worker.client.observer
         if observer is not None:
             observer.computing(self.worker, self.batch)
-        self.result = self.worker.compute(self.batch)
+        self.result = self.worker.compute(self.batch if self.part is None else self.part)
         if observer is not None:
             observer.computed(self.worker, self.batch)
 
@@ -91,6 +97,8 @@ class ModuleWorker:
         self.sampler = Sampler(self.plan)
         self.work_item: WorkItem | None = None
         self.accounting: LocalAccounting | None = None  # if it steps itself
+        self.local_optimizer: WorkerOptimizer | None = None
+        self.shared_batches: SharedBatches | None = None  # if workers share each batch
         self.prefetch: Callable[[Batch], Any] | None = None  # returns the samples of a batch that were prepared ahead
 
     async def work_items(self) -> AsyncIterator[WorkItem]:
@@ -111,19 +119,47 @@ class ModuleWorker:
         """Samples that this worker has processed, for the mean of its buffers."""
         return self.client.stats.samples
 
-    def gradient(self, batch: Batch) -> Compute:
+    def share_batches(self, board: Board, clock: Callable[[], float], equal_parts: bool = False) -> None:
+        """Take part in rounds: the run's strategy declares `split_batches`."""
+        self.shared_batches = SharedBatches(self, board, clock, equal_parts)
+
+    def _in_rounds(self) -> SharedBatches:
+        if self.shared_batches is None:
+            raise ValueError("parts and means of batches need a strategy whose `requires` declares split_batches=True.")
+        return self.shared_batches
+
+    def parts(self) -> AsyncIterator[BatchPart]:
+        return self._in_rounds().parts()
+
+    def mean(self, gradient: Gradient) -> Coroutine[Any, Any, Gradient]:
+        return self._in_rounds().mean(gradient)
+
+    def gradient(self, batch: Batch | BatchPart) -> Compute:
         return Compute(self, batch)
 
-    def compute(self, batch: Batch) -> Gradient:
+    def compute(self, batch: Batch | BatchPart) -> Gradient:
         """Return the gradient of a batch's mean loss, which depends on the parameters and the batch ID alone."""
+        if isinstance(batch, BatchPart):
+            return self._compute_part(batch)
         seed_global_generators(self._seed(batch))
-        samples = self.fetch(batch)
+        return self._compute(batch, self.fetch(batch), self.plan.samples_in(batch.portion, batch.k))
+
+    def _compute_part(self, part: BatchPart) -> Gradient:
+        """Return the gradient of some samples of a batch; that of all of them is the gradient of the batch."""
+        if len(part.positions) == part.size:
+            return self.compute(part.batch)
+        if not part.positions:
+            return Gradient([None] * len(self.flat.parameters), (part.batch,), 0, 0.0)
+        seed_global_generators(self._seed(part.batch, part.positions[0]))
+        indices = self.sampler.indices(part.batch)[np.asarray(part.positions)]
+        return self._compute(part.batch, self.data.batch(indices), len(part.positions))
+
+    def _compute(self, batch: Batch, samples: Any, num_samples: int) -> Gradient:
         for parameter in self.flat.parameters:
             parameter.grad = None
         loss = self.task.loss(self.module, samples)
         loss.backward()  # type: ignore[no-untyped-call]
         self.flat.check()
-        num_samples = self.plan.samples_in(batch.portion, batch.k)
         gradient = Gradient(self.tensors(), (batch,), num_samples, loss.item())
         self._count(gradient)
         return gradient
@@ -138,9 +174,11 @@ class ModuleWorker:
         """Return the gradients that autograd has left."""
         return self.flat.gradients()
 
-    def _seed(self, batch: Batch) -> int:
+    def _seed(self, batch: Batch, first: int = 0) -> int:
+        """Return the seed of a batch, or of the part of it that begins with this sample."""
         plan = self.plan  # not the portion: how many batches it has depends on the number of workers
         name = f"{plan.seed} {plan.epoch_of(batch.portion)} {plan.number(batch.portion, batch.k)}"
+        name += f" {first}" if first else ""
         return xxhash.xxh3_64_intdigest(name.encode()) >> 1
 
     def _count(self, gradient: Gradient) -> None:
@@ -153,7 +191,7 @@ class ModuleWorker:
             self.client.tell(stats.heartbeat())  # at once: users wait for the first progress
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> WorkerOptimizer:
-        optimizer = WorkerOptimizer(self, spec, schedule)
+        optimizer = self.local_optimizer = WorkerOptimizer(self, spec, schedule)
         self.accounting = optimizer.accounting
         return optimizer
 
@@ -195,7 +233,8 @@ class WorkerOptimizer:
     def __init__(self, worker: ModuleWorker, spec: OptimizerSpec, schedule: Schedule) -> None:
         self.worker = worker
         self.schedule = schedule
-        self.accounting = LocalAccounting(worker.client)
+        # Of batches that workers share, the rounds count what is applied.
+        self.accounting = LocalAccounting(worker.client) if worker.shared_batches is None else None
         groups: list[dict[str, Any]] = [{"params": [], **settings} for settings in worker.flat.layout.groups]
         for spec_, parameter in zip(worker.flat.layout.parameters, worker.flat.parameters, strict=True):
             groups[spec_.group]["params"].append(parameter)
@@ -203,8 +242,10 @@ class WorkerOptimizer:
         self.base = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, gradient: Gradient) -> None:
+        if not gradient.batches:
+            return  # this worker was left out of the round
         if not gradient.is_finite:
-            self.accounting.add(gradient.push_id(), NOT_FINITE)
+            self._account(gradient, NOT_FINITE)
             return
         first = gradient.batches[0]
         scale = self.schedule.scale(self.worker.plan.progress(first.portion, first.k))
@@ -213,7 +254,17 @@ class WorkerOptimizer:
         for parameter, tensor in zip(self.worker.flat.parameters, gradient.tensors, strict=True):
             parameter.grad = tensor
         self.optimizer.step()
-        self.accounting.add(gradient.push_id())
+        self._account(gradient)
+
+    def _account(self, gradient: Gradient, skip: str = "") -> None:
+        if self.accounting is not None:
+            self.accounting.add(gradient.push_id(), skip)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
 
 
 class LocalAccounting:

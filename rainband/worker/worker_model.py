@@ -97,10 +97,16 @@ class ModuleModel(WorkerModel[ModuleWorker]):
     def worker(self, index: int, client: Client) -> ModuleWorker:
         return ModuleWorker(index, self.num_workers, self.task, self.data, self.flat.module, client)
 
+    async def ended(self, worker: ModuleWorker) -> None:
+        if worker.shared_batches is not None:
+            await worker.shared_batches.leave()
+
     def return_leases(self, worker: ModuleWorker) -> None:
         super().return_leases(worker)
         if worker.accounting is not None:
             worker.accounting.report_rest()
+        if worker.shared_batches is not None:
+            worker.shared_batches.tell()
 
     async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
         with saving(conclude.path):  # first: an error in the user's evaluation must not lose the model

@@ -26,7 +26,7 @@ from rainband.model_parallel.execution.microbatch_run import AnyOf, Microbatch, 
 from rainband.model_parallel.execution.submodel import Submodel, copy_tied
 from rainband.model_parallel.execution.weight_stashing import WeightStashing
 from rainband.model_parallel.graph.eval_graph import evaluating
-from rainband.strategy import Batch, WorkItem
+from rainband.strategy import Batch, BatchPart, WorkItem
 from rainband.worker.worker import ModuleWorker
 
 if TYPE_CHECKING:
@@ -235,7 +235,8 @@ class StageWorker(ModuleWorker):
         self.links.tell_all(tag, wanted)
         return wanted
 
-    def gradient(self, batch: Batch) -> Awaitable[Gradient]:  # type: ignore[override]
+    def gradient(self, batch: Batch | BatchPart) -> Awaitable[Gradient]:  # type: ignore[override]
+        assert isinstance(batch, Batch), "stages compute whole batches"
         return self._gradient(batch)
 
     async def _gradient(self, batch: Batch) -> Gradient:

@@ -16,7 +16,7 @@ from rainband.protocol.messages import BlockReady, LeaseEnd, Message, Peer, Repo
 from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.protocol.ports import Port
 from rainband.runtimes.hogwild.memory import SharedParameters, offsets_of
-from rainband.strategy import Batch
+from rainband.strategy import Batch, BatchPart
 from rainband.tasks.task import Data, Task
 from rainband.transports.shared_memory import SharedSegment
 from rainband.worker.client import Client
@@ -52,7 +52,7 @@ class MemoryWorker(ModuleWorker):
     client: MemoryClient
     began_at = 0  # number of updates in the memory when it began to compute
 
-    def gradient(self, batch: Batch) -> Compute:
+    def gradient(self, batch: Batch | BatchPart) -> Compute:
         self.began_at = self.client.memory.version
         return Compute(self, batch)
 

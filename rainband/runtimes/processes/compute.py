@@ -33,7 +33,7 @@ class MinStepTime:
         if not isinstance(work, Compute):
             work.perform()
             return
-        done_at = self.now() + self.pace.next_s()
+        done_at = self.now() + work.share * self.pace.next_s()
         work.perform()
         self.sleep(max(0.0, done_at - self.now()))
 

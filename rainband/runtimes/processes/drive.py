@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rainband.errors import CoordinatorLost, Stop
 from rainband.protocol.steps import Handle, Steps, Work
 from rainband.worker.session import Dismissed
+from rainband.worker.shared_batches import OthersInRound
 from rainband.worker.work_items import StillNeeded
 
 if TYPE_CHECKING:
     from rainband.worker.session import Session
+
+MESSAGES_EVERY_S = 0.05  # while a worker waits for others in shared memory
 
 Result = TypeVar("Result")
 Wait = Callable[..., object]  # blocks until messages have arrived, or for some seconds, and delivers them
@@ -72,8 +75,18 @@ def _provide(needed: object, wait: Wait, training: Session | None) -> Stop | Non
             if isinstance(needed, Deadline):
                 wait(needed.left_s())
             else:
-                wait()
+                _wait_for(needed, wait)
     return None
+
+
+def _wait_for(needed: Handle, wait: Wait) -> None:
+    """Wait for messages, or for what other workers write into shared memory, with a look at messages now and then."""
+    if not isinstance(needed, OthersInRound):
+        wait()
+        return
+    look_at = time.monotonic() + MESSAGES_EVERY_S
+    needed.board.wait(lambda: needed.ready() or time.monotonic() >= look_at)
+    wait(0.0)
 
 
 def _perform(work: Work, session: Session | None) -> None:
@@ -96,7 +109,7 @@ def _wait_in_training(needed: object, wait: Wait, session: Session) -> Stop | No
     started, stats = time.monotonic(), session.stats
     while not (ready := needed.ready()) and not session.must_stop(needed):
         stats.waiting = True
-        wait()
+        _wait_for(needed, wait)
     stats.waiting = False
     ended = time.monotonic()
     stats.waited(ended - started)

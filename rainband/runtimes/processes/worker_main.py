@@ -15,17 +15,17 @@ from rainband.worker.session import Dismissed
 
 def main(job: bytes, fds: list[int]) -> None:
     """Run the worker that a job describes."""
-    decoded = decode_job(job)
-    work(decoded, memory=fds[-1] if decoded.memory else None)
+    work(decode_job(job), fds)
 
 
-def work(job: Job, task: Task | None = None, strategy: Strategy | None = None, memory: int | None = None) -> None:
+def work(job: Job, fds: list[int], task: Task | None = None, strategy: Strategy | None = None) -> None:
     """Run a worker. By default the task and the strategy are those that the configuration names.
 
-    `memory` is the open file that holds the parameters of all workers.
+    `fds`: the inherited files, of which the last ones are those that the job has.
     """
     if job.config.stage_plan is None:
-        process = WorkerProcess(job, task, strategy, memory)
+        process = WorkerProcess(job, task, strategy, memory=fds[-1] if job.memory else None)
+        process.round_files = fds[len(fds) - job.round_files :]
     else:
         process = StageProcess(job, task, strategy)
     try:

@@ -26,9 +26,11 @@ from rainband.runtimes.processes.worker_link import WorkerLink
 from rainband.strategy import Strategy
 from rainband.tasks.load import load_task
 from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
+from rainband.transports.shared_rounds import SharedBoard
 from rainband.worker.lifecycle import run_worker
 from rainband.worker.periodic_eval import PeriodicEval
 from rainband.worker.session import join_of
+from rainband.worker.shared_batches import examples
 from rainband.worker.worker import ModuleWorker
 from rainband.worker.worker_model import ModuleModel, WorkerModel
 
@@ -77,6 +79,9 @@ class WorkerProcess(WorkerLink):
         self.session.perform = min_step_time(self.config, self.index)
         worker.prefetch = prefetched(worker)
         self.session.before_step = self._before_step(worker)
+        if self.session.strategy.requires.split_batches:
+            board = SharedBoard(self.round_files, self.index, examples(worker))
+            worker.share_batches(board, time.monotonic, self.config.equal_parts)
 
     def _before_step(self, worker: ModuleWorker) -> Callable[[], None] | None:
         measuring = self._measuring(worker)

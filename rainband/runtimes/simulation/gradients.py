@@ -15,7 +15,7 @@ from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.hogwild.worker import MemoryClient, MemoryWorker
 from rainband.runtimes.simulation.shared_module import EmptyFlat, SharedModule, WrittenGradient
 from rainband.runtimes.simulation.worker import SimulatedCompute
-from rainband.strategy import Batch
+from rainband.strategy import Batch, BatchPart
 from rainband.tasks.task import Data, Task
 from rainband.worker.client import Client
 from rainband.worker.worker import Compute, ModuleWorker
@@ -94,7 +94,7 @@ class ReadingWorker(MemoryWorker):
     So gradients are as stale as in a real run, but no addition is lost or torn, as happens in real memory.
     """
 
-    def gradient(self, batch: Batch) -> Compute:
+    def gradient(self, batch: Batch | BatchPart) -> Compute:
         copy_memory(self.client)
         return super().gradient(batch)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rainband.model.gradient import Gradient
 from rainband.protocol.accounting import NOT_FINITE
 from rainband.protocol.steps import Steps
 from rainband.runtimes.processes.drive import drive_until
-from rainband.strategy import Batch, Strategy, WorkItem
+from rainband.strategy import Batch, BatchPart, Strategy, WorkItem
 from rainband.worker.client import Client
 from rainband.worker.lifecycle import live
 from rainband.worker.pulls import PullHandle
@@ -99,8 +99,14 @@ class LoopWorker:
     def buffers(self) -> bytes:
         return buffers_of(self.client.flat.module)
 
-    def gradient(self, batch: Batch) -> NextGradient:
+    def gradient(self, batch: Batch | BatchPart) -> NextGradient:
         return NextGradient()
+
+    def parts(self) -> AsyncIterator[BatchPart]:
+        raise ValueError("a custom training loop that shares batches exchanges gradients itself.")
+
+    def mean(self, gradient: Gradient) -> Awaitable[Gradient]:
+        raise ValueError("a custom training loop that shares batches exchanges gradients itself.")
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> UsersOptimizer:
         """Return the user's optimizer instead of the strategy's choice."""

@@ -1,14 +1,12 @@
 """The state of a worker, which another one receives when it joins, returns, or has missed an update.
 
 `collect` returns lists, dicts, numbers and tensors, which travel without pickle, and `apply` puts them into the objects
-of another worker. Containers of other types, such as the Counter of a MultiStepLR, are
-marked with the name of their type, and restored as that type.
+of another worker.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,19 +14,8 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rainband.model.containers import marked, restored
 from rainband.runtimes.training_loop.split.tensors import SharedTensors
-
-TYPE = "container type"  # the key that marks a container which is not a plain list, tuple or dict
-DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {
-    "Counter": Counter,
-    "OrderedDict": OrderedDict,
-    "defaultdict": lambda items: defaultdict(dict, items),  # the optimizers' own state
-}
-LISTS: dict[str, Callable[[list[Any]], Any]] = {
-    "deque": deque,
-    "set": set,
-    "frozenset": frozenset,
-}
 
 
 class HasState(Protocol):
@@ -71,8 +58,8 @@ class LoopState:
             "parameters": [parameter.data for parameter in tensors.parameters],
             "gradients": [parameter.grad for parameter in tensors.parameters],  # accumulated over earlier batches
             "buffers": [buffer for _, buffer in tensors.model.named_buffers()],
-            "optimizers": [_marked(optimizer.state_dict()) for optimizer in self.optimizers],
-            "registered": [_marked(given.state_dict()) for given in self.registered],
+            "optimizers": [marked(optimizer.state_dict()) for optimizer in self.optimizers],
+            "registered": [marked(given.state_dict()) for given in self.registered],
             "generator": self.generator_state,
             "stopped": self.stopped,
         }
@@ -90,7 +77,7 @@ class LoopState:
         for own, value in zip(buffers, state["buffers"], strict=True):
             own.copy_(value)
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(_restored(values))
+            optimizer.load_state_dict(restored(values))
         if self.begun:
             self._apply_registered(state)
         else:  # the script has not registered its objects yet, and has not drawn from the generator
@@ -105,14 +92,14 @@ class LoopState:
         """Apply the received state again: the loop has registered objects, and stepped schedulers of earlier passes."""
         if self.received is not None and self.received["registered"]:
             for optimizer, values in zip(self.optimizers, self.received["optimizers"], strict=True):
-                optimizer.load_state_dict(_restored(values))
+                optimizer.load_state_dict(restored(values))
             self._apply_registered(self.received)
         self.begun, self.received = True, None
 
     def _apply_registered(self, state: Any) -> None:
         _same_number("registered objects", self.registered, state["registered"])
         for given, values in zip(self.registered, state["registered"], strict=True):
-            given.load_state_dict(_restored(values))
+            given.load_state_dict(restored(values))
 
     def fingerprint(self) -> int:
         """Return a hash of the parameters."""
@@ -135,36 +122,3 @@ def _same_number(kind: str, own: Sequence[object], received: Sequence[object]) -
             f"this worker has {len(own)} {kind}, and the worker that sent its state has {len(received)}: all workers "
             "must run the same script, with the same arguments."
         )
-
-
-def _marked(value: Any) -> Any:
-    """Return lists, tuples, dicts, numbers, strings and tensors in place of other containers."""
-    kind = type(value)
-    if isinstance(value, dict):
-        plain = {key: _marked(item) for key, item in value.items()}
-        return plain if kind is dict else {TYPE: kind.__name__, "items": plain}
-    if isinstance(value, Tensor):
-        return value.detach()
-    if kind in (list, tuple):
-        return kind(_marked(item) for item in value)
-    if kind.__name__ in LISTS:
-        return {TYPE: kind.__name__, "items": [_marked(item) for item in value]}
-    if kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
-        return value.item()
-    if value is None or kind in (bool, int, float, str, torch.Size):
-        return value
-    raise ValueError(
-        f"a state_dict has a value of type {kind.__name__}, which another worker cannot receive: numbers, strings, "
-        "tensors, lists, tuples and dicts are possible."
-    )
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, dict):
-        if TYPE in value:
-            name, items = value[TYPE], _restored(value["items"])
-            return LISTS[name](items) if name in LISTS else DICTS.get(name, dict)(items)
-        return {key: _restored(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_restored(item) for item in value)
-    return value

@@ -1,0 +1,291 @@
+"""Batches that workers share: this worker's part of each, and the mean of all workers' gradients.
+
+The workers take the same batches in the same order. A round (`rainband/rounds/`) is one batch: each worker computes the
+gradient of its part, and all get the mean, weighted by samples. If a worker is lost, the others compute its part in the
+same round, so the update is that of the whole batch. What is done is part of the state that workers receive when they
+join, so all count alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rainband.model.containers import marked, restored
+from rainband.model.gradient import Gradient
+from rainband.protocol.accounting import NOT_FINITE
+from rainband.protocol.data_plan import DataPlan
+from rainband.protocol.messages import Report, Tally
+from rainband.protocol.steps import Handle
+from rainband.rounds.board import Board, Condition
+from rainband.rounds.exchange import Outcome
+from rainband.rounds.member import RoundMember, Waiting
+from rainband.strategy import Batch, BatchPart
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rainband.worker.worker import ModuleWorker
+
+NO_MEAN = "no mean of its gradients"
+
+
+class OthersInRound(Handle):
+    """Something that other members of the rounds write into the memory that all share."""
+
+    def __init__(self, board: Board, until: Condition) -> None:
+        self.board = board
+        self.until = until
+
+    def ready(self) -> bool:
+        return self.until()
+
+
+class SharedBatches:
+    """One worker's place in the rounds, as the worker part of a strategy uses it."""
+
+    def __init__(
+        self, worker: ModuleWorker, board: Board, clock: Callable[[], float], equal_parts: bool = False
+    ) -> None:
+        self.worker = worker
+        self.board = board
+        self.member = RoundMember(board, TrainingState(worker, self), clock, equal_parts, whole_batches=True)
+        self.buffers = SharedBuffers(worker.module)
+        self.done = 0  # batches that are applied or skipped; the next one has this number
+        self.skipped: Counter[str] = Counter()  # reason -> batches
+        self.computed_again = 0  # samples of parts that were lost
+        self.stops = False  # the run ends after this round
+        self.batch: Batch | None = None  # of the open round
+        self.result: Gradient | None = None  # its mean
+        self.has_left = False
+        self.reported = -1
+
+    @property
+    def plan(self) -> DataPlan:
+        return self.worker.plan
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    async def parts(self) -> AsyncIterator[BatchPart]:
+        """Yield this worker's part of each batch, until all batches are done or the run stops."""
+        while (part := await self._next_part()) is not None:
+            yield part
+        await self.leave()
+
+    async def _next_part(self) -> BatchPart | None:
+        self._close()
+        where = await self._through(self.member.begin(0))
+        self.settle_skipped()
+        if where.epoch or self.done >= self.plan.num_batches or self.stops:
+            return None
+        self.batch = batch_at(self.plan, self.done)
+        size = self.plan.samples_in(self.batch.portion, self.batch.k)
+        part = self.member.cut(range(size))
+        return BatchPart(self.batch, range(part.first, part.last), size)
+
+    async def leave(self) -> None:
+        """Take no more part in rounds; others do not wait for this worker."""
+        if not self.has_left:
+            self.has_left = True
+            self._close()
+            await self._through(self.member.leave())
+
+    async def _through(self, waiting: Waiting) -> Any:
+        """Go through a part of the protocol, and wait where it does."""
+        try:
+            while True:
+                until = next(waiting)
+                if until is not None and not until():
+                    await OthersInRound(self.board, until)
+        except StopIteration as end:
+            return end.value
+
+    # ---- means -----------------------------------------------------------------------------------------------------
+
+    async def mean(self, gradient: Gradient) -> Gradient:
+        """Return the mean gradient of the whole batch.
+
+        A worker that was excluded meanwhile, for example because it was paused, gets a gradient without batches, which
+        optimizers ignore: it receives the state of another worker before its next part.
+        """
+        assert self.batch is not None, "a mean is that of the parts of a batch: ask for a part first"
+        tensors, buffers = gradient.tensors, self.buffers.changes()
+        outcome = await self._exchange(tensors + buffers, gradient)
+        total, loss = outcome.total, outcome.loss
+        while outcome.took_part and self.member.missing:
+            part = BatchPart(self.batch, self.member.own_missing(), self.member.part.total)
+            self.computed_again += len(part.positions)
+            more = await self.worker.gradient(part)
+            rest = await self._exchange(more.tensors + self.buffers.changes(), more)
+            add_weighted(outcome.tensors, total, rest.tensors, rest.total)
+            loss = (loss * total + rest.loss * rest.total) / max(1.0, total + rest.total)
+            total += rest.total
+            outcome = rest._replace(tensors=outcome.tensors)
+        if not outcome.took_part:
+            return Gradient([None] * len(tensors), (), 0, 0.0)
+        number = len(tensors)
+        self.buffers.add(outcome.tensors[number:])
+        self.result = Gradient(outcome.tensors[:number], (self.batch,), round(total), loss)
+        return self.result
+
+    async def _exchange(self, tensors: list[Tensor | None], gradient: Gradient) -> _Exchanged:
+        stops = self.stops or self.worker.client.stopping
+        waiting = self.member.mean(tensors, gradient.samples, (float(stops),), (gradient.loss,))
+        outcome: Outcome = await self._through(waiting)
+        if outcome.took_part:
+            self.stops = bool(outcome.numbers[0])  # those of one worker: all stop after the same round
+        return _Exchanged(outcome.took_part, tensors, outcome.weight, outcome.scalars[0] if outcome.took_part else 0.0)
+
+    # ---- accounting ------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Count the batch of the open round, if this worker has its mean."""
+        if self.result is None:
+            return
+        finite, self.result = self.result.is_finite, None
+        self._count("" if finite else NOT_FINITE)
+        self.member.stepped()
+
+    def settle_skipped(self) -> None:
+        """Count the batch of a round that has ended without a mean on any worker."""
+        if self.batch is not None and self.result is None and self.member.all_skipped:
+            self._count(NO_MEAN)
+
+    def _count(self, skip: str) -> None:
+        self.batch = None
+        self.done += 1
+        self.worker.client.stats.acked += 1
+        if skip:
+            self.skipped[skip] += 1
+        if not self.done % self.plan.portion_batches or not self.done % self.plan.batches_per_epoch:
+            members = self.member.view.members
+            if min(members, key=lambda member: (member.since, member.rank)).rank == self.member.rank:
+                self.tell()
+
+    def tell(self) -> None:
+        """Report what is done to the coordinator, if it has changed since this worker's last report."""
+        if self.done != self.reported:
+            self.reported = self.done
+            self.worker.client.tell(self.report())
+
+    def report(self) -> Report:
+        """Return what all workers together have done."""
+        skipped = self.skipped.total()
+        over = self.done >= self.plan.num_batches
+        return Report(
+            first_open=self.plan.num_portions if over else batch_at(self.plan, self.done).portion,
+            full=(),
+            accepted=self.done,
+            updates=self.done - skipped,
+            blocks=(Tally(self.done, self.done - skipped, skipped, 0),),
+            skipped=dict(self.skipped),
+        )
+
+
+class _Exchanged(NamedTuple):
+    """The result of one exchange."""
+
+    took_part: bool
+    tensors: list[Tensor | None]
+    total: float  # samples
+    loss: float
+
+
+class TrainingState:
+    """Collects what a worker that joins or returns receives: parameters, buffers, optimizer state, and what is done."""
+
+    def __init__(self, worker: ModuleWorker, batches: SharedBatches) -> None:
+        self.worker = worker
+        self.batches = batches
+
+    def collect(self) -> Any:
+        worker, batches = self.worker, self.batches
+        batches.settle_skipped()
+        optimizer = worker.local_optimizer
+        return {
+            "vectors": list(worker.flat.vectors),
+            "buffers": list(worker.module.buffers()),
+            "optimizer": None if optimizer is None else marked(optimizer.state_dict()),
+            "done": batches.done,
+            "skipped": dict(batches.skipped),
+            "computed_again": batches.computed_again,
+            "stops": batches.stops,
+        }
+
+    @torch.no_grad()
+    def apply(self, state: Any) -> None:
+        worker, batches = self.worker, self.batches
+        for own, value in zip(worker.flat.vectors, state["vectors"], strict=True):
+            own.copy_(value)
+        for buffer, value in zip(worker.module.buffers(), state["buffers"], strict=True):
+            buffer.copy_(value)
+        if worker.local_optimizer is not None and state["optimizer"] is not None:
+            worker.local_optimizer.load_state_dict(restored(state["optimizer"]))
+        batches.buffers.keep()
+        batches.batch = batches.result = None
+        batches.done, batches.stops = state["done"], state["stops"]
+        batches.skipped, batches.computed_again = Counter(state["skipped"]), state["computed_again"]
+
+    def fingerprint(self) -> int:
+        digest = xxhash.xxh3_64()
+        for vector in self.worker.flat.vectors:
+            digest.update(memoryview(vector.detach().cpu().contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        return digest.intdigest() >> 1
+
+
+class SharedBuffers:
+    """The floating-point buffers, such as statistics of BatchNorm: each becomes its last value plus the mean change."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.common = [buffer.detach().clone() for buffer in self._buffers()]  # equal on all workers
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+
+    def changes(self) -> list[Tensor | None]:
+        """Return what this worker has changed since the last round, and take it back."""
+        changes: list[Tensor | None] = []
+        for buffer, common in zip(self._buffers(), self.common, strict=True):
+            changes.append(buffer - common)
+            buffer.copy_(common)
+        return changes
+
+    def add(self, changes: Sequence[Tensor | None]) -> None:
+        """Apply the mean changes."""
+        for buffer, common, change in zip(self._buffers(), self.common, changes, strict=True):
+            if change is not None:
+                buffer.copy_(common.add_(change))
+
+    def keep(self) -> None:
+        """Take the current values as those that are equal on all workers."""
+        for buffer, common in zip(self._buffers(), self.common, strict=True):
+            common.copy_(buffer)
+
+
+def batch_at(plan: DataPlan, number: int) -> Batch:
+    """Return batch `number` of a run, in order."""
+    epoch, inside = divmod(number, plan.batches_per_epoch)
+    portion, k = divmod(inside, plan.portion_batches)
+    return Batch(epoch * plan.portions_per_epoch + portion, k, 0)
+
+
+@torch.no_grad()
+def add_weighted(into: list[Tensor | None], weight: float, others: Sequence[Tensor | None], other: float) -> None:
+    """Replace each mean over `weight` samples by that over `other` samples more; None counts as zero."""
+    for i, more in enumerate(others):
+        value = into[i]
+        weighted = [tensor * n for tensor, n in ((value, weight), (more, other)) if tensor is not None]
+        if weighted:
+            into[i] = sum(weighted[1:], weighted[0]) / max(1.0, weight + other)
+
+
+def examples(worker: ModuleWorker) -> list[Tensor]:
+    """Return a tensor of the shape and dtype of each tensor of an exchange: gradients and buffers."""
+    floating = [buffer for buffer in worker.module.buffers() if buffer.is_floating_point()]
+    return [parameter.detach() for parameter in worker.flat.parameters] + floating
