@@ -2,9 +2,9 @@
 
     python examples/split_model.py
 
-starts `rainband train split_model:Writer sync optimizer=adam --stages 4 --workers 4 --servers 4` and prints the memory
-of its processes. Each worker has a quarter of the layers, each server of the parameters and of Adam's moments.
-Your own model only needs separate layers: here, blocks in an nn.Sequential.
+starts `rainband train split_model:Writer sync batch_per_worker=true optimizer=adam --stages 4 --workers 4 --servers 4`
+and prints the memory of its processes. Each worker has a quarter of the layers, each server of the parameters and of
+Adam's moments. Your own model only needs separate layers: here, blocks in an nn.Sequential.
 """
 
 from __future__ import annotations
@@ -85,7 +85,16 @@ def measure_memory(program: psutil.Popen) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     size = ["task.width=32", "task.blocks=4", "task.samples=32"] if "--tiny" in sys.argv[1:] else []
-    words = ["split_model:Writer", "sync", "optimizer=adam", "lr=0.0003", *size, "--runs", str(Path.cwd() / "runs")]
+    words = [
+        "split_model:Writer",
+        "sync",
+        "batch_per_worker=true",
+        "optimizer=adam",
+        "lr=0.0003",
+        *size,
+        "--runs",
+        str(Path.cwd() / "runs"),
+    ]
     start = [sys.executable, "-c", "from rainband.cli.main import main; main()", "train"]
     many = "2" if size else "4"
     counts = ["--stages", many, "--workers", many, "--servers", many]

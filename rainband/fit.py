@@ -59,7 +59,7 @@ def fit(
     """Train `task` with `workers` worker processes and `servers` server processes; return when it is trained.
 
     `task` is any object with model(), data(), loss(), evaluate(), batch_size and epochs, or the name of a built-in
-    task; rainband.ModuleTask makes one of a module and a dataset. `strategy` (by default downpour) is one of
+    task; rainband.ModuleTask makes one of a module and a dataset. `strategy` (by default sync) is one of
     rainband's, such as rainband.Downpour(n_push=4), one of your own, or a name. `on_event` is called with every event.
 
     `options` are those of `rainband train`, which rainband.options describes: epochs=3, batch_size=64, seed=1,
@@ -116,7 +116,7 @@ def _new(task: Task | str | None, strategy: Strategy | str | None) -> tuple[RunC
         check_task(task, {})
     else:
         _check_task_object(task)
-    strategy = "downpour" if strategy is None else strategy
+    strategy = "sync" if strategy is None else strategy
     _check_strategy_object(strategy)
     made = load_strategy(strategy, {}) if isinstance(strategy, str) else strategy
     task_name, task_settings = _named(task, TASKS)

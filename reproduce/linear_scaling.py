@@ -24,6 +24,7 @@ def error(workers: int, warmup: float, seed: int) -> float:
         "sync",
         workers,
         seed,
+        batch_per_worker=True,
         epochs=EPOCHS,
         batch_size=BATCH_SIZE,
         lr=LR,

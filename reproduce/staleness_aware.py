@@ -20,6 +20,8 @@ SCALINGS = {"none": "one rate for all", "staleness": "divided by the staleness"}
 
 
 def error(seed: int, strategy: str = "sync", **settings: Any) -> float:
+    if strategy == "sync":
+        settings = {"batch_per_worker": True, **settings}
     done = simulate("digits", strategy, WORKERS, seed, batch_size=BATCH_SIZE, epochs=EPOCHS, lr=LR, **settings)
     return done.error
 

@@ -62,6 +62,8 @@ def digits(strategy: str, workers: int = 4, servers: int = 2, faults: str = "", 
     if strategy not in ("sandblaster", "conjugate_gradient"):
         given.setdefault("epochs", 1)
     given.setdefault("sim", SimSettings(faults=faults))
+    if strategy == "sync":
+        given["strategy_settings"] = {"batch_per_worker": "true", **given.get("strategy_settings", {})}
     if strategy == "downpour":
         given["strategy_settings"] = {"overlap": "true", **given.get("strategy_settings", {})}
     return RunConfig(task="digits", strategy=strategy, num_workers=workers, num_servers=servers, **given)
@@ -129,7 +131,7 @@ def configurations() -> Mapping[str, RunConfig]:
         "aggregated_sync": digits("sync", 50, sim=SimSettings(time_only=True, aggregated=True)),
         "downpour_in_step": digits("downpour", strategy_settings={"overlap": "false"}),
         "stages_downpour": stages("downpour", 2, 3, overlap=True),
-        "stages_sync": stages("sync", 3, 2),
+        "stages_sync": stages("sync", 3, 2, batch_per_worker=True),
         "stages_single": stages("single", 3, 1, servers=0, lr=0.05),
         "stages_worker_killed": stages("downpour", 3, 2, faults="0.05 kill worker 4", overlap=True),
         "pipedream": stages("pipedream", 3, 1, servers=0, lr=0.05),

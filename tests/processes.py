@@ -254,7 +254,8 @@ class RunLauncher:
             task=task,
             task_settings=settings | ({"gate": str(gate.folder)} if gate else {}),
             strategy=strategy,
-            strategy_settings={"lr": LR, "optimizer": optimizer},
+            strategy_settings={"lr": LR, "optimizer": optimizer}
+            | ({"batch_per_worker": True} if strategy == "sync" else {}),
             num_workers=workers,
             num_servers=servers,
             transport=transport,

@@ -97,11 +97,11 @@ def _draw_ragged(r: random.Random) -> Ragged:
 
 
 def _draw_sync(r: random.Random) -> Sync:
-    return Sync(lr=LR)
+    return Sync(batch_per_worker=True, lr=LR)
 
 
 def _draw_backup(r: random.Random) -> Sync:
-    return Sync(lr=LR, backup_workers=r.choice((1, 1, 2)))
+    return Sync(batch_per_worker=True, lr=LR, backup_workers=r.choice((1, 1, 2)))
 
 
 def _draw_stale_sync(r: random.Random) -> StaleSync:
@@ -145,7 +145,7 @@ def _draw_soft_sync(r: random.Random) -> Softly:
 DRAWS: dict[str, Callable[[random.Random], Strategy]] = {
     "downpour": _draw_downpour,
     "ragged": _draw_ragged,
-    "sync": _draw_sync,
+    "per_worker": _draw_sync,
     "stale_sync": _draw_stale_sync,
     "soft_sync": _draw_soft_sync,
     "backup": _draw_backup,

@@ -73,7 +73,7 @@ def test_a_small_momentum_or_one_worker_or_lock_step_is_no_reason_to_warn() -> N
 @pytest.mark.parametrize(
     "strategy, settings, how",
     [
-        ("sync", {}, "in rounds all workers"),
+        ("sync", {"batch_per_worker": True}, "in rounds all workers"),
         ("stale_sync", {"bound": 0}, "with a bound of 0 all workers"),
         ("stale_sync", {"bound": 3}, "with a bound of 3 after 3 steps all workers"),
         ("stale_sync", {"bound": 0, "compensation": 0.1}, "with a bound of 0 all workers"),
@@ -89,7 +89,8 @@ def test_who_waits_for_a_worker_that_is_always_slow_is_told_for_how_long(
 
 
 @pytest.mark.parametrize(
-    "strategy, settings", [("soft_sync", {}), ("downpour", {}), ("hogwild", {}), ("sync", {"backup_workers": 1})]
+    "strategy, settings",
+    [("soft_sync", {}), ("downpour", {}), ("hogwild", {}), ("sync", {"batch_per_worker": True, "backup_workers": 1})],
 )
 def test_who_waits_for_nobody_need_not_mind(strategy: str, settings: dict[str, Any]) -> None:
     assert told(strategy, 4, SLOW, **settings) == ""
@@ -98,7 +99,7 @@ def test_who_waits_for_nobody_need_not_mind(strategy: str, settings: dict[str, A
 def test_a_bound_is_for_those_who_are_slow_now_and_then() -> None:
     assert told("stale_sync", 4, NOW_AND_THEN, bound=3) == ""
     assert "one step in 20 takes 10 times as long" in told("stale_sync", 4, NOW_AND_THEN, bound=0)
-    assert "90 % of such a step" in told("sync", 4, NOW_AND_THEN)
+    assert "90 % of such a step" in told("sync", 4, NOW_AND_THEN, batch_per_worker=True)
 
 
 def test_who_is_slow_is_known_from_the_settings() -> None:
@@ -153,15 +154,23 @@ def test_where_several_workers_compute_one_model_its_copies_count(tmp_path: Path
 
 
 def test_linear_scaling_without_a_warm_up_is_told_the_rate_of_its_first_step() -> None:
-    assert "a learning rate of 0.8, 8 times that of one worker" in told("sync", 8, scaling="linear", lr=0.1)
-    assert told("sync", 8, scaling="linear", lr=0.1, warmup_fraction=0.1) == ""
-    assert told("sync", 8, scaling="sqrt") == told("sync", 1, scaling="linear") == ""
-    assert "0.6, 6 times" in told("sync", 8, scaling="linear", backup_workers=2)
+    assert "a learning rate of 0.8, 8 times that of one worker" in told(
+        "sync", 8, batch_per_worker=True, scaling="linear", lr=0.1
+    )
+    assert told("sync", 8, batch_per_worker=True, scaling="linear", lr=0.1, warmup_fraction=0.1) == ""
+    assert (
+        told("sync", 8, batch_per_worker=True, scaling="sqrt")
+        == told("sync", 1, batch_per_worker=True, scaling="linear")
+        == ""
+    )
+    assert "0.6, 6 times" in told("sync", 8, batch_per_worker=True, scaling="linear", backup_workers=2)
 
 
 def test_backups_that_throw_most_of_the_work_away_are_counted() -> None:
-    assert "of 4 gradients 3 are computed and thrown away. Choose at most 2." in told("sync", 4, backup_workers=3)
-    assert told("sync", 4, backup_workers=2) == ""
+    assert "of 4 gradients 3 are computed and thrown away. Choose at most 2." in told(
+        "sync", 4, batch_per_worker=True, backup_workers=3
+    )
+    assert told("sync", 4, batch_per_worker=True, backup_workers=2) == ""
 
 
 def test_many_workers_with_one_rate_for_all_are_told_how_much_smaller_it_must_be() -> None:

@@ -85,7 +85,9 @@ def test_a_short_last_round_needs_no_more_work_items_than_it_has() -> None:
 def test_every_batch_is_applied_or_dropped_and_the_same_ones_are_dropped_on_every_block(direct: bool) -> None:
     dropped_ever = 0
     for seed in range(8):
-        case = Case(Sync(lr=LR, backup_workers=1), 3, num_servers=3, num_samples=48, direct=direct)
+        case = Case(
+            Sync(batch_per_worker=True, lr=LR, backup_workers=1), 3, num_servers=3, num_samples=48, direct=direct
+        )
         outcome = run(seed, case, Faults(kills=seed % 2))
         dropped = {
             frozenset(
@@ -116,7 +118,7 @@ def test_nobody_waits_for_the_slow_one() -> None:
     task = Linear(dimension=48, samples=36, batch_size=1, epochs=1)
     times = {}
     for backup in (0, 1):
-        cluster = cluster_of(Sync(lr=0.25, backup_workers=backup), 3, model, task=task)
+        cluster = cluster_of(Sync(batch_per_worker=True, lr=0.25, backup_workers=backup), 3, model, task=task)
         cluster.start()
         cluster.run()
         accounting = cluster.coordinator.reporting.accounting()
@@ -131,7 +133,7 @@ def test_nobody_waits_for_the_slow_one() -> None:
 
 @pytest.mark.parametrize("scaling, factor", [("none", 1.0), ("linear", 9.0), ("sqrt", 3.0)])
 def test_the_learning_rate_scales_with_the_work_items_of_a_round(scaling: str, factor: float) -> None:
-    half = Sync(lr=0.1, scaling=scaling, backup_workers=2).server(num_replicas=11)  # type: ignore[arg-type]
+    half = Sync(batch_per_worker=True, lr=0.1, scaling=scaling, backup_workers=2).server(num_replicas=11)  # type: ignore[arg-type]
     assert half.optimizer.settings["lr"] == pytest.approx(0.1 * factor)
 
 
@@ -140,7 +142,9 @@ def test_linear_scaling_takes_as_large_a_step_on_the_mean_as_all_workers_would_o
     task = Linear(dimension=16, samples=16, batch_size=1, epochs=1)
     ends = []
     for num_workers in (1, 4):
-        cluster = cluster_of(Sync(lr=0.25, scaling="linear"), num_workers, num_servers=1, task=task)
+        cluster = cluster_of(
+            Sync(batch_per_worker=True, lr=0.25, scaling="linear"), num_workers, num_servers=1, task=task
+        )
         cluster.start()
         cluster.run()
         (block,) = cluster.servers[0].server.blocks.values()
@@ -150,4 +154,4 @@ def test_linear_scaling_takes_as_large_a_step_on_the_mean_as_all_workers_would_o
 
 def test_wrong_settings_are_told_at_once() -> None:
     with pytest.raises(ValueError, match="backup_workers=-1: choose 0"):
-        Sync(backup_workers=-1)
+        Sync(batch_per_worker=True, backup_workers=-1)

@@ -145,7 +145,9 @@ class Projected(Linear):
 @pytest.mark.usefixtures("warm")
 def test_random_buffers_are_equal_on_all_workers_and_saved_as_they_are(tmp_path: Path) -> None:
     task = Projected(dimension=4, samples=64, batch_size=1, epochs=1, folder=str(tmp_path))
-    result = rainband.fit(task, rainband.Sync(optimizer="sgd"), workers=2, servers=1, runs=tmp_path / "runs")
+    result = rainband.fit(
+        task, rainband.Sync(batch_per_worker=True, optimizer="sgd"), workers=2, servers=1, runs=tmp_path / "runs"
+    )
     built = [path.read_text() for path in tmp_path.glob("built-*") if path.name != f"built-{os.getpid()}"]
     used = [path.read_text() for path in tmp_path.glob("used-*")]
     assert (len(built), len(used)) == (2, 2)

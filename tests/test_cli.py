@@ -153,6 +153,13 @@ def test_settings_of_the_strategy_and_of_the_task_are_told_apart() -> None:
     assert (made.strategy_settings["n_push"], made.strategy_settings["lr"]) == (4, 0.5)
 
 
+def test_a_task_alone_is_trained_with_sync() -> None:
+    for words in (("digits",), ("digits", "lr=0.5")):
+        made = config_of(*words)
+        assert (made.strategy, made.strategy_settings["batch_per_worker"], made.num_servers) == ("sync", False, 0)
+    assert made.strategy_settings["lr"] == 0.5
+
+
 def test_every_setting_is_written_down_so_that_later_defaults_do_not_matter() -> None:
     settings = config_of("digits", "downpour").strategy_settings
     assert settings["optimizer"] == "adagrad" and settings["local_lr"] is None
@@ -160,17 +167,17 @@ def test_every_setting_is_written_down_so_that_later_defaults_do_not_matter() ->
 
 def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_servers_is_alone() -> None:
     pairs = [config_of("digits", strategy) for strategy in ("downpour", "sync", "single")]
-    assert [(made.num_workers, made.num_servers) for made in pairs] == [(4, 2), (4, 2), (1, 0)]
-    asked = config_of("digits", "sync", workers=3, servers=1, seed=7)
+    assert [(made.num_workers, made.num_servers) for made in pairs] == [(4, 2), (4, 0), (1, 0)]
+    asked = config_of("digits", "downpour", workers=3, servers=1, seed=7)
     assert (asked.num_workers, asked.num_servers, asked.seed) == (3, 1, 7)
 
 
 @pytest.mark.parametrize(
     ("words", "given", "complaint"),
     [
-        ((), {}, "a task and a strategy are required, such as rainband train digits downpour"),
-        (("digits",), {}, "Strategies: .*downpour"),
-        (("digits", "lr=3"), {}, "a task and a strategy are required"),
+        ((), {}, "a task is required, such as rainband train digits downpour"),
+        (("downpour",), {}, "Strategies: .*downpour"),
+        (("lr=3",), {}, "a task is required"),
         (("downpour", "digits"), {}, "the task comes first: type rainband train digits downpour."),
         (("digits", "quadratic"), {}, "quadratic is a task, not a strategy"),
         (("digitz", "sync"), {}, r"no task named 'digitz' \(did you mean digits\?\)"),
@@ -194,9 +201,9 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         (("mine.py:Task", "sync"), {}, "Omit the ending: mine:Task."),
         (("digits", "json:JSONDecoder"), {}, "json:JSONDecoder is not a strategy"),
         (
-            ("digits", "sync"),
+            ("digits", "downpour"),
             {"servers": 0},
-            "servers=0: sync requires servers, which hold the parameters, so use servers=1 or more",
+            "servers=0: downpour requires servers, which hold the parameters, so use servers=1 or more",
         ),
         (
             ("digits", "single"),
@@ -217,7 +224,7 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         (("digits", "single"), {"workers": 3}, "choose one of .*downpour, hogwild"),
         (("digits", "hogwild"), {"transport": "tcp"}, 'transport="tcp": hogwild has no servers .* so omit it'),
         (("digits", "single"), {"transport": "shm"}, 'transport="shm": single has no servers .* so omit it'),
-        (("digits", "sync"), {"transport": "shm", "runtime": "sim"}, 'transport="shm": a simulation has only'),
+        (("digits", "downpour"), {"transport": "shm", "runtime": "sim"}, 'transport="shm": a simulation has only'),
         (
             ("digits", "sync"),
             {"runtime": "sim", "time_only": True, "eval_every_s": 3.0},

@@ -210,7 +210,7 @@ def test_a_zygote_killed_ends_the_run_which_says_so(launcher: RunLauncher, tmp_p
 
 def test_a_directory_that_holds_a_run_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("precious")
-    config = RunConfig(task="linear", strategy="sync", num_workers=1, num_servers=1, directory=str(tmp_path))
+    config = RunConfig(task="linear", strategy="downpour", num_workers=1, num_servers=1, directory=str(tmp_path))
     with pytest.raises(ValueError, match="already holds a run"):
         local.run(config, lambda event: None)
     assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]

@@ -18,7 +18,7 @@ from tests.one_process import PLAIN, OneProcess, joined
 from tests.test_training_loop import DATA, Join, backward, net, same_as_plain, train
 
 Batches = Any
-BOTH = pytest.mark.parametrize("strategy", [PLAIN, Sync()], ids=["downpour", "sync"])
+BOTH = pytest.mark.parametrize("strategy", [PLAIN, Sync(batch_per_worker=True)], ids=["downpour", "sync"])
 
 
 def by_break(batches: Batches, model: nn.Module, optimizer: Optimizer) -> None:

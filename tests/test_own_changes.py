@@ -48,7 +48,7 @@ def restore(model: nn.Module) -> None:
 CHANGES = {"0.weight": [clamp, decay, restore], "2.weight": [one_row], "2.bias": [replace]}
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, Sync()], ids=["downpour", "sync"])
+@pytest.mark.parametrize("strategy", [PLAIN, Sync(batch_per_worker=True)], ids=["downpour", "sync"])
 @pytest.mark.parametrize(("name", "change"), [(name, one) for name, some in CHANGES.items() for one in some])
 def test_the_first_change_of_a_parameter_is_refused_by_its_name(
     name: str, change: Callable[[nn.Module], None], strategy: Strategy
@@ -91,7 +91,7 @@ def test_a_change_at_the_end_is_told_and_keeps_the_trained_model(capsys: pytest.
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, Sync()], ids=["downpour", "sync"])
+@pytest.mark.parametrize("strategy", [PLAIN, Sync(batch_per_worker=True)], ids=["downpour", "sync"])
 def test_a_change_that_the_loop_takes_back_is_no_change(strategy: Strategy) -> None:
     """Averaged weights for an evaluation, and a perturbation for the backward pass."""
 
@@ -145,10 +145,10 @@ def test_parameters_of_models_that_diverge_do_not_count_as_changed() -> None:
 @pytest.mark.parametrize(
     ("strategy", "num_workers", "factor"),
     [
-        (Sync(scaling="linear"), 4, 4.0),
-        (Sync(scaling="linear", backup_workers=1), 4, 3.0),
-        (Sync(scaling="sqrt"), 4, 2.0),
-        (Sync(), 4, 1.0),
+        (Sync(batch_per_worker=True, scaling="linear"), 4, 4.0),
+        (Sync(batch_per_worker=True, scaling="linear", backup_workers=1), 4, 3.0),
+        (Sync(batch_per_worker=True, scaling="sqrt"), 4, 2.0),
+        (Sync(batch_per_worker=True), 4, 1.0),
         (SoftSync(n=4, scaling="n"), 1, 0.25),
         (SoftSync(n=1, scaling="none"), 1, 1.0),
     ],
@@ -182,7 +182,11 @@ def test_the_strategy_scales_the_learning_rates_of_the_loop(
     [
         (PLAIN, {"momentum": 0.9}, "momentum=0.9 with 4 workers: gradients miss 3 updates on average"),
         (PLAIN, {"momentum": 0.2}, ""),
-        (Sync(scaling="linear"), {}, "the first step uses a learning rate of 0.4, 4 times that of one worker"),
+        (
+            Sync(batch_per_worker=True, scaling="linear"),
+            {},
+            "the first step uses a learning rate of 0.4, 4 times that of one worker",
+        ),
         (SoftSync(n=3), {}, "n=3 does not divide 4 workers"),
     ],
 )

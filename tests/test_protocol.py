@@ -28,11 +28,11 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "downpour, in step": lambda: Downpour(lr=LR, optimizer="sgd", overlap=False, guard=False),
     "downpour, two at a time": lambda: Downpour(lr=LR, optimizer="sgd", n_push=2, guard=False),
     "ragged": Ragged,
-    "sync": lambda: Sync(lr=LR),
+    "sync": lambda: Sync(batch_per_worker=True, lr=LR),
     "stale_sync": lambda: StaleSync(bound=1, lr=LR, guard=False),
     "soft_sync": lambda: Softly(n=1),
     "bounded_delay": lambda: BoundedDelay(tau=1, lr=LR, guard=False),
-    "sync, one backup worker": lambda: Sync(lr=LR, backup_workers=1),
+    "sync, one backup worker": lambda: Sync(batch_per_worker=True, lr=LR, backup_workers=1),
 }
 every_strategy = pytest.mark.parametrize("name", list(STRATEGIES))
 every_way_to_read = pytest.mark.parametrize("direct", [False, True], ids=["asked", "in place"])

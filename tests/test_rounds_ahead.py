@@ -36,7 +36,7 @@ def drawn_by(num_workers: int, pause_after: int = -1, leave_after: int = -1) -> 
     """Return the samples of each batch of two passes, and whether loader processes have read them."""
     model = nn.Linear(1, 1)
     optimizer = SGD(model.parameters(), lr=0.0)
-    member = OneProcess(Sync())
+    member = OneProcess(Sync(batch_per_worker=True))
     batches: list[list[float]] = []
     readers: set[int] = set()
     with joined(model, optimizer, member) as run:

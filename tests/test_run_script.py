@@ -119,7 +119,9 @@ class Told:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_two_workers_in_rounds_are_one_with_batches_twice_as_large(tmp_path: Path) -> None:
-    together = Told(tmp_path, ["--workers", "2", "--strategy", "sync", "train.py", "--batch", "8"])
+    together = Told(
+        tmp_path, ["--workers", "2", "--strategy", "sync", "batch_per_worker=true", "train.py", "--batch", "8"]
+    )
     alone = Told(tmp_path, ["train.py", "--batch", "16"])
     assert (together.exit_code, alone.exit_code) == (0, 0), together.err + alone.err
     first, second = together.sums
@@ -240,7 +242,8 @@ def test_an_error_in_the_script_fails_the_run_and_is_shown(tmp_path: Path, piece
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["sync", "downpour"])
 def test_a_loop_without_end_is_stopped_by_one_worker(strategy: str, tmp_path: Path) -> None:
-    words = ["--workers", "2", "--servers", "1", "--strategy", strategy, "train.py"]
+    settings = ["batch_per_worker=true"] if strategy == "sync" else []
+    words = ["--workers", "2", "--servers", "1", "--strategy", strategy, *settings, "train.py"]
     told = Told(tmp_path, words, ENDLESS, inside="run.stop('converged')")
     assert told.exit_code == 0, told.err
     assert told.err.count("stopped: converged") == 2

@@ -26,7 +26,7 @@ def parameters(result: rainband.FitResult) -> torch.Tensor:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_processes_that_share_each_batch_make_the_updates_of_one(workers: int, tmp_path: Path) -> None:
     alone = rainband.fit(TASK, Single(**MOMENTUM), runs=tmp_path)  # type: ignore[arg-type]
-    shared = rainband.fit(TASK, Sync(**MOMENTUM, batch_per_worker=False), workers=workers, runs=tmp_path)  # type: ignore[arg-type]
+    shared = rainband.fit(TASK, Sync(**MOMENTUM), workers=workers, runs=tmp_path)  # type: ignore[arg-type]
     if workers == 1:
         assert torch.equal(parameters(shared), parameters(alone))
     torch.testing.assert_close(parameters(shared), parameters(alone), rtol=0.0, atol=1e-6)

@@ -120,7 +120,7 @@ def test_a_run_that_was_too_short_is_not_measured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["downpour", "sync"])
 def test_every_piece_of_a_step_is_timed(strategy: str) -> None:
-    own_step = {"overlap": True, "local_lr": 0.1} if strategy == "downpour" else {}
+    own_step = {"overlap": True, "local_lr": 0.1} if strategy == "downpour" else {"batch_per_worker": True}
     config = RunConfig(task="linear", strategy=strategy, strategy_settings=own_step, num_workers=2, num_servers=1)
     stopwatch = Stopwatch(config)
     stopwatch.measure(steps=8)
@@ -191,8 +191,8 @@ def test_the_command_writes_a_model_that_can_be_used(tmp_path: Path) -> None:
 
 
 def test_fuzz_shows_a_run_and_its_script() -> None:
-    result = CliRunner().invoke(app(), ["fuzz", "3", "--strategy", "sync", "--trace"])
-    assert result.exit_code == 0 and "seed 3: sync" in result.output, result.output
+    result = CliRunner().invoke(app(), ["fuzz", "3", "--strategy", "per_worker", "--trace"])
+    assert result.exit_code == 0 and "seed 3: per_worker" in result.output, result.output
     assert "push 2 block 0" in result.output and "all correct" in result.output
 
 

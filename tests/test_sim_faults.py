@@ -75,7 +75,9 @@ def test_the_schedules_do_what_they_are_for() -> None:
     assert {fault.what for fault in faults} == {*ON_A_NODE, *ON_A_LINK}
     assert {fault.node.split(" ")[0] for fault in faults if fault.what == "kill"} == {"worker", "server", "coordinator"}
     assert {random_case(seed).strategy for seed in range(100)} == set(KINDS)
-    results = [check(random_case(seed, strategy), keep_trace=True) for seed in range(40) for strategy in (None, "sync")]
+    results = [
+        check(random_case(seed, strategy), keep_trace=True) for seed in range(40) for strategy in (None, "per_worker")
+    ]
     words = {line.what.split(" ")[0] for verdict in results for line in verdict.trace.lines or []}
     assert {"revoke", "accepted_batches", "revoked", "duplicate", "late", "killed", "paused"} <= words
     assert {verdict.outcome for verdict in results} >= {"finished", "failed"}
@@ -116,7 +118,7 @@ def test_the_same_seed_is_the_same_run(strategy: str) -> None:
 
 
 def test_without_faults_nothing_is_refused() -> None:
-    verdict = check(Case(seed=0, strategy="sync", num_workers=4, num_servers=2, script=()), keep_trace=True)
+    verdict = check(Case(seed=0, strategy="per_worker", num_workers=4, num_servers=2, script=()), keep_trace=True)
     assert verdict.violations == [] and verdict.outcome == "finished"
     assert not {line.what.split(" ")[0] for line in verdict.trace.lines or []} & {
         "revoked",
@@ -164,7 +166,7 @@ def test_a_worker_that_is_started_again_on_batches_that_killed_three_ends_the_ru
     assert [line.what for line in verdict.trace.lines or [] if line.target == "worker 3'1"] == ["shutdown"]
 
 
-@pytest.mark.parametrize("strategy", ["sync", "downpour"])
+@pytest.mark.parametrize("strategy", ["per_worker", "downpour"])
 def test_a_long_pause_of_the_only_worker_is_no_deadlock(strategy: str) -> None:
     verdict = check(Case(0, strategy, 1, 2, parse("0.2 pause worker 0 for 15")))
     assert (verdict.outcome, verdict.violations) == ("finished", []) and verdict.seconds > 15.2
@@ -206,7 +208,7 @@ def test_a_clock_that_jumps_costs_leases_and_nothing_else(by_s: float) -> None:
 
 
 def test_a_slow_disk_is_waited_for() -> None:
-    fast, slow = (check(Case(0, "sync", 2, 2, parse(script))) for script in ("", "0 disk worker 0 by 20"))
+    fast, slow = (check(Case(0, "per_worker", 2, 2, parse(script))) for script in ("", "0 disk worker 0 by 20"))
     assert (slow.outcome, slow.violations) == ("finished", [])
     assert slow.seconds == pytest.approx(fast.seconds + 20, abs=0.5)  # the first worker saves
 
@@ -436,17 +438,17 @@ BROKEN: dict[str, tuple[broken.Mutation, str, int]] = {
     "a high-water mark for a set": (broken.high_water_mark, "ragged", 40),
     "no groups": (broken.no_groups, "ragged", 360),
     "done by acknowledgements": (broken.done_by_acknowledgements, "downpour", 0),
-    "forgetting drops the buffer": (broken.forget_drops_buffer, "sync", 0),
+    "forgetting drops the buffer": (broken.forget_drops_buffer, "per_worker", 0),
     "no fence, and what crosses is applied": (broken.what_crosses_is_applied, "ragged", 0),
     "no fence, and what crosses counts as had": (broken.what_crosses_counts_as_had, "ragged", 0),
-    "each server forgets the dead by itself": (broken.each_server_forgets_the_dead, "sync", 0),
-    "inexact reads of rounds": (broken.inexact_round_reads, "sync", 0),
-    "version r is dropped early": (broken.version_r_dropped_early, "sync", 0),
+    "each server forgets the dead by itself": (broken.each_server_forgets_the_dead, "per_worker", 0),
+    "inexact reads of rounds": (broken.inexact_round_reads, "per_worker", 0),
+    "version r is dropped early": (broken.version_r_dropped_early, "per_worker", 0),
     "a newcomer is known by its first push": (a_newcomer_is_known_by_its_first_push, "stale_sync", 10),
     "no bound": (anyone_may_read, "stale_sync", 0),
     "the lost are not asked about": (broken.the_lost_are_not_asked_about, "downpour", 0),
-    "nobody is given up": (nobody_is_given_up, "sync", 0),
-    "a sum for a mean": (broken.sum_for_mean, "sync", 0),
+    "nobody is given up": (nobody_is_given_up, "per_worker", 0),
+    "a sum for a mean": (broken.sum_for_mean, "per_worker", 0),
     "a lost gradient": (a_batch_applied_but_not_in_the_parameters, "downpour", 0),
     "no correction": (nothing_is_corrected, "corrected", 0),
     "a correction from the newest copy": (corrected_from_the_newest, "corrected", 0),

@@ -68,6 +68,7 @@ def test_a_simulated_run_tells_what_every_node_did(tmp_path: Path, strategy: str
         task="linear",
         task_settings={"dimension": 32},
         strategy=strategy,
+        strategy_settings={"batch_per_worker": True} if strategy == "sync" else {},
         num_workers=2,
         num_servers=2,
         epochs=1,

@@ -41,6 +41,7 @@ from rainband.strategy import ServerPart
 from rainband.tasks.linear import Linear
 from rainband.tasks.load import load_task
 
+PER_WORKER = {"batch_per_worker": True}  # sync with servers
 INSTANT = ClusterModel(
     NetworkModel(latency_s=0.0, bytes_per_s=inf),
     ComputeModel(kind="constant", step_s=1.0),
@@ -100,7 +101,7 @@ def test_with_downpour_a_fast_worker_does_the_slow_ones_work() -> None:
 
 def test_with_sync_everyone_waits_for_the_slow_one() -> None:
     slow = ComputeModel(kind="constant", step_s=1.0, slow_workers=(1,), slow_factor=3.0)
-    cluster = cluster_of(load_strategy("sync", {}), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
+    cluster = cluster_of(load_strategy("sync", PER_WORKER), 2, ClusterModel(INSTANT.network, slow, INSTANT.nodes))
     cluster.start()
     cluster.run()
     assert (steps_of(cluster, 0), steps_of(cluster, 1), cluster.clock.now) == (8, 8, 24.0)
@@ -113,7 +114,7 @@ def test_with_sync_who_comes_later_shares_the_work_at_once() -> None:
     It learns of the other when it next waits: both compute the second batch of that round, until 3.5 and 4 s. From then
     on they share: six more rounds of one second. Without that it would compute all 16 batches alone.
     """
-    cluster = cluster_of(load_strategy("sync", {}), 2)
+    cluster = cluster_of(load_strategy("sync", PER_WORKER), 2)
     for server in range(2):
         cluster.add_server(server)
     cluster.add_worker(0)
@@ -161,7 +162,7 @@ def test_only_the_last_push_of_a_round_makes_a_step(gather_bytes_per_s: float, r
     """A second to compute, a quarter to add a gradient of 192 bytes to another, a second to make the step."""
     nodes = replace(INSTANT.nodes, apply_bytes_per_s=192, gather_bytes_per_s=gather_bytes_per_s)
     model = ClusterModel(INSTANT.network, INSTANT.compute, nodes)
-    cluster = cluster_of(load_strategy("sync", {}), 2, model, num_servers=1)
+    cluster = cluster_of(load_strategy("sync", PER_WORKER), 2, model, num_servers=1)
     cluster.start()
     cluster.run()
     starts = starts_of(cluster, 0)
@@ -264,6 +265,7 @@ def config_of(directory: Path, strategy: str, num_workers: int, **given: Any) ->
         "num_workers": num_workers,
         "num_servers": 2,
         "directory": str(directory),
+        "strategy_settings": PER_WORKER if strategy == "sync" else {},
         **given,
     }
     return RunConfig(**settings)
@@ -386,7 +388,7 @@ class Stuck(Downpour):
 
 def test_a_long_step_is_no_deadlock() -> None:
     model = ClusterModel(INSTANT.network, ComputeModel(kind="constant", step_s=200.0), INSTANT.nodes)
-    cluster = cluster_of(load_strategy("sync", {}), 2, model)
+    cluster = cluster_of(load_strategy("sync", PER_WORKER), 2, model)
     cluster.start()
     cluster.run()
     assert cluster.coordinator.state.outcome == "finished"

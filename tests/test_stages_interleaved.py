@@ -262,7 +262,7 @@ def simulated(
         task="tests.test_stages_interleaved:Weaving" if woven else "tests.stage_tasks:Shaped",
         task_settings={"name": name, "samples": samples},
         strategy=strategy,
-        strategy_settings=settings,
+        strategy_settings={"batch_per_worker": True, **settings} if strategy == "sync" else settings,
         num_workers=(stage_plan.size if stage_plan else 1) * replicas,
         num_servers=2 if strategy != "single" else 0,
         runtime="sim",
@@ -355,7 +355,10 @@ def test_a_plan_that_was_saved_is_trained_as_it_says(tmp_path: Path) -> None:
     graph, args, kwargs = cut_task(task, task.model(), task.data(), 8)
     made = make_plan(partitioner, measure(graph, args, kwargs, repeats=1), Resources(num_machines=2))
     save(made, tmp_path / "plan.toml")
-    config = configured(["digits", "sync"], {"placement": tmp_path / "plan.toml", "stages": 2, "runtime": "sim"})
+    config = configured(
+        ["digits", "sync", "batch_per_worker=true"],
+        {"placement": tmp_path / "plan.toml", "stages": 2, "runtime": "sim"},
+    )
     assert config.stage_plan is not None and config.stage_plan.plan.stages == made.stages
     assert (config.num_workers, config.stage_plan.size, config.stage_plan.stages_per_worker) == (4, 2, 2)
     assert (config.stage_plan.schedule, config.stage_plan.microbatches) == ("interleaved", 4)
@@ -378,7 +381,15 @@ def test_the_usual_microbatches_can_be_dealt(batch_size: int | None, stages: int
 
 def test_fit_interleaves(tmp_path: Path) -> None:
     fitted = rainband.fit(
-        Weaving(), "sync", 4, 1, stages=2, schedule="interleaved", stages_per_worker=3, runs=tmp_path, runtime="sim"
+        Weaving(),
+        rainband.Sync(batch_per_worker=True),
+        4,
+        1,
+        stages=2,
+        schedule="interleaved",
+        stages_per_worker=3,
+        runs=tmp_path,
+        runtime="sim",
     )
     assert fitted.outcome == "finished"
     assert fitted.accounting.applied == 4

@@ -22,7 +22,7 @@ STAGED = {"task": "tests.stage_tasks:Shaped", "optimizer": "sgd", "gated": False
 def simulated(folder: Path, strategy: str, name: str, workers: int, **options: object) -> dict[str, torch.Tensor]:
     """The same in virtual time, by whole models where `team` is not given."""
     folder.mkdir()
-    settings = {"lr": LR, "optimizer": "sgd"}
+    settings = {"lr": LR, "optimizer": "sgd"} | ({"batch_per_worker": True} if strategy == "sync" else {})
     config = RunConfig(
         task="tests.stage_tasks:Shaped",
         task_settings={"name": name, "samples": 40},

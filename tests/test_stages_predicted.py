@@ -56,7 +56,7 @@ def simulated(
         task="tests.stage_tasks:Shaped",
         task_settings={"name": task.name, "samples": task.samples, "batch_size": task.batch_size},
         strategy=strategy,
-        strategy_settings={"lr": 0.01},
+        strategy_settings={"lr": 0.01} | ({"batch_per_worker": True} if strategy == "sync" else {}),
         num_workers=stage_plan.size * copies,
         num_servers=1 if strategy == "sync" else 0,
         runtime="sim",

@@ -33,7 +33,7 @@ def simulated(
         task="tests.stage_tasks:Shaped",
         task_settings={"name": name, "samples": 48},
         strategy=strategy,
-        strategy_settings=settings,
+        strategy_settings={"batch_per_worker": True, **settings} if strategy == "sync" else settings,
         num_workers=stages * replicas,
         num_servers=2 if strategy != "single" else 0,
         runtime="sim",

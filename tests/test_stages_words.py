@@ -33,7 +33,12 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "strategy, options, told",
     [
-        ("sync", {"workers": 3, "stages": 2}, "--workers 3 is not a multiple of --stages 2: use --workers 2 or --w"),
+        ("sync", {"stages": 2}, "omit --stages, or add batch_per_worker=true to sync"),
+        (
+            "downpour",
+            {"workers": 3, "stages": 2},
+            "--workers 3 is not a multiple of --stages 2: use --workers 2 or --w",
+        ),
         ("hogwild", {"stages": 2}, "hogwild requires the whole model on each worker"),
         ("sandblaster", {"stages": 2}, "sandblaster requires the whole model on each worker"),
         ("pipedream", {}, "pipedream is a pipeline of stages: use --stages 2"),
@@ -52,7 +57,7 @@ def test_workers_are_a_multiple_of_the_stages_and_strategies_count_models(monkey
         options: RunOptions = {"stages": 3, "runtime": "sim", **given}  # type: ignore[typeddict-item]
         return configured(["digits", strategy], options).num_workers
 
-    assert workers("sync") == 3  # of the usual four
+    assert workers("downpour") == 3  # of the usual four
     assert workers("single") == 3
     assert workers("downpour", workers=6) == 6
 
@@ -70,16 +75,28 @@ def split_in(stages: int) -> StagePlan:
         (["pipedream"], {"schedule": "gpipe"}, "has its own schedule"),
         (["pipedream"], {"stages_per_worker": 2}, "omit --microbatches, --schedule and --stages-per-worker"),
         (["pipedream"], {"schedule": "pipedream_2bw"}, "use pipedream pipedream_2bw=yes"),
-        (["sync"], {"schedule": "pipedream_2bw"}, "use pipedream pipedream_2bw=yes"),
-        (["sync"], {"schedule": "zigzag"}, "choose from gpipe, one_f_one_b, interleaved"),
-        (["sync"], {"schedule": "gpip"}, "(did you mean gpipe?)"),
-        (["sync"], {"schedule": "gpipe", "stages_per_worker": 2}, "the schedule is gpipe: omit one of them"),
-        (["sync"], {"stages_per_worker": 1}, "--stages-per-worker 1: must be at least 2"),
-        (["sync"], {"microbatches": 5, "schedule": "interleaved"}, "must be a multiple of 2, the number of workers"),
-        (["sync"], {"microbatches": 5, "schedule": "interleaved"}, "Use --microbatches 6."),
-        (["sync"], {"microbatches": 3, "stages_per_worker": 3}, "Use --microbatches 4."),
-        (["sync"], {"record": True, "runtime": "processes"}, "--record is for workers with the whole model"),
-        (["sync"], {"time_only": True}, "--time-only does not work with stages"),
+        (["sync", "batch_per_worker=true"], {"schedule": "pipedream_2bw"}, "use pipedream pipedream_2bw=yes"),
+        (["sync", "batch_per_worker=true"], {"schedule": "zigzag"}, "choose from gpipe, one_f_one_b, interleaved"),
+        (["sync", "batch_per_worker=true"], {"schedule": "gpip"}, "(did you mean gpipe?)"),
+        (
+            ["sync", "batch_per_worker=true"],
+            {"schedule": "gpipe", "stages_per_worker": 2},
+            "the schedule is gpipe: omit one of them",
+        ),
+        (["sync", "batch_per_worker=true"], {"stages_per_worker": 1}, "--stages-per-worker 1: must be at least 2"),
+        (
+            ["sync", "batch_per_worker=true"],
+            {"microbatches": 5, "schedule": "interleaved"},
+            "must be a multiple of 2, the number of workers",
+        ),
+        (["sync", "batch_per_worker=true"], {"microbatches": 5, "schedule": "interleaved"}, "Use --microbatches 6."),
+        (["sync", "batch_per_worker=true"], {"microbatches": 3, "stages_per_worker": 3}, "Use --microbatches 4."),
+        (
+            ["sync", "batch_per_worker=true"],
+            {"record": True, "runtime": "processes"},
+            "--record is for workers with the whole model",
+        ),
+        (["sync", "batch_per_worker=true"], {"time_only": True}, "--time-only does not work with stages"),
         (["pipedream", "pipedream_2bw=yes", "batches_per_update=1"], {}, "type batches_per_update=2 or more"),
     ],
 )
@@ -91,7 +108,9 @@ def test_what_does_not_go_with_stages_is_refused_before_measuring(
 
 @pytest.mark.parametrize("options", [{"microbatches": 4}, {"schedule": "interleaved"}, {"stages_per_worker": 2}])
 def test_microbatches_without_stages_are_refused(options: RunOptions) -> None:
-    assert "is for a model in several stages: also use --stages 2" in refused(["sync"], options)
+    assert "is for a model in several stages: also use --stages 2" in refused(
+        ["sync", "batch_per_worker=true"], options
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,16 +136,16 @@ def in_turn(machines: list[int]) -> Placement:
 @pytest.mark.parametrize(
     "strategy, machines, options, told",
     [
-        ("sync", [0, 1, 0, 1], {"schedule": "gpipe"}, "only interleaved supports, not gpipe: omit --schedule"),
+        ("downpour", [0, 1, 0, 1], {"schedule": "gpipe"}, "only interleaved supports, not gpipe: omit --schedule"),
         (
-            "sync",
+            "downpour",
             [0, 1, 0, 1],
             {"stages_per_worker": 3},
             "the placement has 2 stages on each machine, not 3: omit --stages-per-worker",
         ),
-        ("sync", [0, 1, 0, 1], {"microbatches": 3}, "Use --microbatches 4."),
-        ("sync", [0, 1], {"schedule": "interleaved"}, "interleaved needs several: omit --placement"),
-        ("sync", [0, 1], {"stages_per_worker": 2}, "interleaved needs several: omit --placement"),
+        ("downpour", [0, 1, 0, 1], {"microbatches": 3}, "Use --microbatches 4."),
+        ("downpour", [0, 1], {"schedule": "interleaved"}, "interleaved needs several: omit --placement"),
+        ("downpour", [0, 1], {"stages_per_worker": 2}, "interleaved needs several: omit --placement"),
         ("pipedream", [0, 1, 0, 1], {}, "pipedream has one on each: use rainband placement --partitioner pipedream"),
     ],
 )
@@ -139,7 +158,7 @@ def test_a_plan_and_what_is_typed_must_agree(
 
 def test_a_plan_has_as_many_workers_as_machines_whatever_its_stages(tmp_path: Path) -> None:
     save(in_turn([0, 1, 0, 1, 0, 1]), tmp_path / "plan.json")
-    told = refused(["sync"], {"placement": tmp_path / "plan.json", "stages": 6})
+    told = refused(["sync", "batch_per_worker=true"], {"placement": tmp_path / "plan.json", "stages": 6})
     assert "plan.json has 2 stages, not 6: omit --stages" in told
 
 
@@ -153,7 +172,7 @@ def test_a_team_plan_whose_schedule_does_not_know_its_stages_is_refused() -> Non
 def test_a_model_with_too_few_units_says_what_to_type() -> None:
     options: RunOptions = {"runtime": "sim", "stages": 2, "stages_per_worker": 2}
     with pytest.raises(OptionError) as told:
-        configured(["linear", "sync"], options)
+        configured(["linear", "downpour"], options)
     assert "2 stages on each of 2 workers are 4: use fewer stages or stages_per_worker" in str(told.value)
     assert "use fewer --stages or --stages-per-worker" in told.value.written(on_command_line)
 
@@ -169,7 +188,7 @@ def test_a_model_with_too_few_units_says_what_to_type() -> None:
 )
 def test_fit_refuses_the_same(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        rainband.fit("digits", "sync", 2, 1, runtime="sim", **options)
+        rainband.fit("digits", "downpour", 2, 1, runtime="sim", **options)
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -179,7 +198,9 @@ def test_replicas_of_stages_are_for_pipedream_and_partitions_are_not(tmp_path: P
     save(replicated, tmp_path / "replicated.json")
     save(msgspec.structs.replace(replicated, kind="partition"), tmp_path / "partition.json")
     placed: RunOptions = {"placement": tmp_path / "replicated.json"}
-    assert "several machines (2, 1), which only pipedream supports" in refused(["sync"], placed)
+    assert "several machines (2, 1), which only pipedream supports" in refused(
+        ["sync", "batch_per_worker=true"], placed
+    )
     with pytest.raises(TypeError):  # all is well up to measuring
         configured(["digits", "pipedream"], {"runtime": "sim", **placed})
     told = refused(["pipedream", "pipedream_2bw=yes"], placed)

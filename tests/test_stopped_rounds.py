@@ -18,7 +18,7 @@ from tests.test_simulation import INSTANT, cluster_of
 
 def test_when_a_worker_dies_with_a_push_on_one_server_only_the_round_before_is_saved() -> None:
     """Steps take 1 s. Of what worker 1 pushes at 3 s, server 1 hears nothing; then it dies, and the run is stopped."""
-    cluster = cluster_of(Sync(lr=0.25), 2)
+    cluster = cluster_of(Sync(batch_per_worker=True, lr=0.25), 2)
     FaultInjector(cluster, parse("2.5 slow worker 1 > server 1 for 9 by 5"), seed=0)
     cluster.start()
     cluster.run(until_s=3.05)
@@ -42,7 +42,7 @@ def test_when_a_stage_dies_with_its_push_under_way_all_stages_save_the_round_bef
         task="tests.stage_tasks:Shaped",
         task_settings={"name": "chain", "samples": 48},
         strategy="sync",
-        strategy_settings={"lr": 0.25},
+        strategy_settings={"lr": 0.25, "batch_per_worker": True},
         num_workers=4,
         num_servers=2,
         runtime="sim",

@@ -79,7 +79,7 @@ def same_as_plain(script: Script, pushes: int, strategy: Any = PLAIN) -> OneProc
 # ---- everyday patterns --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, Sync()], ids=["downpour", "sync"])
+@pytest.mark.parametrize("strategy", [PLAIN, Sync(batch_per_worker=True)], ids=["downpour", "sync"])
 def test_three_lines_are_enough(strategy: Any) -> None:
     def script(join: Join) -> nn.Module:
         model = net()
@@ -287,7 +287,7 @@ def test_evaluating_in_the_middle_sees_what_the_last_step_made(mode: Any) -> Non
         return model
 
     same_as_plain(script, pushes=6)
-    same_as_plain(script, pushes=6, strategy=Sync())
+    same_as_plain(script, pushes=6, strategy=Sync(batch_per_worker=True))
     assert seen[1] == pytest.approx(seen[0]) and seen[3] == pytest.approx(seen[0])
 
 
@@ -323,7 +323,7 @@ def test_a_closure() -> None:
     same_as_plain(script, pushes=6)
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, Sync(), Single()], ids=["downpour", "sync", "single"])
+@pytest.mark.parametrize("strategy", [PLAIN, Sync(batch_per_worker=True), Single()], ids=["downpour", "sync", "single"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_gradient_scaler_whose_third_step_is_infinite(fused: bool, strategy: Any) -> None:
     def script(join: Join) -> nn.Module:
@@ -455,7 +455,7 @@ def test_an_average_of_the_weights_beside_the_model() -> None:
         return average
 
     same_as_plain(script, pushes=6)
-    same_as_plain(script, pushes=6, strategy=Sync())
+    same_as_plain(script, pushes=6, strategy=Sync(batch_per_worker=True))
 
 
 def test_a_compiled_model() -> None:
@@ -563,7 +563,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, Sync()], ids=["downpour", "sync"])
+@pytest.mark.parametrize("strategy", [PLAIN, Sync(batch_per_worker=True)], ids=["downpour", "sync"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_three_plain_steps_four_joined_and_three_plain_equal_ten_plain(kind: str, strategy: Any) -> None:
     batches = [DATA[4 * i % 24 : 4 * i % 24 + 4] for i in range(6)] * 2
@@ -917,7 +917,7 @@ def test_a_stopped_run_interrupts_a_loop_over_a_loader_of_its_own() -> None:
     assert member.left  # with the final parameters
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, Sync()], ids=["downpour", "sync"])
+@pytest.mark.parametrize("strategy", [PLAIN, Sync(batch_per_worker=True)], ids=["downpour", "sync"])
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
 def test_a_loop_that_stops_the_run_ends_after_the_current_batch(when: str, strategy: Any) -> None:
     """In the fourth batch of the second of sixty passes: no other pass is begun, and nothing is evaluated after it."""
@@ -986,7 +986,7 @@ def member_of(out: Any) -> Any:
 def test_rounds_do_not_accumulate_and_say_what_to_do() -> None:
     model = net()
     with pytest.raises(ValueError, match="larger batch_size"):
-        with joined(model, SGD(model.parameters()), OneProcess(Sync())) as run:
+        with joined(model, SGD(model.parameters()), OneProcess(Sync(batch_per_worker=True))) as run:
             for batch in run.batches(DATA, batch_size=4):
                 backward(model, batch)
 
@@ -995,7 +995,7 @@ def test_rounds_need_batches_of_the_run() -> None:
     model = net()
     optimizer = SGD(model.parameters())
     with pytest.raises(ValueError, match=r"run.batches\(...\).*downpour"):
-        with joined(model, optimizer, OneProcess(Sync())):
+        with joined(model, optimizer, OneProcess(Sync(batch_per_worker=True))):
             train(model, optimizer, DATA[:4])
 
 
@@ -1011,7 +1011,7 @@ def test_a_batch_left_out_of_a_round_is_skipped_by_the_round() -> None:
                 train(model, optimizer, batch)
         return model
 
-    assert same_as_plain(script, pushes=5, strategy=Sync()).accounting.skipped == {"too hard": 1}
+    assert same_as_plain(script, pushes=5, strategy=Sync(batch_per_worker=True)).accounting.skipped == {"too hard": 1}
 
 
 # ---- strategies that leave the step to the worker -------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_a_loader_leaves_the_scripts_own_random_numbers_alone(together: bool) ->
 # ---- the last batch ----
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, Sync()])
+@pytest.mark.parametrize("strategy", [PLAIN, Sync(batch_per_worker=True)])
 def test_drop_last_leaves_out_the_short_batch_of_each_pass(strategy: Any) -> None:
     data = torch.arange(9.0)  # nine samples in batches of four: BatchNorm refuses a batch of one
 

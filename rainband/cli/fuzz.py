@@ -24,8 +24,9 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="downpour, downpour2 (n_push=2), corrected (with compensation), ragged, sync, backup (with a backup "
-            "worker), stale_sync, adaptive_bound, bounded_delay, soft_sync, sandblaster or conjugate_gradient.",
+            help="downpour, downpour2 (n_push=2), corrected (with compensation), ragged, per_worker (sync "
+            "batch_per_worker=true), backup (with a backup worker), sync, stale_sync, adaptive_bound, bounded_delay, "
+            "soft_sync, sandblaster or conjugate_gradient.",
             show_default="the seed's choice",
         ),
     ] = None,

@@ -42,6 +42,7 @@ def train(
         typer.Argument(
             metavar="STRATEGY",
             help="Algorithm: one that rainband explain lists, or module:Class.",
+            show_default="sync",
             autocompletion=completion.strategies,
         ),
     ] = None,
@@ -58,11 +59,11 @@ def train(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train TASK with STRATEGY.
+    """Train TASK with STRATEGY, by default sync: workers share each batch, as one process computes it.
 
     \b
+    rainband train mylab:mine --epochs 3
     rainband train digits downpour n_push=4 --workers 4 --servers 2
-    rainband train mylab:mine sync --epochs 3
     rainband train digits downpour --stages 2 --workers 4
     rainband train --config runs/NAME/config.json
     """

@@ -290,7 +290,7 @@ def _check_simulation(options: RunOptions, name: str, requires: Requirements, si
             )
         return
     time_only = opt("time_only", True)
-    if not requires.servers:
+    if not requires.servers and not requires.split_batches:
         raise OptionError(f"{name} has no servers, so there are no messages to simulate: omit {time_only}.")
     if requires.coordinated:
         raise OptionError(f"what {name} does next depends on the loss: omit {time_only}.")
@@ -371,10 +371,13 @@ def _check_stages(options: RunOptions, name: str, requires: Requirements, placem
             if given in options:
                 raise OptionError(f"{opt(given)} is for a model in several stages: also use {opt('stages', 2)}.")
         return
-    if requires.whole_model:
+    if requires.split_batches:
         raise OptionError(
-            f"{name} requires the whole model on each worker: omit {opt('stages')}, or choose downpour or sync."
+            f"{name} divides each batch among workers that have the whole model: omit {opt('stages')}, or add "
+            f"batch_per_worker=true to {name}, where each replica of the model computes a batch of its own."
         )
+    if requires.whole_model:
+        raise OptionError(f"{name} requires the whole model on each worker: omit {opt('stages')}, or choose downpour.")
     if placement is not None:
         _check_placement(name, requires, placement)
     _check_schedule(options, name, requires)
@@ -406,7 +409,7 @@ def _check_placement(name: str, requires: Requirements, placement: Placement) ->
         if is_interleaved(placement):
             raise OptionError(
                 f"the placement has several stages on a machine, and {name} has one on each: use "
-                "rainband placement --partitioner pipedream, or train with sync."
+                "rainband placement --partitioner pipedream, or train with sync batch_per_worker=true."
             )
     elif max(placement.replicas()) > 1:
         raise OptionError(

@@ -43,7 +43,7 @@ class Sync(OptimizerSettings, Strategy):
     lr: float = 0.1  # learning rate for the mean over the K batches, before scaling
     scaling: Literal["none", "linear", "sqrt"] = "none"  # of the learning rate with the number of batches in a round
     backup_workers: int = 0  # batches of a round that are not waited for
-    batch_per_worker: bool = True  # each worker computes a batch of its own; False: all share each batch
+    batch_per_worker: bool = False  # each worker computes a batch of its own; False: all share each batch
 
     def __post_init__(self) -> None:
         if self.backup_workers < 0:

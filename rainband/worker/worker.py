@@ -41,10 +41,10 @@ class Compute(Work):
 
     def __init__(self, worker: ModuleWorker, batch: Batch | BatchPart) -> None:
         self.worker = worker
-        self.part = batch if isinstance(batch, BatchPart) else None
+        self.target = batch
         self.batch = batch.batch if isinstance(batch, BatchPart) else batch
-        if self.part is not None:
-            self.share = len(self.part.positions) / self.part.size
+        if isinstance(batch, BatchPart):
+            self.share = len(batch.positions) / batch.size
         self.result: Gradient | None = None
         # Newer parameters may arrive while it is computed.
         self.began, self.read = worker.client.pushes.clock, tuple(worker.client.pulls.versions)
@@ -53,7 +53,7 @@ class Compute(Work):
         observer = self.worker.client.observer
         if observer is not None:
             observer.computing(self.worker, self.batch)
-        self.result = self.worker.compute(self.batch if self.part is None else self.part)
+        self.result = self.worker.compute(self.target)
         if observer is not None:
             observer.computed(self.worker, self.batch)
 

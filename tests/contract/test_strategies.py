@@ -40,7 +40,15 @@ from tests.unscaled import AtFullWeight
 every_strategy = pytest.mark.parametrize("name", strategy_names())
 # What a coordinator leads goes over the data as often as it needs, without an optimizer: test_sandblaster has its laws.
 LED = [name for name in strategy_names() if load_strategy(name, {}).requires.coordinated]
-WITH_SERVERS = [name for name in strategy_names() if load_strategy(name, {}).server(1) is not None and name not in LED]
+# Workers that share each batch need no servers.
+WITH_SERVERS_ONLY = {"sync": {"batch_per_worker": True}}
+
+
+def with_servers(name: str) -> Strategy:
+    return load_strategy(name, WITH_SERVERS_ONLY.get(name, {}))
+
+
+WITH_SERVERS = [name for name in strategy_names() if with_servers(name).server(1) is not None and name not in LED]
 every_strategy_with_servers = pytest.mark.parametrize("name", WITH_SERVERS)
 
 
@@ -61,7 +69,9 @@ def with_plain_sgd(name: str) -> Strategy:
     cls = find_strategy(name)
     fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return build(
-        cls, {key: value for key, value in {"lr": LR, "optimizer": "sgd", "guard": False}.items() if key in fields}
+        cls,
+        {key: value for key, value in {"lr": LR, "optimizer": "sgd", "guard": False}.items() if key in fields}
+        | WITH_SERVERS_ONLY.get(name, {}),
     )
 
 
@@ -79,9 +89,12 @@ def test_it_is_a_frozen_dataclass_named_like_its_file(name: str) -> None:
 
 @every_strategy
 def test_its_requirements_say_which_parts_it_has(name: str) -> None:
-    strategy = load_strategy(name, {})
-    requires = strategy.requires
+    for strategy in (load_strategy(name, {}), with_servers(name)):
+        has_the_parts_it_requires(strategy)
 
+
+def has_the_parts_it_requires(strategy: Strategy) -> None:
+    requires = strategy.requires
     assert (strategy.server(2) is not None) == requires.servers
     assert (type(strategy).coordinate is not Strategy.coordinate) == requires.coordinated
     assert (requires.optimizer == "workers") != requires.servers
@@ -120,7 +133,7 @@ def test_a_wrong_optimizer_is_told_when_the_strategy_is_made(name: str) -> None:
 
 @every_strategy_with_servers
 def test_each_block_gets_a_rule_of_its_own_that_holds_nothing_yet(name: str) -> None:
-    half = load_strategy(name, {}).server(num_replicas=3)
+    half = with_servers(name).server(num_replicas=3)
     assert isinstance(half, ServerPart)
     first, second = half.rule(), half.rule()
 
@@ -134,7 +147,7 @@ def test_each_block_gets_a_rule_of_its_own_that_holds_nothing_yet(name: str) -> 
 
 @every_strategy_with_servers
 def test_its_optimizer_can_run_block_by_block(name: str) -> None:
-    half = load_strategy(name, {}).server(num_replicas=3)
+    half = with_servers(name).server(num_replicas=3)
     assert half is not None and blockwise_obstacle(half.optimizer) is None
 
 
@@ -166,7 +179,7 @@ def test_it_can_be_stopped(name: str) -> None:
 @every_strategy_with_servers
 def test_it_runs_with_torchs_own_optimizer_and_its_own_defaults(name: str) -> None:
     """The parameters are not exact here; the batch accounting must still balance."""
-    runtime = SimulatedCluster(0, Case(load_strategy(name, {}), num_workers=2, num_servers=2), node=OnASlope)
+    runtime = SimulatedCluster(0, Case(with_servers(name), num_workers=2, num_servers=2), node=OnASlope)
     accounting = runtime.run().coordinator.reporting.accounting()
     assert accounting is not None and accounting.balanced and accounting.applied == accounting.batches == 8
 
@@ -253,15 +266,20 @@ def test_sync_with_any_number_of_workers_is_one_process_with_a_larger_batch(num_
     """Fifteen samples in batches of two: the last batch is short, and so may be the last round."""
     sizes = [2] * 7 + [1]
     rounds = [list(enumerate(sizes))[at : at + num_workers] for at in range(0, 8, num_workers)]
-    outcome = trained(Sync(lr=0.3), seed=1, num_workers=num_workers, num_samples=15)
+    outcome = trained(Sync(batch_per_worker=True, lr=0.3), seed=1, num_workers=num_workers, num_samples=15)
 
     torch.testing.assert_close(outcome.blocks[0].values, one_process(0.3, rounds), rtol=1e-6, atol=1e-6)
 
 
 def test_the_result_of_sync_does_not_depend_on_who_was_faster_or_who_died_to_the_last_bit() -> None:
-    quiet = trained(Sync(lr=0.3), seed=0, num_workers=3)
+    quiet = trained(Sync(batch_per_worker=True, lr=0.3), seed=0, num_workers=3)
     for seed in range(1, 8):
-        stormy = trained(Sync(lr=0.3), seed, 3, Faults(kills=2, restarts=1, pauses=2, suspicions=2, duplicates=0.2))
+        stormy = trained(
+            Sync(batch_per_worker=True, lr=0.3),
+            seed,
+            3,
+            Faults(kills=2, restarts=1, pauses=2, suspicions=2, duplicates=0.2),
+        )
         for index, block in quiet.blocks.items():
             assert torch.equal(stormy.blocks[index].values, block.values)
 

@@ -99,7 +99,7 @@ def _config(size: str, strategy: str, num_workers: int, directory: Path) -> RunC
         task_settings={"parameters": size, "samples": SAMPLES[size]},
         strategy=strategy,
         epochs=EPOCHS[size],
-        strategy_settings={"optimizer": "sgd", "lr": 1e-3},
+        strategy_settings={"optimizer": "sgd", "lr": 1e-3} | ({"batch_per_worker": True} if strategy == "sync" else {}),
         num_workers=num_workers,
         num_servers=1,
         failure_timeout_s=1.0,

@@ -57,8 +57,8 @@ class StragglerResult:
 
 
 CONTENDERS = (
-    Contender("sync", 8, {"lr": 0.4}),
-    Contender("sync", 15, {"lr": 0.2, "backup_workers": 1}),
+    Contender("sync", 8, {"lr": 0.4, "batch_per_worker": True}),
+    Contender("sync", 15, {"lr": 0.2, "batch_per_worker": True, "backup_workers": 1}),
     Contender("stale_sync", 6, {"lr": 0.1}),
     Contender("soft_sync", 15, {"lr": 0.4}, asynchronous=True),
     Contender("downpour", 15, {"lr": 0.01, "overlap": False}, asynchronous=True),

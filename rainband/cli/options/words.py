@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rainband.tasks.task import Task
 
 EXAMPLE = "rainband train digits downpour"
+DEFAULT = "sync"  # the strategy if none is named: the updates of one process
 COMPUTE, TASK = "compute.", "task."  # before the names of settings that are not the strategy's
 
 
@@ -45,12 +46,14 @@ def configured(words: Sequence[str], options: RunOptions, say: Callable[[str], N
 
 
 def _from_words(words: Sequence[str], options: RunOptions) -> tuple[RunConfig, RunOptions]:
-    if len(words) < 2 or "=" in words[0] or "=" in words[1]:
+    if not words or "=" in words[0] or (len(words) == 1 and words[0] in strategy_names()):
         raise ValueError(
-            f"a task and a strategy are required, such as {EXAMPLE}.\n"
+            f"a task is required, such as {EXAMPLE}; without a strategy, it is trained with {DEFAULT}.\n"
             f"Tasks: {', '.join(task_names())}, or module:name of your own.\n"
             f"Strategies: {', '.join(strategy_names())}, or module:Class; rainband explain describes them."
         )
+    if len(words) == 1 or "=" in words[1]:
+        words = [words[0], DEFAULT, *words[1:]]
     task, strategy, *pairs = words
     if task in strategy_names() and strategy in task_names():
         raise ValueError(f"the task comes first: type rainband train {strategy} {task}.")

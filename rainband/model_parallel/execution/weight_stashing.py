@@ -65,7 +65,7 @@ class WeightStashing:
             tie = submodel.ties[0]
             raise ValueError(
                 f"a parameter is used in stages {(tie.owner, *tie.others)}, which update it at different times: put "
-                "its units into one stage of the placement, or choose sync or single."
+                "its units into one stage of the placement, or choose sync batch_per_worker=true, or single."
             )
         worker.lookahead = submodel.plan.size  # replicas wait for each other's batches, which come later
         worker.before_item = None  # evaluating would require an empty pipeline

@@ -18,6 +18,7 @@ from rainband.coordinator.state import FailureCause, Phase
 from rainband.errors import Deadlock
 from rainband.observer import Observer, join_observers
 from rainband.protocol import events
+from rainband.protocol.layout import ITEM_BYTES
 from rainband.protocol.messages import COORDINATOR, Address, Join, Peer, ServerJoin
 from rainband.protocol.ports import Port
 from rainband.protocol.steps import Handle, Until
@@ -32,6 +33,7 @@ from rainband.runtimes.simulation.models.cores import Cores, OwnCore, nothing
 from rainband.runtimes.simulation.models.network import Machine, Network
 from rainband.runtimes.simulation.models.trace import NodeEvent, Trace
 from rainband.runtimes.simulation.nodes import CoordinatorNode, ServerNode, unchanged, without_elements
+from rainband.runtimes.simulation.rounds import SimulatedRounds
 from rainband.runtimes.simulation.stages import StageCompute, StageNode
 from rainband.runtimes.simulation.worker import SimPort, SimulatedCompute, WorkerNode
 from rainband.strategy import ServerPart, Strategy
@@ -68,6 +70,7 @@ class Scenario:
     eval_every_s: float = 0.0  # between two evaluations by worker 0; 0: only at the end
     hogwild_server: HogwildServer | None = None  # if all workers share one memory
     stage_compute: Callable[[int], StageCompute] | None = None  # by worker, if several compute one model together
+    equal_parts: bool = False  # of batches that workers share
 
     def server_part(self, num_workers: int) -> ServerPart:
         part = self.strategy.server(num_workers)
@@ -114,6 +117,9 @@ class SimulatedCluster:
         self.servers: dict[int, ServerNode | AggregatedServersNode] = {}
         self.workers: dict[int, WorkerNode] = {}
         self.restarts = 0  # of the coordinator, that are still to come
+        num_bytes = sum(vector.numel * ITEM_BYTES[vector.dtype] for vector in scenario.join.layout.vectors)
+        split = scenario.strategy.requires.split_batches
+        self.rounds = SimulatedRounds(self, settings.num_workers, num_bytes) if split else None
 
     def start(self) -> None:
         if self.scenario.aggregated:
@@ -148,6 +154,8 @@ class SimulatedCluster:
 
     def add_worker(self, index: int, incarnation: int = 0) -> WorkerNode:
         scenario = self.scenario
+        if self.rounds is not None and index in self.workers:
+            self.rounds.exclude(index)  # its process has ended before it is started again
         pace = ComputePace(self.model.compute, self.seed, index + 1_000_003 * incarnation)
         peer = Peer("worker", index, incarnation)
         observer, machine = self._observer(peer), self.network.machine()

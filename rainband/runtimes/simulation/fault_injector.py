@@ -60,6 +60,8 @@ class FaultInjector:
         match fault.what:
             case "netsplit":
                 flow.split_until = max(flow.split_until, now + fault.for_s)
+                if self.cluster.rounds is not None:
+                    self.cluster.clock.at(flow.split_until, self.cluster.rounds.notify)
             case "duplicate":
                 flow.duplicate_until = max(flow.duplicate_until, now + fault.for_s)
             case "reorder":

@@ -9,7 +9,9 @@ from torch import nn
 
 from rainband.model.flat_parameters import Flat
 from rainband.model.gradient import Gradient
+from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Conclude, Message, Peer, Welcome
+from rainband.protocol.optimizer_spec import OptimizerSpec
 from rainband.protocol.ports import Port
 from rainband.runtimes.hogwild.server import HogwildServer
 from rainband.runtimes.hogwild.worker import MemoryClient, MemoryWorker
@@ -43,9 +45,11 @@ class GradientCompute(ModuleModel, SimulatedCompute):
     def attach(self) -> None:
         self.shared_module.attach(self.memory)
 
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
+    def gradient(self, worker: ModuleWorker, batch: Batch | BatchPart) -> Gradient:
         gradient = worker.compute(batch)
-        return WrittenGradient(gradient, self.memory.flat, self.shared_module.wholes) if self.writes_once else gradient
+        if isinstance(batch, BatchPart) or not self.writes_once:
+            return gradient
+        return WrittenGradient(gradient, self.memory.flat, self.shared_module.wholes)
 
     def evaluate(self, worker: ModuleWorker) -> dict[str, float]:
         """Evaluate with the module of all workers, and restore its mode."""
@@ -62,6 +66,20 @@ class NoGradient(Gradient):
     is_finite = True
 
 
+class TimedWorker(ModuleWorker):
+    """A worker without a model."""
+
+    def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> NoOptimizer:  # type: ignore[override]
+        return NoOptimizer()
+
+
+class NoOptimizer:
+    """Stands in for a worker's optimizer."""
+
+    def step(self, gradient: Gradient) -> None:
+        """Change nothing: the rounds count the batch."""
+
+
 class TimingOnly(SimulatedCompute):
     """Computes nothing, for runs that simulate only timing."""
 
@@ -75,10 +93,13 @@ class TimingOnly(SimulatedCompute):
 
     def worker(self, index: int, client: Client) -> ModuleWorker:
         nothing = cast(Any, None)
-        return ModuleWorker(index, self.num_workers, nothing, nothing, self.module, client)
+        return TimedWorker(index, self.num_workers, nothing, nothing, self.module, client)
 
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
-        samples = worker.plan.samples_in(batch.portion, batch.k)
+    def gradient(self, worker: ModuleWorker, batch: Batch | BatchPart) -> Gradient:
+        if isinstance(batch, BatchPart):
+            samples, batch = len(batch.positions), batch.batch
+        else:
+            samples = worker.plan.samples_in(batch.portion, batch.k)
         worker.client.stats.steps += 1
         worker.client.stats.samples += samples
         return NoGradient([], (batch,), samples, 0.0)

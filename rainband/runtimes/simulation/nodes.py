@@ -46,6 +46,7 @@ class CoordinatorNode(Node):
     ) -> None:
         """`adapt` changes the blocks that nodes are told of; `occupy` is called for each message."""
         super().__init__(cluster.bus, COORDINATOR, machine)
+        self.cluster = cluster
         self.coordinator = coordinator
         self.show = show
         self.tick_s = cluster.tick_s
@@ -66,6 +67,9 @@ class CoordinatorNode(Node):
 
     def lost(self, peer: Peer) -> None:
         self.host.lost(peer, "its connection closed")
+        rounds, known = self.cluster.rounds, self.cluster.workers.get(peer.index)
+        if rounds is not None and known is not None and known.peer == peer:  # not an earlier life of it
+            rounds.exclude(peer.index)
         self._plan_look()
 
     def _now(self) -> float:
@@ -74,7 +78,12 @@ class CoordinatorNode(Node):
 
     def _tick(self) -> None:
         self.clock.after(self.tick_s, self._tick, idle=True)
-        self.wake(lambda: self.send(self.coordinator.tick(self._now())))
+        self.wake(self._ticked)
+
+    def _ticked(self) -> None:
+        self.send(self.coordinator.tick(self._now()))
+        if self.cluster.rounds is not None:
+            self.cluster.rounds.exclude_lost(self.coordinator.state)
 
     def send(self, outs: list[CoordinatorOutput]) -> None:
         self.host.send(outs)

@@ -119,6 +119,7 @@ class Simulation(Run):
         self.spans: list[Span] = []
         self.interrupted = False
         scenario.eval_every_s = config.eval_every_s
+        scenario.equal_parts = config.equal_parts
         self.expected_s = self._expected_s(scenario.join)
         settings = self.settings
         if is_aggregated(config):  # nodes never fail there, and thousands of workers send few heartbeats
@@ -185,6 +186,9 @@ class Simulation(Run):
         hogwild_server = self.cluster.coordinator_node.host.hogwild_server
         if hogwild_server is not None and hogwild_server.memory is not None:
             vectors += hogwild_server.memory.vectors
+        if self.cluster.rounds is not None:
+            clients = [node.client for _, node in sorted(self.cluster.workers.items())]
+            vectors += [vector for client in clients if client is not None for vector in client.flat.vectors]
         for vector in vectors:
             self.trace.values(vector.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
         return self.trace.digest()
@@ -259,7 +263,7 @@ def _in_stages(config: RunConfig, plan: StagePlan, strategy: Strategy, task: Tas
 
 
 def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) -> Scenario:
-    if not config.num_servers:
+    if not config.num_servers and not strategy.requires.split_batches:
         raise ValueError("--time-only requires servers: use --servers 1.")
     if strategy.requires.coordinated:
         raise ValueError(f"--time-only computes no loss, and {config.strategy} needs it: omit --time-only.")
@@ -267,7 +271,8 @@ def _time_only(config: RunConfig, strategy: Strategy, task: Task, flat: Flat) ->
     if config.sim.steps is None:
         num_samples = len(task.data())
     else:
-        num_samples, epochs = config.sim.steps * config.num_workers * batch_size, 1
+        own = 1 if strategy.requires.split_batches else config.num_workers  # batches of a step
+        num_samples, epochs = config.sim.steps * own * batch_size, 1
     join = join_of(strategy, flat.layout, Dataset("", num_samples, batch_size, epochs))
     timing = TimingOnly(config.num_workers)
     return Scenario(strategy, join, lambda: timing, real=False, aggregated=is_aggregated(config))

@@ -123,6 +123,9 @@ class SharedSampler(Sampler):
 class EmptyFlat:
     """Stands in for a Flat in timing-only runs, as far as pushes, pulls and a worker's own step use one."""
 
+    vectors: tuple[Tensor, ...] = ()
+    parameters: tuple[Tensor, ...] = ()
+
     def view(self, block: BlockSpec) -> Tensor:
         return NOTHING
 

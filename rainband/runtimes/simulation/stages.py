@@ -20,7 +20,7 @@ from rainband.protocol.peer_inbox import Inbox, Tag
 from rainband.runtimes.simulation.message_bus import HEADER_BYTES, Payload
 from rainband.runtimes.simulation.worker import SimulatedCompute, WorkerNode
 from rainband.runtimes.stage_model import StageModel
-from rainband.strategy import Batch
+from rainband.strategy import Batch, BatchPart
 from rainband.tasks.task import Data, Task
 from rainband.worker.periodic_eval import measure
 from rainband.worker.worker import ModuleWorker
@@ -41,7 +41,7 @@ class StageCompute(StageModel, SimulatedCompute):
         torch.manual_seed(seed)
         super().__init__(task, data, Submodel(task, build_model(task), data, plan, rank), num_replicas)
 
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
+    def gradient(self, worker: ModuleWorker, batch: Batch | BatchPart) -> Gradient:
         raise AssertionError("a submodel is computed by fragments")
 
     def own_part(self, path: str) -> dict[str, Tensor]:
@@ -106,6 +106,6 @@ class StageNode(WorkerNode):
         rank = peer.index - self.peer.index + self.rank
         if peer.role == "worker" and 0 <= rank < self.workers_per_replica:
             self.arrivals.closed(rank, "its connection closed")
-            self._look_if_waiting()
+            self.look_if_waiting()
         else:
             super().lost(peer)

@@ -21,12 +21,13 @@ from rainband.runtimes.simulation.models.compute import ComputePace
 from rainband.runtimes.simulation.models.network import Machine
 from rainband.runtimes.simulation.shared_module import NOTHING, WrittenValues
 from rainband.server.server import Server
-from rainband.strategy import Batch
+from rainband.strategy import Batch, BatchPart
 from rainband.worker.client import Client, StateChanged
 from rainband.worker.lifecycle import run_worker
 from rainband.worker.periodic_eval import PeriodicEval
 from rainband.worker.pulls import PullHandle
 from rainband.worker.session import FOR_THE_SESSION, Dismissed, Session
+from rainband.worker.shared_batches import examples
 from rainband.worker.work_items import StillNeeded
 from rainband.worker.worker import Compute, ModuleWorker
 from rainband.worker.worker_model import WorkerModel
@@ -43,7 +44,7 @@ class SimulatedCompute(WorkerModel[Any]):
     def attach(self) -> None:
         """Attach the worker's parameters to the module, because the worker continues."""
 
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
+    def gradient(self, worker: ModuleWorker, batch: Batch | BatchPart) -> Gradient:
         raise NotImplementedError
 
 
@@ -120,6 +121,10 @@ class WorkerNode(Node):
     def before_training(self, worker: ModuleWorker) -> None:
         if self.eval_every_s:
             self.measuring = PeriodicEval(worker.task, worker.module, self.stats, self.eval_every_s, self.clock.now_s)
+        if self.cluster.rounds is not None:
+            self.compute.attach()
+            board = self.cluster.rounds.board(self, examples(worker) if self.cluster.scenario.real else [])
+            worker.share_batches(board, self.clock.now_s, self.cluster.scenario.equal_parts)
 
     def flush_output(self) -> None:
         """Do nothing: the output is that of the simulator."""
@@ -130,7 +135,7 @@ class WorkerNode(Node):
     async def saved(self) -> None:
         if self.disk_s:
             saved_at = self.clock.now + self.disk_s
-            self.clock.at(saved_at, lambda: self.wake(self._look_if_waiting))
+            self.clock.at(saved_at, lambda: self.wake(self.look_if_waiting))
             await Until("its disk", lambda: self.clock.now >= saved_at)
 
     def join_again(self) -> None:
@@ -138,7 +143,7 @@ class WorkerNode(Node):
         self.tell(self.cluster.scenario.join)
         if self.session.client is not None:
             self.session.client.request_again()
-        self._look_if_waiting()
+        self.look_if_waiting()
 
     def lost(self, peer: Peer) -> None:
         """End without a coordinator; without a server fail after a while, unless the run is over first."""
@@ -169,7 +174,7 @@ class WorkerNode(Node):
     def _look(self) -> None:
         """Handle the messages that have arrived, and continue if the wait is over. Only called while it waits."""
         if self.clock.now < self.busy_until:
-            self.clock.at(self.busy_until, lambda: self.wake(self._look_if_waiting))
+            self.clock.at(self.busy_until, lambda: self.wake(self.look_if_waiting))
             return
         self._take_all()
         if self.over or self.waiting is None:
@@ -190,7 +195,7 @@ class WorkerNode(Node):
             message, payload = inbox.pop(0)
             self._take(message, payload)
 
-    def _look_if_waiting(self) -> None:
+    def look_if_waiting(self) -> None:
         if self.waiting is not None:
             self._look()
 
@@ -214,6 +219,8 @@ class WorkerNode(Node):
                 self.over = True
                 self.waiting = None
                 self.life.close()
+                if self.cluster.rounds is not None:
+                    self.cluster.rounds.exclude(self.peer.index)
             return
         if self.costs.worker_message_s:
             self.spend(self.costs.worker_message_s)
@@ -262,7 +269,7 @@ class WorkerNode(Node):
             self.stats.waiting = True
             if self.later and type(wanted) is not PullHandle:
                 for at_s, _ in self.later:
-                    self.clock.at(max(at_s, self.clock.now), self._look_if_waiting)
+                    self.clock.at(max(at_s, self.clock.now), self.look_if_waiting)
             if self.inbox:
                 self._look()
 
@@ -307,7 +314,7 @@ class WorkerNode(Node):
             if isinstance(wanted, Compute):
                 if self.observer is not None:
                     self.observer.computing(wanted.worker, wanted.batch)
-                wanted.result = self.compute.gradient(wanted.worker, wanted.batch)
+                wanted.result = self.compute.gradient(wanted.worker, wanted.target)
                 if self.observer is not None:
                     self.observer.computed(wanted.worker, wanted.batch)
             else:

@@ -43,6 +43,7 @@ class NodeEvent(IntEnum):
     LINK_FAULT = 7
     DISCONNECTED = 8
     LOST_PEER = 9
+    ROUND = 10
 
 
 FILE = "trace.jsonl"

@@ -17,7 +17,7 @@ from rainband.runtimes.simulation.cluster import Scenario
 from rainband.runtimes.simulation.gradients import GradientCompute
 from rainband.runtimes.simulation.models.faults import Chances, Script, random_script
 from rainband.runtimes.simulation.shared_module import SharedModule
-from rainband.strategy import Batch, Requirements, ServerPart, Strategy, Worker
+from rainband.strategy import Batch, BatchPart, Requirements, ServerPart, Strategy, Worker
 from rainband.tasks.linear import Linear
 from rainband.tasks.quadratic import Quadratic
 from rainband.worker.session import join_of
@@ -91,8 +91,8 @@ KINDS: dict[str, FuzzedStrategy] = {
     "downpour2": _kind("downpour", n_push=2, overlap=False),
     "corrected": _kind("downpour", "corrected", compensation=STRENGTH),
     "ragged": FuzzedStrategy(Ragged),
-    "sync": _kind("sync", "rounds"),
-    "backup": _kind("sync", "first", backup_workers=1),
+    "per_worker": _kind("sync", "rounds", batch_per_worker=True),
+    "backup": _kind("sync", "first", batch_per_worker=True, backup_workers=1),
     "stale_sync": _kind("stale_sync", bound=1),
     "adaptive_bound": _kind("adaptive_bound", min_bound=0, max_bound=3),
     "bounded_delay": _kind("bounded_delay", tau=2, tau_end=1),
@@ -175,10 +175,22 @@ class CountingCompute(GradientCompute):
         super().__init__(*args)
         self.setup = setup
 
-    def gradient(self, worker: ModuleWorker, batch: Batch) -> Gradient:
-        samples, stats = worker.plan.samples_in(batch.portion, batch.k), worker.client.stats
+    def gradient(self, worker: ModuleWorker, batch: Batch | BatchPart) -> Gradient:
+        if isinstance(batch, BatchPart):
+            return self._of_part(worker, batch)
+        return self._of(
+            worker, batch, self.setup.gradient(worker, batch), worker.plan.samples_in(batch.portion, batch.k)
+        )
+
+    def _of_part(self, worker: ModuleWorker, part: BatchPart) -> Gradient:
+        if not part.positions:
+            return Gradient([None], (part.batch,), 0, 0.0)
+        samples = self.data.batch(worker.sampler.indices(part.batch)[list(part.positions)])[0]
+        return self._of(worker, part.batch, samples.mean(0), len(samples))
+
+    def _of(self, worker: ModuleWorker, batch: Batch, gradient: Tensor, samples: int) -> Gradient:
+        stats = worker.client.stats
         stats.steps += 1
         stats.loss_sum += samples
         stats.loss_samples += samples  # the loss is always 1
-        tensor = self.setup.gradient(worker, batch)[None].clone()
-        return Gradient([tensor], (batch,), samples, 1.0)
+        return Gradient([gradient[None].clone()], (batch,), samples, 1.0)
