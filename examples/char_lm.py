@@ -1,7 +1,7 @@
 """Learn to write like Python's own help texts, one character at a time: a small GRU with tied weights and clipping.
 
     python examples/char_lm.py                                    one process
-    rainband run --workers 2 --servers 1 examples/char_lm.py      two workers and a server
+    rainband run --workers 2 examples/char_lm.py      two workers, which share each batch
 
 The lines added for Rainband are marked.
 """

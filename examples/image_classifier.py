@@ -1,7 +1,7 @@
 """Recognize handwritten digits, in a custom training loop.
 
     python examples/image_classifier.py                                     one process
-    rainband run --workers 2 --servers 1 examples/image_classifier.py       two workers and a server
+    rainband run --workers 2 examples/image_classifier.py      two workers, which share each batch
 
 The lines added for Rainband are marked.
 """

@@ -1,9 +1,9 @@
 """Predict a number from a table (442 patients, ten measurements each), with your own DataLoader and scheduler.
 
     python examples/table_regression.py                                    one process
-    rainband run --workers 2 --servers 1 examples/table_regression.py      two workers and a server
+    rainband run --workers 2 examples/table_regression.py      two workers, which share each batch
 
-Each worker's DataLoader goes over all of the data in its own order. The two lines added for Rainband are marked.
+The three lines that are added or changed for Rainband are marked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
     with rainband.join(model, optimizer) as run:  # <-
         for _ in range(epochs):
-            for rows, targets in DataLoader(train, batch_size=32, shuffle=True):
+            for rows, targets in run.loader(DataLoader(train, batch_size=32, shuffle=True)):  # <-
                 optimizer.zero_grad()
                 functional.mse_loss(model(rows).squeeze(1), targets).backward()
                 optimizer.step()

@@ -8,10 +8,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from rainband.runtimes.training_loop.loop import TrainingLoop
     from rainband.runtimes.training_loop.single_process import SingleProcessLoop
+    from rainband.runtimes.training_loop.split.loop import SplitLoop
 
 MEMBERSHIP = "__rainband__"  # the name in __main__ under which `rainband run` gives a script its link to the run
 
@@ -37,7 +36,7 @@ def num_workers() -> int:
     return 1 if member is None else int(member.num_workers)
 
 
-def join(model: nn.Module, optimizer: Any) -> TrainingLoop | SingleProcessLoop:
+def join(model: Any, optimizer: Any) -> SplitLoop | TrainingLoop | SingleProcessLoop:
     """Train this model with the other workers, in a script started by `rainband run`.
 
         with rainband.join(model, optimizer) as run:
@@ -45,7 +44,8 @@ def join(model: nn.Module, optimizer: Any) -> TrainingLoop | SingleProcessLoop:
                 for x, y in run.batches(dataset, batch_size=64):
                     ...  # zero_grad, forward, backward, optimizer.step(): as ever
 
-    `optimizer` is a torch optimizer, a wrapper of one from another library, or a list of several. After the `with`
+    `optimizer` is a torch optimizer, a wrapper of one from another library, or a list of several; `model` a module, or
+    a list of them. After the `with`
     block every worker has the final parameters. Started with `python`, the script trains in one process and says so.
     """
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
@@ -61,6 +61,10 @@ def join(model: nn.Module, optimizer: Any) -> TrainingLoop | SingleProcessLoop:
     if getattr(member, "joined", False):
         raise ValueError("a script can join its run only once: train everything inside one `with rainband.join(...)`.")
     member.joined = True
+    if member.strategy.requires.split_batches:
+        from rainband.runtimes.training_loop.split.loop import joined_loop
+
+        return joined_loop(model, optimizers, member)
     from rainband.runtimes.training_loop.loop import TrainingLoop
 
     return TrainingLoop(model, optimizers, member)

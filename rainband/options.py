@@ -75,6 +75,30 @@ class ProcessOptions(TypedDict, total=False):
     ]
 
 
+class SharedBatchOptions(TypedDict, total=False):
+    """Batches that workers share"""
+
+    parts: Annotated[
+        str | None,
+        Option(
+            "Parts of a batch: speed (faster workers get more samples) or equal (reproducible).",
+            "NAME",
+            "speed",
+            choices=("speed", "equal"),
+        ),
+    ]
+    stuck_timeout_s: Annotated[
+        float | None,
+        Option(
+            "Seconds to wait for a worker that sends heartbeats and does not finish its part of a batch.",
+            "SECONDS",
+            "600",
+            min=0.1,
+            flag="--stuck-timeout",
+        ),
+    ]
+
+
 class TrainingOptions(TypedDict, total=False):
     """Training"""
 
@@ -165,7 +189,9 @@ class OutputOptions(TypedDict, total=False):
     tensorboard: Annotated[bool | None, Option("Also write files for TensorBoard.")]
 
 
-class FitOptions(ProcessOptions, TrainingOptions, StageOptions, SimulationOptions, OutputOptions, total=False):
+class FitOptions(
+    ProcessOptions, SharedBatchOptions, TrainingOptions, StageOptions, SimulationOptions, OutputOptions, total=False
+):
     """The options of a run without its numbers of workers and servers, which are parameters of `rainband.fit`."""
 
 
@@ -173,7 +199,15 @@ class RunOptions(NodeOptions, FitOptions, total=False):
     """The options of a run, besides its task and its strategy."""
 
 
-GROUPS = (NodeOptions, ProcessOptions, TrainingOptions, StageOptions, SimulationOptions, OutputOptions)
+GROUPS = (
+    NodeOptions,
+    ProcessOptions,
+    SharedBatchOptions,
+    TrainingOptions,
+    StageOptions,
+    SimulationOptions,
+    OutputOptions,
+)
 
 
 class DeclaredOption(NamedTuple):

@@ -85,7 +85,7 @@ def test_a_model_is_trained_of_which_no_process_holds_all(tmp_path: Path) -> Non
 
 def rainband_run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-c", "from rainband.cli.main import main; main()"]
-    return run([*program, "run", "--workers", "2", "--servers", "1", *words], cwd)
+    return run([*program, "run", "--workers", "2", *words], cwd)
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -20,6 +20,8 @@ from tests.processes import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 
+DOWNPOUR = ["--strategy", "downpour", "--servers", "1"]
+
 SCRIPT = """
 import argparse
 import torch
@@ -142,7 +144,7 @@ def test_two_workers_in_rounds_are_one_with_batches_twice_as_large(tmp_path: Pat
 def test_a_worker_that_hangs_for_good_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
     """It stops itself (SIGSTOP), so its process never ends by itself."""
     stop = "if run.rank == 1 and epoch == 0: __import__('os').kill(__import__('os').getpid(), 19)"
-    told = Told(tmp_path, ["--workers", "2", "--servers", "1", "--failure-timeout", "2", "train.py"], inside=stop)
+    told = Told(tmp_path, ["--workers", "2", *DOWNPOUR, "--failure-timeout", "2", "train.py"], inside=stop)
     assert told.exit_code == 0, told.err
     accounting = told.json["accounting"]
     assert (accounting["applied"], accounting["lost"], accounting["applied_twice"]) == (40, 0, 0)
@@ -152,7 +154,7 @@ def test_a_worker_that_hangs_for_good_does_not_keep_the_run_from_ending(tmp_path
 @pytest.mark.processes
 def test_when_a_worker_is_killed_the_others_do_its_batches(tmp_path: Path) -> None:
     """With an optimizer of the user's own, over TCP."""
-    words = ["--workers", "3", "--servers", "1", "--transport", "tcp", "--optimizer", "tests.lion:Lion", "n_push=2"]
+    words = ["--workers", "3", *DOWNPOUR, "--transport", "tcp", "--optimizer", "tests.lion:Lion", "n_push=2"]
     told = Told(
         tmp_path,
         [*words, "train.py", "--lr", "0.01"],
@@ -171,10 +173,11 @@ def test_when_a_worker_is_killed_the_others_do_its_batches(tmp_path: Path) -> No
 
 
 @pytest.mark.processes
-def test_a_script_may_change_its_directory_and_end_inside_the_with_block(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", [[], DOWNPOUR], ids=["default", "downpour"])
+def test_a_script_may_change_its_directory_and_end_inside_the_with_block(strategy: list[str], tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     inside = "import os, sys; os.path.exists('elsewhere') and os.chdir('elsewhere'); epoch and sys.exit(0)"
-    told = Told(tmp_path, ["--runs", "out", "--workers", "2", "train.py"], inside=inside)
+    told = Told(tmp_path, ["--runs", "out", "--workers", "2", *strategy, "train.py"], inside=inside)
     assert (told.exit_code, told.json["outcome"]) == (0, "finished"), told.err
     assert Path(told.json["directory"]).parent == Path("out")
     saved = safetensors.torch.load_file(tmp_path / told.json["directory"] / "model.safetensors")
@@ -188,7 +191,7 @@ KILL_A_LOADER = "if run.rank == 1 and epoch == 0: os.kill(psutil.Process().child
 def test_when_a_process_of_a_loader_is_killed_only_its_worker_is_lost(tmp_path: Path) -> None:
     script = SCRIPT.replace("import argparse", "import argparse, os, psutil")
     script = script.replace("batch_size=options.batch)", "batch_size=options.batch, num_workers=1)")
-    told = Told(tmp_path, ["--workers", "2", "--servers", "1", "train.py"], script, inside=KILL_A_LOADER)
+    told = Told(tmp_path, ["--workers", "2", *DOWNPOUR, "train.py"], script, inside=KILL_A_LOADER)
     assert told.exit_code == 0, told.err
     assert "lost worker 1 (LoaderProcessLost: a process of its data loader was killed" in told.err
     accounting = told.json["accounting"]
@@ -233,17 +236,16 @@ def test_an_error_of_the_dataset_is_the_scripts(num_workers: int) -> None:
     ids=["in the loop", "left before it", "before it", "after it"],
 )
 def test_an_error_in_the_script_fails_the_run_and_is_shown(tmp_path: Path, pieces: dict[str, str], said: str) -> None:
-    told = Told(tmp_path, ["--workers", "1", "--servers", "1", "train.py"], **pieces)
+    told = Told(tmp_path, ["--workers", "1", "train.py"], **pieces)
     assert told.exit_code == 1
     assert said in told.err and told.json["outcome"] == "failed"
     assert told.err.count("Traceback") <= 1
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["sync", "downpour"])
-def test_a_loop_without_end_is_stopped_by_one_worker(strategy: str, tmp_path: Path) -> None:
-    settings = ["batch_per_worker=true"] if strategy == "sync" else []
-    words = ["--workers", "2", "--servers", "1", "--strategy", strategy, *settings, "train.py"]
+@pytest.mark.parametrize("strategy", [[], DOWNPOUR], ids=["default", "downpour"])
+def test_a_loop_without_end_is_stopped_by_one_worker(strategy: list[str], tmp_path: Path) -> None:
+    words = ["--workers", "2", *strategy, "train.py"]
     told = Told(tmp_path, words, ENDLESS, inside="run.stop('converged')")
     assert told.exit_code == 0, told.err
     assert told.err.count("stopped: converged") == 2
@@ -253,9 +255,10 @@ def test_a_loop_without_end_is_stopped_by_one_worker(strategy: str, tmp_path: Pa
 
 
 @pytest.mark.processes
-def test_the_first_interrupt_ends_the_loop_and_the_second_the_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", [[], DOWNPOUR], ids=["default", "downpour"])
+def test_the_first_interrupt_ends_the_loop_and_the_second_the_script(strategy: list[str], tmp_path: Path) -> None:
     """The second arrives while a script would go on for an hour."""
-    words = ["--workers", "2", "--servers", "1", "train.py"]
+    words = ["--workers", "2", *strategy, "train.py"]
     after = "if run.rank == 0: interrupt(); time.sleep(3600)"
     told = Told(tmp_path, words, ENDLESS, inside="interrupt()", after=after)
     assert told.exit_code == 130, told.err
@@ -268,7 +271,7 @@ def test_the_first_interrupt_ends_the_loop_and_the_second_the_script(tmp_path: P
 @pytest.mark.processes
 def test_a_script_that_never_joins_is_told_what_it_needs(tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text("print('nothing to do')\n")
-    told = Told(tmp_path, ["--workers", "1", "--servers", "1", "idle.py"])
+    told = Told(tmp_path, ["--workers", "1", "idle.py"])
     assert told.exit_code == 1
     assert "idle.py never joined: it needs `with rainband.join(model, optimizer) as run:`" in told.err
 
@@ -304,14 +307,17 @@ def test_what_follows_the_script_is_its_own(tmp_path: Path, monkeypatch: pytest.
     ("words", "said"),
     [
         (["lr=0.1", "SCRIPT"], "the script's own optimizer"),
-        (["--servers", "0", "SCRIPT"], "so use --servers 1 or more"),
+        (["--strategy", "downpour", "--servers", "0", "SCRIPT"], "so use --servers 1 or more"),
+        (["--servers", "2", "SCRIPT"], "sync has no servers, so omit it, or choose one of"),
+        (["--strategy", "downpour", "--parts", "equal", "SCRIPT"], "workers do not share batches, so omit it"),
+        (["--parts", "fair", "SCRIPT"], "choose from speed, equal"),
         (["--strategy", "single", "--workers", "2", "SCRIPT"], "so use --workers 1 or omit it"),
         (["--strategy", "downpuor", "SCRIPT"], "did you mean downpour"),
-        (["n_pusch=2", "SCRIPT"], "n_push"),
+        (["--strategy", "downpour", "n_pusch=2", "SCRIPT"], "n_push"),
         (["--strategy", "pipedream", "SCRIPT"], "pipedream does not work in a custom training loop"),
         (["--strategy", "sandblaster", "SCRIPT"], "rainband train TASK sandblaster"),
         (["--strategy", "hogwild", "SCRIPT"], "memory that all workers share"),
-        (["--transport", "quic", "SCRIPT"], "--transport quic: choose from auto, tcp, shm"),
+        (["--strategy", "downpour", "--transport", "quic", "SCRIPT"], "--transport quic: choose from auto, tcp, shm"),
         (["--optimizer", "foo", "SCRIPT"], "--optimizer foo: give module:Class"),
         (["--seed", "-1", "SCRIPT"], "--seed -1: must be at least 0"),
     ],
@@ -346,8 +352,8 @@ def test_a_script_is_run_with_the_options_of_train_that_it_shares(
         return 0
 
     monkeypatch.setattr("rainband.cli.train.watch", watch)
-    words = ["--workers", "3", "--failure-timeout", "9", "--seed", "7", "--csv", "n_push=2", "train.py", "--csv"]
-    assert CliRunner().invoke(build_app(), ["run", *words]).exit_code == 0
+    words = ["--workers", "3", "--failure-timeout", "9", "--seed", "7", "--csv", "--strategy", "downpour"]
+    assert CliRunner().invoke(build_app(), ["run", *words, "n_push=2", "train.py", "--csv"]).exit_code == 0
     [config] = asked
     assert (config.num_workers, config.num_servers, config.failure_timeout_s, config.seed) == (3, 2, 9.0, 7)
     assert (config.script, config.arguments) == (str(tmp_path / "train.py"), ("--csv",))

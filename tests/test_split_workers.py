@@ -151,7 +151,7 @@ class OneOfTwo:
         self.alone_from = alone_from
         self.batch = -1
 
-    def begin_pass(self, length: int) -> int:
+    def begin_pass(self, length: int, data: object = None) -> int:
         return 0
 
     def begin_round(self, number: int) -> int | None:

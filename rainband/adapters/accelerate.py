@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from rainband.runtimes.training_loop.loop import TrainingLoop
     from rainband.runtimes.training_loop.single_process import SingleProcessLoop
+    from rainband.runtimes.training_loop.split.loop import SplitLoop
 
 
-def join(accelerator: Accelerator, model: Any, optimizer: Any) -> TrainingLoop | SingleProcessLoop:
+def join(accelerator: Accelerator, model: Any, optimizer: Any) -> SplitLoop | TrainingLoop | SingleProcessLoop:
     """Call rainband.join for the model and the optimizer that accelerator.prepare(...) returned."""
     if accelerator.num_processes > 1:
         raise ValueError(

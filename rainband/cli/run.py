@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from rainband.cli.options import GroupedCommand, Json, Verbose, completion, with_run_options
+from rainband.cli.options.words import DEFAULT
 from rainband.cli.report_errors import EXIT_CODES, report_errors
 from rainband.errors import did_you_mean
 from rainband.options import RunOptions, SimulationOptions, StageOptions, declared
@@ -46,7 +47,7 @@ def run(
             help="Algorithm: one that rainband explain lists, or module:Class.",
             autocompletion=completion.strategies,
         ),
-    ] = "downpour",
+    ] = DEFAULT,
     optimizer: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,8 +67,8 @@ def run(
     and --timeline are for rainband train only.
 
     \b
-    rainband run --workers 4 --servers 2 train.py --lr 0.1
-    rainband run --strategy downpour n_push=2 train.py
+    rainband run --workers 4 train.py --lr 0.1
+    rainband run --strategy downpour --servers 2 n_push=2 train.py
     """
     import msgspec
 

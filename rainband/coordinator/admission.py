@@ -178,7 +178,11 @@ class Admission:
 
     def described(self, worker: WorkerState, dataset: Dataset, now: float) -> list[CoordinatorOutput]:
         """Take the description of a custom loop's data, or send the loop away."""
-        why = self.planning.difference(worker, dataset)
+        shared = self.state.shares_batches()
+        why = "" if shared and worker.described else self.planning.difference(worker, dataset)
+        if not why and shared:
+            self.planning.shared(worker, dataset, now)
+            return []
         if not why:
             return self.planning.described(worker, dataset, now)
         self.state.refused.append(why)

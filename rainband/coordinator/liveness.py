@@ -15,6 +15,8 @@ PROBED_AFTER, REPORTED_AFTER, ENDED_AFTER = 0.4, 1.0, 10.0
 # Ending a run without a server loses the model; a paused process may continue. torch.distributed waits as long.
 SHORTEST_END_S = 600.0
 
+NAMED_AFTER_S = 5.0  # a worker for which the others that share its batches wait is named
+
 PAUSED = "paused, by its own request"
 
 
@@ -48,6 +50,8 @@ class Liveness:
                 worker.first_s = worker.first_s or worker.slowest_s
             worker.worked_at = now
         worker.heartbeat, worker.heartbeat_at = heartbeat, now
+        if worker.held != (heartbeat.held_by, heartbeat.steps):
+            worker.held, worker.held_since = (heartbeat.held_by, heartbeat.steps), now
         worker.heartbeats = [*worker.heartbeats[-5:], (now, heartbeat)]
         if not worker.active and (works or heartbeat.waiting):
             self.mark_active(worker, now)
@@ -103,6 +107,8 @@ class Liveness:
         timeout = self.state.settings.failure_timeout_s
         if now - worker.heartbeat_at > timeout:
             return f"no heartbeat for {now - worker.heartbeat_at:.1f} s"
+        if self.state.shares_batches():
+            return self._why_stuck(worker, now)
         idle_s = now - worker.worked_at
         if idle_s <= 2 * timeout or not self._holds_others_back(worker):
             return ""
@@ -111,6 +117,24 @@ class Liveness:
         usual = max(w.slowest_s if worker.slowest_s else w.first_s for w in everyone)
         if usual and idle_s > 2 * timeout + 10 * usual:
             return f"inactive: heartbeats, but no push for {idle_s:.1f} s"
+        return ""
+
+    def _why_stuck(self, worker: WorkerState, now: float) -> str:
+        """Return why nobody waits any longer for a worker that shares batches with others, and name it before."""
+        index = worker.peer.index
+        held = [w.held_since for w in self.state.connected() if w.active and not w.ended and w.held[0] == index]
+        waited_s = now - min(held, default=now)
+        if waited_s > self.state.settings.stuck_timeout_s:
+            return f"inactive: heartbeats, but the others have waited {waited_s:.0f} s for it"
+        if waited_s < NAMED_AFTER_S:
+            worker.reported_stuck = False
+        elif not worker.reported_stuck:
+            worker.reported_stuck = True
+            text = (
+                f"the other workers have waited {waited_s:.0f} s for {worker.peer}. If it evaluates or saves while the "
+                "others do not, write `with run.paused():` around that, so that nobody waits."
+            )
+            self.state.events.append(events.Warned(at_s=now, text=text))
         return ""
 
     def _has_work(self, worker: WorkerState) -> bool:

@@ -19,6 +19,7 @@ class Planning:
 
     def __init__(self, state: RunState) -> None:
         self.state = state
+        self.first: Dataset | None = None  # the first one of loops that share each batch
 
     def make(self, join: Join, now: float) -> list[CoordinatorOutput]:
         """Make the plan and the blocks; assign the blocks to the servers."""
@@ -77,7 +78,7 @@ class Planning:
         state = self.state
         plan = state.plan
         assert plan and state.join and state.welcome
-        known = state.full_batch is None and (state.dataset is None or state.dataset.epochs > 0)
+        known = state.full_batch is None and (state.dataset is None or state.knows_its_end())
         state.events.append(
             events.PlanMade(
                 at_s=now,
@@ -93,9 +94,22 @@ class Planning:
 
     # ---- custom loops: their data is known later ---------------------------------------------------------------------
 
+    def shared(self, worker: WorkerState, dataset: Dataset, now: float) -> None:
+        """Take the data of a loop whose workers share each batch; after a second dataset its end is not known."""
+        assert self.state.join
+        if self.state.dataset is None:
+            self.state.dataset = dataset
+            self.state.plan = self._plan_for(self.state.join, dataset)
+            self._report(now)
+            self.first = dataset
+        elif worker.described and self.state.dataset.epochs:
+            self.state.dataset = msgspec.structs.replace(dataset, epochs=0)
+            self._report(now)
+        worker.described = True
+
     def difference(self, worker: WorkerState, dataset: Dataset) -> str:
         """Return why a loop's data does not fit this run; "" if it does."""
-        others = self.state.dataset
+        others = self.first or self.state.dataset
         if others is None or dataset == others:
             return ""
         advice = f" {EQUAL_DATA}" if dataset.fingerprint != others.fingerprint else ""

@@ -12,11 +12,12 @@ from rainband.protocol.accounting import (
     Staleness,
     balance,
     balance_led,
+    balance_shared,
     staleness_of,
     staleness_so_far,
 )
 from rainband.protocol.data_plan import DataPlan
-from rainband.protocol.messages import Heartbeat
+from rainband.protocol.messages import Heartbeat, SampleAccount
 
 # A rate is computed over at least this many seconds, or this fraction of the run so far.
 RATE_FROM_S, RATE_FROM = 0.25, 0.01
@@ -35,10 +36,20 @@ class Reporting:
         state = self.state
         if state.plan is None:
             return None
+        if state.shares_batches():
+            return balance_shared(self.sample_account())
         accounting = balance(self._plan_so_far(state.plan), state.reports(), state.reassigned)
         if state.full_batch is not None:
             return balance_led(accounting, state.reports(), state.full_batch.batches)
         return accounting if state.has_data() else msgspec.structs.replace(accounting, batches=0, not_processed=0)
+
+    def sample_account(self) -> SampleAccount:
+        """Return the newest account of the workers that share each batch."""
+        known = [w.heartbeat.account for w in self.state.workers.values() if w.heartbeat.account is not None]
+        newest = max(known, key=lambda account: account.rounds, default=SampleAccount())
+        plan = self.state.plan
+        total = plan.samples_per_epoch * plan.epochs if plan is not None and self.state.knows_its_end() else 0
+        return msgspec.structs.replace(newest, total=total)
 
     def _plan_so_far(self, plan: DataPlan) -> DataPlan:
         """Return the data plan; for loops without a number of epochs, with the epochs that have begun."""
@@ -60,6 +71,8 @@ class Reporting:
 
     def samples_done(self) -> int:
         plan = self.state.plan
+        if self.state.shares_batches():
+            return self.sample_account().applied
         if not plan or not self.state.has_data():
             return 0
         if self.state.full_batch is not None:
@@ -69,6 +82,8 @@ class Reporting:
     def _batches_or_steps(self, plan: DataPlan) -> int:
         if self.state.full_batch is not None:
             return self.state.full_batch.batches
+        if self.state.shares_batches():
+            return self.sample_account().rounds
         if self.state.has_data():
             return self.state.batches_done()
         return balance(plan, self.state.reports(), 0).untracked_pushes

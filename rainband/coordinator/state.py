@@ -32,6 +32,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_servers: int
     seed: int = 0
     failure_timeout_s: float = 5.0
+    stuck_timeout_s: float = 600.0  # where workers share each batch: how long others wait for one with heartbeats
     model_path: str = ""
     optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import besides torch's own
     workers_per_replica: int = 1  # with consecutive ranks; the first of them has the leases
@@ -90,6 +91,10 @@ class WorkerState:
     first_s: float = 0.0  # the time to its first push; 0: there was none yet
     connected: bool = True
     active: bool = True  # alive and making progress; nobody waits for an inactive worker
+    held: tuple[int | None, int] = (None, 0)  # the worker that it waits for, and its own steps
+    held_since: float = 0.0
+    reported_stuck: bool = False  # others wait long for it
+    described: bool = False  # its loop's data
     late: bool = False  # inactive by itself; the others of its replica are then inactive because of it
     ended: bool = False
     paused: bool = False  # by its own message: the run does not end without it
@@ -208,6 +213,10 @@ class RunState:
 
     def is_custom_loop(self) -> bool:
         return self.join is not None and self.join.custom_loop
+
+    def shares_batches(self) -> bool:
+        """Return whether custom loops share each batch: their workers agree among themselves who computes what."""
+        return self.join is not None and self.join.custom_loop and self.join.shares_batches
 
     def has_data(self) -> bool:
         return not self.is_custom_loop() or (self.dataset is not None and not self.planning)

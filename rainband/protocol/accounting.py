@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rainband.protocol.data_plan import DataPlan
-from rainband.protocol.messages import Report, StalenessLimit
+from rainband.protocol.messages import Report, SampleAccount, StalenessLimit
 
 NOT_FINITE = "not finite"  # why a batch whose gradient has infinities or NaN is skipped
 TOO_FAR = "not finite, at a step that was too long"  # of a line search, which then takes a shorter one
@@ -88,6 +88,7 @@ class BatchAccounting(msgspec.Struct, frozen=True):
         0  # pushes without a name, or writes in place, that are only partly in: their sender ended in between
     )
     lock_free: bool = False  # steps were added to one memory without locks: if some overwrote others is not known
+    samples: SampleAccount | None = None  # where workers share each batch; then batches are not counted
 
     @property
     def balanced(self) -> bool:
@@ -188,6 +189,11 @@ def balance(plan: DataPlan, reports: Iterable[Report], reassigned: int) -> Batch
         partially_applied=max(untracked_pushes) - min(untracked_pushes) + sum(r.cut_short for r in reports),
         lock_free=any(r.lock_free for r in reports),
     )
+
+
+def balance_shared(account: SampleAccount) -> BatchAccounting:
+    """Return the accounting of a loop whose workers share each batch."""
+    return BatchAccounting(0, 0, {}, 0, 0, 0, 0, {}, 0, samples=account)
 
 
 def balance_led(accounting: BatchAccounting, reports: Iterable[Report], batches: int) -> BatchAccounting:

@@ -23,6 +23,7 @@ class RunStarted(Event, frozen=True):
     num_workers: int
     num_servers: int
     version: str
+    shares_batches: bool = False  # workers share each batch, and go on without a lost one
     started_at: str = ""  # UTC, such as 2026-11-16T09:30:00+00:00; "" in a simulation
 
 

@@ -390,6 +390,7 @@ class Join(Message, frozen=True, tag=100):
     optimizer: OptimizerSpec | None = None  # of a custom loop, to be run by the servers
     coordinated: bool = False  # full-batch: the coordinator part decides how often the data is used
     address: Address | None = None  # where the other workers of its replica reach it; none: it computes the whole model
+    shares_batches: bool = False  # the workers share each batch, and average gradients among themselves
 
 
 class Dataset(Message, frozen=True, tag=101):
@@ -461,6 +462,19 @@ class Return(Message, frozen=True, tag=110):
     reason: LeaseEnd
 
 
+class SampleAccount(msgspec.Struct, frozen=True):
+    """The samples of a run whose workers share each batch, by what became of them; all workers know the same."""
+
+    rounds: int = 0  # batches of the script so far, of all workers together
+    total: int = 0  # samples of the whole run; 0: not known
+    applied: int = 0
+    skipped: dict[str, int] = {}  # reason -> samples
+    carried_over: int = 0  # added to a later batch, because a worker was lost
+    not_seen: int = 0  # carried over when their pass ended
+    transfers: int = 0  # times that a worker received the state of another one
+    drifted: int = 0  # of these, because its parameters differed
+
+
 class Heartbeat(Message, frozen=True, tag=111):
     """A worker is alive; its acknowledged pushes show that it makes progress."""
 
@@ -478,7 +492,8 @@ class Heartbeat(Message, frozen=True, tag=111):
     metrics: dict[str, float] = {}  # the last ones measured
     computed_s: float = 0.0  # computing gradients, or parts of them
     sent_bytes: int = 0  # to the other workers of its replica
-    held_by: int | None = None  # the worker that it waits for now, if a server has named it
+    held_by: int | None = None  # the worker that it waits for now, if that is known
+    account: SampleAccount | None = None  # of workers that share each batch
 
 
 class Finish(Message, frozen=True, tag=112):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from rainband.protocol.messages import Heartbeat
+from rainband.protocol.messages import Heartbeat, SampleAccount
 
 
 @dataclass(slots=True)
@@ -27,6 +27,7 @@ class Stats:
     held_by: int | None = None  # the worker that is waited for now, as a server has told
     waited_for: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # worker -> seconds
     waited_s: float = 0.0  # seconds spent waiting, for whatever it was
+    account: SampleAccount | None = None  # of workers that share each batch
 
     def waited(self, seconds: float) -> None:
         """A wait is over; if a server has said for whom it was, that is kept too."""
@@ -54,4 +55,5 @@ class Stats:
             waited_for=dict(self.waited_for),
             metrics=self.metrics,
             held_by=self.held_by if self.waiting else None,
+            account=self.account,
         )

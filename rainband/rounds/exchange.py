@@ -132,3 +132,6 @@ class Exchange(Protocol):
 
     def leave(self) -> None:
         """End this member's part in the run."""
+
+    def abandon(self) -> None:
+        """Let nobody wait for this member any more: its script has failed."""

@@ -365,6 +365,14 @@ class RoundMember:
 
         return until
 
+    def lagging(self) -> int | None:
+        """Return a member that has not come as far as this one's last contribution; None: none is known."""
+        mine = self.board.position(self.rank)
+        for member in self.view.members if self.is_in else ():
+            if self._reached(member.rank, member.life, mine) is None:
+                return member.rank
+        return None
+
     def _headers(self, target: int) -> Headers:
         """Return the headers of the members that have contributed to an exchange; others are lost, or passed it."""
         headers = {}
@@ -523,7 +531,7 @@ class RoundMember:
         asking = self.board.asking(self.rank)
         return 0 if asking is None else asking.since
 
-    def _take_final(self) -> Waiting:
+    def take_final(self) -> Waiting:
         """Take the state of a member that has left at its end, if there is one: then nothing is left to train."""
         at = position(RoundId(LAST_EPOCH, 0), 0)
         for rank in range(self.board.num_ranks):
@@ -534,7 +542,7 @@ class RoundMember:
 
     def _go_on_alone(self) -> Waiting:
         """Make a view of all workers that ask, and give them the state."""
-        yield from self._take_final()
+        yield from self.take_final()
         board, view = self.board, self.view
         if self.count < 0:
             if any(board.published(rank, slot) for rank in range(board.num_ranks) for slot in range(2)):

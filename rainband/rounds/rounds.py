@@ -17,9 +17,16 @@ class RoundExchange:
     """An `Exchange` over any board."""
 
     def __init__(
-        self, board: Board, holder: StateHolder, clock: Callable[[], float], equal_parts: bool = False
+        self,
+        board: Board,
+        holder: StateHolder,
+        clock: Callable[[], float],
+        equal_parts: bool = False,
+        waited: Callable[[float], None] = lambda seconds: None,
     ) -> None:
+        """`waited` is told the seconds of each wait for other members."""
         self.board = board
+        self.waited = waited
         self.rank = board.rank
         self.member = RoundMember(board, holder, clock, equal_parts)
 
@@ -72,11 +79,21 @@ class RoundExchange:
     def leave(self) -> None:
         self._run(self.member.leave())
 
+    def take_final(self) -> None:
+        """Take the state of the member that left last, if this one left before it."""
+        self._run(self.member.take_final())
+
+    def abandon(self) -> None:
+        """Let nobody wait for this member any more: its script has failed."""
+        self.board.exclude()
+
     def _run(self, waiting: Waiting) -> Any:
         try:
             while True:
                 until = next(waiting)
-                if until is not None:
+                if until is not None and not until():
+                    began = self.member.clock()
                     self.board.wait(until)
+                    self.waited(self.member.clock() - began)
         except StopIteration as end:
             return end.value

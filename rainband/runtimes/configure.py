@@ -50,7 +50,7 @@ MOST_PER_CORE = 32  # processes; more would only wait for each other
 # Options that are fields of RunConfig or of SimSettings, under these names.
 PLAIN_FIELDS = (
     *("threads", "transport", "failure_timeout_s", "epochs", "batch_size", "seed", "eval_every_s", "runtime"),
-    *("record", "timeline"),
+    *("record", "timeline", "parts", "stuck_timeout_s"),
 )
 SIM_FIELDS = {"network": "model", "time_only": "time_only", "steps": "steps", "compute": "compute"}
 OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -300,6 +300,9 @@ def _check_simulation(options: RunOptions, name: str, requires: Requirements, si
 
 def _check_unused(given: RunOptions, merged: RunOptions, name: str, requires: Requirements, size: int) -> None:
     """Raise if an option that was given would have no effect; those of an earlier run are only unused."""
+    for shared in ("parts", "stuck_timeout_s"):
+        if shared in given and not requires.split_batches:
+            raise OptionError(f"{opt(shared)}: with {name}, workers do not share batches, so omit it.")
     transport = given.get("transport", "auto")
     if transport != "auto":
         if merged.get("runtime") == "sim":

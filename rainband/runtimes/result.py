@@ -32,9 +32,13 @@ def judged(outcome: str, reason: str, accounting: BatchAccounting | None, config
     """Return the outcome; a run that applied no batch, or whose strategy returned too early, has failed."""
     if outcome != "finished" or accounting is None:
         return RunVerdict(outcome, reason)
-    skipped = sum(accounting.skipped.values())
-    if skipped and not accounting.applied and not accounting.untracked_pushes:
-        reasons = ", ".join(f"{number:,} {why}" for why, number in accounting.skipped.items())
+    if accounting.samples is not None:
+        reasons_of, applied = accounting.samples.skipped, accounting.samples.applied
+    else:
+        reasons_of, applied = accounting.skipped, accounting.applied
+    skipped = sum(reasons_of.values())
+    if skipped and not applied and not accounting.untracked_pushes:
+        reasons = ", ".join(f"{number:,} {why}" for why, number in reasons_of.items())
         return RunVerdict(
             "failed", f"the model has not changed: every batch was skipped ({reasons}).{_hint(accounting)}"
         )

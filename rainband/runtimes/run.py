@@ -69,6 +69,7 @@ class Run:
     """The frame of a run. A runtime starts the nodes and runs them between `begin` and `end`."""
 
     log: EventLog
+    shares_batches = False  # the workers share each batch
 
     def __init__(self, config: RunConfig, view: View) -> None:
         self.config = config
@@ -97,6 +98,7 @@ class Run:
                 num_workers=config.num_workers,
                 num_servers=config.num_servers,
                 version=__version__,
+                shares_batches=self.shares_batches,
                 started_at=started_at,
             )
         )
@@ -181,6 +183,7 @@ def settings_of(config: RunConfig, model_path: str) -> RunSettings:
         num_servers=config.num_servers,
         seed=config.seed,
         failure_timeout_s=config.failure_timeout_s,
+        stuck_timeout_s=config.stuck_timeout_s,
         model_path=model_path,
         optimizers=config.optimizers,
         workers_per_replica=config.stage_plan.size if config.stage_plan else 1,

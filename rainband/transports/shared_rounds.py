@@ -12,7 +12,7 @@ import mmap
 import os
 import select
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -122,8 +122,14 @@ class MemberWords:
 class SharedBoard:
     """One worker's view of the shared memory; see `rainband.rounds.board.Board`."""
 
-    def __init__(self, fds: Sequence[int], rank: int, like: Sequence[Tensor]) -> None:
-        """`fds` are those of a RoundsMemory. `like` tells the shapes and dtypes of the tensors."""
+    def __init__(
+        self, fds: Sequence[int], rank: int, like: Sequence[Tensor], idle: Callable[[], None] = lambda: None
+    ) -> None:
+        """`fds` are those of a RoundsMemory. `like` tells the shapes and dtypes of the tensors.
+
+        `idle` is called before each sleep while this worker waits for others: it may handle messages, and may raise.
+        """
+        self.idle = idle
         fd, *bells = fds
         self.fd = fd
         self.rank = rank
@@ -253,6 +259,7 @@ class SharedBoard:
                 return
         own = self._own
         while True:
+            self.idle()
             own[ASLEEP] = 1
             _fence()
             if until():

@@ -42,7 +42,9 @@ def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> l
 def _lost(event: events.Lost, so_far: RunSoFar) -> str:
     has_others = so_far.started is not None and so_far.started.num_workers > 1
     reassigns = event.node.startswith("worker") and has_others and so_far.phase == "running"
-    after = "; its batches are reassigned" if reassigns else ""
+    shares = so_far.started is not None and so_far.started.shares_batches
+    goes_on = "the others share its part" if shares else "its batches are reassigned"
+    after = f"; {goes_on}" if reassigns else ""
     if event.why.startswith("paused"):
         return f"{event.node} {event.why}{after}"
     if event.why.startswith("inactive"):

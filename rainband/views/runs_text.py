@@ -203,6 +203,9 @@ def _outcome_rows(a: PastRun, b: PastRun) -> list[tuple[str, str, str, str]]:
     rows.append(_ratio("training loss", both[0]["loss"], both[1]["loss"]))
     for name in ("mean", "max"):
         rows.append(_ratio(f"staleness, {name}", *(fact["staleness"].get(name) for fact in both)))
+    samples = [fact["accounting"].get("samples") or {} for fact in both]
+    for name in ("applied", "carried_over", "not_seen") if any(samples) else ():
+        rows.append(_ratio(f"samples {name}".replace("_", " "), *(one.get(name) for one in samples)))
     for name in ("applied", "not_processed", "reassigned", "lost", "applied_twice"):
         rows.append(_ratio(f"batches {name}".replace("_", " "), *(fact["accounting"].get(name) for fact in both)))
     return [row for row in rows if row[1] != "-" or row[2] != "-"]
@@ -216,7 +219,9 @@ def _ratio(name: str, a: float | None, b: float | None) -> tuple[str, str, str, 
 def command_of(config: Mapping[str, Any]) -> str:
     """Return the command that runs a script with the settings of its config.json."""
     options = {"workers": "num_workers", "servers": "num_servers", "strategy": "strategy", "seed": "seed"}
-    words = [f"--{option} {config[field]}" for option, field in options.items() if field in config]
+    if not config.get("num_servers"):
+        del options["servers"]
+    words = [f"--{option} {config[field]}" for option, field in options.items() if config.get(field) is not None]
     words += [f"--optimizer {name}" for name in config.get("optimizers", ())]
     words += [assignment(name, value) for name, value in config.get("strategy_settings", {}).items()]
     return " ".join(["rainband run", *words, shlex.join([config["script"], *config.get("arguments", ())])])

@@ -36,7 +36,7 @@ def summary(so_far: RunSoFar, directory: Path) -> list[str]:
     rows = [
         ("reason", "" if so_far.error or ended.outcome == "finished" else ended.reason),
         ("result", results(ended.metrics)),
-        *_rows("batches", accounting(ended.accounting, bool(so_far.num_lost))),
+        *_rows(*_accounts(so_far, ended.accounting)),
         ("staleness", staleness(ended.staleness, bound(so_far))),
         ("traffic", traffic(so_far.last)),
         *_rows("pipeline", predicted.lines(so_far)),
@@ -86,6 +86,36 @@ def accounting(counts: Mapping[str, Any], has_lost_nodes: bool = True) -> list[s
         lines.append(f"{count(reassigned, 'lease')} reassigned, because a worker was lost or inactive")
     if refused := counts.get("refused"):
         lines.append(f"{count(sum(refused.values()), 'push')} refused: {_by_reason(refused, REFUSALS)}")
+    return lines
+
+
+def _accounts(so_far: RunSoFar, counts: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return what was counted, batches or samples, and what became of them."""
+    if samples := counts.get("samples"):
+        return "samples", shared(samples, so_far.started.num_workers if so_far.started else 1)
+    return "batches", accounting(counts, bool(so_far.num_lost))
+
+
+def shared(samples: Mapping[str, Any], num_workers: int) -> list[str]:
+    """Return what became of all samples of a loop whose workers shared each batch."""
+    skipped, rounds = samples["skipped"], count(samples["rounds"], "batch")
+    done = samples["applied"] + sum(skipped.values()) + samples["not_seen"]
+    if not done:  # the loop has its own data loader
+        return [f"{rounds}; samples are not counted, because the loop has its own data loader"]
+    of_all = f" of {whole(samples['total'])}" if samples["total"] else ""
+    lines = [f"{whole(samples['applied'])}{of_all} applied in {rounds}, which the workers shared"]
+    if skipped:
+        lines.append(f"{whole(sum(skipped.values()))} skipped: {_by_reason(skipped)}")
+    if carried := samples["carried_over"]:
+        lines.append(f"{whole(carried)} added to a later batch, because a worker was lost")
+    if samples["not_seen"]:
+        lines.append(f"{whole(samples['not_seen'])} of a lost worker not seen, because their pass ended")
+    if samples["total"] > done:
+        lines.append(f"{whole(samples['total'] - done)} not processed before the run ended")
+    if drifted := samples["drifted"]:
+        lines.append(f"{count(drifted, 'time')} a worker's parameters differed, and were replaced")
+    if (returned := samples["transfers"] - drifted - num_workers + 1) > 0:
+        lines.append(f"{count(returned, 'time')} a worker that returned or had missed a step received the state")
     return lines
 
 

@@ -122,7 +122,7 @@ async def report_failure(session: Session, error: Exception) -> None:
     if not of_user and not isinstance(error, NotSaved | LoaderProcessLost):
         # When a server is lost, the coordinator notices it too, and knows more.
         await runtime.failure_is_known()
-    step = 0 if session.client is None else session.stats.steps + 1  # the one that failed
+    step = session.stats.steps + 1 if session.go else 0  # the one that failed
     trace = users_traceback(error) if of_user else ""
     runtime.tell(Failed(step, f"{type(error).__name__}: {error}", trace))
     while of_user:

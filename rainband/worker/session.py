@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 
     from rainband.observer import Observer
 
+
+class Follower(Protocol):
+    """A worker without a client: it takes the messages that a client would."""
+
+    def receive(self, message: Message) -> None: ...
+
+
 FOR_THE_SESSION = frozenset((Shutdown, Welcome, Go, Conclude, BlockReady, Opened))  # others are for the client
 
 
@@ -84,15 +91,29 @@ def join_of(
         custom_loop=custom_loop,
         optimizer=optimizer,
         coordinated=requires.coordinated,
+        shares_batches=requires.split_batches,
         address=address,
     )
 
 
+# size: one attribute for each order of the coordinator, and what the runtime and the model supply
 class Session:
     """One worker of one run. Messages arrive through `receive`; the coroutine in `lifecycle.py` waits for them."""
 
     __slots__ = (
-        *("before_step", "client", "conclusion", "early", "failed", "first_buffers", "go", "is_welcome", "join", "me"),
+        *(
+            "before_step",
+            "client",
+            "conclusion",
+            "early",
+            "failed",
+            "first_buffers",
+            "follower",
+            "go",
+            "is_welcome",
+            "join",
+            "me",
+        ),
         *("model", "observer", "perform", "runtime", "stats", "stopped", "strategy", "training", "welcome", "worker"),
     )
 
@@ -108,6 +129,7 @@ class Session:
         self.observer = observer
         self.stats = Stats()
         self.client: Client | None = None
+        self.follower: Follower | None = None
         self.is_welcome = False
         self.go = False
         self.first_buffers: Buffers = None  # those that all workers begin with, if this one's are others
@@ -127,6 +149,8 @@ class Session:
         """Take a message of the coordinator or a server; raise Dismissed when the run is over."""
         if type(message) in FOR_THE_SESSION:
             self._take_order(message, payload)  # type: ignore[arg-type]
+        elif self.follower is not None:
+            self.follower.receive(message)
         elif self.client is None:
             self.early.append(message)
         else:

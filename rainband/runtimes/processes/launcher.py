@@ -101,9 +101,10 @@ class Launcher(Run):
         self.run_id, self.secret = new_run_id(), new_secret()
         strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
         self.strategy = strategy
+        self.shares_batches = strategy.requires.split_batches
         one_memory = strategy.requires.shared_memory
         self.memory = SharedSegment.reserve("rainband memory") if one_memory else None  # the parameters of all workers
-        self.rounds = RoundsMemory(config.num_workers) if strategy.requires.split_batches else None
+        self.rounds = RoundsMemory(config.num_workers) if self.shares_batches else None
         hogwild_server = HogwildServer(self._make_room) if one_memory else None
         settings = msgspec.structs.replace(self.settings, num_servers=1) if hogwild_server else self.settings
         self.coordinator = Coordinator(settings, strategy)
@@ -273,7 +274,9 @@ class Launcher(Run):
         workers = self.coordinator.state.workers
         for token, peer in self.processes.items():
             worker = workers.get(peer.index) if peer.role == "worker" and peer not in self.causes else None
-            if worker is not None and worker.connected and not worker.active:
+            if worker is None or worker.paused:  # a paused worker has excluded itself
+                continue
+            if worker.connected and not worker.active:
                 fence(self.rounds, peer.index, self.zygote, token)
 
     def _why_fatal(self, peer: Peer, cause: str) -> str:

@@ -216,10 +216,10 @@ def described(dataset: Any, batch_size: int, epochs: int, arguments: dict[str, A
             raise ValueError(f"{name} is decided by the run, which shuffles and distributes the data: omit it.")
     if arguments.get("shuffle") is False:
         raise ValueError("shuffle=False is not supported, because workers draw batches in any order: omit it.")
-    return Dataset(_fingerprint(dataset, arguments.get("collate_fn")), len(dataset), batch_size, epochs, drop_last)
+    return Dataset(fingerprint_of(dataset, arguments.get("collate_fn")), len(dataset), batch_size, epochs, drop_last)
 
 
-def _fingerprint(dataset: Any, collate: Any) -> str:
+def fingerprint_of(dataset: Any, collate: Any) -> str:
     try:
         return fingerprint(DatasetData(dataset, collate))
     except (ValueError, TypeError):  # batches of another type: then only the number of samples is compared

@@ -66,8 +66,8 @@ class Membership(Protocol):
 class TrainingLoop:
     """The training loop of one worker: the `run` of `with rainband.join(...) as run`."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Any], member: Membership) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module | Sequence[nn.Module], optimizers: Sequence[Any], member: Membership) -> None:
+        self.model = model if isinstance(model, nn.Module) else nn.ModuleList(model)
         self.optimizers = [unwrapped(optimizer) for optimizer in optimizers]
         self.member = member
         self.rank = member.index
@@ -108,7 +108,7 @@ class TrainingLoop:
             hook.remove()
         stopped = kind is KeyboardInterrupt and self.client.stopping  # see _check_stop
         try:
-            if kind is None or stopped or _is_normal_exit(error):
+            if kind is None or stopped or is_normal_exit(error):
                 self._leave()
         finally:
             self.flat.release()
@@ -440,7 +440,7 @@ class TrainingLoop:
         return type(self.strategy).__name__
 
 
-def _is_normal_exit(error: BaseException | None) -> bool:
+def is_normal_exit(error: BaseException | None) -> bool:
     """Return True for `sys.exit()` and `sys.exit(0)`, with which a script ends in good order."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 

@@ -6,14 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice, tee
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from rainband.protocol.messages import Dataset as Description
 from rainband.rounds.exchange import Part
+from rainband.runtimes.training_loop.batches import fingerprint_of
 from rainband.runtimes.training_loop.batches import loader as parts_loader
 from rainband.runtimes.training_loop.script_random import CommonRandom
 
@@ -29,7 +31,7 @@ class Rounds(Protocol):
 
     random: CommonRandom
 
-    def begin_pass(self, length: int) -> int:
+    def begin_pass(self, length: int, data: PassData | None = None) -> int:
         """Return the number of the pass that begins; it has this many batches, 0 if not known."""
 
     def begin_round(self, number: int) -> int | None:
@@ -37,6 +39,25 @@ class Rounds(Protocol):
 
     def cut(self, batch: Indices | None) -> Part:
         """Return this worker's part of the batch."""
+
+
+class PassData(NamedTuple):
+    """The data of one pass: what workers must have in common, and what its length follows from."""
+
+    dataset: Any
+    num_samples: int
+    batch_size: int
+    drop_last: bool
+    collate: Any
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return id(self.dataset), self.num_samples, self.batch_size, self.drop_last
+
+    def described(self, epochs: int, num_workers: int) -> Description:
+        """Return the description for the coordinator; one worker alone has nothing to compare."""
+        fingerprint = fingerprint_of(self.dataset, self.collate) if num_workers > 1 else ""
+        return Description(fingerprint, self.num_samples, self.batch_size, epochs, self.drop_last)
 
 
 # ---- the order of samples ----
@@ -50,6 +71,11 @@ class ShuffledOrder:
         self.batch_size = batch_size
         self.seed = seed
         self.drop_last = drop_last
+
+    @property
+    def pass_samples(self) -> int | None:
+        """Return the number of samples before an incomplete last batch is left out; None: not known."""
+        return self.num_samples
 
     def __len__(self) -> int:
         whole, rest = divmod(self.num_samples, self.batch_size)
@@ -69,6 +95,12 @@ class SamplerOrder:
         self.sampler = sampler
         self.random = random
         self.generator = generator
+        self.drop_last = bool(getattr(sampler, "drop_last", False))
+
+    @property
+    def pass_samples(self) -> int | None:
+        inner: Any = self.sampler.sampler if type(self.sampler) is BatchSampler else None
+        return len(inner) if hasattr(inner, "__len__") else None
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -155,8 +187,16 @@ class SplitBatches:
         """Return the number of batches of a pass, as in one process."""
         return len(self.order)
 
+    def _data(self) -> PassData | None:
+        """Return what one pass consists of, if that can be known."""
+        if self.batch_size is None or (num_samples := self.order.pass_samples) is None:
+            return None
+        return PassData(
+            self.dataset, num_samples, self.batch_size, self.order.drop_last, self.parts.arguments.get("collate_fn")
+        )
+
     def __iter__(self) -> Iterator[Any]:
-        number = self.rounds.begin_pass(len(self))
+        number = self.rounds.begin_pass(len(self), self._data())
         self.parts.passes = number
         whole = coming = enumerate(self.order.batches(number))
         if self.parts.ahead:

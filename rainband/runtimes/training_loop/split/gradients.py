@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rainband.rounds.exchange import Exchange, Part
+from rainband.runtimes.training_loop.split.session import LoopSession
 from rainband.runtimes.training_loop.split.state import LoopState
 from rainband.runtimes.training_loop.split.tensors import BackwardHooks, numbers_of, put_numbers
 
@@ -25,8 +26,11 @@ OWN_LOADER = (
 class GradientExchange:
     """One worker's exchanges: of gradients and buffers after each backward(), of a closure's loss, of other numbers."""
 
-    def __init__(self, exchange: Exchange, state: LoopState, num_workers: int) -> None:
+    def __init__(
+        self, exchange: Exchange, state: LoopState, num_workers: int, session: LoopSession | None = None
+    ) -> None:
         self.exchange = exchange
+        self.session = session
         self.state = state
         self.tensors = state.tensors
         self.optimizers = state.optimizers
@@ -96,6 +100,7 @@ class GradientExchange:
     def _begin_own_round(self) -> None:
         """Begin a round of a loop with its own loader, where each worker has the same weight."""
         self.exchange.begin(0)
+        self.check_stop()
         self.state.end_catching_up()
         if self.num_workers > 1 and self.exchange.is_first:
             self._tell(OWN_LOADER)
@@ -145,6 +150,8 @@ class GradientExchange:
         if self.accumulating:
             self._defer(changed)
             return
+        if self.session is not None:
+            self.wants_stop = self.session.look() or self.wants_stop
         tensors = self.tensors.gradients()
         alone = len(self.exchange.members) == 1
         tensors += [None if alone else buffer.change() for buffer in self.tensors.buffers]
@@ -158,13 +165,15 @@ class GradientExchange:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
             return
+        if self.session is not None and self.exchanges == 1 and self.part is not None:
+            self.session.exchanged(self.part)
         self._put(tensors, alone)
         self.deferred = False
         self._stop_scaling()
         self.tensors.note_exchange()
         self._put_numbers(outcome.numbers)
         if outcome.scalars and outcome.scalars[0] > 0:
-            self.state.stopped = self.wants_stop or "another worker has stopped the run"
+            self.state.stopped = self._why_stopped()
 
     def _put(self, tensors: list[Tensor | None], alone: bool) -> None:
         count = len(self.tensors.parameters)
@@ -255,6 +264,16 @@ class GradientExchange:
     def stop(self, reason: str) -> None:
         """Ask all workers to end the run: they learn it with the next exchange."""
         self.wants_stop = reason
+
+    def _why_stopped(self) -> str:
+        if self.session is not None:
+            return self.session.await_stop()
+        return self.wants_stop or "another worker has stopped the run"
+
+    def check_stop(self) -> None:
+        """Leave the `with` block if the run ends early: raise what no loop catches by mistake; its end takes it."""
+        if self.state.stopped is not None:
+            raise KeyboardInterrupt(self.state.stopped)
 
     def _tell(self, message: str) -> None:
         if message not in self.told:

@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from rainband.rounds.exchange import Exchange, Part, RoundId
+from rainband.runtimes.processes.worker_link import WorkerLink
+from rainband.runtimes.training_loop.loop import is_normal_exit
 from rainband.runtimes.training_loop.script_random import CommonRandom, seed_by_rank
 from rainband.runtimes.training_loop.split.batches import (
     Indices,
+    PassData,
     SamplerOrder,
     ShuffledOrder,
     SplitBatches,
@@ -32,6 +35,7 @@ from rainband.runtimes.training_loop.split.batches import (
     part_of,
 )
 from rainband.runtimes.training_loop.split.gradients import GradientExchange
+from rainband.runtimes.training_loop.split.session import LoopSession
 from rainband.runtimes.training_loop.split.state import HasState, LoopState
 from rainband.runtimes.training_loop.split.tensors import SharedTensors, refuse_wrapped
 from rainband.runtimes.training_loop.step_hooks import unwrapped
@@ -50,10 +54,12 @@ class SplitLoop:
         make_exchange: MakeExchange,
         num_workers: int,
         seed: int = 0,
+        session: LoopSession | None = None,
     ) -> None:
         self.model = model if isinstance(model, nn.Module) else nn.ModuleList(model)
         refuse_wrapped(self.model)
         self.optimizers = [unwrapped(optimizer) for optimizer in optimizers]
+        self.session = session  # None: there is no coordinator
         self.num_workers = num_workers
         self.seed = seed
         self.random = CommonRandom(alone=num_workers == 1)
@@ -62,13 +68,16 @@ class SplitLoop:
         self.state = LoopState(tensors, self.optimizers, self.generator)
         self.exchange = make_exchange(self.state, tensors.examples())
         self.rank = self.exchange.rank
-        self.gradients = GradientExchange(self.exchange, self.state, num_workers)
+        self.gradients = GradientExchange(self.exchange, self.state, num_workers, session)
         self.passes = 0  # begun
         self.num_epochs = 0  # 0: not known
         self.rounds_per_pass = 0
         self.where = RoundId(0, 0)
+        self.described: tuple[Any, ...] | None = None  # the data that the coordinator knows
 
     def __enter__(self) -> SplitLoop:
+        if self.session is not None:
+            self.session.join(self.state.tensors)
         self.gradients.ensure_round()  # all workers begin with the state of the first one
         seed_by_rank(self.rank)
         self.gradients.attach()
@@ -78,10 +87,14 @@ class SplitLoop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.gradients.detach()
-        ended = kind is None or (kind is KeyboardInterrupt and self.stopped is not None)
-        if ended:
-            self.gradients.end()
-        return ended
+        stopped = kind is KeyboardInterrupt and self.stopped is not None
+        if not (kind is None or stopped or is_normal_exit(error)):
+            self.exchange.abandon()
+            return False
+        self.gradients.end()
+        if self.session is not None:
+            self.session.leave(self.model)
+        return stopped
 
     # ---- data ----
 
@@ -127,6 +140,8 @@ class SplitLoop:
         """
         if not torch.is_grad_enabled():
             return batch
+        if not self.passes:
+            self.begin_pass(0)
         self.begin_round(0)
         self.state.generator_state = self.generator.get_state()
         return part_of(batch, self.cut(range(batch_length(batch))).samples)
@@ -147,9 +162,14 @@ class SplitLoop:
 
     # ---- rounds: what loaders call ----
 
-    def begin_pass(self, length: int) -> int:
+    def begin_pass(self, length: int, data: PassData | None = None) -> int:
         """Return the number of the pass over the data that begins; it has this many batches, 0 if not known."""
         self.gradients.uses_loaders = True
+        if self.session is not None:
+            self.session.counts_samples = True
+            if data is not None and data.key != self.described:
+                self.described = data.key
+                self.session.describe(data.described(self.num_epochs, self.num_workers))
         self.rounds_per_pass = length
         self.passes += 1
         return self.passes - 1
@@ -158,8 +178,7 @@ class SplitLoop:
         """Begin the next round of a pass, and return the number of its batch; None if the pass is over."""
         self.gradients.uses_loaders = True
         self.where = self.exchange.begin(number)
-        if self.stopped is not None:
-            raise KeyboardInterrupt(self.stopped)  # leaves the block from any loop; see __exit__
+        self.gradients.check_stop()
         self.gradients.begin_round(number)
         if self.where.epoch == number:
             self.state.end_catching_up()
@@ -212,7 +231,9 @@ class SplitLoop:
 
         `run.stopped` is then the reason.
         """
-        self.gradients.stop(reason)
+        if self.session is not None:
+            self.session.stop(str(reason))
+        self.gradients.stop(str(reason))
 
     @property
     def stopped(self) -> str | None:
@@ -237,7 +258,19 @@ class SplitLoop:
     def paused(self) -> Iterator[None]:
         """Let no worker wait for this one inside, for example during a long evaluation on one worker."""
         self.exchange.pause()
+        if self.session is not None:
+            self.session.pause()
         yield
 
     def log(self, *, loss: float | Tensor) -> None:
-        """Report the loss of the current batch for progress views."""
+        """Report the loss of the current batch for progress views. Training does not depend on it."""
+        part = self.gradients.part
+        if self.session is not None and part is not None and part.weight:
+            self.session.log(loss.item() if isinstance(loss, Tensor) else float(loss), part.weight)
+
+
+def joined_loop(model: nn.Module | Sequence[nn.Module], optimizers: Sequence[Any], link: WorkerLink) -> SplitLoop:
+    """Return the loop of a script that was started by `rainband run`."""
+    assert link.strategy is not None
+    session = LoopSession(link, link.strategy)
+    return SplitLoop(model, optimizers, session.make_exchange, link.num_workers, link.config.seed, session)

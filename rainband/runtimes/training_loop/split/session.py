@@ -1,0 +1,155 @@
+"""A loop's membership in its run: it joins, reports, learns that the run stops, and leaves with the final model."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+from rainband.model.save import save_model, saving
+from rainband.protocol.layout import LayoutEntry, arrange
+from rainband.protocol.messages import Concluded, Dataset, Ended, Halt, Message, Paused, SampleAccount, StopRequest
+from rainband.rounds.exchange import Part
+from rainband.rounds.rounds import RoundExchange
+from rainband.runtimes.processes.worker_link import WorkerLink, flush_output
+from rainband.runtimes.training_loop.loop import MAX_REASON, NOT_KNOWN_YET
+from rainband.runtimes.training_loop.optimizer_checks import print_warnings
+from rainband.runtimes.training_loop.split.state import LoopState
+from rainband.runtimes.training_loop.split.tensors import SharedTensors
+from rainband.strategy import Strategy
+from rainband.transports.shared_rounds import SharedBoard
+from rainband.worker.session import join_of
+
+COMPLEX = {torch.complex64: "float32", torch.complex128: "float64"}
+
+
+class LoopSession:
+    """One worker of a run whose loops share each batch: its link to the coordinator, and its exchange."""
+
+    def __init__(self, link: WorkerLink, strategy: Strategy) -> None:
+        self.link = link
+        self.strategy = strategy
+        self.num_workers = link.num_workers
+        self.seed = link.config.seed
+        self.stats = link.session.stats
+        self.halted: str | None = None  # the reason for which the run ends early
+        self.counts_samples = False  # batches come from `run`
+        self.told_return = False
+        link.session.follower = self
+
+    def make_exchange(self, state: LoopState, like: list[Tensor]) -> RoundExchange:
+        """Return the exchange with the other workers of this machine."""
+        board = SharedBoard(self.link.round_files, self.link.index, like, self._idle)
+        equal_parts = self.link.config.equal_parts
+        self.exchange = RoundExchange(board, state, time.perf_counter, equal_parts, self._waited)
+        return self.exchange
+
+    # ---- messages ----
+
+    def join(self, tensors: SharedTensors) -> None:
+        """Join the run, and return when all workers have; raise Dismissed if this one's model is another one."""
+        self.link.connect()
+        if self.link.index == 0:
+            print_warnings(self.strategy, self.num_workers)
+        entries = [_entry(name, p) for name, p in zip(tensors.names, tensors.parameters, strict=True)]
+        layout = arrange(entries, [{} for optimizer in tensors.optimizers for _ in optimizer.param_groups] or [{}])
+        self.link.tell(join_of(self.strategy, layout, NOT_KNOWN_YET, custom_loop=True))
+        while not self.link.session.go:
+            self.link.wait()
+
+    def receive(self, message: Message) -> None:
+        """Take a message of the coordinator; what concerns leases is for other strategies."""
+        if isinstance(message, Halt):
+            self.halted = message.reason
+
+    def look(self) -> str | None:
+        """Handle messages that have arrived; return the reason for which the run ends early, None if it does not."""
+        self.link.wait(0)
+        return self.halted
+
+    def await_stop(self) -> str:
+        """Return the reason for which another worker ends the run: the coordinator is about to tell it."""
+        while self.halted is None:
+            self.link.wait()
+        return self.halted
+
+    def stop(self, reason: str) -> None:
+        self.link.tell(StopRequest(reason[:MAX_REASON]))
+
+    def describe(self, data: Dataset) -> None:
+        """Tell the coordinator what one pass over the data is, so that it knows the length of the run."""
+        self.link.tell(data)
+
+    def pause(self) -> None:
+        self.link.tell(Paused())
+
+    # ---- waiting and counting ----
+
+    def _idle(self) -> None:
+        """Handle messages while this worker waits for others, and note for whom."""
+        stats, member = self.stats, self.exchange.member
+        stats.waiting, stats.held_by = True, member.lagging()
+        if member.is_in:
+            self.told_return = False
+        elif not self.told_return:
+            self.told_return = True
+            self.link.tell(stats.heartbeat())  # at once: the coordinator counts a worker that was away as active
+        self.link.wait(0)
+
+    def _waited(self, seconds: float) -> None:
+        self.stats.waited(seconds)
+        self.stats.waiting = False
+
+    def exchanged(self, part: Part) -> None:
+        """Count a batch, at the first exchange of its gradients."""
+        stats = self.stats
+        stats.steps += 1
+        stats.acked = stats.steps
+        stats.account = self._account()
+        stats.samples += part.weight if self.counts_samples else 0
+        if stats.steps == 1:
+            self.link.tell(stats.heartbeat())  # at once, so that views show that training has begun
+
+    def log(self, loss: float, samples: int) -> None:
+        self.stats.loss_sum += loss * samples
+        self.stats.loss_samples += samples
+
+    def _account(self) -> SampleAccount:
+        view = self.exchange.view
+        if not self.counts_samples:
+            return SampleAccount(rounds=view.serial - view.epoch)
+        return SampleAccount(
+            rounds=view.serial - view.epoch,  # the end of an epoch is a round, too
+            applied=view.applied,
+            skipped=dict(view.skipped),
+            carried_over=view.carried_over,
+            not_seen=view.not_seen,
+            transfers=view.transfers,
+            drifted=view.drifted,
+        )
+
+    # ---- the end ----
+
+    def leave(self, model: nn.Module) -> None:
+        """Wait for the other workers to leave, and save the model if this one is to."""
+        flush_output()
+        self.stats.account = self._account()
+        self.link.tell(self.stats.heartbeat())
+        self.link.tell(Ended(self.stats.samples))
+        session = self.link.session
+        while session.conclusion is None:
+            self.link.wait()
+        conclude, _ = session.conclusion
+        with saving(conclude.path):
+            self.exchange.take_final()
+            save_model(getattr(model, "_orig_mod", model), conclude.path)  # names as before torch.compile
+        self.link.tell(Concluded({}))
+        self.link.left = True
+
+
+def _entry(name: str, parameter: nn.Parameter) -> LayoutEntry:
+    shape = tuple(parameter.shape)
+    if parameter.dtype in COMPLEX:
+        return LayoutEntry(name, (*shape, 2), COMPLEX[parameter.dtype])
+    return LayoutEntry(name, shape, str(parameter.dtype).removeprefix("torch."))
