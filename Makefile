@@ -32,7 +32,7 @@ test-all: $(TESTABLE)  ## run all tests, with longer hypothesis searches
 	@echo "test: all"
 	@$(BIN)/python -m pytest -q --hypothesis-profile=search
 
-check: $(READY)  ## check format, lint, types and the direction of imports
+check: $(READY)  ## check format, lint, types, layers, structure and words
 	@echo "check: format"
 	@$(BIN)/ruff format --check --quiet . || { echo "some files are not formatted: type make format"; exit 1; }
 	@echo "check: lint"
