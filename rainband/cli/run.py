@@ -21,6 +21,11 @@ LEFT_OUT = {
     *SimulationOptions.__annotations__,
     *("epochs", "batch_size", "eval_every_s", "config", "record", "timeline"),
 }
+IN_THE_SCRIPT = {
+    "epochs": "run.epochs(N)",
+    "batch_size": "run.batches(dataset, batch_size=N)",
+    "eval_every_s": "your evaluation function",
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -123,8 +128,9 @@ def split(words: list[str]) -> tuple[list[str], Path, list[str]]:
 
 def _no_such_option(flag: str) -> str:
     flags = {one.flag: name for name, one in declared().items()}
-    if flags.get(flag) in LEFT_OUT:
-        return f"rainband run has no {flag}, which is for rainband train: omit it, or set it in the script."
+    if (name := flags.get(flag)) in LEFT_OUT:
+        instead = f", and call {IN_THE_SCRIPT[name]} in the script" if name in IN_THE_SCRIPT else ""
+        return f"{flag} works only with rainband train: omit it{instead}."
     if flag in flags:
         return f"{flag} comes after a setting: options come before the settings and the script."
     known = [known for known, name in flags.items() if name not in LEFT_OUT]
