@@ -221,6 +221,15 @@ def test_a_server_that_cannot_load_a_block_ends_the_run_with_its_reason() -> Non
     assert (state.phase, state.outcome, state.reason) == ("over", "failed", "server 0: block 0 was not loaded: no")
 
 
+@pytest.mark.parametrize(("batch_size", "warned"), [(8, []), (1000, ["batches of 1,000 are larger than the data"])])
+def test_batches_larger_than_the_data_are_warned_of(batch_size: int, warned: list[str]) -> None:
+    run = Run(1, 1, batch_size=batch_size)
+    run.server_joins(0)
+    run.joins(0)
+    texts = [event.text for event in run.events(events.Warned)]
+    assert texts == [f"{text} (8 samples): each pass is one batch" for text in warned]
+
+
 def test_blocks_are_shared_out_and_every_worker_knows_the_owners() -> None:
     run = Run()
     run.server_joins(1)

@@ -91,6 +91,9 @@ class Planning:
                 epochs=plan.epochs if known else 0,
             )
         )
+        if plan.batch_size > plan.num_samples:
+            of_all = f"batches of {plan.batch_size:,} are larger than the data ({plan.num_samples:,} samples)"
+            state.events.append(events.Warned(at_s=now, text=f"{of_all}: each pass is one batch"))
 
     # ---- custom loops: their data is known later ---------------------------------------------------------------------
 

@@ -124,8 +124,8 @@ def plan_made(plan: events.PlanMade) -> str:
     model = f"{count(plan.num_parameters, 'parameter')} in {count(plan.num_blocks, 'block')}"
     samples = count(plan.num_samples, "sample")
     if not plan.epochs:
-        return f"{model}, {samples} in batches of {plan.batch_size}, as many passes as needed"
-    batches = f"{count(plan.num_batches, 'batch')} of {plan.batch_size}"
+        return f"{model}, {samples} in batches of {whole(plan.batch_size)}, as many passes as needed"
+    batches = f"{count(plan.num_batches, 'batch')} of {whole(plan.batch_size)}"
     return f"{model}, {count(plan.epochs, 'epoch')} of {samples}, {batches}"
 
 
