@@ -49,4 +49,5 @@ def __getattr__(name: str) -> Any:
         if file_name.replace("_", "") == name.lower() and name[:1].isupper():
             return find_strategy(file_name)
     known = [*__all__, *(file_name.title().replace("_", "") for file_name in strategy_names())]
-    raise AttributeError(f"rainband has no '{name}'{did_you_mean(name, known)}: it has {', '.join(known)}.")
+    # Without a period, because Python may add a hint of its own.
+    raise AttributeError(f"rainband has no '{name}'{did_you_mean(name, known)}: it has {', '.join(known)}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Unpack
 
 from rainband.options import FitOptions, OptionError, RunOptions, declared
@@ -160,10 +161,13 @@ def _check_task_object(task: object) -> None:
         raise ValueError(f"task: {task.__name__} is a class. Make an object of it: {task.__name__}().")
     missing = [name for name in METHODS if not callable(getattr(task, name, None))]
     missing += [name for name in NUMBERS if not isinstance(getattr(task, name, None), int)]
+    if len(missing) == len(METHODS) + len(NUMBERS):
+        shown = shorten(repr(task), 60, placeholder="...")
+        raise ValueError(f'{shown} is not a task: give a name, such as "digits", or rainband.ModuleTask(...).')
     if missing:
         raise ValueError(
-            f"task: a {kind} is not a task, because it has no {', '.join(missing)}. Give the name of a task, such as "
-            '"digits", or make a task of a module: rainband.ModuleTask(make_module, dataset, loss_fn).'
+            f"{kind} is not a task, because it has no {', '.join(missing)}: add what is missing, or make a task of a "
+            "module, rainband.ModuleTask(make_module, dataset, loss_fn)."
         )
 
 
@@ -182,16 +186,20 @@ def _check_strategy_object(strategy: object) -> None:
 
 def _check_names(options: Mapping[str, object], strategy: Strategy) -> None:
     """Raise if a setting of the strategy was given as an option of the run."""
-    kind = type(strategy).__name__
     settings: set[str] = (
         {field.name for field in dataclasses.fields(strategy)} if dataclasses.is_dataclass(strategy) else set()
     )
     for name, value in options.items():
         if name not in declared() and (name == "settings" or name in settings):
-            example = f"{name}={value!r}" if name in settings else "..."
+            example = f"{name}={value!r}" if name in settings else "lr=0.1" if "lr" in settings else "..."
             raise OptionError(
-                f"there is no option {name}: settings of the strategy belong to the strategy, {kind}({example})."
+                f"fit() has no option {name}: give the strategy its settings, {_called(strategy)}({example})."
             )
+
+
+def _called(strategy: Strategy) -> str:
+    kind = type(strategy)
+    return f"rainband.{kind.__name__}" if kind.__module__.startswith(STRATEGIES) else kind.__name__
 
 
 def _task(task: Task | str, config: RunConfig) -> Task:

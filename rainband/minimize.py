@@ -74,10 +74,10 @@ def minimize(
     from rainband.plugins import load_strategy
     from rainband.protocol.events import IterationDone
 
-    if method not in METHODS:
-        raise ValueError(
-            f"no method named {method!r}{did_you_mean(method, METHODS)}: choose from {', '.join(METHODS)}."
-        )
+    if not isinstance(method, str) or method not in METHODS:
+        near = did_you_mean(method, METHODS) if isinstance(method, str) else ""
+        allowed = " or ".join(f'"{known}"' for known in METHODS)
+        raise ValueError(f"method={method!r}{near}: must be {allowed}.")
     if tol is not None:
         settings = {"loss_tolerance": 0.0, **settings, "gradient_tolerance": tol}
     history: list[IterationDone] = []

@@ -104,7 +104,7 @@ REFUSED = [
     ("downpour", {"seed": -1}, "seed", "-1", "must be at least 0"),
     ("downpour", {"threads": 0}, "threads", "0", "must be at least 1"),
     ("downpour", {"failure_timeout_s": 0.0}, "failure-timeout", "0.0", "must be at least 0.1"),
-    ("single", {"workers": 5}, "workers", "5", "single is one process"),
+    ("single", {"workers": 5}, "workers", "5", "single runs in one process"),
     ("hogwild", {"servers": 3}, "servers", "3", "hogwild has no servers"),
     ("downpour", {"workers": 100_000}, "workers", "100000", "would only wait for each other"),
 ]
@@ -138,8 +138,11 @@ def test_python_and_the_command_line_refuse_the_same_each_in_its_words(
         ({"network": 3}, "network=3: must be text"),
         ({"placement": {}}, "placement={}: must be the path of a file"),
         ({"compute": "step_s=1"}, 'compute="step_s=1": must be a dictionary, such as dict(step_s=0.05)'),
-        ({"settings": {"n_push": 2}}, "there is no option settings: settings of the strategy belong to the strategy"),
-        ({"n_push": 2}, "belong to the strategy, Downpour(n_push=2)."),
+        (
+            {"settings": {"n_push": 2}},
+            "fit() has no option settings: give the strategy its settings, rainband.Downpour(lr=0.1).",
+        ),
+        ({"n_push": 2}, "fit() has no option n_push: give the strategy its settings, rainband.Downpour(n_push=2)."),
         ({"faults": "nofile", "runtime": "sim"}, 'faults="nofile"'),
         ({"runs": "/proc/x"}, 'runs="/proc/x": No such file or directory. Use a folder that can be written to.'),
         ({"seed": True}, "seed=True: must be a whole number"),
@@ -164,14 +167,26 @@ def test_names_that_are_mistyped_are_told(task: str, strategy: str, says: str) -
         rainband.fit(task, strategy)
 
 
+class Half:
+    """Has only some of what a task has."""
+
+    batch_size, epochs = 1, 1
+
+    def data(self) -> None: ...
+
+    def loss(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     "task, strategy, says",
     [
+        (3, "sync", r'^3 is not a task: give a name, such as "digits", or rainband.ModuleTask\(...\).$'),
         (
             torch.nn.Linear(2, 2),
             "sync",
-            r"a Linear is not a task, because it has no model, .*rainband.ModuleTask\(",
+            r"^Linear\(.*\) is not a task: give a name, .* or rainband.ModuleTask\(",
         ),
+        (Half(), "sync", r"^Half is not a task, because it has no model, evaluate: add what is missing, or"),
         (Linear, "sync", r"Linear is a class. Make an object of it: Linear\(\)"),
         ("digits", rainband.Downpour, r"Downpour is a class. Make an object of it: Downpour\(\)"),
         ("digits", 3, r"strategy=3: must be a strategy, such as rainband.Downpour\(\), or the name of one"),
@@ -352,7 +367,7 @@ def test_every_strategy_can_be_had_by_its_name() -> None:
         kind = find_strategy(name)
         assert getattr(rainband, kind.__name__) is kind
     assert rainband.ModuleTask is ModuleTask
-    with pytest.raises(AttributeError, match="rainband has no 'Downpuor'"):
+    with pytest.raises(AttributeError, match=r"rainband has no 'Downpuor' .*, sync|Sync$"):
         _ = rainband.Downpuor
 
 

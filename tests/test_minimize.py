@@ -76,7 +76,10 @@ def test_each_end_has_a_number(cause: EndCause | None, status: int) -> None:
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ({"method": "newton"}, "no method named 'newton': choose from lbfgs, cg"),
+        ({"method": "newton"}, """^method='newton': must be "lbfgs" or "cg".$"""),
+        ({"method": "lbgfs"}, r"^method='lbgfs' \(did you mean lbfgs\?\): must be"),
+        ({"method": 3}, '^method=3: must be "lbfgs" or "cg".$'),
+        ({"method": ["cg"]}, '^method=.*: must be "lbfgs" or "cg".$'),
         ({"histroy": 3}, r'minimize\(method="lbfgs"\) has no setting histroy \(did you mean history\?\)'),
         ({"maxiter": 1}, r"minimize\(\) has no setting maxiter: use iterations."),
         ({"epochs": 3}, r"minimize\(\) has no setting epochs: use iterations."),
@@ -155,7 +158,10 @@ def test_epochs_are_for_strategies_that_count_them() -> None:
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["--runtime", "sim", "--time-only"], "what sandblaster does next depends on the loss: omit --time-only."),
+        (
+            ["--runtime", "sim", "--time-only"],
+            "--time-only computes no loss, and sandblaster needs it: omit --time-only.",
+        ),
         (
             ["--record"],
             "--record: sandblaster goes by iterations",
