@@ -23,7 +23,11 @@ def command(
     runs: RunsDirectory = Path("runs"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")] = False,
 ) -> None:
-    """Copy the model of a run to a file that PyTorch loads without Rainband."""
+    """Copy the model of a run to a file that PyTorch loads without Rainband.
+
+    \b
+    rainband export last model.safetensors
+    """
     from rainband.views.history import find_run, read_run
 
     with report_errors():

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rainband import __version__
+from rainband.cli.options import ExampleCommand
 from rainband.cli.report_errors import EXIT_CODES
 
 # Modules of this package, in the order of --help, with a function `command`; or `register(app)`, if that needs more.
@@ -53,7 +54,7 @@ def build_app() -> typer.Typer:
         if hasattr(module, "register"):
             module.register(app)
         else:
-            app.command(name)(module.command)
+            app.command(name, cls=ExampleCommand)(module.command)
     return app
 
 

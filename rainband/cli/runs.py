@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rainband.cli.options import PrintJson, Run, RunsDirectory, print_lines
+from rainband.cli.options import ExampleCommand, PrintJson, Run, RunsDirectory, print_lines
 from rainband.cli.report_errors import report_errors
 
 
@@ -20,8 +20,8 @@ def register(app: typer.Typer) -> None:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     group.callback(invoke_without_command=True)(list_them)
-    group.command("show")(show)
-    group.command("compare")(compare)
+    group.command("show", cls=ExampleCommand)(show)
+    group.command("compare", cls=ExampleCommand)(compare)
     app.add_typer(group, name="runs")
 
 
@@ -55,7 +55,11 @@ def show(
     runs: RunsDirectory = Path("runs"),
     as_json: PrintJson = False,
 ) -> None:
-    """Show a run: its batches, its staleness, its loss curve."""
+    """Show a run: its batches, its staleness, its loss curve.
+
+    \b
+    rainband runs show last
+    """
     from rainband.views.history import find_run, read_run
     from rainband.views.runs_text import as_record, shown, to_json
 
@@ -73,7 +77,11 @@ def compare(
     runs: RunsDirectory = Path("runs"),
     as_json: PrintJson = False,
 ) -> None:
-    """Compare two runs: the settings that differ, and the results."""
+    """Compare two runs: the settings that differ, and the results.
+
+    \b
+    rainband runs compare last NAME
+    """
     from rainband.views.history import find_run, read_run
     from rainband.views.runs_text import as_record, compared, to_json
 

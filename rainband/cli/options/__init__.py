@@ -52,7 +52,23 @@ def print_lines(lines: Iterable[str]) -> None:
         typer.echo(line)
 
 
-class GroupedCommand(TyperCommand):
+class ExampleCommand(TyperCommand):
+    """A command that is shown with the first example of its --help if an argument is missing."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if type(error) is typer.BadParameter:
+                raise
+            # It is click's MissingParameter, which typer does not export.
+            required = [str(param.metavar) for param in self.get_params(ctx) if param.required]
+            lines = map(str.strip, (self.help or "").splitlines())
+            example = next(line for line in lines if line.startswith("rainband "))
+            give_up(f"{ctx.command_path} requires {' and '.join(required)}, such as {example}", USAGE)
+
+
+class GroupedCommand(ExampleCommand):
     """A command whose --help lists its options in groups; --help itself is last."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
