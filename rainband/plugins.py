@@ -60,10 +60,16 @@ def _find_in_module(module_name: str, name: str) -> object:
     return getattr(module, name)
 
 
-def _import_users_module(name: str) -> Any:
+def search_current_folder() -> str:
+    """Let modules in the current folder be imported, here and in the processes of a run; return the folder."""
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)  # permanently, because the module may import others later
+        sys.path.insert(0, folder)  # permanently, because a module may import others later
+    return folder
+
+
+def _import_users_module(name: str) -> Any:
+    folder = search_current_folder()
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"'{name}' is not the name of a module: type module:name, such as mylab:mine.")
     try:
@@ -71,8 +77,15 @@ def _import_users_module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists, but one that it imports does not
-        hint = f" Omit the ending: {name.removesuffix('.py')}." if name.endswith(".py") else ""
-        raise ValueError(f"no module named '{name}', neither installed nor in {folder}.{hint}") from error
+        hint = where_to_run(name)
+        raise ValueError(f"no module named '{name}', neither installed nor in {folder}. {hint}") from error
+
+
+def where_to_run(module: str) -> str:
+    """Return what to type if this module of the user's is not found."""
+    if module.endswith(".py"):
+        return f"Omit the ending: {module.removesuffix('.py')}."
+    return f"Run the command in the folder that contains {module.replace('.', '/')}.py."
 
 
 def strategy_names() -> list[str]:

@@ -197,7 +197,11 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
             {},
             r"the task digits has no setting 'epoch' \(did you mean epochs\?\)",
         ),
-        (("nowhere.at_all:Task", "sync"), {}, "no module named 'nowhere.at_all', neither installed nor in"),
+        (
+            ("nowhere.at_all:Task", "sync"),
+            {},
+            r"neither installed nor in .*\. Run the command in the folder that contains nowhere/at_all.py.$",
+        ),
         (("mine.py:Task", "sync"), {}, "Omit the ending: mine:Task."),
         (("digits", "json:JSONDecoder"), {}, "json:JSONDecoder is not a strategy"),
         (
@@ -208,9 +212,31 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         (
             ("digits", "single"),
             {"workers": 2},
-            "workers=2: single is one process, so use workers=1 or omit it, or choose .*downpour",
+            "^single runs in one process: omit workers=2, or choose .*, such as downpour.$",
         ),
-        (("digits", "single"), {"servers": 1}, "servers=1: single has no servers, so omit it"),
+        (
+            ("digits", "hogwild"),
+            {"servers": 3},
+            "^hogwild has no servers: omit servers=3, or choose .* such as downpour.$",
+        ),
+        (
+            ("digits", "downpour", "optimizer=torch.optim:Adafactor"),
+            {},
+            "^Adafactor cannot run block by block .*row_var",
+        ),
+        (("digits", "sync", "optimizer=torch.optim:LBFGS"), {}, "LBFGS cannot run block by block .* needs a closure"),
+        (("digits", "sync", "optimizer=torch.optim:Muon"), {}, "Muon cannot run block by block .* Use an element-wise"),
+        (
+            ("digits", "single", "optimizer=torch.optim:LBFGS"),
+            {},
+            "LBFGS cannot run with single: its step needs a clos",
+        ),
+        (("digits", "sync", "optimizer=nowhere:Lion"), {}, "optimizer 'nowhere:Lion' cannot be imported"),
+        (
+            ("digits", "sandblaster"),
+            {"runtime": "sim", "time_only": True},
+            "computes no loss, and sandblaster needs it",
+        ),
         (("digits", "sync"), {"workers": 100_000}, "would only wait for each other. Use at most"),
         (("digits", "sync"), {"transport": "pigeon"}, 'transport="pigeon": choose from auto, tcp, shm'),
         (("digits", "sync", "warmup=0.1"), {}, r"no setting 'warmup' \(it is now warmup_fraction\)"),
@@ -221,7 +247,6 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
         (("digits", "sync", "compute.step_s=-1"), {}, "^compute.step_s=-1.0: choose 0 or more.$"),
         (("digits", "sync", "compute.step_s=x"), {}, "^compute.step_s=x: expected a number"),
         (("digits", "sync"), {"seed": 10**23}, "seed=1" + "0" * 23 + ": must be at most 4294967295"),
-        (("digits", "single"), {"workers": 3}, "choose one of .*downpour, hogwild"),
         (("digits", "hogwild"), {"transport": "tcp"}, 'transport="tcp": hogwild has no servers .* so omit it'),
         (("digits", "single"), {"transport": "shm"}, 'transport="shm": single has no servers .* so omit it'),
         (("digits", "downpour"), {"transport": "shm", "runtime": "sim"}, 'transport="shm": a simulation has only'),
@@ -279,6 +304,33 @@ def test_a_configuration_and_a_task_together_are_a_mistake(tmp_path: Path) -> No
     run = write_run(tmp_path / "r", [])
     with pytest.raises(ValueError, match="already has a task and a strategy: omit digits"):
         config_of("digits", config=run)
+
+
+def test_a_configuration_that_cannot_be_read_is_told_before_all_else() -> None:
+    with pytest.raises(ValueError, match="^cannot read nope.json: No such file"):
+        config_of("digits", "downpour", config=Path("nope.json"))
+
+
+def test_an_optimizer_in_the_current_folder_is_tried(tmp_path: Path) -> None:
+    (tmp_path / "mylab_lion.py").write_text((ROOT / "tests" / "lion.py").read_text())
+    assert config_of("digits", "sync", "optimizer=mylab_lion:Lion").strategy_settings["optimizer"] == "mylab_lion:Lion"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("runs", "compare", "last"),
+            "rainband runs compare requires RUN and RUN, such as rainband runs compare last NAM",
+        ),
+        (("runs", "show"), "rainband runs show requires RUN, such as rainband runs show last"),
+        (("export", "last"), "rainband export requires RUN and OUT, such as rainband export last model.safetensors"),
+        (("placement",), "rainband placement requires TASK, such as rainband placement digits"),
+    ],
+)
+def test_a_missing_argument_is_told_with_an_example(words: tuple[str, ...], told: str) -> None:
+    said = Said(*words)
+    assert said.exit_code == 2 and told in said.err
 
 
 def test_an_infinite_setting_survives_the_file(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -125,10 +123,11 @@ def command(
     from rainband.model_parallel.placement.partitioners import make_plan
     from rainband.model_parallel.placement.placement import check_file_name, load, save
     from rainband.model_parallel.schedules.forecast import check_schedule, every_schedule, played
+    from rainband.plugins import search_current_folder
 
     out, schedule = options.out, options.schedule
     with report_errors():  # mistakes are reported before anything is measured
-        _import_from_here()
+        search_current_folder()
         edited = None
         if options.placement is not None:
             with reading("placement", options.placement, PLACEMENT_HINT):
@@ -173,12 +172,6 @@ def _planner(edited: Placement | None, options: PlacementOptions) -> Partitioner
     else:
         planner = partitioner_for(None if options.schedule == ALL else options.schedule)
     return partial(interleaved, stages_per_worker=options.stages_per_worker) if planner is interleaved else planner
-
-
-def _import_from_here() -> None:
-    """Find a user's own partitioner in the working directory, like a task."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
 
 
 def _resources(options: PlacementOptions, machines: int) -> Resources:

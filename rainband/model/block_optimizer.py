@@ -223,8 +223,8 @@ def blockwise_obstacle(
         return blockwise_obstacle(optimizer_class(spec_or_class.name), {**spec_or_class.settings, **settings})
     if hasattr(spec_or_class, "train") and hasattr(spec_or_class, "eval"):
         return "it has a mode for training and one for evaluation, which only the training loop can switch"
-    if _needs_closure(spec_or_class):
-        return "its step needs a closure that computes the loss again, which only a worker can"
+    if reason := needs_closure(spec_or_class):
+        return reason
     if "lr" not in _constructor_names(spec_or_class):
         return "it has no setting lr, which the servers scale"
     # Not the user's lr: a warm-up may begin at 0, where all optimizers do the same.
@@ -279,9 +279,13 @@ def _odd_state(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _needs_closure(cls: type[Optimizer]) -> bool:
+def needs_closure(spec_or_class: OptimizerSpec | type[Optimizer]) -> str | None:
+    """Return why the step of an optimizer cannot run without a closure; None: it can."""
+    cls = optimizer_class(spec_or_class.name) if isinstance(spec_or_class, OptimizerSpec) else spec_or_class
     closure = inspect.signature(cls.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return None
+    return "its step needs a closure that computes the loss again, which only a custom training loop has"
 
 
 def _stretches(block: BlockSpec) -> tuple[list[int], list[int]]:

@@ -50,7 +50,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
             return
         raise ValueError(
             f"no optimizer named '{self.name}'{did_you_mean(self.name.lower(), BUILT_IN)}: "
-            f"choose from {', '.join(sorted(BUILT_IN))}, or give module:Class, such as torch.optim:Adafactor."
+            f"choose from {', '.join(sorted(BUILT_IN))}, or give module:Class, such as mylab:Lion."
         )
 
 

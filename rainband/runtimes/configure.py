@@ -1,13 +1,12 @@
 """From the options that were given to the configuration of a run; mistakes are reported here, before anything starts.
 
-Torch is not imported for this, except to split a model into stages.
+Torch is not imported for this, except to split a model into stages, or to try an optimizer that is not built in.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -19,6 +18,7 @@ from rainband.errors import did_you_mean
 from rainband.model_parallel.placement.placement import Placement, is_interleaved
 from rainband.model_parallel.placement.placement import load as load_placement
 from rainband.model_parallel.placement.stage_plan import Flushing, StagePlan, workers_of
+from rainband.optimizer_settings import OptimizerSettings
 from rainband.options import (
     FAULTS_HINT,
     PLACEMENT_HINT,
@@ -30,13 +30,14 @@ from rainband.options import (
     opt,
     reading,
 )
-from rainband.plugins import find_strategy, strategy_names
+from rainband.plugins import search_current_folder, where_to_run
+from rainband.protocol.optimizer_spec import BUILT_IN
 from rainband.runtimes.config import RunConfig, SimSettings
 from rainband.runtimes.simulation.models.cluster_model import compute_model, load_model
 from rainband.runtimes.simulation.models.faults import check_nodes
 from rainband.runtimes.simulation.models.faults import parse as parse_faults
 from rainband.runtimes.stage_plan import PipelineOptions, make_stage_plan
-from rainband.strategy import Requirements, Strategy
+from rainband.strategy import Requirements, ServerPart, Strategy
 from rainband.tasks.load import task_names
 from rainband.tasks.source import check_values as check_task_values
 from rainband.tasks.source import read_task
@@ -61,6 +62,7 @@ OPTION_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     Path: ((str, Path), "the path of a file or folder"),
     Mapping: ((Mapping,), "a dictionary, such as dict(step_s=0.05)"),
 }
+ELEMENT_WISE = ("sgd", "adam", "adagrad")  # examples
 PIPELINE_OPTIONS = ("microbatches", "schedule", "stages_per_worker")
 
 
@@ -80,6 +82,8 @@ def configure(
     sim = _sim_settings(base, resolved)
     if resolved.get("runtime") == "sim":
         _check_faults(sim.faults, resolved, base.strategy, strategy.requires, size)
+    if not base.script:  # a script brings an optimizer of its own, which is checked when the script joins
+        _check_optimizer(base.strategy, strategy, resolved["workers"] or 1)
     config = msgspec.structs.replace(
         base,
         num_workers=resolved["workers"],
@@ -196,6 +200,27 @@ def resolve(
     return {**options, "workers": workers, "servers": servers}
 
 
+def _check_optimizer(name: str, strategy: Strategy, num_replicas: int) -> None:
+    """Raise if servers or workers cannot run the strategy's optimizer; the built-in optimizers run on both."""
+    part = strategy.server(num_replicas)
+    spec = part.optimizer if isinstance(part, ServerPart) else None
+    if spec is None and isinstance(strategy, OptimizerSettings):
+        spec = strategy.spec()
+    if spec is None or spec.name in BUILT_IN:
+        return
+    search_current_folder()
+    from rainband.model.block_optimizer import blockwise_obstacle, needs_closure
+
+    kind = spec.name.rpartition(":")[2]
+    if part is None and (reason := needs_closure(spec)):
+        raise OptionError(f"{kind} cannot run with {name}: {reason}. Use an optimizer whose step needs none.")
+    if part is not None and (reason := blockwise_obstacle(spec)):
+        raise OptionError(
+            f"{kind} cannot run block by block on the servers of {name}: {reason}. Use an element-wise optimizer, "
+            f"such as {' or '.join(ELEMENT_WISE)}."
+        )
+
+
 def replica_size(options: RunOptions, placement: Placement | None) -> int:
     """Return the number of workers of one replica of the model."""
     return sum(workers_of(placement)) if placement is not None else options.get("stages") or 1
@@ -225,10 +250,10 @@ def _workers(options: RunOptions, name: str, requires: Requirements, size: int, 
     most = None if requires.max_replicas is None else requires.max_replicas * size
     workers = options.get("workers") or min(most or usual, max(1, usual // size) * size)
     if most is not None and workers != most:
-        one = "one process" if size == 1 else f"one replica of the model, on {size} workers"
+        runs = "in one process" if size == 1 else f"one replica of the model, on {size} workers"
         raise OptionError(
-            f"{opt('workers', workers)}: {name} is {one}, so use {opt('workers', most)} or omit it, or choose "
-            f"{_one_of(lambda other: other.max_replicas is None and not (size > 1 and other.whole_model))}."
+            f"{name} runs {runs}: omit {opt('workers', workers)}, or choose a strategy with any number of workers, "
+            "such as downpour."
         )
     if workers % size:
         right = max(1, workers // size) * size
@@ -244,7 +269,8 @@ def _servers(options: RunOptions, name: str, requires: Requirements, usual: int)
     if not requires.servers:
         if given:
             raise OptionError(
-                f"{opt('servers', given)}: {name} has no servers, so omit it, or choose {_one_of(lambda r: r.servers)}."
+                f"{name} has no servers: omit {opt('servers', given)}, or choose a strategy with servers, such as "
+                "downpour."
             )
         return 0
     servers = usual if given is None else given
@@ -254,12 +280,6 @@ def _servers(options: RunOptions, name: str, requires: Requirements, usual: int)
             f"{opt('servers', 1)} or more, or choose single, which needs none."
         )
     return servers
-
-
-def _one_of(fits: Callable[[Requirements], bool]) -> str:
-    """Return the names of the strategies whose requirements fit, in words."""
-    names = [name for name in strategy_names() if fits(find_strategy(name)().requires)]
-    return f"one of {', '.join(names)}"
 
 
 def usable_cores() -> int:
@@ -293,7 +313,7 @@ def _check_simulation(options: RunOptions, name: str, requires: Requirements, si
     if not requires.servers and not requires.split_batches:
         raise OptionError(f"{name} has no servers, so there are no messages to simulate: omit {time_only}.")
     if requires.coordinated:
-        raise OptionError(f"what {name} does next depends on the loss: omit {time_only}.")
+        raise OptionError(f"{time_only} computes no loss, and {name} needs it: omit {time_only}.")
     if size > 1:
         raise OptionError(f"{time_only} does not work with stages: use rainband placement TASK with a schedule.")
 
@@ -497,12 +517,11 @@ def check_task(name: str, settings: Mapping[str, Any]) -> None:
 
 def _check_module(name: str) -> None:
     module, _, _ = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as the workers do
+    folder = search_current_folder()
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         found = None
     if found is None:
-        hint = f" Omit the ending: {name.replace('.py:', ':')}." if module.endswith(".py") else ""
-        raise ValueError(f"no module named '{module}', neither installed nor in {os.getcwd()}.{hint}")
+        hint = f"Omit the ending: {name.replace('.py:', ':')}." if module.endswith(".py") else where_to_run(module)
+        raise ValueError(f"no module named '{module}', neither installed nor in {folder}. {hint}")

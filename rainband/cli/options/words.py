@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rainband.options import OptionError, RunOptions, opt
-from rainband.plugins import find_strategy, load_strategy, strategy_names
+from rainband.plugins import find_strategy, load_strategy, search_current_folder, strategy_names
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.configure import SERVERS, WORKERS, check_task, configure
 from rainband.runtimes.run_directory import read_config
@@ -37,8 +35,7 @@ def configured(words: Sequence[str], options: RunOptions, say: Callable[[str], N
     strategy = _strategy(base.strategy, base.strategy_settings)
 
     def make_task() -> Task:
-        if os.getcwd() not in sys.path and "" not in sys.path:
-            sys.path.insert(0, os.getcwd())
+        search_current_folder()
         return load_task(base.task, base.task_settings)
 
     base = msgspec.structs.replace(base, strategy_settings=as_plain(strategy))
@@ -71,12 +68,12 @@ def _from_words(words: Sequence[str], options: RunOptions) -> tuple[RunConfig, R
 
 
 def _from_file(words: Sequence[str], config: Path, options: RunOptions) -> tuple[RunConfig, RunOptions]:
+    base = read_config(config)
     if named := [word for word in words if "=" not in word]:
         raise ValueError(
             f"{config} already has a task and a strategy: omit {' '.join(named)}, or --config. "
             "Settings (key=value) and options may be changed."
         )
-    base = read_config(config)
     if base.script:
         raise ValueError(f"{config} is that of a script: type {command_of(msgspec.to_builtins(base))}")
     settings = parse_pairs(words)
