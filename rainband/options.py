@@ -189,12 +189,14 @@ class OutputOptions(TypedDict, total=False):
     tensorboard: Annotated[bool | None, Option("Also write files for TensorBoard.")]
 
 
+# size: one key for each option of a run
 class FitOptions(
     ProcessOptions, SharedBatchOptions, TrainingOptions, StageOptions, SimulationOptions, OutputOptions, total=False
 ):
     """The options of a run without its numbers of workers and servers, which are parameters of `rainband.fit`."""
 
 
+# size: one key for each option of a run
 class RunOptions(NodeOptions, FitOptions, total=False):
     """The options of a run, besides its task and its strategy."""
 

@@ -92,6 +92,7 @@ class RoundQuery:
         return self.client.pulls.has_opened()
 
 
+# size: it inherits all that a worker with the whole model has, and adds what its replica agrees on
 class StageWorker(ModuleWorker):
     """One worker of a replica."""
 

@@ -77,6 +77,7 @@ def run(
         return launcher.run()
 
 
+# size: it owns the processes, files and links of a run, and ends each of them
 class Launcher(Run):
     """Starts the processes, hosts the coordinator, and cleans up."""
 

@@ -43,6 +43,7 @@ class StageLinks:
         return self.links.recv(self.first + source, tag)
 
 
+# size: it inherits the links of a worker process, and adds those between the workers of a replica
 class StageProcess(WorkerProcess):
     """One worker of a replica."""
 

@@ -35,6 +35,7 @@ ALL = Peer("server", 0)  # the coordinator knows one server, which stands for al
 Arriving = tuple[float, int, WorkerNode, Message, float]  # (arrives at, number, sender, message, first byte left at)
 
 
+# size: one node for all servers: it inherits the state of a node, and counts for each of them
 class AggregatedServersNode(Node):
     """All servers as one node, which needs no event of its own for each message.
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rainband.runtimes.simulation.cluster import SimulatedCluster
 
 
+# size: it inherits the queue and the cores of a node, and adds those of the coordinator
 class CoordinatorNode(Node):
     """Hosts the coordinator. Its work takes no time, but occupies the cores where it shares them."""
 
@@ -130,6 +131,7 @@ def without_elements(message: Message) -> Message:
     return msgspec.structs.replace(message, blocks=tuple(map(hollow, message.blocks)))
 
 
+# size: it inherits the queue and the cores of a node, and adds those of a server
 class ServerNode(Node):
     """Hosts a server: one thread that handles messages one after the other; applying a gradient takes time."""
 

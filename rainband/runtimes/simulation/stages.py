@@ -59,6 +59,7 @@ class StageCompute(StageModel, SimulatedCompute):
         return measure(self.task, whole)
 
 
+# size: it inherits the state of a simulated worker, and adds its links to the other stages
 class StageNode(WorkerNode):
     """One worker of a replica."""
 
