@@ -32,7 +32,7 @@ BANNED = {
     r"\b(team)?mates?\b": "stage replicas, or the workers of one replica",
     r"\bswitchboard\b": "event loop",
     r"\b(own loops?|loops? of (your|one's|their|its|the user's) own)\b": "custom training loop",
-    r"\bwhoever\b": "name the actor",
+    r"\bwho ever\b": "name the actor",
     r"\bin the mean\b(?! (of|over)\b)": "on average, or mean 4.6",
     r"\bso (many|often|long)\b(?! (that|as)\b)": "the number itself, with its unit",
     r"`(had|crossed|moved)`": "duplicate, overlaps, wrong_server",
@@ -49,7 +49,8 @@ BANNED = {
 BANNED_LITERALS = {"had": "duplicate", "crossed": "overlaps", "moved": "wrong_server"}
 # How no docstring and no option begins: with a pronoun, or as a question.
 BANNED_OPENINGS = {
-    r"(who|what|whose|whoever|how|where|when|which|whether|why)\b": "a verb or a noun: Return ..., A worker ...",
+    r"((those|these|that|one|anyone|anybody|everyone|somebody|nobody|he|they) (who|that|which)|who|what|whose|whoever"
+    r"|how|where|when|which|whether|why)\b": "a verb or a noun: Return ..., A worker ...",
     r"[^.:]*\?": "Return True if ...",
 }
 # Parts of identifiers and of file names, by their words: own_loop and OwnLoop are "own loop".
@@ -61,7 +62,7 @@ BANNED_NAMES = {
     r"\b(team)?mates?\b": "stage_replicas",
     r"\bswitchboard\b": "event_loop",
     r"\bown loops?\b": "training_loop",
-    r"\bwhoever\b": "name the actor",
+    r"\bwho ever\b": "name the actor",
     r"\bin the mean\b": "mean",
     r"\bso (many|often|long)\b": "count, interval, duration",
     r"\bleased again\b": "reassigned",
@@ -106,8 +107,14 @@ def names_defined(node: ast.AST) -> list[str]:
             return [name]
         case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
             return [name]
-        case ast.alias(asname=str(name)):
+        case ast.alias(name=imported, asname=name):
+            return [part for part in (*imported.split("."), name) if part]
+        case ast.keyword(arg=str(name)) | ast.ExceptHandler(name=str(name)):
             return [name]
+        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+            return [name]
+        case ast.Global(names=names) | ast.Nonlocal(names=names):
+            return names
         case _:
             return []
 
@@ -188,7 +195,14 @@ def faults(text: Text) -> list[str]:
 
 def matches(table: dict[str, str], words: str, match: Any) -> list[tuple[str, str]]:
     words = re.sub(r"\s+", " ", words)
-    return [(found[0], instead) for pattern, instead in table.items() if (found := match(pattern, words, re.I))]
+    return [(found[0], instead) for pattern, instead in loose(tuple(table.items())) if (found := match(pattern, words))]
+
+
+@cache
+def loose(table: tuple[tuple[str, str], ...]) -> list[tuple[re.Pattern[str], str]]:
+    """Return the patterns with any spaces, hyphens and underlines, or none, where a pattern has a space."""
+    between = r"[\\s_-]*"
+    return [(re.compile(re.sub(r" (?![^(]*\))(?!\[)", between, pattern), re.I), instead) for pattern, instead in table]
 
 
 # ---- the texts obey ----
@@ -221,6 +235,14 @@ def test_every_command_is_read() -> None:
     "source",
     [
         '"""What a worker does."""',
+        '"""Those who wait for a round."""',
+        "# who ever it is",
+        "x = 'an own-loop of batches'",
+        "run(world=3)",
+        "from rainband import world",
+        "try: ...\nexcept ValueError as world: ...",
+        "match x:\n    case [world]: ...",
+        "match x:\n    case {'a': 1, **cells}: ...",
         'class A:\n    """Who waits for it."""',
         "# the worker's half of it",
         "x = 'staleness 4.61 updates in the mean'",
