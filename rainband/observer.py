@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rainband.model.gradient import Gradient
     from rainband.protocol.messages import Message, Push, PushResult, RuleChange, Welcome
+    from rainband.rounds.exchange import RoundId
     from rainband.server.block import Block
     from rainband.server.server import Server
     from rainband.strategy import Batch
@@ -52,6 +54,9 @@ class Observer:
 
     def computed(self, worker: ModuleWorker, batch: Batch) -> None:
         """The gradient is computed."""
+
+    def averaged(self, worker: ModuleWorker, where: RoundId, gradient: Gradient) -> None:
+        """The worker has the mean gradient of a batch that workers share; no optimizer has used it yet."""
 
     def began(self, work: TimedWork) -> None:
         """Work besides the gradient begins; `ended` follows on the same thread."""

@@ -39,7 +39,10 @@ class Board(Protocol):
     """The shared memory, seen from one member. Methods without a rank write this member's own words."""
 
     rank: int
-    num_ranks: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of workers that can be members."""
 
     def position(self, rank: int) -> int: ...
 
@@ -109,6 +112,10 @@ class SharedMemory:
     def __init__(self, num_ranks: int, like: Sequence[Tensor]) -> None:
         self.words = [_Words(like) for _ in range(num_ranks)]
 
+    def add_rank(self, like: Sequence[Tensor]) -> None:
+        """Make room for one more member."""
+        self.words.append(_Words(like))
+
     def exclude(self, rank: int) -> None:
         """Exclude a worker that will not write any more, or not before it has seen this."""
         words = self.words[rank]
@@ -128,9 +135,12 @@ class LocalBoard:
     def __init__(self, memory: SharedMemory, rank: int, wait: Callable[[Condition], None] = _never) -> None:
         self.memory = memory
         self.rank = rank
-        self.num_ranks = len(memory.words)
         self.own = memory.words[rank]
         self._wait = wait
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.memory.words)
 
     def position(self, rank: int) -> int:
         return self.memory.words[rank].position

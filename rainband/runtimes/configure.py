@@ -342,7 +342,7 @@ def _check_faults(script: str, options: RunOptions, name: str, requires: Require
     """Raise if a fault is for a node that the run does not have."""
     if size > 1:
         late_workers = "all workers of a model in stages start together"
-    elif not requires.servers:
+    elif not requires.servers and not requires.split_batches:
         late_workers = f"with {name} no worker joins after the start"
     else:
         late_workers = ""

@@ -1,17 +1,27 @@
-r"""Synchronous SGD: each round averages K gradients, like one process with a K times larger batch.
+r"""Synchronous SGD: workers share each batch, and make the updates of one process.
 
-A round is K batches of the data, processed by any workers (K = the number of workers at the start, or the batches of an
-epoch if there are fewer):
+    each batch of B samples is cut into parts, one for each of the K workers: n_1 + ... + n_K = B
+    g_j     = gradient(w_t, part j)
+    w_{t+1} = optimizer step from w_t with  sum_j n_j g_j / B          on every worker
+
+The mean gradient is that of the whole batch, so the result is that of `single` with the same optimizer, up to rounding:
+nothing needs to be tuned again. Exceptions are what depends on the part: dropout, and statistics of BatchNorm, which
+are averaged. There are no servers: workers average their gradients in shared memory, on one machine, and each steps
+with its own copy of the optimizer. Parts follow the measured speeds of the workers (--parts equal: equal ones).
+
+When a worker is lost or paused, the others compute its part of the open batch before they step, and share the next
+batches among themselves; a worker that returns receives their state. So no failure changes an update.
+
+With batch_per_worker=true, each worker computes a batch of its own, and servers make the updates:
 
     g_j = gradient(w_r, batch j)          j = 1 .. K, all at exactly version r
     w_{r+1} = w_r - lr * sum_j n_j g_j / sum_j n_j          n_j samples in batch j, summed in the order of j
 
-A round does not depend on which workers are alive. When a worker dies, its batches of the round are reassigned to
-workers that are waiting, so the update is over the same batches at the same parameters. A block keeps version r beside
-r + 1, so that a batch of round r can still be computed while some blocks already have r + 1.
-
-The order of a floating-point sum decides its bits, so a gradient that arrives before that of an earlier j is stored
-until its turn. A server stores none if batches arrive in order, and K - 1 gradients of its blocks if batch 1 is last.
+A round is then K batches (K = the number of workers at the start, or the batches of an epoch if there are fewer), like
+one process with a K times larger batch, and does not depend on which workers are alive: a lost worker's batches are
+reassigned to workers that are waiting. A block keeps version r beside r + 1, so that a batch of round r can still be
+computed while some blocks already have r + 1. The order of a floating-point sum decides its bits, so a gradient that
+arrives before that of an earlier j is stored until its turn: K - 1 gradients of a server's blocks if batch 1 is last.
 
 `scaling` adapts a learning rate that was tuned for one worker: with K times the batch it may be K times as large
 (linear, Goyal et al. 2017, with a warm-up) or sqrt(K) times (sqrt); with none it is used as given.
@@ -19,8 +29,8 @@ until its turn. A server stores none if batches arrive in order, and K - 1 gradi
 With backup_workers = b, the first K - b of the K batches that reach block 0 make the round, on every block the same;
 the others are dropped, and counted as skipped (Chen et al. 2016). A round then does not wait for its b slowest batches.
 
-Use when the result must not depend on the speed of the machines or on failures. Avoid with slow or mixed machines: all
-workers wait for the slowest one (soft_sync, downpour).
+Use when the result must be that of one process: it depends neither on the speed of the machines nor on failures. Avoid
+when a part takes less time than the exchange (small models and batches), or over slow networks (soft_sync, downpour).
 """
 
 from __future__ import annotations
@@ -38,11 +48,11 @@ from rainband.strategy import Cluster, Requirements, ServerPart, Strategy, Worke
 
 @dataclass(frozen=True, kw_only=True)
 class Sync(OptimizerSettings, Strategy):
-    """Large-batch SGD over K workers."""
+    """The updates of one process, computed by K workers."""
 
-    lr: float = 0.1  # learning rate for the mean over the K batches, before scaling
-    scaling: Literal["none", "linear", "sqrt"] = "none"  # of the learning rate with the number of batches in a round
-    backup_workers: int = 0  # batches of a round that are not waited for
+    lr: float = 0.1  # learning rate for the mean gradient, before scaling
+    scaling: Literal["none", "linear", "sqrt"] = "none"  # of lr, with batch_per_worker
+    backup_workers: int = 0  # batches of a round that are not waited for, with batch_per_worker
     batch_per_worker: bool = False  # each worker computes a batch of its own; False: all share each batch
 
     def __post_init__(self) -> None:
@@ -94,6 +104,8 @@ class Sync(OptimizerSettings, Strategy):
         return {"none": 1.0, "linear": float(items), "sqrt": math.sqrt(items)}[self.scaling]
 
     def advice(self, cluster: Cluster) -> list[str]:
+        if not self.batch_per_worker:
+            return []  # a slow worker gets a smaller part
         waiting = [] if self.backup_workers else advice.of_waiting(cluster, how="in rounds")
         return [*self._scaling(cluster), *self._backups(cluster), *waiting]
 

@@ -131,6 +131,8 @@ class SharedBatches:
         number = len(tensors)
         self.buffers.add(outcome.tensors[number:])
         self.result = Gradient(outcome.tensors[:number], (self.batch,), round(total), loss)
+        if self.worker.client.observer is not None:
+            self.worker.client.observer.averaged(self.worker, self.member.view.where, self.result)
         return self.result
 
     async def _exchange(self, tensors: list[Tensor | None], gradient: Gradient) -> _Exchanged:

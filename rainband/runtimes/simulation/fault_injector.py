@@ -77,8 +77,8 @@ class FaultInjector:
             return
         index = int(number)
         if role == "server":
-            server = self.cluster.servers[index]
-            if not server.alive:
+            server = self.cluster.servers.get(index)
+            if server is not None and not server.alive:
                 self.cluster.add_server(index, server.peer.incarnation + 1)
             return
         known = self.cluster.workers.get(index)

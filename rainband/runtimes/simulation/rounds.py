@@ -58,15 +58,19 @@ class SimulatedRounds:
         """Return a worker's view of the memory; `like` has the shapes of the tensors, and none if only time counts."""
         if self.memory is None:
             self.memory = SharedMemory(self.num_ranks, like)
-            for rank in self.excluded_early:
+            for rank in sorted(self.excluded_early & set(range(self.num_ranks))):
                 self.memory.exclude(rank)
+        while len(self.memory.words) <= node.peer.index:  # a worker that is started later, besides those of the start
+            self.memory.add_rank(like)
+            if len(self.memory.words) <= node.peer.index:
+                self.memory.exclude(len(self.memory.words) - 1)  # nobody waits for one that may never start
         return SimulatedBoard(self, self.memory, node)
 
     def exclude(self, rank: int) -> None:
         """Exclude a worker that has ended, or is stopped."""
         if self.memory is None:
             self.excluded_early.add(rank)
-        else:
+        elif rank < len(self.memory.words):
             self.memory.exclude(rank)
             self.notify()
 
@@ -104,14 +108,14 @@ class SimulatedBoard(LocalBoard):
         self.rounds = rounds
         self.node = node
         self.clock = node.clock
-        self.seen = [0] * self.num_ranks  # positions of the others, as this node has seen them
+        self.seen: dict[int, int] = {}  # positions of the others, as this node has seen them
         self.state_s = 0.0  # for sending a state, before its position is seen
         self.pending: list[int] = []  # positions that others will see later
 
     def position(self, rank: int) -> int:
         if not self.rounds.is_split(rank, self.rank):
             self.seen[rank] = super().position(rank)
-        return self.seen[rank]
+        return self.seen.get(rank, 0)
 
     def set_position(self, value: int) -> None:
         if value:

@@ -27,7 +27,7 @@ from rainband.runtimes.simulation.models.faults import shrink
 from rainband.runtimes.simulation.models.network import NetworkModel
 from rainband.runtimes.simulation.models.trace import Trace
 from rainband.runtimes.simulation.oracle.ledger import Ledger
-from rainband.runtimes.simulation.oracle.scenarios import LR, TASK, TIMEOUT_S, Case, setup_of
+from rainband.runtimes.simulation.oracle.scenarios import LR, SHARED, TASK, TIMEOUT_S, Case, setup_of
 
 LIMIT_S = 600.0  # of virtual time: a longer run makes no progress
 MODEL = ClusterModel(
@@ -94,7 +94,11 @@ def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[OracleVerdi
 
 
 def parameters(cluster: SimulatedCluster) -> Tensor:
-    """Return all parameters as the servers have them."""
+    """Return all parameters as the servers have them; without servers, those of the worker that saved them."""
+    if cluster.rounds is not None:
+        saver = cluster.coordinator.shutdown.concluder
+        client = None if saver is None else cluster.workers[saver].client
+        return torch.empty(0) if client is None else torch.cat(list(client.flat.vectors))
     blocks = [block for node in cluster.servers.values() for block in node.server.blocks.values()]
     return torch.cat([block.buffer.at(block.version) for block in sorted(blocks, key=lambda block: block.index)])
 
@@ -184,6 +188,10 @@ class RunCheck:
         match self.case.known:
             case "sum":
                 expected = TASK.after(LR)
+            case "shared":
+                expected = SHARED.after(LR)
+                same = torch.allclose(got, expected, rtol=1e-5)
+                return [] if same else [f"the parameters differ: {got - expected}"]
             case "rounds":
                 expected = TASK.after(LR / self.case.num_workers)  # a round is the mean of its batches
             case "corrected":
@@ -217,7 +225,7 @@ class RunCheck:
             case FailureCause.SERVER_LOST:
                 explained = server_died
             case FailureCause.NO_WORKER_LEFT:
-                explained = server_died or not self._members_alive()
+                explained = server_died or not self._members_alive() or self._state_lost()
             case FailureCause.WORKERS_DIED:
                 explained = self.fault_injector.deaths >= 3
             case FailureCause.COORDINATOR_LOST:
@@ -225,6 +233,13 @@ class RunCheck:
             case _:
                 explained = False
         return [] if explained else [f"the run failed for no fault: {state.reason}"]
+
+    def _state_lost(self) -> bool:
+        """Return True if all workers that shared batches were killed, so that those started later find no state."""
+        if self.case.known != "shared" or not self.fault_injector.deaths:
+            return False
+        workers = [getattr(node.session, "worker", None) for node in self.cluster.workers.values() if node.alive]
+        return not any(worker.shared_batches.member.count >= 0 for worker in workers if worker is not None)
 
     def _members_alive(self) -> bool:
         """Return True if the coordinator could reach a worker; one that joined at the very end does not count."""

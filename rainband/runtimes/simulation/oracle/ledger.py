@@ -19,7 +19,9 @@ from rainband.runtimes.simulation.oracle.scenarios import STRENGTH, CaseSetup
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rainband.model.gradient import Gradient
     from rainband.protocol.messages import Push
+    from rainband.rounds.exchange import RoundId
     from rainband.server.block import Block
     from rainband.server.server import Server
     from rainband.strategy import Batch
@@ -44,6 +46,7 @@ class Ledger(Observer):
         self.violations: list[str] = []
         self.applied: dict[int, Counter[tuple[int, int]]] = {}  # block -> batch -> times
         self.updates: dict[int, list[LedgerUpdate]] = {}  # by block
+        self.means: dict[tuple[RoundId, Batch], Tensor] = {}  # of batches that workers share
 
     def assigned(self, server: Server) -> None:
         self.blocks |= server.blocks
@@ -81,8 +84,22 @@ class Ledger(Observer):
         if not torch.allclose(gradient[:size], expected, rtol=1e-5, atol=1e-3):
             self.violations.append(f"block {block.index}: a gradient at version {push.version} has a wrong correction")
 
+    def averaged(self, worker: ModuleWorker, where: RoundId, gradient: Gradient) -> None:
+        """Check that all members have the same mean of a round, and that it is the gradient of the whole batch."""
+        (batch,), (tensor,) = gradient.batches, gradient.tensors
+        assert tensor is not None
+        size = worker.plan.samples_in(batch.portion, batch.k)
+        if gradient.samples != size:
+            self.violations.append(f"the mean of round {where.batch} is that of {gradient.samples} samples, not {size}")
+        if not torch.equal(self.means.setdefault((where, batch), tensor.clone()), tensor):
+            self.violations.append(f"worker {worker.rank} has another mean of round {where.batch} than others")
+        if not torch.allclose(tensor[0], self.setup.gradient(worker, batch), rtol=1e-5):
+            self.violations.append(f"the mean of round {where.batch} is not the gradient of its batch")
+
     def computing(self, worker: ModuleWorker, batch: Batch) -> None:
         """Check that the worker's parameters are those of the versions that it read."""
+        if worker.shared_batches is not None:
+            return  # it reads nothing: see `averaged`
         client, plan, exactly = worker.client, worker.plan, -1
         if plan.items_per_round:
             exactly = plan.round_of(batch.portion, batch.k)

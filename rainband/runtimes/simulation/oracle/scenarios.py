@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 LR = 0.25  # a power of two: every sum of updates is exact
 TIMEOUT_S = 1.0
 TASK = Linear(dimension=48, samples=32, batch_size=2, epochs=1)
+SHARED = Linear(dimension=48, samples=128, batch_size=8, epochs=1)
 BOWL = Quadratic(dimension=48, samples=24, batch_size=2, epochs=1, condition=4.0)
 PLAIN = {"optimizer": "sgd", "lr": LR}
 STRENGTH = 1 / 64  # of the delay compensation
 
-Known = Literal["sum", "rounds", "first", "gathered", "corrected", "coordinated"]
+Known = Literal["sum", "shared", "rounds", "first", "gathered", "corrected", "coordinated"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class FuzzedStrategy:
     """A strategy, and how its result is known.
 
     sum          every gradient has the same weight: the parameters are known to the last bit
+    shared       workers share each batch: the updates of one process, up to rounding
     rounds       each update is the mean of a round
     first        the same without the late gradients of a round; every batch is in a round or skipped
     gathered     each update is divided by the number of its gradients, which follows the number of workers
@@ -91,6 +93,7 @@ KINDS: dict[str, FuzzedStrategy] = {
     "downpour2": _kind("downpour", n_push=2, overlap=False),
     "corrected": _kind("downpour", "corrected", compensation=STRENGTH),
     "ragged": FuzzedStrategy(Ragged),
+    "sync": _kind("sync", "shared"),
     "per_worker": _kind("sync", "rounds", batch_per_worker=True),
     "backup": _kind("sync", "first", batch_per_worker=True, backup_workers=1),
     "stale_sync": _kind("stale_sync", bound=1),
@@ -131,6 +134,8 @@ def random_case(seed: int, strategy: str | None = None) -> Case:
         coordinator_returns=KINDS[name].known == "coordinated",
     )
     script = random_script(random, num_workers, num_servers, chances)
+    if KINDS[name].known == "shared":
+        num_servers = 0  # faults of servers strike nobody
     return Case(seed, name, num_workers, num_servers, script)
 
 
@@ -140,7 +145,7 @@ class CaseSetup:
     def __init__(self, strategy: str) -> None:
         kind = KINDS[strategy]
         self.strategy = kind.make()
-        self.task = BOWL if kind.known == "coordinated" else TASK
+        self.task = BOWL if kind.known == "coordinated" else SHARED if kind.known == "shared" else TASK
         self.data = self.task.data()
         model = self.task.model().double() if kind.known == "coordinated" else self.task.model()
         flat = Flat(model)
