@@ -202,9 +202,13 @@ def main() -> None:
     if "--record" in sys.argv:
         before = stored()
         kept = {name: old for name, old in before.runs.items() if name in found and name not in sys.argv}
-        if kept and before.arithmetic != arithmetic():
-            sys.exit("this processor rounds differently from the one that recorded the other runs")
-        after = Stored(arithmetic(), {name: kept.get(name, outcome) for name, outcome in found.items()})
+        if kept and before.arithmetic != arithmetic():  # of new runs, store what is equal on all processors
+            print("this processor rounds differently from the one that recorded the other runs")
+            found = {name: outcome.without_values(name) for name, outcome in found.items()}
+        after = Stored(
+            before.arithmetic if kept else arithmetic(),
+            {name: kept.get(name, outcome) for name, outcome in found.items()},
+        )
         FILE.write_bytes(msgspec.json.format(msgspec.json.encode(after), indent=1) + b"\n")
 
 

@@ -13,7 +13,8 @@ from tests.hashed_runs import arithmetic, configurations, outcome_of, stored
 def test_a_seeded_simulated_run_has_its_stored_results(name: str) -> None:
     expected, found = stored().runs[name], outcome_of(configurations()[name])
     assert found.without_values(name) == expected.without_values(name)
-    if stored().arithmetic == arithmetic():  # otherwise this processor rounds differently from the one that recorded
+    # Otherwise this processor rounds differently from the one that recorded, or the values were not recorded.
+    if stored().arithmetic == arithmetic() and expected.trace_hash:
         assert found == expected
 
 

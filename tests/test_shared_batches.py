@@ -180,6 +180,55 @@ def test_the_checks_notice_what_is_broken(name: str, monkeypatch: pytest.MonkeyP
     assert any(told in text for text in violations), violations
 
 
+# ---- the task's own optimizer ----
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Samples of a small regression."""
+
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return x, x[:3].sum().reshape(1)
+
+
+def trained(strategy: rainband.Strategy, folder: Path, workers: int, **given: Any) -> torch.Tensor:
+    task = rainband.ModuleTask(
+        lambda: torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 1)),
+        Rows(),
+        torch.nn.functional.mse_loss,
+        batch_size=8,
+        epochs=3,
+        **given,
+    )
+    return parameters(rainband.fit(task, strategy, workers, runtime="sim", runs=folder))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda params: torch.optim.AdamW(params, 1e-2),
+        lambda params: torch.optim.Adafactor(params, 1e-2),  # its steps depend on whole matrices
+    ],
+    ids=["AdamW", "Adafactor"],
+)
+def test_the_tasks_own_optimizer_and_scheduler_step_on_every_worker(optimizer: Any, tmp_path: Path) -> None:
+    given = {"optimizer": optimizer, "scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 4, 0.5)}
+    alone = trained(Single(), tmp_path, 1, **given)
+    assert torch.equal(trained(Sync(), tmp_path, 1, **given), alone)
+    torch.testing.assert_close(trained(Sync(), tmp_path, 3, **given), alone, rtol=0.0, atol=1e-5)
+    assert not torch.allclose(trained(Sync(), tmp_path, 3), alone, atol=1e-3)
+
+
+def test_an_optimizer_of_the_task_that_nobody_uses_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the task has its own optimizer, and Downpour makes updates in another way"):
+        trained(rainband.Downpour(), tmp_path, 2, optimizer=lambda params: torch.optim.SGD(params, 0.1))
+    with pytest.raises(ValueError, match="a scheduler needs the task's own optimizer"):
+        trained(Sync(), tmp_path, 2, scheduler=lambda optimizer: None)
+
+
 # ---- settings ----
 
 

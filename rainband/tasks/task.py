@@ -6,7 +6,7 @@ Importing this file imports neither torch nor numpy: the command line must start
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,7 +36,8 @@ class Task(Protocol):
     """A task is a class, usually a frozen dataclass, whose fields are its settings.
 
     A task may also have `groups(model) -> list[dict]`: parameter groups with their own lr or weight_decay, as
-    torch.optim takes them.
+    torch.optim takes them. With `optimizer(parameters)`, and perhaps `scheduler(optimizer)`, that return objects of
+    torch.optim, strategies whose workers make the steps (sync, single) use these in place of their own.
     """
 
     @property
@@ -62,6 +63,18 @@ def parameter_groups(task: Task, model: nn.Module) -> list[dict[str, Any]]:
     """Return the task's own parameter groups, or one group of all parameters."""
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = getattr(task, "groups", None)
     return groups(model) if groups else [{"params": list(model.parameters())}]
+
+
+def own_optimizer(task: Task) -> Callable[[Iterable[Any]], Any] | None:
+    """Return what makes the task's own torch optimizer, if it has one."""
+    optimizer: Callable[[Iterable[Any]], Any] | None = getattr(task, "optimizer", None)
+    return optimizer
+
+
+def own_scheduler(task: Task) -> Callable[[Any], Any] | None:
+    """Return what makes the scheduler of the task's own optimizer, if it has one."""
+    scheduler: Callable[[Any], Any] | None = getattr(task, "scheduler", None)
+    return scheduler
 
 
 class TensorData:
@@ -139,6 +152,13 @@ class ModuleTask:
     collate: Callable[[list[Any]], Any] | None = None
     batch_size: int = 32
     epochs: int = 10
+    # (parameters) -> torch optimizer, in place of the strategy's: for sync and single, where workers make the steps
+    optimizer: Callable[[Iterable[Any]], Any] | None = None
+    scheduler: Callable[[Any], Any] | None = None  # (optimizer) -> scheduler, stepped after each batch
+
+    def __post_init__(self) -> None:
+        if self.scheduler is not None and self.optimizer is None:
+            raise ValueError("a scheduler needs the task's own optimizer: add optimizer=lambda params: ...")
 
     def model(self) -> nn.Module:
         module: nn.Module = self.module()

@@ -21,7 +21,8 @@ from rainband.protocol.lr_schedules import Schedule
 from rainband.protocol.messages import Report, Tally
 from rainband.protocol.steps import Work
 from rainband.rounds.board import Board
-from rainband.strategy import Batch, BatchPart, Servers, WorkItem
+from rainband.strategy import Batch, BatchPart, Servers, Strategy, WorkItem
+from rainband.tasks.task import own_optimizer, own_scheduler
 from rainband.worker.client import Client
 from rainband.worker.sampler import Sampler
 from rainband.worker.shared_batches import SharedBatches
@@ -191,9 +192,24 @@ class ModuleWorker:
             self.client.tell(stats.heartbeat())  # at once: users wait for the first progress
 
     def optimizer(self, spec: OptimizerSpec, schedule: Schedule) -> WorkerOptimizer:
-        optimizer = self.local_optimizer = WorkerOptimizer(self, spec, schedule)
+        make = own_optimizer(self.task)
+        optimizer = self.local_optimizer = (
+            WorkerOptimizer(self, spec, schedule) if make is None else TaskOptimizer(self, make(self._parameters()))
+        )
         self.accounting = optimizer.accounting
         return optimizer
+
+    def _parameters(self) -> list[Any]:
+        """Return the parameters, in groups if they have settings of their own."""
+        groups = self.groups()
+        return groups if len(groups) > 1 or set(groups[0]) > {"params"} else groups[0]["params"]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the parameters of each group, with the settings that the task gives it."""
+        groups: list[dict[str, Any]] = [{"params": [], **settings} for settings in self.flat.layout.groups]
+        for spec, parameter in zip(self.flat.layout.parameters, self.flat.parameters, strict=True):
+            groups[spec.group]["params"].append(parameter)
+        return [group for group in groups if group["params"]]
 
     def stage(self, spec: OptimizerSpec, schedule: Schedule, how: StageVersions) -> PipelineStage:
         raise ValueError("this worker computes the whole model: a pipeline needs stages, for example --stages 2.")
@@ -227,19 +243,29 @@ def _numeric_buffers(module: nn.Module) -> list[torch.Tensor]:
     return [b for b in module.buffers() if not b.is_complex() and b.dtype != torch.bool]
 
 
+def check_optimizer(task: Task, strategy: Strategy) -> None:
+    """Raise ValueError if the task has an optimizer of its own, and the strategy does not let workers use it."""
+    requires = strategy.requires
+    if own_optimizer(task) is not None and (requires.optimizer != "workers" or requires.shared_memory):
+        raise ValueError(
+            f"the task has its own optimizer, and {type(strategy).__name__} makes updates in another way: use sync or "
+            "single, where workers step with it, or omit the task's optimizer."
+        )
+
+
 class WorkerOptimizer:
     """A torch optimizer on one worker."""
 
     def __init__(self, worker: ModuleWorker, spec: OptimizerSpec, schedule: Schedule) -> None:
-        self.worker = worker
+        self._watch(worker)
         self.schedule = schedule
+        self.optimizer = build(spec, worker.groups())
+        self.base = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _watch(self, worker: ModuleWorker) -> None:
+        self.worker = worker
         # Of batches that workers share, the rounds count what is applied.
         self.accounting = LocalAccounting(worker.client) if worker.shared_batches is None else None
-        groups: list[dict[str, Any]] = [{"params": [], **settings} for settings in worker.flat.layout.groups]
-        for spec_, parameter in zip(worker.flat.layout.parameters, worker.flat.parameters, strict=True):
-            groups[spec_.group]["params"].append(parameter)
-        self.optimizer = build(spec, [group for group in groups if group["params"]])
-        self.base = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, gradient: Gradient) -> None:
         if not gradient.batches:
@@ -247,14 +273,20 @@ class WorkerOptimizer:
         if not gradient.is_finite:
             self._account(gradient, NOT_FINITE)
             return
-        first = gradient.batches[0]
-        scale = self.schedule.scale(self.worker.plan.progress(first.portion, first.k))
-        for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
-            group["lr"] = lr * scale
+        self._schedule(gradient.batches[0])
         for parameter, tensor in zip(self.worker.flat.parameters, gradient.tensors, strict=True):
             parameter.grad = tensor
-        self.optimizer.step()
+        self._step()
         self._account(gradient)
+
+    def _schedule(self, batch: Batch) -> None:
+        """Set the learning rates of a batch."""
+        scale = self.schedule.scale(self.worker.plan.progress(batch.portion, batch.k))
+        for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
+            group["lr"] = lr * scale
+
+    def _step(self) -> None:
+        self.optimizer.step()
 
     def _account(self, gradient: Gradient, skip: str = "") -> None:
         if self.accounting is not None:
@@ -265,6 +297,35 @@ class WorkerOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
+
+
+class TaskOptimizer(WorkerOptimizer):
+    """The task's own torch optimizer, and its scheduler if it has one."""
+
+    def __init__(self, worker: ModuleWorker, optimizer: Any) -> None:
+        self._watch(worker)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"the task's optimizer returned a {type(optimizer).__name__}, not a torch optimizer.")
+        self.optimizer = optimizer
+        make = own_scheduler(worker.task)
+        self.scheduler = None if make is None else make(optimizer)
+
+    def _schedule(self, batch: Batch) -> None:
+        """Leave the learning rates to the scheduler."""
+
+    def _step(self) -> None:
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        scheduler = {} if self.scheduler is None else self.scheduler.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
 
 
 class LocalAccounting:

@@ -31,7 +31,7 @@ from rainband.worker.lifecycle import run_worker
 from rainband.worker.periodic_eval import PeriodicEval
 from rainband.worker.session import join_of
 from rainband.worker.shared_batches import examples
-from rainband.worker.worker import ModuleWorker
+from rainband.worker.worker import ModuleWorker, check_optimizer
 from rainband.worker.worker_model import ModuleModel, WorkerModel
 
 
@@ -53,6 +53,7 @@ class WorkerProcess(WorkerLink):
         # All workers build the same model and data, also with random numbers of numpy; later they draw different ones.
         with global_generators_from(self.config.seed):
             task = self.task or load_task(self.config.task, self.config.task_settings)
+            check_optimizer(task, strategy)
             data, model, flat = self._build(task)
         server_part = strategy.server(self.config.num_replicas)
         if server_part is not None:

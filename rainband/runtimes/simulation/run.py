@@ -39,6 +39,7 @@ from rainband.strategy import Strategy
 from rainband.tasks.load import load_task
 from rainband.tasks.task import Data, Task, fingerprint, parameter_groups
 from rainband.worker.session import join_of
+from rainband.worker.worker import check_optimizer
 
 PROGRESS_POINTS = 30  # the number of progress events, and of heartbeats, in a run
 AGGREGATED_POINTS = 8
@@ -222,6 +223,7 @@ def make_scenario(config: RunConfig, task: Task | None = None, strategy: Strateg
     """Build the scenario of a run; `strategy` and `task` replace those that the configuration names."""
     strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
     task = task or load_task(config.task, config.task_settings)
+    check_optimizer(task, strategy)
     torch.manual_seed(config.seed)
     flat = Flat(module := task.model(), parameter_groups(task, module))
     if config.sim.time_only:
