@@ -79,7 +79,7 @@ class RoundMember:
         self.is_cut = False
         self.samples: Sequence[int] = ()  # of the round, over all members
         self.part = Part(())
-        self.parts: dict[int, tuple[int, ...]] = {}  # by rank, with whole batches: positions of samples in the round
+        self.parts: dict[int, Sequence[int]] = {}  # by rank, with whole batches: positions of samples in the round
         self.missing: tuple[int, ...] = ()  # positions that the last exchange lacks, and the next one averages
         self.first: Headers = {}  # of the round's first exchange
         self.averaged: Headers = {}  # of the first one with tensors
@@ -126,7 +126,7 @@ class RoundMember:
         if self.whole_batches:
             self.parts, first = {}, 0
             for member, size in zip(self.view.members, self.view.sizes(len(self.samples)), strict=True):
-                self.parts[member.rank] = tuple(range(first, first + size))
+                self.parts[member.rank] = range(first, first + size)
                 first += size
         self.missing = ()
 
@@ -147,7 +147,7 @@ class RoundMember:
             self.parts[rank] = self.missing[first : first + size]
             first += size
 
-    def own_missing(self) -> tuple[int, ...]:
+    def own_missing(self) -> Sequence[int]:
         """Return the positions, among the missing ones, that this member is to compute."""
         return self.parts.get(self.rank, ())
 
