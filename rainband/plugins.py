@@ -46,7 +46,7 @@ def find(family: Family, name: str) -> Any:
             f"no {family.kind} named '{name}'{did_you_mean(name, names)}: choose from {', '.join(names)}, "
             f"or type module:name for your own {family.kind}."
         )
-    module = importlib.import_module(f"rainband.{family.folder}.{name}")
+    module = importlib.import_module(f"rainband.{family.folder.replace('/', '.')}.{name}")
     classes = [value for value in vars(module).values() if inspect.isclass(value) and family.is_plugin(value)]
     (found,) = [cls for cls in classes if cls.__module__ == module.__name__]
     return found

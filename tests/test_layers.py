@@ -38,12 +38,13 @@ LAYERS = {
     ),
     "full_batch": Layer("full_batch", may_import="contracts"),
     "rounds": Layer("rounds", may_import="contracts"),
+    "collectives": Layer("collectives", may_import="contracts"),
     # The algorithms: they know what to send, never how it travels.
     "strategies": Layer("strategies optimizer_settings", may_import="contracts rules full_batch"),
     # State machines without I/O.
     "nodes": Layer("server worker coordinator", may_import="contracts model rules rounds tasks"),
     "execution": Layer("model_parallel.execution", may_import="contracts model graphs nodes"),
-    "transports": Layer("transports", may_import="contracts rounds"),
+    "transports": Layer("transports", may_import="contracts rounds collectives"),
     # What reads a run's events and nothing else.
     "records": Layer("views.history views.sinks views.training_time", may_import="contracts"),
     "simulation_models": Layer("runtimes.simulation.models", may_import="contracts"),

@@ -78,6 +78,15 @@ class Hub:
         self.peers[connection.peer] = connection
         return connection
 
+    def detach(self, peer: Peer) -> socket.socket:
+        """Return the connection of an authenticated peer, which the hub no longer serves."""
+        connection = self.peers.pop(peer)
+        fd = connection.sock.fileno()
+        del self.connections[fd]
+        self.unflushed.pop(fd, None)
+        self.epoll.unregister(fd)
+        return connection.sock
+
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         """Call back when another file descriptor is readable."""
         self.watched[fd] = callback

@@ -1,0 +1,1 @@
+"""Groups that perform collective operations: through shared memory, over TCP, and both."""
