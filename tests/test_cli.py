@@ -23,6 +23,7 @@ from rainband.cli.bench import as_table
 from rainband.cli.doctor import Finding
 from rainband.cli.main import COMMANDS, build_app
 from rainband.cli.options.words import configured
+from rainband.collectives.algorithm import algorithm_names
 from rainband.options import RunOptions
 from rainband.plugins import strategy_names
 from rainband.protocol import events
@@ -91,7 +92,8 @@ def test_settings_are_checked_and_strategies_explained_without_torch() -> None:
 import sys
 from rainband.cli.main import build_app
 for words in (["train", "digits", "downpour", "npush=3"], ["train", "digits", "downpour", "task.epochs=x"],
-              ["train", "digits", "downpour", "momentum=0.9"], ["explain"], ["explain", "digits"], ["runs"]):
+              ["train", "digits", "downpour", "momentum=0.9"], ["explain"], ["explain", "digits"],
+              ["explain", "ring"], ["runs"]):
     try:
         build_app()(words, prog_name="rainband")
     except SystemExit:
@@ -131,7 +133,8 @@ def completed(words: str) -> list[str]:
         ("rainband train quad", ["quadratic"]),
         ("rainband train digits down", ["downpour"]),
         ("rainband train digits downpour n_", ["n_push=", "n_fetch="]),
-        ("rainband explain si", ["single"]),
+        ("rainband explain si", ["single", "single_master"]),
+        ("rainband explain halv", ["halving_doubling"]),
         ("rainband runs show 2026", ["20261116-run"]),
     ],
 )
@@ -515,10 +518,10 @@ def test_a_file_that_cannot_be_read_is_told_with_its_option(words: tuple[str, ..
 # ---- explain ----
 
 
-def test_every_strategy_and_every_task_is_explained_in_one_line() -> None:
+def test_every_strategy_every_task_and_every_algorithm_is_explained_in_one_line() -> None:
     said = Said("explain")
     assert said.exit_code == 0
-    for name in [*strategy_names(), *task_names()]:
+    for name in [*strategy_names(), *task_names(), *algorithm_names()]:
         assert any(line.startswith(f"  {name} ") for line in said.out.splitlines())
 
 
@@ -558,6 +561,27 @@ def test_programs_can_read_the_explanation() -> None:
     state = Said("explain", "--json").json
     assert [fact["name"] for fact in state if fact["kind"] == "strategy"] == strategy_names()
     assert [fact["name"] for fact in state if fact["kind"] == "task"] == task_names()
+
+
+def test_an_algorithm_is_explained_next_to_all_others() -> None:
+    lines = [" ".join(line.split()) for line in Said("explain", "ring", "--workers", "8").out.splitlines()]
+    assert "> ring 2(P−1): 14 1: 1 2(P−1)/P N: 1.75 N" in lines
+    assert "direct 2: 2 P−1: 7 2(P−1)/P N: 1.75 N" in lines
+    assert "recursive_doubling log2 Q, +2 if P>Q: 3 1: 1 N log2 Q, +N if P>Q: 3 N" in lines
+    assert "Bytes sent in all: 2(P−1)N: 14 N; recursive_doubling QN log2 Q + 2(P−Q)N: 24 N." in lines
+
+
+def test_the_settings_of_an_algorithm_change_its_costs() -> None:
+    state = Said("explain", "two_level", "machines=4", "--workers", "8", "--json").json
+    assert state["given"] == {"machines": 4}
+    found = {each["name"]: each["found"] for each in state["algorithms"]}
+    assert found["two_level"] == {"steps": 4, "fan_in": 3, "max_sent": 1.75, "total_sent": 14}
+    assert sorted(found) == algorithm_names()
+
+
+def test_more_workers_than_are_checked_are_refused() -> None:
+    said = Said("explain", "ring", "--workers", "34")
+    assert said.exit_code == 2 and "--workers 34: the tables of algorithms are checked for at most 33" in said.err
 
 
 def test_a_strategy_that_does_not_exist_is_told() -> None:

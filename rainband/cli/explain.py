@@ -1,4 +1,4 @@
-"""`rainband explain`: describe a strategy or a task and its settings, from its own file."""
+"""`rainband explain`: describe a strategy, a task or an all-reduce algorithm and its settings, from its own file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rainband.cli.report_errors import report_errors
 from rainband.errors import did_you_mean
 from rainband.views.formatting import assignment, table
 
+MAX_CHECKED = 33  # workers, in tables of all-reduce algorithms
+
 if TYPE_CHECKING:
     from rainband.settings import Setting
     from rainband.strategy import Strategy
@@ -24,31 +26,35 @@ def command(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="Strategy or task; omit it for one line about each.",
-            autocompletion=completion.strategies_and_tasks,
+            help="Strategy, task or all-reduce algorithm; omit it for one line about each.",
+            autocompletion=completion.explained_names,
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="Settings of the strategy, to see the staleness and the warnings to expect.",
+            help="Settings, to see the staleness and the warnings to expect, or the cost of the algorithm.",
             show_default=False,
         ),
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of workers for which to estimate the staleness.")
+        int, typer.Option(min=1, metavar="N", help="Number of workers: for the staleness, or the cost of an algorithm.")
     ] = 4,
     as_json: PrintJson = False,
 ) -> None:
-    """Describe a strategy or a task, with its equations and settings."""
+    """Describe a strategy, a task or an all-reduce algorithm, with its equations and settings."""
+    from rainband.collectives.algorithm import algorithm_names
     from rainband.plugins import strategy_names
     from rainband.tasks.load import task_names
 
     with report_errors():
-        state = [facts_of(one) for one in ([name] if name else [*strategy_names(), *task_names()])]
+        known = [*strategy_names(), *task_names(), *algorithm_names()]
+        state = [facts_of(one) for one in ([name] if name else known)]
         if name and state[0]["kind"] == "strategy":
             state[0] |= _with_settings(name, settings or [], workers)
+        if name and state[0]["kind"] == "algorithm":
+            state[0] |= _costs_of_algorithms(name, settings or [], workers)
     if as_json:
         import msgspec
 
@@ -59,7 +65,8 @@ def command(
 
 
 def facts_of(name: str) -> dict[str, Any]:
-    """Return the description of a strategy or a task, from its file."""
+    """Return the description of a strategy, a task or an algorithm, from its file."""
+    from rainband.collectives.algorithm import algorithm_names
     from rainband.plugins import strategy_names
     from rainband.tasks.load import task_names
 
@@ -67,10 +74,13 @@ def facts_of(name: str) -> dict[str, Any]:
         return _strategy(name)
     if name in task_names():
         return _task(name)
-    near = did_you_mean(name, [*strategy_names(), *task_names()])
+    if name in algorithm_names():
+        return _algorithm(name)
+    near = did_you_mean(name, [*strategy_names(), *task_names(), *algorithm_names()])
     raise ValueError(
-        f"no strategy or task named {name!r}{near}: choose from the strategies {', '.join(strategy_names())}, "
-        f"or module:Class, and the tasks {', '.join(task_names())}."
+        f"no strategy, task or algorithm named {name!r}{near}: choose from the strategies "
+        f"{', '.join(strategy_names())}, or module:Class, the tasks {', '.join(task_names())}, and the all-reduce "
+        f"algorithms {', '.join(algorithm_names())}."
     )
 
 
@@ -108,6 +118,49 @@ def _strategy(name: str) -> dict[str, Any]:
         "file": inspect.getsourcefile(cls) or "",
         "settings": [_setting(setting) for setting in settings],
     }
+
+
+def _algorithm(name: str) -> dict[str, Any]:
+    import inspect
+
+    from rainband.collectives.algorithm import load_algorithm
+    from rainband.settings import fields_of
+
+    cls = type(load_algorithm(name))
+    text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "").strip()
+    return {
+        "kind": "algorithm",
+        "name": name,
+        "class": cls.__name__,
+        "summary": text.partition("\n")[0],
+        "text": text,
+        "file": inspect.getsourcefile(cls) or "",
+        "settings": [_setting(setting) for setting in fields_of(cls)],
+    }
+
+
+def _costs_of_algorithms(name: str, pairs: list[str], workers: int) -> dict[str, Any]:
+    """Check the tables of all algorithms, and return what each costs, next to the textbook's formulas."""
+    from rainband.collectives.algorithm import algorithm_names, load_algorithm
+    from rainband.collectives.check import check
+    from rainband.settings import as_plain, parse_pairs
+
+    if workers > MAX_CHECKED:
+        raise ValueError(
+            f"--workers {workers}: the tables of algorithms are checked for at most {MAX_CHECKED} workers."
+        )
+    given = parse_pairs(pairs)
+    rows = []
+    for one in algorithm_names():
+        algorithm = load_algorithm(one, given if one == name else {})
+        found, textbook = check(algorithm.table(workers), chunks=1), algorithm.textbook(workers)
+        if one == name:
+            given = {key: value for key, value in as_plain(algorithm).items() if key in given}
+        rows.append(
+            {"name": one, "found": found._asdict(), "textbook": textbook._asdict()}
+            | {"formulas": algorithm.formulas._asdict()}
+        )
+    return {"given": given, "workers": workers, "algorithms": rows}
 
 
 def _with_settings(name: str, pairs: list[str], workers: int) -> dict[str, Any]:
@@ -155,7 +208,7 @@ def _setting(setting: Setting, prefix: str = "") -> dict[str, Any]:
 
 
 def _all(state: list[dict[str, Any]], width: int) -> list[str]:
-    kinds = {kind: [fact for fact in state if fact["kind"] == kind] for kind in ("strategy", "task")}
+    kinds = {kind: [fact for fact in state if fact["kind"] == kind] for kind in ("strategy", "task", "algorithm")}
     examples = [some[0]["name"] for some in kinds.values()]
     return [
         "Strategies:",
@@ -163,6 +216,9 @@ def _all(state: list[dict[str, Any]], width: int) -> list[str]:
         "",
         "Tasks:",
         *_lines(kinds["task"], width),
+        "",
+        "All-reduce algorithms:",
+        *_lines(kinds["algorithm"], width),
         "",
         f"More about one: rainband explain {' or rainband explain '.join(examples)}",
     ]
@@ -172,17 +228,45 @@ def _lines(state: Iterable[dict[str, Any]], width: int) -> list[str]:
     return table([(fact["name"], fact["summary"]) for fact in state], indent="  ", width=width)
 
 
+def _cost_lines(fact: dict[str, Any], width: int) -> list[str]:
+    """Return one row for each algorithm: the textbook's formulas, and the numbers of the checked table."""
+    rows, totals = [("", "steps", "fan-in", "bytes that one rank sends")], dict[str, list[str]]()
+    for each in fact["algorithms"]:
+        texts = {
+            key: f"{each['formulas'][key]}: {number:.3g}" + (" N" if key.endswith("sent") else "")
+            for key, number in each["found"].items()
+        }
+        totals.setdefault(texts["total_sent"], []).append(each["name"])
+        mark = "> " if each["name"] == fact["name"] else "  "
+        rows.append((mark + each["name"], texts["steps"], texts["fan_in"], texts["max_sent"]))
+    (most, _), *others = sorted(totals.items(), key=lambda total: -len(total[1]))
+    except_ = "".join(f"; {' and '.join(names)} {total}" for total, names in others)
+    return [
+        f"With {fact['workers']} workers. Each table was checked: sums, races, deadlock. Formulas are followed by values.",
+        *table(rows, indent="", width=width),
+        f"Bytes sent in all: {most}{except_}.",
+        *_wrapped(
+            "P ranks, ", ["Q the largest power of two up to P, N bytes; M machines; R rows and C columns."], width
+        ),
+    ]
+
+
 def _one(fact: dict[str, Any], width: int) -> list[str]:
     given = fact.get("given", {})
     rows = [_row(setting, given) for setting in fact["settings"]]
     example = " ".join(assignment(key, value) for key, value in given.items())
     example = example or next((_default(s) for s in fact["settings"] if s["default"] is not None), "")
-    return [
+    about = [
         *fact["text"].splitlines(),
         "",
         "Settings:" if rows else "No settings.",
         *table(rows, indent="  ", width=width),
         "",
+    ]
+    if fact["kind"] == "algorithm":
+        return [*about, *_cost_lines(fact, width), "", f"Read it: {fact['file']}"]
+    return [
+        *about,
         *_wrapped("Expect:  ", fact.get("expected", ()), width),
         f"Use it:  rainband train {_usage(fact)} {example}".rstrip(),
         f"Read it: {fact['file']}",

@@ -25,8 +25,10 @@ def pipeline_schedules(incomplete: str) -> list[str]:
     return _beginning(incomplete, [*SCHEDULES, "all"])
 
 
-def strategies_and_tasks(incomplete: str) -> list[str]:
-    return strategies(incomplete) + tasks(incomplete)
+def explained_names(incomplete: str) -> list[str]:
+    from rainband.collectives.algorithm import algorithm_names
+
+    return strategies(incomplete) + tasks(incomplete) + _beginning(incomplete, algorithm_names())
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
