@@ -156,10 +156,8 @@ def _costs_of_algorithms(name: str, pairs: list[str], workers: int) -> dict[str,
         found, textbook = check(algorithm.table(workers), chunks=1), algorithm.textbook(workers)
         if one == name:
             given = {key: value for key, value in as_plain(algorithm).items() if key in given}
-        rows.append(
-            {"name": one, "found": found._asdict(), "textbook": textbook._asdict()}
-            | {"formulas": algorithm.formulas._asdict()}
-        )
+        numbers = {"found": found._asdict(), "textbook": textbook._asdict(), "formulas": algorithm.formulas._asdict()}
+        rows.append({"name": one, **numbers})
     return {"given": given, "workers": workers, "algorithms": rows}
 
 
@@ -242,7 +240,7 @@ def _cost_lines(fact: dict[str, Any], width: int) -> list[str]:
     (most, _), *others = sorted(totals.items(), key=lambda total: -len(total[1]))
     except_ = "".join(f"; {' and '.join(names)} {total}" for total, names in others)
     return [
-        f"With {fact['workers']} workers. Each table was checked: sums, races, deadlock. Formulas are followed by values.",
+        f"With {fact['workers']} workers. Each table was checked (sums, races, deadlock); values follow the formulas.",
         *table(rows, indent="", width=width),
         f"Bytes sent in all: {most}{except_}.",
         *_wrapped(

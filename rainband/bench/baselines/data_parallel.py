@@ -34,7 +34,7 @@ class GlooOrder(msgspec.Struct, frozen=True):
 
 def gloo_main(job: bytes, fds: list[int]) -> None:
     order = msgspec.msgpack.decode(job, type=GlooOrder)
-    _join_gloo(order.rank, order.port)
+    join_gloo(order.rank, order.port)
     vector = torch.full((order.num_elements,), 1e-3)
     for _ in range(3):
         dist.all_reduce(vector)
@@ -46,7 +46,7 @@ def gloo_main(job: bytes, fds: list[int]) -> None:
     _report(fds[0], seconds)
 
 
-def _join_gloo(rank: int, port: int, num_ranks: int = 2) -> None:
+def join_gloo(rank: int, port: int, num_ranks: int = 2) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
 
 
@@ -127,7 +127,7 @@ def train_main(job: bytes, fds: list[int]) -> None:
     torch.manual_seed(0)
     model: nn.Module = task.model()
     if order.port:
-        _join_gloo(order.rank, order.port)
+        join_gloo(order.rank, order.port)
         model = nn.parallel.DistributedDataParallel(model)
     data = task.data()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
@@ -174,7 +174,7 @@ def paced_main(job: bytes, fds: list[int]) -> None:
     from rainband.tasks.digits import Digits
 
     order = msgspec.msgpack.decode(job, type=PacedOrder)
-    _join_gloo(order.rank, order.port, order.num_ranks)
+    join_gloo(order.rank, order.port, order.num_ranks)
     task, size = Digits(), order.num_ranks
     torch.manual_seed(0)
     plain = task.model()
