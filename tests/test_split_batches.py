@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -767,3 +769,9 @@ def test_a_script_started_by_python_has_the_result_of_plain_pytorch(name: str) -
     plain = HABITS[name](Plain).state_dict()
     alone = HABITS[name](lambda model, optimizer: SingleProcessLoop()).state_dict()
     assert all(torch.equal(value, plain[key]) for key, value in alone.items())
+
+
+def test_the_guide_lists_every_habit() -> None:
+    guide = (Path(__file__).parent.parent / "docs" / "guides" / "training_loop.md").read_text(encoding="utf-8")
+    table = guide.split("| in your loop | test |")[1].split("\n\n")[0]
+    assert re.findall(r"\| `(\w+)` \|$", table, re.MULTILINE) == list(HABITS)
