@@ -50,6 +50,7 @@ class Group:
         self.memory: SharedMemory | None = None
         self.exchanges: dict[int, RoundExchange] = {}
         self.failed: BaseException | None = None
+        self.trial_rounds = 0
         self.kills: dict[int, int] = {}  # worker -> the number of waits after which it is killed
 
     def wait_or_die(self, rank: int, until: Callable[[], bool]) -> None:
@@ -73,7 +74,9 @@ class Group:
             for late in range(workers, ranks):
                 self.memory.exclude(late)  # nobody waits for it at the start
         board = LocalBoard(self.memory, rank, partial(self.wait_or_die, rank))
-        self.exchanges[rank] = RoundExchange(board, EncodedState(state), clock=lambda: 0.0, equal_parts=True)
+        self.exchanges[rank] = RoundExchange(
+            board, EncodedState(state), clock=lambda: 0.0, equal_parts=True, trial_rounds=self.trial_rounds
+        )
         return self.exchanges[rank]
 
     @property

@@ -24,7 +24,7 @@ step (`skip` while others averaged) receives the state of a member that did not,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -36,6 +36,12 @@ class RoundId(NamedTuple):
     batch: int
 
 
+Trial = Literal["whole", "doubled", "idle", "verdict"]
+"""In the first rounds, one member computes `whole` batches, as one process would, and the others wait (`idle`). In the
+very first, one of these computes the batch twice (`doubled`), which shows whether the loss is a sum over samples. The
+`verdict` is the round after them, in which all learn it."""
+
+
 class Part(NamedTuple):
     """One member's part of a round's samples: those carried over from earlier rounds, then those of the batch."""
 
@@ -44,6 +50,7 @@ class Part(NamedTuple):
     weight: int = 0  # samples that count: all of them, or 0 if another member has the same part
     total: int = 0  # samples of the round, over all members
     is_over: bool = False  # the epoch has no such round
+    trial: Trial | None = None  # what this round is for, if it is one of the first
 
     @property
     def last(self) -> int:

@@ -56,6 +56,7 @@ class RoundMember:
         clock: Callable[[], float],
         equal_parts: bool = False,
         whole_batches: bool = False,
+        trial_rounds: int = 0,
     ) -> None:
         """With `whole_batches`, others compute the part of a lost member in the same round: see `missing`."""
         self.board = board
@@ -64,6 +65,7 @@ class RoundMember:
         self.clock = clock
         self.equal_parts = equal_parts
         self.whole_batches = whole_batches
+        self.trial_rounds = trial_rounds  # of a run that this member begins
         self.life = 0
         self.is_in = False
         self.count = -1  # no state yet
@@ -116,7 +118,7 @@ class RoundMember:
         mine = ranks.index(self.rank)
         first, size, total = sum(sizes[:mine]), sizes[mine], len(self.samples)
         part = self.samples[first : first + size] if size else self.samples[:MIN_SAMPLES]
-        self.part = Part(part, first, size, total)
+        self.part = self._on_trial(Part(part, first, size, total))
         self.began_at = self.clock()
         self._cut_whole()
         return self.part
@@ -159,6 +161,20 @@ class RoundMember:
             if published is None:
                 return
             self._cut_missing(published)
+
+    def _on_trial(self, part: Part) -> Part:
+        """Return the part of one of the first rounds, which tell how one process would train."""
+        view = self.view
+        if view.serial == view.trial > 0:
+            return part._replace(trial="verdict")
+        if view.serial >= view.trial or len(view.members) == 1:
+            return part
+        if self.rank == view.longest_serving:
+            return part._replace(trial="whole")
+        second = next(m.rank for m in view.members if m.rank != view.longest_serving)
+        if view.serial == 0 and self.rank == second:
+            return part._replace(samples=[*self.samples, *self.samples], trial="doubled")
+        return part._replace(trial="idle")
 
     def _end_round(self) -> Waiting:
         """Decide what follows from the round, and give or receive the state."""
@@ -548,6 +564,7 @@ class RoundMember:
             if any(board.published(rank, slot) for rank in range(board.num_ranks) for slot in range(2)):
                 raise StateLost("all workers that had the trained parameters were lost: start the run again.")
             self.count = 0
+            view = msgspec.structs.replace(view, trial=self.trial_rounds)
         lives = {self.rank: self.life}
         for rank in range(board.num_ranks):
             asking = board.asking(rank)

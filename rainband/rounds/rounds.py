@@ -23,12 +23,13 @@ class RoundExchange:
         clock: Callable[[], float],
         equal_parts: bool = False,
         waited: Callable[[float], None] = lambda seconds: None,
+        trial_rounds: int = 0,
     ) -> None:
         """`waited` is told the seconds of each wait for other members."""
         self.board = board
         self.waited = waited
         self.rank = board.rank
-        self.member = RoundMember(board, holder, clock, equal_parts)
+        self.member = RoundMember(board, holder, clock, equal_parts, trial_rounds=trial_rounds)
 
     @property
     def view(self) -> RoundView:

@@ -50,10 +50,16 @@ class RoundView(msgspec.Struct, frozen=True, array_like=True):
     skipped: tuple[tuple[str, int], ...] = ()  # by reason
     transfers: int = 0  # states that members have received
     drifted: int = 0  # of these, because parameters differed
+    trial: int = 0  # rounds at the start of the run in which the longest-serving member computes whole batches
 
     @property
     def where(self) -> RoundId:
         return RoundId(self.epoch, self.batch)
+
+    @property
+    def longest_serving(self) -> int:
+        """Return the rank of the member that has served longest, of those in this epoch."""
+        return min(self.members, key=lambda member: (not member.active, member.since, member.rank)).rank
 
     def key(self) -> int:
         """Return a hash; members with different ones have decided differently."""
@@ -61,6 +67,9 @@ class RoundView(msgspec.Struct, frozen=True, array_like=True):
 
     def sizes(self, total: int) -> tuple[int, ...]:
         """Return how many samples of a round are each member's."""
+        if self.serial < self.trial:
+            alone = self.longest_serving
+            return tuple([total * (member.rank == alone) for member in self.members])
         shares = self.shares or (1.0,) * len(self.members)
         return part_sizes(total, tuple([share * m.active for share, m in zip(shares, self.members, strict=True)]))
 
@@ -176,6 +185,7 @@ def next_view(
         skipped=tuple(sorted(counted.skipped.items())),
         transfers=view.transfers + len(receivers),
         drifted=view.drifted + len(drifted),
+        trial=view.trial,
     )
     return RoundDecision(after, leader, receivers, frozenset(joins))
 
@@ -208,6 +218,7 @@ def _usual(
         skipped=view.skipped,
         transfers=view.transfers,
         drifted=view.drifted,
+        trial=view.trial,
     )
     return RoundDecision(after, leader_of(first), frozenset(), frozenset())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from rainband.rounds.exchange import Exchange, Part
 from rainband.runtimes.training_loop.split.session import LoopSession
 from rainband.runtimes.training_loop.split.state import LoopState
 from rainband.runtimes.training_loop.split.tensors import BackwardHooks, numbers_of, put_numbers
+from rainband.runtimes.training_loop.split.trial import SUM_FOUND, LoopTrial
 
 OWN_LOADER = (
     "rainband: this loop uses its own data loader, so every worker trains on all of the data. To share its batches, "
@@ -36,9 +38,11 @@ class GradientExchange:
         self.optimizers = state.optimizers
         self.num_workers = num_workers
         self.hooks = BackwardHooks(self._after_backward)
+        self.trial = LoopTrial(time.perf_counter)
         self.step_hooks: list[RemovableHandle] = []
         self.scaling: list[RemovableHandle] = []
         self.part: Part | None = None  # of the current round
+        self.last_part: Part | None = None  # of the round before
         self.weight: float | None = None  # given by the loop, in place of the part's number of samples
         self.deferred = False  # gradients of earlier backward passes wait to be averaged
         self.last_weight = 0.0  # sum of the weights of the last mean of gradients
@@ -84,17 +88,27 @@ class GradientExchange:
             )
         self.hooks.watch(self.tensors.parameters)
         self.exchanges_before, self.exchanges = self.exchanges, 0
+        self.last_part = self.part
         self.weight = self.part = None
 
     def set_part(self, part: Part) -> None:
         self.part = part
-        if self.deferred:
+        if part.trial == "verdict" and not part.is_over:
+            self._take_verdict()
+        if self.deferred or self.state.is_sum:
             self._scale()
+
+    def _take_verdict(self) -> None:
+        """Learn from the first rounds whether the loss is a sum over samples."""
+        outcome = self.exchange.mean_scalars((self.trial.found_sum,), 1.0)
+        self.state.is_sum = bool(outcome.scalars) and outcome.scalars[0] > 0 and self.uses_loaders
+        if self.state.is_sum and self.exchange.is_first:
+            self._tell(SUM_FOUND)
 
     def set_weight(self, weight: float) -> None:
         """Weight the gradients of this batch, in place of the part's number of samples."""
         self.weight = weight
-        if self.deferred or self.accumulating:
+        if self.deferred or self.accumulating or self.state.is_sum:
             self._scale()
 
     def _begin_own_round(self) -> None:
@@ -125,11 +139,17 @@ class GradientExchange:
         A gradient counts with this worker's fraction of its batch, which may be another one in the next batch.
         """
         if self.weight is not None and self.uses_loaders:
+            if self.state.is_sum:
+                raise ValueError("run.weight(...) is for means, and this loss is a sum over samples: omit it.")
             raise ValueError("run.weight(...) and run.no_sync() cannot be combined: accumulate without run.no_sync().")
         self._stop_scaling()
         if self.part is None or not self.uses_loaders:
             return
-        factor = self.part.weight * len(self.exchange.members) / self.part.total
+        members = len(self.exchange.members)
+        if self.state.is_sum:
+            factor = float(members) if self.part.weight else 0.0
+        else:
+            factor = self.part.weight * members / self.part.total
         if factor != 1.0:
             scale: Callable[[Tensor], Tensor] = lambda gradient: gradient * factor  # noqa: E731
             self.scaling = [
@@ -156,7 +176,12 @@ class GradientExchange:
         alone = len(self.exchange.members) == 1
         tensors += [None if alone else buffer.change() for buffer in self.tensors.buffers]
         stop = 0.0 if self.wants_stop is None else 1.0
-        weight = 1.0 if self.deferred else self.weight
+        weight = self.weight
+        if self.deferred or self.state.is_sum:
+            weight = 1.0  # the gradients are scaled
+        elif self.uses_loaders and self.part is not None and not self.part.weight:
+            weight = 0.0  # another worker has this part, too
+        self.trial.before(self.part, tensors[: len(self.tensors.parameters)], self.exchanges)
         outcome = self.exchange.mean(tensors, weight, numbers_of(self.optimizers), (stop,))
         self.exchanges += 1
         self.last_weight = outcome.weight
@@ -167,9 +192,11 @@ class GradientExchange:
             return
         if self.session is not None and self.exchanges == 1 and self.part is not None:
             self.session.exchanged(self.part)
+        self.trial.after(tensors)
         self._put(tensors, alone)
         self.deferred = False
-        self._stop_scaling()
+        if not self.state.is_sum:
+            self._stop_scaling()
         self.tensors.note_exchange()
         self._put_numbers(outcome.numbers)
         if outcome.scalars and outcome.scalars[0] > 0:

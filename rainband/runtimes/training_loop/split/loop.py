@@ -10,6 +10,7 @@ then steps on every worker, so that all parameters stay equal.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -180,12 +181,22 @@ class SplitLoop:
         self.where = self.exchange.begin(number)
         self.gradients.check_stop()
         self.gradients.begin_round(number)
+        self._measure()
         if self.where.epoch == number:
             self.state.end_catching_up()
             return self.where.batch
         for optimizer in self.optimizers:  # schedulers catch up with passes that were over before this worker joined
             optimizer._opt_called = True  # type: ignore[attr-defined]  # else they warn that no step came before
         return None
+
+    def _measure(self) -> None:
+        """After the first rounds, tell how much faster than one process this is."""
+        gradients = self.gradients
+        if self.session is None or gradients.trial.is_over:
+            return
+        sentence = gradients.trial.round_begins(gradients.last_part, self.session.stats.waited_s, self.num_workers)
+        if sentence and self.exchange.is_first:
+            print(sentence, file=sys.stderr)
 
     def cut(self, batch: Indices | None) -> Part:
         """Return this worker's part of the round's batch."""

@@ -17,6 +17,7 @@ from rainband.runtimes.training_loop.loop import MAX_REASON, NOT_KNOWN_YET
 from rainband.runtimes.training_loop.optimizer_checks import print_warnings
 from rainband.runtimes.training_loop.split.state import LoopState
 from rainband.runtimes.training_loop.split.tensors import SharedTensors
+from rainband.runtimes.training_loop.split.trial import TRIAL_ROUNDS
 from rainband.strategy import Strategy
 from rainband.transports.shared_rounds import SharedBoard
 from rainband.worker.session import join_of
@@ -42,7 +43,9 @@ class LoopSession:
         """Return the exchange with the other workers of this machine."""
         board = SharedBoard(self.link.round_files, self.link.index, like, self._idle)
         equal_parts = self.link.config.equal_parts
-        self.exchange = RoundExchange(board, state, time.perf_counter, equal_parts, self._waited)
+        on_cpu = all(tensor.device.type == "cpu" for tensor in like)  # elsewhere, whole batches may be too large
+        trial_rounds = TRIAL_ROUNDS if on_cpu and self.num_workers > 1 else 0
+        self.exchange = RoundExchange(board, state, time.perf_counter, equal_parts, self._waited, trial_rounds)
         return self.exchange
 
     # ---- messages ----

@@ -34,6 +34,7 @@ class LoopState:
         self.optimizers = optimizers
         self.generator = generator
         self.registered: list[HasState] = []
+        self.is_sum = False  # the loss is a sum over samples
         self.stopped: str | None = None  # the reason for which the run ends
         self.begun = False  # the loop has come to its first batch, through passes that were over before it joined
         self.generator_state = generator.get_state()  # before the current batch was drawn
@@ -62,6 +63,7 @@ class LoopState:
             "registered": [marked(given.state_dict()) for given in self.registered],
             "generator": self.generator_state,
             "stopped": self.stopped,
+            "is_sum": self.is_sum,
         }
 
     @torch.no_grad()
@@ -83,7 +85,7 @@ class LoopState:
         else:  # the script has not registered its objects yet, and has not drawn from the generator
             self.received = state
             self.generator.set_state(state["generator"])
-        self.stopped = state["stopped"]
+        self.stopped, self.is_sum = state["stopped"], state["is_sum"]
         for buffer in tensors.buffers:
             buffer.keep()
         tensors.note_exchange()
