@@ -655,10 +655,11 @@ def test_a_worker_that_was_started_again_is_another_one() -> None:
 
     assert Revoke(lease.portion, 2) in outs and Forget(0) in outs
     assert [type(m) for m in outs if isinstance(m, Welcome | Go)] == [Welcome, Go]
+    assert Shutdown("worker 0 was started again.") in outs  # for its earlier life, which may only have been cut off
     assert run.lost("worker", 0, incarnation=0) == []
     assert run.from_worker(0, LeaseRequest(), incarnation=0) == []
     assert run.coordinator.state.workers[0].connected
-    assert run.joins(0, incarnation=0) == []  # a word of its earlier life, late
+    assert run.joins(0, incarnation=0) == [Shutdown("worker 0 was started again.")]  # its earlier life, late
 
 
 def test_the_only_worker_may_be_started_again() -> None:

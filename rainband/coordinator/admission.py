@@ -63,6 +63,8 @@ class Admission:
             return []
         if state.phase in ENDING:
             return [CoordinatorOutput(sender, NO_WORK_LEFT)]
+        if why := self._is_replaced(sender):
+            return [CoordinatorOutput(sender, Shutdown(why))]
         rank = state.rank_in_replica(sender.index)
         if why := self._cannot_take_part(join) or self.buffers.compare(sender, rank, buffers):
             return self._turn_away(sender, now, why)
@@ -70,12 +72,11 @@ class Admission:
         if lost := sorted(others & state.missing):
             return self._dismiss(sender, now, f"worker {lost[0]} of the same replica was lost")
         known = state.workers.get(sender.index)
-        if known is not None and sender.incarnation < known.peer.incarnation:
-            return []  # a newer life of this worker has joined
         outs: list[CoordinatorOutput] = []
         if known is not None and known.peer != sender:  # restarted, before its end was noticed
             known.connected = False
-            outs = [] if known.ended else self.liveness.deactivate(known, now, "it was restarted")
+            outs = [CoordinatorOutput(known.peer, Shutdown(f"{sender} was started again."))]
+            outs += [] if known.ended else self.liveness.deactivate(known, now, "it was restarted")
             self.liveness.leases.wanting.pop(sender.index, None)
             if state.phase in ENDING:  # too many workers have died on its batches
                 known.ended, state.live = True, None
@@ -90,6 +91,12 @@ class Admission:
         state.events.append(events.Joined(at_s=now, node=str(sender)))
         self.waiting.append((sender, join))
         return outs + self.form(now)
+
+    def _is_replaced(self, sender: Peer) -> str:
+        """Return why a worker is dismissed that a later incarnation of the same worker has replaced; "" if none has."""
+        known = self.state.workers.get(sender.index)
+        replaced = known is not None and sender.incarnation < known.peer.incarnation
+        return f"{sender} was started again." if replaced else ""
 
     def _cannot_take_part(self, join: Join) -> str:
         if join.optimizer is not None and not self._may_run(join.optimizer.name):
@@ -112,9 +119,11 @@ class Admission:
         if len(state.servers) < state.settings.num_servers or not self.waiting or state.phase is Phase.OVER:
             return []
         known = len(state.workers.keys() | state.missing)
-        if self.waiting[0][1].custom_loop and known < state.settings.num_workers:
+        if not state.plan and self.waiting[0][1].custom_loop and known < state.settings.num_workers:
             return []  # custom loops start together: a late one could find that the others have ended
         complete = [(sender, join) for sender, join in self.waiting if state.is_complete(sender.index)]
+        if not state.plan:
+            complete = self._who_begins(complete)
         if not complete:
             return []
         welcomed = {sender for sender, _ in complete}
@@ -124,15 +133,35 @@ class Admission:
             outs += self._welcome(sender, join, now)
         return outs
 
-    def _turn_away(self, sender: Peer, now: float, why: str) -> list[CoordinatorOutput]:
-        """Send a worker away with a reason, which is also an event; a run that goes on without it fails at its end."""
+    def _who_begins(self, complete: list[tuple[Peer, Join]]) -> list[tuple[Peer, Join]]:
+        """Return the workers to begin with, the one first whose task becomes that of the run; none: wait for more.
+
+        It is one of the run's own machine, as long as one of these may join: no other machine changes the task.
+        """
         state = self.state
-        state.refused.append(why)
+        if len(state.connected()) < state.settings.min_workers:
+            return []
+        local = state.settings.local_ranks
+        complete.sort(key=lambda one: one[0].index not in local)
+        if complete and complete[0][0].index not in local and any(state.may_join(rank) for rank in local):
+            return []
+        return complete
+
+    def _turn_away(self, sender: Peer, now: float, why: str) -> list[CoordinatorOutput]:
+        """Send a worker away with a reason, which is also an event.
+
+        A run that goes on without a worker of its own machine fails at its end; one of another machine is only refused.
+        """
+        state = self.state
+        is_local = sender.index in state.settings.local_ranks
+        if is_local:
+            state.refused.append(why)
         state.workers.pop(sender.index, None)
         self.liveness.leases.counts.forget()
         state.missing.add(sender.index)
         state.report_loss(sender, now, why)
-        ended = self.shutdown.stop("failed", why) if state.phase is Phase.FORMING else self.shutdown.after_loss()
+        fatal = is_local and state.phase is Phase.FORMING
+        ended = self.shutdown.stop("failed", why) if fatal else self.shutdown.after_loss()
         return [CoordinatorOutput(sender, Shutdown(why)), *ended]
 
     def _dismiss(self, sender: Peer, now: float, why: str) -> list[CoordinatorOutput]:
@@ -185,7 +214,8 @@ class Admission:
             return []
         if not why:
             return self.planning.described(worker, dataset, now)
-        self.state.refused.append(why)
+        if worker.peer.index in self.state.settings.local_ranks:
+            self.state.refused.append(why)
         return [CoordinatorOutput(worker.peer, Shutdown(why)), *self.liveness.lost(worker.peer, now, why)]
 
     def server_ready(self, sender: Peer, now: float) -> list[CoordinatorOutput]:

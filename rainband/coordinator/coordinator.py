@@ -6,6 +6,7 @@ concerns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -118,6 +119,8 @@ class Coordinator:
                 if self.full_batch is not None:
                     return self.full_batch.delivered(worker.peer, message, now)
                 return self.leases.returned(worker, message, now)
+            case Ended() if worker.leaving and self.state.phase is Phase.RUNNING:
+                return self.liveness.leaves(worker, now)
             case Ended():
                 return self.liveness.ends(worker, now) + self.shutdown.ended(worker, message, body, now)
             case Concluded():
@@ -175,6 +178,11 @@ class Coordinator:
         """Go on without a worker whose process has ended before it joined."""
         self.state.live = None
         return self.liveness.never_joins(peer, now, why) + self.admission.form(now)
+
+    def dismiss(self, ranks: Sequence[int], now: float) -> list[CoordinatorOutput]:
+        """Let workers leave after their current work items."""
+        self.state.live = None
+        return self.liveness.dismiss(ranks, now)
 
     def tick(self, now: float) -> list[CoordinatorOutput]:
         """Do what is due regularly: call it about every fifth of the failure timeout."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rainband.coordinator.full_batch import FullBatchDuty
 from rainband.coordinator.leases import Leases
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, FailureCause, Phase, RunState, WorkerState
 from rainband.protocol import events
-from rainband.protocol.messages import Failed, Forget, Heartbeat, Peer, ReportRequest, Shutdown
+from rainband.protocol.messages import Failed, Forget, Halt, Heartbeat, Peer, ReportRequest, Shutdown
 
 FATAL_DEATHS = 3  # when this many workers die on the same batches, the run ends
 # Silence of a server, in failure timeouts.
@@ -18,6 +20,8 @@ SHORTEST_END_S = 600.0
 NAMED_AFTER_S = 5.0  # a worker for which the others that share its batches wait is named
 
 PAUSED = "paused, by its own request"
+LEFT = "it left, by its own request"
+NOBODY_LEFT = "no worker is left, and the run waits for one that joins from another machine; Ctrl-C ends it"
 
 
 def server_patience_s(failure_timeout_s: float) -> float:
@@ -74,6 +78,23 @@ class Liveness:
         """Reassign the batches of a worker that pauses; the run does not end without it."""
         worker.paused = True
         return self.deactivate(worker, now, PAUSED)
+
+    def dismiss(self, ranks: Sequence[int], now: float) -> list[CoordinatorOutput]:
+        """Let workers finish their work items, and leave; the others get their remaining batches."""
+        outs: list[CoordinatorOutput] = []
+        for worker in [self.state.workers[rank] for rank in ranks if rank in self.state.workers]:
+            if not worker.connected or worker.leaving:
+                continue
+            worker.leaving = True
+            if self.state.phase in (Phase.FORMING, Phase.LOADING):  # it has no work item
+                outs += self.leaves(worker, now)
+            elif self.state.phase is Phase.RUNNING:
+                outs.append(CoordinatorOutput(worker.peer, Halt(LEFT)))
+        return outs
+
+    def leaves(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
+        """Dismiss a worker that has finished its work item to leave. It has returned its leases."""
+        return [CoordinatorOutput(worker.peer, Shutdown(LEFT)), *self.lost(worker.peer, now, LEFT)]
 
     def ends(self, worker: WorkerState, now: float) -> list[CoordinatorOutput]:
         """Tell the servers not to wait for a worker that has ended: custom loops may end at different times."""
@@ -234,6 +255,8 @@ class Liveness:
         if worker is None or worker.peer != peer or not worker.connected:
             return []
         outs = self._lose_worker(worker, now, why) + self._dismiss_stage_peers(peer, now, why)
+        if self.state.phase is Phase.RUNNING and self.state.awaits_workers() and not self.state.connected():
+            self.state.events.append(events.Warned(at_s=now, text=NOBODY_LEFT))
         return outs + self.shutdown.after_loss()
 
     def _lose_worker(self, worker: WorkerState, now: float, why: str) -> list[CoordinatorOutput]:

@@ -101,6 +101,8 @@ class RunEnd:
             if founder is not None and state.welcome is not None:
                 again = msgspec.structs.replace(state.welcome, load=True, replica_addresses=state.addresses(founder))
                 return [CoordinatorOutput(other.peer, again) for other in state.replica_of(founder)]
+        if not left and state.awaits_workers():
+            return []
         if not left and len(state.missing | state.workers.keys()) >= state.settings.num_workers and not self.saved:
             state.fail_if_finished(f"no worker is left: {state.last_loss}", FailureCause.NO_WORKER_LEFT)
             return self._save_without_workers()
@@ -169,7 +171,8 @@ class RunEnd:
         if not ready:
             state.fail_if_finished("no worker is left to save the model", FailureCause.NO_WORKER_LEFT)
             return self._save_without_workers()
-        chosen = min(ready, key=lambda w: w.peer)
+        local = state.settings.local_ranks  # their disk is the one where the model is to be
+        chosen = min(ready, key=lambda w: (w.peer.index not in local, w.peer))
         self.concluder = chosen.peer.index
         self.last_reports = {index for index, s in state.servers.items() if s.peer.role == "server"}
         others = [w for w in ready if w is not chosen] if state.is_custom_loop() else []

@@ -36,6 +36,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str = ""
     optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import besides torch's own
     workers_per_replica: int = 1  # with consecutive ranks; the first of them has the leases
+    num_local: int | None = None  # workers of the run's own machine, with the lowest ranks; None: all
+    joinable: bool = False  # more workers may join from other machines
+    min_workers: int = 0  # the run begins when so many workers have joined
+
+    @property
+    def local_ranks(self) -> range:
+        """Return the ranks of the workers that the run's own machine starts."""
+        return range(self.num_workers if self.num_local is None else self.num_local)
 
     @property
     def num_replicas(self) -> int:
@@ -53,6 +61,9 @@ class Phase(StrEnum):
     CONCLUDING = "concluding"  # a worker evaluates and saves the model
     OVER = "over"
     REPLACED = "replaced"  # another coordinator continues the run from the journal
+
+
+BEFORE_THE_END = (Phase.FORMING, Phase.LOADING, Phase.RUNNING)
 
 
 class FailureCause(Enum):
@@ -98,6 +109,7 @@ class WorkerState:
     late: bool = False  # inactive by itself; the others of its replica are then inactive because of it
     ended: bool = False
     paused: bool = False  # by its own message: the run does not end without it
+    leaving: bool = False  # it finishes its work item, and is then dismissed
     leases: dict[int, int] = field(default_factory=dict)  # portion -> lease number
     heartbeats: list[tuple[float, Heartbeat]] = field(default_factory=list)  # the last few, and when they arrived
 
@@ -133,6 +145,7 @@ class RunState:
         self.planning: set[int] = set()  # servers that do not know it yet
         self.workers: dict[int, WorkerState] = {}
         self.servers: dict[int, ServerState] = {}
+        self.next_rank = len(settings.local_ranks)  # of the next worker that joins from another machine
         self.missing: set[int] = set()  # workers that will never join
         self.live: int | None = None  # active replicas; None: count again
         self.last_loss = ""
@@ -162,6 +175,28 @@ class RunState:
 
     def connected(self) -> list[WorkerState]:
         return [w for w in self.workers.values() if w.connected]
+
+    def new_ranks(self, number: int) -> range:
+        """Return ranks for workers that join from another machine; no rank is given to two workers."""
+        first = self.next_rank
+        self.next_rank += number
+        return range(first, self.next_rank)
+
+    def expect_servers(self, number: int) -> range:
+        """Wait for this many more servers before the run begins; return their numbers."""
+        assert self.phase is Phase.FORMING, "the blocks are dealt once"
+        first = self.settings.num_servers
+        self.settings = msgspec.structs.replace(self.settings, num_servers=first + number)
+        return range(first, first + number)
+
+    def may_join(self, rank: int) -> bool:
+        """Return whether a worker of the run's own machine may still join."""
+        known = self.workers.get(rank)
+        return rank not in self.missing and (known is None or known.connected)
+
+    def awaits_workers(self) -> bool:
+        """Return whether a run without workers goes on, because others may join from other machines."""
+        return self.settings.joinable and self.outcome == "finished" and self.phase in BEFORE_THE_END
 
     def num_live(self) -> int:
         """Count the active replicas that have not ended."""
