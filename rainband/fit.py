@@ -374,4 +374,4 @@ def be_server(job: bytes, fds: list[int]) -> None:
     from rainband.runtimes.config import decode_job
     from rainband.runtimes.processes.server_process import serve
 
-    serve(decode_job(job), _carried(fds)["strategy"])
+    serve(decode_job(job), fds, _carried(fds)["strategy"])

@@ -42,11 +42,35 @@ class NodeOptions(TypedDict, total=False):
     """Workers and servers"""
 
     workers: Annotated[
-        int | None, Option("Number of worker processes, which compute gradients.", "N", "4; 1 for single", min=1)
+        int | None,
+        Option("Number of worker processes, which compute gradients; 0 with --listen.", "N", "4; 1 for single", min=0),
     ]
     servers: Annotated[
         int | None,
         Option("Number of server processes, which hold the parameters.", "N", "2 if the strategy has servers", min=0),
+    ]
+
+
+class ListenOptions(TypedDict, total=False):
+    """Several machines"""
+
+    listen: Annotated[
+        str | None,
+        Option(
+            "Let other machines join (rainband join) at this address of this machine; port 0: any that is free.",
+            "HOST:PORT",
+            "only this machine",
+        ),
+    ]
+    advertise: Annotated[
+        str | None,
+        Option("With --listen: the address that other machines connect to.", "HOST[:PORT]", "that of --listen"),
+    ]
+    min_workers: Annotated[
+        int | None,
+        Option(
+            "With --listen: begin when N workers have joined; the run is planned for them.", "N", "--workers", min=1
+        ),
     ]
 
 
@@ -191,7 +215,14 @@ class OutputOptions(TypedDict, total=False):
 
 # size: one key for each option of a run
 class FitOptions(
-    ProcessOptions, SharedBatchOptions, TrainingOptions, StageOptions, SimulationOptions, OutputOptions, total=False
+    ListenOptions,
+    ProcessOptions,
+    SharedBatchOptions,
+    TrainingOptions,
+    StageOptions,
+    SimulationOptions,
+    OutputOptions,
+    total=False,
 ):
     """The options of a run without its numbers of workers and servers, which are parameters of `rainband.fit`."""
 
@@ -203,6 +234,7 @@ class RunOptions(NodeOptions, FitOptions, total=False):
 
 GROUPS = (
     NodeOptions,
+    ListenOptions,
     ProcessOptions,
     SharedBatchOptions,
     TrainingOptions,

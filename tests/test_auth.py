@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
 import secrets
 import struct
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,14 +16,14 @@ from hypothesis import strategies as st
 
 from rainband.errors import HandshakeFailed
 from rainband.transports.auth import (
+    ROLES,
     ClientHandshake,
     Handshake,
     Identity,
     ServerHandshake,
     new_run_id,
     new_secret,
-    read_secret_file,
-    write_secret_file,
+    role_keys,
 )
 
 SECRET = bytes(range(100, 132))
@@ -39,7 +37,7 @@ def client(secret: bytes = SECRET, run_id: bytes = RUN, me: Identity = WORKER) -
 
 
 def server(secret: bytes = SECRET, run_id: bytes = RUN, me: Identity = SERVER) -> ServerHandshake:
-    return ServerHandshake(secret, run_id, me)
+    return ServerHandshake(dict.fromkeys(ROLES, secret), run_id, me)
 
 
 def mac(label: bytes, transcript: bytes, secret: bytes = SECRET) -> bytes:
@@ -241,9 +239,25 @@ def a_server_of_another_version() -> tuple[HandshakeFailed, Handshake]:
 
 def a_client_of_unknown_role() -> tuple[HandshakeFailed, Handshake]:
     theirs = server()
-    hello = b"RBHI\x01" + b"\x09" + bytes(8) + RUN + bytes(32)
-    transcript = hello + deliver(hello, theirs)[:43]
-    return failed(theirs, mac(b"client", transcript)), theirs
+    return failed(theirs, b"RBHI\x01" + b"\x09" + bytes(8) + RUN + bytes(32)), theirs
+
+
+def a_client_whose_role_may_not_connect() -> tuple[HandshakeFailed, Handshake]:
+    theirs = ServerHandshake({"worker": SECRET}, RUN, SERVER)
+    return failed(theirs, client(me=Identity("coordinator", 0, 0)).outgoing), theirs
+
+
+def a_server_that_does_not_accept_our_role() -> tuple[HandshakeFailed, Handshake]:
+    ours = client()
+    return failed(ours, b"\x04\x01"), ours
+
+
+def a_worker_that_says_it_is_a_server() -> tuple[HandshakeFailed, Handshake]:
+    keys = role_keys(SECRET)
+    theirs = ServerHandshake(keys, RUN, SERVER)
+    ours = ClientHandshake(keys["worker"], RUN, Identity("server", 0, 0))
+    failed(ours, deliver(ours.outgoing, theirs))  # the server's proof is made with another key
+    return failed(theirs, bytes(32)), theirs
 
 
 def a_server_of_unknown_role() -> tuple[HandshakeFailed, Handshake]:
@@ -302,7 +316,10 @@ REFUSED: dict[Callable[[], tuple[HandshakeFailed, Handshake]], tuple[str, bytes 
     a_server_of_another_run: ("belongs to another run: check its address", b""),
     a_client_of_another_version: ("speaks protocol version 2, we speak 1: install the same", b"\x02\x01"),
     a_server_of_another_version: ("speaks protocol version 9, we speak 1: install the same", b""),
-    a_client_of_unknown_role: (UNKNOWN_ROLE, None),
+    a_client_of_unknown_role: (UNKNOWN_ROLE, b"\x04\x01"),
+    a_client_whose_role_may_not_connect: ("the role coordinator, which may not connect here", b"\x04\x01"),
+    a_server_that_does_not_accept_our_role: ("does not accept connections of our role", b""),
+    a_worker_that_says_it_is_a_server: (SECRET_MISMATCH, b""),
     a_server_of_unknown_role: (UNKNOWN_ROLE, b""),
     a_server_that_answers_with_an_unknown_status: ("unknown status 7: install the same version", b""),
     a_browser: (NO_NODE, b""),
@@ -384,50 +401,19 @@ def test_a_relay_cannot_change_who_the_client_is() -> None:
     ],
 )
 def test_wrong_settings_are_refused_at_once(secret: bytes, run_id: bytes, me: Identity, message: str) -> None:
-    for side in (ClientHandshake, ServerHandshake):
+    for side in (client, server):
         with pytest.raises(ValueError, match=message):
             side(secret, run_id, me)
+
+
+def test_each_role_has_a_key_of_its_own_that_does_not_show_the_secret() -> None:
+    keys = role_keys(SECRET)
+    assert set(keys) == set(ROLES) and len({SECRET, *keys.values()}) == len(ROLES) + 1
+    assert role_keys(SECRET, "worker") == {"worker": keys["worker"]}
+    with pytest.raises(ValueError, match="a secret of 31 bytes is too short"):
+        role_keys(SECRET[:31])
 
 
 def test_secrets_and_run_ids_are_long_and_new_each_time() -> None:
     assert len(new_secret()) == 32 and new_secret() != new_secret()
     assert len(new_run_id()) == 16 and new_run_id() != new_run_id()
-
-
-def test_a_secret_file_gives_back_the_secret_and_is_for_its_owner_only(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    write_secret_file(path, SECRET)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert read_secret_file(path) == SECRET
-    assert read_secret_file(str(path)) == SECRET
-
-
-def test_a_secret_is_never_written_over_another_file(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    write_secret_file(path, SECRET)
-    with pytest.raises(FileExistsError):
-        write_secret_file(path, OTHER_SECRET)
-    assert read_secret_file(path) == SECRET
-
-
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere a mode says nothing")
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o700, 0o400, 0o4600])
-def test_a_secret_file_of_another_mode_is_refused_with_what_to_type(tmp_path: Path, mode: int) -> None:
-    path = tmp_path / "secret"
-    write_secret_file(path, SECRET)
-    path.chmod(mode)
-    with pytest.raises(ValueError, match=f"has mode {mode:04o}, .*: type chmod 600 {path}") as caught:
-        read_secret_file(path)
-    assert SECRET.hex() not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "correct horse battery staple", SECRET.hex()[:62], SECRET.hex() + "f", "\xff\xfe"]
-)
-def test_a_file_without_a_secret_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "secret"
-    path.touch(0o600)
-    path.write_text(text, encoding="latin1")
-    with pytest.raises(ValueError, match=f"{path} holds no secret of 64 or more hexadecimal digits") as caught:
-        read_secret_file(path)
-    assert not text or text not in "".join(traceback.format_exception(caught.value))

@@ -19,8 +19,8 @@ from rainband.protocol.worker_stats import Stats
 from rainband.runtimes.config import Job, RunConfig
 from rainband.runtimes.processes.server_process import ServerProcess
 from rainband.runtimes.processes.worker_link import WorkerLink
-from rainband.transports.auth import new_run_id, new_secret
-from rainband.transports.connect import connect, listen_unix, this_machine
+from rainband.transports.auth import new_run_id, new_secret, role_keys
+from rainband.transports.connect import connect, listen_tcp, listen_unix, this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.event_loop import EventLoop, readable_within
 from rainband.transports.hub import Hub
@@ -28,7 +28,7 @@ from rainband.transports.server_links import SharedPort
 from tests.processes import DEADLINE_S
 from tests.test_transports import PLAN
 
-SECRET, RUN_ID = new_secret(), new_run_id()
+KEYS, RUN_ID = role_keys(new_secret()), new_run_id()
 WORKER = Peer("worker", 0)
 
 
@@ -36,7 +36,7 @@ class Listening:
     """A hub that runs only while the test lets it, and its address."""
 
     def __init__(self, backlog: int = 128) -> None:
-        self.hub = Hub(COORDINATOR, SECRET, RUN_ID, self, 1 << 16)
+        self.hub = Hub(COORDINATOR, KEYS, RUN_ID, self, 1 << 16)
         name = f"rainband-test-{os.getpid()}-{id(self)}"
         self.socket = listen_unix(name)
         self.socket.listen(backlog)
@@ -88,7 +88,7 @@ def meanwhile(work: Callable[[], Any]) -> Iterator[list[Any]]:
 
 
 def dial(address: Address) -> socket.socket:
-    return connect(address, True, SECRET, RUN_ID, WORKER)[0]
+    return connect(address, True, KEYS, RUN_ID, WORKER)[0]
 
 
 def job(address: Address, role: str = "worker", timeout_s: float = 5.0) -> Job:
@@ -100,7 +100,7 @@ def job(address: Address, role: str = "worker", timeout_s: float = 5.0) -> Job:
         num_servers=1,
         failure_timeout_s=timeout_s,
     )
-    return Job(role=role, index=0, run_id=RUN_ID, secret=SECRET, coordinator=address, config=config)
+    return Job(role=role, index=0, run_id=RUN_ID, keys=KEYS, coordinator=address, config=config)
 
 
 def test_a_worker_waits_longer_for_a_busy_coordinator_than_a_heartbeat_may_take(listening: Listening) -> None:
@@ -163,7 +163,7 @@ def test_a_peer_that_has_ended_is_not_waited_for(listening: Listening) -> None:
 
 def test_a_peer_that_never_answers_is_given_up_and_the_time_is_told(listening: Listening) -> None:
     with pytest.raises(HandshakeFailed, match=r"did not answer within 0\.01 s"):
-        connect(listening.address, True, SECRET, RUN_ID, WORKER, timeout_s=0.01)
+        connect(listening.address, True, KEYS, RUN_ID, WORKER, timeout_s=0.01)
 
 
 def test_a_connection_of_another_user_is_closed_before_it_is_read(
@@ -195,7 +195,7 @@ def test_a_socket_of_another_user_is_not_told_anything(listening: Listening, mon
 
 def test_a_hello_that_waited_for_a_busy_hub_is_answered_although_its_time_is_over(listening: Listening) -> None:
     listening.begin()
-    with meanwhile(lambda: connect(listening.address, True, SECRET, RUN_ID, WORKER, DEADLINE_S)[0]) as results:
+    with meanwhile(lambda: connect(listening.address, True, KEYS, RUN_ID, WORKER, DEADLINE_S)[0]) as results:
         listening.serve(lambda: listening.hub.connections)  # accepted, and then the hub was busy with a large message
         (connection,) = listening.hub.connections.values()
         connection.deadline = time.monotonic()
@@ -205,7 +205,7 @@ def test_a_hello_that_waited_for_a_busy_hub_is_answered_although_its_time_is_ove
 
 
 def test_a_worker_that_is_sooner_than_the_blocks_gets_them_when_they_are_there() -> None:
-    process = ServerProcess(job(Address("", 0), "server"))
+    process = ServerProcess(job(Address("", 0), "server"), listen_tcp("127.0.0.1"))
     name = f"rainband-test-{os.getpid()}-{id(process)}"
     listener = listen_unix(name)
     process.hub.listen(listener)
@@ -214,7 +214,7 @@ def test_a_worker_that_is_sooner_than_the_blocks_gets_them_when_they_are_there()
     until = time.monotonic() + DEADLINE_S
 
     def open_port() -> SharedPort:
-        sock, _, key = connect(Address("", 0, name, this_machine()), True, SECRET, RUN_ID, WORKER)
+        sock, _, key = connect(Address("", 0, name, this_machine()), True, KEYS, RUN_ID, WORKER)
         return SharedPort(Peer("server", 0), sock, key, specs, EventLoop(), lambda message, body: None, Stats())
 
     with meanwhile(open_port) as results:

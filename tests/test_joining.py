@@ -45,12 +45,12 @@ def welcomed(run: Run) -> list[str]:
 
 
 def test_ranks_of_joining_workers_follow_the_local_ones_and_are_never_given_twice() -> None:
-    state = open_run(num_workers=4, num_local=2).coordinator.state
-    assert [list(state.new_ranks(2)), list(state.new_ranks(1))] == [[2, 3], [4]]
-    assert list(open_run(num_local=0).coordinator.state.new_ranks(1)) == [0]
+    admission = open_run(num_workers=4, num_local=2).coordinator.admission
+    assert [list(admission.new_ranks(2)), list(admission.new_ranks(1))] == [[2, 3], [4]]
+    assert list(open_run(num_local=0).coordinator.admission.new_ranks(1)) == [0]
 
 
-def test_the_task_of_the_runs_own_machine_is_that_of_the_run_whoever_joins_first() -> None:
+def test_the_task_of_the_runs_own_machine_is_that_of_the_run_also_if_another_joins_first() -> None:
     run = open_run()
     assert run.joins(1, batch_size=2) == []  # it waits: worker 0 will say what the run is about
     run.joins(0, batch_size=1)
@@ -90,7 +90,7 @@ def test_a_worker_may_join_custom_loops_that_have_begun() -> None:
 
 def test_servers_may_join_before_the_start() -> None:
     run = open_run()
-    assert list(run.coordinator.state.expect_servers(2)) == [1, 2]
+    assert list(run.coordinator.admission.expect_servers(2)) == [1, 2]
     assert run.joins(0) == [] and run.server_joins(1) == []
     run.server_joins(2)
     assert welcomed(run) == ["worker 0"]

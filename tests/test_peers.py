@@ -21,7 +21,7 @@ from rainband.errors import HandshakeFailed, PeerLost
 from rainband.protocol.messages import Address, GiveBack, Hello, LeaseRequest, Lend, Message, Peer, PeerValue, encode
 from rainband.protocol.peer_inbox import Received
 from rainband.transports import peers_shared, peers_tcp
-from rainband.transports.auth import new_run_id, new_secret
+from rainband.transports.auth import new_run_id, new_secret, role_keys
 from rainband.transports.connect import connect, this_machine
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.frames import pack
@@ -31,7 +31,7 @@ from rainband.transports.shared_memory import PAGE, SharedSegment
 from tests.processes import DEADLINE_S, wait_for
 from tests.test_pytrees import pytrees, same
 
-SECRET = new_secret()
+KEYS = role_keys(new_secret())
 
 both_ways = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -40,7 +40,7 @@ def links_of(
     number: int, transport: str, run_id: bytes, timeout_s: float = DEADLINE_S, lost: list[int] | None = None
 ) -> PeerLinks:
     told = None if lost is None else lost.append
-    return PeerLinks(Peer("worker", number), SECRET, run_id, EventLoop(), transport, timeout_s, told)
+    return PeerLinks(Peer("worker", number), KEYS, run_id, EventLoop(), transport, timeout_s, told)
 
 
 @contextmanager
@@ -281,7 +281,7 @@ def num_open_segments() -> int:
 def test_a_worker_with_another_secret_is_refused(transport: str) -> None:
     run_id = new_run_id()
     first = links_of(0, transport, run_id)
-    stranger = PeerLinks(Peer("worker", 1), new_secret(), run_id, EventLoop(), transport, DEADLINE_S)
+    stranger = PeerLinks(Peer("worker", 1), role_keys(new_secret()), run_id, EventLoop(), transport, DEADLINE_S)
     addresses = {0: first.listen(), 1: stranger.listen()}
     going = True
 
@@ -461,7 +461,7 @@ def forger(transport: str, lost: list[int]) -> Iterator[tuple[PeerLinks, socket.
     me = Peer("worker", 1)
 
     def call() -> None:
-        ends.append(connect(address, transport == "shm", SECRET, run_id, me, DEADLINE_S))
+        ends.append(connect(address, transport == "shm", KEYS, run_id, me, DEADLINE_S))
 
     at_once(call, lambda: until(link, lambda: ends))
     sock, _, key = ends[0]

@@ -46,7 +46,7 @@ from rainband.protocol.worker_stats import Stats
 from rainband.runtimes.config import Job, RunConfig
 from rainband.runtimes.processes.server_process import ServerProcess
 from rainband.transports import frames
-from rainband.transports.auth import new_run_id, new_secret
+from rainband.transports.auth import new_run_id, new_secret, role_keys
 from rainband.transports.connect import connect, listen_tcp, listen_unix, this_machine
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.hub import MAX_UNKNOWN
@@ -55,7 +55,7 @@ from rainband.transports.shared_memory import READ_TRIES, Mailbox, Published, Sh
 from tests.processes import DEADLINE_S, RunLauncher, exact, wait_for
 
 PLAN = DataPlan(fingerprint="", layout="", num_samples=64, batch_size=1, epochs=1, seed=0, portion_batches=64)
-SECRET, RUN_ID = new_secret(), new_run_id()
+KEYS, RUN_ID = role_keys(new_secret()), new_run_id()
 SERVER = Peer("server", 0)
 SMALL = (16,)  # one block of 16 elements
 
@@ -72,8 +72,8 @@ class Served:
             num_servers=1,
             failure_timeout_s=timeout_s,
         )
-        job = Job(role="server", index=0, run_id=RUN_ID, secret=SECRET, coordinator=Address("", 0), config=config)
-        self.process = ServerProcess(job)
+        job = Job(role="server", index=0, run_id=RUN_ID, keys=KEYS, coordinator=Address("", 0), config=config)
+        self.process = ServerProcess(job, listen_tcp("127.0.0.1"))
         self.server = self.process.server
         self.hub = self.process.hub
         layout = arrange([LayoutEntry(f"p{i}", (size,), dtype) for i, size in enumerate(sizes)])
@@ -130,7 +130,7 @@ class Worker:
         self.event_loop = EventLoop()
         self.came: list[tuple[Message, Tensor | None]] = []
         self.sequence = 0
-        sock, _, key = connect(server.address, transport == "shm", SECRET, RUN_ID, self.me, DEADLINE_S)
+        sock, _, key = connect(server.address, transport == "shm", KEYS, RUN_ID, self.me, DEADLINE_S)
         self.sock = sock
         self.port: SharedPort | TcpPort
         if transport == "shm":
@@ -458,15 +458,15 @@ def test_a_stranger_is_closed_and_a_worker_goes_on(greeting: bytes, caplog: pyte
         assert worker.push_ones(0) == PushResult.ACCEPTED
         lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert 1 <= len(lines) <= 2 + time.monotonic() - started  # at most one a second
-        assert SECRET.hex() not in caplog.text
+        assert KEYS.hex() not in caplog.text
 
 
 def test_a_wrong_secret_is_refused_and_tells_where_to_look() -> None:
     with served() as server:
         with pytest.raises(HandshakeFailed, match="secret mismatch.* See rainband doctor"):
-            connect(server.address, False, new_secret(), RUN_ID, Peer("worker", 0), DEADLINE_S)
+            connect(server.address, False, role_keys(new_secret()), RUN_ID, Peer("worker", 0), DEADLINE_S)
         with pytest.raises(HandshakeFailed, match="another run"):
-            connect(server.address, False, SECRET, new_run_id(), Peer("worker", 0), DEADLINE_S)
+            connect(server.address, False, KEYS, new_run_id(), Peer("worker", 0), DEADLINE_S)
         assert not server.hub.peers
 
 
@@ -477,7 +477,7 @@ def test_a_huge_length_after_a_good_handshake_is_refused_before_anything_is_allo
     with served() as server:
         worker = Worker(server, "tcp")
         worker.load_zeros()
-        sock, _, _ = connect(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
+        sock, _, _ = connect(server.address, False, KEYS, RUN_ID, Peer("worker", 1), DEADLINE_S)
         before = psutil.Process().memory_info().vms
         sock.sendall(frames._PREFIX.pack(frames.MAGIC, frames.PROTOCOL_VERSION, 0, 0, header_bytes, body_bytes, 0, 0))
         assert is_closed(sock)
@@ -493,7 +493,7 @@ def test_a_frame_with_any_one_byte_flipped_changes_nothing() -> None:
         push = Push(0, 1, 1, (BatchRange(0, 9, 10, 1),), 1, 1, 1, 0, "float32", 16)
         length = len(frames.pack(encode(push), body, 0)) + len(body)
         for at in range(length):
-            sock, _, key = connect(server.address, True, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
+            sock, _, key = connect(server.address, True, KEYS, RUN_ID, Peer("worker", 1), DEADLINE_S)
             frame = bytearray(frames.pack(encode(push), body, key) + bytes(body))
             frame[at] ^= 0x10
             sock.sendall(frame)
@@ -509,7 +509,7 @@ def test_half_a_frame_changes_nothing(num_bytes: int) -> None:
         Worker(server, "tcp").load_zeros()
         body = memoryview(torch.ones(16).numpy().tobytes())
         push = Push(0, 1, 1, (BatchRange(0, 9, 10, 1),), 1, 1, 1, 0, "float32", 16)
-        sock, _, key = connect(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
+        sock, _, key = connect(server.address, False, KEYS, RUN_ID, Peer("worker", 1), DEADLINE_S)
         sock.sendall((frames.pack(encode(push), body, key) + bytes(body))[:num_bytes])
         sock.shutdown(socket.SHUT_WR)
         assert is_closed(sock)
@@ -620,7 +620,7 @@ def test_a_mailbox_that_is_not_what_it_says_is_refused(
         fd = make(num_bytes)
         gc.collect()  # closes what earlier tests left open
         open_before = os.listdir("/proc/self/fd")
-        sock, _, key = connect(server.address, True, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
+        sock, _, key = connect(server.address, True, KEYS, RUN_ID, Peer("worker", 1), DEADLINE_S)
         socket.send_fds(sock, [frames.pack(encode(hello), None, key)], [fd, fd])
         assert is_closed(sock)
         assert worker.push_ones(0) == PushResult.ACCEPTED
@@ -645,7 +645,7 @@ def test_a_push_of_a_strange_dtype_is_refused_with_a_reason(dtype: str) -> None:
 
 def test_a_message_that_is_none_of_ours_closes_the_connection() -> None:
     with served() as server:
-        sock, _, key = connect(server.address, False, SECRET, RUN_ID, Peer("worker", 1), DEADLINE_S)
+        sock, _, key = connect(server.address, False, KEYS, RUN_ID, Peer("worker", 1), DEADLINE_S)
         sock.sendall(frames.pack(b"\x91\xa5hello", None, key))
         assert is_closed(sock)
 

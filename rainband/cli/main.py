@@ -16,7 +16,20 @@ from rainband.cli.report_errors import EXIT_CODES
 
 # Modules of this package, in the order of --help, with a function `command`; or `register(app)`, if that needs more.
 COMMANDS = (
-    *("train", "run", "explain", "runs", "export", "replay", "timeline", "calibrate", "fuzz", "placement", "bench"),
+    *(
+        "train",
+        "run",
+        "join",
+        "explain",
+        "runs",
+        "export",
+        "replay",
+        "timeline",
+        "calibrate",
+        "fuzz",
+        "placement",
+        "bench",
+    ),
     "doctor",
 )
 

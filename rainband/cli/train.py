@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rainband.cli.options import GroupedCommand, Json, Verbose, completion, with_run_options
-from rainband.cli.report_errors import EXIT_CODES, FAILED, give_up, report_errors
-from rainband.options import RunOptions
+from rainband.cli.report_errors import EXIT_CODES, FAILED, USAGE, give_up, report_errors
+from rainband.options import OptionError, RunOptions, on_command_line
 
 if TYPE_CHECKING:
     from rainband.runtimes.config import RunConfig
@@ -100,6 +100,8 @@ def watch(config: RunConfig, sinks: Sequence[partial[Sink]], as_json: bool, verb
         out = sys.stderr if as_json else sys.stdout
         with removed_if_refused(Path(config.directory)), RunWatch(out, verbose, sinks) as watch:
             result: RunResult = run(config, watch, capture=True)
+    except OptionError as error:  # found by trying, such as a port in use
+        give_up(error.written(on_command_line), USAGE)
     except Deadlock as deadlock:
         give_up(f"the run cannot go on: {deadlock}", FAILED)
     for line in summary(watch.so_far, Path(config.directory)):

@@ -38,6 +38,21 @@ class Admission:
         self.full_batch = full_batch
         self.waiting: list[tuple[Peer, Join]] = []
         self.buffers = FirstBuffers()
+        self.next_rank = len(state.settings.local_ranks)  # of the next worker that joins from another machine
+
+    def new_ranks(self, number: int) -> range:
+        """Return ranks for workers that join from another machine; no rank is given to two workers."""
+        first = self.next_rank
+        self.next_rank += number
+        return range(first, self.next_rank)
+
+    def expect_servers(self, number: int) -> range:
+        """Wait for this many more servers before the run begins; return their numbers."""
+        state = self.state
+        assert state.phase is Phase.FORMING, "the blocks are dealt once"
+        first = state.settings.num_servers
+        state.settings = msgspec.structs.replace(state.settings, num_servers=first + number)
+        return range(first, first + number)
 
     def server_joins(self, sender: Peer, message: ServerJoin, now: float) -> list[CoordinatorOutput]:
         if sender.role != "server":
@@ -143,9 +158,14 @@ class Admission:
             return []
         local = state.settings.local_ranks
         complete.sort(key=lambda one: one[0].index not in local)
-        if complete and complete[0][0].index not in local and any(state.may_join(rank) for rank in local):
+        if complete and complete[0][0].index not in local and any(self._may_join(rank) for rank in local):
             return []
         return complete
+
+    def _may_join(self, rank: int) -> bool:
+        """Return whether a worker of the run's own machine may still join."""
+        known = self.state.workers.get(rank)
+        return rank not in self.state.missing and (known is None or known.connected)
 
     def _turn_away(self, sender: Peer, now: float, why: str) -> list[CoordinatorOutput]:
         """Send a worker away with a reason, which is also an event.

@@ -21,7 +21,7 @@ from rainband.coordinator.planning import Planning
 from rainband.coordinator.reporting import Reporting
 from rainband.coordinator.shutdown import RunEnd
 from rainband.coordinator.state import CoordinatorOutput, Phase, RunSettings, RunState, ServerState
-from rainband.protocol.events import UpdateSizeChanged
+from rainband.protocol import events
 from rainband.protocol.messages import (
     AcceptedBatches,
     Address,
@@ -34,6 +34,7 @@ from rainband.protocol.messages import (
     Heartbeat,
     Join,
     LeaseRequest,
+    LinksOpened,
     Message,
     Params,
     Paused,
@@ -127,6 +128,10 @@ class Coordinator:
                 return self.shutdown.concluded(worker, message)
             case Dataset():
                 return self.admission.described(worker, message, now)
+            case LinksOpened():
+                self.state.events.append(
+                    events.Linked(at_s=now, worker=sender.index, machine=message.machine, links=message.links)
+                )
             case Paused():
                 return self.liveness.pause(worker, now)
             case StopRequest():
@@ -148,7 +153,7 @@ class Coordinator:
             report = msgspec.structs.replace(report, staleness=last.staleness, missed=last.missed, limit=last.limit)
         before, size = server.report and server.report.gradients_per_update, report.gradients_per_update
         if before and size and before != size and sender.index == min(state.servers):  # one server stands for all
-            state.events.append(UpdateSizeChanged(at_s=now, gradients=size))
+            state.events.append(events.UpdateSizeChanged(at_s=now, gradients=size))
         server.report, server.full = report, frozenset(report.full)
         server.flushed |= report.flushed  # a report that was requested meanwhile does not say so
         if report.flushed and state.phase in (Phase.FLUSHING, Phase.FINISHING):

@@ -38,7 +38,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     workers_per_replica: int = 1  # with consecutive ranks; the first of them has the leases
     num_local: int | None = None  # workers of the run's own machine, with the lowest ranks; None: all
     joinable: bool = False  # more workers may join from other machines
-    min_workers: int = 0  # the run begins when so many workers have joined
+    min_workers: int = 0  # workers that must have joined before the run begins
 
     @property
     def local_ranks(self) -> range:
@@ -145,7 +145,6 @@ class RunState:
         self.planning: set[int] = set()  # servers that do not know it yet
         self.workers: dict[int, WorkerState] = {}
         self.servers: dict[int, ServerState] = {}
-        self.next_rank = len(settings.local_ranks)  # of the next worker that joins from another machine
         self.missing: set[int] = set()  # workers that will never join
         self.live: int | None = None  # active replicas; None: count again
         self.last_loss = ""
@@ -175,24 +174,6 @@ class RunState:
 
     def connected(self) -> list[WorkerState]:
         return [w for w in self.workers.values() if w.connected]
-
-    def new_ranks(self, number: int) -> range:
-        """Return ranks for workers that join from another machine; no rank is given to two workers."""
-        first = self.next_rank
-        self.next_rank += number
-        return range(first, self.next_rank)
-
-    def expect_servers(self, number: int) -> range:
-        """Wait for this many more servers before the run begins; return their numbers."""
-        assert self.phase is Phase.FORMING, "the blocks are dealt once"
-        first = self.settings.num_servers
-        self.settings = msgspec.structs.replace(self.settings, num_servers=first + number)
-        return range(first, first + number)
-
-    def may_join(self, rank: int) -> bool:
-        """Return whether a worker of the run's own machine may still join."""
-        known = self.workers.get(rank)
-        return rank not in self.missing and (known is None or known.connected)
 
     def awaits_workers(self) -> bool:
         """Return whether a run without workers goes on, because others may join from other machines."""

@@ -72,6 +72,31 @@ class Joined(Event, frozen=True):
     node: str
 
 
+class Linked(Event, frozen=True):
+    """A worker has connected to the servers."""
+
+    worker: int
+    machine: str  # the name of its machine
+    links: tuple[str, ...]  # the transport to each server: shm, tcp or tls; "": it needs none
+
+
+class MachineJoined(Event, frozen=True):
+    """Another machine has joined the run, or has left it."""
+
+    machine: str
+    workers: tuple[int, ...]
+    servers: tuple[int, ...] = ()
+    left: str = ""  # why it is gone
+
+
+class Listening(Event, frozen=True):
+    """Other machines may join the run."""
+
+    address: str
+    servers: tuple[int, ...]  # the ports of its servers
+    invitation: str  # the file; it is secret, and so not part of any event
+
+
 class FirstStep(Event, frozen=True):
     """The first gradient of the run was computed."""
 
@@ -201,6 +226,9 @@ AnyEvent = (
     | PipelinePredicted
     | PhaseChanged
     | Joined
+    | Linked
+    | MachineJoined
+    | Listening
     | FirstStep
     | Lost
     | Returned

@@ -1,3 +1,4 @@
+# size: every kind of message, which one decoder must know
 """All messages between nodes: typed records, encoded by msgspec; decoding never runs code.
 
 Tensor bytes travel raw beside a message, as its payload. Who sent a message is known from the connection's
@@ -20,7 +21,7 @@ from rainband.protocol.vectors import Operation
 class Peer(msgspec.Struct, frozen=True, array_like=True, order=True):
     """A node: its role, its number within the role, and its incarnation (the number of restarts)."""
 
-    role: str  # worker, server, coordinator
+    role: str  # worker, server, coordinator, or machine: one that has joined the run
     index: int
     incarnation: int = 0
 
@@ -227,6 +228,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     port: int
     unix: str = ""  # abstract name: no file, so nothing is left behind
     machine: str = ""  # equal on one machine only
+    fingerprint: bytes = b""  # of the certificate that it shows; none: TCP without TLS, on loopback
 
 
 class Assign(Message, frozen=True, tag=61):
@@ -544,12 +546,84 @@ class StopRequest(Message, frozen=True, tag=119):
     reason: str
 
 
+class LinksOpened(Message, frozen=True, tag=120):
+    """A worker has connected to the servers."""
+
+    machine: str  # the name of its machine
+    links: tuple[str, ...]  # the transport to each server: shm, tcp or tls; "": it needs none
+
+
+class FilePart(Message, frozen=True, tag=121):
+    """A part of the saved model, from a worker that has another disk than the run; the payload is its bytes."""
+
+    offset: int
+    num_bytes: int  # of the whole file
+
+
+# ---- coordinator and joining machine --------------------------------------------------------------------------------
+
+
+class Software(msgspec.Struct, frozen=True):
+    """The versions of what computes: they must be the same on all machines of a run."""
+
+    rainband: str
+    torch: str
+    python: str
+
+
+class MachineJoin(Message, frozen=True, tag=140):
+    """A machine wants to bring workers and servers; or it is connected again, with the workers that it has."""
+
+    name: str
+    software: Software
+    workers: int
+    servers: int = 0
+    script: bool = False  # its workers run a script with a custom training loop
+    ranks: tuple[int, ...] = ()  # of the workers that it has brought before
+
+
+class MachineWelcome(Message, frozen=True, tag=141):
+    """The run that a machine has joined, and the numbers of its processes; or why it may not join."""
+
+    refused: str = ""
+    run: str = ""  # the name of the run's directory
+    config: bytes = b""  # a RunConfig
+    keys: dict[str, bytes] = {}  # of the roles that its processes need
+    ranks: tuple[int, ...] = ()
+    servers: tuple[int, ...] = ()
+
+
+class RestartRequest(Message, frozen=True, tag=142):
+    """A machine is about to start a worker again, whose connections have broken."""
+
+    rank: int
+
+
+class Restart(Message, frozen=True, tag=143):
+    """Start a worker again, as this incarnation."""
+
+    rank: int
+    incarnation: int
+
+
+class ProcessEnded(Message, frozen=True, tag=144):
+    """A process of a machine has ended, and is not started again."""
+
+    peer: Peer
+    cause: str
+
+
+class Leave(Message, frozen=True, tag=145):
+    """A machine leaves: its workers finish their work items, and others get their remaining batches."""
+
+
 AnyMessage = (
     Hello | InitBlock | Push | Pull | Opened | BlockReady | Ack | Params | ServerJoin | Assign | Ready
     | Revoke | AcceptedBatches | Forget | ReportRequest | Flush | Report | Join | Welcome | Go | LeaseRequest
     | Lease | Return | Heartbeat | Finish | Halt | Ended | Conclude | Concluded | Failed | Shutdown | FetchState
     | StatePart | Planned | Dataset | Paused | NoWork | Idle | PullDelayed | AdjustRule | RoundChosen
     | StopRequest | Command | Answer | Evaluated | AssignItems | ItemsDelivered | PeerValue | Lend | GiveBack
+    | LinksOpened | FilePart | MachineJoin | MachineWelcome | RestartRequest | Restart | ProcessEnded | Leave
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

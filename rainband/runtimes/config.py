@@ -8,6 +8,7 @@ import msgspec
 
 from rainband.model_parallel.placement.stage_plan import StagePlan
 from rainband.protocol.messages import Address
+from rainband.transports.tls.certificate import Certificate
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +47,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     script: str = ""  # with a custom training loop, and its arguments; then `task` is only its name
     arguments: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()  # module:Class of optimizers that servers may import
+    listen: str = ""  # HOST:PORT where other machines join; none: the run has one machine
+    advertise: str = ""  # HOST or HOST:PORT that other machines connect to; none: that of `listen`
+    min_workers: int = 0  # that must have joined before the run begins
+    num_local: int | None = None  # workers of this machine; None: all
     timeline: bool = False  # record spans of computing, waiting, pushing and pulling; simulations always do
     record: bool = False  # record the order of pushes and pulls, so that the run can be repeated bit for bit
     message_cost: bool = False  # write processor times, for rainband calibrate
@@ -62,15 +67,30 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_workers // (self.stage_plan.size if self.stage_plan else 1)
 
 
+class Door(msgspec.Struct, frozen=True, kw_only=True):
+    """The address at which other machines reach a node, which inherits the listening socket."""
+
+    host: str
+    port: int
+    certificate: Certificate | None = None  # None: only processes of this machine can reach it
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of a run, and the secret with which it authenticates. It is never written to a file."""
+    """One process of a run, and the keys with which it authenticates. It is never written to a file.
+
+    The files that it inherits are, at the end: `memory`, `round_files`, the socket of `door`.
+    """
 
     role: str
     index: int
     run_id: bytes
-    secret: bytes
+    keys: dict[str, bytes]  # of its own role, and of those that may connect to it
     coordinator: Address
     config: RunConfig
+    incarnation: int = 0
+    machine: str = ""  # the name of the machine that it runs on
+    remote: bool = False  # that is not the machine of the run, which has the run's directory
+    door: Door | None = None  # where a server accepts connections from other machines
     memory: bool = False  # the last inherited file is the memory for the parameters of all workers
     round_files: int = 0  # number of files for rounds of split batches, which are the last inherited ones
 

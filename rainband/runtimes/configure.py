@@ -33,6 +33,7 @@ from rainband.options import (
 from rainband.plugins import search_current_folder, where_to_run
 from rainband.protocol.optimizer_spec import BUILT_IN
 from rainband.runtimes.config import RunConfig, SimSettings
+from rainband.runtimes.machines.addresses import parse_address
 from rainband.runtimes.simulation.models.cluster_model import compute_model, load_model
 from rainband.runtimes.simulation.models.faults import check_nodes
 from rainband.runtimes.simulation.models.faults import parse as parse_faults
@@ -86,7 +87,11 @@ def configure(
         _check_optimizer(base.strategy, strategy, resolved["workers"] or 1)
     config = msgspec.structs.replace(
         base,
-        num_workers=resolved["workers"],
+        num_workers=max(resolved["workers"] or 1, resolved.get("min_workers") or 1),
+        num_local=resolved["workers"] if "listen" in resolved else None,
+        listen=resolved.get("listen") or "",
+        advertise=resolved.get("advertise") or "",
+        min_workers=resolved.get("min_workers") or 0,
         num_servers=resolved["servers"],
         sim=sim,
         **{name: value for name, value in resolved.items() if name in PLAIN_FIELDS},
@@ -193,6 +198,7 @@ def resolve(
     usual = (WORKERS, SERVERS) if base is None else (base.num_workers, base.num_servers)
     workers = _workers(options, name, requires, size, usual[0])
     servers = _servers(options, name, requires, usual[1])
+    _check_machines({**options, "workers": workers}, name, requires, size)
     _check_simulation(options, name, requires, size)
     _check_record(options, name, requires, size)
     if options.get("runtime", "processes") == "processes":
@@ -248,7 +254,9 @@ def check_custom_loop(name: str, requires: Requirements) -> None:
 
 def _workers(options: RunOptions, name: str, requires: Requirements, size: int, usual: int) -> int:
     most = None if requires.max_replicas is None else requires.max_replicas * size
-    workers = options.get("workers") or min(most or usual, max(1, usual // size) * size)
+    workers = options.get("workers")
+    if workers is None:
+        workers = min(most or usual, max(1, usual // size) * size)
     if most is not None and workers != most:
         runs = "in one process" if size == 1 else f"one replica of the model, on {size} workers"
         raise OptionError(
@@ -294,6 +302,34 @@ def _check_cores(**numbers: int) -> None:
                 f"{opt(name, number)}: this machine has {cores} cores, so they would only wait for each other. Use at "
                 f"most {MOST_PER_CORE * cores}; about {cores} is fastest."
             )
+
+
+def _check_machines(options: RunOptions, name: str, requires: Requirements, size: int) -> None:
+    """Raise if a run cannot have workers on other machines, or has none at all."""
+    if "listen" not in options:
+        for given in ("advertise", "min_workers"):
+            if given in options:
+                raise OptionError(f"{opt(given)} requires {opt('listen', '0.0.0.0:7070')}.")
+        if options["workers"] == 0:
+            raise OptionError(
+                f"{opt('workers', 0)} requires {opt('listen', '0.0.0.0:7070')}, for workers that join from other "
+                f"machines: add it, or use {opt('workers', 1)}."
+            )
+        return
+    parse_address("listen", options["listen"] or "")
+    if "advertise" in options:
+        parse_address("advertise", options["advertise"] or "", default_port=0)
+    why = ""
+    if options.get("runtime") == "sim":
+        why = "a simulation has no other machines"
+    elif not requires.servers or requires.max_replicas is not None:
+        why = f"{name} works on one machine only; choose downpour or sync"
+    elif size > 1:
+        why = f"the workers of {opt('stages')} must be on one machine"
+    elif options.get("record") or options.get("transport") == "shm":
+        why = f"{opt('record')} and {opt('transport', 'shm')} are for one machine"
+    if why:
+        raise OptionError(f"{opt('listen')}: {why}.")
 
 
 def _check_simulation(options: RunOptions, name: str, requires: Requirements, size: int) -> None:

@@ -186,5 +186,8 @@ def settings_of(config: RunConfig, model_path: str) -> RunSettings:
         stuck_timeout_s=config.stuck_timeout_s,
         model_path=model_path,
         optimizers=config.optimizers,
+        num_local=config.num_local,
+        joinable=bool(config.listen),
+        min_workers=config.min_workers,
         workers_per_replica=config.stage_plan.size if config.stage_plan else 1,
     )

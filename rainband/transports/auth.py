@@ -5,18 +5,20 @@
     client -> server   proof     MAC("client")
     server -> client   verdict   status, MAC("verdict", status)
 
-    MAC(label, more) = HMAC-SHA256(secret, label || hello || answer without its MAC || more)
+    MAC(label, more) = HMAC-SHA256(role key, label || hello || answer without its MAC || more)
+    role key         = HMAC-SHA256(secret, "rainband role" || the client's role)
     key              = the first 4 bytes of MAC("key"), the same at both ends
 
 Every message has a fixed length; a server reads 94 bytes before it knows whom it talks to. What stands
 before the bar keeps its form in all versions to come, so that any two versions can tell each other why they
 part: a server that speaks another version answers with just that part, in clear. Each MAC covers both
 nonces, so nothing recorded can be replayed, and a label of its direction, so nothing can be reflected. A
-wrong secret gets no answer at all. Which run the client asked for is looked at only once it has proved that
-it knows the secret, and what the server says to it then is signed.
+wrong secret gets no answer at all. A process holds only the keys of its own role and of those that may connect
+to it: with a worker's key nobody connects as a server or as the coordinator. Which run the client asked for is
+looked at only once it has proved that it knows its key, and what the server says to it then is signed.
 
-This decides who may connect. It neither hides nor signs what is sent afterwards: on a network where others
-can write into a connection, use TLS as well.
+This decides who may connect. It neither hides nor signs what is sent afterwards: between machines it runs inside
+TLS (`tls/`), whose certificate is compared with the fingerprint of the address.
 
 There is no input or output here: both sides say what to send and how many bytes they need next.
 """
@@ -24,12 +26,9 @@ There is no input or output here: both sides say what to send and how many bytes
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
-import stat
 import struct
-from collections.abc import Generator
-from pathlib import Path
+from collections.abc import Generator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -42,7 +41,7 @@ SECRET_BYTES = 32
 RUN_ID_BYTES = 16
 NONCE_BYTES = 32
 MAC_BYTES = 32
-ROLES = {"worker": 1, "server": 2, "coordinator": 3, "observer": 4}
+ROLES = {"worker": 1, "server": 2, "coordinator": 3, "observer": 4, "machine": 5}
 
 # What a server says in the first byte of its answer and of its verdict.
 WELCOME, OTHER_VERSION, OTHER_RUN, UNKNOWN_ROLE = 1, 2, 3, 4
@@ -129,15 +128,18 @@ class Handshake:
 class ClientHandshake(Handshake):
     """The side that opened the connection."""
 
-    def __init__(self, secret: bytes, run_id: bytes, me: Identity) -> None:
-        super().__init__(_client(_Signer(secret), _checked_run_id(run_id), _packed(me)))
+    def __init__(self, key: bytes, run_id: bytes, me: Identity) -> None:
+        """`key`: that of this node's role."""
+        super().__init__(_client(_Signer(key), _checked_run_id(run_id), _packed(me)))
 
 
 class ServerHandshake(Handshake):
     """The side that accepted the connection, whatever its role in the run."""
 
-    def __init__(self, secret: bytes, run_id: bytes, me: Identity) -> None:
-        super().__init__(_server(_Signer(secret), _checked_run_id(run_id), _packed(me)))
+    def __init__(self, keys: Mapping[str, bytes], run_id: bytes, me: Identity) -> None:
+        """`keys`: those of the roles that may connect."""
+        signers = {ROLES[role]: _Signer(key) for role, key in keys.items()}
+        super().__init__(_server(signers, _checked_run_id(run_id), _packed(me)))
 
 
 def new_secret() -> bytes:
@@ -145,38 +147,16 @@ def new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
+def role_keys(secret: bytes, *roles: str) -> dict[str, bytes]:
+    """Return the keys of these roles (none: of all) in the run with this secret."""
+    if len(secret) < SECRET_BYTES:
+        raise ValueError(f"a secret of {len(secret)} bytes is too short: new_secret() makes one of {SECRET_BYTES}.")
+    return {role: hmac.digest(secret, b"rainband role " + role.encode(), "sha256") for role in roles or ROLES}
+
+
 def new_run_id() -> bytes:
     """Return a fresh name for a run; it is no secret."""
     return secrets.token_bytes(RUN_ID_BYTES)
-
-
-def write_secret_file(path: str | Path, secret: bytes) -> None:
-    """Write a secret, as hexadecimal digits, to a new file that only its owner may read."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w", encoding="ascii") as file:
-        file.write(secret.hex() + "\n")
-
-
-def read_secret_file(path: str | Path) -> bytes:
-    """Return the secret in a file, refusing a file that others may read or change."""
-    with open(path, "rb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        if os.name == "posix" and mode != 0o600:  # elsewhere the mode says nothing about who may read
-            raise ValueError(
-                f"the secret file {path} has mode {mode:04o}, and must have 0600: type chmod 600 {path}, "
-                "and make a new secret if others may have read this one."
-            )
-        text = file.read(4096).decode("ascii", errors="replace")
-    try:
-        secret = bytes.fromhex(text)
-    except ValueError:
-        secret = b""
-    if len(secret) < SECRET_BYTES:
-        raise ValueError(
-            f"{path} holds no secret of {2 * SECRET_BYTES} or more hexadecimal digits: to make one, type "
-            f"(umask 077; python -c 'import secrets; print(secrets.token_hex({SECRET_BYTES}))' > {path})."
-        )
-    return secret
 
 
 class _Agreed(NamedTuple):
@@ -201,6 +181,8 @@ def _client(signer: _Signer, run_id: bytes, me: bytes) -> _Script:
     status, version = start
     if status == OTHER_VERSION:
         return _Refused(_other_version(version))
+    if status == UNKNOWN_ROLE:
+        return _Refused(_why_not_welcome(status))
     if status != WELCOME or version != PROTOCOL_VERSION:
         return _Refused(f"the peer is no Rainband node: its answer begins with {start!r}. Check the address.")
 
@@ -221,7 +203,7 @@ def _client(signer: _Signer, run_id: bytes, me: bytes) -> _Script:
     return signer.agreed(b"", peer)
 
 
-def _server(signer: _Signer, run_id: bytes, me: bytes) -> _Script:
+def _server(signers: Mapping[int, _Signer], run_id: bytes, me: bytes) -> _Script:
     start = yield b"", _HELLO_START_BYTES
     version = start[-1]
     if not start.startswith(MAGIC):
@@ -230,6 +212,9 @@ def _server(signer: _Signer, run_id: bytes, me: bytes) -> _Script:
         return _Refused(_other_version(version), bytes([OTHER_VERSION, PROTOCOL_VERSION]))
 
     rest = yield b"", _HELLO_REST_BYTES
+    if rest[0] not in signers:
+        return _Refused(_unknown_role(rest[0]), bytes([UNKNOWN_ROLE, PROTOCOL_VERSION]))
+    signer = signers[rest[0]]
     answer = bytes([WELCOME, PROTOCOL_VERSION]) + me + secrets.token_bytes(NONCE_BYTES)
     signer.transcript = start + rest + answer
 
@@ -239,13 +224,12 @@ def _server(signer: _Signer, run_id: bytes, me: bytes) -> _Script:
     peer = _unpacked(rest)
     if rest[_IDENTITY.size : -NONCE_BYTES] != run_id:
         return _Refused(f"the peer, {peer}, belongs to another run.", signer.verdict(OTHER_RUN))
-    if peer is None:
-        return _Refused(_unknown_role(rest[0]), signer.verdict(UNKNOWN_ROLE))
+    assert peer is not None, "a role that has a key is known"
     return signer.agreed(signer.verdict(WELCOME), peer)
 
 
 class _Signer:
-    """Makes the MACs of one handshake; it keeps the secret only inside of the hash."""
+    """Makes the MACs of one handshake; it keeps the key only inside of the hash."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < SECRET_BYTES:
@@ -271,14 +255,19 @@ def _other_version(version: int) -> str:
 
 
 def _unknown_role(number: int) -> str:
-    return f"the peer has the unknown role {number}: {_SAME_VERSION}"
+    names = {value: name for name, value in ROLES.items()}
+    what = f"role {names[number]}, which may not connect here" if number in names else f"unknown role {number}"
+    return f"the peer has the {what}: {_SAME_VERSION}"
 
 
 def _why_not_welcome(status: int) -> str:
     if status == OTHER_RUN:
         return "the peer belongs to another run: check its address, and that both read the same run directory."
     if status == UNKNOWN_ROLE:
-        return "the peer does not know our role: " + _SAME_VERSION
+        return (
+            "the peer does not accept connections of our role: check its address, and install the same version of "
+            "rainband on all machines."
+        )
     return f"the peer refused us with the unknown status {status}: {_SAME_VERSION}"
 
 

@@ -13,6 +13,7 @@ from rainband.errors import HandshakeFailed
 from rainband.protocol.messages import Message, Params, Peer, decode, encode
 from rainband.transports.auth import Handshake, Identity
 from rainband.transports.frames import BadFrame, BodyMemory, FrameReader, pack
+from rainband.transports.tls.tls_socket import TlsSocket, unsent
 
 ROOM_BYTES = 4 << 20  # replies wait while more than this is queued
 
@@ -34,6 +35,7 @@ class Connection:
         self.max_body_bytes = max_body_bytes
         self.body_memory = body_memory
         self.shake = shake
+        self.host = ""  # the address of the peer; "": it is on this machine
         self.deadline = deadline  # the handshake must be done by then
         self.peer = Peer("unknown", -1)
         self.key = 0
@@ -86,6 +88,8 @@ class Connection:
             self.sock.send(self.shake.outgoing)  # under 200 bytes: they fit the empty socket buffer
         if self.shake.done:
             self.opened(self.shake.peer, self.shake.key)
+            if isinstance(self.sock, TlsSocket):
+                self.sock.trusted()
         return []
 
     def send(self, message: Message, body: memoryview | bytes | None = None) -> None:
@@ -112,7 +116,7 @@ class Connection:
                 shared = self.mailbox is not None and isinstance(message, Params)
                 self.send(message, None if values is None or shared else values)
             if not self.out:
-                return False
+                return unsent(self.sock)
             try:
                 sent = self.sock.sendmsg([*self.out] if len(self.out) <= 64 else [self.out[i] for i in range(64)])
             except BlockingIOError:

@@ -7,21 +7,25 @@ import logging
 import os
 import select
 import socket
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
 from rainband.errors import HandshakeFailed
 from rainband.protocol.messages import Message, Peer
 from rainband.transports.auth import Identity, ServerHandshake
-from rainband.transports.connect import user_of
+from rainband.transports.connect import is_loopback, keep_alive, user_of
 from rainband.transports.connection import Connection, ReadNow
 from rainband.transports.frames import BadFrame, BodyMemory
+from rainband.transports.tls.certificate import Certificate, server_context
+from rainband.transports.tls.tls_socket import TlsSocket, unread
 
 log = logging.getLogger("rainband")
 
 MAX_UNKNOWN = 256  # unauthenticated connections; if there are more, the oldest is closed
+MAX_UNKNOWN_PER_HOST = 64  # of these, from one address
 FRAMES_BEFORE_FLUSH = 4  # early enough for the sender to go on, rarely enough to save system calls
 
 
@@ -39,7 +43,7 @@ class Hub:
     def __init__(
         self,
         me: Peer,
-        secret: bytes,
+        keys: Mapping[str, bytes],
         run_id: bytes,
         handler: Handler,
         max_body_bytes: int,
@@ -47,9 +51,12 @@ class Hub:
         read_now: ReadNow | None = None,
         body_memory: BodyMemory | None = None,
     ) -> None:
-        """`body_memory`: returns the memory in which the body of a frame is received, given its header and length."""
+        """`keys`: those of the roles that may connect.
+
+        `body_memory`: returns the memory in which the body of a frame is received, given its header and length.
+        """
         self.me = Identity(me.role, me.index, me.incarnation)
-        self.secret = secret
+        self.keys = keys
         self.run_id = run_id
         self.handler = handler
         self.max_body_bytes = max_body_bytes
@@ -62,11 +69,18 @@ class Hub:
         self.peers: dict[Peer, Connection] = {}
         self.watched: dict[int, Callable[[], None]] = {}
         self.unflushed: dict[int, Connection] = {}
+        self.unread: dict[int, Connection] = {}  # their sockets hold bytes that epoll does not show
+        self.contexts: dict[int, ssl.SSLContext] = {}  # of the listeners that encrypt
         self.spare = socket.socket()  # released when no file descriptor is left: see _turn_away
         self.closed_quietly = 0
         self.last_complaint_at = -1e9
 
-    def listen(self, sock: socket.socket) -> None:
+    def listen(self, sock: socket.socket, certificate: Certificate | None = None) -> None:
+        """Accept connections; those that come from other machines are encrypted, with this certificate."""
+        if certificate is not None:
+            self.contexts[sock.fileno()] = server_context(certificate)
+        elif not is_loopback(sock):
+            raise ValueError("a node that other machines can reach needs a certificate.")
         sock.setblocking(False)
         self.listeners[sock.fileno()] = sock
         self.epoll.register(sock.fileno(), select.EPOLLIN)
@@ -106,9 +120,11 @@ class Hub:
     def run_once(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for events, and handle them."""
         self.flush()
-        events = self.epoll.poll(timeout_s)
+        events = self.epoll.poll(0.0 if self.unread else timeout_s)
         polled_at = time.monotonic()
+        unread, self.unread = self.unread, {}
         for fd, event in events:
+            unread.pop(fd, None)
             if fd in self.watched:
                 self.watched[fd]()
             elif fd in self.listeners:
@@ -119,6 +135,9 @@ class Hub:
                     self.unflushed[fd] = connection
                 if event & ~select.EPOLLOUT:
                     self._read(connection)
+        for fd, connection in unread.items():
+            if self.connections.get(fd) is connection:
+                self._read(connection)
         self.flush()
         self._drop_the_slow(polled_at)
 
@@ -135,14 +154,14 @@ class Hub:
     def _add(self, sock: socket.socket, connection: Connection) -> Connection:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(sock)
         self.connections[sock.fileno()] = connection
         self.epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
         return connection
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listener.accept()
+            sock, host = listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._complain("no file descriptor is left for a new connection (see ulimit -n)")
@@ -152,12 +171,24 @@ class Hub:
             self._complain(f"closed a connection of another user of this machine (user ID {user})")
             sock.close()
             return
+        self._make_room_for("" if sock.family == socket.AF_UNIX else host[0])
+        context = self.contexts.get(listener.fileno())
+        sock = sock if context is None else TlsSocket(sock, context, server_side=True)
+        shake = ServerHandshake(self.keys, self.run_id, self.me)
+        connection = Connection(sock, self.max_body_bytes, shake, self._handshake_deadline(), self.body_memory)
+        connection.host = "" if sock.family == socket.AF_UNIX else host[0]
+        self._add(sock, connection)
+
+    def _make_room_for(self, host: str) -> None:
+        """Close the oldest connection that has not authenticated, if there are too many; a node needs milliseconds."""
         unknown = [c for c in self.connections.values() if c.reader is None]
-        if len(unknown) >= MAX_UNKNOWN:  # a node of the run authenticates within milliseconds
+        of_host = [c for c in unknown if host and c.host == host]
+        if len(of_host) >= MAX_UNKNOWN_PER_HOST:
+            self._complain(f"too many connections from {host} that do not say who they are")
+            self._drop(of_host[0])
+        elif len(unknown) >= MAX_UNKNOWN:
             self._complain("too many connections that do not say who they are")
             self._drop(unknown[0])
-        shake = ServerHandshake(self.secret, self.run_id, self.me)
-        self._add(sock, Connection(sock, self.max_body_bytes, shake, self._handshake_deadline(), self.body_memory))
 
     def _handshake_deadline(self) -> float:
         return time.monotonic() + self.handshake_timeout_s
@@ -178,6 +209,9 @@ class Hub:
         except (BadFrame, HandshakeFailed) as error:
             self._complain(f"closed a connection: {error}")
             return self._drop(connection)
+        except ssl.SSLError as error:
+            self._complain(f"closed a connection that does not speak TLS as this run does: {error.reason}")
+            return self._drop(connection)
         except OSError:
             return self._drop(connection)
         if received is None:
@@ -186,6 +220,8 @@ class Hub:
             self._welcome(connection)
         elif not was_known and connection.shake is not None and connection.shake.step_done:
             connection.deadline = self._handshake_deadline()
+        if unread(connection.sock):
+            self.unread[connection.sock.fileno()] = connection
         for number, (message, body) in enumerate(received, 1):
             self.handler.receive(connection, message, body)
             if number % FRAMES_BEFORE_FLUSH == 0:

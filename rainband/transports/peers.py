@@ -34,7 +34,7 @@ class PeerLinks:
     def __init__(
         self,
         me: Peer,
-        secret: bytes,
+        keys: Mapping[str, bytes],
         run_id: bytes,
         event_loop: EventLoop,
         transport: str = "auto",
@@ -45,7 +45,7 @@ class PeerLinks:
 
         What it raises comes out of whatever waits.
         """
-        self.me, self.secret, self.run_id = me, secret, run_id
+        self.me, self.keys, self.run_id = me, keys, run_id
         self.event_loop = event_loop
         self.transport = transport
         self.timeout_s = timeout_s
@@ -64,7 +64,7 @@ class PeerLinks:
     def listen(self, host: str = "127.0.0.1") -> Address:
         """Listen, and return the address at which other workers of the run reach this one."""
         port, unix = 0, ""
-        settings = self.me, self.secret, self.run_id, self.event_loop, self.inbox, self.timeout_s
+        settings = self.me, self.keys, self.run_id, self.event_loop, self.inbox, self.timeout_s
         if self.transport != "tcp":
             unix = f"rainband-{self.run_id.hex()}-worker-{self.me.index}-{self.me.incarnation}"
             self._shared = SharedPeerLinks(*settings)
@@ -127,7 +127,7 @@ class PeerLinks:
             raise ValueError(f"worker {index} is not on this machine, or memory cannot be shared: use --transport tcp.")
         timeout_s = max(0.1, deadline - time.monotonic())
         try:
-            sock, peer, key = connect(address, shared, self.secret, self.run_id, self.me, timeout_s)
+            sock, peer, key = connect(address, shared, self.keys, self.run_id, self.me, timeout_s)
         except HandshakeFailed as error:
             raise HandshakeFailed(f"worker {index}: {error}") from None
         except PeerLost as error:

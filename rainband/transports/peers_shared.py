@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rainband.errors import PeerLost
@@ -56,11 +57,11 @@ class SharedPeerLinks:
     """All links of one worker to workers on its own machine."""
 
     def __init__(
-        self, me: Peer, secret: bytes, run_id: bytes, event_loop: EventLoop, inbox: Inbox, timeout_s: float
+        self, me: Peer, keys: Mapping[str, bytes], run_id: bytes, event_loop: EventLoop, inbox: Inbox, timeout_s: float
     ) -> None:
         self.event_loop = event_loop
         self.inbox = inbox
-        self.hub = Hub(me, secret, run_id, self, MAX_BODY_BYTES, timeout_s)
+        self.hub = Hub(me, keys, run_id, self, MAX_BODY_BYTES, timeout_s)
         self.links: dict[int, Link] = {}
         # An epoll can be watched like a socket: the thread that waits also serves the hub's connections.
         event_loop.watch(self.hub.epoll.fileno(), lambda: self.hub.run_once(0.0))

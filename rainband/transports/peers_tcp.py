@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 
 from rainband.errors import PeerLost
 from rainband.protocol.messages import Hello, Message, Peer, PeerValue
@@ -30,13 +31,13 @@ class TcpPeerLinks:
     """
 
     def __init__(
-        self, me: Peer, secret: bytes, run_id: bytes, event_loop: EventLoop, inbox: Inbox, timeout_s: float
+        self, me: Peer, keys: Mapping[str, bytes], run_id: bytes, event_loop: EventLoop, inbox: Inbox, timeout_s: float
     ) -> None:
         self.event_loop = event_loop
         self.inbox = inbox
         self.timeout_s = timeout_s
         # Values are received in their final memory: nothing is copied again.
-        self.hub = Hub(me, secret, run_id, self, MAX_BODY_BYTES, timeout_s, body_memory=lambda _, n: fresh_memory(n))
+        self.hub = Hub(me, keys, run_id, self, MAX_BODY_BYTES, timeout_s, body_memory=lambda _, n: fresh_memory(n))
         self.connections: dict[int, Connection] = {}
         self.outbox: deque[tuple[int, PeerValue, memoryview | None]] = deque()
         self.adopted: deque[tuple[socket.socket, Identity, int]] = deque()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from rainband.protocol import events
@@ -23,6 +24,11 @@ def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> l
             return [f"workers joined or left: each update now averages {count(event.gradients, 'gradient')}"]
         case events.GuardActed():
             return [_guard_acted(event)]
+        case events.Listening():
+            return _how_to_join(event, so_far)
+        case events.MachineJoined():
+            ranks = ", ".join([*map(str, event.workers), *(f"server {number}" for number in event.servers)])
+            return [f"{event.machine} joined as {'workers' if len(event.workers) > 1 else 'worker'} {ranks}"]
         case events.Returned():
             return [f"{event.node} is active again"]
         case events.IterationDone() if event.end:
@@ -37,6 +43,23 @@ def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> l
         case events.Warned():
             return [f"warning: {event.text}"]
     return _details(event) if verbose else []
+
+
+def _how_to_join(event: events.Listening, so_far: RunSoFar) -> list[str]:
+    """Return what to type on another machine. The invitation itself is secret, and is not shown."""
+    servers = f", servers on {', '.join(map(str, event.servers))}" if event.servers else ""
+    host = event.address.rpartition(":")[0]
+    return [
+        f"listening on {event.address}{servers}. To join from another machine, copy the invitation, which is secret:",
+        f"  scp {host}:{event.invitation} .",
+        f"  {join_command(so_far)}",
+    ]
+
+
+def join_command(so_far: RunSoFar) -> str:
+    """Return what to type on a machine that has the invitation."""
+    task = so_far.started.task if so_far.started else ""
+    return "rainband join invite.txt --workers 4" + (f" {task}" if task.endswith(".py") else "")
 
 
 def _lost(event: events.Lost, so_far: RunSoFar) -> str:
@@ -81,12 +104,21 @@ def _details(event: AnyEvent) -> list[str]:
             return [plan_made(event)]
         case events.Joined():
             return [f"{event.node} joined"]
+        case events.Linked():
+            return [f"worker {event.worker} on {event.machine}: {links(event.links)}"]
         case events.BatchesReassigned():
             whose = f" of worker {event.from_worker}" if event.from_worker >= 0 else ""
             return [f"portion {event.portion}{whose}: {count(event.batches, 'batch')} reassigned"]
         case events.PhaseChanged():
             return [f"phase: {event.phase}" + (f" ({cut(event.reason, 200)})" if event.reason else "")]
     return []
+
+
+def links(transports: Sequence[str]) -> str:
+    """Return how a worker reaches its servers: one word if it is the same for all."""
+    if len(set(transports)) == 1:
+        return transports[0]
+    return ", ".join(f"server {number} {word}" for number, word in enumerate(transports) if word)
 
 
 def headline(so_far: RunSoFar) -> str:

@@ -48,6 +48,7 @@ class RunSoFar:
     plan: events.PlanMade | None = None
     predicted: events.PipelinePredicted | None = None  # of a model-parallel run
     joined: set[str] = field(default_factory=set)
+    linked: dict[int, events.Linked] = field(default_factory=dict)  # worker -> its machine and its transports
     lost: dict[str, str] = field(default_factory=dict)  # node that is lost or inactive -> why
     num_lost: int = 0  # events of that kind so far
     reassigned: int = 0
@@ -84,6 +85,8 @@ class RunSoFar:
             case events.Joined():
                 self.joined.add(event.node)
                 self.lost.pop(event.node, None)
+            case events.Linked():
+                self.linked[event.worker] = event
             case events.Lost():
                 self.lost[event.node] = event.why
                 self.num_lost += 1

@@ -13,9 +13,9 @@ import typer
 
 from rainband.views import predicted_stages as predicted
 from rainband.views.charts import curve, histogram, ink_for
-from rainband.views.event_text import num_nodes, plan_made, progress_line, user_error
+from rainband.views.event_text import links, num_nodes, plan_made, progress_line, user_error
 from rainband.views.formatting import assignment, count, duration, short, table, whole
-from rainband.views.history import PastRun, loss_curve
+from rainband.views.history import PastRun, RunSoFar, loss_curve
 from rainband.views.summary import results, summary
 
 CHART_WIDTH = 72
@@ -124,6 +124,8 @@ def _about(run: PastRun) -> list[tuple[str, str]]:
             rows.append(("time", "simulated: all seconds are virtual (--runtime sim)"))
         if started.started_at:
             rows.append(("started", _local_time(started.started_at)))
+    if so_far.linked:
+        rows += _machines(so_far)
     if so_far.plan:
         rows.append(("plan", plan_made(so_far.plan)))
     if run.unreadable:
@@ -131,6 +133,19 @@ def _about(run: PastRun) -> list[tuple[str, str]]:
     if run.config:
         rows.append(("repeat", _command_to_repeat(run)))
     return rows
+
+
+def _machines(so_far: RunSoFar) -> list[tuple[str, str]]:
+    """Return each machine with its workers, and how they reach the servers."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for worker, linked in sorted(so_far.linked.items()):
+        groups.setdefault((linked.machine, links(linked.links)), []).append(worker)
+    lines = [
+        f"{machine}: {'worker' if len(workers) == 1 else 'workers'} {', '.join(map(str, workers))}"
+        + (f" ({transport} to the servers)" if transport else "")
+        for (machine, transport), workers in groups.items()
+    ]
+    return [("machines" if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
 def _command_to_repeat(run: PastRun) -> str:

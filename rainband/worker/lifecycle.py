@@ -116,7 +116,7 @@ async def conclude(session: Session, worker: RunningWorker) -> None:
 async def report_failure(session: Session, error: Exception) -> None:
     """Report an error of the user's code, with its traceback, and wait for the end; or one between the nodes."""
     runtime = session.runtime
-    session.training, session.failed = False, True
+    session.training, session.failure = False, error
     runtime.flush_output()
     of_user = not isinstance(error, RainbandError)
     if not of_user and not isinstance(error, NotSaved | LoaderProcessLost):

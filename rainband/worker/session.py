@@ -106,7 +106,7 @@ class Session:
             "client",
             "conclusion",
             "early",
-            "failed",
+            "failure",
             "first_buffers",
             "follower",
             "go",
@@ -137,7 +137,7 @@ class Session:
         self.early: list[Message] = []  # messages received before there was a client
         self.training = False  # the strategy runs: only then it can be stopped, and its waiting is counted
         self.stopped = False  # the strategy was told to stop
-        self.failed = False  # an error ended it
+        self.failure: Exception | None = None  # the error that ended it
         self.before_step: Callable[[], None] | None = None
         self.perform: Callable[[Work], None] | None = None  # in place of the work's own `perform`
 

@@ -19,7 +19,7 @@ from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
 from rainband.bench.harness.rows import Effort, Row
 from rainband.protocol.messages import Address, Peer
 from rainband.runtimes.processes.zygote import Zygote
-from rainband.transports.auth import new_run_id, new_secret
+from rainband.transports.auth import new_run_id, new_secret, role_keys
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.peers import PeerLinks
 
@@ -31,7 +31,7 @@ class PeersOrder(msgspec.Struct, frozen=True):
     """The order for one of two processes that send a tensor back and forth."""
 
     index: int
-    secret: bytes
+    keys: dict[str, bytes]
     run_id: bytes
     transport: str
     num_bytes: int
@@ -70,11 +70,11 @@ def _size(zygote: Zygote, size: str, num_bytes: int, rounds: int) -> list[Row]:
 
 
 def _pair(zygote: Zygote, entry: str, transport: str, num_bytes: int, rounds: int) -> float:
-    secret, run_id, port = new_secret(), new_run_id(), free_port()
+    keys, run_id, port = role_keys(new_secret()), new_run_id(), free_port()
     ends = socket.socketpair()  # to exchange the addresses
     processes = []
     for index in range(2):
-        order = PeersOrder(index, secret, run_id, transport, num_bytes, rounds, port)
+        order = PeersOrder(index, keys, run_id, transport, num_bytes, rounds, port)
         processes.append(
             BenchProcess(zygote, f"rainband.bench.cases.peers:{entry}", order, "peer", [ends[index].fileno()])
         )
@@ -103,7 +103,7 @@ def copy_main(job: bytes, fds: list[int]) -> None:
 def links_main(job: bytes, fds: list[int]) -> None:
     """Send and receive through Rainband's peer links."""
     order = msgspec.msgpack.decode(job, type=PeersOrder)
-    links = PeerLinks(Peer("worker", order.index), order.secret, order.run_id, EventLoop(), order.transport, 30.0)
+    links = PeerLinks(Peer("worker", order.index), order.keys, order.run_id, EventLoop(), order.transport, 30.0)
     address, other = links.listen(), 1 - order.index
     with socket.socket(fileno=fds[1]) as end:
         end.sendall(msgspec.msgpack.encode(address))

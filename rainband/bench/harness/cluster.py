@@ -23,7 +23,7 @@ from rainband.protocol.worker_stats import Stats
 from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Started, Zygote
 from rainband.strategy import Batch
-from rainband.transports.auth import new_run_id, new_secret
+from rainband.transports.auth import new_run_id, new_secret, role_keys
 from rainband.transports.connect import can_share_memory, connect, listen_unix, this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.event_loop import EventLoop, readable_within
@@ -47,7 +47,7 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     blocks: tuple[BlockSpec, ...]
     transport: str
     run_id: bytes
-    secret: bytes
+    keys: dict[str, bytes]
     limit: OptimizerSpec | None  # of the physical limit, measured in turns with the exchange; None: not measured
 
 
@@ -60,11 +60,11 @@ class ExchangeCluster:
     def __init__(self, zygote: Zygote, num_elements: int, num_servers: int, optimizer: str, transport: str) -> None:
         self.zygote, self.transport, self.optimizer = zygote, transport, optimizer
         self.num_elements, self.num_servers = num_elements, num_servers
-        self.run_id, self.secret = new_run_id(), new_secret()
+        self.run_id, self.keys = new_run_id(), role_keys(new_secret())
         self.addresses: dict[int, Address] = {}
         self.ready: set[int] = set()
         self.started: dict[int, int] = {}  # token -> process
-        self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, 1 << 26)
+        self.hub = Hub(COORDINATOR, self.keys, self.run_id, self, 1 << 26)
         self.unix = f"rainband-{self.run_id.hex()}"
         self.hub.listen(listen_unix(self.unix))
         self.tokens = [self._start_server(index) for index in range(num_servers)]
@@ -101,7 +101,7 @@ class ExchangeCluster:
             role="server",
             index=index,
             run_id=self.run_id,
-            secret=self.secret,
+            keys=self.keys,
             coordinator=Address("", 0, self.unix, this_machine()),
             config=config,
         )
@@ -133,7 +133,7 @@ class ExchangeCluster:
                 blocks=self.blocks,
                 transport=self.transport,
                 run_id=self.run_id,
-                secret=self.secret,
+                keys=self.keys,
                 limit=OptimizerSpec(self.optimizer, {"lr": 1e-3}) if limit else None,
             )
             entry = "rainband.bench.harness.cluster:worker_main"
@@ -233,7 +233,7 @@ class BenchWorker:
         specs = [order.blocks[b] for b, owner in enumerate(order.owners) if owner == index]
         shared = order.transport == "shm"
         assert not shared or can_share_memory(address)
-        sock, _, key = connect(address, shared, order.secret, order.run_id, me, 5.0)
+        sock, _, key = connect(address, shared, order.keys, order.run_id, me, 5.0)
         peer = Peer("server", index)
         if shared:
             return SharedPort(peer, sock, key, specs, self.event_loop, self._deliver, self.stats)

@@ -7,6 +7,7 @@ ends in any way; memory files and sockets have no names in the file system.
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import socket
 import threading
@@ -23,16 +24,17 @@ from rainband.coordinator.coordinator import Coordinator
 from rainband.observer import Observer
 from rainband.plugins import load_strategy
 from rainband.protocol import events
-from rainband.protocol.messages import COORDINATOR, Address, Message, Peer
+from rainband.protocol.messages import COORDINATOR, Address, FilePart, Message, Peer
 from rainband.runtimes.config import Job, RunConfig, encode_job
 from rainband.runtimes.coordinator_host import CoordinatorHost
 from rainband.runtimes.hogwild.server import HogwildServer
+from rainband.runtimes.machines.machine_host import MachineHost
 from rainband.runtimes.processes.zygote import Exited, SpawnFailed, Zygote
-from rainband.runtimes.run import Run, View
+from rainband.runtimes.run import MODEL_FILE, Run, View
 from rainband.runtimes.run import RunResult as RunResult
 from rainband.runtimes.run_directory import OutputLog, calendar_time
 from rainband.strategy import Strategy
-from rainband.transports.auth import new_run_id, new_secret
+from rainband.transports.auth import new_run_id, new_secret, role_keys
 from rainband.transports.connect import listen_unix, this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.coordinator_link import MAX_BODY_BYTES
@@ -99,7 +101,9 @@ class Launcher(Run):
         # First, because its imports take the longest.
         self.zygote = Zygote.start(SERVERS_NEED, self.output.file.fileno() if self.output else None)
         self.started_at = time.monotonic()
-        self.run_id, self.secret = new_run_id(), new_secret()
+        self.run_id, secret = new_run_id(), new_secret()
+        self.keys = role_keys(secret)
+        self.machines = MachineHost(config, self.run_id, secret, self.directory) if config.listen else None
         strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
         self.strategy = strategy
         self.shares_batches = strategy.requires.split_batches
@@ -109,7 +113,8 @@ class Launcher(Run):
         hogwild_server = HogwildServer(self._make_room) if one_memory else None
         settings = msgspec.structs.replace(self.settings, num_servers=1) if hogwild_server else self.settings
         self.coordinator = Coordinator(settings, strategy)
-        self.hub = Hub(COORDINATOR, self.secret, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
+        accepted = {role: key for role, key in self.keys.items() if role not in ("coordinator", "observer")}
+        self.hub = Hub(COORDINATOR, accepted, self.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s)
         self.processes: dict[int, Peer] = {}  # by token
         self.causes: dict[Peer, str] = {}  # how processes ended
         self.host = CoordinatorHost(
@@ -133,11 +138,19 @@ class Launcher(Run):
             listener = listen_unix(f"rainband-{self.run_id.hex()}")
             self.hub.listen(listener)
             self.hub.watch(self.zygote.fileno(), self._children)
-            self._start_processes(Address("", 0, f"rainband-{self.run_id.hex()}", this_machine()))
+            address = Address("", 0, f"rainband-{self.run_id.hex()}", this_machine())
+            if self.machines is not None:
+                self.machines.begin(self.hub, self.host, self.emit)
+                address = self.machines.address
+            self._start_processes(address)
             self._predict()
             self._loop()
+            if self.machines is not None:
+                self.machines.end(self.coordinator.state.reason)
             self._await_scripts()
         finally:
+            if self.machines is not None:
+                self.machines.close()
             self.hub.close()
             self.zygote.close(0.0 if self.interrupts > 1 else GRACE_S)
             if self.memory is not None:
@@ -162,15 +175,19 @@ class Launcher(Run):
         for index in range(self.config.num_servers):
             self._start(address, "server", index, threads=1)
         self.zygote.preload(WORKERS_NEED)
-        for index in range(self.config.num_workers):
+        for index in self.settings.local_ranks:
             self._start(address, "worker", index, self.config.threads)
 
     def _start(self, address: Address, role: str, index: int, threads: int | None) -> None:
+        door = self.machines.doors.door(index + 1) if self.machines is not None and role == "server" else None
+        roles = ("worker",) if role == "worker" else ("worker", "server")
         job = Job(
             role=role,
             index=index,
             run_id=self.run_id,
-            secret=self.secret,
+            keys={name: self.keys[name] for name in roles},
+            machine=platform.node(),
+            door=door,
             coordinator=address,
             config=msgspec.structs.replace(self.config, directory=str(self.directory)),
             memory=self.memory is not None,
@@ -179,6 +196,8 @@ class Launcher(Run):
         title = f"rainband {role} {index}"
         fds = self.fds if self.memory is None else [*self.fds, self.memory]
         fds = fds if self.rounds is None else [*fds, *self.rounds.fds]
+        if self.machines is not None and door is not None:
+            fds = [*fds, self.machines.doors.socks[index + 1].fileno()]
         token = self.zygote.spawn(self.entries[role], encode_job(job), title, fds=fds, threads=threads)
         self.processes[token] = Peer(role, index)
 
@@ -239,10 +258,16 @@ class Launcher(Run):
             self.emit(events.ProcessOutput(at_s=self._now(), lines=tuple(lines), left_out=left_out))
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
+        if self.machines is not None and connection.peer.role == "machine":
+            return self.machines.receive(connection.peer, message)
+        if self.machines is not None and isinstance(message, FilePart):
+            return self.machines.take_file(connection.peer, message, body, self.directory / MODEL_FILE)
         self.host.receive(connection.peer, message, body)
 
     def lost(self, peer: Peer) -> None:
         """A connection closed; the zygote reports a moment later how the process ended."""
+        if peer.role == "machine":
+            return  # its workers have connections of their own
         deadline = time.monotonic() + EXIT_KNOWN_S
         while peer not in self.causes and peer in self.processes.values() and self.coordinator.state.phase != "over":
             if not readable_within(self.zygote, deadline - time.monotonic()):
@@ -257,7 +282,7 @@ class Launcher(Run):
                 self.host.send(self.coordinator.shutdown.abort(event.reason))
             if isinstance(event, Exited):
                 peer = self.processes[event.token]
-                self.causes[peer] = _how(event)
+                self.causes[peer] = how_it_ended(event)
                 if self.rounds is not None and peer.role == "worker":
                     self.rounds.exclude(peer.index)  # its process was reaped, so it writes no more
                 ended.append(peer)
@@ -340,7 +365,7 @@ class Launcher(Run):
         return 130 if self.signal == signal.SIGINT else 75
 
 
-def _how(exited: Exited) -> str:
+def how_it_ended(exited: Exited) -> str:
     if exited.signal == signal.SIGKILL:
         return "killed by signal 9, often because memory ran out"
     if exited.signal:

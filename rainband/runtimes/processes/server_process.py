@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from rainband.protocol.parameter_buffers import ParameterBuffer
 from rainband.runtimes.config import Job, decode_job
 from rainband.server.server import Server
 from rainband.strategy import ServerPart, Strategy
-from rainband.transports.connect import connect, listen_tcp, listen_unix, this_machine
+from rainband.transports.connect import connect, is_here, listen_tcp, listen_unix, this_machine
 from rainband.transports.connection import Connection
 from rainband.transports.hub import Hub
 from rainband.transports.shared_memory import Mailbox, Published
@@ -32,16 +33,17 @@ MAX_MAILBOX_BYTES = 1 << 30
 
 def main(job: bytes, fds: list[int]) -> None:
     """Run the server that a job describes."""
-    serve(decode_job(job))
+    serve(decode_job(job), fds)
 
 
-def serve(job: Job, strategy: Strategy | None = None) -> None:
-    """Run a server. By default the strategy is the one that the configuration names."""
+def serve(job: Job, fds: Sequence[int], strategy: Strategy | None = None) -> None:
+    """Run a server, which inherits `fds`. By default the strategy is the one that the configuration names."""
     torch.set_num_threads(1)  # one thread owns the blocks: no locks, and results do not depend on the number of cores
     leave_out_the_compiler()
     if job.config.script:  # the script's optimizer may be in a module beside it
         sys.path.insert(0, os.path.dirname(job.config.script))
-    ServerProcess(job, strategy).run()
+    sock = listen_tcp("127.0.0.1") if job.door is None else socket.socket(fileno=fds[-1])
+    ServerProcess(job, sock, strategy).run()
 
 
 def leave_out_the_compiler() -> None:
@@ -72,16 +74,19 @@ def _observers(job: Job) -> list[Observer]:
 class ServerProcess:
     """Passes messages from the hub to the server, and its answers back."""
 
-    def __init__(self, job: Job, strategy: Strategy | None = None) -> None:
+    def __init__(self, job: Job, tcp: socket.socket, strategy: Strategy | None = None) -> None:
+        """`tcp` is the socket on which it listens for workers that do not share memory with it."""
         config = job.config
         self.job = job
-        self.me = Peer("server", job.index)
+        self.tcp = tcp
+        self.me = Peer("server", job.index, job.incarnation)
         self.strategy = strategy or load_strategy(config.strategy, config.strategy_settings)
         self.server = Server(self._server_part, self._publish, join_observers(_observers(job)))
         self.published: Published | None = None
         self.unopened: list[tuple[Connection, messages.Hello]] = []  # workers that were sooner than the blocks
         self.over = False
-        self.hub = Hub(self.me, job.secret, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)
+        accepted = {"worker": job.keys["worker"]}
+        self.hub = Hub(self.me, accepted, job.run_id, self, MAX_BODY_BYTES, config.failure_timeout_s, self._read_now)
 
     def _server_part(self, num_workers: int) -> ServerPart:
         server_part = self.strategy.server(num_workers)
@@ -95,17 +100,15 @@ class ServerProcess:
 
     def run(self) -> None:
         unix = listen_unix(f"rainband-{self.job.run_id.hex()}-{self.job.index}")
-        tcp = listen_tcp("127.0.0.1")
         self.hub.listen(unix)
-        self.hub.listen(tcp)
+        here = self._listen(unix.getsockname()[1:].decode())
         timeout_s = self.job.config.failure_timeout_s
         address = self.job.coordinator
         try:
-            sock, peer, key = connect(address, bool(address.unix), self.job.secret, self.job.run_id, self.me)
+            sock, peer, key = connect(address, is_here(address), self.job.keys, self.job.run_id, self.me)
         except PeerLost:
             sys.exit(1)  # the run has ended already
         self.hub.adopt(sock, peer, key)
-        here = Address("127.0.0.1", tcp.getsockname()[1], unix.getsockname()[1:].decode(), this_machine())
         self.hub.send(
             COORDINATOR, messages.ServerJoin(here, f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
         )
@@ -116,6 +119,16 @@ class ServerProcess:
                 heartbeat_at = time.monotonic()
                 self.hub.send(COORDINATOR, messages.Heartbeat())
         self.hub.close()
+
+    def _listen(self, unix: str) -> Address:
+        """Listen on TCP; return the address at which workers reach this server."""
+        door = self.job.door
+        if door is None:
+            self.hub.listen(self.tcp)
+            return Address("127.0.0.1", self.tcp.getsockname()[1], unix, this_machine())
+        self.hub.listen(self.tcp, door.certificate)
+        fingerprint = door.certificate.fingerprint if door.certificate else b""
+        return Address(door.host, door.port, unix, this_machine(), fingerprint)
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
         if isinstance(message, messages.Hello):

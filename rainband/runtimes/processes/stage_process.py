@@ -53,7 +53,7 @@ class StageProcess(WorkerProcess):
         self.plan = self.config.stage_plan
         self.rank = job.index % self.plan.size
         timeout_s = self.config.failure_timeout_s
-        self.links = PeerLinks(self.me, job.secret, job.run_id, self.event_loop, self.config.transport, timeout_s)
+        self.links = PeerLinks(self.me, job.keys, job.run_id, self.event_loop, self.config.transport, timeout_s)
         self.first = job.index - self.rank
 
     def _build(self, task: Task) -> tuple[Data, WorkerModel[Any], Flat]:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from torch import Tensor
 
 from rainband.errors import CoordinatorLost, RainbandError, ServerLost
 from rainband.observer import Observer
 from rainband.protocol.layout import BlockSpec
-from rainband.protocol.messages import Address, InitBlock, Message, Peer, Push, Welcome
+from rainband.protocol.messages import Address, Conclude, FilePart, InitBlock, LinksOpened, Message, Peer, Push, Welcome
 from rainband.protocol.ports import BlockValues, Port
 from rainband.runtimes.config import Job
 from rainband.runtimes.processes.drive import Deadline, drive
 from rainband.strategy import Strategy
-from rainband.transports.connect import can_share_memory, connect
+from rainband.transports.connect import can_share_memory, connect, is_here
 from rainband.transports.coordinator_link import CoordinatorLink
 from rainband.transports.event_loop import EventLoop
 from rainband.transports.server_links import SharedPort, TcpPort
 from rainband.worker.lifecycle import report_failure
 from rainband.worker.session import Session
 from rainband.worker.worker import ModuleWorker
+
+FILE_PART_BYTES = 4 << 20
+LINK_BROKEN = 69  # the exit code of a worker whose connections have broken; it may be started again
 
 
 def flush_output() -> None:
@@ -47,13 +54,22 @@ class NullPort:
         raise AssertionError("it has none of our blocks")
 
 
+def _transport_of(port: Port, address: Address) -> str:
+    """Return how a worker reaches a server, in one word."""
+    if isinstance(port, NullPort):
+        return ""
+    if isinstance(port, SharedPort):
+        return "shm"
+    return "tls" if address.fingerprint else "tcp"
+
+
 class WorkerLink:
     """One worker process of a run. Messages are handled on the thread that waits."""
 
     def __init__(self, job: Job, strategy: Strategy | None = None, observer: Observer | None = None) -> None:
         self.job = job
         self.config = job.config
-        self.me = Peer("worker", job.index)
+        self.me = Peer("worker", job.index, job.incarnation)
         self.index = job.index
         self.num_workers = job.config.num_workers
         self.strategy = strategy
@@ -64,6 +80,7 @@ class WorkerLink:
         self.control: CoordinatorLink | None = None
         self.joined = False  # a custom training loop uses it
         self.left = False  # and has ended
+        self.file_home: Path | None = None  # the saved model, which belongs on another machine
         self.round_files: Sequence[int] = ()  # inherited files for rounds of split batches
         self.asked_rank = False  # the script has asked for this worker's rank, so it may shard its own data
 
@@ -73,7 +90,7 @@ class WorkerLink:
             return
         address, heartbeat_s = self.job.coordinator, self.config.failure_timeout_s / 5
         try:
-            sock, _, key = connect(address, bool(address.unix), self.job.secret, self.job.run_id, self.me)
+            sock, _, key = connect(address, is_here(address), self.job.keys, self.job.run_id, self.me)
         except RainbandError as error:
             raise CoordinatorLost("the coordinator", f"connecting to it ({error})") from None
         self.control = CoordinatorLink(sock, key, self.event_loop, self._from_coordinator, self.stats, heartbeat_s)
@@ -92,10 +109,13 @@ class WorkerLink:
         if self.job.memory:
             return []  # all workers share one copy of the parameters
         needed = {owner for block, owner in zip(welcome.blocks, welcome.owners, strict=False) if block.part == part}
-        return [
+        ports = [
             self._port(i, address, welcome) if i in needed or not welcome.replica_addresses else NullPort()
             for i, address in enumerate(welcome.servers)
         ]
+        links = (_transport_of(port, address) for port, address in zip(ports, welcome.servers, strict=True))
+        self.tell(LinksOpened(self.job.machine or platform.node(), tuple(links)))
+        return ports
 
     def before_training(self, worker: ModuleWorker) -> None:
         """Prepare the worker of a task; a custom training loop needs nothing."""
@@ -104,7 +124,17 @@ class WorkerLink:
         flush_output()
 
     async def saved(self) -> None:
-        """Return at once: the file was written synchronously."""
+        """Return when a file for another machine was sent; otherwise it was written synchronously."""
+        if self.file_home is not None:
+            path, self.file_home = self.file_home, None
+            self._send_home(path)
+
+    def _send_home(self, path: Path) -> None:
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            for offset in range(0, num_bytes, FILE_PART_BYTES):
+                self.tell(FilePart(offset, num_bytes), file.read(FILE_PART_BYTES))
+        path.unlink()
 
     async def failure_is_known(self) -> None:
         deadline = Deadline(self.config.failure_timeout_s)
@@ -129,7 +159,7 @@ class WorkerLink:
                 f"--transport shm requires {peer} on this machine, and memory that can be shared: use --transport tcp."
             )
         specs = [welcome.blocks[b] for b, owner in enumerate(welcome.owners) if owner == index]
-        sock, _, key = connect(address, shared, self.job.secret, self.job.run_id, self.me)
+        sock, _, key = connect(address, shared, self.job.keys, self.job.run_id, self.me)
         if shared:
             return SharedPort(peer, sock, key, specs, self.event_loop, self._from_server, self.stats)
         return TcpPort(peer, sock, key, specs, self.event_loop, self._from_server, self.stats)
@@ -143,4 +173,8 @@ class WorkerLink:
             self.session.receive(message, payload)
 
     def _from_coordinator(self, message: Message, body: memoryview | None) -> None:
+        if isinstance(message, Conclude) and message.path and self.job.remote:
+            name = f"rainband-{self.job.run_id.hex()}-{self.index}.safetensors"
+            self.file_home = Path(tempfile.gettempdir(), name)
+            message = Conclude(str(self.file_home))
         self.session.receive(message, body)

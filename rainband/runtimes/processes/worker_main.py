@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from rainband.errors import CoordinatorLost
+from rainband.errors import CoordinatorLost, PeerLost
 from rainband.runtimes.config import Job, decode_job
 from rainband.runtimes.processes.stage_process import StageProcess
+from rainband.runtimes.processes.worker_link import LINK_BROKEN
 from rainband.runtimes.processes.worker_process import WorkerProcess
 from rainband.strategy import Strategy
 from rainband.tasks.task import Task
@@ -31,9 +32,11 @@ def work(job: Job, fds: list[int], task: Task | None = None, strategy: Strategy 
     try:
         process.run()
     except Dismissed:
-        if not process.session.failed:
+        if process.session.failure is None:
             return
     except CoordinatorLost as error:
+        if job.remote:
+            sys.exit(LINK_BROKEN)
         if process.control is None:
             sys.exit(f"{process.me}: {error}")  # the launcher may still be there, and does not know why
-    sys.exit(1)
+    sys.exit(LINK_BROKEN if job.remote and isinstance(process.session.failure, PeerLost) else 1)

@@ -8,10 +8,10 @@ import traceback
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
-from rainband.errors import LoaderProcessLost, RainbandError
+from rainband.errors import LoaderProcessLost, PeerLost, RainbandError
 from rainband.plugins import load_strategy
 from rainband.runtimes.config import decode_job
-from rainband.runtimes.processes.worker_link import WorkerLink
+from rainband.runtimes.processes.worker_link import LINK_BROKEN, WorkerLink
 from rainband.runtimes.training_loop import loop as custom_loop  # noqa: F401  imported in the zygote, for all scripts at once
 from rainband.runtimes.training_loop.script_random import seed_equally
 from rainband.runtimes.training_loop.split import loop as split_loop  # noqa: F401
@@ -35,7 +35,7 @@ def main(job: bytes, fds: list[int]) -> None:
         if member.left and not isinstance(error, RainbandError):
             raise  # the run is over, so only Python can show it
         member.report(_of_killed_loader(error) or error)
-        sys.exit(1)
+        sys.exit(LINK_BROKEN if decoded.remote and isinstance(error, PeerLost) else 1)
 
 
 def _of_killed_loader(error: Exception) -> LoaderProcessLost | None:

@@ -1,0 +1,221 @@
+"""The run's side of several machines: where it listens, its invitation, and the machines that have joined."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from rainband import __version__
+from rainband.coordinator.coordinator import Coordinator
+from rainband.coordinator.state import Phase
+from rainband.options import OptionError, opt
+from rainband.protocol import events
+from rainband.protocol.messages import (
+    Address,
+    FilePart,
+    Leave,
+    MachineJoin,
+    MachineWelcome,
+    Message,
+    Peer,
+    ProcessEnded,
+    Restart,
+    RestartRequest,
+    Shutdown,
+    Software,
+)
+from rainband.runtimes.config import Door, RunConfig
+from rainband.runtimes.coordinator_host import CoordinatorHost
+from rainband.runtimes.machines.addresses import HostPort, parse_address, reachable_host
+from rainband.runtimes.machines.invitation import FILE_NAME, Invitation
+from rainband.transports.auth import role_keys
+from rainband.transports.connect import is_loopback, listen_tcp, this_machine
+from rainband.transports.hub import Hub
+from rainband.transports.tls.certificate import Certificate, new_certificate
+
+OVER = (Phase.FLUSHING, Phase.FINISHING, Phase.CONCLUDING, Phase.OVER)
+MAX_PROCESSES = 10_000  # that a machine may bring at once
+
+
+def own_software() -> Software:
+    """Return the versions of this machine; builds of torch for different devices fit together."""
+    torch = metadata.version("torch").partition("+")[0]
+    return Software(__version__, torch, f"{sys.version_info.major}.{sys.version_info.minor}")
+
+
+def software_differences(theirs: Software, ours: Software, their_machine: str) -> str:
+    """Return what to install for a machine to join, naming both sides; "" if it fits."""
+    names = {"rainband": "rainband", "torch": "torch", "python": "Python"}
+    pairs = [(title, getattr(theirs, field), getattr(ours, field)) for field, title in names.items()]
+    wrong = [f"{title} {mine} and the run's machine {other}" for title, mine, other in pairs if mine != other]
+    if not wrong:
+        return ""
+    needed = " and ".join(f"{title} {other}" for title, mine, other in pairs if mine != other)
+    return f"{their_machine} has {'; '.join(wrong)}: install {needed} on {their_machine}."
+
+
+class Doors:
+    """The sockets on which the processes of one machine accept connections from others."""
+
+    def __init__(self, listen: str, advertise: str, num_servers: int, for_servers_only: bool = False) -> None:
+        """With a port, server 0 has the next one, and so on; with port 0, each has any that is free."""
+        address = parse_address("listen", listen)
+        first = 0 if for_servers_only else 1
+        self.socks: list[socket.socket] = []
+        try:
+            for number in range(num_servers + first):
+                self.socks.append(listen_tcp(address.host, address.port and address.port + number))
+            loopback = is_loopback(self.socks[0])
+            self.certificate: Certificate | None = None if loopback else new_certificate()
+            shown = HostPort("", 0)
+            if advertise:
+                shown = parse_address("advertise", advertise, default_port=address.port)
+            self.host = shown.host or reachable_host(self.socks[0])
+        except ValueError as error:
+            self.close()
+            raise (
+                error if isinstance(error, OptionError) else OptionError(f"{opt('listen', listen)}: {error}")
+            ) from None
+        shift = shown.port - address.port if shown.port and address.port else 0  # a router may forward other ports
+        self.ports = [sock.getsockname()[1] + shift for sock in self.socks]
+
+    @property
+    def fingerprint(self) -> bytes:
+        return self.certificate.fingerprint if self.certificate else b""
+
+    def door(self, number: int) -> Door:
+        return Door(host=self.host, port=self.ports[number], certificate=self.certificate)
+
+    def close(self) -> None:
+        for sock in self.socks:
+            sock.close()
+
+
+class MachineHost:
+    """Admits machines to a run, and passes on what they report about their processes."""
+
+    def __init__(self, config: RunConfig, run_id: bytes, secret: bytes, directory: Path) -> None:
+        self.config = config
+        self.doors = Doors(config.listen, config.advertise, config.num_servers)
+        self.secret = secret
+        self.directory = directory
+        self.invitation = Invitation(
+            run=directory.name,
+            run_id=run_id,
+            host=self.doors.host,
+            port=self.doors.ports[0],
+            unix=f"rainband-{run_id.hex()}",
+            machine=this_machine(),
+            fingerprint=self.doors.fingerprint,
+            key=role_keys(secret, "machine")["machine"],
+        )
+        self.machines: dict[Peer, MachineJoin] = {}  # those that have joined
+        self.incarnations: dict[int, int] = {}  # worker -> the last one that was started
+        self.file_bytes = 0  # of the model that is being received
+
+    @property
+    def address(self) -> Address:
+        return self.invitation.address
+
+    @property
+    def invitation_path(self) -> Path:
+        return self.directory / FILE_NAME
+
+    def begin(self, hub: Hub, host: CoordinatorHost, emit: Callable[[events.AnyEvent], None]) -> None:
+        """Listen, and write the invitation."""
+        self.hub, self.host, self.emit = hub, host, emit
+        hub.listen(self.doors.socks[0], self.doors.certificate)
+        self.invitation.write(self.invitation_path)
+        self.emit(
+            events.Listening(
+                at_s=host.now(),
+                address=str(self._shown),
+                servers=tuple(self.doors.ports[1:]),
+                invitation=str(self.invitation_path),
+            )
+        )
+
+    @property
+    def _shown(self) -> HostPort:
+        return HostPort(self.doors.host, self.doors.ports[0])
+
+    def close(self) -> None:
+        """Close the sockets, and remove the invitation, which is of no more use."""
+        self.doors.close()
+        self.invitation_path.unlink(missing_ok=True)
+
+    def end(self, reason: str) -> None:
+        """Tell all machines that the run is over."""
+        for machine in self.machines:
+            self.hub.send(machine, Shutdown(reason))
+        self.hub.flush()
+
+    def receive(self, sender: Peer, message: Message) -> None:
+        """Take a message of a machine."""
+        coordinator, now = self.host.coordinator, self.host.now()
+        joined = self.machines.get(sender)
+        match message:
+            case MachineJoin():
+                self.hub.send(sender, self._join(sender, message, coordinator))
+            case RestartRequest() if joined is not None and message.rank in joined.ranks:
+                self.incarnations[message.rank] = self.incarnations.get(message.rank, 0) + 1
+                self.hub.send(sender, Restart(message.rank, self.incarnations[message.rank]))
+            case ProcessEnded() if joined is not None and message.peer.role in ("worker", "server"):
+                self.host.lost(message.peer, message.cause)
+            case Leave() if joined is not None:
+                self.host.send(coordinator.dismiss(joined.ranks, now))
+
+    def lost(self, machine: Peer) -> None:
+        """Note that a machine's connection is closed: it connects again, or its workers are lost by themselves."""
+
+    def _join(self, sender: Peer, join: MachineJoin, coordinator: Coordinator) -> MachineWelcome:
+        if refused := self._why_refused(join, coordinator):
+            if not join.ranks:
+                self.emit(events.Warned(at_s=self.host.now(), text=f"the machine {join.name} was refused: {refused}"))
+            return MachineWelcome(refused=refused)
+        if join.ranks:  # it is connected again
+            self.machines[sender] = join
+            return MachineWelcome(run=self.directory.name)
+        ranks = tuple(coordinator.admission.new_ranks(join.workers))
+        servers = tuple(coordinator.admission.expect_servers(join.servers)) if join.servers else ()
+        self.machines[sender] = msgspec.structs.replace(join, ranks=ranks)
+        self.emit(events.MachineJoined(at_s=self.host.now(), machine=join.name, workers=ranks, servers=servers))
+        keys = role_keys(self.secret, *(("worker", "server") if servers else ("worker",)))
+        config = msgspec.msgpack.encode(self.config)
+        return MachineWelcome(run=self.directory.name, config=config, keys=keys, ranks=ranks, servers=servers)
+
+    def _why_refused(self, join: MachineJoin, coordinator: Coordinator) -> str:
+        if differs := software_differences(join.software, own_software(), join.name):
+            return differs
+        phase = coordinator.state.phase
+        if phase in OVER:
+            return "the run is ending: there is no work left."
+        if join.servers and phase is not Phase.FORMING:
+            return "the run has begun, and its servers cannot change any more: join without --servers."
+        if join.workers + join.servers > MAX_PROCESSES:
+            return f"a machine may bring at most {MAX_PROCESSES} processes."
+        if join.script and not self.config.script:
+            return f"the run trains the task {self.config.task}, not a script: omit the script."
+        if self.config.script and not join.script and join.workers:
+            return f"the run trains with the script {self.config.task}: rainband join {FILE_NAME} {self.config.task}"
+        return ""
+
+    def take_file(self, sender: Peer, part: FilePart, body: memoryview | None, path: Path) -> None:
+        """Write a part of the model, which the worker that saves it has on another disk."""
+        if body is None or sender.index != self.host.coordinator.shutdown.concluder:
+            return
+        beside = path.with_name(f"{path.name}.part")
+        with beside.open("r+b" if part.offset else "wb") as file:
+            file.seek(part.offset)
+            file.write(body)
+            if part.offset + len(body) == part.num_bytes:
+                file.flush()
+                os.fsync(file.fileno())
+        if part.offset + len(body) == part.num_bytes:
+            beside.replace(path)

@@ -1,0 +1,1 @@
+"""TLS 1.3 for connections between machines: a run's certificate, and sockets that encrypt."""
