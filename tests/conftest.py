@@ -12,6 +12,7 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.machines import machines  # noqa: F401 (fixtures for all)
 from tests.processes import launcher, warm  # noqa: F401 (fixtures for all)
 
 # No deadline: a busy machine is not a bug. The same examples each time, except when one searches on purpose.

@@ -6,6 +6,7 @@ share; and a launcher's own zygote is forked, too, where a real one starts an in
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -14,9 +15,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,6 +39,7 @@ from tests.gated import Gate, Gated
 
 DEADLINE_S = 30.0  # only a broken run comes near
 ROOT = Path(__file__).parent.parent
+CLONE_NEWNET = 0x40000000
 LR = 0.0625  # a power of two: every sum of updates is exact
 
 E = TypeVar("E", bound=events.Event)
@@ -52,6 +55,7 @@ class Order(msgspec.Struct):
     config: RunConfig | None = None
     words: tuple[str, ...] = ()
     deaf: bool = False  # nobody reads its standard output
+    namespace: str = ""  # the network namespace to run in: another machine, as far as connections are concerned
 
 
 # ---- inside the launcher --------------------------------------------------------------------------------------------
@@ -60,6 +64,8 @@ class Order(msgspec.Struct):
 def launch(job: bytes, fds: list[int]) -> None:
     """Be the launcher of one run; leave by its exit code."""
     order = msgspec.json.decode(job, type=Order)
+    if order.namespace:
+        enter_namespace(order.namespace)
     output = os.open(order.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -73,6 +79,13 @@ def launch(job: bytes, fds: list[int]) -> None:
     result = local.run(order.config, lambda event: None)
     Path(order.output).with_suffix(".json").write_bytes(msgspec.json.encode(result))
     sys.exit(result.exit_code)
+
+
+def enter_namespace(name: str) -> None:
+    """Put this process, and those that it starts, into a network namespace."""
+    fd = os.open(f"/var/run/netns/{name}", os.O_RDONLY)
+    assert ctypes.CDLL(None, use_errno=True).setns(fd, CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    os.close(fd)
 
 
 def _stop_reading(fd: int) -> None:
@@ -244,6 +257,8 @@ class RunLauncher:
         gated: bool = True,
         stage_plan: StagePlan | None = None,
         eval_every_s: float = 10.0,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        namespace: str = "",
         **settings: Any,
     ) -> Iterator[Run]:
         """Start a run; afterwards see that nothing is left of it, whatever happened to it."""
@@ -263,8 +278,10 @@ class RunLauncher:
             directory=str(directory),
             stage_plan=stage_plan,
             eval_every_s=eval_every_s,
+            **options,
         )
-        with self._launched(Order(str(path / "launcher"), config), directory, gate) as run:
+        order = Order(str(path / "launcher"), config, namespace=namespace)
+        with self._launched(order, directory, gate) as run:
             yield run
 
     @contextmanager
@@ -407,6 +424,15 @@ class Run:
 
         wait_for(ended, "the end of the run")
 
+    def join(self, namespace: str, *words: str) -> Joined:
+        """Do what `rainband join` does in a namespace, with this run's invitation."""
+        invitation = self.directory / "invite.txt"
+        wait_for(invitation.is_file, "the invitation")
+        output = f"{self.order.output}-{namespace}-{time.monotonic_ns()}"
+        order = Order(output, None, ("join", str(invitation), *words), namespace=namespace)
+        token = self.starter.zygote.spawn("tests.processes:launch", msgspec.json.encode(order), "joiner")
+        return Joined(self, token, order)
+
     # ---- the end
 
     def ended(self) -> int | None:
@@ -443,6 +469,26 @@ class Run:
         names = [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in self.pids)]
         assert not names, f"/dev/shm has {names}"
         assert not list(self.directory.rglob("*.part")), "half a file is left"
+
+
+class Joined:
+    """A machine that joins a run, seen from outside."""
+
+    def __init__(self, run: Run, token: int, order: Order) -> None:
+        self.run, self.token, self.order = run, token, order
+
+    def interrupt(self) -> None:
+        (started,) = wait_for(lambda: self.run.starter.all(Started, self.token), "the joining machine")
+        os.kill(started.pid, signal.SIGINT)
+
+    def printed(self) -> str:
+        path = Path(self.order.output)
+        return path.read_text() if path.exists() else ""
+
+    def ended(self) -> int | None:
+        """Wait for its end; returns its exit code."""
+        (exited,) = wait_for(lambda: self.run.starter.all(Exited, self.token), "the end of the joining machine")
+        return exited.code
 
 
 def wait_for(found: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:

@@ -228,6 +228,7 @@ def test_a_worker_that_is_sooner_than_the_blocks_gets_them_when_they_are_there()
     listener.close()
     assert port.published.read(0, port.published.values[0][0].clone()) == (0, 0)
     process.hub.close()
+    process.tcp.close()
     port.sock.close()
 
 

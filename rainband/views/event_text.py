@@ -27,8 +27,7 @@ def lasting_lines(event: AnyEvent, so_far: RunSoFar, verbose: bool = False) -> l
         case events.Listening():
             return _how_to_join(event, so_far)
         case events.MachineJoined():
-            ranks = ", ".join([*map(str, event.workers), *(f"server {number}" for number in event.servers)])
-            return [f"{event.machine} joined as {'workers' if len(event.workers) > 1 else 'worker'} {ranks}"]
+            return [f"{event.machine} joined as {numbered(event.workers, event.servers)}"]
         case events.Returned():
             return [f"{event.node} is active again"]
         case events.IterationDone() if event.end:
@@ -112,6 +111,14 @@ def _details(event: AnyEvent) -> list[str]:
         case events.PhaseChanged():
             return [f"phase: {event.phase}" + (f" ({cut(event.reason, 200)})" if event.reason else "")]
     return []
+
+
+def numbered(workers: Sequence[int], servers: Sequence[int]) -> str:
+    """Return the numbers of some nodes, such as workers 4, 5 and server 2."""
+    groups = (("worker", workers), ("server", servers))
+    return " and ".join(
+        f"{role}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}" for role, numbers in groups if numbers
+    )
 
 
 def links(transports: Sequence[str]) -> str:

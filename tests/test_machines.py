@@ -1,0 +1,193 @@
+"""Runs on several machines, which are network namespaces: workers join, leave, and lose their connections."""
+
+from __future__ import annotations
+
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rainband.protocol import events
+from rainband.transports.connect import this_machine
+from tests.machines import Machines
+from tests.processes import Run, RunLauncher, enter_namespace, exact, wait_for
+from tests.test_launcher import balanced
+
+pytestmark = pytest.mark.processes
+
+PORT = 7070
+TLS = ("tls", "tls")
+
+
+@contextmanager
+def listening(
+    launcher: RunLauncher, path: Path, machines: Machines, workers: int = 1, planned: int = 1, **changes: Any
+) -> Iterator[Run]:
+    """A gated run on the first machine that others may join."""
+    options = {"listen": f"{machines.address(0)}:{PORT}", "num_local": workers, **changes.pop("options", {})}
+    with launcher.run(
+        path, workers=planned, namespace=machines.names[0], transport="auto", options=options, **changes
+    ) as run:
+        yield run
+
+
+def finished_exactly(run: Run) -> bool:
+    result = run.result()
+    assert (result.outcome, result.exit_code) == ("finished", 0), result.reason
+    assert balanced(result), result.accounting
+    return exact(run)
+
+
+def write_name(job: bytes, fds: list[int]) -> None:
+    """Write the name of this machine, seen from a network namespace, into a file."""
+    enter_namespace(job.decode())
+    with open(fds[0], "w") as file:
+        file.write(this_machine())
+
+
+def test_namespaces_are_different_machines(launcher: RunLauncher, tmp_path: Path, machines: Machines) -> None:
+    names = []
+    for index in (0, 1):
+        path = tmp_path / str(index)
+        with path.open("w") as file:
+            launcher.zygote.spawn(
+                "tests.test_machines:write_name", machines.names[index].encode(), "name", [file.fileno()]
+            )
+        names.append(wait_for(path.read_text, "the name of a machine"))
+    assert len({*names, this_machine()}) == 3
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "sync", "stale_sync"])
+def test_a_worker_of_another_machine_joins_in_the_middle(
+    launcher: RunLauncher, tmp_path: Path, machines: Machines, strategy: str
+) -> None:
+    with listening(launcher, tmp_path, machines, strategy=strategy) as run:
+        run.gate.let(16)
+        run.done(8)
+        joined = run.join(machines.names[1], "--workers", "1")
+        assert run.first(events.Linked, worker=1).links == TLS
+        assert run.first(events.Linked, worker=0).links == ("shm", "shm")
+        run.gate.let(16)
+        wait_for(lambda: len(run.gate.begun()) == 2, "work for the worker that has joined")
+        run.gate.open()
+        assert joined.ended() == 0, joined.printed()
+    assert finished_exactly(run)
+    assert run.all(events.MachineJoined)[0].workers == (1,)
+    assert not (run.directory / "invite.txt").exists()
+
+
+def test_the_model_comes_home_when_all_workers_are_elsewhere(
+    launcher: RunLauncher, tmp_path: Path, machines: Machines
+) -> None:
+    with listening(launcher, tmp_path, machines, workers=0) as run:
+        joined = run.join(machines.names[1], "--workers", "2")
+        run.gate.open()
+        assert joined.ended() == 0, joined.printed()
+    assert finished_exactly(run)
+
+
+def test_ctrl_c_on_the_other_machine_gives_its_batches_back(
+    launcher: RunLauncher, tmp_path: Path, machines: Machines
+) -> None:
+    with listening(launcher, tmp_path, machines) as run:
+        joined = run.join(machines.names[1], "--workers", "1")
+        wait_for(lambda: len(run.gate.begun()) == 2, "work for both")
+        joined.interrupt()
+        wait_for(lambda: "leaving" in joined.printed(), "the machine to leave")
+        run.gate.open()
+        assert joined.ended() == 130, joined.printed()
+    assert finished_exactly(run)
+    assert [event.node for event in run.all(events.Lost)] == ["worker 1"]
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "sync"])
+def test_a_machine_that_is_cut_off_returns(
+    launcher: RunLauncher, tmp_path: Path, machines: Machines, strategy: str
+) -> None:
+    with listening(launcher, tmp_path, machines, planned=2, strategy=strategy, timeout_s=1.0) as run:
+        joined = run.join(machines.names[1], "--workers", "1")
+        wait_for(lambda: run.gate.is_dry() and len(run.gate.begun()) == 2, "work for both")
+        machines.cut(1)
+        run.first(events.Lost, node="worker 1")  # for more than the failure timeout
+        run.gate.let(4)
+        machines.restore(1)
+        run.first(events.Returned, node="worker 1")
+        run.gate.open()
+        assert joined.ended() == 0, joined.printed()
+    assert finished_exactly(run)
+
+
+@pytest.mark.slow
+def test_connections_that_break_are_made_again(launcher: RunLauncher, tmp_path: Path, machines: Machines) -> None:
+    with listening(launcher, tmp_path, machines) as run:
+        joined = run.join(machines.names[1], "--workers", "1")
+        wait_for(lambda: len(run.gate.begun()) == 2, "work for both")
+        machines.break_connections(1)
+        run.gate.let(2)  # the one that computes notices it afterwards
+        run.first(events.Lost, node="worker 1")
+        wait_for(lambda: len(run.all(events.Joined, node="worker 1")) == 2, "the worker to join again")
+        wait_for(lambda: len(run.gate.begun()) == 3, "work for its next incarnation")
+        run.gate.open()
+        assert joined.ended() == 0, joined.printed()
+    assert finished_exactly(run)
+
+
+STRANGERS = {
+    "a browser": b"GET / HTTP/1.1\r\n\r\n",
+    "a node without TLS": b"RBHI\x01" + bytes(89),
+    "half a TLS client": b"\x16\x03\x01\x02\x00\x01" + bytes(600),
+}
+
+
+@pytest.mark.parametrize("bytes_sent", STRANGERS.values(), ids=list(STRANGERS))
+def test_strangers_are_turned_away(
+    launcher: RunLauncher, tmp_path: Path, machines: Machines, bytes_sent: bytes
+) -> None:
+    with listening(launcher, tmp_path, machines) as run:
+        invitation = run.directory / "invite.txt"
+        wait_for(invitation.is_file, "the invitation")
+        answers = tmp_path / "answers"
+        with answers.open("wb") as file:
+            launcher.zygote.spawn(
+                "tests.test_machines:send_bytes", machines.names[1].encode() + b" " + bytes_sent, "", [file.fileno()]
+            )
+        wait_for(lambda: answers.stat().st_size, "the end of the connection")
+        assert answers.read_bytes()[-1:] == b"."  # closed; at most an alert of TLS came before
+        assert b"RBHI" not in answers.read_bytes()
+        run.gate.open()
+    assert finished_exactly(run)
+
+
+def send_bytes(job: bytes, fds: list[int]) -> None:
+    """Send bytes to the run from another machine; write what comes back, and a full stop when it is closed."""
+    name, _, sent = job.partition(b" ")
+    enter_namespace(name.decode())
+    sock = socket.create_connection((Machines(1).address(0), PORT))
+    sock.sendall(sent)
+    with open(fds[0], "wb") as file:
+        try:
+            while data := sock.recv(4096):
+                file.write(data)
+        except ConnectionError:
+            pass
+        file.write(b".")
+
+
+def test_the_secret_is_in_the_invitation_only(launcher: RunLauncher, tmp_path: Path, machines: Machines) -> None:
+    with listening(launcher, tmp_path, machines) as run:
+        joined = run.join(machines.names[1], "--workers", "1")
+        run.first(events.Linked, worker=1)
+        invitation = run.directory / "invite.txt"
+        assert stat.S_IMODE(invitation.stat().st_mode) == 0o600
+        key = invitation.read_text().partition('"key":"')[2].partition('"')[0]
+        assert len(key) > 40
+        shown = [" ".join(process.cmdline()) + str(process.environ()) for process in launcher.processes()]
+        assert not any(key in text for text in shown)
+        run.gate.open()
+        assert joined.ended() == 0
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files and not any(key.encode() in path.read_bytes() for path in files)
