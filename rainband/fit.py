@@ -221,9 +221,9 @@ def _train(config: RunConfig, task: Task | str, strategy: Strategy, notes: _Note
 def _warn_if_diverged(result: RunResult) -> None:
     from rainband.runtimes.result import diverged
 
-    if many := diverged(result.accounting):
+    if check := diverged(result.accounting):
         warnings.warn(
-            f"the training diverged: {many.skipped} of {many.batches} batches were skipped, because their gradients "
+            f"the training diverged: {check.skipped} of {check.batches} batches were skipped, because their gradients "
             "were not finite. Try a smaller learning rate, and see whether there is NaN in the data.",
             stacklevel=3,
         )

@@ -552,8 +552,8 @@ class SimulatedCluster:
             self.bus(node.peer, port.server, in_flight)
         pull = node.client.pulls.current if node.client else None
         in_place = port.direct and node.client is not None and node.client.pulls.asks is False
-        if pull is not None and pull.asked is not None and not (in_place and pull.at_version < 0):
-            self.bus(node.peer, port.server, InFlight(pull.asked))
+        if pull is not None and pull.request is not None and not (in_place and pull.at_version < 0):
+            self.bus(node.peer, port.server, InFlight(pull.request))
 
     def _join_late(self) -> None:
         index = 1 + max(w.rank for w in self.workers.values())

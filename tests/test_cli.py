@@ -227,8 +227,16 @@ def test_four_workers_and_two_servers_are_the_default_and_a_strategy_without_ser
             {},
             "^Adafactor cannot run block by block .*row_var",
         ),
-        (("digits", "sync", "optimizer=torch.optim:LBFGS"), {}, "LBFGS cannot run block by block .* needs a closure"),
-        (("digits", "sync", "optimizer=torch.optim:Muon"), {}, "Muon cannot run block by block .* Use an element-wise"),
+        (
+            ("digits", "downpour", "optimizer=torch.optim:LBFGS"),
+            {},
+            "LBFGS cannot run block by block .* needs a closure",
+        ),
+        (
+            ("digits", "downpour", "optimizer=torch.optim:Muon"),
+            {},
+            "Muon cannot run block by block .* Use an element-wise",
+        ),
         (
             ("digits", "single", "optimizer=torch.optim:LBFGS"),
             {},
@@ -523,6 +531,12 @@ def test_every_strategy_every_task_and_every_algorithm_is_explained_in_one_line(
     assert said.exit_code == 0
     for name in [*strategy_names(), *task_names(), *algorithm_names()]:
         assert any(line.startswith(f"  {name} ") for line in said.out.splitlines())
+
+
+def test_the_first_line_of_every_strategy_and_task_is_a_whole_sentence() -> None:
+    summaries = [fact["summary"] for fact in Said("explain", "--json").json]
+    assert len(summaries) == len(strategy_names()) + len(task_names())
+    assert [summary for summary in summaries if not summary.endswith(".")] == []
 
 
 def test_a_task_is_explained_by_its_own_file_and_its_settings_as_they_are_typed() -> None:

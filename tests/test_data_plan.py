@@ -63,7 +63,7 @@ def test_the_place_in_the_schedule_is_the_part_of_the_run_before_the_batch() -> 
 def test_seven_batches_for_three_columns_are_three_rounds_and_the_last_has_one_work_item() -> None:
     plan = rounds_plan(num_batches=7, items_per_round=3, portion_batches=2)
 
-    assert plan.num_rounds == 3
+    assert plan.rounds_per_epoch == 3
     assert [plan.items_in_round(r) for r in range(3)] == [3, 3, 1]
 
 
@@ -79,7 +79,7 @@ def test_a_portion_is_one_column_of_consecutive_rounds() -> None:
 def test_rounds_are_numbered_through_all_epochs() -> None:
     plan = rounds_plan(num_batches=3, items_per_round=2, portion_batches=2, epochs=2)
 
-    assert plan.num_rounds == 4
+    assert plan.rounds_per_epoch == 2
     assert [plan.items_in_round(r) for r in range(4)] == [2, 1, 2, 1]
     assert [plan.round_of(p, 0) for p in range(plan.num_portions)] == [0, 0, 2, 2]
 
@@ -87,7 +87,7 @@ def test_rounds_are_numbered_through_all_epochs() -> None:
 def test_more_columns_than_batches_leave_columns_empty() -> None:
     plan = rounds_plan(num_batches=2, items_per_round=5, portion_batches=1)
 
-    assert plan.num_rounds == 1 and plan.items_in_round(0) == 2
+    assert plan.rounds_per_epoch == 1 and plan.items_in_round(0) == 2
     assert [plan.batches_in(p) for p in range(plan.num_portions)] == [1, 1, 0, 0, 0]
 
 
@@ -128,13 +128,12 @@ def test_every_sample_of_every_epoch_is_in_exactly_one_batch(plan: DataPlan) -> 
 
 @given(plans.filter(lambda plan: plan.items_per_round > 0))
 def test_a_round_is_made_of_as_many_work_items_as_it_says_in_columns_from_0_on(plan: DataPlan) -> None:
-    positions: dict[int, list[int]] = {r: [] for r in range(plan.num_rounds)}
+    rounds = range(plan.rounds_per_epoch * plan.epochs)
+    positions: dict[int, list[int]] = {r: [] for r in rounds}
     for portion, k in all_batches(plan):
         positions[plan.round_of(portion, k)].append(plan.position_of(portion))
 
-    assert {r: sorted(c) for r, c in positions.items()} == {
-        r: list(range(plan.items_in_round(r))) for r in range(plan.num_rounds)
-    }
+    assert {r: sorted(c) for r, c in positions.items()} == {r: list(range(plan.items_in_round(r))) for r in rounds}
 
 
 @given(plans)

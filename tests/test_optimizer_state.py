@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Adam
 
 from rainband.model.flat_parameters import Flat
-from rainband.model.optimizer_state import Gathered, put_state, state_of
+from rainband.model.optimizer_state import GatheredState, put_state, state_of
 from rainband.protocol.layout import cut
 from rainband.protocol.messages import InitBlock, Message
 from rainband.protocol.ports import BlockValues
@@ -94,7 +94,7 @@ def test_received_state_is_put_together_without_a_search() -> None:
     module, _ = trained(4)
     flat = Flat(module)
     (block,) = cut(flat.layout)
-    gathered = Gathered(flat.parameters)
+    gathered = GatheredState(flat.parameters)
 
     gathered.add(block, "exp_avg", Unsearched((0, 2)), torch.arange(64.0))
 

@@ -46,7 +46,7 @@ class Journal(msgspec.Struct):
 
 
 def digest(command: Command) -> int:
-    """Hash what a command asks for, without the term of who asks."""
+    """Return a hash of a command, without the sender's term."""
     return (
         xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((command.number, command.operations, command.work_items))) >> 1
     )

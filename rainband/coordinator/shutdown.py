@@ -130,7 +130,7 @@ class RunEnd:
         return self.flush() if waited_for and all(w.ended for w in waited_for) else []
 
     def flush(self) -> list[CoordinatorOutput]:
-        """Let the servers apply what their rules have buffered: there is no more data."""
+        """Tell the servers to apply buffered gradients."""
         state = self.state
         state.enter(Phase.FLUSHING)
         if state.settings.num_servers:

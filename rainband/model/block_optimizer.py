@@ -83,12 +83,6 @@ class BlockOptimizer:
         """Return all settings of each of the user's parameter groups, as they are now."""
         return tuple(dict(settings) for settings in self._settings)
 
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes of optimizer state; most optimizers allocate it at a segment's first gradient."""
-        kept = [value for entry in self._optimizer.state.values() for value in entry.values()]
-        return sum(value.nbytes for value in kept if isinstance(value, Tensor))
-
     def state(self) -> dict[str, list[Tensor]]:
         """Return copies of the state by name and segment; an empty vector where a segment has none yet."""
         entries = [self._optimizer.state.get(tensor, {}) for tensor in self._tensors]

@@ -134,7 +134,7 @@ def _number_like(example: Any, number: float | None) -> Any:
     return type(example)(number)
 
 
-class Gathered:
+class GatheredState:
     """State received from the servers block by block, assembled per parameter."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

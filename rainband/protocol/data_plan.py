@@ -65,10 +65,6 @@ class DataPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: r
         return -(-self.batches_per_epoch // self.items_per_round) if self.items_per_round else 0
 
     @cached_property
-    def num_rounds(self) -> int:
-        return self.rounds_per_epoch * self.epochs
-
-    @cached_property
     def portions_per_epoch(self) -> int:
         if self.items_per_round:
             return -(-self.rounds_per_epoch // self.portion_batches) * self.items_per_round

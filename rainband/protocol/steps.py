@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class Work:
-    """Something that takes time to compute. The owner performs it, or says when it would be done."""
+    """Work is a computation that the runtime performs, or whose duration it plans."""
 
     share = 1.0  # of the time that a gradient of the whole model takes
     label = ""  # in the picture of a run: F3 and B3, a forward and a backward of microbatch 3
@@ -25,7 +25,7 @@ class Work:
 
 
 class Handle:
-    """Something under way. Awaiting it waits; the owner asks `ready()` after each message."""
+    """A handle is an operation that can be awaited; the runtime checks `ready()` after each message."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ class Handle:
 
 
 class Until(Handle):
-    """Waits until something is so."""
+    """An `Until` is a handle that is ready when a function returns True."""
 
     __slots__ = ("is_so", "what")
 
@@ -55,7 +55,7 @@ class Until(Handle):
 
 
 class Steps(Generic[Result]):
-    """Advances a coroutine; between two advances its owner does what it asked for."""
+    """The steps of a coroutine, advanced one by one; between two of them the runtime does what it needs."""
 
     __slots__ = ("coroutine", "needed", "over", "result")
 

@@ -30,7 +30,7 @@ class Stats:
     account: SampleAccount | None = None  # of workers that share each batch
 
     def waited(self, seconds: float) -> None:
-        """A wait is over; if a server has said for whom it was, that is kept too."""
+        """Record a finished wait, and the worker that was waited for, if known."""
         self.waited_s += seconds
         if self.held_by is not None:
             self.waited_for[self.held_by] += seconds

@@ -1,5 +1,4 @@
-"""Handwritten digits: the 1,797 images of 8 x 8 pixels that come with scikit-learn, and a small
-convolutional model.
+"""Handwritten digits: the 1,797 images of scikit-learn, 8 x 8 pixels each, and a small convolutional model.
 
 The pixels are read from scikit-learn's file, because importing scikit-learn takes a second.
 """

@@ -23,8 +23,8 @@ class PullHandle(Handle):
     at_version: int  # the round or evaluation; -1: the newest
     left: int  # blocks that are not copied yet
     arrived: list[tuple[int, Tensor | None, int]] = field(default_factory=list)  # block, values, version
-    come: int = 0  # bit mask of the blocks that have arrived
-    asked: Pull | None = None  # the request, for servers that must be asked
+    arrived_blocks: int = 0  # bit mask of the blocks that have arrived
+    request: Pull | None = None  # for servers that must be asked
     late: bool = False  # that round is over
     eager: bool = False  # copy each block when it arrives, while it is still in the cache
 
@@ -32,19 +32,19 @@ class PullHandle(Handle):
         """Request everything again under another number."""
         self.sequence, self.left = sequence, num_blocks
         self.arrived.clear()
-        self.come = 0
+        self.arrived_blocks = 0
 
     def has(self, block: int) -> bool:
-        return bool(self.come >> block & 1)
+        return bool(self.arrived_blocks >> block & 1)
 
     def has_every(self) -> bool:
         """Return True if all blocks have arrived."""
-        return self.come.bit_count() == len(self.pulls.servers.blocks)
+        return self.arrived_blocks.bit_count() == len(self.pulls.servers.blocks)
 
     def arrive(self, block: int, values: Tensor | None, version: int = 0) -> None:
         if self.has(block):
             return  # a repeated request was answered twice
-        self.come |= 1 << block
+        self.arrived_blocks |= 1 << block
         self.arrived.append((block, values, version))
         if self.eager:
             self.ready()
@@ -81,17 +81,17 @@ class Pulls:
 
     def with_push(self) -> PullHandle:
         """Return the handle of a pull that the next push requests, block by block."""
-        asked = Pull(self.pushes.sequence + 1, self.pushes.clock + 1, base=self.pushes.base, part=self.servers.part)
+        request = Pull(self.pushes.sequence + 1, self.pushes.clock + 1, base=self.pushes.base, part=self.servers.part)
         num_blocks = len(self.servers.blocks)
-        pull = self.current = PullHandle(self, asked.sequence, -1, num_blocks, asked=asked, eager=True)
+        pull = self.current = PullHandle(self, request.sequence, -1, num_blocks, request=request, eager=True)
         return pull
 
     def round(self, round_: int) -> PullHandle:
         """Request exactly the parameters of a round, unless that is under way already."""
         if self.current is None or self.current.at_version != round_:
-            asked = Pull(self.pushes.next_sequence(), self.pushes.clock, round_, part=self.servers.part)
-            self.current = PullHandle(self, asked.sequence, round_, len(self.servers.blocks), asked=asked)
-            self.servers.send_all(asked)
+            request = Pull(self.pushes.next_sequence(), self.pushes.clock, round_, part=self.servers.part)
+            self.current = PullHandle(self, request.sequence, round_, len(self.servers.blocks), request=request)
+            self.servers.send_all(request)
             self.requested(self.current)
         return self.current
 
@@ -113,11 +113,11 @@ class Pulls:
         # A new number: late answers to an older request must not be taken for answers to this one.
         servers, pushes = self.servers, self.pushes
         pull.restart(pushes.next_sequence(), len(servers.blocks))
-        asked = pull.asked = Pull(pull.sequence, clock, base=pushes.base, part=servers.part)
+        request = pull.request = Pull(pull.sequence, clock, base=pushes.base, part=servers.part)
         self.current, servers.stats.held_by = pull, None
         for port in servers.own_ports:
             if not port.direct or self.asks is not False:
-                servers.send(port, asked)
+                servers.send(port, request)
         if servers.direct_blocks:
             self._read_in_shared_memory(pull)
         if servers.observer is not None:
@@ -150,7 +150,7 @@ class Pulls:
         pushes.term = params.term
         self.entered = params.asks and params.clock >= 0
         if params.clock > pushes.clock:  # this worker joined late, or was given up: it starts at the slowest clock
-            not_pushed = 0 if pull.asked is None else max(0, pull.asked.clock - pushes.clock)
+            not_pushed = 0 if pull.request is None else max(0, pull.request.clock - pushes.clock)
             pushes.clock = pushes.base = params.clock
             self._request(pull, pushes.clock + not_pushed)
             return

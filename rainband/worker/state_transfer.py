@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rainband.model.flat_parameters import BlockTensors
-from rainband.model.optimizer_state import Gathered, State
+from rainband.model.optimizer_state import GatheredState, State
 from rainband.protocol.messages import FetchState, InitBlock, StatePart
 from rainband.protocol.steps import Handle
 from rainband.worker.server_blocks import ServerBlocks
@@ -17,7 +17,7 @@ from rainband.worker.server_blocks import ServerBlocks
 class StateHandle(Handle):
     """The requested state of the servers' optimizers."""
 
-    gathered: Gathered
+    gathered: GatheredState
     left: int  # blocks whose state is not complete
 
     def ready(self) -> bool:
@@ -46,7 +46,7 @@ class StateTransfer:
 
     def fetch(self) -> StateHandle:
         """Request the state of the servers' optimizers."""
-        self.fetching = StateHandle(Gathered(self.servers.flat.parameters), len(self.servers.blocks))
+        self.fetching = StateHandle(GatheredState(self.servers.flat.parameters), len(self.servers.blocks))
         self.servers.send_all(FetchState())
         return self.fetching
 

@@ -20,14 +20,14 @@ class ItemsInHand:
         self.at_version = -1  # of the current evaluation
         self.work_items: deque[int] = deque()  # that are not begun
         self.spare: set[int] = set()  # delivered by other workers
-        self.asked = False
+        self.has_requested = False
         self.said_idle = False
 
     def take(self, message: AssignItems) -> None:
         """Add assigned work items; those of earlier evaluations are dropped."""
         self._advance_to(message.at_version)
         if message.at_version == self.at_version:
-            self.asked = self.said_idle = False
+            self.has_requested = self.said_idle = False
             self.work_items += [work_item for work_item in message.work_items if work_item not in self.work_items]
             self.spare.difference_update(message.work_items)
 
@@ -39,7 +39,7 @@ class ItemsInHand:
             self.work_items = deque(work_item for work_item in self.work_items if work_item not in self.spare)
 
     def ask_again(self) -> None:
-        self.asked = self.said_idle = False
+        self.has_requested = self.said_idle = False
 
     def _advance_to(self, at_version: int) -> None:
         if at_version > self.at_version:
@@ -50,8 +50,8 @@ class ItemsInHand:
     def next(self, plan: DataPlan) -> WorkItem | None:
         """Return the next work item to compute; None if there is none now."""
         idle = not self.work_items
-        if (len(self.work_items) <= 1 and not self.asked) or (idle and not self.said_idle):
-            self.asked, self.said_idle = True, idle
+        if (len(self.work_items) <= 1 and not self.has_requested) or (idle and not self.said_idle):
+            self.has_requested, self.said_idle = True, idle
             self.tell(LeaseRequest(idle))
         if idle:
             return None

@@ -57,18 +57,6 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     def replicas(self) -> tuple[int, ...]:
         return tuple(1 if stage.split else len(stage.machines) for stage in self.stages)
 
-    def move(self, unit: str, stage: int) -> Placement:
-        """Return the placement with one unit on another machine, without a prediction."""
-        if unit not in self.stage_of():
-            raise ValueError(f"the plan has no unit '{unit}': it has {', '.join(self.stage_of())}.")
-        if not 0 <= stage < len(self.stages):
-            raise ValueError(f"the plan has no stage {stage}: choose from 0 to {len(self.stages) - 1}.")
-        stages = [
-            msgspec.structs.replace(s, units=tuple(u for u in s.units if u != unit) + ((unit,) if n == stage else ()))
-            for n, s in enumerate(self.stages)
-        ]
-        return msgspec.structs.replace(self, stages=tuple(stages), predicted=None)
-
 
 def is_interleaved(plan: Placement) -> bool:
     """Return True if a machine has several stages."""

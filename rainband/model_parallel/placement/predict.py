@@ -149,17 +149,17 @@ class PartitionClock:
         """Yield the messages of values and gradients, once per reading machine; the loss reads all unread values."""
         read: set[Key] = set()
         for value in self.values:
-            home, readers = key[value.maker], sorted({key[reader] for reader in value.readers} - {key[value.maker]})
+            maker, readers = key[value.maker], sorted({key[reader] for reader in value.readers} - {key[value.maker]})
             if readers:
-                read.add(home)
+                read.add(maker)
             machines = {reader[1] for reader in readers}  # each starts at the next one, so that not all start at 0
-            for machine in sorted(machines, key=lambda other, here=home[1]: (other < here, other)):  # type: ignore[misc]
+            for machine in sorted(machines, key=lambda other, here=maker[1]: (other < here, other)):  # type: ignore[misc]
                 those = [reader for reader in readers if reader[1] == machine]
-                there = self.network.sending_s(value.forward_bytes, home[1], machine)
-                yield Send((Step(home, "F", microbatch),), tuple(Step(f, "F", microbatch) for f in those), *there)
+                there = self.network.sending_s(value.forward_bytes, maker[1], machine)
+                yield Send((Step(maker, "F", microbatch),), tuple(Step(f, "F", microbatch) for f in those), *there)
                 if value.backward_bytes or not value.forward_bytes:  # integers have no gradient
-                    back = self.network.sending_s(value.backward_bytes, machine, home[1])
-                    yield Send(tuple(Step(f, "B", microbatch) for f in those), (Step(home, "B", microbatch),), *back)
+                    back = self.network.sending_s(value.backward_bytes, machine, maker[1])
+                    yield Send(tuple(Step(f, "B", microbatch) for f in those), (Step(maker, "B", microbatch),), *back)
         last = [fragment for fragment in order if fragment not in read]
         for one, other in product(last, last):
             if one != other:
