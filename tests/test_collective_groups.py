@@ -24,7 +24,7 @@ from rainband.collectives.cost import Costs
 from rainband.collectives.group import Group, OnLost, RankLost, elements_of
 from rainband.errors import PeerLost
 from rainband.protocol.messages import Address
-from rainband.transports.auth import new_run_id, new_secret
+from rainband.transports.auth import new_run_id, new_secret, role_keys
 from rainband.transports.collectives import shared, tcp
 from rainband.transports.collectives.connect import connect_ranks
 from rainband.transports.collectives.memory import GroupMemory
@@ -87,7 +87,9 @@ class Ranks:
         for other, listener in enumerate(self.listeners):
             if other != rank:
                 listener.close()
-        sockets = connect_ranks(rank, addresses, self.listeners[rank], self.secret, self.run_id, DEADLINE_S)
+        sockets = connect_ranks(
+            rank, addresses, self.listeners[rank], role_keys(self.secret, "worker"), self.run_id, DEADLINE_S
+        )
         return TcpGroup(rank, sockets, on_lost, timeout_s, COSTS)
 
     def reports(self, without: set[int] = frozenset()) -> dict[int, Any]:  # type: ignore[assignment]
@@ -309,7 +311,7 @@ def test_a_missing_connection_is_refused() -> None:
 def test_a_rank_that_does_not_connect_is_named() -> None:
     listener = listen_tcp("127.0.0.1")
     with pytest.raises(PeerLost, match="lost rank 1, rank 2 while waiting for its connection"):
-        connect_ranks(0, {1: None, 2: None}, listener, new_secret(), new_run_id(), 0.05)  # type: ignore[dict-item]
+        connect_ranks(0, {1: None, 2: None}, listener, role_keys(new_secret(), "worker"), new_run_id(), 0.05)  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 1000, 4097])

@@ -15,6 +15,7 @@ from rainband.bench.baselines.data_parallel import join_gloo
 from rainband.bench.baselines.limit import timed
 from rainband.collectives.algorithm import fast_algorithms
 from rainband.protocol.messages import Address
+from rainband.transports.auth import role_keys
 from rainband.transports.collectives.connect import connect_ranks
 from rainband.transports.collectives.shared import SharedGroup
 from rainband.transports.collectives.tcp import TcpGroup
@@ -50,7 +51,9 @@ def all_reduce_main(job: bytes, fds: list[int]) -> None:
     addresses = {
         rank: Address("127.0.0.1", port, "", "") for rank, port in enumerate(order.ports) if rank != order.rank
     }
-    sockets = connect_ranks(order.rank, addresses, socket.socket(fileno=listener), order.secret, order.run_id)
+    sockets = connect_ranks(
+        order.rank, addresses, socket.socket(fileno=listener), role_keys(order.secret, "worker"), order.run_id
+    )
     tcp = TcpGroup(order.rank, sockets)
     costs = {"shared memory": shared.measure_costs(), "tcp": tcp.measure_costs()}
     segment = shared.vector(max(order.rounds) // 4).zero_()
@@ -59,7 +62,7 @@ def all_reduce_main(job: bytes, fds: list[int]) -> None:
         for num_bytes, rounds in order.rounds.items()
     }
     if order.rank == 0:
-        times = AllReduceTimes(seconds, {name: tuple(cost) for name, cost in costs.items()})
+        times = AllReduceTimes(seconds, dict(costs))
         with open(report, "wb") as file:
             file.write(msgspec.msgpack.encode(times))
     else:
@@ -78,7 +81,7 @@ def _variants(shared: SharedGroup, tcp: TcpGroup, segment: torch.Tensor) -> Iter
 
 def _measure(shared: SharedGroup, variants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for name, work in variants.items():  # warm up: plans, page faults
+    for work in variants.values():  # warm up: plans, page faults
         work()
         work()
     for _ in range(BLOCKS):

@@ -20,8 +20,8 @@ ACCEPT_S = 0.1  # between two looks at the clock
 class _Admission:
     """Accepts connections, and takes no message before they are handed over."""
 
-    def __init__(self, me: Peer, secret: bytes, run_id: bytes, timeout_s: float) -> None:
-        self.hub = Hub(me, secret, run_id, self, 0, timeout_s)
+    def __init__(self, me: Peer, keys: Mapping[str, bytes], run_id: bytes, timeout_s: float) -> None:
+        self.hub = Hub(me, keys, run_id, self, 0, timeout_s)
 
     def receive(self, connection: Connection, message: Message, body: memoryview | None) -> None:
         self.hub.refuse(connection, f"it sends {type(message).__name__} before this rank is ready")
@@ -34,7 +34,7 @@ def connect_ranks(
     rank: int,
     addresses: Mapping[int, Address],
     listener: socket.socket,
-    secret: bytes,
+    keys: Mapping[str, bytes],
     run_id: bytes,
     timeout_s: float = STARTING_LIMIT_S,
 ) -> dict[int, socket.socket]:
@@ -45,12 +45,12 @@ def connect_ranks(
     me = Peer("worker", rank)
     deadline = time.monotonic() + timeout_s
     links: dict[int, socket.socket] = {}
-    admission = _Admission(me, secret, run_id, timeout_s)
+    admission = _Admission(me, keys, run_id, timeout_s)
     admission.hub.listen(listener)
     try:
         for other in sorted(addresses):
             if other < rank:
-                links[other] = _call(other, addresses[other], secret, run_id, me, deadline)
+                links[other] = _call(other, addresses[other], keys, run_id, me, deadline)
         called = [other for other in addresses if other < rank]
         _accept(admission.hub, [other for other in addresses if other > rank], links, deadline)
         for other in called:
@@ -76,9 +76,11 @@ def _accept(hub: Hub, others: list[int], links: dict[int, socket.socket], deadli
         links[other].send(READY)
 
 
-def _call(other: int, address: Address, secret: bytes, run_id: bytes, me: Peer, deadline: float) -> socket.socket:
+def _call(
+    other: int, address: Address, keys: Mapping[str, bytes], run_id: bytes, me: Peer, deadline: float
+) -> socket.socket:
     try:
-        sock, peer, _ = connect(address, False, secret, run_id, me, max(0.1, deadline - time.monotonic()))
+        sock, peer, _ = connect(address, False, keys, run_id, me, max(0.1, deadline - time.monotonic()))
     except PeerLost as error:
         raise PeerLost(f"rank {other}", f"connecting to it ({error})") from None
     if (peer.role, peer.index) != ("worker", other):
