@@ -18,7 +18,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Unpack
 
-from rainband.options import FitOptions, OptionError, RunOptions, declared
+from rainband.options import DEFAULT_STRATEGY, FitOptions, OptionError, RunOptions, declared
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,7 +117,7 @@ def _new(task: Task | str | None, strategy: Strategy | str | None) -> tuple[RunC
         check_task(task, {})
     else:
         _check_task_object(task)
-    strategy = "sync" if strategy is None else strategy
+    strategy = DEFAULT_STRATEGY if strategy is None else strategy
     _check_strategy_object(strategy)
     made = load_strategy(strategy, {}) if isinstance(strategy, str) else strategy
     task_name, task_settings = _named(task, TASKS)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hin
 
 from rainband.errors import did_you_mean
 
+DEFAULT_STRATEGY = "sync"  # if none is named: the updates of one process
 FAULTS_HINT = "Give a file with one fault per line, such as  0.25 kill worker 1."
 PLACEMENT_HINT = "rainband placement TASK --out FILE writes one."
 MAX_SEED = 2**32 - 1  # the largest that all random number generators accept

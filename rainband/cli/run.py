@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from rainband.cli.options import GroupedCommand, Json, Verbose, completion, with_run_options
-from rainband.cli.options.words import DEFAULT
 from rainband.cli.report_errors import EXIT_CODES, report_errors
 from rainband.errors import did_you_mean
-from rainband.options import RunOptions, SimulationOptions, StageOptions, declared
+from rainband.options import DEFAULT_STRATEGY, RunOptions, SimulationOptions, StageOptions, declared
 
 # Options of a run for which a script has its own code, or which it cannot have.
 LEFT_OUT = {
@@ -52,7 +51,7 @@ def run(
             help="Algorithm: one that rainband explain lists, or module:Class.",
             autocompletion=completion.strategies,
         ),
-    ] = DEFAULT,
+    ] = DEFAULT_STRATEGY,
     optimizer: Annotated[
         list[str] | None,
         typer.Option(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rainband.options import OptionError, RunOptions, opt
+from rainband.options import DEFAULT_STRATEGY, OptionError, RunOptions, opt
 from rainband.plugins import find_strategy, load_strategy, search_current_folder, strategy_names
 from rainband.runtimes.config import RunConfig
 from rainband.runtimes.configure import SERVERS, WORKERS, check_task, configure
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rainband.tasks.task import Task
 
 EXAMPLE = "rainband train digits downpour"
-DEFAULT = "sync"  # the strategy if none is named: the updates of one process
 COMPUTE, TASK = "compute.", "task."  # before the names of settings that are not the strategy's
 
 
@@ -45,12 +44,12 @@ def configured(words: Sequence[str], options: RunOptions, say: Callable[[str], N
 def _from_words(words: Sequence[str], options: RunOptions) -> tuple[RunConfig, RunOptions]:
     if not words or "=" in words[0] or (len(words) == 1 and words[0] in strategy_names()):
         raise ValueError(
-            f"a task is required, such as {EXAMPLE}; without a strategy, it is trained with {DEFAULT}.\n"
+            f"a task is required, such as {EXAMPLE}; without a strategy, it is trained with {DEFAULT_STRATEGY}.\n"
             f"Tasks: {', '.join(task_names())}, or module:name of your own.\n"
             f"Strategies: {', '.join(strategy_names())}, or module:Class; rainband explain describes them."
         )
     if len(words) == 1 or "=" in words[1]:
-        words = [words[0], DEFAULT, *words[1:]]
+        words = [words[0], DEFAULT_STRATEGY, *words[1:]]
     task, strategy, *pairs = words
     if task in strategy_names() and strategy in task_names():
         raise ValueError(f"the task comes first: type rainband train {strategy} {task}.")
