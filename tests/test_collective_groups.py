@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rainband.collectives.algorithm import algorithm_names
-from rainband.collectives.cost import Costs
+from rainband.collectives.cost import LinkCosts
 from rainband.collectives.group import Group, OnLost, RankLost, elements_of
 from rainband.errors import PeerLost
 from rainband.protocol.messages import Address
@@ -34,7 +34,7 @@ from rainband.transports.connect import listen_tcp
 from tests.processes import DEADLINE_S
 
 SIZES = (0, 1, 5, 1000, 200_003)
-COSTS = Costs(1e-6, 1e-10, 1e-11, 2)  # so that `auto` need not measure
+COSTS = LinkCosts(1e-6, 1e-10, 1e-11, 2)  # so that `auto` need not measure
 
 both_transports = pytest.mark.parametrize("transport", ["shared memory", "tcp"])
 pytestmark = pytest.mark.processes

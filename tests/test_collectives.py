@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rainband.collectives.algorithm import algorithm_names, load_algorithm
 from rainband.collectives.check import TableError, check, check_messages, check_programs, check_table
-from rainband.collectives.cost import Costs, choose, crossover_bytes, fitted, predict_s
+from rainband.collectives.cost import LinkCosts, choose, crossover_bytes, fitted, predict_s
 from rainband.collectives.messages import MessageProgram, compile_messages
 from rainband.collectives.operations import all_gather, broadcast, reduce, reduce_scatter
 from rainband.collectives.program import Mode, Program, compile_table
@@ -253,11 +253,11 @@ def test_adding_in_place_what_the_partner_still_reads_is_noticed() -> None:
 
 # ---- the cost model ----
 
-LAN = Costs(alpha_s=1e-5, beta_s=1e-9, gamma_s=1e-10, cores=64)
+LAN = LinkCosts(alpha_s=1e-5, beta_s=1e-9, gamma_s=1e-10, cores=64)
 
 
 def test_two_ranks_that_exchange_a_vector() -> None:
-    costs = Costs(alpha_s=1.0, beta_s=0.5, gamma_s=0.25, cores=2)
+    costs = LinkCosts(alpha_s=1.0, beta_s=0.5, gamma_s=0.25, cores=2)
     assert predict_s(table("recursive_doubling", 2), 8, costs) == 1 + 8 * 0.75
     assert predict_s(table("direct", 2), 8, costs) == (1 + 4 * 0.75) + (1 + 4 * 0.5)
     # One core does the work of both.
@@ -277,7 +277,7 @@ def test_small_vectors_take_few_messages_and_large_ones_few_bytes() -> None:
 
 
 def test_where_two_algorithms_cross() -> None:
-    costs = Costs(alpha_s=1.0, beta_s=0.001, gamma_s=0.001, cores=2)
+    costs = LinkCosts(alpha_s=1.0, beta_s=0.001, gamma_s=0.001, cores=2)
     # 1 + 0.002 n = (1 + 0.001 n) + (1 + 0.0005 n) at n = 2000
     assert crossover_bytes(2, costs, "recursive_doubling", "direct") == 2001
     assert crossover_bytes(2, costs._replace(gamma_s=-0.001), "recursive_doubling", "direct") is None
@@ -293,7 +293,7 @@ def test_costs_are_found_from_the_times_that_they_predict(
     num_ranks: int, alpha_s: float, beta_s: float, gamma_s: float
 ) -> None:
     cores = fitted(2, 1.0, 1.0, 1, 0.0).cores
-    costs = Costs(alpha_s, beta_s, gamma_s, cores)
+    costs = LinkCosts(alpha_s, beta_s, gamma_s, cores)
     small_s = predict_s(table("recursive_doubling", num_ranks), 0, costs)
     large_s = predict_s(table("direct", num_ranks), 4 << 20, costs)
     assert fitted(num_ranks, small_s, large_s, 4 << 20, gamma_s) == pytest.approx(costs, rel=1e-6, abs=1e-15)

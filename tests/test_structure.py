@@ -29,7 +29,7 @@ PLUGIN_FOLDERS = (
     "tasks",
     "rules",
     "codecs",
-    "collectives",
+    "collectives/algorithms",
     "bench/cases",
     "bench/baselines",
     "views/sinks",
@@ -37,8 +37,8 @@ PLUGIN_FOLDERS = (
 # Modules that users import by name, or that a new process starts with.
 PUBLIC_MODULES = ("errors.py", "join.py", "fit.py", "minimize.py", "adapters/", "runtimes/processes/worker_main.py")
 
-# What is started by name: commands, strategies and tasks, benchmarks, adapters that scripts import.
-ENTRY_FOLDERS = ("cli/", "strategies/", "tasks/", "bench/cases/", "adapters/")
+# What is found by name: commands, strategies, tasks, algorithms, benchmarks, adapters that scripts import.
+ENTRY_FOLDERS = ("cli/", "strategies/", "tasks/", "collectives/algorithms/", "bench/cases/", "adapters/")
 
 # What a strategy hands out: nobody may probe these for what their class does not declare.
 STRATEGY_TYPES = {"Strategy", "ServerPart", "Rule", "Requirements", "CoordinatorApi"}

@@ -155,7 +155,7 @@ def _costs_of_algorithms(name: str, pairs: list[str], workers: int) -> dict[str,
         algorithm = load_algorithm(one, given if one == name else {})
         found, textbook = check(algorithm.table(workers), chunks=1), algorithm.textbook(workers)
         if one == name:
-            given = {key: str(value) for key, value in as_plain(algorithm).items() if key in given}
+            given = {key: value for key, value in as_plain(algorithm).items() if key in given}
         numbers = {"found": found._asdict(), "textbook": textbook._asdict(), "formulas": algorithm.formulas._asdict()}
         rows.append({"name": one, **numbers})
     return {"given": given, "workers": workers, "algorithms": rows}

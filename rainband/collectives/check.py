@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rainband.collectives.algorithm import Textbook
-from rainband.collectives.messages import Clock, Message, MessageClocks, MessageProgram, compile_messages
+from rainband.collectives.messages import Clock, MessageClocks, MessageProgram, PartMessage, compile_messages
 from rainband.collectives.program import PRIVATE, Mode, Op, Program, compile_table, home_of
 from rainband.collectives.table import MoveTable
 
@@ -249,7 +249,7 @@ class _Courier:
     def _applied(self, source: int, target: int) -> int:
         return len(self.clocks.history[self.clocks.applied_at[source, target]]) - 1
 
-    def _may(self, rank: int, message: Message, clock: Clock) -> bool:
+    def _may(self, rank: int, message: PartMessage, clock: Clock) -> bool:
         """Return True if the waits of a message are over; add what they imply to the clock."""
         if any(self._applied(wait.rank, rank) < wait.number for wait in message.after_received):
             return False

@@ -19,7 +19,7 @@ CHUNK_BYTES = 256 << 10  # parts that are larger are cut
 MAX_CHUNKS = 16  # that the model counts: more hardly change a prediction
 
 
-class Costs(NamedTuple):
+class LinkCosts(NamedTuple):
     """Seconds of a message, of a byte moved and of a byte added, and the cores that the ranks share."""
 
     alpha_s: float
@@ -33,7 +33,7 @@ def num_chunks(num_bytes: int, num_parts: int, chunk_bytes: int = CHUNK_BYTES) -
     return max(1, -(-num_bytes // num_parts // chunk_bytes))
 
 
-def predict_s(table: MoveTable, num_bytes: int, costs: Costs) -> float:
+def predict_s(table: MoveTable, num_bytes: int, costs: LinkCosts) -> float:
     """Return the time that a table takes with vectors of this size."""
     chunks = min(MAX_CHUNKS, num_chunks(num_bytes, table.num_parts))
     part_bytes = num_bytes / table.num_parts
@@ -53,33 +53,33 @@ def predict_s(table: MoveTable, num_bytes: int, costs: Costs) -> float:
     return sum(max(max(slot.values()), sum(slot.values()) / cores) for slot in slots.values())
 
 
-def fitted(num_ranks: int, small_s: float, large_s: float, large_bytes: int, gamma_s: float) -> Costs:
+def fitted(num_ranks: int, small_s: float, large_s: float, large_bytes: int, gamma_s: float) -> LinkCosts:
     """Return the costs with which `recursive_doubling` of no bytes, and `direct` of many, take the measured times."""
     tables, cores = _fast_tables(num_ranks), os.cpu_count() or 1
 
-    def units(name: str, num_bytes: int, costs: Costs) -> float:
+    def units(name: str, num_bytes: int, costs: LinkCosts) -> float:
         return predict_s(tables[name], num_bytes, costs._replace(cores=cores))
 
-    alpha_s = small_s / (units("recursive_doubling", 0, Costs(1, 0, 0, 0)) or 1.0)
-    others_s = units("direct", large_bytes, Costs(alpha_s, 0, gamma_s, 0))
-    beta_s = (large_s - others_s) / (units("direct", large_bytes, Costs(0, 1, 0, 0)) or 1.0)
-    return Costs(alpha_s, max(beta_s, 1e-13), gamma_s, cores)
+    alpha_s = small_s / (units("recursive_doubling", 0, LinkCosts(1, 0, 0, 0)) or 1.0)
+    others_s = units("direct", large_bytes, LinkCosts(alpha_s, 0, gamma_s, 0))
+    beta_s = (large_s - others_s) / (units("direct", large_bytes, LinkCosts(0, 1, 0, 0)) or 1.0)
+    return LinkCosts(alpha_s, max(beta_s, 1e-13), gamma_s, cores)
 
 
 @lru_cache(maxsize=1024)
-def choose(num_ranks: int, num_bytes: int, costs: Costs) -> str:
+def choose(num_ranks: int, num_bytes: int, costs: LinkCosts) -> str:
     """Return the name of the fast algorithm that takes the least time."""
     return ranking(num_ranks, num_bytes, costs)[0]
 
 
-def ranking(num_ranks: int, num_bytes: int, costs: Costs) -> list[str]:
+def ranking(num_ranks: int, num_bytes: int, costs: LinkCosts) -> list[str]:
     """Return the names of the fast algorithms, the fastest first; of equals the one with the fewest steps."""
     tables = _fast_tables(num_ranks)
     seconds = {name: predict_s(table, num_bytes, costs) for name, table in tables.items()}
     return sorted(tables, key=lambda name: (seconds[name], tables[name].num_steps, name))
 
 
-def crossover_bytes(num_ranks: int, costs: Costs, small: str, large: str, max_bytes: int = 1 << 32) -> int | None:
+def crossover_bytes(num_ranks: int, costs: LinkCosts, small: str, large: str, max_bytes: int = 1 << 32) -> int | None:
     """Return the size from which algorithm `large` is faster than `small`; None: it never is."""
     tables = _fast_tables(num_ranks)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rainband.collectives.algorithm import load_algorithm
-from rainband.collectives.cost import Costs, choose, fitted
+from rainband.collectives.cost import LinkCosts, choose, fitted
 from rainband.collectives.operations import all_gather, broadcast, reduce, reduce_scatter
 from rainband.collectives.table import MoveTable
 from rainband.errors import PeerLost
@@ -63,7 +63,7 @@ class Group(ABC):
     vectors. Other operations need all ranks, and raise RankLost.
     """
 
-    def __init__(self, rank: int, num_ranks: int, on_lost: OnLost, costs: Costs | None) -> None:
+    def __init__(self, rank: int, num_ranks: int, on_lost: OnLost, costs: LinkCosts | None) -> None:
         if on_lost not in ("error", "continue"):
             raise ValueError(f"on_lost={on_lost!r}: it must be 'error' or 'continue'.")
         self.rank = rank
@@ -149,7 +149,7 @@ class Group(ABC):
         """Return when all members have called this."""
         self.all_reduce(self._one, "recursive_doubling")
 
-    def measure_costs(self, rounds: int = 7) -> Costs:
+    def measure_costs(self, rounds: int = 7) -> LinkCosts:
         """Measure alpha, beta and gamma together with all members; every member gets the same numbers."""
         small, large = torch.zeros(16), torch.zeros(1 << 20)
         few, much = Call("all_reduce", "recursive_doubling"), Call("all_reduce", "direct")
@@ -159,7 +159,7 @@ class Group(ABC):
         same = torch.tensor([costs.alpha_s, costs.beta_s, costs.gamma_s, costs.cores], dtype=torch.float64)
         self.broadcast(same)
         alpha_s, beta_s, gamma_s, cores = same.tolist()
-        return Costs(alpha_s, beta_s, gamma_s, int(cores))
+        return LinkCosts(alpha_s, beta_s, gamma_s, int(cores))
 
     def _run(self, call: Call, vector: Tensor) -> None:
         """Perform an operation that needs all ranks."""
@@ -193,8 +193,7 @@ class Group(ABC):
     def _kept(self, vector: Tensor) -> Tensor:
         raw = vector.view(-1).view(torch.uint8)
         if self._backup.numel() < raw.numel():
-            self._one = torch.zeros(1)
-        self._backup = torch.empty_like(raw)
+            self._backup = torch.empty_like(raw)
         keep = self._backup[: raw.numel()]
         keep.copy_(raw)
         return keep

@@ -1,4 +1,4 @@
-"""Message programs: what each rank sends and receives, in which order, to play a table over connections.
+"""PartMessage programs: what each rank sends and receives, in which order, to play a table over connections.
 
 Messages of one connection keep their order. A message that was received waits in memory of its own until the slices
 that it changes may change: when this rank has sent their old value, and has applied what comes before.
@@ -19,7 +19,7 @@ from rainband.collectives.table import Move, MoveTable
 Clock: TypeAlias = NDArray[np.int32]
 
 
-class Message(NamedTuple):
+class PartMessage(NamedTuple):
     """Parts first to last - 1, of one chunk, to be added or stored.
 
     A sender sends it when it has applied `number` messages of each `after_received`. A receiver applies it then, too,
@@ -37,8 +37,8 @@ class Message(NamedTuple):
 class MessageProgram(NamedTuple):
     """One rank's messages, by the other rank."""
 
-    sends: Mapping[int, tuple[Message, ...]]
-    receives: Mapping[int, tuple[Message, ...]]
+    sends: Mapping[int, tuple[PartMessage, ...]]
+    receives: Mapping[int, tuple[PartMessage, ...]]
 
 
 def compile_messages(table: MoveTable, chunks: int = 1) -> tuple[MessageProgram, ...]:
@@ -78,8 +78,8 @@ class _MessageCompiler:
     def __init__(self, table: MoveTable) -> None:
         self.table = table
         self.clocks = MessageClocks(table)
-        self.sends: list[dict[int, list[Message]]] = [defaultdict(list) for _ in range(table.num_ranks)]
-        self.receives: list[dict[int, list[Message]]] = [defaultdict(list) for _ in range(table.num_ranks)]
+        self.sends: list[dict[int, list[PartMessage]]] = [defaultdict(list) for _ in range(table.num_ranks)]
+        self.receives: list[dict[int, list[PartMessage]]] = [defaultdict(list) for _ in range(table.num_ranks)]
         # Of (rank, part, chunk): the message that changed it last, and the messages that have sent it since.
         self.writer: dict[tuple[int, int, int], Wait] = {}
         self.readers: dict[tuple[int, int, int], list[Wait]] = defaultdict(list)
@@ -102,7 +102,7 @@ class _MessageCompiler:
         clock = self.clocks.before_send(link)
         after = self._waits(move.source, clock, [self.writer[key] for key in keys if key in self.writer], [])[0]
         number = self.clocks.add(self.clocks.sent_at[link], clock)
-        self.sends[move.source][move.target].append(Message(parts[0], parts[-1] + 1, chunk, move.add, after))
+        self.sends[move.source][move.target].append(PartMessage(parts[0], parts[-1] + 1, chunk, move.add, after))
         for key in keys:
             self.readers[key].append(Wait(move.target, number))
 
@@ -114,7 +114,7 @@ class _MessageCompiler:
         sent = [wait for key in keys for wait in self.readers.pop(key, ())]
         after_received, after_sent = self._waits(rank, clock, applied, sent)
         number = self.clocks.add(self.clocks.applied_at[link], clock)
-        message = Message(parts[0], parts[-1] + 1, chunk, move.add, after_received, after_sent)
+        message = PartMessage(parts[0], parts[-1] + 1, chunk, move.add, after_received, after_sent)
         self.receives[rank][move.source].append(message)
         for key in keys:
             self.writer[key] = Wait(move.source, number)

@@ -14,7 +14,7 @@ from statistics import median, quantiles
 from rainband.bench.baselines.all_reduce import AllReduceOrder, AllReduceTimes
 from rainband.bench.harness.processes import PRELOAD, BenchProcess, free_port
 from rainband.bench.harness.rows import Effort, Row, at_least, at_most
-from rainband.collectives.cost import Costs, crossover_bytes, ranking
+from rainband.collectives.cost import LinkCosts, crossover_bytes, ranking
 from rainband.runtimes.processes.zygote import Zygote
 from rainband.transports.auth import new_run_id, new_secret
 from rainband.transports.collectives.memory import GroupMemory
@@ -53,14 +53,16 @@ def _measured(zygote: Zygote, num_ranks: int, divisor: int) -> AllReduceTimes:
 
 
 def _rows(num_ranks: int, times: AllReduceTimes) -> Iterator[Row]:
-    costs = {transport: Costs(*values) for transport, values in times.costs.items()}
+    costs = {transport: LinkCosts(*values) for transport, values in times.costs.items()}
     for size, seconds in times.seconds.items():
         yield from _size_rows(num_ranks, size, seconds, costs)
     for place, transport in TRANSPORT_OF.items():
         yield from _crossover_rows(num_ranks, place, times, costs[transport])
 
 
-def _size_rows(num_ranks: int, size: int, seconds: dict[str, list[float]], costs: dict[str, Costs]) -> Iterator[Row]:
+def _size_rows(
+    num_ranks: int, size: int, seconds: dict[str, list[float]], costs: dict[str, LinkCosts]
+) -> Iterator[Row]:
     what = f"{_name(size)}, {num_ranks} ranks"
     gloo = seconds["gloo"]
     gloo_p10, gloo_median, gloo_p90 = _percentile(gloo, 1), median(gloo), _percentile(gloo, 9)
@@ -91,7 +93,7 @@ def _gloo_rows(place: str, size: int, where: str, ours: float, gloo_p10: float, 
         yield Row("p10 time of gloo", gloo_p10 / ours, "x", where)
 
 
-def _crossover_rows(num_ranks: int, place: str, times: AllReduceTimes, costs: Costs) -> Iterator[Row]:
+def _crossover_rows(num_ranks: int, place: str, times: AllReduceTimes, costs: LinkCosts) -> Iterator[Row]:
     """Compare the size from which `direct` is faster than `recursive_doubling`: predicted and measured."""
     predicted = crossover_bytes(num_ranks, costs, "recursive_doubling", "direct")
     ratios = {

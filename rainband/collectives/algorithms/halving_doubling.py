@@ -1,7 +1,7 @@
 """Recursive halving and doubling: exchange half of the vector, then a quarter, and so on; then all the way back.
 
     step s         ranks r and r xor Q/2^(s+1) share a range of parts; each adds the half that it keeps
-    on the way back  the same pairs, in reverse order, store each other's half
+    on the way back  the same pairs, in reverse order, store what the other kept
 
 Q is the largest power of two up to P. The P−Q ranks in excess give their vectors to a neighbor before, and receive
 the sum after. That neighbor sends 2(Q−1)/Q N + N bytes, more than in a ring.

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rainband.collectives.cost import Costs, num_chunks
+from rainband.collectives.cost import LinkCosts, num_chunks
 from rainband.collectives.group import Call, Group, MembersChanged, OnLost, elements_of, table_of, view_of
 from rainband.collectives.program import PRIVATE, Mode, Op, Program, compile_table
 from rainband.transports.collectives.memory import (
@@ -52,7 +52,7 @@ MAX_PLANS = 256  # of different vectors and sizes, that are kept
 Work = tuple[Callable[..., object], tuple[Any, ...]]
 
 
-class Step(NamedTuple):
+class PlannedOp(NamedTuple):
     """An operation on the memory of one vector: (word, rank, count) to wait for, and the work."""
 
     waits: tuple[tuple[int, int, int], ...]
@@ -63,12 +63,13 @@ class Step(NamedTuple):
 class Plan(NamedTuple):
     """A program for one vector, and the number of operations of each member's program."""
 
-    steps: list[Step]
+    steps: list[PlannedOp]
     lengths: dict[int, int]
     call: int  # hash of the operation, its size and its dtype, which must be the same on all ranks
 
 
-class SharedGroup(Group):  # size: words and rooms of shared memory, waiting, rounds
+# size: Group has the 15 operations that a caller uses; the rest are rounds, waiting and plans
+class SharedGroup(Group):
     """One rank of a group in shared memory."""
 
     def __init__(
@@ -77,7 +78,7 @@ class SharedGroup(Group):  # size: words and rooms of shared memory, waiting, ro
         rank: int,
         on_lost: OnLost = "error",
         timeout_s: float = STARTING_LIMIT_S,
-        costs: Costs | None = None,
+        costs: LinkCosts | None = None,
     ) -> None:
         """`fds` are those of a GroupMemory.
 
@@ -272,10 +273,10 @@ class SharedGroup(Group):  # size: words and rooms of shared memory, waiting, ro
         for op in programs[members.index(self.rank)]:
             waits = tuple((8 * members[wait.rank], members[wait.rank], wait.number) for wait in op.waits)
             if op.out is None:
-                steps.append(Step(waits, None, ()))
+                steps.append(PlannedOp(waits, None, ()))
                 continue
             work, arguments = views.work(op, members[op.source], elements(op))
-            steps.append(Step(waits, work, arguments))
+            steps.append(PlannedOp(waits, work, arguments))
         lengths = {rank: len(program) for rank, program in zip(members, programs, strict=True)}
         return Plan(steps, lengths, crc32(f"{call!r} {vector.numel()} {vector.dtype}".encode()))
 

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rainband.collectives.cost import Costs, num_chunks
+from rainband.collectives.cost import LinkCosts, num_chunks
 from rainband.collectives.group import Call, Group, MembersChanged, OnLost, RankLost, elements_of, table_of, view_of
-from rainband.collectives.messages import Message, MessageProgram, compile_messages
+from rainband.collectives.messages import MessageProgram, PartMessage, compile_messages
 from rainband.collectives.program import Wait
 from rainband.transports.collectives.rank_link import COMMITTED, DATA, DONE, PING, REPORT, Head, LossReport, RankLink
 from rainband.transports.connect import STARTING_LIMIT_S
@@ -57,6 +57,7 @@ class MessagePlan(NamedTuple):
     add: Callable[[Any, memoryview], None]
 
 
+# size: Group has the 15 operations that a caller uses; the rest are rounds, losses, sending and receiving
 class TcpGroup(Group):
     """One rank of a group that is connected by TCP."""
 
@@ -66,7 +67,7 @@ class TcpGroup(Group):
         sockets: Mapping[int, socket.socket],
         on_lost: OnLost = "error",
         timeout_s: float = STARTING_LIMIT_S,
-        costs: Costs | None = None,
+        costs: LinkCosts | None = None,
     ) -> None:
         """`sockets` are connections to all other ranks, as `connect_ranks` makes them.
 
@@ -339,7 +340,7 @@ class TcpGroup(Group):
         values: Any = memory.numpy() if in_numpy else memory
         size, item = vector.numel(), vector.element_size()
 
-        def placed(message: Message) -> SliceMessage:
+        def placed(message: PartMessage) -> SliceMessage:
             elements = elements_of(size, num_parts, chunks, message.first, message.last, message.chunk)
             return SliceMessage(
                 tuple(Wait(members[wait.rank], wait.number) for wait in message.after_received),
