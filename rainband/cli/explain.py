@@ -149,16 +149,16 @@ def _costs_of_algorithms(name: str, pairs: list[str], workers: int) -> dict[str,
         raise ValueError(
             f"--workers {workers}: the tables of algorithms are checked for at most {MAX_CHECKED} workers."
         )
-    given = parse_pairs(pairs)
+    given, typed = parse_pairs(pairs), dict[str, object]()
     rows = []
     for one in algorithm_names():
         algorithm = load_algorithm(one, given if one == name else {})
         found, textbook = check(algorithm.table(workers), chunks=1), algorithm.textbook(workers)
         if one == name:
-            given = {key: value for key, value in as_plain(algorithm).items() if key in given}
+            typed = {key: value for key, value in as_plain(algorithm).items() if key in given}
         numbers = {"found": found._asdict(), "textbook": textbook._asdict(), "formulas": algorithm.formulas._asdict()}
         rows.append({"name": one, **numbers})
-    return {"given": given, "workers": workers, "algorithms": rows}
+    return {"given": typed, "workers": workers, "algorithms": rows}
 
 
 def _with_settings(name: str, pairs: list[str], workers: int) -> dict[str, Any]:
