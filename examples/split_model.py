@@ -85,19 +85,10 @@ def measure_memory(program: psutil.Popen) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     size = ["task.width=32", "task.blocks=4", "task.samples=32"] if "--tiny" in sys.argv[1:] else []
-    words = [
-        "split_model:Writer",
-        "sync",
-        "batch_per_worker=true",
-        "optimizer=adam",
-        "lr=0.0003",
-        *size,
-        "--runs",
-        str(Path.cwd() / "runs"),
-    ]
+    words = ["split_model:Writer", "sync", "batch_per_worker=true", "optimizer=adam", "lr=0.0003", *size]
     start = [sys.executable, "-c", "from rainband.cli.main import main; main()", "train"]
     many = "2" if size else "4"
-    counts = ["--stages", many, "--workers", many, "--servers", many]
+    counts = ["--stages", many, "--workers", many, "--servers", many, "--runs", str(Path.cwd() / "runs")]
     program = psutil.Popen([*start, *words, *counts], cwd=Path(__file__).parent)
     for name, values in sorted(measure_memory(program).items()):
         settled = sorted(values[len(values) // 2 :])

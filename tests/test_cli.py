@@ -488,7 +488,7 @@ def test_a_directory_that_cannot_be_made_is_told_without_a_traceback(
 
 def test_options_of_an_earlier_run_without_effect_in_this_one_are_not_mistakes(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    write_config(tmp_path, config_of("digits", "sync", transport="tcp"))
+    write_config(tmp_path, config_of("digits", "downpour", transport="tcp"))
     assert config_of(config=file, runtime="sim").runtime == "sim"
 
 
@@ -535,7 +535,7 @@ def test_every_strategy_every_task_and_every_algorithm_is_explained_in_one_line(
 
 def test_the_first_line_of_every_strategy_and_task_is_a_whole_sentence() -> None:
     summaries = [fact["summary"] for fact in Said("explain", "--json").json]
-    assert len(summaries) == len(strategy_names()) + len(task_names())
+    assert len(summaries) == len(strategy_names()) + len(task_names()) + len(algorithm_names())
     assert [summary for summary in summaries if not summary.endswith(".")] == []
 
 
@@ -570,7 +570,7 @@ def test_programs_can_read_the_explanation() -> None:
         "type": "a number",
         "default": 0.1,
         "required": False,
-        "doc": "learning rate for the mean over the K batches, before scaling",
+        "doc": "learning rate for the mean gradient, before scaling",
     }
     state = Said("explain", "--json").json
     assert [fact["name"] for fact in state if fact["kind"] == "strategy"] == strategy_names()

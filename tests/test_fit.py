@@ -84,7 +84,7 @@ def test_with_names_for_all_nothing_is_handed_over() -> None:
 def test_what_cannot_be_handed_over_is_told() -> None:
     task = ModuleTask(torch.nn.Flatten, torch.utils.data.TensorDataset(torch.ones(3)), threading.Lock().acquire)
     with pytest.raises(ValueError, match=r"task cannot be handed .*inside model\(\) or data\(\)"):
-        rainband.fit(task, workers=1, servers=1)
+        rainband.fit(task, "downpour", workers=1, servers=1)
 
 
 def test_there_must_be_a_worker() -> None:
@@ -131,7 +131,10 @@ def test_python_and_the_command_line_refuse_the_same_each_in_its_words(
         ({"time_only": True}, 'time_only requires runtime="sim"'),
         ({"runtime": "sim", "steps": 3}, "steps requires time_only=True"),
         ({"runtime": "sim", "record": True}, "a simulated run needs no record"),
-        ({"record": True, "transport": "shm"}, 'omit transport="shm"'),
+        (
+            {"record": True},
+            "sync has no servers, and the order of their updates is what is recorded, so omit record=True",
+        ),
         ({"epochs": "3"}, 'epochs="3": must be a whole number'),
         ({"eval_every_s": "5"}, 'eval_every_s="5": must be a number'),
         ({"csv": "yes"}, 'csv="yes": must be True or False'),
@@ -140,9 +143,12 @@ def test_python_and_the_command_line_refuse_the_same_each_in_its_words(
         ({"compute": "step_s=1"}, 'compute="step_s=1": must be a dictionary, such as dict(step_s=0.05)'),
         (
             {"settings": {"n_push": 2}},
-            "fit() has no option settings: give the strategy its settings, rainband.Downpour(lr=0.1).",
+            "fit() has no option settings: give the strategy its settings, rainband.Sync(lr=0.1).",
         ),
-        ({"n_push": 2}, "fit() has no option n_push: give the strategy its settings, rainband.Downpour(n_push=2)."),
+        (
+            {"optimizer": "adam"},
+            "fit() has no option optimizer: give the strategy its settings, rainband.Sync(optimizer='adam').",
+        ),
         ({"faults": "nofile", "runtime": "sim"}, 'faults="nofile"'),
         ({"runs": "/proc/x"}, 'runs="/proc/x": No such file or directory. Use a folder that can be written to.'),
         ({"seed": True}, "seed=True: must be a whole number"),
@@ -231,9 +237,7 @@ def test_what_help_says_of_defaults_is_so() -> None:
     }
     for name, default in shown.items():
         value = getattr(plain, name)
-        assert default == (
-            "the task's own" if value is None else f"{value:g}" if name != "runtime" and name != "transport" else value
-        )
+        assert default == ("the task's own" if value is None else value if isinstance(value, str) else f"{value:g}")
 
 
 # ---- real runs ----
@@ -320,7 +324,7 @@ def test_two_fits_in_threads_leave_the_output_of_this_process_alone(
     monkeypatch.setattr(Zygote, "start", staticmethod(at_once))
     before = [os.fstat(fd).st_ino for fd in (1, 2)]
     task = Printing(samples=4, epochs=1)
-    runs = [partial(rainband.fit, task, workers=1, servers=1, runs=tmp_path / name) for name in ("a", "b")]
+    runs = [partial(rainband.fit, task, "downpour", workers=1, servers=1, runs=tmp_path / name) for name in ("a", "b")]
     threads = [threading.Thread(target=run) for run in runs]
     for thread in threads:
         thread.start()
@@ -342,16 +346,16 @@ class Broken(Linear):
 def test_an_error_in_the_task_is_raised_with_its_traceback(tmp_path: Path) -> None:
     seen: list[str] = []
     with pytest.raises(RainbandError, match=r"ZeroDivisionError: on purpose(?s:.*)in loss"):
-        rainband.fit(
-            Broken(), workers=1, servers=1, runs=tmp_path, on_event=lambda event: seen.append(type(event).__name__)
-        )
+        rainband.fit(Broken(), workers=1, runs=tmp_path, on_event=lambda event: seen.append(type(event).__name__))
     assert (seen[0], seen[-1]) == ("RunStarted", "RunEnded") and "UserError" in seen
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm")
 def test_a_fit_that_is_recorded_is_replayed_bit_for_bit(tmp_path: Path) -> None:
-    result = rainband.fit("linear", workers=2, servers=1, epochs=1, record=True, timeline=True, runs=tmp_path)
+    result = rainband.fit(
+        "linear", "downpour", workers=2, servers=1, epochs=1, record=True, timeline=True, runs=tmp_path
+    )
     assert list(result.directory.glob("spans-worker-*.jsonl"))
     told = CliRunner().invoke(build_app(), ["replay", str(result.directory)])
     assert told.exit_code == 0 and "bit for bit" in told.output

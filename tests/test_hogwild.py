@@ -256,7 +256,7 @@ def test_an_optimizer_that_remembers_is_refused_with_the_reason(optimizer: str) 
 def test_it_needs_no_servers_and_takes_none() -> None:
     config = configured(["digits", "hogwild"], {"workers": 2})
     assert (config.num_workers, config.num_servers) == (2, 0)
-    with pytest.raises(ValueError, match="servers=2: hogwild has no servers, so omit it"):
+    with pytest.raises(ValueError, match="hogwild has no servers: omit servers=2, or choose"):
         configured(["digits", "hogwild"], {"servers": 2})
 
 

@@ -20,7 +20,7 @@ from tests.harness import Faults, SimulatedCluster, run
 from tests.ledger import LR, Case
 from tests.random_runs import Ragged, Softly, draw, run_seed
 
-KINDS = ("downpour", "ragged", "sync", "stale_sync", "soft_sync", "bounded_delay", "backup")
+KINDS = ("downpour", "ragged", "per_worker", "stale_sync", "soft_sync", "bounded_delay", "backup")
 FEW, MANY, CHUNK = 50, 2_000, 200
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {

@@ -113,8 +113,8 @@ def test_if_the_directory_cannot_be_written_to_the_model_is_saved_elsewhere(tmp_
         if isinstance(event, events.Lost):
             lost.append(event.why)
 
-    with pytest.raises(RainbandError, match="no worker is left"):
-        rainband.fit(Fine(samples=64), workers=2, servers=1, runs=tmp_path, on_event=in_the_way)
+    with pytest.raises(RainbandError, match="no worker is left.* it is in /"):
+        rainband.fit(Fine(samples=64), workers=2, runs=tmp_path, on_event=in_the_way)
     assert lost  # the second worker may have joined too late
     assert all(why.startswith("NotSaved: the model could not be saved (IsADirectoryError") for why in lost)
     [directory] = tmp_path.iterdir()

@@ -42,8 +42,8 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hogwild", {"stages": 2}, "hogwild requires the whole model on each worker"),
         ("sandblaster", {"stages": 2}, "sandblaster requires the whole model on each worker"),
         ("pipedream", {}, "pipedream is a pipeline of stages: use --stages 2"),
-        ("single", {"workers": 4, "stages": 2}, "--workers 4: single is one replica of the model, on 2 workers"),
-        ("pipedream", {"servers": 1, "stages": 2}, "--servers 1: pipedream has no servers"),
+        ("single", {"workers": 4, "stages": 2}, "single runs one replica of the model, on 2 workers: omit --workers 4"),
+        ("pipedream", {"servers": 1, "stages": 2}, "pipedream has no servers: omit --servers 1"),
     ],
 )
 def test_workers_that_make_no_whole_models_are_refused(strategy: str, options: RunOptions, told: str) -> None:

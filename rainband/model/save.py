@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -81,8 +82,11 @@ def save_blocks(layout: Layout, blocks: Sequence[BlockSpec], values: Mapping[int
 
 
 @contextmanager
-def saving(path: str) -> Iterator[None]:
-    """If there is a path, raise NotSaved for any error inside but one between nodes: then another worker saves."""
+def saving(path: str, module: nn.Module | None = None) -> Iterator[None]:
+    """If there is a path, raise NotSaved for any error inside but one between nodes: then another worker saves.
+
+    `module` is first saved elsewhere, if only workers have its parameters: those of all others may be lost then.
+    """
     if not path:
         yield
         return
@@ -91,7 +95,13 @@ def saving(path: str) -> Iterator[None]:
     except RainbandError:
         raise
     except Exception as error:
-        raise NotSaved(f"the model could not be saved ({type(error).__name__}: {error})") from error
+        why = f"the model could not be saved ({type(error).__name__}: {error})"
+        if module is not None:
+            elsewhere = Path(tempfile.gettempdir(), f"{Path(path).parent.name}.safetensors")
+            with suppress(Exception):  # then the first error says more
+                save_model(module, str(elsewhere))
+                why += f"; it is in {elsewhere}"
+        raise NotSaved(why) from error
 
 
 @contextmanager

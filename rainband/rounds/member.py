@@ -29,6 +29,7 @@ from rainband.rounds.view import (
     RoundDecision,
     RoundView,
     leader_of,
+    means,
     next_view,
     position,
     up_to_date,
@@ -256,7 +257,7 @@ class RoundMember:
         self.count += 1
         self.has_averaged |= headers is self.averaged
         self._cut_missing(headers)
-        return Outcome(True, total, headers[leader_of(headers)].numbers, _means(headers, given))
+        return Outcome(True, total, headers[leader_of(headers)].numbers, means(headers, given))
 
     def mean_scalars(self, scalars: Sequence[float], weight: float | None) -> Waiting:
         """Average numbers over the members."""
@@ -267,7 +268,7 @@ class RoundMember:
             return Outcome(False)
         given = [q for q in sorted(up_to_date(headers)) if headers[q].kind == "scalars"]
         total = sum(headers[q].weight for q in given)
-        return Outcome(True, total, headers[leader_of(headers)].numbers, _means(headers, given))
+        return Outcome(True, total, headers[leader_of(headers)].numbers, means(headers, given))
 
     def stepped(self) -> None:
         """Note a step of the user's optimizer."""
@@ -591,11 +592,3 @@ class RoundMember:
             yield from self._give(at, view)
         self._take(view)
         self._enter_at(at)
-
-
-def _means(headers: Headers, given: Sequence[int]) -> tuple[float, ...]:
-    """Return the weighted means of the scalars."""
-    counted = [headers[q] for q in given if headers[q].weight] or [headers[q] for q in given]
-    weights = [header.weight or 1.0 for header in counted]
-    columns = zip(*(header.scalars for header in counted), strict=True)
-    return tuple(sum(w * x for w, x in zip(weights, column, strict=True)) / sum(weights) for column in columns)

@@ -281,3 +281,11 @@ def _shares(
 def _differ(before: Sequence[float], now: Sequence[float]) -> bool:
     scale = sum(before) / sum(now)
     return any(abs(speed * scale / share - 1.0) > RECUT_CHANGE for share, speed in zip(before, now, strict=True))
+
+
+def means(headers: Mapping[int, Header], given: Sequence[int]) -> tuple[float, ...]:
+    """Return the weighted means of the scalars."""
+    counted = [headers[q] for q in given if headers[q].weight] or [headers[q] for q in given]
+    weights = [header.weight or 1.0 for header in counted]
+    columns = zip(*(header.scalars for header in counted), strict=True)
+    return tuple(sum(w * x for w, x in zip(weights, column, strict=True)) / sum(weights) for column in columns)

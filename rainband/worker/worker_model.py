@@ -109,7 +109,8 @@ class ModuleModel(WorkerModel[ModuleWorker]):
             worker.shared_batches.tell()
 
     async def conclude(self, worker: ModuleWorker, conclude: Conclude, buffers: Buffers) -> dict[str, float] | None:
-        with saving(conclude.path):  # first: an error in the user's evaluation must not lose the model
+        only_workers_have_it = worker.module if worker.shared_batches is not None else None
+        with saving(conclude.path, only_workers_have_it):  # first: an error of the evaluation must not lose the model
             await pull_final(worker.client)
             if buffers is not None:
                 worker.set_buffers(buffers)

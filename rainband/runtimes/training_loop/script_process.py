@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from importlib.machinery import SourceFileLoader
@@ -32,6 +33,7 @@ def main(job: bytes, fds: list[int]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a loader's process was killed
         if member.left and not isinstance(error, RainbandError):
             raise  # the run is over, so only Python can show it
         member.report(_of_killed_loader(error) or error)

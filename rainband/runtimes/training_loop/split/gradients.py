@@ -1,4 +1,4 @@
-"""Averaging gradients over the workers at the end of each backward(), and the checks before each step."""
+"""Averaging gradients over the workers at the end of each backward()."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rainband.rounds.exchange import Exchange, Part
 from rainband.runtimes.training_loop.split.session import LoopSession
 from rainband.runtimes.training_loop.split.state import LoopState
+from rainband.runtimes.training_loop.split.step_checks import StepChecks
 from rainband.runtimes.training_loop.split.tensors import BackwardHooks, numbers_of, put_numbers
 from rainband.runtimes.training_loop.split.trial import SUM_FOUND, LoopTrial
 
@@ -35,14 +34,12 @@ class GradientExchange:
         self.session = session
         self.state = state
         self.tensors = state.tensors
-        self.optimizers = state.optimizers
         self.num_workers = num_workers
         self.hooks = BackwardHooks(self._after_backward)
         self.trial = LoopTrial(time.perf_counter)
-        self.step_hooks: list[RemovableHandle] = []
+        self.steps = StepChecks(self)
         self.scaling: list[RemovableHandle] = []
         self.part: Part | None = None  # of the current round
-        self.last_part: Part | None = None  # of the round before
         self.weight: float | None = None  # given by the loop, in place of the part's number of samples
         self.deferred = False  # gradients of earlier backward passes wait to be averaged
         self.last_weight = 0.0  # sum of the weights of the last mean of gradients
@@ -57,14 +54,12 @@ class GradientExchange:
     def attach(self) -> None:
         """Begin to average, when the loop begins."""
         self.hooks.watch(self.tensors.parameters)
-        for optimizer in self.optimizers:
-            self.step_hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self.step_hooks.append(optimizer.register_step_post_hook(self._after_step))
+        self.steps.attach(self.state.optimizers)
 
     def detach(self) -> None:
         self.hooks.remove()
-        for handle in (*self.step_hooks, *self.scaling):
-            handle.remove()
+        self.steps.remove()
+        self._stop_scaling()
 
     # ---- rounds ----
 
@@ -88,7 +83,6 @@ class GradientExchange:
             )
         self.hooks.watch(self.tensors.parameters)
         self.exchanges_before, self.exchanges = self.exchanges, 0
-        self.last_part = self.part
         self.weight = self.part = None
 
     def set_part(self, part: Part) -> None:
@@ -111,7 +105,7 @@ class GradientExchange:
         if self.deferred or self.accumulating or self.state.is_sum:
             self._scale()
 
-    def _begin_own_round(self) -> None:
+    def begin_own_round(self) -> None:
         """Begin a round of a loop with its own loader, where each worker has the same weight."""
         self.exchange.begin(0)
         self.check_stop()
@@ -166,7 +160,7 @@ class GradientExchange:
     @torch.no_grad()
     def _after_backward(self, changed: set[int]) -> None:
         if self.part is None:
-            self._begin_own_round()
+            self.begin_own_round()
         if self.accumulating:
             self._defer(changed)
             return
@@ -182,7 +176,7 @@ class GradientExchange:
         elif self.uses_loaders and self.part is not None and not self.part.weight:
             weight = 0.0  # another worker has this part, too
         self.trial.before(self.part, tensors[: len(self.tensors.parameters)], self.exchanges)
-        outcome = self.exchange.mean(tensors, weight, numbers_of(self.optimizers), (stop,))
+        outcome = self.exchange.mean(tensors, weight, numbers_of(self.state.optimizers), (stop,))
         self.exchanges += 1
         self.last_weight = outcome.weight
         if not outcome.took_part:  # this worker receives the state when one of the next rounds begins
@@ -220,63 +214,16 @@ class GradientExchange:
 
     def _put_numbers(self, numbers: Sequence[float]) -> None:
         """Take over the learning rates and other numbers of the worker that has served longest."""
-        own = numbers_of(self.optimizers)
+        own = numbers_of(self.state.optimizers)
         if not numbers or len(numbers) != len(own) or list(numbers) == own:
             return
-        names = put_numbers(self.optimizers, numbers)
+        names = put_numbers(self.state.optimizers, numbers)
         if names:
             self._tell(
                 f"rainband: {names[0]} of an optimizer differs between workers; all use that of the one that has "
                 "served longest. A scheduler must not depend on one worker's loss: use run.mean(loss). "
                 "run.register(scheduler) gives its state to workers that join."
             )
-
-    # ---- steps ----
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if callable(closure):
-            averaged = self._averaged(closure)
-            if "closure" in kwargs:
-                return args, {**kwargs, "closure": averaged}
-            return (args[0], averaged, *args[2:]), kwargs
-        if self.num_workers > 1:
-            self._check_averaged(optimizer)
-        return None
-
-    def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure whose loss is the mean over the workers, so that line searches agree."""
-
-        def averaged() -> Any:
-            loss = closure()
-            if loss is None:
-                return None
-            if isinstance(loss, Tensor):
-                return torch.full_like(loss.detach(), self.mean(float(loss.detach()), None))
-            return self.mean(float(loss), None)
-
-        return averaged
-
-    def _check_averaged(self, optimizer: Optimizer) -> None:
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if own & self.tensors.unsynced:
-            raise ValueError(
-                "optimizer.step() was called with gradients of run.no_sync() that were not averaged: call the last "
-                "backward() before a step outside run.no_sync()."
-            )
-        if self.exchanges or self.exchanges_before:
-            return
-        name = self.tensors.not_averaged(optimizer)
-        if name is not None:
-            raise ValueError(
-                f"the gradient of {name} was not computed by loss.backward(), so the workers could not average it: "
-                "use backward() in place of torch.autograd.grad."
-            )
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.exchange.stepped()
-        if not self.uses_loaders and self.part is not None:
-            self._begin_own_round()
 
     # ---- numbers ----
 

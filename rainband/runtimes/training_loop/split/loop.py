@@ -180,8 +180,8 @@ class SplitLoop:
         self.gradients.uses_loaders = True
         self.where = self.exchange.begin(number)
         self.gradients.check_stop()
-        self.gradients.begin_round(number)
         self._measure()
+        self.gradients.begin_round(number)
         if self.where.epoch == number:
             self.state.end_catching_up()
             return self.where.batch
@@ -194,7 +194,7 @@ class SplitLoop:
         gradients = self.gradients
         if self.session is None or gradients.trial.is_over:
             return
-        sentence = gradients.trial.round_begins(gradients.last_part, self.session.stats.waited_s, self.num_workers)
+        sentence = gradients.trial.round_begins(gradients.part, self.session.stats.waited_s, self.num_workers)
         if sentence and self.exchange.is_first:
             print(sentence, file=sys.stderr)
 

@@ -144,9 +144,10 @@ class LoopSession:
         while session.conclusion is None:
             self.link.wait()
         conclude, _ = session.conclusion
-        with saving(conclude.path):
+        saved = getattr(model, "_orig_mod", model)  # names as before torch.compile
+        with saving(conclude.path, saved):
             self.exchange.take_final()
-            save_model(getattr(model, "_orig_mod", model), conclude.path)  # names as before torch.compile
+            save_model(saved, conclude.path)
         self.link.tell(Concluded({}))
         self.link.left = True
 

@@ -1,0 +1,78 @@
+"""What happens around each step() of a loop's optimizers whose gradients are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from rainband.runtimes.training_loop.split.gradients import GradientExchange
+
+
+class StepChecks:
+    """Refuses steps with gradients that were not averaged, and averages the losses of closures."""
+
+    def __init__(self, gradients: GradientExchange) -> None:
+        self.gradients = gradients
+        self.handles: list[RemovableHandle] = []
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self.handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self.handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if callable(closure):
+            averaged = self._averaged(closure)
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": averaged}
+            return (args[0], averaged, *args[2:]), kwargs
+        if self.gradients.num_workers > 1:
+            self._check_averaged(optimizer)
+        return None
+
+    def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure whose loss is the mean over the workers, so that line searches agree."""
+
+        def averaged() -> Any:
+            loss = closure()
+            if loss is None:
+                return None
+            if isinstance(loss, Tensor):
+                return torch.full_like(loss.detach(), self.gradients.mean(float(loss.detach()), None))
+            return self.gradients.mean(float(loss), None)
+
+        return averaged
+
+    def _check_averaged(self, optimizer: Optimizer) -> None:
+        tensors = self.gradients.tensors
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if own & tensors.unsynced:
+            raise ValueError(
+                "optimizer.step() was called with gradients of run.no_sync() that were not averaged: call the last "
+                "backward() before a step outside run.no_sync()."
+            )
+        if self.gradients.exchanges or self.gradients.exchanges_before:
+            return
+        name = tensors.not_averaged(optimizer)
+        if name is not None:
+            raise ValueError(
+                f"the gradient of {name} was not computed by loss.backward(), so the workers could not average it: "
+                "use backward() in place of torch.autograd.grad."
+            )
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        gradients = self.gradients
+        gradients.exchange.stepped()
+        if not gradients.uses_loaders and gradients.part is not None:
+            gradients.begin_own_round()
