@@ -17,6 +17,8 @@ from torch import Tensor
 
 import rainband
 from rainband.coordinator.liveness import Liveness
+from rainband.coordinator.shutdown import RunEnd
+from rainband.coordinator.state import CoordinatorOutput, Phase
 from rainband.errors import Deadlock
 from rainband.options import OptionError, in_python
 from rainband.protocol.accepted_set import AcceptedSet
@@ -98,6 +100,8 @@ def test_the_schedules_reach_every_node_and_link_and_strike_while_other_faults_l
     assert {f.node.split(" ")[0] for f in faults if f.what == "crash"} == {"worker", "server", "coordinator"}
     assert {case.num_workers for case in cases} == {1, 2, 3, 4} and max(f.for_s for f in faults) == 15.0
     assert sum(f.at_s > 2 for f in faults) > 100  # a run without faults takes one to two seconds
+    assert ("netsplit", "worker", "worker") in ends  # workers that share batches exchange gradients with each other
+    assert {case.strategy for case in cases if any(f.what == "stop" for f in case.script)} == set(KINDS)
     # What the first thousand seeds never had: a server dies and returns while the coordinator is paused or gone.
     unseen = [
         case
@@ -463,6 +467,28 @@ BROKEN: dict[str, tuple[broken.Mutation, str, int]] = {
         0,
     ),
 }
+
+
+def test_a_run_that_is_stopped_has_what_its_servers_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def conclude_without_flush(self: RunEnd) -> list[CoordinatorOutput]:
+        ready = self.state.phase is Phase.FINISHING and self.state.all_have_ended()
+        return self._conclude() if ready else []
+
+    case = Case(1, "soft_sync", 2, 1, parse("0.4 stop coordinator"))
+    assert not check(case).violations and check(case).outcome == "stopped"
+    monkeypatch.setattr(RunEnd, "when_all_ended", conclude_without_flush)
+    assert "buffers gradients of 1 batches" in check(case).violations[0]
+
+
+def test_the_model_of_a_run_counts_as_saved_although_its_worker_was_killed_and_returned() -> None:
+    script = "0.3 disk worker 0 by 1.5\n1.1 pause coordinator for 4\n2.8 kill worker 0\n3.7 start worker 0"
+    verdict = check(Case(2000081, "sync", 2, 0, parse(script)))
+    assert verdict.violations == [] and verdict.outcome == "finished"
+
+
+def test_only_the_whole_run_can_be_stopped() -> None:
+    with pytest.raises(ValueError, match="only the whole run can be stopped: write  stop coordinator"):
+        parse("0.3 stop worker 1")
 
 
 @pytest.mark.parametrize("what", list(BROKEN))

@@ -262,6 +262,10 @@ class SimulatedCluster:
             self.trace.note(self.clock.now, node.name, NodeEvent.PAUSED, f"paused for {for_s}")
             node.paused_until = max(node.paused_until, self.clock.now + for_s)
 
+    def stop(self) -> None:
+        """End the run early, as Ctrl-C does."""
+        self.coordinator_node.send(self.coordinator.shutdown.stop("stopped", "interrupted"))
+
     def run(self, until_s: float | None = None) -> None:
         """Run until the run is over, or until a moment; raises Deadlock when nothing can happen any more."""
         clock, state, planned = self.clock, self.coordinator.state, self.clock.planned

@@ -36,6 +36,8 @@ class FaultInjector:
                 cluster.kill(node, self._survives, silent=fault.what == "crash")
                 self.deaths += 1
                 self.servers_died |= node.peer.role == "server"
+            case "stop":
+                cluster.coordinator_node.wake(cluster.stop)
             case "pause":
                 cluster.pause(node, fault.for_s)
             case "skew":

@@ -52,6 +52,7 @@ class SimulatedRounds:
         self.num_ranks = num_ranks
         self.num_bytes = num_bytes  # of the parameters
         self.memory: SharedMemory | None = None
+        self.saver: WorkerNode | None = None  # the last one that began to save the model
         self.excluded_early: set[int] = set()  # before the first worker had joined
 
     def board(self, node: WorkerNode, like: Sequence[Tensor]) -> SimulatedBoard:

@@ -164,7 +164,7 @@ class Simulation(Run):
             self.cluster.run()
         except KeyboardInterrupt:
             self.interrupted = True
-            self.cluster.coordinator_node.send(self.cluster.coordinator.shutdown.stop("stopped", "interrupted"))
+            self.cluster.stop()
             self.cluster.run()
         except Deadlock as deadlock:
             self.cluster.coordinator.state.fail(str(deadlock))

@@ -133,6 +133,8 @@ class WorkerNode(Node):
         """A lost server is noticed by `lost`, after the failure timeout."""
 
     async def saved(self) -> None:
+        if self.cluster.rounds is not None:
+            self.cluster.rounds.saver = self
         if self.disk_s:
             saved_at = self.clock.now + self.disk_s
             self.clock.at(saved_at, lambda: self.wake(self.look_if_waiting))

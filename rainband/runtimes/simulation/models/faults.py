@@ -6,6 +6,7 @@
 0.400 pause server 0 for 2.500                as by SIGSTOP: it loses nothing and does nothing
 0.300 skew coordinator by 60.000              its clock jumps ahead
 0.000 disk worker 0 by 4.000                  saving takes 4 s longer
+0.700 stop coordinator                        as by Ctrl-C: the run ends after the current batches, and saves the model
 0.100 netsplit worker 0 > coordinator for 3.000       one direction of a partition; messages arrive when it heals
 0.100 slow worker 0 > server 1 for 1.000 by 0.200     each message takes 0.2 s longer
 0.000 duplicate worker 0 > server 1 for 9.000         messages that may be duplicated arrive twice
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
-ON_A_NODE = ("kill", "crash", "start", "pause", "skew", "disk")
+ON_A_NODE = ("kill", "crash", "start", "pause", "skew", "disk", "stop")
 ON_A_LINK = ("netsplit", "slow", "duplicate", "reorder", "reset")
 LASTING = ("pause", "netsplit", "slow", "duplicate", "reorder")
 WITH_AMOUNT = ("slow", "reorder", "skew", "disk")
@@ -46,6 +47,8 @@ class Fault:
             raise ValueError(f"no fault named {self.what!r}: choose from {', '.join(ON_A_NODE + ON_A_LINK)}.")
         if (self.what in ON_A_LINK) != bool(self.to):
             raise ValueError(f"{self}: write  {self.what} worker 0{' > server 0' * (self.what in ON_A_LINK)}.")
+        if self.what == "stop" and self.node != "coordinator":
+            raise ValueError(f"{self}: only the whole run can be stopped: write  stop coordinator.")
         if (self.what in LASTING) != bool(self.for_s):
             raise ValueError(f"{self}: {_listed(LASTING)} require `for SECONDS`; the others do not take it.")
         if (self.what in WITH_AMOUNT) != bool(self.by_s):
@@ -130,6 +133,8 @@ class Chances:
     most: int = 5  # the number of draws; one draw adds one or two faults
     servers_die: bool = False  # and the coordinator: then the run cannot finish
     coordinator_returns: bool = False  # the coordinator may die, and is started again
+    shared_batches: bool = False  # workers exchange gradients with each other
+    stops: bool = False  # the run may be stopped, as by Ctrl-C
 
 
 # How long faults last, in failure timeouts.
@@ -148,6 +153,10 @@ def random_script(random: Random, num_workers: int, num_servers: int, chances: C
             before = random.choice(faults)
             at_s = before.at_s + random.uniform(0, max(before.for_s, chances.timeout_s))
         faults += _random_fault(random, at_s, num_workers, num_servers, chances)
+    if chances.shared_batches and num_workers > 1 and random.random() < 0.5:
+        faults.append(_between_workers(random, random.uniform(0, chances.length_s), num_workers, chances))
+    if chances.stops:
+        faults.append(Fault(random.uniform(0, chances.length_s), "stop", "coordinator"))
     return tuple(sorted(map(_rounded, faults), key=lambda fault: (fault.at_s, str(fault))))
 
 
@@ -192,6 +201,12 @@ def _random_fault(random: Random, at_s: float, num_workers: int, num_servers: in
             ends = random.sample(random.choice(((worker, server), (worker, "coordinator"), (server, "coordinator"))), 2)
             by_s = chances.timeout_s * random.random() if what == "slow" else 0.0
             return [Fault(at_s, what, ends[0], ends[1], lasts_s, by_s)]
+
+
+def _between_workers(random: Random, at_s: float, num_workers: int, chances: Chances) -> Fault:
+    one, other = random.sample(range(num_workers), 2)
+    lasts_s = chances.timeout_s * random.choice(DURATIONS)
+    return Fault(at_s, "netsplit", f"worker {one}", f"worker {other}", lasts_s)
 
 
 def _rounded(fault: Fault) -> Fault:

@@ -96,8 +96,8 @@ def _play(case: Case, keep_trace: bool, judge: bool = True) -> tuple[OracleVerdi
 def parameters(cluster: SimulatedCluster) -> Tensor:
     """Return all parameters as the servers have them; without servers, those of the worker that saved them."""
     if cluster.rounds is not None:
-        saver = cluster.coordinator.shutdown.concluder
-        client = None if saver is None else cluster.workers[saver].client
+        saver = cluster.rounds.saver  # it may have been killed since
+        client = None if saver is None else saver.client
         return torch.empty(0) if client is None else torch.cat(list(client.flat.vectors))
     blocks = [block for node in cluster.servers.values() for block in node.server.blocks.values()]
     return torch.cat([block.buffer.at(block.version) for block in sorted(blocks, key=lambda block: block.index)])
@@ -116,6 +116,8 @@ class RunCheck:
         violations = self.ledger.violations[:1] + self._applied_twice() + self._accounting() + self._bound()
         if self.cluster.coordinator.state.phase != "over":
             return [*violations, f"not over after {self.cluster.clock.now:.1f} s: {who_waits(self.cluster)}"]
+        if self.cluster.coordinator.state.outcome == "stopped":
+            return violations + self._stopped()
         if self.cluster.coordinator.state.outcome != "finished":
             return violations + self._unexplained_failure()
         if self.case.known == "coordinated":
@@ -201,6 +203,32 @@ class RunCheck:
                 return [] if torch.allclose(got, expected, rtol=1e-5) else [f"the parameters differ: {got - expected}"]
         return [] if torch.equal(got, expected) else [f"the parameters differ: {got - expected}"]
 
+    def _stopped(self) -> list[str]:
+        """Check that the model of a run that was stopped is that of the batches which were applied."""
+        shutdown = self.cluster.coordinator.shutdown
+        if not shutdown.saved and not shutdown.rescue.over:
+            return ["the model was not saved"] if any(self.ledger.updates.values()) else []
+        buffered = [
+            f"block {index} buffers gradients of {block.rule.buffered} batches, which are not in the model"
+            for index, block in self.ledger.blocks.items()
+            if block.rule.buffered and self.case.known not in ("rounds", "first")  # rounds are whole, or not applied
+        ]
+        if buffered or self.case.known in ("coordinated", "corrected"):
+            return buffered
+        got = parameters(self.cluster)[: TASK.dimension]
+        if self.case.known == "shared":
+            expected = self._after_shared_batches()
+        else:
+            expected = self._after_its_updates()
+        return [] if torch.allclose(got, expected, rtol=1e-5) else [f"the parameters differ: {got - expected}"]
+
+    def _after_shared_batches(self) -> Tensor:
+        """Return the parameters that follow from the batches that the run has reported as applied."""
+        accounting, gradients = self.cluster.coordinator.reporting.accounting(), self.ledger.setup.gradients
+        applied = 0 if accounting is None else accounting.applied
+        total = sum((gradients[number].double() for number in range(applied)), torch.zeros(TASK.dimension).double())
+        return (-LR * total).float()
+
     def _after_its_updates(self) -> Tensor:
         """Return the parameters that follow from the updates in the ledger."""
         expected = torch.zeros(TASK.dimension, dtype=torch.float64)
@@ -208,8 +236,9 @@ class RunCheck:
             block = self.ledger.blocks[index]
             piece = expected[block.spec.start : block.spec.stop]
             for update in updates:
+                divisor = 1 if self.case.known == "sum" else update.divisor
                 for batch in update.batches:
-                    piece -= LR / update.divisor * self.ledger.gradient(block, batch)
+                    piece -= LR / divisor * self.ledger.gradient(block, batch)
         return expected.float()
 
     def _same_as_without_faults(self) -> list[str]:

@@ -132,6 +132,8 @@ def random_case(seed: int, strategy: str | None = None) -> Case:
         most=random.choice((5, 5, 10)),
         servers_die=random.random() < 0.3,
         coordinator_returns=KINDS[name].known == "coordinated",
+        shared_batches=KINDS[name].known == "shared",
+        stops=Random(f"stop {seed}").random() < 0.2,
     )
     script = random_script(random, num_workers, num_servers, chances)
     if KINDS[name].known == "shared":
